@@ -1,0 +1,52 @@
+"""quark_fx: a PyTorch-first quantization compiler.
+
+>>> import torch, quark_fx as qfx
+>>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU()).eval()
+>>> qmodel = qfx.quantize(model, "int8_static", [torch.randn(16, 8)], progress=False)
+>>> qmodel(torch.randn(3, 8)).shape
+torch.Size([3, 4])
+"""
+
+from quark_fx import export, formats, observers, ops, passes, presets
+from quark_fx.capture import capture_graph
+from quark_fx.config import INHERIT, Granularity, Override, QuantConfig, Target, TensorSpec
+from quark_fx.errors import CalibrationError, CaptureError, ConfigError, ExportError, PassError, QuarkError
+from quark_fx.export import verify
+from quark_fx.model import QuantizedModel
+from quark_fx.pass_manager import graph_pass, run_passes
+from quark_fx.qparams import ScaleType, Scheme, Symmetry
+from quark_fx.quantization import quantize
+from quark_fx.serialization import load
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "INHERIT",
+    "CalibrationError",
+    "CaptureError",
+    "ConfigError",
+    "ExportError",
+    "Granularity",
+    "Override",
+    "PassError",
+    "QuantConfig",
+    "QuantizedModel",
+    "QuarkError",
+    "ScaleType",
+    "Scheme",
+    "Symmetry",
+    "Target",
+    "TensorSpec",
+    "capture_graph",
+    "export",
+    "formats",
+    "graph_pass",
+    "load",
+    "observers",
+    "ops",
+    "passes",
+    "presets",
+    "quantize",
+    "run_passes",
+    "verify",
+]

@@ -1,0 +1,396 @@
+"""What to quantize and how: frozen values that refuse to contradict themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Final, Self
+
+import yaml
+
+from quark_fx.errors import ConfigError
+from quark_fx.formats import FloatFormat, Format, parse_format
+from quark_fx.observers import MinMax, NonOverflow, Observer, Placeholder, PowerOfTwoMinMse
+from quark_fx.observers.base import observer_from_dict, observer_to_dict
+from quark_fx.pass_manager import GraphPass, pass_from_dict, pass_to_dict
+from quark_fx.qparams import ScaleType, Scheme, Symmetry
+
+
+class Granularity(StrEnum):
+    """How many values share one scale."""
+
+    TENSOR = "tensor"
+    CHANNEL = "channel"
+    """One scale per output channel of a weight."""
+    GROUP = "group"
+    """One scale per `group_size` weights of an output channel, along the input channels."""
+    TOKEN = "token"  # noqa: S105
+    """One scale per row of the last dimension of an activation, measured at run time."""
+
+
+class Target(StrEnum):
+    """What the quantized graph has to run on; it limits the formats."""
+
+    ONNX = "onnx"
+    TORCH = "torch"
+    """Anything the graph can express, to be run by PyTorch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """How one tensor is quantized.
+
+    Args:
+        format: number format of the codes.
+        granularity: what shares a scale.
+        group_size: values per group, for `Granularity.GROUP` (the last group may be shorter).
+        symmetry: default: symmetric for signed formats, asymmetric for unsigned ones.
+        scale_type: which scales are allowed.
+        observer: how the range is found; default `MinMax`, or `Placeholder` for 16-bit floats.
+        dynamic: measure the range at run time instead of by calibration (activations only).
+
+    Raises:
+        ConfigError: if the fields contradict each other; the message names the fix.
+    """
+
+    format: Format
+    granularity: Granularity = Granularity.TENSOR
+    group_size: int | None = None
+    symmetry: Symmetry | None = None
+    scale_type: ScaleType = ScaleType.FLOAT32
+    observer: Observer | None = None
+    dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        signed = isinstance(self.format, FloatFormat) or self.format.signed
+        cast = isinstance(self.format, FloatFormat) and not self.format.needs_scale
+        if self.symmetry is None:
+            object.__setattr__(self, "symmetry", Symmetry.SYMMETRIC if signed else Symmetry.ASYMMETRIC)
+        if self.observer is None:
+            object.__setattr__(self, "observer", Placeholder() if cast else MinMax())
+        for wrong, message in (
+            (
+                (self.granularity is Granularity.GROUP) != (self.group_size is not None),
+                "`group_size` and `granularity='group'` go together: give both or neither",
+            ),
+            (self.group_size is not None and self.group_size < 1, f"group_size must be positive, not {self.group_size}"),
+            (
+                isinstance(self.format, FloatFormat) and self.symmetry is Symmetry.ASYMMETRIC,
+                f"{self.format} is symmetric; drop symmetry='asymmetric' or choose an integer format",
+            ),
+            (
+                cast and (self.granularity is not Granularity.TENSOR or self.scale_type is not ScaleType.FLOAT32),
+                f"{self.format} is reached by a cast and has no scale; drop granularity and scale_type",
+            ),
+            (
+                cast != isinstance(self.observer, Placeholder),
+                f"{self.format} {'needs no range: use' if cast else 'needs a range: do not use'} the observer "
+                "'placeholder'",
+            ),
+            (
+                isinstance(self.observer, NonOverflow | PowerOfTwoMinMse)
+                and self.scale_type is not ScaleType.POWER_OF_TWO,
+                f"observer {type(self.observer).__name__} chooses power-of-two scales; set scale_type='power_of_two'",
+            ),
+            (
+                self.granularity is Granularity.TOKEN and not self.dynamic,
+                "per-token scales are measured at run time; set dynamic=True",
+            ),
+            (
+                self.dynamic and self.granularity not in (Granularity.TENSOR, Granularity.TOKEN),
+                f"a dynamic range is per tensor or per token, not per {self.granularity}",
+            ),
+            (
+                self.dynamic and self.scale_type is not ScaleType.FLOAT32,
+                "a dynamic range has float32 scales; drop scale_type",
+            ),
+            (self.dynamic and cast, f"{self.format} has no range to measure; drop dynamic=True"),
+        ):
+            if wrong:
+                raise ConfigError(message)
+
+    @property
+    def scheme(self) -> Scheme:
+        """Format, symmetry and kind of scale: what the numerics need."""
+        assert self.symmetry is not None
+        return Scheme(format=self.format, symmetry=self.symmetry, scale_type=self.scale_type)
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the format is reached by a plain cast."""
+        return isinstance(self.format, FloatFormat) and not self.format.needs_scale
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with `changes`, checked again."""
+        return replace(self, **changes)
+
+    def __str__(self) -> str:
+        parts = [str(self.format), str(self.granularity) + (f"[{self.group_size}]" if self.group_size else "")]
+        if self.scale_type is ScaleType.POWER_OF_TWO:
+            parts.append("pow2")
+        if self.dynamic:
+            parts.append("dynamic")
+        return self.parts_without_defaults(parts)
+
+    @staticmethod
+    def parts_without_defaults(parts: list[str]) -> str:
+        return " ".join(part for part in parts if part != Granularity.TENSOR)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data; fields at their default are left out."""
+        default = TensorSpec(format=self.format)
+        data: dict[str, Any] = {"format": str(self.format)}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name != "format" and value != getattr(default, f.name):
+                data[f.name] = observer_to_dict(value) if isinstance(value, Observer) else _plain(value)
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `to_dict`.
+
+        Raises:
+            ConfigError: for an unknown key or value; the message lists the valid ones.
+        """
+        values = _known(cls, data)
+        if "format" not in values:
+            raise ConfigError(f"a tensor spec needs a format: {dict(data)}")
+        values["format"] = parse_format(values["format"])
+        for key, enum in (("granularity", Granularity), ("symmetry", Symmetry), ("scale_type", ScaleType)):
+            if key in values:
+                values[key] = _member(enum, values[key])
+        if "observer" in values:
+            values["observer"] = observer_from_dict(values["observer"])
+        return cls(**values)
+
+
+class _Inherit:
+    """The value of an override's field that is left as the configuration has it."""
+
+    def __repr__(self) -> str:
+        return "INHERIT"
+
+
+INHERIT: Final = _Inherit()
+SpecOrInherit = TensorSpec | _Inherit | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Override:
+    """Other specs for the operators a pattern selects.
+
+    Args:
+        pattern: a glob on the module name (`"encoder.layer.0.*"`), or `"op:"` and a glob on the operator
+            kind of `quark_fx.operators` (`"op:embedding"`).
+        weight: `INHERIT` leaves it as it is, `None` keeps it in float.
+        input: likewise.
+        output: likewise.
+    """
+
+    pattern: str
+    weight: SpecOrInherit = INHERIT
+    input: SpecOrInherit = INHERIT
+    output: SpecOrInherit = INHERIT
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data; inherited fields are left out."""
+        specs = {key: getattr(self, key) for key in ("weight", "input", "output")}
+        return {"pattern": self.pattern} | {k: v and v.to_dict() for k, v in specs.items() if v is not INHERIT}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `to_dict`; raises `ConfigError` for unknown keys."""
+        values = _known(cls, data)
+        return cls(**{k: v if k == "pattern" or v is None else TensorSpec.from_dict(v) for k, v in values.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorSpecs:
+    """The specs that apply to one operator after all overrides; `None` means float."""
+
+    weight: TensorSpec | None
+    input: TensorSpec | None
+    output: TensorSpec | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantConfig:
+    """What to quantize, how, and the passes to run before.
+
+    Args:
+        weight: spec of the weights; `None` keeps them in float.
+        input: spec of the activations that enter quantized operators; `None` is weight-only.
+        output: spec of the activations that leave them, where an integer kernel or another quantized
+            operator wants it; `None` keeps outputs in float.
+        bias: spec of the biases. INT32 takes the scale `input scale * weight scale`; any other format
+            has a range of its own.
+        passes: graph passes between capture and calibration, in order.
+        overrides: other specs for some operators; where several match, the last wins.
+        exclude: patterns (as in `Override`) of operators that stay in float.
+        target: what the result has to run on.
+
+    Raises:
+        ConfigError: if the fields contradict each other; the message names the fix.
+    """
+
+    weight: TensorSpec | None = None
+    input: TensorSpec | None = None
+    output: TensorSpec | None = None
+    bias: TensorSpec | None = None
+    passes: tuple[GraphPass, ...] = ()
+    overrides: tuple[Override, ...] = ()
+    exclude: tuple[str, ...] = ()
+    target: Target = Target.ONNX
+
+    def __post_init__(self) -> None:
+        for override in (None, *self.overrides):
+            self._check(self._apply(override) if override else self._specs(), override)
+        if self.bias is not None and (self.bias.dynamic or self.bias.granularity is not Granularity.TENSOR):
+            raise ConfigError("a bias is static and per tensor (INT32 follows the weight's channels by itself)")
+        if self.bias is not None and (self.input is None or self.input.dynamic or self.input.is_cast):
+            raise ConfigError("an integer bias needs statically quantized inputs; set `input`, or bias=None")
+
+    def _specs(self) -> OperatorSpecs:
+        return OperatorSpecs(weight=self.weight, input=self.input, output=self.output)
+
+    def _apply(self, override: Override, specs: OperatorSpecs | None = None) -> OperatorSpecs:
+        changes = {k: getattr(override, k) for k in ("weight", "input", "output")}
+        return replace(specs or self._specs(), **{k: v for k, v in changes.items() if v is not INHERIT})
+
+    def _check(self, specs: OperatorSpecs, override: Override | None) -> None:
+        where = f" (override {override.pattern!r})" if override else ""
+        weight, input, output = specs.weight, specs.input, specs.output
+        activations = [spec for spec in (input, output) if spec is not None]
+        for wrong, message in (
+            (
+                weight is not None and weight.dynamic,
+                "weights are known beforehand; drop dynamic=True from `weight`",
+            ),
+            (
+                any(s.granularity in (Granularity.CHANNEL, Granularity.GROUP) for s in activations),
+                "activations are quantized per tensor or per token; per channel or group is for weights",
+            ),
+            (output is not None and input is None, "`output` without `input`: no kernel has only its output in integers"),
+            (output is not None and output.dynamic, "only inputs can be dynamic; set output=None"),
+            (
+                self.target is Target.ONNX and (bad := [s for s in (weight, *activations) if s and not _onnx_type(s.format)]),
+                f"{bad and bad[0].format} has no ONNX type; use 2, 4, 8, 16 or 32 bits, or target='torch'"
+                if self.target is Target.ONNX
+                else "",
+            ),
+        ):
+            if wrong:
+                raise ConfigError(message + where)
+
+    def specs_for(self, name: str, kind: str) -> OperatorSpecs:
+        """Return the specs of the operator of module `name` and table kind `kind`, after all overrides."""
+        specs = self._specs()
+        for override in self.overrides:
+            if matches(override.pattern, name, kind):
+                specs = self._apply(override, specs)
+        return specs
+
+    def excluded_by(self, name: str, kind: str) -> str | None:
+        """Return the pattern that excludes the operator, if one does."""
+        return next((pattern for pattern in self.exclude if matches(pattern, name, kind)), None)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Every pattern of `exclude` and `overrides`."""
+        return (*self.exclude, *(override.pattern for override in self.overrides))
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with `changes`, checked again. A weight's `group_size` may be given directly.
+
+        Raises:
+            ConfigError: for an unknown field, or if the result contradicts itself.
+        """
+        if "group_size" in changes:
+            if self.weight is None:
+                raise ConfigError("group_size: this configuration has no `weight` spec")
+            weight = changes.get("weight", self.weight)
+            changes["weight"] = weight.replace(group_size=changes.pop("group_size"), granularity=Granularity.GROUP)
+        _known(type(self), changes)
+        return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON and YAML; fields at their default are left out."""
+        data: dict[str, Any] = {}
+        for key in ("weight", "input", "output", "bias"):
+            if (spec := getattr(self, key)) is not None:
+                data[key] = spec.to_dict()
+        if self.passes:
+            data["passes"] = [pass_to_dict(p) for p in self.passes]
+        if self.overrides:
+            data["overrides"] = [override.to_dict() for override in self.overrides]
+        if self.exclude:
+            data["exclude"] = list(self.exclude)
+        if self.target is not Target.ONNX:
+            data["target"] = str(self.target)
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `to_dict`.
+
+        Raises:
+            ConfigError: for an unknown key or value; the message lists the valid ones.
+        """
+        values = _known(cls, data)
+        for key in ("weight", "input", "output", "bias"):
+            if values.get(key) is not None:
+                values[key] = TensorSpec.from_dict(values[key])
+        values["passes"] = tuple(pass_from_dict(item) for item in values.get("passes") or ())
+        values["overrides"] = tuple(Override.from_dict(item) for item in values.get("overrides") or ())
+        values["exclude"] = tuple(values.get("exclude") or ())
+        if "target" in values:
+            values["target"] = _member(Target, values["target"])
+        return cls(**values)
+
+    def to_yaml(self) -> str:
+        """Return `to_dict` as YAML text."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+    @classmethod
+    def from_yaml(cls, source: str | Path) -> Self:
+        """Build from YAML text, or from the file a `Path` names; errors as `from_dict`."""
+        data = yaml.safe_load(source.read_text() if isinstance(source, Path) else source)
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"a configuration is a mapping, not {type(data).__name__}")
+        return cls.from_dict(data)
+
+
+def matches(pattern: str, name: str, kind: str) -> bool:
+    """Tell whether `pattern` (see `Override`) selects the operator of module `name` and kind `kind`."""
+    if pattern.startswith("op:"):
+        return fnmatchcase(kind, pattern.removeprefix("op:"))
+    return fnmatchcase(name, pattern)
+
+
+def _onnx_type(fmt: Format) -> bool:
+    return isinstance(fmt, FloatFormat) or fmt.bits in (2, 4, 8, 16, 32)
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, StrEnum) else value
+
+
+def _known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    names = [f.name for f in fields(cls)]
+    if unknown := set(data) - set(names):
+        raise ConfigError(f"{cls.__name__} has no field {', '.join(sorted(unknown))}; it has {', '.join(names)}")
+    return dict(data)
+
+
+def _member(enum: type[StrEnum], value: str) -> Any:
+    try:
+        return enum(value)
+    except ValueError:
+        raise ConfigError(f"unknown {enum.__name__} {value!r}; choose one of {', '.join(enum)}") from None
+
+
+__all__ = ["INHERIT", "Granularity", "OperatorSpecs", "Override", "QuantConfig", "Target", "TensorSpec", "matches"]

@@ -1,0 +1,140 @@
+"""ONNX lowerings of the operators torch does not lower: ours, and the grouped product of expert layers.
+
+One table, one small function per operator; `torch.onnx.export` takes it as its translation table. What
+torch lowers is not repeated here. Source of the semantics: https://onnx.ai/onnx/operators/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import onnx_ir as ir
+import torch
+from onnxscript import opset21 as op
+
+from quark_fx.formats import IntFormat, parse_format
+from quark_fx.qparams import Scheme, Symmetry
+
+LOWERINGS: dict[str, Callable[..., Any]] = {}
+"""Lowering functions by qualified operator name. The table is the support list: tests iterate over it."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def lowers(name: str) -> Callable[[F], F]:
+    """Register the ONNX lowering of an operator, `"namespace.name.overload"`.
+
+    The function gets the operator's arguments, tensors as ONNX values and the rest as Python constants,
+    and returns the ONNX value(s) it built with `onnxscript`.
+    """
+
+    def register(function: F) -> F:
+        LOWERINGS[name] = function
+        return function
+
+    return register
+
+
+def translation_table() -> dict[Any, Callable[..., Any]]:
+    """Return the table for `torch.onnx.export(custom_translation_table=...)`: operators that exist here."""
+    table = {}
+    for name, function in LOWERINGS.items():
+        namespace, operator, overload = name.split(".")
+        packet = getattr(getattr(torch.ops, namespace), operator, None)
+        if packet is not None:
+            table[getattr(packet, overload)] = function
+    return table
+
+
+def onnx_type(format: str) -> ir.DataType:
+    """Return the ONNX element type of a format's codes."""
+    names = {"fp8_e4m3": "FLOAT8E4M3FN", "fp8_e5m2": "FLOAT8E5M2", "fp16": "FLOAT16", "bf16": "BFLOAT16"}
+    return ir.DataType[names.get(format, format.upper())]
+
+
+@lowers("quark_fx.quantize.default")
+def quantize(x: Any, scale: Any, zero_point: Any, format: str, axis: int | None = None, block_size: int = 0) -> Any:
+    """`QuantizeLinear`; the cast gives the zero point, and so the codes, the type of the format."""
+    fmt = onnx_type(format)
+    attributes = {} if axis is None else {"axis": axis, "block_size": block_size}
+    if not isinstance(parse_format(format), IntFormat):
+        return op.QuantizeLinear(x, scale, output_dtype=fmt, saturate=1, **attributes)
+    return op.QuantizeLinear(x, scale, op.Cast(zero_point, to=fmt), **attributes)
+
+
+@lowers("quark_fx.dequantize.default")
+def dequantize(
+    codes: Any,
+    scale: Any,
+    zero_point: Any,
+    format: str,
+    axis: int | None = None,
+    block_size: int = 0,
+    dtype: int = int(ir.DataType.FLOAT),
+) -> Any:
+    """`DequantizeLinear`, cast if the model is not float32; codes of less than a byte get their own type."""
+    attributes = {} if axis is None else {"axis": axis, "block_size": block_size}
+    fmt = parse_format(format)
+    if not isinstance(fmt, IntFormat):
+        y = op.DequantizeLinear(codes, scale, **attributes)
+    else:
+        if fmt.bits < 8 and codes.const_value is None and codes.producer() is None:
+            codes = op.Cast(codes, to=onnx_type(format))
+        y = op.DequantizeLinear(codes, scale, op.Cast(zero_point, to=onnx_type(format)), **attributes)
+    return y if dtype == ir.DataType.FLOAT else op.Cast(y, to=dtype)
+
+
+@lowers("quark_fx.dynamic_qparams.default")
+def dynamic_qparams(x: Any, format: str, symmetry: str, per_token: bool) -> Any:
+    """`DynamicQuantizeLinear` where it is what is meant, else its arithmetic spelled out."""
+    scheme = Scheme(format=parse_format(format), symmetry=Symmetry(symmetry))
+    if format == "uint8" and not scheme.symmetric and not per_token:
+        _, scale, zero_point = op.DynamicQuantizeLinear(x)
+        return scale, op.Cast(zero_point, to=ir.DataType.INT32)
+    zero, tiny = (op.Constant(value_float=v) for v in (0.0, torch.finfo(torch.float32).tiny))
+    axes = {"keepdims": 1} if per_token else {"keepdims": 0}
+    last = (op.Constant(value_ints=[-1]),) if per_token else ()
+    low, high = op.Min(op.ReduceMin(x, *last, **axes), zero), op.Max(op.ReduceMax(x, *last, **axes), zero)
+    if scheme.symmetric:
+        whole = isinstance(scheme.format, IntFormat)
+        largest = (scheme.qmax - scheme.qmin) / 2 if whole else scheme.format.max  # type: ignore[union-attr]
+        ideal = op.Div(op.Max(op.Neg(low), high), op.Constant(value_float=float(largest)))
+    else:
+        ideal = op.Div(op.Sub(high, low), op.Constant(value_float=float(scheme.qmax - scheme.qmin)))
+    scale = op.Where(op.Less(ideal, tiny), op.Constant(value_float=1.0), ideal)
+    if scheme.symmetric:
+        middle = float(scheme.middle) if isinstance(scheme.format, IntFormat) else 0.0
+        zero_point = op.Add(op.Mul(scale, zero), op.Constant(value_float=middle))
+    else:
+        bounds = (op.Constant(value_float=float(v)) for v in (scheme.qmin, scheme.qmax))
+        zero_point = op.Round(op.Clip(op.Sub(op.Constant(value_float=float(scheme.qmin)), op.Div(low, scale)), *bounds))
+    return scale, op.Cast(zero_point, to=ir.DataType.INT32)
+
+
+@lowers("aten._grouped_mm.default")
+@lowers("transformers.grouped_mm_fallback.default")
+def grouped_mm(x: Any, weight: Any, offsets: Any, *unused: Any, **also_unused: Any) -> Any:
+    """One `MatMul` per expert on its slice of rows; `offsets` are the (exclusive) ends of the slices."""
+    axis = op.Constant(value_ints=[0])
+    start, parts = op.Constant(value_ints=[0]), []
+    ends = op.Cast(offsets, to=ir.DataType.INT64)
+    for expert in range(weight.shape[0]):
+        index = op.Constant(value_ints=[expert])
+        end = op.Gather(ends, index, axis=0)
+        matrix = op.Squeeze(op.Gather(weight, index, axis=0), axis)
+        parts.append(op.MatMul(op.Slice(x, start, end, axis), matrix))
+        start = end
+    return op.Concat(*parts, axis=0)
+
+
+@lowers("aten.adaptive_avg_pool2d.default")
+def adaptive_avg_pool2d(x: Any, output_size: list[int]) -> Any:
+    """`GlobalAveragePool`, or `AveragePool` where every output averages equally many inputs."""
+    if list(output_size) == [1, 1]:
+        return op.GlobalAveragePool(x)
+    sides = list(x.shape)[2:]
+    if any(not isinstance(n, int) or n % out for n, out in zip(sides, output_size, strict=True)):
+        raise ValueError(f"adaptive_avg_pool2d from {sides} to {output_size} has windows of unequal size")
+    kernel = [n // out for n, out in zip(sides, output_size, strict=True)]
+    return op.AveragePool(x, kernel_shape=kernel, strides=kernel)

@@ -1,0 +1,213 @@
+"""What an ONNX graph needs after translation: small passes over `onnx_ir`, in the order they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+
+
+def fold_initializer_casts(model: ir.Model) -> int:
+    """Store initializers in the type they are cast to: zero points in that of their codes, int4 codes packed."""
+    folded = 0
+    for node in list(model.graph):
+        source = node.inputs[0] if node.op_type == "Cast" else None
+        if source is None or source.const_value is None or not source.is_initializer():
+            continue
+        dtype = ir.DataType(node.attributes["to"].as_int())
+        if not dtype.is_integer():
+            continue  # widening a float16 weight would undo its quantization
+        name = source.name if len(source.uses()) == 1 else f"{source.name}_{dtype.name.lower()}"
+        assert name is not None
+        value = model.graph.initializers.get(name) if name != source.name else None
+        if value is None:
+            values = source.const_value.numpy()
+            value = _initializer(model, name, ir.Tensor(values.astype(dtype.numpy()), dtype=dtype, name=name))
+        _replace(node, value)
+        folded += 1
+    _drop_unused_initializers(model)
+    return folded
+
+
+def settle_zero_points(model: ir.Model) -> int:
+    """Give every zero point the shape of its scale; drop those of blocks that are all zero."""
+    settled = 0
+    for node in model.graph:
+        if node.op_type != "DequantizeLinear" or len(node.inputs) < 3:
+            continue
+        scale, zero_point = node.inputs[1], node.inputs[2]
+        if zero_point is None or zero_point.const_value is None or zero_point.const_value.shape.rank():
+            continue
+        if scale is None or scale.shape is None or not scale.shape.rank():
+            continue
+        if node.attributes.get_int("block_size", 0) or not scale.shape.is_static():
+            node.resize_inputs(2)
+        else:
+            dtype = zero_point.const_value.dtype
+            value = np.broadcast_to(zero_point.const_value.numpy(), scale.shape.numpy()).copy()
+            name = f"{zero_point.name}_{node.name}"
+            node.replace_input_with(2, _initializer(model, name, ir.Tensor(value, dtype=dtype, name=name)))
+        settled += 1
+    _drop_unused_initializers(model)
+    return settled
+
+
+def transpose_weights(model: ir.Model) -> int:
+    """Store a transposed weight transposed: `Transpose(DequantizeLinear(codes))` hides the codes from kernels.
+
+    Also turns `Gemm(transB=1)` around for weights in blocks. A weight that something else reads too (a
+    tied embedding) stays.
+    """
+    done = 0
+    for node in list(model.graph):
+        if node.op_type == "Transpose":
+            dequantize = node.inputs[0].producer() if node.inputs[0] is not None else None
+        elif node.op_type == "Gemm" and node.attributes.get_int("transB", 0):
+            dequantize = node.inputs[1].producer() if node.inputs[1] is not None else None
+            if dequantize is None or not dequantize.attributes.get_int("block_size", 0):
+                continue
+        else:
+            continue
+        if dequantize is None or not _transpose_dequantize(dequantize):
+            continue
+        if node.op_type == "Transpose":
+            _replace(node, dequantize.outputs[0])
+        else:
+            node.attributes["transB"] = ir.AttrInt64("transB", 0)
+        done += 1
+    return done
+
+
+def _transpose_dequantize(node: ir.Node) -> bool:
+    """Transpose the constants of a matrix's `DequantizeLinear` in place, if nothing else reads them."""
+    constants = [value for value in node.inputs if value is not None]
+    if node.op_type != "DequantizeLinear" or len(node.outputs[0].uses()) != 1:
+        return False
+    if any(value.const_value is None or len(value.uses()) != 1 for value in constants):
+        return False
+    if constants[0].shape is None or constants[0].shape.rank() != 2:
+        return False
+    for value in constants:
+        tensor = value.const_value
+        assert tensor is not None
+        if tensor.shape.rank() == 2:
+            transposed = np.ascontiguousarray(tensor.numpy().T)
+            value.const_value = ir.Tensor(transposed, dtype=tensor.dtype, name=tensor.name)
+            value.shape = ir.Shape(transposed.shape)
+    if "axis" in node.attributes:
+        axis = node.attributes["axis"].as_int() % 2
+        node.attributes["axis"] = ir.AttrInt64("axis", 1 - axis)
+    if (shape := node.outputs[0].shape) is not None:
+        node.outputs[0].shape = ir.Shape([shape[1], shape[0]])
+    return True
+
+
+def fuse_dynamic_quantization(model: ir.Model) -> int:
+    """Take the codes `DynamicQuantizeLinear` already computes instead of quantizing a second time."""
+    fused = 0
+    for node in list(model.graph):
+        if node.op_type != "QuantizeLinear":
+            continue
+        scale = node.inputs[1]
+        producer = scale.producer() if scale is not None else None
+        if producer is None or producer.op_type != "DynamicQuantizeLinear" or producer.inputs[0] is not node.inputs[0]:
+            continue
+        for use in list(node.outputs[0].uses()):
+            if use.node.op_type == "DequantizeLinear":
+                use.node.replace_input_with(2, producer.outputs[2])
+        _replace(node, producer.outputs[0])
+        fused += 1
+    return fused
+
+
+def multiply_integers(model: ir.Model) -> int:
+    """Rewrite the product of dynamically quantized activations and an integer matrix to `MatMulInteger`.
+
+    `MatMul(DQ(a), DQ(b))` with scales `s_a` and `s_b` is `MatMulInteger(a, b) * (s_a * s_b)`, which ONNX
+    Runtime runs as one kernel.
+    """
+    done = 0
+    for node in list(model.graph):
+        if node.op_type != "MatMul":
+            continue
+        a, b = (value.producer() if value is not None else None for value in node.inputs)
+        if a is None or b is None or a.op_type != "DequantizeLinear" or b.op_type != "DequantizeLinear":
+            continue
+        measured = a.inputs[1].producer() if a.inputs[1] is not None else None
+        if measured is None or measured.op_type != "DynamicQuantizeLinear" or not _per_column(b):
+            continue
+        product = ir.node("MatMulInteger", [a.inputs[0], b.inputs[0], a.inputs[2], b.inputs[2]])
+        real = ir.node("Cast", [product.outputs[0]], {"to": ir.DataType.FLOAT})
+        scale = ir.node("Mul", [a.inputs[1], b.inputs[1]])
+        result = ir.node("Mul", [real.outputs[0], scale.outputs[0]])
+        product.outputs[0].dtype = ir.DataType.INT32
+        real.outputs[0].dtype = scale.outputs[0].dtype = ir.DataType.FLOAT
+        model.graph.insert_before(node, [product, real, scale, result])
+        result.outputs[0].shape, result.outputs[0].dtype = node.outputs[0].shape, node.outputs[0].dtype
+        _replace(node, result.outputs[0])
+        done += 1
+    _erase_unread(model)
+    return done
+
+
+def _per_column(dequantize: ir.Node) -> bool:
+    scale, codes = dequantize.inputs[1], dequantize.inputs[0]
+    if dequantize.attributes.get_int("block_size", 0) or scale is None or codes is None or codes.const_value is None:
+        return False
+    if codes.dtype not in (ir.DataType.INT8, ir.DataType.UINT8) or len(dequantize.inputs) < 3:
+        return False
+    rank = scale.shape.rank() if scale.shape is not None else 0
+    return rank == 0 or dequantize.attributes.get_int("axis", 1) % 2 == 1
+
+
+def strip_metadata(model: ir.Model) -> int:
+    """Remove the exporter's notes (stack traces, signatures), which outweigh the weights of a small model."""
+    model.graph.metadata_props.clear()
+    for node in model.graph.all_nodes():
+        node.metadata_props.clear()
+        for value in (*node.inputs, *node.outputs):
+            if value is not None:
+                value.metadata_props.clear()
+    return 0
+
+
+OnnxPass = Callable[[ir.Model], int]
+
+PASSES: tuple[OnnxPass, ...] = (
+    fold_initializer_casts,
+    transpose_weights,
+    settle_zero_points,
+    fuse_dynamic_quantization,
+    multiply_integers,
+    strip_metadata,
+)
+"""What runs after translation, in order."""
+
+
+def _initializer(model: ir.Model, name: str, tensor: ir.Tensor) -> ir.Value:
+    value = ir.Value(name=name, shape=ir.Shape(tensor.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    model.graph.initializers[name] = value
+    return value
+
+
+def _replace(node: ir.Node, value: ir.Value) -> None:
+    """Let the readers of `node`'s only output read `value`, and remove the node."""
+    output = node.outputs[0]
+    if output.is_graph_output():
+        value.name = output.name
+    ir.convenience.replace_all_uses_with(output, value, replace_graph_outputs=True)
+    assert node.graph is not None
+    node.graph.remove(node, safe=True)
+
+
+def _erase_unread(model: ir.Model) -> None:
+    for node in reversed(list(model.graph)):
+        if not any(value.uses() or value.is_graph_output() for value in node.outputs):
+            model.graph.remove(node, safe=True)
+
+
+def _drop_unused_initializers(model: ir.Model) -> None:
+    for name, value in list(model.graph.initializers.items()):
+        if not value.uses() and not value.is_graph_output():
+            del model.graph.initializers[name]

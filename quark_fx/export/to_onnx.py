@@ -1,0 +1,172 @@
+"""Lower a quantized graph to an ONNX file in QDQ form."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import contextmanager
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.fx import GraphModule
+
+from quark_fx.errors import ExportError
+from quark_fx.formats import IntFormat, parse_format
+from quark_fx.graph import describe, target_name
+from quark_fx.model import QuantizedModel
+
+OPSET = 21
+"""The first opset with 4- and 16-bit codes and blocks; every ONNX Runtime since 1.20 loads it."""
+IR_VERSION = 10
+
+_EXTERNAL = 1_900_000_000
+"""Bytes of tensors above which they go to `<name>.data`: a protobuf file ends at 2 GiB."""
+
+
+def onnx(
+    qmodel: QuantizedModel,
+    path: str | os.PathLike[str],
+    *,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    external_data: bool | None = None,
+) -> Path:
+    """Write `qmodel` as an ONNX model of `QuantizeLinear` / `DequantizeLinear` pairs and integer weights.
+
+    The file is checked: it passes `onnx.checker`, and loads in ONNX Runtime where that is installed.
+
+    Args:
+        qmodel: from `quantize`.
+        path: the file to write.
+        input_names: default: the names of the model's inputs.
+        output_names: default: the keys of the model's result, or `output`.
+        external_data: store tensors beside the file as `<name>.data`; default: only above 1.9 GB.
+
+    Returns:
+        The path written.
+
+    Raises:
+        ExportError: if a format has no ONNX type, an operator has no lowering (all are listed, with the
+            user's source lines), the path cannot be written, or the file fails its check.
+    """
+    import onnx_ir as ir
+
+    from quark_fx.export.onnx_passes import PASSES
+
+    path = Path(path)
+    gm = qmodel.graph_module
+    _require_onnx_types(gm)
+    _require_writable(path)
+    model = _translate(gm, input_names or qmodel.signature.input_names, output_names or qmodel.signature.output_names)
+    for p in PASSES:
+        p(model)
+    model.ir_version = IR_VERSION
+    model.graph.name = type(gm).__name__
+    size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+    external = size > _EXTERNAL if external_data is None else external_data
+    try:
+        ir.save(model, path, external_data=f"{path.name}.data" if external else None)
+    except OSError as error:
+        raise ExportError(f"{path} could not be written: {error}") from error
+    _check_file(path)
+    return path
+
+
+def _translate(gm: GraphModule, input_names: Sequence[str], output_names: Sequence[str]):  # type: ignore[no-untyped-def]
+    from quark_fx.export.lowering import translation_table
+    from quark_fx.export.program import to_exported_program
+
+    tensors = [n for n in gm.graph.nodes if n.op == "placeholder" and isinstance(n.meta.get("val"), torch.Tensor)]
+    places = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    names = [name for name, node in zip(input_names, places, strict=True) if node in tensors]
+    errors: list[Exception] = []
+    for decomposed in (True, False):
+        program = to_exported_program(gm, decomposed=decomposed)
+        try:
+            with _quiet_exporter():
+                exported = torch.onnx.export(
+                    program,
+                    (),
+                    dynamo=True,
+                    opset_version=OPSET,
+                    custom_translation_table=translation_table(),
+                    input_names=names,
+                    output_names=list(output_names),
+                    optimize=False,
+                    verbose=False,
+                )
+        except torch.onnx.OnnxExporterError as error:
+            # Some operator has no lowering as it stands: let torch decompose the graph and try again.
+            errors.append(error)
+            continue
+        assert exported is not None
+        return exported.model
+    raise ExportError(_missing_lowerings(gm, errors[-1])) from errors[-1]
+
+
+@contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def _missing_lowerings(gm: GraphModule, error: Exception) -> str:
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    text = f"{error} {cause}"
+    nodes = [n for n in gm.graph.nodes if n.op == "call_function" and f"%{n.name} " in text or f"'{n.target}'" in text]
+    where = "\n".join(f"  {describe(node)}" for node in nodes) or f"  {cause}"
+    return (
+        f"{len(nodes) or 1} node(s) have no ONNX lowering:\n{where}\n"
+        "Register one with `quark_fx.export.lowers`, or replace the operator in the model."
+    )
+
+
+def _require_onnx_types(gm: GraphModule) -> None:
+    bad = []
+    for node in gm.graph.nodes:
+        if target_name(node) in ("quark_fx.quantize.default", "quark_fx.dequantize.default"):
+            name = next(a for a in node.args if isinstance(a, str))
+            fmt = parse_format(name)
+            if isinstance(fmt, IntFormat) and fmt.bits not in (2, 4, 8, 16, 32):
+                bad.append(f"  {name}: {describe(node)}")
+    if bad:
+        raise ExportError("format(s) without an ONNX type:\n" + "\n".join(bad) + "\nUse 4, 8 or 16 bits instead.")
+
+
+def _require_writable(path: Path) -> None:
+    directory = path.parent
+    if not directory.is_dir():
+        raise ExportError(f"{path} cannot be written: the directory {directory} does not exist; create it first")
+    if path.is_dir() or not os.access(path if path.exists() else directory, os.W_OK):
+        raise ExportError(f"{path} cannot be written: it is a directory or not writable; choose another path")
+
+
+def _check_file(path: Path) -> None:
+    import onnx as onnx_package
+
+    try:
+        onnx_package.checker.check_model(str(path))
+    except onnx_package.checker.ValidationError as error:
+        raise ExportError(f"{path} fails onnx.checker: {error}") from error
+    try:
+        import onnxruntime
+    except ImportError:
+        return
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    try:
+        onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise ExportError(f"{path} does not load in ONNX Runtime {onnxruntime.__version__}: {error}") from error
+
+

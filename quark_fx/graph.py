@@ -1,0 +1,163 @@
+"""Small questions about an ATen graph, and the few edits every pass needs."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule, Node
+
+_OWN_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+
+
+def target_name(node: Node) -> str:
+    """Return the qualified operator name of a call (`"aten.conv2d.default"`), or the node's op."""
+    if node.op != "call_function":
+        return node.op
+    return str(node.target) if isinstance(node.target, torch._ops.OpOverload) else f"python.{_function_name(node)}"
+
+
+def _function_name(node: Node) -> str:
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def parameter(gm: GraphModule, node: Node) -> Tensor:
+    """Return the tensor a `get_attr` node reads."""
+    value: Any = gm
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    assert isinstance(value, Tensor)
+    return value
+
+
+def is_parameter(node: Any) -> bool:
+    """Tell whether `node` reads a parameter, buffer or constant."""
+    return isinstance(node, Node) and node.op == "get_attr"
+
+
+def set_parameter(gm: GraphModule, name: str, value: Tensor) -> None:
+    """Store `value` under the dotted `name`, replacing what `gm` (not the user's model) holds there."""
+    *path, leaf = name.split(".")
+    owner: nn.Module = gm
+    for part in path:
+        if not isinstance(getattr(owner, part, None), nn.Module):
+            setattr(owner, part, nn.Module())
+        owner = getattr(owner, part)
+    owner._parameters.pop(leaf, None)
+    owner._buffers.pop(leaf, None)
+    owner.__dict__.pop(leaf, None)
+    owner.register_buffer(leaf, value.detach())
+
+
+def fresh_name(gm: GraphModule, name: str) -> str:
+    """Return `name`, or `name_1`, `name_2`, … if `gm` already has an attribute called that."""
+    candidates = (name if not i else f"{name}_{i}" for i in range(1 << 20))
+    return next(candidate for candidate in candidates if not _has_attribute(gm, candidate))
+
+
+def _has_attribute(gm: GraphModule, name: str) -> bool:
+    value: Any = gm
+    for part in name.split("."):
+        if not hasattr(value, part):
+            return False
+        value = getattr(value, part)
+    return True
+
+
+def get_attr(gm: GraphModule, name: str, value: Tensor) -> Node:
+    """Store `value` under a fresh `name` and return a node that reads it, at the graph's insertion point."""
+    name = fresh_name(gm, name)
+    set_parameter(gm, name, value)
+    node = gm.graph.get_attr(name)
+    node.meta["val"] = fake_mode(gm).from_tensor(value, static_shapes=True)
+    return node
+
+
+def call(gm: GraphModule, target: Any, *args: Any, like: Node | None = None, **kwargs: Any) -> Node:
+    """Insert a call at the graph's insertion point, with the value (`meta["val"]`) it would have.
+
+    Args:
+        gm: the graph's module.
+        target: an `OpOverload`.
+        args: nodes or constants.
+        like: the node this call comes from: source line and module stack are taken from it.
+        kwargs: constants.
+    """
+    node = gm.graph.call_function(target, args, kwargs)
+    node.meta |= {"nn_module_stack": {}, "stack_trace": ""}
+    if like is not None:
+        node.meta |= {k: like.meta[k] for k in ("stack_trace", "nn_module_stack") if k in like.meta}
+    with fake_mode(gm):
+        node.meta["val"] = target(*(_values(gm, args)), **kwargs)
+    return node
+
+
+def _values(gm: GraphModule, args: Iterable[Any]) -> Any:
+    return torch.fx.node.map_arg(tuple(args), lambda node: value_of(gm, node))
+
+
+def value_of(gm: GraphModule, node: Node) -> Any:
+    """Return the fake value (shape, dtype, device) of a node."""
+    if "val" not in node.meta and node.op == "get_attr":
+        node.meta["val"] = fake_mode(gm).from_tensor(parameter(gm, node), static_shapes=True)
+    return node.meta.get("val")
+
+
+def fake_mode(gm: GraphModule) -> FakeTensorMode:
+    """Return the mode the graph's fake values belong to (kept for the lifetime of the graph)."""
+    mode = gm.meta.get("fake_mode")
+    if mode is None:
+        fakes = (v for n in gm.graph.nodes for v in _leaves(n.meta.get("val")) if isinstance(v, FakeTensor))
+        first = next(fakes, None)
+        mode = gm.meta["fake_mode"] = first.fake_mode if first is not None else FakeTensorMode()
+    return mode  # type: ignore[no-any-return]
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    yield from value if isinstance(value, tuple | list) else (value,)
+
+
+def tensor_inputs(node: Node) -> list[Node]:
+    """Return the nodes `node` reads whose value is a tensor (or a tuple of them), in order."""
+    return [n for n in node.all_input_nodes if not isinstance(n.meta.get("val"), int | torch.SymInt | torch.SymFloat)]
+
+
+def is_floating(gm: GraphModule, node: Node) -> bool:
+    """Tell whether the node's value is a floating-point tensor."""
+    value = value_of(gm, node)
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def source_line(node: Node) -> str:
+    """Return `file:line` of the user's code that made the node, or `"?"`.
+
+    The innermost frame outside of torch is the user's: captured stack traces already omit torch itself.
+    """
+    frames = _OWN_FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [frame for frame in frames if "/torch/" not in frame[0]] or frames
+    return f"{own[-1][0]}:{own[-1][1]}" if own else "?"
+
+
+def describe(node: Node) -> str:
+    """Return `operator at %name (file:line)` for error messages."""
+    return f"{target_name(node)} at %{node.name} ({source_line(node)})"
+
+
+def erase_dead(gm: GraphModule) -> int:
+    """Erase calls and attribute reads nobody uses; return how many."""
+    dead = 0
+    for node in reversed(list(gm.graph.nodes)):
+        if not node.users and node.op in ("call_function", "get_attr"):
+            gm.graph.erase_node(node)
+            dead += 1
+    return dead
+
+
+def is_getitem(node: Node) -> bool:
+    """Tell whether the node selects one result of a call with several."""
+    return node.op == "call_function" and node.target is operator.getitem

@@ -1,0 +1,79 @@
+"""The result of quantization: a graph that runs, reports on itself, and can be stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from quark_fx.config import QuantConfig
+from quark_fx.pass_manager import PassRecord
+from quark_fx.report import Report, Row
+from quark_fx.signature import Signature, split_batch
+
+
+class QuantizedModel(nn.Module):
+    """A quantized graph, called like the model it was captured from.
+
+    Attributes:
+        graph_module: the graph with `quark_fx::quantize` and `dequantize`, flat inputs and outputs.
+        signature: how the model is called.
+        config: what it was quantized with.
+    """
+
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        signature: Signature,
+        config: QuantConfig,
+        rows: Sequence[Row],
+        passes: Sequence[PassRecord] = (),
+    ) -> None:
+        super().__init__()
+        self.graph_module = graph_module
+        self.signature = signature
+        self.config = config
+        self._report = Report(tuple(rows), tuple(passes))
+        self.training = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the quantized graph; inputs and outputs are those of the original model.
+
+        Raises:
+            QuarkError: if the inputs differ in structure, rank, fixed dimensions or dtype.
+        """
+        return self.signature.unflatten(self.graph_module(*self.signature.flatten(args, kwargs)))
+
+    def run_batch(self, batch: Any) -> Any:
+        """Run a batch as calibration data is given: a tensor, a tuple of positions or a mapping of keywords."""
+        args, kwargs = split_batch(batch)
+        with torch.no_grad():
+            return self(*args, **kwargs)
+
+    def report(self) -> Report:
+        """Return one row per weighted operator: how it was quantized, or why not."""
+        return self._report
+
+    def save(self, directory: str | Path) -> None:
+        """Write the graph, tensors and configuration to `directory`; `quark_fx.load` reads them back.
+
+        Raises:
+            QuarkError: if the directory cannot be written.
+        """
+        from quark_fx.serialization import save_model
+
+        save_model(self, Path(directory))
+
+    def train(self, mode: bool = True) -> QuantizedModel:
+        """Stay in eval mode: the graph was captured in it.
+
+        Raises:
+            RuntimeError: for `mode=True`.
+        """
+        if mode:
+            raise RuntimeError("a quantized graph is captured in eval mode and cannot be put in training mode")
+        return self

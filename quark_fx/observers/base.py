@@ -1,0 +1,115 @@
+"""What an observer is: a fold whose starting value is its own configuration.
+
+An observer with no data yet is what a `TensorSpec` holds (`Percentile(percentile=99.9)`); `observe`
+returns a new one that has seen more. `merge` joins two that saw different data, in order, so a data
+set split over machines or interrupted by a crash gives the same result as one pass.
+
+To add one: a frozen dataclass decorated with `@observer`, option fields first, state fields declared
+with `state()`. It is then reachable by name from configurations and YAML.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from quark_fx.errors import ConfigError
+from quark_fx.qparams import QParams, Scheme, affine_qparams
+
+OBSERVERS: dict[str, type[Observer]] = {}
+"""Every observer by its name in configurations."""
+
+ObserverType = TypeVar("ObserverType", bound="type[Observer]")
+
+
+def observer(cls: ObserverType) -> ObserverType:
+    """Register an observer class under its name in snake case (`MovingAverage` is `moving_average`)."""
+    OBSERVERS[re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()] = cls
+    return cls
+
+
+def state() -> Any:
+    """Declare a dataclass field that holds what was observed, `None` before the first tensor."""
+    return field(default=None, repr=False, compare=False, metadata={"state": True})
+
+
+@dataclass(frozen=True)
+class Observer(ABC):
+    """The fold every observer implements. It knows no axis, no module and, until `range`, no format."""
+
+    @abstractmethod
+    def observe(self, x: Tensor) -> Self:
+        """Return the observer after it saw `x`, shape `(channels, values)`, floating point, any device.
+
+        Never synchronises the device and never writes into `x`; `values` may differ between calls.
+        """
+
+    @abstractmethod
+    def merge(self, other: Self) -> Self:
+        """Return the observer that saw what `self` saw and then what `other` saw."""
+
+    @abstractmethod
+    def range(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
+        """Return the real range to represent, two tensors of shape `(channels,)`.
+
+        Raises:
+            ValueError: if nothing was observed, or a value was not finite.
+        """
+
+    def qparams(self, scheme: Scheme) -> QParams:
+        """Return scale and zero point, shape `(channels,)`; errors as `range`."""
+        return affine_qparams(*self.range(scheme), scheme)
+
+    @property
+    def name(self) -> str:
+        """The name in configurations."""
+        return next(name for name, cls in OBSERVERS.items() if cls is type(self))
+
+    def options(self) -> dict[str, Any]:
+        """Return the option fields (not the state) by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if not f.metadata.get("state")}
+
+
+def finite_range(low: Tensor | None, high: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return `(low, high)`.
+
+    Raises:
+        ValueError: if they are `None` (nothing was observed), NaN or infinite.
+    """
+    if low is None or high is None:
+        raise ValueError("nothing was observed")
+    bad = ~(torch.isfinite(low) & torch.isfinite(high))
+    if bool(bad.any()):
+        channels = bad.nonzero().flatten()[:3].tolist()
+        raise ValueError(f"a value that is not finite was observed, in channel {str(channels)[1:-1]}")
+    return low, high
+
+
+def observer_to_dict(value: Observer) -> dict[str, Any]:
+    """Return `{"name": ..., option: value, ...}`, plain data for JSON and YAML."""
+    return {"name": value.name, **value.options()}
+
+
+def observer_from_dict(data: str | Mapping[str, Any]) -> Observer:
+    """Build an observer from its name, or from what `observer_to_dict` returned.
+
+    Raises:
+        ConfigError: for an unknown name or option; the message lists the valid ones.
+    """
+    options = {"name": data} if isinstance(data, str) else dict(data)
+    name = options.pop("name", None)
+    if name not in OBSERVERS:
+        raise ConfigError(f"unknown observer {name!r}; choose one of {', '.join(sorted(OBSERVERS))}")
+    cls = OBSERVERS[name]
+    known = [f.name for f in fields(cls) if not f.metadata.get("state")]
+    if unknown := set(options) - set(known):
+        raise ConfigError(
+            f"observer {name!r} has no option {', '.join(sorted(unknown))}; it has {', '.join(known) or 'none'}"
+        )
+    return cls(**options)

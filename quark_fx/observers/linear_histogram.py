@@ -1,0 +1,189 @@
+"""The peers' histogram: the first batch fixes the width of the bins, later ones add bins of that width.
+
+It depends on which batch came first, so two of them merge only if they happen to share one grid. It exists to
+reproduce the numbers of ONNX Runtime, ModelOpt and Quark.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quark_fx.observers.histogram import Bins
+
+CAPACITY = 16
+"""The grid may grow to this many times its first number of bins."""
+
+SPANS = {
+    "onnxruntime": "[-max|x|, max|x|]: ONNX Runtime's entropy and asymmetric percentile",
+    "onnxruntime_absolute": "[min|x|, max|x|]: ONNX Runtime's symmetric percentile, ModelOpt's NumPy histogram",
+    "modelopt": "[0, max|x|]: ModelOpt",
+    "quark": "[min x, max x]: Quark for PyTorch, and the binned MinMSE of Quark for ONNX",
+}
+
+
+class LinearHistogram(NamedTuple):
+    """Counts on a grid of equal bins, one row per channel.
+
+    Bin `i` holds `edges[i] <= x < edges[i + 1]` (the last one its right edge too), as `numpy.histogram`.
+
+    Attributes:
+        counts: int64, `(channels, room)`.
+        edges: float32, `(channels, room + 1)`, infinite after the `size`-th.
+        size: number of bins in use, int64, `(channels,)`; above `room` if the data outgrew it.
+        low: exact minimum, float32; NaN or infinite as soon as one value was.
+        high: exact maximum, likewise.
+    """
+
+    counts: Tensor
+    edges: Tensor
+    size: Tensor
+    low: Tensor
+    high: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, span: str, bins: int, *, skip_zeros: bool = False) -> LinearHistogram:
+        """Start a grid of `bins` bins from `x`, shape `(channels, values)`; `span` is a key of `SPANS`."""
+        low, high = x.amin(1).float(), x.amax(1).float()
+        values = _values(x, span)
+        first, last = _limits(values, span)
+        size = torch.full_like(first, bins, dtype=torch.int64)
+        point = first == last
+        first = torch.where(point & (span != "modelopt"), first - 0.5, first)
+        last = torch.where(point, last + (1.0 if span == "modelopt" else 0.5), last)
+        edges = _linspace(first, last, size, bins)
+        return cls(_count(values, edges, size, skip_zeros), edges, size, low, high)
+
+    def extend(self, x: Tensor, span: str, bins: int, *, skip_zeros: bool = False) -> LinearHistogram:
+        """Return the histogram after it saw `x` too; never synchronises the device."""
+        values = _values(x, span)
+        room = CAPACITY * bins
+        edges = torch.nn.functional.pad(self.edges, (0, room + 1 - self.edges.shape[1]), value=torch.inf)
+        counts = torch.nn.functional.pad(self.counts, (0, room - self.counts.shape[1]))
+        edges, size, left = _grow(edges, self.size, values, span, (self.low == 0) & (self.high == 0))
+        steps = torch.arange(room, device=x.device) + left[:, None]
+        moved = torch.zeros_like(counts).scatter_add_(1, steps.clamp(max=room - 1), counts)
+        low = torch.minimum(self.low, x.amin(1).float())
+        high = torch.maximum(self.high, x.amax(1).float())
+        return LinearHistogram(moved + _count(values, edges, size, skip_zeros), edges, size, low, high)
+
+    def merge(self, other: LinearHistogram) -> LinearHistogram:
+        """Return the histogram of what both saw.
+
+        Raises:
+            ValueError: if the first batches gave them different grids.
+        """
+        if not (torch.equal(self.size, other.size) and torch.equal(self._used(), other._used())):
+            raise ValueError(
+                "two linear histograms whose first batches differed have different bins and cannot be merged: "
+                'use grid="dyadic", or observe all data with one observer'
+            )
+        wide, narrow = sorted((self, other), key=lambda part: part.counts.shape[1], reverse=True)
+        extra = wide.counts.shape[1] - narrow.counts.shape[1]
+        return wide._replace(
+            counts=wide.counts + torch.nn.functional.pad(narrow.counts, (0, extra)),
+            low=torch.minimum(self.low, other.low),
+            high=torch.maximum(self.high, other.high),
+        )
+
+    def bins(self) -> Bins:
+        """Return edges and counts; rows with fewer bins are continued with empty ones of their width.
+
+        Raises:
+            ValueError: if the data outgrew the grid.
+        """
+        count = int(self.size.max())
+        if count > self.counts.shape[1]:
+            raise ValueError(
+                f"the data needs {count} bins of the first batch's width, room is for {self.counts.shape[1]}: "
+                'use grid="dyadic", or a first batch that is representative'
+            )
+        edges = self.edges[:, : count + 1].double()
+        last = edges.gather(1, self.size[:, None])
+        width = (last - edges[:, :1]) / self.size[:, None]
+        beyond = torch.arange(count + 1, device=edges.device) - self.size[:, None]
+        return Bins(torch.where(beyond > 0, last + beyond * width, edges), self.counts[:, :count].double())
+
+    def _used(self) -> Tensor:
+        count = min(int(self.size.max()), self.counts.shape[1])
+        return self.edges[:, : count + 1]
+
+
+def _values(x: Tensor, span: str) -> Tensor:
+    return (x.abs() if span in ("modelopt", "onnxruntime_absolute") else x).float()
+
+
+def _limits(values: Tensor, span: str) -> tuple[Tensor, Tensor]:
+    low, high = values.amin(1).nan_to_num(), values.amax(1).nan_to_num()
+    if span == "onnxruntime":
+        high = torch.maximum(-low, high)
+        low = -high
+    elif span == "modelopt":
+        low = torch.zeros_like(high)
+    return low, high
+
+
+def _linspace(first: Tensor, last: Tensor, size: Tensor, room: int) -> Tensor:
+    """`numpy.linspace` in float32, row by row, infinite after the `size`-th step."""
+    steps = torch.arange(room + 1, device=first.device)
+    edges = steps.float() * ((last - first) / size)[:, None] + first[:, None]
+    edges = torch.where(steps == size[:, None], last[:, None], edges)
+    return torch.where(steps > size[:, None], torch.inf, edges)
+
+
+def _grow(edges: Tensor, size: Tensor, values: Tensor, span: str, zeros: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the edges and size that also cover `values`, and how many bins came on the left.
+
+    `zeros` marks rows that saw nothing but zeros: where the peer's bins have no width yet, these start afresh.
+    """
+    room = edges.shape[1] - 1
+    low, high = _limits(values, span)
+    first, last = edges[:, 0], edges.gather(1, size[:, None].clamp(max=room))[:, 0]
+    steps = torch.arange(room + 1, device=edges.device)
+    none = torch.zeros_like(size)
+    if span == "onnxruntime_absolute":
+        width = edges[:, 1] - first
+        more = torch.where(high > last, _whole(((high + width) - (last + width)) / width), none)
+        start = last + width
+        delta = (start + width) - start
+        added = steps - size[:, None] - 1
+        edges = torch.where(added >= 0, start[:, None] + added.float() * delta[:, None], edges)
+        size = size + more
+        return torch.where(steps > size[:, None], torch.inf, edges), size, none
+    if span == "onnxruntime":
+        stride = 2 * last / size
+        half = torch.where(high > last, _whole(torch.floor_divide(high - last, stride) + 1), none)
+        half = torch.where(zeros, none, half)
+        reach = torch.where(half > 0, half.float() * stride + last, last)
+        reach = torch.where(zeros & (high > 0), high, reach)
+        return _linspace(-reach, reach, size + 2 * half, room), size + 2 * half, half
+    width = (last - first) / size
+    left = torch.where(low < first, _whole((first - low) / width), none)
+    right = torch.where(high > last, _whole((high - last) / width), none)
+    if span == "modelopt":
+        fresh = zeros & (high > 0)
+        left, right = none, torch.where(fresh, none, right)
+        last = torch.where(fresh, high, last)
+        width = torch.where(fresh, high / size, width)
+    size = size + left + right
+    return _linspace(first - left * width, last + right * width, size, room), size, left
+
+
+def _whole(ratio: Tensor) -> Tensor:
+    # Far more bins than there is room for, but few enough for their sums to fit an int64.
+    return ratio.double().nan_to_num().clamp(0, 1 << 40).ceil().long()
+
+
+def _count(values: Tensor, edges: Tensor, size: Tensor, skip_zeros: bool) -> Tensor:
+    room = edges.shape[1] - 1
+    index = torch.searchsorted(edges, values.contiguous(), right=True) - 1
+    last = edges.gather(1, size[:, None].clamp(max=room))
+    index = torch.where(values == last, size[:, None] - 1, index)
+    outside = (index < 0) | (index >= size[:, None].clamp(max=room))
+    if skip_zeros:
+        outside |= values == 0
+    index = torch.where(outside, room, index)
+    counts = torch.zeros(len(edges), room + 1, dtype=torch.int64, device=edges.device)
+    return counts.scatter_add_(1, index, torch.ones_like(index))[:, :room]

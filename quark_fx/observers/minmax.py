@@ -1,0 +1,103 @@
+"""Ranges from extremes: the global minimum and maximum, their moving average, and no range at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from quark_fx.errors import ConfigError
+from quark_fx.observers.base import Observer, finite_range, observer, state
+from quark_fx.qparams import Scheme
+
+
+@observer
+@dataclass(frozen=True)
+class Placeholder(Observer):
+    """No statistics: for tensors that a cast alone takes to float16 or bfloat16."""
+
+    def observe(self, x: Tensor) -> Self:
+        return self
+
+    def merge(self, other: Self) -> Self:
+        return self
+
+    def range(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
+        raise ValueError(f"a placeholder observes no range, and {scheme.format} needs one: choose another observer")
+
+
+@observer
+@dataclass(frozen=True)
+class MinMax(Observer):
+    """The smallest and largest value seen.
+
+    The granularity (tensor, channel, group) is the caller's reshape, so this one class is the per-tensor,
+    per-channel and per-group min-max observer.
+    """
+
+    low: Tensor | None = state()
+    high: Tensor | None = state()
+
+    def observe(self, x: Tensor) -> Self:
+        if x.numel() == 0:
+            return self
+        # Two reductions: torch.aminmax over a dimension is not vectorised and takes 25 times as long on a CPU.
+        return self.merge(replace(self, low=x.amin(1), high=x.amax(1)))
+
+    def merge(self, other: Self) -> Self:
+        if self.low is None or self.high is None:
+            return other
+        if other.low is None or other.high is None:
+            return self
+        return replace(self, low=torch.minimum(self.low, other.low), high=torch.maximum(self.high, other.high))
+
+    def range(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
+        return finite_range(self.low, self.high)
+
+
+@observer
+@dataclass(frozen=True)
+class MovingAverage(Observer):
+    """The exponential moving average of each batch's smallest and largest value.
+
+    The average starts at the first batch's extremes; every later batch has weight `constant`. It depends on the
+    order of the batches, and `merge` keeps it.
+
+    Raises:
+        ConfigError: if `constant` is not in (0, 1].
+    """
+
+    constant: float = 0.01
+    first: Tensor | None = state()
+    """Extremes of the first batch, shape `(2, channels)`."""
+    rest: Tensor | None = state()
+    """Weighted sum of the extremes of all later batches, same shape."""
+    decay: Tensor | None = state()
+    """Weight of `first` in the average, which is `decay * first + rest`; a scalar."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.constant <= 1:
+            raise ConfigError(f"the constant of a moving average lies in (0, 1], not {self.constant}")
+
+    def observe(self, x: Tensor) -> Self:
+        if x.numel() == 0:
+            return self
+        extremes = torch.stack((x.amin(1), x.amax(1))).float()
+        return self.merge(replace(self, first=extremes, rest=torch.zeros_like(extremes), decay=extremes.new_ones(())))
+
+    def merge(self, other: Self) -> Self:
+        if self.first is None or self.rest is None or self.decay is None:
+            return other
+        if other.first is None or other.rest is None or other.decay is None:
+            return self
+        faded = (1 - self.constant) * other.decay
+        rest = faded * self.rest + self.constant * other.decay * other.first + other.rest
+        return replace(self, rest=rest, decay=self.decay * faded)
+
+    def range(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
+        if self.first is None or self.rest is None or self.decay is None:
+            return finite_range(None, None)
+        low, high = self.decay * self.first + self.rest
+        return finite_range(low, high)

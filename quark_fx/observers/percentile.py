@@ -1,0 +1,69 @@
+"""Ranges that leave out the rarest large values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quark_fx.errors import ConfigError
+from quark_fx.observers.base import observer
+from quark_fx.observers.histogram import Bins
+from quark_fx.observers.reading import HistogramObserver
+from quark_fx.qparams import Scheme
+
+
+@observer
+@dataclass(frozen=True, kw_only=True)
+class Percentile(HistogramObserver):
+    """The range that holds `percentile` per cent of the values.
+
+    A symmetric scheme takes the percentile of the magnitudes, an asymmetric one leaves out half of the rest on each
+    side. On the dyadic grid the range ends at the outer edge of the bin that reaches the percentile, so that 100
+    is `MinMax`; on a peer's grid at its left edge as theirs does, and the grid, not the scheme, decides
+    between magnitudes and values.
+
+    Raises:
+        ConfigError: if `percentile` is not in (0, 100].
+
+    Source:
+        ONNX Runtime `HistogramCollector.compute_percentile`; ModelOpt `compute_amax("percentile")`.
+    """
+
+    percentile: float = 99.999
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.percentile <= 100:
+            raise ConfigError(f"a percentile lies in (0, 100], not {self.percentile}")
+
+    def read(self, low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+        share = self.percentile / 100
+        side = 1.0 - (100.0 - self.percentile) / 200.0
+        if self.grid != "dyadic":
+            bins = self.collected()
+            if self.absolute:
+                limit = left_edge(bins, share)
+                return -limit, limit
+            return left_edge(bins, (100.0 - self.percentile) / 200.0), left_edge(bins, side)
+        if scheme.symmetric:
+            limit = outer_edge(self.collected(absolute=True), share)
+            return -limit, limit
+        bins = self.collected()
+        mirrored = Bins(-bins.edges.flip(1), bins.counts.flip(1))
+        return -outer_edge(mirrored, side), outer_edge(bins, side)
+
+
+def outer_edge(bins: Bins, share: float) -> Tensor:
+    """Return the smallest edge, `(channels,)`, below which at least `share` of each row's values lie."""
+    below = bins.counts.cumsum(1)
+    index = torch.searchsorted(below, share * below[:, -1:])
+    return bins.edges.gather(1, index + 1)[:, 0]
+
+
+def left_edge(bins: Bins, share: float) -> Tensor:
+    """Return the left edge of the bin in which the cumulated share reaches `share`, in the peers' arithmetic."""
+    cumulated = (bins.counts / bins.counts.sum(1, keepdim=True)).cumsum(1)
+    index = torch.searchsorted(cumulated, torch.full_like(cumulated[:, :1], share))
+    return bins.edges.gather(1, index)[:, 0]

@@ -1,0 +1,191 @@
+"""Power-of-two scales: from the extremes, or the one with the smallest squared error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from quark_fx.errors import ConfigError
+from quark_fx.formats import IntFormat, parse_format
+from quark_fx.observers.base import Observer, finite_range, observer, state
+from quark_fx.observers.histogram import Histogram, power_of_two
+from quark_fx.observers.linear_histogram import LinearHistogram
+from quark_fx.observers.minmax import MinMax
+from quark_fx.observers.mse import Moments, squared_error
+from quark_fx.observers.percentile import outer_edge
+from quark_fx.qparams import QParams, ScaleType, Scheme, Symmetry, affine_qparams, symmetric_qparams
+
+
+@observer
+@dataclass(frozen=True)
+class NonOverflow(MinMax):
+    """The power-of-two scale of the smallest and largest value seen.
+
+    Args:
+        rounding: `"ceil"` never overflows. `"nearest"` in the log domain, as Quark's method of this name does,
+            overflows by up to sqrt(2).
+
+    Raises:
+        ConfigError: for another rounding.
+    """
+
+    rounding: str = "ceil"
+
+    def __post_init__(self) -> None:
+        if self.rounding not in ("ceil", "nearest"):
+            raise ConfigError(f'rounding is "ceil" or "nearest", not {self.rounding!r}')
+
+    def qparams(self, scheme: Scheme) -> QParams:
+        low, high = self.range(scheme)
+        if self.rounding == "ceil":
+            return affine_qparams(low, high, replace(scheme, scale_type=ScaleType.POWER_OF_TWO))
+        exponent, zero_point = nearest_exponent(low, high, scheme)
+        return QParams(power_of_two(exponent), zero_point)
+
+
+def nearest_exponent(low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """Return the exponent of the power of two nearest to the float scale, and the float scale's zero point (int32).
+
+    The zero point is the float scale's: recomputed from the widened minimum `(qmin - zp) * 2**exponent` it is itself.
+    """
+    scheme = replace(scheme, scale_type=ScaleType.FLOAT32)
+    if scheme.symmetric:
+        qparams = symmetric_qparams(torch.maximum(-low, high).clamp(min=0), scheme)
+    else:
+        qparams = affine_qparams(low, high, scheme)
+    exponent = qparams.scale.double().log2().round().clamp(-126, 127)
+    return exponent.to(torch.int32), qparams.zero_point
+
+
+@observer
+@dataclass(frozen=True, kw_only=True)
+class PowerOfTwoMinMse(Observer):
+    """The power-of-two scale with the smallest squared error.
+
+    Candidates are `2**(e - offset)` with `2**e` the power nearest to the scale of the extremes; of equals the larger
+    scale wins. The zero point is that of the extremes. The sums behind the error are kept per bin of a dyadic
+    histogram: rounding cells of a power-of-two scale end where bins end, so the error is exact, not an estimate, for
+    integers of up to 8 bits, in memory that does not grow. Wider ones round within a bin, and are charged
+    `scale**2 / 12` a value for it.
+
+    Args:
+        mode: `"all"` values of all batches together; `"most_common"` of the batches' best scales (of equals the
+            smaller scale), symmetric formats only; `"percentile"`: all values up to the percentile of the magnitudes.
+        percentile: for that mode; resolved to a bin.
+        offsets: distances to try, in order; `(-2, -1, 0, 1, 2)` is Quark's for PyTorch.
+        bins: 0 for the exact error; otherwise the error of the centres of so many bins, as Quark 0.13 has it with
+            2048, symmetric formats only. Its grid is fixed by the first batch.
+        vote: the format the batches of `"most_common"` vote for.
+        vote_symmetry: its symmetry, `"symmetric"` or `"symmetric_full"`.
+
+    Raises:
+        ConfigError: for an unknown mode, no offsets, or `bins` with a mode that has none.
+    """
+
+    mode: str = "all"
+    percentile: float = 99.999
+    offsets: tuple[int, ...] = (-1, 0, 1, 2, 3)
+    bins: int = 0
+    vote: str = "int8"
+    vote_symmetry: str = "symmetric"
+    histogram: Histogram | LinearHistogram | None = state()
+    votes: Tensor | None = state()
+    """How many batches chose `2**(column - 127)`, int64, `(channels, 256)`; column 0: batches that were not finite."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "offsets", tuple(self.offsets))
+        if self.mode not in ("all", "most_common", "percentile"):
+            raise ConfigError(f"unknown mode {self.mode!r}; choose one of all, most_common, percentile")
+        if not self.offsets or max(map(abs, self.offsets)) > 6:
+            raise ConfigError(f"offsets are one or more integers from -6 to 6, not {self.offsets}")
+        if not 0 < self.percentile <= 100:
+            raise ConfigError(f"a percentile lies in (0, 100], not {self.percentile}")
+        if self.bins < 0 or self.bins == 1 or (self.bins and self.mode != "all"):
+            raise ConfigError(f'bins is 0, or at least 2 in mode "all", not {self.bins} in mode {self.mode!r}')
+        if not isinstance(parse_format(self.vote), IntFormat) or self.vote_symmetry == Symmetry.ASYMMETRIC:
+            raise ConfigError(f"batches vote for a symmetric integer format, not {self.vote_symmetry} {self.vote}")
+
+    def observe(self, x: Tensor) -> Self:
+        if x.numel() == 0:
+            return self
+        if self.bins:
+            linear = self.histogram
+            if isinstance(linear, LinearHistogram):
+                return replace(self, histogram=linear.extend(x, "quark", self.bins))
+            return replace(self, histogram=LinearHistogram.of(x, "quark", self.bins))
+        # 9 bits from the range to the scale of an 8-bit format, 1 for the nearest rounding and half a cell.
+        seen = Histogram.of(x, 1 << (10 + max(0, *self.offsets)), sums=True)
+        if self.mode == "most_common":
+            return self.merge(replace(self, votes=self._ballot(seen)))
+        return self.merge(replace(self, histogram=seen))
+
+    def merge(self, other: Self) -> Self:
+        if self.votes is not None and other.votes is not None:
+            return replace(self, votes=self.votes + other.votes)
+        if self.histogram is not None and other.histogram is not None:
+            return replace(self, histogram=self.histogram.merge(other.histogram))  # type: ignore[arg-type]
+        return other if self.histogram is None and self.votes is None else self
+
+    def range(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
+        qparams = self.qparams(scheme)
+        scale, zero_point = qparams.scale, qparams.zero_point
+        return (scheme.qmin - zero_point) * scale, (scheme.qmax - zero_point) * scale
+
+    def qparams(self, scheme: Scheme) -> QParams:
+        if self.votes is not None:
+            return self._elected(scheme)
+        histogram = self.histogram
+        if histogram is None:
+            raise ValueError("nothing was observed")
+        low, high = finite_range(histogram.low, histogram.high)
+        if not isinstance(scheme.format, IntFormat):
+            raise ValueError(f"a power-of-two search needs an integer format, not {scheme.format}")
+        if isinstance(histogram, LinearHistogram):
+            if not scheme.symmetric:
+                raise ValueError("a binned power-of-two search is symmetric only: set bins=0 for an asymmetric format")
+            exponent, zero_point = _search(Moments.of(histogram.bins()), low, high, scheme, self.offsets)
+        else:
+            bins, sums = histogram.bins(absolute=False), histogram.sums
+            assert sums is not None
+            if self.mode == "percentile":
+                limit = outer_edge(histogram.bins(absolute=True), self.percentile / 100)
+                kept = bins.centres.abs() < limit[:, None]
+                bins, sums = bins._replace(counts=bins.counts * kept), sums * kept
+                low, high = torch.maximum(low, -limit.float()), torch.minimum(high, limit.float())
+            exponent, zero_point = _search(Moments.of(bins, sums), low, high, scheme, self.offsets)
+        return QParams(power_of_two(exponent), zero_point)
+
+    def _ballot(self, batch: Histogram) -> Tensor:
+        scheme = Scheme(format=parse_format(self.vote), symmetry=Symmetry(self.vote_symmetry))
+        low, high = batch.low.nan_to_num(), batch.high.nan_to_num()
+        moments = Moments.of(batch.bins(absolute=False), batch.sums)
+        exponent, _ = _search(moments, low, high, scheme, self.offsets)
+        finite = torch.isfinite(batch.low) & torch.isfinite(batch.high)
+        column = torch.where(finite, exponent.long() + 127, 0)[:, None]
+        return torch.zeros(len(column), 256, dtype=torch.int64, device=column.device).scatter_(1, column, 1)
+
+    def _elected(self, scheme: Scheme) -> QParams:
+        assert self.votes is not None
+        if str(scheme.format) != self.vote or scheme.symmetry != self.vote_symmetry:
+            raise ValueError(
+                f"the batches voted for {self.vote_symmetry} {self.vote}, not {scheme.symmetry} {scheme.format}: "
+                f'set vote="{scheme.format}" and vote_symmetry="{scheme.symmetry}"'
+            )
+        if bool((self.votes[:, 0] > 0).any()):
+            raise ValueError("a value that is not finite was observed")
+        exponent = self.votes.argmax(1).to(torch.int32) - 127
+        return QParams(power_of_two(exponent), torch.full_like(exponent, scheme.middle))
+
+
+def _search(
+    moments: Moments, low: Tensor, high: Tensor, scheme: Scheme, offsets: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """Return the best exponent and the zero point, int32 `(channels,)`, without synchronising a symmetric search."""
+    start, zero_point = nearest_exponent(low, high, scheme)
+    tried = (start[:, None] - torch.tensor(offsets, dtype=torch.int32, device=low.device)).clamp(-126, 127)
+    qparams = QParams(power_of_two(tried), zero_point[:, None].expand_as(tried))
+    best = squared_error(moments, qparams, scheme).argmin(1, keepdim=True)
+    return tried.gather(1, best)[:, 0], zero_point

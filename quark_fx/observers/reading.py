@@ -1,0 +1,93 @@
+"""What all readings of a histogram share: options, collection and the clip to the exact extremes."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from quark_fx.errors import ConfigError
+from quark_fx.observers.base import Observer, finite_range, state
+from quark_fx.observers.histogram import Bins, Histogram
+from quark_fx.observers.linear_histogram import SPANS, LinearHistogram
+from quark_fx.qparams import Scheme
+
+
+@dataclass(frozen=True, kw_only=True)
+class HistogramObserver(Observer):
+    """A reading of a histogram, which is collected once whatever the reading.
+
+    Args:
+        bins: bins on either side of zero for the dyadic grid (a power of two), in all of the first batch's span for
+            the peers' grids.
+        grid: `"dyadic"` (bins of a power-of-two width: exact merge, any order of batches), or a peer's grid:
+            `"onnxruntime"`, `"onnxruntime_absolute"`, `"modelopt"`, `"quark"`; see `linear_histogram.SPANS`.
+        skip_zeros: leave exact zeros out of the histogram.
+
+    Raises:
+        ConfigError: for a grid that does not exist or a number of bins it cannot have.
+    """
+
+    bins: int = 2048
+    grid: str = "dyadic"
+    skip_zeros: bool = False
+    histogram: Histogram | LinearHistogram | None = state()
+
+    def __post_init__(self) -> None:
+        if self.grid != "dyadic" and self.grid not in SPANS:
+            raise ConfigError(f"unknown grid {self.grid!r}; choose one of dyadic, {', '.join(SPANS)}")
+        if self.grid == "dyadic" and (self.bins < 2 or self.bins & (self.bins - 1)):
+            raise ConfigError(f"a dyadic grid has a power of two of bins on a side, not {self.bins}")
+        if self.bins < 2:
+            raise ConfigError(f"a histogram has at least 2 bins, not {self.bins}")
+
+    def observe(self, x: Tensor) -> Self:
+        if x.numel() == 0:
+            return self
+        seen: Histogram | LinearHistogram
+        if self.grid == "dyadic":
+            seen = Histogram.of(x, self.bins, skip_zeros=self.skip_zeros)
+            return self.merge(replace(self, histogram=seen))
+        if isinstance(self.histogram, LinearHistogram):
+            seen = self.histogram.extend(x, self.grid, self.bins, skip_zeros=self.skip_zeros)
+        else:
+            seen = LinearHistogram.of(x, self.grid, self.bins, skip_zeros=self.skip_zeros)
+        return replace(self, histogram=seen)
+
+    def merge(self, other: Self) -> Self:
+        if self.histogram is None:
+            return other
+        if other.histogram is None:
+            return self
+        return replace(self, histogram=self.histogram.merge(other.histogram))  # type: ignore[arg-type]
+
+    def range(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
+        histogram = self.histogram
+        low, high = finite_range(*((None, None) if histogram is None else (histogram.low, histogram.high)))
+        threshold_low, threshold_high = self.read(low.double(), high.double(), scheme)
+        return torch.maximum(threshold_low.float(), low), torch.minimum(threshold_high.float(), high)
+
+    @abstractmethod
+    def read(self, low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+        """Return the range the histogram suggests; `low` and `high` are the exact extremes, `(channels,)`."""
+
+    @property
+    def absolute(self) -> bool:
+        """Whether the grid holds magnitudes only."""
+        return self.grid in ("modelopt", "onnxruntime_absolute")
+
+    def collected(self, *, absolute: bool = False) -> Bins:
+        """Return the bins of the values, or of their magnitudes.
+
+        Raises:
+            ValueError: if magnitudes are asked of a peer's grid of signed values.
+        """
+        if isinstance(self.histogram, Histogram):
+            return self.histogram.bins(absolute=absolute)
+        if absolute and not self.absolute:
+            raise ValueError(f'the grid "{self.grid}" holds signed values, not magnitudes: use "dyadic" or "modelopt"')
+        assert self.histogram is not None
+        return self.histogram.bins()

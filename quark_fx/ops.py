@@ -1,0 +1,142 @@
+"""The two operators of a quantized graph, `quark_fx::quantize` and `quark_fx::dequantize`, with ONNX's semantics.
+
+What these compute is what `QuantizeLinear` and `DequantizeLinear` compute: division by the scale, round
+half to even, zero point added, saturation at the limits of the *format*. A third, `dynamic_qparams`,
+measures scale and zero point at run time.
+
+Granularity is the pair (`axis`, `block_size`), for every operator here:
+
+* `axis=None`: one scale, shape `()` (a zero point may have this shape under any granularity);
+* `axis=k, block_size=0`: one scale per index of dimension `k`, shape `(x.shape[k],)`;
+* `axis=k, block_size=b`: one scale per block of `b` values along dimension `k`; the scale has the rank
+  of `x` and `ceil(x.shape[k] / b)` entries along `k` (the last block may be shorter).
+
+Source: https://onnx.ai/onnx/operators/onnx__QuantizeLinear.html.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quark_fx.formats import FloatFormat, IntFormat, parse_format
+from quark_fx.qparams import QParams, Scheme, Symmetry
+
+
+@torch.library.custom_op("quark_fx::quantize", mutates_args=())
+def quantize(
+    x: Tensor, scale: Tensor, zero_point: Tensor, format: str, axis: int | None = None, block_size: int = 0
+) -> Tensor:
+    """Return the codes of `x` in the dtype of the format (sub-byte codes in one byte each).
+
+    Args:
+        x: floating point, any shape.
+        scale: float32, shaped by the granularity (module docstring).
+        zero_point: int32, the shape of `scale`; ignored by float formats.
+        format: name of a format with integer codes or an 8-bit float.
+        axis: see the module docstring.
+        block_size: see the module docstring.
+    """
+    fmt = parse_format(format)
+    y = x.float() / spread(scale, x, axis, block_size)
+    if isinstance(fmt, FloatFormat):
+        return y.clamp_(-fmt.max, fmt.max).to(fmt.dtype)
+    y = y.double() if fmt.bits > 24 else y
+    return y.round_().add_(spread(zero_point, x, axis, block_size)).clamp_(fmt.qmin, fmt.qmax).to(fmt.dtype)
+
+
+@quantize.register_fake
+def _(
+    x: Tensor, scale: Tensor, zero_point: Tensor, format: str, axis: int | None = None, block_size: int = 0
+) -> Tensor:
+    return torch.empty_like(x, dtype=parse_format(format).dtype, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("quark_fx::dequantize", mutates_args=())
+def dequantize(
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    format: str,
+    axis: int | None = None,
+    block_size: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return `(codes - zero_point) * scale`, computed in float32 and then cast to `dtype`; inverse of `quantize`."""
+    values = codes.to(torch.float32)
+    if isinstance(parse_format(format), IntFormat):
+        values = values.sub_(spread(zero_point, codes, axis, block_size))
+    return values.mul_(spread(scale, codes, axis, block_size)).to(dtype)
+
+
+@dequantize.register_fake
+def _(
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    format: str,
+    axis: int | None = None,
+    block_size: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    return torch.empty_like(codes, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("quark_fx::dynamic_qparams", mutates_args=())
+def dynamic_qparams(x: Tensor, format: str, symmetry: str, per_token: bool) -> tuple[Tensor, Tensor]:
+    """Return scale (float32) and zero point (int32) of the range of `x`, measured now.
+
+    Args:
+        x: floating point, shape `(..., features)`.
+        format: name of a format with integer codes or an 8-bit float.
+        symmetry: a `Symmetry` value.
+        per_token: one pair per row, shapes `(..., 1)` (a block of `features` values along the last axis);
+            otherwise one pair, shapes `()`.
+
+    Source:
+        https://onnx.ai/onnx/operators/onnx__DynamicQuantizeLinear.html, for uint8 per tensor.
+    """
+    low, high = torch.aminmax(x.float(), dim=-1, keepdim=True) if per_token else torch.aminmax(x.float())
+    scheme = Scheme(format=parse_format(format), symmetry=Symmetry(symmetry))
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    if scheme.symmetric:
+        largest = scheme.format.max if isinstance(scheme.format, FloatFormat) else (scheme.qmax - scheme.qmin) / 2
+        scale = _nonzero(torch.maximum(-low, high) / largest)
+        middle = 0 if isinstance(scheme.format, FloatFormat) else scheme.middle
+        return scale, torch.full_like(scale, middle, dtype=torch.int32)
+    scale = _nonzero((high - low) / (scheme.qmax - scheme.qmin))
+    zero_point = (scheme.qmin - low / scale).clamp_(scheme.qmin, scheme.qmax).round_()
+    return scale, zero_point.to(torch.int32)
+
+
+@dynamic_qparams.register_fake
+def _(x: Tensor, format: str, symmetry: str, per_token: bool) -> tuple[Tensor, Tensor]:
+    shape = (*x.shape[:-1], 1) if per_token else ()
+    return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int32)
+
+
+def spread(parameter: Tensor, x: Tensor, axis: int | None, block_size: int) -> Tensor:
+    """Return a scale or zero point shaped by the granularity (module docstring) so that it broadcasts over `x`."""
+    if axis is None or parameter.dim() == 0:
+        return parameter
+    if block_size:
+        return parameter.repeat_interleave(block_size, dim=axis).narrow(axis, 0, x.shape[axis])
+    return parameter.reshape([-1 if dim == axis % x.dim() else 1 for dim in range(x.dim())])
+
+
+def encode(
+    x: Tensor, qparams: QParams, scheme: Scheme, axis: int | None = None, block_size: int = 0
+) -> Tensor:
+    """Quantize `x` like `quantize`, and keep to the codes the *scheme* allows (±127 for symmetric int8)."""
+    if isinstance(scheme.format, FloatFormat):
+        return quantize(x, qparams.scale, qparams.zero_point, str(scheme.format), axis, block_size)
+    y = x.double() / spread(qparams.scale, x, axis, block_size).double()
+    y = y.round_().add_(spread(qparams.zero_point, x, axis, block_size))
+    return y.clamp_(scheme.qmin, scheme.qmax).to(scheme.format.dtype)
+
+
+def _nonzero(scale: Tensor) -> Tensor:
+    return torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
+
+
+__all__ = ["dequantize", "dynamic_qparams", "encode", "quantize", "spread"]

@@ -1,0 +1,169 @@
+"""Graph passes: what one is, and how a list of them is run.
+
+A pass rewrites the graph it is given and returns how often it did. It is a function decorated with
+`@graph_pass`, or, when it has options, a frozen dataclass decorated with it. Parameters are shared with
+the caller's model: a pass adds a new attribute (`quark_fx.graph.set_parameter`), it never writes into one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.fx import GraphModule
+
+from quark_fx.errors import ConfigError, PassError
+
+GraphPass = Callable[[GraphModule], int]
+Check = Callable[[GraphModule], None]
+"""A condition on a graph: raises, naming the node, where it does not hold."""
+
+PASSES: dict[str, Any] = {}
+"""Every registered pass by name: the function, or the dataclass of options."""
+
+P = TypeVar("P")
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a pass keeps.
+
+    Attributes:
+        exact: the function the graph computes is unchanged up to float rounding.
+        requires: conditions on the graph before.
+        ensures: conditions on the graph after.
+    """
+
+    exact: bool = True
+    requires: tuple[Check, ...] = ()
+    ensures: tuple[Check, ...] = ()
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did: its name, the number of rewrites, seconds."""
+
+    name: str
+    rewrites: int
+    seconds: float
+
+
+def graph_pass(
+    *, exact: bool = True, requires: tuple[Check, ...] = (), ensures: tuple[Check, ...] = ()
+) -> Callable[[P], P]:
+    """Register a pass under its name and attach its `Promise`."""
+
+    def register(target: P) -> P:
+        target.promise = Promise(exact, requires, ensures)  # type: ignore[attr-defined]
+        PASSES[target.__name__] = target  # type: ignore[attr-defined]
+        return target
+
+    return register
+
+
+def pass_name(p: GraphPass) -> str:
+    """Return the name a pass is registered under."""
+    return getattr(p, "__name__", type(p).__name__)
+
+
+def pass_to_dict(p: GraphPass) -> dict[str, Any]:
+    """Return `{"name": ..., option: value, ...}`."""
+    return {"name": pass_name(p)} | (asdict(p) if is_dataclass(p) and not isinstance(p, type) else {})
+
+
+def pass_from_dict(data: str | Mapping[str, Any]) -> GraphPass:
+    """Build a pass from its name or from what `pass_to_dict` returned.
+
+    Raises:
+        ConfigError: for an unknown pass or option; the message lists the valid ones.
+    """
+    options = {"name": data} if isinstance(data, str) else dict(data)
+    name = options.pop("name", None)
+    if name not in PASSES:
+        raise ConfigError(f"unknown pass {name!r}; choose one of {', '.join(sorted(PASSES))}")
+    registered = PASSES[name]
+    known = [f.name for f in fields(registered)] if is_dataclass(registered) else []
+    if unknown := set(options) - set(known):
+        raise ConfigError(
+            f"pass {name!r} has no option {', '.join(sorted(unknown))}; it has {', '.join(known) or 'none'}"
+        )
+    return registered(**options) if isinstance(registered, type) else registered  # type: ignore[no-any-return]
+
+
+def run_passes(
+    gm: GraphModule, passes: Sequence[GraphPass], *, verify_inputs: tuple[Any, ...] | None = None
+) -> tuple[GraphModule, list[PassRecord]]:
+    """Run `passes` in order on a copy of `gm` that shares its parameters.
+
+    Args:
+        gm: the graph; left as it is.
+        passes: what to run.
+        verify_inputs: a real batch (positional arguments of `gm`). When given, every pass that promises
+            to be exact is held to it: the outputs may differ by the rounding of a reordered float32 sum,
+            `1e-4` of the largest output.
+
+    Returns:
+        The rewritten copy and a record of each pass.
+
+    Raises:
+        PassError: naming the pass, if it left an invalid graph or broke a promise.
+    """
+    gm = copy_graph(gm)
+    records = []
+    expected = _outputs(gm, verify_inputs) if verify_inputs is not None else None
+    for p in passes:
+        promise: Promise = getattr(p, "promise", Promise(exact=False))
+        name = pass_name(p)
+        try:
+            for check in promise.requires:
+                check(gm)
+            start = time.perf_counter()
+            rewrites = p(gm)
+            seconds = time.perf_counter() - start
+            gm.graph.lint()
+            gm.recompile()
+            for check in promise.ensures:
+                check(gm)
+        except PassError as error:
+            error.add_note(f"in pass {name}")
+            raise
+        except RuntimeError as error:
+            raise PassError(f"pass {name} left an invalid graph: {error}") from error
+        if expected is not None:
+            got = _outputs(gm, verify_inputs)
+            if promise.exact:
+                _require_equal(name, expected, got)
+            expected = got
+        records.append(PassRecord(name, rewrites, seconds))
+    return gm, records
+
+
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """Return a copy of `gm` with its own graph and attribute containers, sharing every tensor."""
+    graph = torch.fx.Graph()
+    result = graph.graph_copy(gm.graph, {})
+    old_output = next(iter(reversed(gm.graph.nodes)))
+    graph.output(result).meta = dict(old_output.meta)
+    copy = GraphModule(gm, graph, class_name=type(gm).__name__)
+    copy.meta.update(gm.meta)
+    return copy
+
+
+def _outputs(gm: GraphModule, inputs: tuple[Any, ...] | None) -> list[torch.Tensor]:
+    with torch.no_grad():
+        leaves = torch.utils._pytree.tree_leaves(gm(*(inputs or ())))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+def _require_equal(name: str, expected: list[torch.Tensor], got: list[torch.Tensor]) -> None:
+    for index, (a, b) in enumerate(zip(expected, got, strict=True)):
+        difference = (a - b).abs().max().item() if a.numel() else 0.0
+        largest = a.abs().max().item() if a.numel() else 0.0
+        if not difference <= 1e-4 * largest:
+            raise PassError(
+                f"pass {name} promises to keep the function, but output {index} moved by {difference:.3g} "
+                f"(largest value {largest:.3g}); mark it exact=False or mend it"
+            )

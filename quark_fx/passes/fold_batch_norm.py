@@ -1,0 +1,145 @@
+"""Fold batch normalisation into the convolution or linear operator next to it."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from quark_fx.graph import erase_dead, get_attr, is_parameter, parameter, set_parameter, target_name, value_of
+from quark_fx.operators import Operator, argument, operator_row, set_argument
+from quark_fx.pass_manager import graph_pass
+
+
+@graph_pass()
+def fold_batch_norm(gm: GraphModule) -> int:
+    """Fold every batch norm into the operator before it, or else the one after it, where that is exact.
+
+    Before: `g = weight / sqrt(var + eps)`, `W' = W * g` along the output channels, `b' = (b - mean) * g +
+    bias`; legal if the batch norm is the operator's only reader and its channels are the output channels.
+    After: `W' = W * g` along the input channels, `b' = b + W @ (bias - mean * g)`; legal if the operator
+    is the batch norm's only reader and does not pad (a padded zero would have been shifted). A batch norm
+    with neither neighbour stays.
+
+    Source:
+        Jacob et al. 2018, section 3.2.
+    """
+    folded = 0
+    for node in list(gm.graph.nodes):
+        affine = _affine(gm, node)
+        if affine is None:
+            continue
+        output = next(iter(node.users)) if node.target is _NATIVE else node
+        if _fold_into_producer(gm, node, *affine) or _fold_into_consumer(gm, node, output, *affine):
+            output.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            gm.graph.erase_node(output)
+            if node is not output:
+                gm.graph.erase_node(node)
+            folded += 1
+    erase_dead(gm)
+    return folded
+
+
+_NATIVE = torch.ops.aten._native_batch_norm_legit_no_training.default
+
+
+def _affine(gm: GraphModule, node: Node) -> tuple[Tensor, Tensor] | None:
+    """Return factor and offset per channel of an eval-mode batch norm with constant statistics."""
+    if target_name(node) == "aten.batch_norm.default":
+        epsilon, training = argument(node, 7), argument(node, 5)
+    elif node.target is _NATIVE and [user.target for user in node.users] == [operator.getitem]:
+        epsilon, training = argument(node, 6), False
+    else:
+        return None
+    weight, bias, mean, variance = (argument(node, i) for i in (1, 2, 3, 4))
+    if training or not all(p is None or is_parameter(p) for p in (weight, bias, mean, variance)) or mean is None:
+        return None
+    factor = torch.rsqrt(parameter(gm, variance) + epsilon)
+    if weight is not None:
+        factor = factor * parameter(gm, weight)
+    offset = -parameter(gm, mean) * factor
+    return factor, offset if bias is None else offset + parameter(gm, bias)
+
+
+def _fold_into_producer(gm: GraphModule, norm: Node, factor: Tensor, offset: Tensor) -> bool:
+    node: Any = norm.args[0]
+    row = operator_row(node)
+    if row is None or row.weight is None or row.bias is None or len(node.users) > 1 or not _foldable(gm, node, row):
+        return False
+    weight, bias = argument(node, row.weight), argument(node, row.bias)
+    _replace(gm, node, row.weight, weight, _scale_outputs(parameter(gm, weight), factor, row, _groups(node, row)))
+    shifted = offset if bias is None else offset + parameter(gm, bias) * factor
+    _replace(gm, node, row.bias, bias, shifted, sibling=weight)
+    return True
+
+
+def _fold_into_consumer(gm: GraphModule, norm: Node, output: Node, factor: Tensor, offset: Tensor) -> bool:
+    users = list(output.users)
+    row = operator_row(users[0]) if len(users) == 1 else None
+    if row is None or row.weight is None or row.bias is None or not _foldable(gm, users[0], row):
+        return False
+    node = users[0]
+    if argument(node, row.activations[0]) is not output or row.kind == "conv_transpose" or _pads(node, row):
+        return False
+    weight, bias = argument(node, row.weight), argument(node, row.bias)
+    old = parameter(gm, weight)
+    groups = _groups(node, row)
+    channels, per_group = old.shape[row.output_axis], old.shape[row.input_axis]
+    if factor.numel() != groups * per_group:
+        return False
+    order = old.movedim((row.output_axis, row.input_axis), (0, 1))
+    shape = (groups, channels // groups, per_group, *order.shape[2:])
+    spread = (groups, 1, per_group, *(1 for _ in order.shape[2:]))
+    grouped = order.reshape(shape)
+    added = (grouped * offset.reshape(spread)).flatten(2).sum(2).flatten()
+    new = (grouped * factor.reshape(spread)).reshape(order.shape).movedim((0, 1), (row.output_axis, row.input_axis))
+    _replace(gm, node, row.weight, weight, new.contiguous())
+    _replace(gm, node, row.bias, bias, added if bias is None else added + parameter(gm, bias), sibling=weight)
+    return True
+
+
+def _foldable(gm: GraphModule, node: Node, row: Operator) -> bool:
+    """Tell whether the operator's channels are dimension 1 of its values, as a batch norm's are."""
+    assert row.weight is not None and row.bias is not None
+    constants = [argument(node, row.weight), argument(node, row.bias)]
+    value = value_of(gm, node)
+    matrix = row.kind == "linear" and isinstance(value, Tensor) and value.dim() != 2
+    return not matrix and all(p is None or is_parameter(p) for p in constants)
+
+
+def _scale_outputs(weight: Tensor, factor: Tensor, row: Operator, groups: int) -> Tensor:
+    if row.kind != "conv_transpose":
+        return weight * factor.reshape([-1 if d == row.output_axis else 1 for d in range(weight.dim())])
+    # A transposed convolution's weight is (in, out / groups, ...): the group is a slice of the input channels.
+    rest = (1 for _ in weight.shape[2:])
+    grouped = weight.reshape(groups, -1, *weight.shape[1:]) * factor.reshape(groups, 1, weight.shape[1], *rest)
+    return grouped.reshape(weight.shape)
+
+
+def _groups(node: Node, row: Operator) -> int:
+    if row.kind == "linear":
+        return 1
+    return argument(node, 6) or 1  # type: ignore[no-any-return]
+
+
+def _pads(node: Node, row: Operator) -> bool:
+    padding = argument(node, 4) if row.kind == "conv" else 0
+    return padding not in (None, 0, "valid") and any(p != 0 for p in padding)
+
+
+def _replace(
+    gm: GraphModule, node: Node, position: int, old: Node | None, value: Tensor, sibling: Node | None = None
+) -> None:
+    """Give `node` the constant `value`: under the old name if nothing else reads it, else under a fresh one."""
+    value = value.detach()
+    if old is not None and len(old.users) == 1:
+        set_parameter(gm, str(old.target), value)
+        return
+    name = str((old or sibling).target)  # type: ignore[union-attr]
+    if old is None:
+        name = name.removesuffix("weight") + "bias" if name.endswith("weight") else f"{name}_bias"
+    with gm.graph.inserting_before(node):
+        set_argument(node, position, get_attr(gm, name, value))

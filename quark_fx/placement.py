@@ -1,0 +1,287 @@
+"""Which operators are quantized, and where in the graph quantized values live.
+
+The rules follow what runs: an integer kernel needs its inputs in integers; a convolution also its output;
+data movement keeps the codes of its input; additions and pools run in integers only between quantized
+operators. No rule asks what model it is in.
+"""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch.fx import GraphModule, Node
+
+from quark_fx.config import QuantConfig, TensorSpec, matches
+from quark_fx.graph import is_floating, is_parameter, target_name, value_of
+from quark_fx.operators import (
+    ARITHMETIC,
+    MOVING,
+    Operator,
+    argument,
+    clamp_bounds,
+    operator_row,
+    unsupported_weight,
+)
+
+
+@dataclass(frozen=True)
+class PlannedOperator:
+    """One weighted operator (or product of activations), and what will happen to it.
+
+    Attributes:
+        node: the call.
+        row: its row in the operator table, `None` if there is none.
+        name: the module it comes from.
+        kind: the operator family, or the ATen name where there is no row.
+        weight_node: the `get_attr` node of its weight.
+        weight: spec of the weight, `None` if it stays in float.
+        input: spec of its activations, `None` if they stay in float.
+        output: spec of its output, `None` if it stays in float.
+        reason: why it is left in float; empty if it is quantized.
+    """
+
+    node: Node
+    row: Operator | None
+    name: str
+    kind: str
+    weight_node: Node | None = None
+    weight: TensorSpec | None = None
+    input: TensorSpec | None = None
+    output: TensorSpec | None = None
+    reason: str = ""
+
+
+@dataclass
+class Point:
+    """A value that is quantized.
+
+    Attributes:
+        value: the node whose value it is.
+        spec: how.
+        source: the node whose observer it shares (itself, unless data movement lies between).
+        readers: the operator arguments that read the quantized value; `None` means every reader does,
+            because the value is produced in integers.
+        absorbed: clamps between the operator and `value` that saturation may replace.
+    """
+
+    value: Node
+    spec: TensorSpec
+    source: Node
+    readers: set[Node] | None
+    absorbed: list[Node] = field(default_factory=list)
+
+
+@dataclass
+class Plan:
+    """The operators of a graph and the values to quantize."""
+
+    operators: list[PlannedOperator]
+    points: dict[tuple[Node, TensorSpec], Point]
+
+    @property
+    def observed(self) -> dict[tuple[Node, TensorSpec], None]:
+        """The (source, spec) pairs that need an observer, in graph order of discovery."""
+        return {
+            (point.source, point.spec): None
+            for point in self.points.values()
+            if not point.spec.dynamic and not point.spec.is_cast
+        }
+
+
+def plan_quantization(gm: GraphModule, config: QuantConfig) -> Plan:
+    """Decide, for every weighted operator, how it is quantized, and list the values to quantize.
+
+    Warns about patterns of the configuration that select nothing, with the nearest names.
+    """
+    operators = list(_operators(gm, config))
+    _warn_unmatched(config, operators)
+    return Plan(operators, _Placement(gm, config, operators).points())
+
+
+def module_name(node: Node, weight: Node | None = None) -> str:
+    """Return the module path of an operator: that of its weight, else of the module that called it."""
+    if weight is not None:
+        owner, _, leaf = str(weight.target).rpartition(".")
+        return owner if owner and (leaf.startswith("weight") or leaf.endswith("weight")) else str(weight.target)
+    stack = node.meta.get("nn_module_stack") or {}
+    return next((path for path, _ in reversed(list(stack.values())) if path), node.name)
+
+
+def _operators(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperator]:
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        row = operator_row(node)
+        if row is not None:
+            yield _plan_operator(gm, config, node, row)
+        elif (weight := unsupported_weight(node)) is not None:
+            kind = target_name(node)
+            yield PlannedOperator(
+                node, None, module_name(node, weight), kind, weight, reason=f"{kind} has no row in quark_fx.operators"
+            )
+        else:
+            for weight in node.all_input_nodes:
+                if is_parameter(weight) and is_floating(gm, weight) and value_of(gm, weight).dim() > 1:
+                    kind = target_name(node)
+                    yield PlannedOperator(
+                        node, None, str(weight.target), kind, weight, reason=f"a table read by {kind}, not a weight"
+                    )
+
+
+def _plan_operator(gm: GraphModule, config: QuantConfig, node: Node, row: Operator) -> PlannedOperator:
+    weight = argument(node, row.weight) if row.weight is not None else None
+    name = module_name(node, weight)
+    specs = config.specs_for(name, row.kind)
+    reason = ""
+    if pattern := config.excluded_by(name, row.kind):
+        reason = f"excluded by {pattern!r}"
+    elif not row.by_default and not any(matches(o.pattern, name, row.kind) for o in config.overrides):
+        reason = "products of activations stay in float unless an override selects them"
+    elif row.weight is not None and specs.weight is None:
+        reason = "the configuration keeps its weight in float"
+    elif row.weight is None and specs.input is None:
+        reason = "the configuration keeps its inputs in float"
+    if reason:
+        return PlannedOperator(node, row, name, row.kind, weight, reason=reason)
+    spec = specs.weight if row.weight is not None else None
+    inputs = specs.input if row.activations else None
+    return PlannedOperator(node, row, name, row.kind, weight, spec, inputs, specs.output if inputs else None)
+
+
+class _Placement:
+    """The analysis behind `plan_quantization`: which values are produced and which are read in integers."""
+
+    def __init__(self, gm: GraphModule, config: QuantConfig, operators: list[PlannedOperator]) -> None:
+        self.gm = gm
+        self.planned = {op.node: op for op in operators if not op.reason}
+        self.readers = {op.node: op for op in self.planned.values() if op.input is not None}
+        self.arithmetic: dict[Node, TensorSpec] = {}
+        for node in gm.graph.nodes:
+            if target_name(node) in ARITHMETIC and is_floating(gm, node):
+                kind = target_name(node).split(".")[1]
+                name = module_name(node)
+                output = config.specs_for(name, kind).output
+                if output is not None and not output.is_cast and not config.excluded_by(name, kind):
+                    self.arithmetic[node] = output
+        self._settle_arithmetic()
+
+    def points(self) -> dict[tuple[Node, TensorSpec], Point]:
+        produced: dict[Node, Point] = {}
+        for node, spec in self._produced().items():
+            absorbed, value = [], node
+            while len(value.users) == 1 and clamp_bounds(user := next(iter(value.users))) is not None:
+                absorbed.append(user)
+                value = user
+            produced[value] = Point(value, spec, value, None, absorbed)
+        points = {(p.value, p.spec): p for p in produced.values()}
+        for reader, value, spec in self._reads():
+            origin = self._origin(value, produced)
+            if origin is not None and produced[origin].spec == spec:
+                points.setdefault((value, spec), Point(value, spec, origin, None))
+            else:
+                point = points.setdefault((value, spec), Point(value, spec, value, set()))
+                if point.readers is not None:
+                    point.readers.add(reader)
+        for point in list(points.values()):
+            self._share_concatenation(point, produced)
+        return points
+
+    def _share_concatenation(self, point: Point, produced: dict[Node, Point]) -> None:
+        """Give the inputs of a concatenation that nothing else reads the parameters of its output.
+
+        Their values are rounded to the output's grid anyway; rounding once loses less than twice. The
+        output's observer sees them all.
+        """
+        if target_name(point.value) not in ("aten.cat.default", "aten.stack.default") or point.source is not point.value:
+            return
+        inputs = point.value.all_input_nodes
+        origins = [self._origin(node, produced) for node in inputs]
+        if all(o is not None and produced[o].spec == point.spec for o in origins) and all(
+            len(node.users) == 1 for node in (*inputs, *(o for o in origins if o is not None))
+        ):
+            point.readers = None
+            for origin in origins:
+                assert origin is not None
+                produced[origin].source = point.value
+
+    def _reads(self) -> Iterator[tuple[Node, Node, TensorSpec]]:
+        """Yield (operator, activation, spec) for everything that is read in integers."""
+        for node, op in self.readers.items():
+            assert op.row is not None and op.input is not None
+            for position in op.row.activations:
+                value = argument(node, position)
+                if isinstance(value, Node) and not is_parameter(value):
+                    yield node, value, op.input
+        for node, spec in self.arithmetic.items():
+            for value in node.all_input_nodes:
+                if is_floating(self.gm, value):
+                    yield node, value, spec
+
+    def _produced(self) -> dict[Node, TensorSpec]:
+        """Return the operators whose own output is in integers."""
+        produced = {node: op.output for node, op in self.readers.items() if self._output_in_integers(op)}
+        return {n: s for n, s in (produced | self.arithmetic).items() if s is not None}
+
+    def _output_in_integers(self, op: PlannedOperator) -> bool:
+        if op.output is None or op.row is None or op.output.is_cast:
+            return False
+        return op.row.integer_output or self._wanted(op.node)
+
+    def _origin(self, value: Node, produced: dict[Node, Point]) -> Node | None:
+        """Return the value produced in integers that data movement makes `value` of, if there is one."""
+        while value not in produced and target_name(value) in MOVING:
+            sources = [node for node in value.all_input_nodes if not is_parameter(node)]
+            floating = [node for node in sources if is_floating(self.gm, node) or target_name(node) in MOVING]
+            if len(floating) != 1:
+                return None
+            value = floating[0]
+        return value if value in produced else None
+
+    def _settle_arithmetic(self) -> None:
+        """Drop, until nothing changes, arithmetic that is not between quantized operators."""
+        while True:
+            dropped = [
+                node
+                for node in self.arithmetic
+                if not self._wanted(node)
+                or not all(self._available(v) for v in node.all_input_nodes if is_floating(self.gm, v))
+            ]
+            if not dropped:
+                return
+            for node in dropped:
+                del self.arithmetic[node]
+
+    def _wanted(self, value: Node) -> bool:
+        """Tell whether everything that reads `value` reads it in integers."""
+        return bool(value.users) and all(
+            user in self.readers
+            or user in self.arithmetic
+            or ((clamp_bounds(user) is not None or target_name(user) in MOVING) and self._wanted(user))
+            for user in value.users
+        )
+
+    def _available(self, value: Node) -> bool:
+        """Tell whether `value` is produced in integers, perhaps moved or clamped since."""
+        if value in self.arithmetic:
+            return True
+        if value in self.readers:
+            return self._output_in_integers(self.readers[value])
+        if clamp_bounds(value) is not None or target_name(value) in MOVING:
+            sources = [n for n in value.all_input_nodes if n.op not in ("get_attr", "placeholder")]
+            return bool(sources) and all(self._available(n) for n in sources if is_floating(self.gm, n))
+        return False
+
+
+def _warn_unmatched(config: QuantConfig, operators: list[PlannedOperator]) -> None:
+    names = sorted({op.name for op in operators} | {f"op:{op.kind}" for op in operators})
+    for pattern in dict.fromkeys(config.patterns):
+        kinds = {name.split(".")[1] for name in ARITHMETIC}
+        if any(matches(pattern, op.name, op.kind) for op in operators) or pattern.removeprefix("op:") in kinds:
+            continue
+        near = difflib.get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.3) or names[:3]
+        warnings.warn(
+            f"pattern {pattern!r} selects no operator; names near it: {', '.join(near) or 'none'}", stacklevel=3
+        )

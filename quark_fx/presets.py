@@ -1,0 +1,85 @@
+"""Ready configurations, as plain values: change one with `.replace(...)`."""
+
+from __future__ import annotations
+
+import difflib
+
+from quark_fx.config import Granularity, Override, QuantConfig, TensorSpec
+from quark_fx.errors import ConfigError
+from quark_fx.formats import BF16 as BFLOAT16
+from quark_fx.formats import FP8_E4M3, INT4, INT8, INT16, INT32, UINT8
+from quark_fx.formats import FP16 as FLOAT16
+from quark_fx.observers import NonOverflow, PowerOfTwoMinMse
+from quark_fx.passes.fold_batch_norm import fold_batch_norm
+from quark_fx.qparams import ScaleType
+
+_FUSE = (fold_batch_norm,)
+_WEIGHT = TensorSpec(format=INT8, granularity=Granularity.CHANNEL)
+_ACTIVATION = TensorSpec(format=UINT8)
+
+INT8_STATIC = QuantConfig(
+    weight=_WEIGHT, input=_ACTIVATION, output=_ACTIVATION, bias=TensorSpec(format=INT32), passes=_FUSE
+)
+"""int8 weights per channel, uint8 activations calibrated beforehand: what runs fastest on x64 processors."""
+
+INT8_DYNAMIC = QuantConfig(weight=_WEIGHT, input=_ACTIVATION.replace(dynamic=True), passes=_FUSE)
+"""int8 weights per channel, uint8 activations whose range is measured at run time; needs no data."""
+
+INT8_WEIGHT_ONLY = QuantConfig(weight=_WEIGHT, passes=_FUSE)
+"""int8 weights per channel, float activations; needs no data."""
+
+INT16_ACT_INT8_WEIGHT = INT8_STATIC.replace(input=TensorSpec(format=INT16), output=TensorSpec(format=INT16))
+"""int8 weights per channel, int16 activations: for accuracy where kernels exist (processors run it in float)."""
+
+INT4_WEIGHT_ONLY = QuantConfig(
+    weight=TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=32),
+    passes=_FUSE,
+    overrides=(
+        Override(pattern="op:embedding", weight=_WEIGHT),
+        Override(pattern="op:conv*", weight=_WEIGHT),
+    ),
+)
+"""int4 weights in groups of 32 for matrix products, int8 for embeddings and convolutions; needs no data."""
+
+FP8_STATIC = QuantConfig(
+    weight=TensorSpec(format=FP8_E4M3, granularity=Granularity.CHANNEL),
+    input=TensorSpec(format=FP8_E4M3),
+    passes=_FUSE,
+)
+"""E4M3 weights per channel and activations per tensor."""
+
+FP16 = QuantConfig(weight=TensorSpec(format=FLOAT16), input=TensorSpec(format=FLOAT16), passes=_FUSE)
+"""Weights and inputs of weighted operators rounded to float16; needs no data."""
+
+BF16 = QuantConfig(weight=TensorSpec(format=BFLOAT16), input=TensorSpec(format=BFLOAT16), passes=_FUSE)
+"""Weights and inputs of weighted operators rounded to bfloat16; needs no data."""
+
+_POWER_OF_TWO = TensorSpec(format=INT8, scale_type=ScaleType.POWER_OF_TWO, observer=PowerOfTwoMinMse())
+
+XINT8 = QuantConfig(
+    weight=_POWER_OF_TWO,
+    input=_POWER_OF_TWO.replace(observer=NonOverflow()),
+    output=_POWER_OF_TWO.replace(observer=NonOverflow()),
+    bias=_POWER_OF_TWO,
+    passes=_FUSE,
+)
+"""int8 everywhere, per tensor, with power-of-two scales: for accelerators that shift instead of multiply."""
+
+PRESETS: dict[str, QuantConfig] = {
+    name.lower(): value for name, value in list(globals().items()) if isinstance(value, QuantConfig)
+}
+"""Every preset by its name in lower case."""
+
+
+def preset(name: str) -> QuantConfig:
+    """Return the preset called `name`, in any case.
+
+    Raises:
+        ConfigError: if there is none; the message lists the nearest and all names.
+    """
+    found = PRESETS.get(name.lower())
+    if found is None:
+        near = difflib.get_close_matches(name.lower(), PRESETS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"unknown preset {name!r}{hint} Presets: {', '.join(PRESETS)}")
+    return found

@@ -1,0 +1,96 @@
+"""The one call: capture, rewrite, calibrate, convert."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from quark_fx.calibration import calibrate
+from quark_fx.capture import Captured, capture_graph
+from quark_fx.config import QuantConfig
+from quark_fx.errors import CalibrationError, QuarkError
+from quark_fx.model import QuantizedModel
+from quark_fx.pass_manager import run_passes
+from quark_fx.passes.convert import convert
+from quark_fx.placement import plan_quantization
+from quark_fx.presets import preset
+from quark_fx.signature import split_batch
+
+
+def quantize(
+    model: nn.Module | ExportedProgram,
+    config: str | QuantConfig | Mapping[str, Any] = "int8_static",
+    calibration_data: Iterable[Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    verify: bool = False,
+    progress: bool = True,
+) -> QuantizedModel:
+    """Quantize any PyTorch model. The model itself is not changed.
+
+    Args:
+        model: a module in eval mode, a Hugging Face model, or an `ExportedProgram`.
+        config: a preset's name, a `QuantConfig`, or its `to_dict()`.
+        calibration_data: batches: tensors, tuples of positional inputs, or mappings of keywords. The
+            first one is also what the model is captured with. A configuration without static ranges
+            needs one batch only, and none for an `ExportedProgram`.
+        dynamic_shapes: passed to `torch.export.export`; default: batch and sequence dimensions vary.
+        verify: check on the first batch that every pass that promises to keep the function does.
+        progress: show a progress bar.
+
+    Returns:
+        A model called like the original.
+
+    Raises:
+        ConfigError: for an unknown preset or option.
+        CaptureError: if the model cannot be captured.
+        CalibrationError: if calibration data or weights are unusable.
+        PassError: if a pass broke its promise (`verify=True`).
+    """
+    config = _resolve(config)
+    first, batches = _peek(calibration_data)
+    if first is None and not isinstance(model, ExportedProgram):
+        raise CalibrationError(
+            "calibration_data is missing or empty; pass batches of real inputs (the first is used to capture the model)"
+        )
+    captured = capture_graph(model, first, dynamic_shapes=dynamic_shapes)
+    sample = tuple(_flatten(captured, first)) if verify and first is not None else None
+    gm, records = run_passes(captured.module, config.passes, verify_inputs=sample)
+    plan = plan_quantization(gm, config)
+    qparams = calibrate(gm, plan, batches, lambda batch: _flatten(captured, batch), progress=progress)
+    with torch.no_grad():
+        rows = convert(gm, plan, qparams, config.bias)
+    return QuantizedModel(gm, captured.signature, config, rows, records)
+
+
+def _resolve(config: str | QuantConfig | Mapping[str, Any]) -> QuantConfig:
+    if isinstance(config, str):
+        return preset(config)
+    return config if isinstance(config, QuantConfig) else QuantConfig.from_dict(config)
+
+
+def _peek(data: Iterable[Any] | None) -> tuple[Any, Iterable[Any]]:
+    """Return the first batch (or `None`) and an iterable over all of them."""
+    if data is None:
+        return None, ()
+    if isinstance(data, torch.Tensor | Mapping | str) or hasattr(data, "keys"):
+        raise CalibrationError(
+            f"calibration_data is an iterable of batches, not one {type(data).__name__}; wrap a single batch in a list"
+        )
+    if isinstance(data, list | tuple):
+        return (data[0] if data else None), data
+    iterator = iter(data)
+    first = next(iterator, None)
+    return first, () if first is None else itertools.chain([first], iterator)
+
+
+def _flatten(captured: Captured, batch: Any) -> list[Any]:
+    try:
+        return captured.signature.flatten(*split_batch(batch))
+    except QuarkError as error:
+        raise CalibrationError(f"a calibration batch does not fit: {error}") from error

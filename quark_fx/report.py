@@ -1,0 +1,125 @@
+"""What happened to every weighted operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from torch import Tensor
+
+from quark_fx.pass_manager import PassRecord
+from quark_fx.weights import QuantizedTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One weighted operator, or a product of two activations.
+
+    Attributes:
+        name: module path.
+        kind: operator family.
+        weight: weight format, empty if it stays in float.
+        activation: input format, empty if it stays in float.
+        scale_min: smallest weight scale.
+        scale_max: largest weight scale.
+        sqnr: signal to quantization noise of the weight, dB.
+        bytes_before: bytes of the weight in the captured model.
+        bytes_after: bytes of codes, scales and zero points.
+        reason: why it is in float; empty if it is quantized.
+    """
+
+    name: str
+    kind: str
+    weight: str = ""
+    activation: str = ""
+    scale_min: float | None = None
+    scale_max: float | None = None
+    sqnr: float | None = None
+    bytes_before: int = 0
+    bytes_after: int = 0
+    reason: str = ""
+
+    @classmethod
+    def of_quantized(cls, *, original: Tensor, quantized: QuantizedTensor, **fields: Any) -> Self:
+        """Build the row of a quantized weight."""
+        scale = None if quantized.spec.is_cast else quantized.qparams.scale
+        return cls(
+            scale_min=None if scale is None else float(scale.min()),
+            scale_max=None if scale is None else float(scale.max()),
+            bytes_before=original.nbytes,
+            bytes_after=quantized.nbytes,
+            **fields,
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """One row per weighted operator, the passes that ran, and totals. `str(report)` is a table."""
+
+    rows: tuple[Row, ...]
+    passes: tuple[PassRecord, ...] = ()
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        """Number of operators, how many are quantized, bytes before and after, and their ratio."""
+        quantized = [row for row in self.rows if not row.reason]
+        before, after = (sum(getattr(row, f) for row in self._distinct()) for f in ("bytes_before", "bytes_after"))
+        return {
+            "operators": len(self.rows),
+            "quantized": len(quantized),
+            "bytes_before": before,
+            "bytes_after": after,
+            "ratio": after / before if before else 1.0,
+        }
+
+    def _distinct(self) -> list[Row]:
+        # Operators of one module that share a weight (called twice, or tied) hold its bytes once.
+        return list({(row.name, row.kind, row.bytes_before): row for row in self.rows}.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return rows, passes and totals as plain data."""
+        return {
+            "rows": self.to_rows(),
+            "passes": [asdict(record) for record in self.passes],
+            "totals": self.totals,
+        }
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """Return one dict per row: `pandas.DataFrame(report.to_rows())` is a data frame."""
+        return [asdict(row) for row in self.rows]
+
+    def __str__(self) -> str:
+        header = ("name", "op", "weight", "activation", "scale", "SQNR dB", "KiB before", "KiB after", "in float because")
+        body = [
+            (
+                row.name,
+                row.kind,
+                row.weight or "-",
+                row.activation or "-",
+                "-" if row.scale_min is None else f"{row.scale_min:.2e} … {row.scale_max:.2e}",
+                "-" if row.sqnr is None else f"{row.sqnr:.1f}",
+                f"{row.bytes_before / 1024:.1f}",
+                f"{row.bytes_after / 1024:.1f}",
+                row.reason,
+            )
+            for row in self.rows
+        ]
+        widths = [max(len(line[i]) for line in (header, *body)) for i in range(len(header))]
+        right = {5, 6, 7}
+        lines = [
+            "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+            for line in (header, tuple("─" * w for w in widths), *body)
+        ]
+        t = self.totals
+        summary = (
+            f"{t['quantized']} of {t['operators']} weighted operators quantized; weights "
+            f"{t['bytes_before'] / 1024:.1f} KiB → {t['bytes_after'] / 1024:.1f} KiB ({t['ratio']:.2f}×)"
+        )
+        return "\n".join([*(line.rstrip() for line in lines), summary])

@@ -1,0 +1,150 @@
+"""How a captured graph is called: the structure of its inputs and outputs, and their names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from quark_fx.errors import QuarkError
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The call structure of a captured model.
+
+    Attributes:
+        in_spec: structure of `(args, kwargs)` as captured.
+        out_spec: structure of the result.
+        parameters: names of `forward`'s parameters, in order.
+        input_names: one name per flattened input.
+        output_names: one name per flattened output.
+        input_shapes: per flattened input, its shape with `None` for a dynamic dimension, or `None` if it
+            is not a tensor.
+        input_dtypes: per flattened input, its dtype, or `None` if it is not a tensor.
+    """
+
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    parameters: tuple[str, ...]
+    input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
+    input_shapes: tuple[tuple[int | None, ...] | None, ...]
+    input_dtypes: tuple[torch.dtype | None, ...]
+
+    def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Return the flat inputs of a call, however its arguments were spelled.
+
+        Raises:
+            QuarkError: if structure, rank, fixed dimension or dtype differ from the captured ones.
+        """
+        leaves, spec = pytree.tree_flatten(self._as_captured(args, kwargs))
+        if len(leaves) != len(self.input_names):
+            raise QuarkError(
+                f"the model was captured with inputs {', '.join(self.input_names)}, but this call has "
+                f"{len(leaves)} input value(s) of structure {spec}; pass the same structure as the first batch"
+            )
+        for name, leaf, shape, dtype in zip(
+            self.input_names, leaves, self.input_shapes, self.input_dtypes, strict=True
+        ):
+            _check_leaf(name, leaf, shape, dtype)
+        return leaves
+
+    def unflatten(self, outputs: Any) -> Any:
+        """Return flat outputs in the structure of the model's own result."""
+        return pytree.tree_unflatten(list(outputs), self.out_spec)
+
+    def _as_captured(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        captured_args, captured_kwargs = _children(self.in_spec)
+        names = captured_kwargs.context or []
+        given = dict(zip(self.parameters, args, strict=False)) | dict(kwargs)
+        if len(args) > len(self.parameters) or len(_children(captured_args)):
+            return args, {name: kwargs[name] for name in names if name in kwargs}
+        if set(given) != set(names):
+            extra, missing = sorted(set(given) - set(names)), sorted(set(names) - set(given))
+            raise QuarkError(
+                f"the model was captured with inputs {', '.join(names)}; this call "
+                + " and ".join(
+                    part
+                    for part in (
+                        f"lacks {', '.join(missing)}" if missing else "",
+                        f"adds {', '.join(extra)}" if extra else "",
+                    )
+                    if part
+                )
+                + "; pass the same inputs as the first calibration batch"
+            )
+        return (), {name: given[name] for name in names}
+
+
+def _check_leaf(name: str, leaf: Any, shape: tuple[int | None, ...] | None, dtype: torch.dtype | None) -> None:
+    if shape is None:
+        return
+    if not isinstance(leaf, Tensor):
+        raise QuarkError(f"input {name} is a {type(leaf).__name__}; the model was captured with a tensor there")
+    if leaf.dtype != dtype:
+        raise QuarkError(f"input {name} has dtype {leaf.dtype}; the model was captured with {dtype}: convert it first")
+    if leaf.dim() != len(shape) or any(d is not None and d != n for d, n in zip(shape, leaf.shape, strict=True)):
+        expected = "(" + ", ".join("any" if d is None else str(d) for d in shape) + ")"
+        raise QuarkError(
+            f"input {name} has shape {tuple(leaf.shape)}; the graph was captured for {expected}. "
+            "To vary another dimension pass `dynamic_shapes` (see torch.export) to quantize()"
+        )
+
+
+def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the `(args, kwargs)` a batch stands for: a mapping is keywords, a tuple or list positions."""
+    if isinstance(batch, Mapping) or hasattr(batch, "keys"):
+        return (), {key: batch[key] for key in batch.keys()}  # noqa: SIM118 (a BatchEncoding iterates over keys too)
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+def bind(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the arguments by parameter name, or `None` where `forward` takes `*args` or `**kwargs` for some.
+
+    Raises:
+        QuarkError: if they do not fit; the message shows the parameters and the usual cause.
+    """
+    signature = inspect.signature(forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        hint = (
+            "; if the loader yields (input, label) pairs, pass `(x for x, _ in loader)`" if len(args) > 1 else ""
+        )
+        raise QuarkError(f"a batch does not fit `forward{signature}`: {error}{hint}") from error
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+    if any(signature.parameters[name].kind in variable for name in bound.arguments):
+        return None
+    return dict(bound.arguments)
+
+
+def parameter_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the parameters that can be given by position or by name."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return tuple(name for name, p in inspect.signature(forward).parameters.items() if p.kind in kinds)
+
+
+def leaf_names(spec: pytree.TreeSpec, prefix: str = "") -> list[str]:
+    """Name the leaves of a structure by the keys and indices that lead to them (`logits`, `past.0.1`)."""
+    children = _children(spec)
+    if spec.is_leaf():
+        return [prefix or "output"]
+    keys = spec.context if isinstance(spec.context, list) and len(spec.context) == len(children) else None
+    names = [str(key) for key in keys] if keys else [str(i) if prefix else f"output_{i}" for i in range(len(children))]
+    return [
+        leaf
+        for name, child in zip(names, children, strict=True)
+        for leaf in leaf_names(child, f"{prefix}.{name}" if prefix else name)
+    ]
+
+
+def _children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
+    return spec.children() if hasattr(spec, "children") else spec.children_specs  # type: ignore[no-any-return]

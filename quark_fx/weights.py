@@ -1,0 +1,125 @@
+"""Quantize a constant tensor: settle the granularity, observe once, encode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quark_fx.config import Granularity, TensorSpec
+from quark_fx.formats import IntFormat
+from quark_fx.ops import dequantize, encode
+from quark_fx.qparams import QParams, ScaleType, constrain_scale
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """Codes and parameters of a constant.
+
+    Attributes:
+        codes: in the format's dtype, the shape of the constant.
+        qparams: shaped by (`axis`, `block_size`), see `quark_fx.ops`.
+        spec: how it was quantized.
+        axis: dimension the scales vary along, `None` for one scale.
+        block_size: values per scale along `axis`, 0 for one scale per index.
+    """
+
+    codes: Tensor
+    qparams: QParams
+    spec: TensorSpec
+    axis: int | None
+    block_size: int
+
+    def dequantize(self) -> Tensor:
+        """Return the float32 values the codes stand for."""
+        if self.spec.is_cast:
+            return self.codes.float()
+        p = self.qparams
+        return dequantize(self.codes, p.scale, p.zero_point, str(self.spec.format), self.axis, self.block_size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes when stored: packed codes, float32 scales, and zero points unless all are the format's own."""
+        total = (self.codes.numel() * self.spec.format.bits + 7) // 8
+        if self.spec.is_cast:
+            return total
+        stored = isinstance(self.spec.format, IntFormat) and not self.spec.scheme.symmetric
+        points = (self.qparams.zero_point.numel() * self.spec.format.bits + 7) // 8 if stored else 0
+        return total + 4 * self.qparams.scale.numel() + points
+
+
+def quantize_tensor(
+    x: Tensor, spec: TensorSpec, *, output_axis: int = 0, input_axis: int = 1, smallest_scale: Tensor | None = None
+) -> QuantizedTensor:
+    """Quantize the constant `x`.
+
+    Args:
+        x: floating point, any shape.
+        spec: static, not per token.
+        output_axis: dimension of the output channels, for `Granularity.CHANNEL`.
+        input_axis: dimension that groups lie along, for `Granularity.GROUP`.
+        smallest_scale: lower bound of the scales, broadcastable to one value per output channel.
+
+    Raises:
+        ValueError: if `x` holds NaN or infinity.
+    """
+    if not torch.isfinite(x).all():
+        raise ValueError("it holds NaN or infinity")
+    if spec.is_cast:
+        one = torch.ones((), device=x.device)
+        return QuantizedTensor(x.to(spec.format.dtype), QParams(one, torch.zeros_like(one).int()), spec, None, 0)
+    assert spec.observer is not None
+    axis, block = _layout(x, spec, output_axis, input_axis)
+    if block:
+        qparams = _block_qparams(x, spec, axis or 0, block)
+    else:
+        rows = x.reshape(1, -1) if axis is None else x.movedim(axis, 0).flatten(1)
+        qparams = spec.observer.observe(rows).qparams(spec.scheme)
+        if axis is None:
+            qparams = QParams(qparams.scale.reshape(()), qparams.zero_point.reshape(()))
+    if smallest_scale is not None:
+        qparams = _raise_scale(qparams, smallest_scale, spec)
+    return QuantizedTensor(encode(x, qparams, spec.scheme, axis, block), qparams, spec, axis, block)
+
+
+def _layout(x: Tensor, spec: TensorSpec, output_axis: int, input_axis: int) -> tuple[int | None, int]:
+    """Return (`axis`, `block_size`) of `quark_fx.ops` for a granularity."""
+    if spec.granularity is Granularity.TENSOR:
+        return None, 0
+    if spec.granularity is Granularity.GROUP:
+        assert spec.group_size is not None
+        return input_axis % x.dim(), min(spec.group_size, x.shape[input_axis])
+    if output_axis < 0 and x.dim() > 2:  # a stack of matrices: one scale per matrix and output channel
+        return input_axis % x.dim(), x.shape[input_axis]
+    return output_axis % x.dim(), 0
+
+
+def _block_qparams(x: Tensor, spec: TensorSpec, axis: int, block: int) -> QParams:
+    """Return parameters of blocks of `block` values along `axis`; a shorter last block is observed by itself."""
+    assert spec.observer is not None
+    moved = x.movedim(axis, -1)
+    whole = moved.shape[-1] // block * block
+    parts = []
+    for part, size in ((moved[..., :whole], block), (moved[..., whole:], moved.shape[-1] - whole)):
+        if part.numel():
+            qparams = spec.observer.observe(part.reshape(-1, size)).qparams(spec.scheme)
+            shape = (*moved.shape[:-1], part.shape[-1] // size)
+            parts.append((qparams.scale.reshape(shape), qparams.zero_point.reshape(shape)))
+    scale, zero_point = (torch.cat(tensors, -1).movedim(-1, axis) for tensors in zip(*parts, strict=True))
+    return QParams(scale.contiguous(), zero_point.contiguous())
+
+
+def _raise_scale(qparams: QParams, smallest: Tensor, spec: TensorSpec) -> QParams:
+    bound = smallest if qparams.scale.dim() else smallest.max()
+    if spec.scale_type is not ScaleType.FLOAT32:
+        bound = constrain_scale(bound.double(), spec.scale_type)
+    raised = torch.maximum(qparams.scale, bound.to(qparams.scale))
+    # A symmetric zero point does not depend on the scale; an asymmetric one is left, as its range only grew.
+    return QParams(raised, qparams.zero_point)
+
+
+def sqnr(reference: Tensor, approximation: Tensor) -> float:
+    """Return the signal to quantization noise ratio in dB; infinite where nothing was lost."""
+    signal, noise = reference.float().square().sum(), (reference.float() - approximation.float()).square().sum()
+    return float(10 * torch.log10(signal / noise)) if noise > 0 and signal > 0 else float("inf")
