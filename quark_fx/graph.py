@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 _OWN_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
@@ -161,3 +162,30 @@ def erase_dead(gm: GraphModule) -> int:
 def is_getitem(node: Node) -> bool:
     """Tell whether the node selects one result of a call with several."""
     return node.op == "call_function" and node.target is operator.getitem
+
+
+def restore_values(gm: GraphModule, inputs: Sequence[Tensor | None], dynamic: Sequence[Collection[int]]) -> None:
+    """Give every node its fake value (`meta["val"]`) by running the graph on fakes of `inputs`.
+
+    Args:
+        gm: a functional graph.
+        inputs: one tensor per input, `None` for an input that is no tensor.
+        dynamic: per input, the dimensions that vary; each becomes a symbol of its own.
+    """
+    mode = gm.meta["fake_mode"] = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+    def fake(x: Tensor | None, dims: Collection[int]) -> Tensor | None:
+        if x is None:
+            return None
+        sizes = [DimDynamic.DYNAMIC if dim in dims else DimDynamic.STATIC for dim in range(x.dim())]
+        return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+
+    class Recorder(torch.fx.Interpreter):
+        def run_node(self, n: Node) -> Any:
+            value = value_of(gm, n) if n.op == "get_attr" else super().run_node(n)
+            if n.op != "output":
+                n.meta["val"] = value
+            return value
+
+    with torch.no_grad(), mode:
+        Recorder(gm).run(*(fake(x, dims) for x, dims in zip(inputs, dynamic, strict=True)))

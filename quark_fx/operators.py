@@ -5,7 +5,7 @@ Passes ask this table; no pass knows an operator and no file knows a model. To s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.fx import Node
@@ -102,11 +102,60 @@ convolutional network qualifies, that of a transformer (whose output is normalis
 def operator_row(node: Node) -> Operator | None:
     """Return the row of a node, `None` if it has no weights and is no product of activations."""
     row = _OPERATORS.get(target_name(node)) if node.op == "call_function" else None
-    if row is None:
-        return None
-    if row.weight is not None and not _is_weight(argument(node, row.weight)):
+    if row is None or row.weight is None:
+        return row
+    weight = stored_weight(node, row)
+    if weight is None:
         return _PRODUCT if row is _MATMUL else None
-    return row
+    order = weight.order
+    return row if order is None else replace(row, output_axis=order[row.output_axis], input_axis=order[row.input_axis])
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """The parameter behind an operator's weight argument.
+
+    Attributes:
+        node: the `get_attr` node.
+        reader: the first node that reads it: the operator, or a transposition before it.
+        order: where the parameter is transposed on its way, the parameter's dimension for each
+            dimension of the argument.
+    """
+
+    node: Node
+    reader: Node
+    order: tuple[int, ...] | None
+
+
+def stored_weight(node: Node, row: Operator) -> StoredWeight | None:
+    """Return the parameter the operator multiplies by, looking through transpositions; `None` if it has none."""
+    assert row.weight is not None
+    reader, value, order = node, argument(node, row.weight), None
+    while isinstance(value, Node) and value.op == "call_function" and len(value.users) == 1:
+        step = _permutation(value)
+        if step is None:
+            return None
+        order = step if order is None else tuple(step[i] for i in order)
+        reader, value = value, value.args[0]
+    return StoredWeight(value, reader, order) if _is_weight(value) else None
+
+
+def _permutation(node: Node) -> tuple[int, ...] | None:
+    """Return, for a transposition, the input's dimension for each dimension of the output."""
+    value = node.meta.get("val")
+    if value is None or isinstance(value, tuple | list):
+        return None
+    dims = list(range(value.dim()))
+    name = target_name(node)
+    if name in ("aten.t.default", "aten.numpy_T.default"):
+        return tuple(reversed(dims))
+    if name == "aten.permute.default":
+        return tuple(d % len(dims) for d in argument(node, 1))
+    if name in ("aten.transpose.int", "aten.swapaxes.default"):
+        a, b = argument(node, 1), argument(node, 2)
+        dims[a], dims[b] = dims[b], dims[a]
+        return tuple(dims)
+    return None
 
 
 def argument(node: Node, position: int) -> Any:

@@ -23,6 +23,7 @@ from quark_fx.operators import (
     argument,
     clamp_bounds,
     operator_row,
+    stored_weight,
     unsupported_weight,
 )
 
@@ -122,7 +123,7 @@ def _operators(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperator
             yield PlannedOperator(
                 node, None, module_name(node, weight), kind, weight, reason=f"{kind} has no row in quark_fx.operators"
             )
-        else:
+        elif not any(_leads_to_row(user) for user in node.users):
             for weight in node.all_input_nodes:
                 if is_parameter(weight) and is_floating(gm, weight) and value_of(gm, weight).dim() > 1:
                     kind = target_name(node)
@@ -131,8 +132,17 @@ def _operators(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperator
                     )
 
 
+def _leads_to_row(node: Node) -> bool:
+    """Tell whether `node` is a weighted operator, or transposes a weight on its way to one."""
+    row = operator_row(node)
+    if row is not None:
+        return row.weight is not None
+    return target_name(node) in MOVING and len(node.users) == 1 and _leads_to_row(next(iter(node.users)))
+
+
 def _plan_operator(gm: GraphModule, config: QuantConfig, node: Node, row: Operator) -> PlannedOperator:
-    weight = argument(node, row.weight) if row.weight is not None else None
+    stored = stored_weight(node, row) if row.weight is not None else None
+    weight = stored.node if stored is not None else None
     name = module_name(node, weight)
     specs = config.specs_for(name, row.kind)
     reason = ""

@@ -1,1 +1,239 @@
-def load(*a): ...
+"""Store a quantized model as `model.safetensors` and `graph.json`, and read it back. Nothing is pickled.
+
+The graph is a list of calls of operators by qualified name; reading it can call nothing but `aten`,
+`quark_fx` and the named operator libraries already loaded, and a handful of functions of Python's
+`operator` and `math`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from quark_fx.config import QuantConfig
+from quark_fx.errors import QuarkError
+from quark_fx.graph import parameter, restore_values, set_parameter
+from quark_fx.model import QuantizedModel
+from quark_fx.pass_manager import PassRecord
+from quark_fx.report import Row
+from quark_fx.signature import Signature
+
+FORMAT_VERSION = 1
+_GRAPH, _TENSORS = "graph.json", "model.safetensors"
+_PYTHON = {
+    **{name: getattr(operator, name) for name in ("getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "neg")},
+    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "not_", "pow")},
+    **{f"sym_{name}": getattr(torch, f"sym_{name}") for name in ("max", "min", "float", "int", "ite", "not", "sqrt")},
+    **{f"math_{name}": getattr(math, name) for name in ("ceil", "floor", "trunc", "sqrt")},
+}
+_PYTHON_NAMES = {function: name for name, function in _PYTHON.items()}
+
+
+def save_model(qmodel: QuantizedModel, directory: Path) -> None:
+    """Write `qmodel` to `directory`, creating it.
+
+    Raises:
+        QuarkError: if the directory cannot be written, or the graph holds a call that has no name.
+    """
+    gm = qmodel.graph_module
+    names = dict.fromkeys(str(node.target) for node in gm.graph.nodes if node.op == "get_attr")
+    reads = {str(node.target): node for node in gm.graph.nodes if node.op == "get_attr"}
+    document = {
+        "version": FORMAT_VERSION,
+        "signature": _signature_to_dict(qmodel.signature),
+        "config": qmodel.config.to_dict(),
+        "rows": qmodel.report().to_rows(),
+        "passes": [asdict(record) for record in qmodel.report().passes],
+        "inputs": [_value_to_dict(node) for node in gm.graph.nodes if node.op == "placeholder"],
+        "nodes": [_node_to_dict(node) for node in gm.graph.nodes],
+    }
+    tensors = {name: parameter(gm, reads[name]).detach().contiguous().clone() for name in names}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, directory / _TENSORS)
+        (directory / _GRAPH).write_text(json.dumps(document, indent=1))
+    except (OSError, SafetensorError) as error:
+        raise QuarkError(f"{directory} cannot be written: {error}; choose another directory") from error
+
+
+def load(directory: str | Path, *, device: str | torch.device = "cpu") -> QuantizedModel:
+    """Read what `QuantizedModel.save` wrote; the result computes the same, bit for bit.
+
+    Args:
+        directory: the directory given to `save`.
+        device: where its tensors go.
+
+    Raises:
+        QuarkError: if files are missing, damaged, of a newer version, or call something unknown.
+    """
+    directory = Path(directory)
+    try:
+        document = json.loads((directory / _GRAPH).read_text())
+        with safe_open(directory / _TENSORS, framework="pt", device=str(device)) as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise QuarkError(f"{directory} holds no readable quantized model: {error}") from error
+    if document.get("version") != FORMAT_VERSION:
+        raise QuarkError(
+            f"{directory} has format version {document.get('version')}, this quark_fx reads {FORMAT_VERSION}; "
+            "update quark_fx or save the model again"
+        )
+    try:
+        gm = _graph_from_dict(document, tensors, torch.device(device))
+        return QuantizedModel(
+            gm,
+            _signature_from_dict(document["signature"]),
+            QuantConfig.from_dict(document["config"]),
+            [Row(**row) for row in document["rows"]],
+            [PassRecord(**record) for record in document["passes"]],
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise QuarkError(f"{directory / _GRAPH} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _node_to_dict(node: Node) -> dict[str, Any]:
+    data: dict[str, Any] = {"name": node.name, "op": node.op, "target": _target_name(node)}
+    if node.args:
+        data["args"] = [_encode(a) for a in node.args]
+    if node.kwargs:
+        data["kwargs"] = {k: _encode(v) for k, v in node.kwargs.items()}
+    if trace := node.meta.get("stack_trace"):
+        data["stack_trace"] = trace
+    if stack := node.meta.get("nn_module_stack"):
+        data["module"] = next((path for path, _ in reversed(list(stack.values())) if path), "")
+    return data
+
+
+def _target_name(node: Node) -> str:
+    if isinstance(node.target, str):
+        return node.target
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target)
+    if node.target in _PYTHON_NAMES:
+        return f"python.{_PYTHON_NAMES[node.target]}"
+    raise QuarkError(f"the call of {node.target} at %{node.name} cannot be stored: it is not a registered operator")
+
+
+def _resolve(name: str) -> Callable[..., Any]:
+    namespace, _, rest = name.partition(".")
+    if namespace == "python":
+        if rest not in _PYTHON:
+            raise QuarkError(f"the stored graph calls {name}, which is not allowed")
+        return _PYTHON[rest]  # type: ignore[no-any-return]
+    packet, _, overload = rest.rpartition(".")
+    operator_packet = getattr(getattr(torch.ops, namespace), packet, None)
+    found = getattr(operator_packet, overload, None)
+    if not isinstance(found, torch._ops.OpOverload):
+        raise QuarkError(f"the stored graph calls {name}, which is not registered; import the library that defines it")
+    return found
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Node):
+        return {"node": value.name}
+    if isinstance(value, tuple | list):
+        return [_encode(item) for item in value]
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+        return {"torch": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if isinstance(value, slice):
+        return {"slice": [_encode(part) for part in (value.start, value.stop, value.step)]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise QuarkError(f"a graph argument of type {type(value).__name__} cannot be stored")
+
+
+def _decode(value: Any, nodes: dict[str, Node], device: torch.device) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, nodes, device) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "node":
+        return nodes[content]
+    if kind == "torch":
+        found = getattr(torch, content)
+        assert isinstance(found, torch.dtype | torch.layout | torch.memory_format)
+        return found
+    if kind == "slice":
+        return slice(*(_decode(part, nodes, device) for part in content))
+    return device if kind == "device" else float(content)
+
+
+def _value_to_dict(node: Node) -> dict[str, Any] | None:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return None
+    shape = [d if isinstance(d, int) else {"hint": int(d.node.hint)} for d in value.shape]  # a size that was seen
+    return {"shape": shape, "dtype": str(value.dtype).removeprefix("torch.")}
+
+
+def _graph_from_dict(document: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> GraphModule:
+    root = torch.nn.Module()
+    holder = GraphModule(root, Graph())
+    for name, tensor in tensors.items():
+        set_parameter(holder, name, tensor)
+    graph, nodes = Graph(), dict[str, Node]()
+    for data in document["nodes"]:
+        args = tuple(_decode(data.get("args", []), nodes, device))
+        kwargs = {k: _decode(v, nodes, device) for k, v in data.get("kwargs", {}).items()}
+        target = _resolve(data["target"]) if data["op"] == "call_function" else data["target"]
+        if data["op"] == "output":
+            args = (tuple(args[0]),)
+        node = graph.create_node(data["op"], target, args, kwargs, name=data["name"])
+        node.meta["stack_trace"] = data.get("stack_trace", "")
+        node.meta["nn_module_stack"] = {"": (data.get("module", ""), "")}
+        nodes[data["name"]] = node
+    gm = GraphModule(holder, graph, class_name="CapturedGraph")
+    _restore(gm, document["inputs"], device)
+    return gm
+
+
+def _restore(gm: GraphModule, inputs: list[dict[str, Any] | None], device: torch.device) -> None:
+    examples: list[Tensor | None] = []
+    dynamic: list[list[int]] = []
+    for data in inputs:
+        shape = data["shape"] if data is not None else []
+        sizes = [d if isinstance(d, int) else d["hint"] for d in shape]
+        examples.append(None if data is None else torch.empty(sizes, dtype=getattr(torch, data["dtype"]), device=device))
+        dynamic.append([i for i, d in enumerate(shape) if not isinstance(d, int)])
+    restore_values(gm, examples, dynamic)
+
+
+def _signature_to_dict(signature: Signature) -> dict[str, Any]:
+    return {
+        "in_spec": pytree.treespec_dumps(signature.in_spec),
+        "out_spec": pytree.treespec_dumps(signature.out_spec),
+        "parameters": signature.parameters,
+        "input_names": signature.input_names,
+        "output_names": signature.output_names,
+        "input_shapes": signature.input_shapes,
+        "input_dtypes": [None if d is None else str(d).removeprefix("torch.") for d in signature.input_dtypes],
+    }
+
+
+def _signature_from_dict(data: dict[str, Any]) -> Signature:
+    return Signature(
+        in_spec=pytree.treespec_loads(data["in_spec"]),
+        out_spec=pytree.treespec_loads(data["out_spec"]),
+        parameters=tuple(data["parameters"]),
+        input_names=tuple(data["input_names"]),
+        output_names=tuple(data["output_names"]),
+        input_shapes=tuple(None if s is None else tuple(s) for s in data["input_shapes"]),
+        input_dtypes=tuple(None if d is None else getattr(torch, d) for d in data["input_dtypes"]),
+    )

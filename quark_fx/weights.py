@@ -50,7 +50,13 @@ class QuantizedTensor:
 
 
 def quantize_tensor(
-    x: Tensor, spec: TensorSpec, *, output_axis: int = 0, input_axis: int = 1, smallest_scale: Tensor | None = None
+    x: Tensor,
+    spec: TensorSpec,
+    *,
+    output_axis: int = 0,
+    input_axis: int = 1,
+    stacked: bool = False,
+    smallest_scale: Tensor | None = None,
 ) -> QuantizedTensor:
     """Quantize the constant `x`.
 
@@ -59,6 +65,7 @@ def quantize_tensor(
         spec: static, not per token.
         output_axis: dimension of the output channels, for `Granularity.CHANNEL`.
         input_axis: dimension that groups lie along, for `Granularity.GROUP`.
+        stacked: `x` is a stack of matrices (experts): channels of different matrices have their own scales.
         smallest_scale: lower bound of the scales, broadcastable to one value per output channel.
 
     Raises:
@@ -70,7 +77,7 @@ def quantize_tensor(
         one = torch.ones((), device=x.device)
         return QuantizedTensor(x.to(spec.format.dtype), QParams(one, torch.zeros_like(one).int()), spec, None, 0)
     assert spec.observer is not None
-    axis, block = _layout(x, spec, output_axis, input_axis)
+    axis, block = _layout(x, spec, output_axis, input_axis, stacked)
     if block:
         qparams = _block_qparams(x, spec, axis or 0, block)
     else:
@@ -83,14 +90,14 @@ def quantize_tensor(
     return QuantizedTensor(encode(x, qparams, spec.scheme, axis, block), qparams, spec, axis, block)
 
 
-def _layout(x: Tensor, spec: TensorSpec, output_axis: int, input_axis: int) -> tuple[int | None, int]:
+def _layout(x: Tensor, spec: TensorSpec, output_axis: int, input_axis: int, stacked: bool) -> tuple[int | None, int]:
     """Return (`axis`, `block_size`) of `quark_fx.ops` for a granularity."""
     if spec.granularity is Granularity.TENSOR:
         return None, 0
     if spec.granularity is Granularity.GROUP:
         assert spec.group_size is not None
         return input_axis % x.dim(), min(spec.group_size, x.shape[input_axis])
-    if output_axis < 0 and x.dim() > 2:  # a stack of matrices: one scale per matrix and output channel
+    if stacked:  # one scale per matrix and output channel
         return input_axis % x.dim(), x.shape[input_axis]
     return output_axis % x.dim(), 0
 

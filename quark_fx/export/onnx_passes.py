@@ -31,7 +31,7 @@ def fold_initializer_casts(model: ir.Model) -> int:
 
 
 def settle_zero_points(model: ir.Model) -> int:
-    """Give every zero point the shape of its scale; drop those of blocks that are all zero."""
+    """Give every zero point the shape of its scale; drop those of blocks and biases, which are zero."""
     settled = 0
     for node in model.graph:
         if node.op_type != "DequantizeLinear" or len(node.inputs) < 3:
@@ -41,7 +41,8 @@ def settle_zero_points(model: ir.Model) -> int:
             continue
         if scale is None or scale.shape is None or not scale.shape.rank():
             continue
-        if node.attributes.get_int("block_size", 0) or not scale.shape.is_static():
+        blocks = node.attributes.get_int("block_size", 0) or not scale.shape.is_static()
+        if blocks or zero_point.const_value.dtype == ir.DataType.INT32:
             node.resize_inputs(2)
         else:
             dtype = zero_point.const_value.dtype
@@ -142,6 +143,7 @@ def multiply_integers(model: ir.Model) -> int:
         scale = ir.node("Mul", [a.inputs[1], b.inputs[1]])
         result = ir.node("Mul", [real.outputs[0], scale.outputs[0]])
         product.outputs[0].dtype = ir.DataType.INT32
+        result.outputs[0].dtype = ir.DataType.FLOAT
         real.outputs[0].dtype = scale.outputs[0].dtype = ir.DataType.FLOAT
         model.graph.insert_before(node, [product, real, scale, result])
         result.outputs[0].shape, result.outputs[0].dtype = node.outputs[0].shape, node.outputs[0].dtype

@@ -109,7 +109,9 @@ def modelopt_threshold(bins: Bins, levels: int, inside: Tensor) -> tuple[Tensor,
 
 
 def onnxruntime_threshold(bins: Bins, levels: int, inside: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both ends of the range, scalars, for one row of signed values, in ONNX Runtime's arithmetic.
+    """Return both ends of the range, scalars, for one row of signed values, by ONNX Runtime's rules.
+
+    Its divergences are float32 sums, so that it chooses by rounding among candidates that agree to 1e-6.
 
     Args:
         bins: one row.
@@ -146,7 +148,7 @@ def _onnxruntime_divergence(counts: Tensor, levels: int, inside: Tensor) -> Tens
     q, q_valid = _smooth(q, within)
     p, q = p / p.sum(1, keepdim=True), q / q.sum(1, keepdim=True)
     divergence = torch.where(within, p * (p / q).log(), 0.0).sum(1)
-    return torch.where(p_valid & q_valid, divergence.float(), torch.inf)
+    return torch.where(p_valid & q_valid, divergence, torch.inf)
 
 
 def _smooth(p: Tensor, within: Tensor, eps: float = 1e-4) -> tuple[Tensor, Tensor]:

@@ -40,12 +40,25 @@ class Histogram(NamedTuple):
     sums: Tensor | None = None
 
     @classmethod
-    def of(cls, x: Tensor, bins: int, *, skip_zeros: bool = False, sums: bool = False) -> Histogram:
-        """Count `x`, shape `(channels, values)`, without synchronising its device; `bins` is a power of two."""
+    def of(
+        cls, x: Tensor, bins: int, *, skip_zeros: bool = False, sums: bool = False, coarse: Tensor | None = None
+    ) -> Histogram:
+        """Count `x`, shape `(channels, values)`, without synchronising its device.
+
+        Args:
+            x: floating point.
+            bins: bins on a side, a power of two.
+            skip_zeros: leave exact zeros out.
+            sums: also sum the values in each bin.
+            coarse: the smallest exponents to use; those of a histogram that this one will be merged with spare
+                one of the two being coarsened, and change nothing else.
+        """
         low, high = x.amin(1).float(), x.amax(1).float()
         largest = torch.maximum(-low, high).nan_to_num(posinf=torch.finfo(torch.float32).max)
         exponent = torch.frexp(largest.clamp(min=2.0 ** (SMALLEST - 1))).exponent - (bins.bit_length() - 1)
         exponent = exponent.to(torch.int32)
+        if coarse is not None:
+            exponent = torch.maximum(exponent, coarse)
         counts, total = _count(x, power_of_two(-exponent)[:, None], bins, sums)
         if skip_zeros:
             counts[:, bins] -= (x == 0).sum(1)
@@ -127,6 +140,8 @@ def _index(x: Tensor, scale: Tensor, bins: int) -> Tensor:
 
 
 def _coarsen(counts: Tensor, doublings: Tensor) -> Tensor:
+    if on_host(counts) and not bool(doublings.any()):
+        return counts
     half = counts.shape[1] // 2
     steps = torch.arange(-half, half, device=counts.device)
     index = (steps >> doublings[:, None].long().clamp(max=62)) + half

@@ -14,8 +14,8 @@ from quark_fx.observers.base import Observer, finite_range, observer, state
 from quark_fx.observers.histogram import Histogram, power_of_two
 from quark_fx.observers.linear_histogram import LinearHistogram
 from quark_fx.observers.minmax import MinMax
-from quark_fx.observers.mse import Moments, squared_error
 from quark_fx.observers.percentile import outer_edge
+from quark_fx.observers.squared_error import Moments, squared_error
 from quark_fx.qparams import QParams, ScaleType, Scheme, Symmetry, affine_qparams, symmetric_qparams
 
 
@@ -117,7 +117,8 @@ class PowerOfTwoMinMse(Observer):
                 return replace(self, histogram=linear.extend(x, "quark", self.bins))
             return replace(self, histogram=LinearHistogram.of(x, "quark", self.bins))
         # 9 bits from the range to the scale of an 8-bit format, 1 for the nearest rounding and half a cell.
-        seen = Histogram.of(x, 1 << (10 + max(0, *self.offsets)), sums=True)
+        coarse = self.histogram.exponent if isinstance(self.histogram, Histogram) else None
+        seen = Histogram.of(x, 1 << (10 + max(0, *self.offsets)), sums=True, coarse=coarse)
         if self.mode == "most_common":
             return self.merge(replace(self, votes=self._ballot(seen)))
         return self.merge(replace(self, histogram=seen))

@@ -49,7 +49,8 @@ class HistogramObserver(Observer):
             return self
         seen: Histogram | LinearHistogram
         if self.grid == "dyadic":
-            seen = Histogram.of(x, self.bins, skip_zeros=self.skip_zeros)
+            coarse = self.histogram.exponent if isinstance(self.histogram, Histogram) else None
+            seen = Histogram.of(x, self.bins, skip_zeros=self.skip_zeros, coarse=coarse)
             return self.merge(replace(self, histogram=seen))
         if isinstance(self.histogram, LinearHistogram):
             seen = self.histogram.extend(x, self.grid, self.bins, skip_zeros=self.skip_zeros)

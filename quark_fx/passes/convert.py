@@ -14,7 +14,7 @@ from quark_fx.config import Granularity, TensorSpec
 from quark_fx.errors import CalibrationError
 from quark_fx.formats import INT32, IntFormat
 from quark_fx.graph import call, describe, erase_dead, get_attr, is_parameter, parameter, value_of
-from quark_fx.operators import argument, clamp_bounds, set_argument
+from quark_fx.operators import argument, clamp_bounds, set_argument, stored_weight
 from quark_fx.placement import Plan, PlannedOperator, Point
 from quark_fx.qparams import QParams, Scheme
 from quark_fx.report import Row
@@ -100,6 +100,7 @@ def _convert_constants(state: _Conversion, op: PlannedOperator, input_scale: Ten
                 op.weight,
                 output_axis=row.output_axis,
                 input_axis=row.input_axis,
+                stacked=row.kind in ("experts", "linear") and weight.dim() > 2,
                 smallest_scale=smallest,
             )
         except ValueError as error:
@@ -114,7 +115,11 @@ def _convert_constants(state: _Conversion, op: PlannedOperator, input_scale: Ten
         if op.kind == "embedding":
             op.node.replace_all_uses_with(_embed(gm, op.node, quantized, nodes))
         else:
-            set_argument(op.node, row.weight, _dequantize(gm, op.node, quantized, nodes, weight.dtype))
+            stored = stored_weight(op.node, row)
+            assert stored is not None
+            with gm.graph.inserting_before(stored.reader):
+                real = _dequantize(gm, op.node, quantized, nodes, weight.dtype)
+            stored.reader.replace_input_with(weight_node, real)
         if is_parameter(bias_node):
             assert row.bias is not None
             bias = _quantize_bias(state, parameter(gm, bias_node), quantized, input_scale if int32_bias else None)

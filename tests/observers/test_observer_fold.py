@@ -66,7 +66,7 @@ def name(value: Any) -> str:
 
 
 def schemes(observer: Observer) -> list[Scheme]:
-    one_kind = observer == VOTING or getattr(observer, "bins", 0) and isinstance(observer, PowerOfTwoMinMse)
+    one_kind = isinstance(observer, PowerOfTwoMinMse) and (observer.mode == "most_common" or observer.bins > 0)
     return [SYMMETRIC] if one_kind else [SYMMETRIC, ASYMMETRIC]
 
 

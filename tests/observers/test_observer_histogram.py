@@ -25,11 +25,14 @@ def collector(method: str, *, symmetric: bool, bins: int, levels: int = 128, per
 
 
 def batches(seed: int, *, relu: bool = False) -> list[Tensor]:
-    """Five ragged batches whose range grows twice; half of the seeds begin with a batch of zeros."""
+    """Five ragged batches whose range grows twice; half of the seeds begin with a batch of zeros.
+
+    ONNX Runtime's first bins are then 1 / 64 wide, so that the others must stay below 16.
+    """
     generator = torch.Generator().manual_seed(seed)
     parts = [
         torch.randn(1, size, generator=generator) * scale
-        for size, scale in ((900, 1), (300, 2.5), (70, 1), (500, 4), (9, 0.1))
+        for size, scale in ((900, 1), (300, 2), (70, 1), (500, 3), (9, 0.1))
     ]
     parts = [part.relu() if relu else part + 0.3 for part in parts]
     return [torch.zeros(1, 50), *parts] if seed % 2 else parts
@@ -68,11 +71,12 @@ def test_mass_below_zero_survives_growth_to_the_left() -> None:
     second = torch.cat(
         (-torch.rand(1, 667, generator=generator) * 2 - 0.01, torch.rand(1, 333, generator=generator)), 1
     )
-    for observer in (Percentile(), Percentile(grid="quark", bins=256)):
-        bins = observer.observe(first).observe(second).collected()
-        edges, counts = bins.edges[0], bins.counts[0]
-        assert counts.sum() == 2000
-        assert counts[edges[1:] <= 0.004].sum() == pytest.approx(667, abs=4)
+    exact = Percentile().observe(first).observe(second).collected()
+    assert exact.counts[exact.edges[:, 1:] <= 0].sum() == 667
+    # This grid has no edge at zero: one bin of 4 values may fall on either side.
+    linear = Percentile(grid="quark", bins=256).observe(first).observe(second).collected()
+    assert linear.counts[linear.edges[:, 1:] <= 1 / 256].sum() == pytest.approx(667, abs=8)
+    assert exact.counts.sum() == linear.counts.sum() == 2000
 
 
 def test_skipped_zeros_are_not_counted() -> None:
@@ -134,7 +138,8 @@ def test_percentile_is_modelopts(seed: int, relu: bool, percentile: float) -> No
     for batch in data:
         ours = ours.observe(batch)
     expected = modelopt_percentile([batch[0].double().numpy() for batch in data], 512, percentile)
-    assert float(ours.range(ASYMMETRIC)[1]) == pytest.approx(expected, rel=1e-5)
+    low, high = ours.range(ASYMMETRIC)
+    assert max(-float(low), float(high)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_modelopt_grid_starts_afresh_after_a_batch_of_zeros() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from quark_fx.errors import ConfigError
 from quark_fx.formats import FP8_E4M3, FP8_E5M2, FP16, INT4, INT8, INT16, UINT8, FloatFormat
 from quark_fx.observers import HistogramL2, MinMax, Mse, Percentile
-from quark_fx.observers.mse import Moments, squared_error
+from quark_fx.observers.squared_error import Moments, squared_error
 from quark_fx.qparams import QParams, Scheme, Symmetry, affine_qparams
 
 SYMMETRIC = Scheme(format=INT8)
@@ -69,7 +69,9 @@ def test_symmetric_search_finds_the_best_of_all_thresholds(fmt: object, tail: st
     found = float(Mse().observe(x.to(device)).qparams(scheme).scale)
     largest = fmt.max if isinstance(fmt, FloatFormat) else scheme.qmax
     best = min(raw_error(x, -t, t, scheme) for t in torch.linspace(amax / 500, amax, 500).tolist())
-    assert raw_error(x, -found * largest, found * largest, scheme) <= best * 1.003
+    # A float format's smallest steps are finer than the bins, whose centres then misjudge them.
+    slack = 1.02 if isinstance(fmt, FloatFormat) else 1.003
+    assert raw_error(x, -found * largest, found * largest, scheme) <= best * slack
 
 
 def test_a_normal_tensor_is_clipped_where_theory_says() -> None:
@@ -83,14 +85,17 @@ def test_a_normal_tensor_is_clipped_where_theory_says() -> None:
 
 def test_the_search_starts_at_the_first_bin() -> None:
     """Quark tries the last 3 of 2048 centres: 99.88 for an outlier of 100, where the whole sweep ends at 65.4."""
+    scheme = Scheme(format=INT8, symmetry=Symmetry.SYMMETRIC_FULL)
     x = torch.randn(1, 100_000, generator=torch.Generator().manual_seed(0))
     x[0, 0] = 100.0
-    _, quark = Mse(grid="modelopt", start_bin=2045).observe(x).range(SYMMETRIC)
-    assert float(quark) == pytest.approx(99.88, abs=0.01)
-    for observer in (Mse(), Mse(grid="modelopt")):
-        _, ours = observer.observe(x).range(SYMMETRIC)
-        assert float(ours) == pytest.approx(65.4, abs=1.0)
-        assert raw_error(x, -float(ours), float(ours), SYMMETRIC) < 0.8 * raw_error(x, -99.88, 99.88, SYMMETRIC)
+    _, quark = Mse(grid="modelopt", start_bin=2045).observe(x).range(scheme)
+    assert float(quark) == pytest.approx(99.88, abs=0.005)
+    _, whole = Mse(grid="modelopt").observe(x).range(scheme)
+    assert float(whole) == pytest.approx(65.4, abs=0.05)
+    assert raw_error(x, -65.4, 65.4, scheme) < 0.8 * raw_error(x, -99.88, 99.88, scheme)
+    _, ours = Mse().observe(x).range(scheme)
+    # A sixteenth wide, the bins judge steps of half a unit to within a few thousandths.
+    assert raw_error(x, -float(ours), float(ours), scheme) < raw_error(x, -65.4, 65.4, scheme) * 1.005
 
 
 @pytest.mark.parametrize("observer", [Mse(), HistogramL2()], ids=repr)
@@ -125,9 +130,10 @@ def test_positive_data_keeps_its_side() -> None:
 
 def test_candidates_lie_every_stride_from_the_start() -> None:
     x = torch.cat((torch.randn(1, 1000, generator=torch.Generator().manual_seed(0)) / 10, torch.tensor([[1.0]])), 1)
-    every = float(Mse(grid="modelopt", bins=64).observe(x).range(SYMMETRIC)[1])
-    late = float(Mse(grid="modelopt", bins=64, start_bin=40).observe(x).range(SYMMETRIC)[1])
-    sparse = float(Mse(grid="modelopt", bins=64, start_bin=3, stride=20).observe(x).range(SYMMETRIC)[1])
+    scheme = Scheme(format=INT4)
+    every = float(Mse(grid="modelopt", bins=64).observe(x).range(scheme)[1])
+    late = float(Mse(grid="modelopt", bins=64, start_bin=40).observe(x).range(scheme)[1])
+    sparse = float(Mse(grid="modelopt", bins=64, start_bin=3, stride=20).observe(x).range(scheme)[1])
     assert late >= 40.5 / 64 > every
     assert min(abs(sparse - (i + 0.5) / 64) for i in (3, 23, 43, 63)) < 1e-6
     with pytest.raises(ConfigError):
