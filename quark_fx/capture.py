@@ -232,8 +232,7 @@ def _normalise(program: ExportedProgram, parameters: tuple[str, ...]) -> Capture
         input_names=tuple(str(node.target) for node in inputs),
         output_names=tuple(leaf_names(spec.out_spec)),
         input_shapes=tuple(
-            tuple(d if isinstance(d, int) else None for d in v.shape) if isinstance(v, Tensor) else None
-            for v in values
+            tuple(d if isinstance(d, int) else None for d in v.shape) if isinstance(v, Tensor) else None for v in values
         ),
         input_dtypes=tuple(v.dtype if isinstance(v, Tensor) else None for v in values),
     )
@@ -255,9 +254,7 @@ def _functionalise(program: ExportedProgram) -> ExportedProgram:
         )
     nodes = program.graph_module.graph.nodes
     order = {node: i for i, node in enumerate(nodes)}
-    visible = any(
-        _is_mutation(node) and not _is_private(node, order) for node in nodes if node.op == "call_function"
-    )
+    visible = any(_is_mutation(node) and not _is_private(node, order) for node in nodes if node.op == "call_function")
     return program.run_decompositions({}) if visible else program
 
 

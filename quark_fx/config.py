@@ -76,7 +76,10 @@ class TensorSpec:
                 (self.granularity is Granularity.GROUP) != (self.group_size is not None),
                 "`group_size` and `granularity='group'` go together: give both or neither",
             ),
-            (self.group_size is not None and self.group_size < 1, f"group_size must be positive, not {self.group_size}"),
+            (
+                self.group_size is not None and self.group_size < 1,
+                f"group_size must be positive, not {self.group_size}",
+            ),
             (
                 isinstance(self.format, FloatFormat) and self.symmetry is Symmetry.ASYMMETRIC,
                 f"{self.format} is symmetric; drop symmetry='asymmetric' or choose an integer format",
@@ -128,16 +131,17 @@ class TensorSpec:
         return replace(self, **changes)
 
     def __str__(self) -> str:
-        parts = [str(self.format), str(self.granularity) + (f"[{self.group_size}]" if self.group_size else "")]
-        if self.scale_type is ScaleType.POWER_OF_TWO:
-            parts.append("pow2")
-        if self.dynamic:
-            parts.append("dynamic")
-        return self.parts_without_defaults(parts)
-
-    @staticmethod
-    def parts_without_defaults(parts: list[str]) -> str:
-        return " ".join(part for part in parts if part != Granularity.TENSOR)
+        shared = {Granularity.TENSOR: "", Granularity.GROUP: f"group {self.group_size}"}
+        return " ".join(
+            word
+            for word in (
+                str(self.format),
+                shared.get(self.granularity, str(self.granularity)),
+                "pow2" if self.scale_type is ScaleType.POWER_OF_TWO else "",
+                "dynamic" if self.dynamic else "",
+            )
+            if word
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; fields at their default are left out."""
@@ -274,10 +278,14 @@ class QuantConfig:
                 any(s.granularity in (Granularity.CHANNEL, Granularity.GROUP) for s in activations),
                 "activations are quantized per tensor or per token; per channel or group is for weights",
             ),
-            (output is not None and input is None, "`output` without `input`: no kernel has only its output in integers"),
+            (
+                output is not None and input is None,
+                "`output` without `input`: no kernel has only its output in integers",
+            ),
             (output is not None and output.dynamic, "only inputs can be dynamic; set output=None"),
             (
-                self.target is Target.ONNX and (bad := [s for s in (weight, *activations) if s and not _onnx_type(s.format)]),
+                self.target is Target.ONNX
+                and (bad := [s for s in (weight, *activations) if s and not _onnx_type(s.format)]),
                 f"{bad and bad[0].format} has no ONNX type; use 2, 4, 8, 16 or 32 bits, or target='torch'"
                 if self.target is Target.ONNX
                 else "",

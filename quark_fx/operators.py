@@ -80,7 +80,12 @@ MOVING = frozenset(
         *("aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims", "aten.unsqueeze.default"),
         *("aten.slice.Tensor", "aten.select.int", "aten.narrow.default", "aten.expand.default", "aten.repeat.default"),
         *("aten.contiguous.default", "aten.clone.default", "aten.alias.default", "aten.flip.default"),
-        *("aten.roll.default", "aten.index_select.default", "aten.pixel_shuffle.default", "aten.channel_shuffle.default"),
+        *(
+            "aten.roll.default",
+            "aten.index_select.default",
+            "aten.pixel_shuffle.default",
+            "aten.channel_shuffle.default",
+        ),
         *("aten.max_pool1d.default", "aten.max_pool2d.default", "aten.max_pool3d.default"),
         *("aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.unbind.int"),
         *("aten.upsample_nearest1d.vec", "aten.upsample_nearest2d.vec", "aten.upsample_nearest3d.vec"),

@@ -124,9 +124,7 @@ def spread(parameter: Tensor, x: Tensor, axis: int | None, block_size: int) -> T
     return parameter.reshape([-1 if dim == axis % x.dim() else 1 for dim in range(x.dim())])
 
 
-def encode(
-    x: Tensor, qparams: QParams, scheme: Scheme, axis: int | None = None, block_size: int = 0
-) -> Tensor:
+def encode(x: Tensor, qparams: QParams, scheme: Scheme, axis: int | None = None, block_size: int = 0) -> Tensor:
     """Quantize `x` like `quantize`, and keep to the codes the *scheme* allows (±127 for symmetric int8)."""
     if isinstance(scheme.format, FloatFormat):
         return quantize(x, qparams.scale, qparams.zero_point, str(scheme.format), axis, block_size)

@@ -205,7 +205,10 @@ class _Placement:
         Their values are rounded to the output's grid anyway; rounding once loses less than twice. The
         output's observer sees them all.
         """
-        if target_name(point.value) not in ("aten.cat.default", "aten.stack.default") or point.source is not point.value:
+        if (
+            target_name(point.value) not in ("aten.cat.default", "aten.stack.default")
+            or point.source is not point.value
+        ):
             return
         inputs = point.value.all_input_nodes
         origins = [self._origin(node, produced) for node in inputs]

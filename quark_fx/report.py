@@ -96,7 +96,17 @@ class Report:
         return [asdict(row) for row in self.rows]
 
     def __str__(self) -> str:
-        header = ("name", "op", "weight", "activation", "scale", "SQNR dB", "KiB before", "KiB after", "in float because")
+        header = (
+            "name",
+            "op",
+            "weight",
+            "activation",
+            "scale",
+            "SQNR dB",
+            "KiB before",
+            "KiB after",
+            "in float because",
+        )
         body = [
             (
                 row.name,
@@ -114,7 +124,9 @@ class Report:
         widths = [max(len(line[i]) for line in (header, *body)) for i in range(len(header))]
         right = {5, 6, 7}
         lines = [
-            "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+            "  ".join(
+                c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
+            )
             for line in (header, tuple("─" * w for w in widths), *body)
         ]
         t = self.totals

@@ -210,7 +210,9 @@ def _restore(gm: GraphModule, inputs: list[dict[str, Any] | None], device: torch
     for data in inputs:
         shape = data["shape"] if data is not None else []
         sizes = [d if isinstance(d, int) else d["hint"] for d in shape]
-        examples.append(None if data is None else torch.empty(sizes, dtype=getattr(torch, data["dtype"]), device=device))
+        examples.append(
+            None if data is None else torch.empty(sizes, dtype=getattr(torch, data["dtype"]), device=device)
+        )
         dynamic.append([i for i, d in enumerate(shape) if not isinstance(d, int)])
     restore_values(gm, examples, dynamic)
 

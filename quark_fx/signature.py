@@ -116,9 +116,7 @@ def bind(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        hint = (
-            "; if the loader yields (input, label) pairs, pass `(x for x, _ in loader)`" if len(args) > 1 else ""
-        )
+        hint = "; if the loader yields (input, label) pairs, pass `(x for x, _ in loader)`" if len(args) > 1 else ""
         raise QuarkError(f"a batch does not fit `forward{signature}`: {error}{hint}") from error
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
     if any(signature.parameters[name].kind in variable for name in bound.arguments):

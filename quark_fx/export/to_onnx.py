@@ -17,6 +17,8 @@ from quark_fx.formats import IntFormat, parse_format
 from quark_fx.graph import describe, target_name
 from quark_fx.model import QuantizedModel
 
+logger = logging.getLogger(__name__)
+
 OPSET = 21
 """The first opset with 4- and 16-bit codes and blocks; every ONNX Runtime since 1.20 loads it."""
 IR_VERSION = 10
@@ -100,10 +102,21 @@ def _translate(gm: GraphModule, input_names: Sequence[str], output_names: Sequen
         except torch.onnx.OnnxExporterError as error:
             # Some operator has no lowering as it stands: let torch decompose the graph and try again.
             errors.append(error)
+            logger.debug("decomposing, since %s", _root(error))
             continue
         assert exported is not None
+        _name_codes(gm, exported.model)
         return exported.model
     raise ExportError(_missing_lowerings(gm, errors[-1])) from errors[-1]
+
+
+def _name_codes(gm: GraphModule, model) -> None:  # type: ignore[no-untyped-def]
+    """Name every quantized value in the file as in the graph (a decomposition renames), for `verify`."""
+    ours = [node.name for node in gm.graph.nodes if target_name(node) == "quark_fx.quantize.default"]
+    theirs = [node.outputs[0] for node in model.graph if node.op_type == "QuantizeLinear"]
+    if len(ours) == len(theirs):
+        for name, value in zip(ours, theirs, strict=True):
+            value.name = name
 
 
 @contextmanager
@@ -117,10 +130,14 @@ def _quiet_exporter() -> Iterator[None]:
         log.setLevel(level)
 
 
+def _root(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 def _missing_lowerings(gm: GraphModule, error: Exception) -> str:
-    cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
+    cause = _root(error)
     text = f"{error} {cause}"
     nodes = [n for n in gm.graph.nodes if n.op == "call_function" and f"%{n.name} " in text or f"'{n.target}'" in text]
     where = "\n".join(f"  {describe(node)}" for node in nodes) or f"  {cause}"

@@ -1,0 +1,150 @@
+"""What observing costs: calibration against plain forward passes of the same captured graph.
+
+    python -m benchmarks.calibration_overhead [--threads 1] [--rounds 5] [--write]
+
+Every observer watches every quantized activation of the `int8_static` preset. A measurement is a plain pass over
+the 32 samples and then `quark_fx.calibration.calibrate` over the same, in one process, in turn (A B A B …) after one
+warm-up of each; the ratio is that of neighbours. `calibrate` includes inserting the observers, checking the inputs and
+reading the ranges off at the end; "reading" is the last part alone, a fixed cost that more data does not raise.
+
+Goals: at most 1.2 for min-max observers, at most 1.5 for histograms. `--write` updates `docs/calibration_overhead.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torchvision
+from torch.fx import GraphModule
+
+from benchmarks.common import Seconds, environment, estimate_batch_norm, images, publish, spread, table, timed
+from quark_fx import QuantConfig, observers, presets
+from quark_fx.calibration import calibrate, insert_observers, remove_observers
+from quark_fx.capture import capture_graph
+from quark_fx.pass_manager import run_passes
+from quark_fx.placement import Plan, plan_quantization
+
+OBSERVERS: dict[str, tuple[observers.Observer, float]] = {
+    "MinMax": (observers.MinMax(), 1.2),
+    "Percentile": (observers.Percentile(), 1.5),
+    "Mse": (observers.Mse(), 1.5),
+    "Entropy": (observers.Entropy(), 1.5),
+}
+"""Each observer and the largest ratio that is good enough."""
+
+
+def resnet() -> tuple[torch.nn.Module, list[Any]]:
+    """Return ResNet-18 and 32 images of 224 x 224 in batches of 8."""
+    torch.manual_seed(0)
+    model = torchvision.models.resnet18()
+    data = images(32, 8, 224, seed=1)
+    estimate_batch_norm(model, data[:1])
+    return model, [(x,) for x in data]
+
+
+def minilm() -> tuple[torch.nn.Module, list[Any]]:
+    """Return an encoder of MiniLM-L6's size and 32 sequences of 128 tokens in batches of 8."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536, vocab_size=30522
+    )
+    model = transformers.BertModel(config).eval()
+    ids = torch.randint(0, config.vocab_size, (32, 128), generator=torch.Generator().manual_seed(1))
+    return model, [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in ids.split(8)]
+
+
+MODELS = {"ResNet-18, 224": resnet, "MiniLM-L6, 128 tokens": minilm}
+
+
+def with_observer(observer: observers.Observer) -> QuantConfig:
+    """Return `int8_static` with `observer` on every activation."""
+    base = presets.INT8_STATIC
+    assert base.input is not None
+    spec = base.input.replace(observer=observer)
+    return base.replace(input=spec, output=spec)
+
+
+def measure(name: str, rounds: int) -> Iterator[list[str]]:
+    """Yield a row for each observer."""
+    model, data = MODELS[name]()
+    captured = capture_graph(model, data[0])
+    gm, _ = run_passes(captured.module, presets.INT8_STATIC.passes)
+    batches = [captured.signature.flatten(*((), b) if isinstance(b, dict) else (b, {})) for b in data]
+
+    def plain() -> None:
+        with torch.no_grad():
+            for batch in batches:
+                gm(*batch)
+
+    plans = {key: plan_quantization(gm, with_observer(observer)) for key, (observer, _) in OBSERVERS.items()}
+
+    def observed(plan: Plan) -> None:
+        calibrate(gm, plan, batches, list, progress=False)
+
+    timed(plain)
+    for plan in plans.values():
+        timed(lambda plan=plan: observed(plan))  # type: ignore[misc]
+    pairs: dict[str, list[tuple[Seconds, Seconds]]] = {key: [] for key in plans}
+    for _ in range(rounds):
+        for key, plan in plans.items():
+            pairs[key].append((timed(plain), timed(lambda plan=plan: observed(plan))))  # type: ignore[misc]
+    for key, plan in plans.items():
+        ratios = [b.cpu / a.cpu for a, b in pairs[key]]
+        limit = OBSERVERS[key][1]
+        yield [
+            name,
+            key,
+            str(len(plan.observed)),
+            f"{statistics.median(a.cpu for a, _ in pairs[key]):.2f}",
+            spread(ratios),
+            spread([b.wall / a.wall for a, b in pairs[key]]),
+            f"{reading(gm, plan, batches).cpu:.2f}",
+            f"{limit}, {'met' if statistics.median(ratios) <= limit else 'missed'}",
+        ]
+
+
+def reading(gm: GraphModule, plan: Plan, batches: list[list[Any]]) -> Seconds:
+    """Return how long the ranges of all observers take to be read off."""
+    watches = insert_observers(gm, plan)
+    with torch.no_grad():
+        for batch in batches:
+            gm(*batch)
+    remove_observers(gm)
+    return timed(lambda: [watch.observer.qparams(spec.scheme) for (_, spec), watch in watches.items()])
+
+
+def main() -> None:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1, help="torch threads")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each ratio")
+    parser.add_argument("--write", action="store_true", help="update docs/calibration_overhead.md")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    rows = [row for name in MODELS for row in measure(name, arguments.rounds)]
+    header = (
+        *("model", "observer", "observers", "plain CPU s", "CPU, calibrate / plain", "wall, calibrate / plain"),
+        *("reading CPU s", "goal"),
+    )
+    page = f"""# What observing costs
+
+Calibration of every quantized activation of `int8_static` against plain forward passes of the same captured graph over
+the same 32 samples in batches of 8, in one process, in turn; ratios of neighbours, median and range of
+{arguments.rounds} rounds, {arguments.threads} thread(s). `calibrate` includes reading the ranges off at the end, a
+fixed cost shown by itself as well. Reproduce with `python -m benchmarks.calibration_overhead`.
+
+{table(header, rows)}
+
+{environment()}
+"""
+    publish(page, "calibration_overhead.md" if arguments.write else None)
+
+
+if __name__ == "__main__":
+    main()

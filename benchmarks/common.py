@@ -1,0 +1,130 @@
+"""What the measurements share: clocks, seeded models and data, tables and the pages they end up in."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+PACKAGES = ("torch", "torchvision", "transformers", "onnx", "onnxruntime")
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Time of one call: of all the process's threads, and on the clock."""
+
+    cpu: float
+    wall: float
+
+
+def timed(function: Callable[[], object]) -> Seconds:
+    """Call `function` once and return what it took."""
+    before, start = os.times(), time.perf_counter()
+    function()
+    after = os.times()
+    return Seconds(after.user + after.system - before.user - before.system, time.perf_counter() - start)
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Bind the process to one core and torch to one thread, so that no pool's idle spinning counts as work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    if affinity:
+        os.sched_setaffinity(0, {max(affinity)})
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        if affinity:
+            os.sched_setaffinity(0, affinity)
+
+
+def estimate_batch_norm(model: nn.Module, batches: Iterable[Tensor]) -> None:
+    """Set the statistics of every batch norm to the averages over `batches`, and put the model in eval mode.
+
+    With random weights and the initial statistics (mean 0, variance 1) activations grow from layer to layer.
+    """
+    model.eval()
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    for norm in norms:
+        norm.train()
+        norm.reset_running_stats()
+        norm.momentum = None
+    with torch.no_grad():
+        for batch in batches if norms else ():
+            model(batch)
+    model.eval()
+
+
+def images(count: int, batch: int, size: int, seed: int) -> list[Tensor]:
+    """Return `count` random images in batches of shape `(batch, 3, size, size)`: noise at several resolutions."""
+    generator = torch.Generator().manual_seed(seed)
+    total = torch.zeros(count, 3, size, size)
+    for cells in (4, 16, size):
+        noise = torch.randn(count, 3, cells, cells, generator=generator)
+        total += nn.functional.interpolate(noise, size=(size, size), mode="bilinear")
+    return list((total / 3**0.5).split(batch))
+
+
+def sqnr(reference: Tensor, approximation: Tensor) -> float:
+    """Return the signal to noise ratio in dB."""
+    noise = (reference - approximation).double().square().sum()
+    return float(10 * torch.log10(reference.double().square().sum() / noise))
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """Return `median (smallest to largest)`."""
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return an aligned Markdown table; a column whose cells all start with a digit or sign is set to the right."""
+    body = [[str(cell) for cell in row] for row in rows]
+    right = [all(not row[i] or row[i][0].isdigit() or row[i][0] in "+-–∞<>" for row in body) for i in range(len(header))]
+    widths = [max(3, len(head), *(len(row[i]) for row in body)) for i, head in enumerate(header)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(cells, widths, right, strict=True))
+        return f"| {' | '.join(padded)} |"
+
+    rule = [f"{'-' * (w - 1)}{':' if r else '-'}" for w, r in zip(widths, right, strict=True)]
+    return "\n".join([line(header), f"| {' | '.join(rule)} |", *(line(row) for row in body)])
+
+
+def environment() -> str:
+    """Return versions and processor in one line."""
+    packages = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    return f"Python {platform.python_version()}, {packages}; {_processor()}, {os.cpu_count()} cores."
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    fields = dict(reversed([part.strip() for part in line.split(":", 1)]) for line in lines if ":" in line)
+    named = {name: value for value, name in fields.items()}
+    flags = set(named.get("flags", "").split())
+    extensions = [name for name in ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8") if name in flags]
+    return f"{named.get('model name', platform.machine())} ({', '.join(extensions)})"
+
+
+def publish(text: str, page: str | None) -> None:
+    """Print `text`, and write it to `docs/<page>` if a page is named."""
+    print(text)
+    if page is not None:
+        DOCS.mkdir(exist_ok=True)
+        (DOCS / page).write_text(text.rstrip() + "\n", encoding="utf-8")
