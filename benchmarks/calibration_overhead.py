@@ -56,7 +56,7 @@ def minilm() -> tuple[torch.nn.Module, list[Any]]:
     )
     model = transformers.BertModel(config).eval()
     ids = torch.randint(0, config.vocab_size, (32, 128), generator=torch.Generator().manual_seed(1))
-    return model, [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in ids.split(8)]
+    return model, [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in torch.split(ids, 8)]
 
 
 MODELS = {"ResNet-18, 224": resnet, "MiniLM-L6, 128 tokens": minilm}

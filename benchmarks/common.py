@@ -30,10 +30,9 @@ class Seconds:
 
 def timed(function: Callable[[], object]) -> Seconds:
     """Call `function` once and return what it took."""
-    before, start = os.times(), time.perf_counter()
+    cpu, wall = time.process_time(), time.perf_counter()
     function()
-    after = os.times()
-    return Seconds(after.user + after.system - before.user - before.system, time.perf_counter() - start)
+    return Seconds(time.process_time() - cpu, time.perf_counter() - wall)
 
 
 @contextmanager
@@ -76,7 +75,7 @@ def images(count: int, batch: int, size: int, seed: int) -> list[Tensor]:
     for cells in (4, 16, size):
         noise = torch.randn(count, 3, cells, cells, generator=generator)
         total += nn.functional.interpolate(noise, size=(size, size), mode="bilinear")
-    return list((total / 3**0.5).split(batch))
+    return list(torch.split(total / 3**0.5, batch))
 
 
 def sqnr(reference: Tensor, approximation: Tensor) -> float:
@@ -93,7 +92,7 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return an aligned Markdown table; a column whose cells all start with a digit or sign is set to the right."""
     body = [[str(cell) for cell in row] for row in rows]
-    right = [all(not row[i] or row[i][0].isdigit() or row[i][0] in "+-–∞<>" for row in body) for i in range(len(header))]
+    right = [all(row[i][:1] in "0123456789+-–" for row in body) for i in range(len(header))]
     widths = [max(3, len(head), *(len(row[i]) for row in body)) for i, head in enumerate(header)]
 
     def line(cells: Sequence[str]) -> str:
@@ -115,8 +114,7 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.machine()
-    fields = dict(reversed([part.strip() for part in line.split(":", 1)]) for line in lines if ":" in line)
-    named = {name: value for value, name in fields.items()}
+    named = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     flags = set(named.get("flags", "").split())
     extensions = [name for name in ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8") if name in flags]
     return f"{named.get('model name', platform.machine())} ({', '.join(extensions)})"

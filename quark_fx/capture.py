@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from quark_fx.errors import CaptureError
-from quark_fx.graph import describe, erase_dead, is_parameter, target_name
+from quark_fx.graph import describe, erase_dead, is_getitem, is_parameter, target_name
 from quark_fx.signature import Signature, bind, leaf_names, parameter_names, split_batch
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,7 @@ def capture_graph(
     _check_inputs(model, (args, kwargs))
     if bound is not None:
         args, kwargs = (), bound
+    args, kwargs = _told_apart((args, kwargs))
     names = parameter_names(model.forward)
     if dynamic_shapes is not None:
         return _normalise(_export(model, args, kwargs, dynamic_shapes), names)
@@ -78,7 +79,20 @@ def capture_graph(
 def dynamic_dimensions(x: Tensor) -> dict[int, Any]:
     """Return the dimensions that are dynamic by default: the batch, and the sequence of token-like inputs."""
     tokens = (x.dim() == 2 and not x.is_floating_point()) or x.dim() == 3
-    return {dim: Dim.AUTO for dim in range(min(x.dim(), 2 if tokens else 1))}
+    return dict.fromkeys(range(min(x.dim(), 2 if tokens else 1)), Dim.AUTO)
+
+
+def _told_apart(batch: Any) -> Any:
+    # torch.export takes one tensor given twice, as attention's query and key are, for one input.
+    seen: set[int] = set()
+
+    def distinct(x: Any) -> Any:
+        if not isinstance(x, Tensor) or id(x) not in seen:
+            seen.add(id(x))
+            return x
+        return x.clone()
+
+    return pytree.tree_map(distinct, batch)
 
 
 def _widen_ones(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -100,7 +114,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
             if hugging_face and (program := _export_hugging_face(model, kwargs, dynamic_shapes)) is not None:
                 return program
             if dynamic_shapes is None:
-                dynamic_shapes = ShapesCollection()
+                dynamic_shapes = ShapesCollection()  # type: ignore[no-untyped-call]
                 for leaf in pytree.tree_leaves((args, kwargs)):
                     if isinstance(leaf, Tensor) and leaf.dim():
                         dynamic_shapes[leaf] = dynamic_dimensions(leaf)
@@ -122,7 +136,7 @@ def _export_hugging_face(model: nn.Module, kwargs: dict[str, Any], dynamic_shape
         exported = DynamoExporter().export(
             model, dict(kwargs), config=DynamoConfig(dynamic=True, dynamic_shapes=dynamic_shapes)
         )
-    return exported if isinstance(exported, ExportedProgram) else exported.program  # type: ignore[no-any-return]
+    return exported if isinstance(exported, ExportedProgram) else exported.program
 
 
 @contextmanager
@@ -167,8 +181,8 @@ def _check_inputs(model: nn.Module, batch: Any) -> None:
             )
         if 0 in leaf.shape:
             raise CaptureError(
-                f"input {pytree.keystr(path[1:])} is empty, shape {tuple(leaf.shape)}; a batch needs at least one value "
-                "in every dimension"
+                f"input {pytree.keystr(path[1:])} is empty, shape {tuple(leaf.shape)}; every dimension of "
+                "a batch needs at least one value"
             )
 
 
@@ -224,7 +238,8 @@ def _normalise(program: ExportedProgram, parameters: tuple[str, ...]) -> Capture
     plain.graph.lint()
     inputs = [node for node in plain.graph.nodes if node.op == "placeholder"]
     values = [node.meta.get("val") for node in inputs]
-    assert spec.in_spec is not None and spec.out_spec is not None
+    assert spec.in_spec is not None
+    assert spec.out_spec is not None
     signature = Signature(
         in_spec=spec.in_spec,
         out_spec=spec.out_spec,
@@ -235,6 +250,11 @@ def _normalise(program: ExportedProgram, parameters: tuple[str, ...]) -> Capture
             tuple(d if isinstance(d, int) else None for d in v.shape) if isinstance(v, Tensor) else None for v in values
         ),
         input_dtypes=tuple(v.dtype if isinstance(v, Tensor) else None for v in values),
+        input_constants={
+            str(node.target): v
+            for node, v in zip(inputs, values, strict=True)
+            if v is None or isinstance(v, bool | int | float | str)
+        },
     )
     return Captured(plain, signature)
 
@@ -279,6 +299,8 @@ def _is_private(node: Node, order: Mapping[Node, int]) -> bool:
 
 
 def _is_view(node: Node) -> bool:
+    if is_getitem(node):  # of one part of a split, which is a view too
+        return _is_view(node.args[0])  # type: ignore[arg-type]
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
@@ -304,6 +326,12 @@ def _comes_after(user: Node, node: Node) -> bool:
     return node < user
 
 
+_CASTS = (
+    *("aten.to.dtype", "aten.to.device", "aten.to.dtype_layout", "aten.to.other", "aten.to.prim_Device"),
+    *("aten.type_as.default", "aten._to_copy.default"),
+)
+"""The spellings of a cast; those that change something become `_to_copy`."""
+
 _NO_OPS: dict[str, Callable[[Node], bool]] = {
     **dict.fromkeys(
         (
@@ -313,18 +341,20 @@ _NO_OPS: dict[str, Callable[[Node], bool]] = {
         ),
         lambda node: True,
     ),
-    **dict.fromkeys(
-        (
-            *("aten.to.dtype", "aten.to.device", "aten.to.dtype_layout", "aten.to.other", "aten.type_as.default"),
-            "aten._to_copy.default",
-        ),
-        lambda node: _same_kind(node.args[0], node),
-    ),
+    **dict.fromkeys(_CASTS, lambda node: _same_kind(node.args[0], node)),
 }
 """Operators that change no value in a functional eval-mode graph, and when."""
 
-_LAYOUT_BLIND = dict.fromkeys(("aten.view.default", "aten._unsafe_view.default"), torch.ops.aten.reshape.default)
-"""Operators that ask for a memory layout, which rewrites do not keep, and their spelling that does not."""
+_aten = torch.ops.aten
+_SPELLINGS = {
+    # A view asks for a memory layout, which rewrites do not keep.
+    **dict.fromkeys(("aten.view.default", "aten._unsafe_view.default"), _aten.reshape.default),
+    **{f"aten.__{name}__.Tensor": getattr(_aten, f"bitwise_{name}").Tensor for name in ("and", "or", "xor")},
+    "aten.min.other": _aten.minimum.default,
+    "aten.max.other": _aten.maximum.default,
+    **{f"aten.__{name}__.Scalar": getattr(_aten, f"bitwise_{name}").Scalar for name in ("and", "or", "xor")},
+}
+"""Operators with two names, and the one that stays."""
 
 _ASSERTIONS = frozenset(
     {
@@ -339,6 +369,11 @@ def _same_kind(a: Any, b: Node) -> bool:
     return isinstance(x, Tensor) and isinstance(y, Tensor) and (x.dtype, x.device) == (y.dtype, y.device)
 
 
+def _moves(node: Node) -> bool:
+    source: Any = node.args[0]
+    return bool(source.meta["val"].device != node.meta["val"].device)
+
+
 def _drop_no_ops(gm: GraphModule) -> None:
     for node in list(gm.graph.nodes):
         if node.op != "call_function":
@@ -346,11 +381,15 @@ def _drop_no_ops(gm: GraphModule) -> None:
         name = target_name(node)
         if name in _ASSERTIONS:
             gm.graph.erase_node(node)
-        elif name in _LAYOUT_BLIND:
-            node.target = _LAYOUT_BLIND[name]
+        elif name in _SPELLINGS:
+            node.target = _SPELLINGS[name]
         elif name in _NO_OPS and isinstance(node.args[0], Node) and _NO_OPS[name](node):
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
+        elif name in _CASTS:
+            value = node.meta["val"]
+            node.target, node.args = torch.ops.aten._to_copy.default, (node.args[0],)
+            node.kwargs = {"dtype": value.dtype, "device": value.device} if _moves(node) else {"dtype": value.dtype}
 
 
 __all__ = ["Captured", "capture_graph", "dynamic_dimensions"]

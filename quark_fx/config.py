@@ -27,7 +27,7 @@ class Granularity(StrEnum):
     """One scale per output channel of a weight."""
     GROUP = "group"
     """One scale per `group_size` weights of an output channel, along the input channels."""
-    TOKEN = "token"  # noqa: S105
+    TOKEN = "token"
     """One scale per row of the last dimension of an activation, measured at run time."""
 
 
@@ -209,7 +209,10 @@ class Override:
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Inverse of `to_dict`; raises `ConfigError` for unknown keys."""
         values = _known(cls, data)
-        return cls(**{k: v if k == "pattern" or v is None else TensorSpec.from_dict(v) for k, v in values.items()})
+        if "pattern" not in values:
+            raise ConfigError(f"an override needs a pattern: {dict(data)}")
+        pattern = values.pop("pattern")
+        return cls(pattern=pattern, **{k: v if v is None else TensorSpec.from_dict(v) for k, v in values.items()})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,8 +108,10 @@ _FLOAT_DTYPES = {
 
 FORMATS: dict[str, Format] = {
     str(fmt): fmt
-    for fmt in (INT2, INT3, INT4, INT8, INT16, INT32, UINT2, UINT3, UINT4, UINT8, UINT16, UINT32)
-    + (FP16, BF16, FP8_E4M3, FP8_E5M2)
+    for fmt in (
+        *(INT2, INT3, INT4, INT8, INT16, INT32, UINT2, UINT3, UINT4, UINT8, UINT16, UINT32),
+        *(FP16, BF16, FP8_E4M3, FP8_E5M2),
+    )
 }
 """Every named format, by its name in configurations and graphs."""
 

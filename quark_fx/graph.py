@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ def parameter(gm: GraphModule, node: Node) -> Tensor:
     return value
 
 
-def is_parameter(node: Any) -> bool:
+def is_parameter(node: Any) -> TypeGuard[Node]:
     """Tell whether `node` reads a parameter, buffer or constant."""
     return isinstance(node, Node) and node.op == "get_attr"
 
@@ -98,6 +98,11 @@ def call(gm: GraphModule, target: Any, *args: Any, like: Node | None = None, **k
     return node
 
 
+def cast(gm: GraphModule, value: Node, dtype: torch.dtype, like: Node) -> Node:
+    """Insert a cast to `dtype` at the graph's insertion point."""
+    return call(gm, torch.ops.aten._to_copy.default, value, dtype=dtype, like=like)
+
+
 def _values(gm: GraphModule, args: Iterable[Any]) -> Any:
     return torch.fx.node.map_arg(tuple(args), lambda node: value_of(gm, node))
 
@@ -116,7 +121,7 @@ def fake_mode(gm: GraphModule) -> FakeTensorMode:
         fakes = (v for n in gm.graph.nodes for v in _leaves(n.meta.get("val")) if isinstance(v, FakeTensor))
         first = next(fakes, None)
         mode = gm.meta["fake_mode"] = first.fake_mode if first is not None else FakeTensorMode()
-    return mode  # type: ignore[no-any-return]
+    return mode
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -42,14 +42,15 @@ def quantize(
     if isinstance(fmt, FloatFormat):
         return y.clamp_(-fmt.max, fmt.max).to(fmt.dtype)
     y = y.double() if fmt.bits > 24 else y
-    return y.round_().add_(spread(zero_point, x, axis, block_size)).clamp_(fmt.qmin, fmt.qmax).to(fmt.dtype)
+    y = y.round_().add_(spread(zero_point, x, axis, block_size))
+    return y.nan_to_num_(nan=fmt.qmin).clamp_(fmt.qmin, fmt.qmax).to(fmt.dtype)
 
 
 @quantize.register_fake
 def _(
     x: Tensor, scale: Tensor, zero_point: Tensor, format: str, axis: int | None = None, block_size: int = 0
 ) -> Tensor:
-    return torch.empty_like(x, dtype=parse_format(format).dtype, memory_format=torch.contiguous_format)
+    return torch.empty_like(x, dtype=parse_format(format).dtype)
 
 
 @torch.library.custom_op("quark_fx::dequantize", mutates_args=())
@@ -79,7 +80,7 @@ def _(
     block_size: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    return torch.empty_like(codes, dtype=dtype, memory_format=torch.contiguous_format)
+    return torch.empty_like(codes, dtype=dtype)
 
 
 @torch.library.custom_op("quark_fx::dynamic_qparams", mutates_args=())
@@ -127,8 +128,10 @@ def spread(parameter: Tensor, x: Tensor, axis: int | None, block_size: int) -> T
 def encode(x: Tensor, qparams: QParams, scheme: Scheme, axis: int | None = None, block_size: int = 0) -> Tensor:
     """Quantize `x` like `quantize`, and keep to the codes the *scheme* allows (±127 for symmetric int8)."""
     if isinstance(scheme.format, FloatFormat):
-        return quantize(x, qparams.scale, qparams.zero_point, str(scheme.format), axis, block_size)
-    y = x.double() / spread(qparams.scale, x, axis, block_size).double()
+        codes: Tensor = quantize(x, qparams.scale, qparams.zero_point, str(scheme.format), axis, block_size)
+        return codes
+    wide = torch.float64 if scheme.format.bits > 16 else torch.float32  # float32 holds every code of 16 bits
+    y = x.to(wide) / spread(qparams.scale, x, axis, block_size)
     y = y.round_().add_(spread(qparams.zero_point, x, axis, block_size))
     return y.clamp_(scheme.qmin, scheme.qmax).to(scheme.format.dtype)
 

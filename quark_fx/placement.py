@@ -223,7 +223,8 @@ class _Placement:
     def _reads(self) -> Iterator[tuple[Node, Node, TensorSpec]]:
         """Yield (operator, activation, spec) for everything that is read in integers."""
         for node, op in self.readers.items():
-            assert op.row is not None and op.input is not None
+            assert op.row is not None
+            assert op.input is not None
             for position in op.row.activations:
                 value = argument(node, position)
                 if isinstance(value, Node) and not is_parameter(value):

@@ -15,7 +15,7 @@ from quark_fx.capture import Captured, capture_graph
 from quark_fx.config import QuantConfig
 from quark_fx.errors import CalibrationError, QuarkError
 from quark_fx.model import QuantizedModel
-from quark_fx.pass_manager import run_passes
+from quark_fx.pass_manager import copy_graph, run_passes
 from quark_fx.passes.convert import convert
 from quark_fx.placement import plan_quantization
 from quark_fx.presets import preset
@@ -65,7 +65,8 @@ def quantize(
     qparams = calibrate(gm, plan, batches, lambda batch: _flatten(captured, batch), progress=progress)
     with torch.no_grad():
         rows = convert(gm, plan, qparams, config.bias)
-    return QuantizedModel(gm, captured.signature, config, rows, records)
+    # A copy holds what the graph reads: without the float weights.
+    return QuantizedModel(copy_graph(gm), captured.signature, config, rows, records)
 
 
 def _resolve(config: str | QuantConfig | Mapping[str, Any]) -> QuantConfig:

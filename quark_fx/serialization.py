@@ -226,6 +226,7 @@ def _signature_to_dict(signature: Signature) -> dict[str, Any]:
         "output_names": signature.output_names,
         "input_shapes": signature.input_shapes,
         "input_dtypes": [None if d is None else str(d).removeprefix("torch.") for d in signature.input_dtypes],
+        "input_constants": dict(signature.input_constants),
     }
 
 
@@ -238,4 +239,5 @@ def _signature_from_dict(data: dict[str, Any]) -> Signature:
         output_names=tuple(data["output_names"]),
         input_shapes=tuple(None if s is None else tuple(s) for s in data["input_shapes"]),
         input_dtypes=tuple(None if d is None else getattr(torch, d) for d in data["input_dtypes"]),
+        input_constants=data["input_constants"],
     )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from quark_fx.errors import QuarkError
+from quark_fx.errors import CaptureError, QuarkError
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Signature:
         input_shapes: per flattened input, its shape with `None` for a dynamic dimension, or `None` if it
             is not a tensor.
         input_dtypes: per flattened input, its dtype, or `None` if it is not a tensor.
+        input_constants: by name, the value of an input that is no tensor: the graph was captured with it.
     """
 
     in_spec: pytree.TreeSpec
@@ -36,6 +37,7 @@ class Signature:
     output_names: tuple[str, ...]
     input_shapes: tuple[tuple[int | None, ...] | None, ...]
     input_dtypes: tuple[torch.dtype | None, ...]
+    input_constants: Mapping[str, Any] = field(default_factory=dict)
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the flat inputs of a call, however its arguments were spelled.
@@ -53,6 +55,8 @@ class Signature:
             self.input_names, leaves, self.input_shapes, self.input_dtypes, strict=True
         ):
             _check_leaf(name, leaf, shape, dtype)
+            if name in self.input_constants:
+                _check_constant(name, leaf, self.input_constants[name])
         return leaves
 
     def unflatten(self, outputs: Any) -> Any:
@@ -80,6 +84,15 @@ class Signature:
                 + "; pass the same inputs as the first calibration batch"
             )
         return (), {name: given[name] for name in names}
+
+
+def _check_constant(name: str, leaf: Any, captured: Any) -> None:
+    if isinstance(leaf, Tensor) or leaf != captured:
+        given = "a tensor" if isinstance(leaf, Tensor) else repr(leaf)
+        raise QuarkError(
+            f"input {name} is {given}; the graph was captured with the constant {captured!r} there: quantize the model "
+            "once for each value"
+        )
 
 
 def _check_leaf(name: str, leaf: Any, shape: tuple[int | None, ...] | None, dtype: torch.dtype | None) -> None:
@@ -110,14 +123,14 @@ def bind(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
     """Return the arguments by parameter name, or `None` where `forward` takes `*args` or `**kwargs` for some.
 
     Raises:
-        QuarkError: if they do not fit; the message shows the parameters and the usual cause.
+        CaptureError: if they do not fit; the message shows the parameters and the usual cause.
     """
     signature = inspect.signature(forward)
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         hint = "; if the loader yields (input, label) pairs, pass `(x for x, _ in loader)`" if len(args) > 1 else ""
-        raise QuarkError(f"a batch does not fit `forward{signature}`: {error}{hint}") from error
+        raise CaptureError(f"a batch does not fit `forward{signature}`: {error}{hint}") from error
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
     if any(signature.parameters[name].kind in variable for name in bound.arguments):
         return None
@@ -145,4 +158,4 @@ def leaf_names(spec: pytree.TreeSpec, prefix: str = "") -> list[str]:
 
 
 def _children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
-    return spec.children() if hasattr(spec, "children") else spec.children_specs  # type: ignore[no-any-return]
+    return spec.children() if hasattr(spec, "children") else spec.children_specs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +37,10 @@ class QuantizedTensor:
         if self.spec.is_cast:
             return self.codes.float()
         p = self.qparams
-        return dequantize(self.codes, p.scale, p.zero_point, str(self.spec.format), self.axis, self.block_size)
+        values: Tensor = dequantize(
+            self.codes, p.scale, p.zero_point, str(self.spec.format), self.axis, self.block_size
+        )
+        return values
 
     @property
     def nbytes(self) -> int:
@@ -71,9 +75,9 @@ def quantize_tensor(
     Raises:
         ValueError: if `x` holds NaN or infinity.
     """
-    if not torch.isfinite(x).all():
-        raise ValueError("it holds NaN or infinity")
     if spec.is_cast:
+        if not torch.isfinite(x).all():
+            raise ValueError("it holds NaN or infinity")
         one = torch.ones((), device=x.device)
         return QuantizedTensor(x.to(spec.format.dtype), QParams(one, torch.zeros_like(one).int()), spec, None, 0)
     assert spec.observer is not None
@@ -128,5 +132,6 @@ def _raise_scale(qparams: QParams, smallest: Tensor, spec: TensorSpec) -> QParam
 
 def sqnr(reference: Tensor, approximation: Tensor) -> float:
     """Return the signal to quantization noise ratio in dB; infinite where nothing was lost."""
-    signal, noise = reference.float().square().sum(), (reference.float() - approximation.float()).square().sum()
-    return float(10 * torch.log10(signal / noise)) if noise > 0 and signal > 0 else float("inf")
+    signal = float(torch.linalg.vector_norm(reference.float()))
+    noise = float(torch.linalg.vector_norm(reference.float() - approximation.float()))
+    return 20 * math.log10(signal / noise) if noise > 0 and signal > 0 else math.inf

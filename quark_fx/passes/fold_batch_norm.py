@@ -34,7 +34,7 @@ def fold_batch_norm(gm: GraphModule) -> int:
             continue
         output = next(iter(node.users)) if node.target is _NATIVE else node
         if _fold_into_producer(gm, node, *affine) or _fold_into_consumer(gm, node, output, *affine):
-            output.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            output.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(output)
             if node is not output:
                 gm.graph.erase_node(node)
@@ -101,13 +101,20 @@ def _fold_into_consumer(gm: GraphModule, norm: Node, output: Node, factor: Tenso
     return True
 
 
+_FACTORS = ("alpha", "beta")
+"""Factors of `addmm`'s product and bias, which the formulae above leave out."""
+
+
 def _foldable(gm: GraphModule, node: Node, row: Operator) -> bool:
     """Tell whether the operator's channels are dimension 1 of its values, as a batch norm's are."""
     assert row.weight is not None and row.bias is not None
     constants = [argument(node, row.weight), argument(node, row.bias)]
+    if not all(p is None or is_parameter(p) for p in constants) or any(node.kwargs.get(k, 1) != 1 for k in _FACTORS):
+        return False
     value = value_of(gm, node)
-    matrix = row.kind == "linear" and isinstance(value, Tensor) and value.dim() != 2
-    return not matrix and all(p is None or is_parameter(p) for p in constants)
+    # A matrix has its features last, which is dimension 1 of two; a convolution without a batch has them in front.
+    rank = 2 if row.kind == "linear" else value_of(gm, constants[0]).dim()
+    return isinstance(value, Tensor) and value.dim() == rank
 
 
 def _scale_outputs(weight: Tensor, factor: Tensor, row: Operator, groups: int) -> Tensor:
@@ -122,12 +129,12 @@ def _scale_outputs(weight: Tensor, factor: Tensor, row: Operator, groups: int) -
 def _groups(node: Node, row: Operator) -> int:
     if row.kind == "linear":
         return 1
-    return argument(node, 6) or 1  # type: ignore[no-any-return]
+    return argument(node, 6) or 1
 
 
 def _pads(node: Node, row: Operator) -> bool:
-    padding = argument(node, 4) if row.kind == "conv" else 0
-    return padding not in (None, 0, "valid") and any(p != 0 for p in padding)
+    padding: Any = argument(node, 4) if row.kind == "conv" else None
+    return padding not in (None, "valid") and any(p != 0 for p in padding)
 
 
 def _replace(

@@ -1,0 +1,220 @@
+"""Store weights and biases as codes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from quark_fx.config import Granularity, TensorSpec
+from quark_fx.errors import CalibrationError
+from quark_fx.formats import INT32, IntFormat
+from quark_fx.graph import call, cast, describe, get_attr, is_parameter, parameter, value_of
+from quark_fx.operators import argument, set_argument, stored_weight
+from quark_fx.placement import Plan, PlannedOperator
+from quark_fx.qparams import QParams
+from quark_fx.report import Row
+from quark_fx.weights import QuantizedTensor, quantize_tensor, sqnr
+
+ops = torch.ops.quark_fx
+
+
+def quantize_constants(
+    gm: GraphModule, plan: Plan, input_scales: Mapping[Node, Tensor], bias: TensorSpec | None
+) -> list[Row]:
+    """Replace the weights and biases of the plan's operators by codes behind a `dequantize`.
+
+    A weight that several operators read is stored once. An embedding looks up codes and dequantizes the
+    rows it found. A bias becomes int32 at `input scale * weight scale` where `bias` asks for INT32 and an
+    integer kernel takes it, or gets a range of its own for any other format.
+
+    Args:
+        gm: the graph the plan was made of.
+        plan: from `plan_quantization`.
+        input_scales: static scale, shape `()`, of the operators whose activation has one.
+        bias: spec of the biases, `None` keeps them in float.
+
+    Returns:
+        One report row per operator of the plan.
+
+    Raises:
+        CalibrationError: if a weight is not finite; the message names it.
+    """
+    stored: dict[tuple[str, TensorSpec], _Stored] = {}
+    rows = []
+    for op in plan.operators:
+        if op.weight_node is None or op.weight is None:
+            rows.append(_float_row(gm, op))
+            continue
+        rows.append(_quantize_operator(gm, op, input_scales.get(op.node), bias, stored))
+    return rows
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A quantized constant and the nodes that read its codes, scale and zero point."""
+
+    tensor: QuantizedTensor
+    nodes: list[Node]
+
+
+def _quantize_operator(
+    gm: GraphModule,
+    op: PlannedOperator,
+    input_scale: Tensor | None,
+    bias_spec: TensorSpec | None,
+    stored: dict[tuple[str, TensorSpec], _Stored],
+) -> Row:
+    assert op.row is not None
+    assert op.weight is not None
+    assert op.weight_node is not None
+    weight = parameter(gm, op.weight_node)
+    bias_node = argument(op.node, op.row.bias) if op.row.bias is not None else None
+    bias = parameter(gm, bias_node) if is_parameter(bias_node) else None
+    int32_scale = input_scale if bias_spec is not None and _takes_int32_bias(gm, op, bias_spec) else None
+    smallest = None
+    if bias is not None and int32_scale is not None:
+        # Below this scale the int32 bias would overflow (a channel of nearly zero weights with a large bias).
+        smallest = bias.detach().abs().float() / (int32_scale * 0.999 * INT32.qmax)
+
+    key = (str(op.weight_node.target), op.weight)
+    found = stored.get(key)
+    if found is None or (smallest is not None and bool((found.tensor.qparams.scale < smallest).any())):
+        found = stored[key] = _store(gm, key[0], _quantize_weight(op, weight, smallest))
+    _use_weight(gm, op, found)
+    if bias is not None and bias_spec is not None:
+        codes = _quantize_bias(bias.detach(), bias_spec, found.tensor, int32_scale)
+        if codes is not None:
+            assert op.row.bias is not None
+            with gm.graph.inserting_before(op.node):
+                real = _dequantize(gm, op.node, _store(gm, str(bias_node.target), codes), weight.dtype)
+                set_argument(op.node, op.row.bias, real)
+    return Row.of_quantized(
+        name=op.name,
+        kind=op.kind,
+        weight=str(op.weight),
+        activation=str(op.input) if op.input else "",
+        original=weight,
+        quantized=found.tensor,
+        sqnr=sqnr(weight.detach(), found.tensor.dequantize()),
+    )
+
+
+def _takes_int32_bias(gm: GraphModule, op: PlannedOperator, bias: TensorSpec) -> bool:
+    assert op.row is not None
+    assert op.weight is not None
+    # A product of more than two dimensions is a MatMul followed by an Add, which takes no integers.
+    kernel = op.row.integer_output or value_of(gm, op.node).dim() == 2
+    weight = isinstance(op.weight.format, IntFormat) and op.weight.granularity is not Granularity.GROUP
+    return bias.format == INT32 and kernel and weight
+
+
+def _quantize_weight(op: PlannedOperator, weight: Tensor, smallest_scale: Tensor | None) -> QuantizedTensor:
+    assert op.row is not None
+    assert op.weight is not None
+    try:
+        return quantize_tensor(
+            weight.detach(),
+            op.weight,
+            output_axis=op.row.output_axis,
+            input_axis=op.row.input_axis,
+            stacked=op.row.kind in ("experts", "linear") and weight.dim() > 2,
+            smallest_scale=smallest_scale,
+        )
+    except ValueError as error:
+        raise CalibrationError(
+            f"weight {op.weight_node} of {describe(op.node)} cannot be quantized: {error}; mend the checkpoint or "
+            "exclude the operator"
+        ) from error
+
+
+def _use_weight(gm: GraphModule, op: PlannedOperator, stored: _Stored) -> None:
+    """Let the operator read the stored codes instead of its weight."""
+    assert op.row is not None
+    assert op.weight_node is not None
+    if op.kind == "embedding":
+        with gm.graph.inserting_before(op.node):
+            op.node.replace_all_uses_with(_embed(gm, op.node, stored))
+        return
+    weight = stored_weight(op.node, op.row)
+    assert weight is not None
+    with gm.graph.inserting_before(weight.reader):
+        real = _dequantize(gm, op.node, stored, value_of(gm, op.weight_node).dtype)
+    weight.reader.replace_input_with(op.weight_node, real)
+
+
+def _quantize_bias(
+    bias: Tensor, spec: TensorSpec, weight: QuantizedTensor, input_scale: Tensor | None
+) -> QuantizedTensor | None:
+    if spec.format != INT32:
+        return quantize_tensor(bias, spec)
+    if input_scale is None:
+        return None
+    scale = (input_scale * weight.qparams.scale).float()
+    codes = (bias.double() / scale.double()).round().clamp(INT32.qmin, INT32.qmax).to(torch.int32)
+    qparams = QParams(scale, torch.zeros_like(scale, dtype=torch.int32))
+    return QuantizedTensor(codes, qparams, spec, None if scale.dim() == 0 else 0, 0)
+
+
+def _store(gm: GraphModule, name: str, quantized: QuantizedTensor) -> _Stored:
+    """Add codes, scale and zero point as attributes of the graph."""
+    parts = {"codes": quantized.codes}
+    if not quantized.spec.is_cast:
+        p = quantized.qparams
+        zero = torch.zeros((), dtype=torch.int32, device=p.scale.device)
+        parts |= {"scale": p.scale, "zero_point": p.zero_point if bool(p.zero_point.any()) else zero}
+    with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
+        return _Stored(quantized, [get_attr(gm, f"{name}_{part}", value) for part, value in parts.items()])
+
+
+def _dequantize(gm: GraphModule, like: Node, stored: _Stored, dtype: torch.dtype) -> Node:
+    quantized = stored.tensor
+    if quantized.spec.is_cast:
+        return cast(gm, stored.nodes[0], dtype, like)
+    layout = (str(quantized.spec.format), quantized.axis, quantized.block_size, dtype)
+    return call(gm, ops.dequantize.default, *stored.nodes, *layout, like=like)
+
+
+def _embed(gm: GraphModule, node: Node, stored: _Stored) -> Node:
+    """Look codes up first and dequantize the few rows found, not the table."""
+    quantized, nodes = stored.tensor, stored.nodes
+    dtype, indices = value_of(gm, node).dtype, argument(node, 1)
+
+    def look_up(table: Node) -> Node:
+        return call(gm, torch.ops.aten.embedding.default, table, indices, like=node)
+
+    fmt = quantized.spec.format
+    if not quantized.spec.is_cast and not (isinstance(fmt, IntFormat) and fmt.bits >= 8):
+        # No runtime looks up 8-bit floats or packed codes.
+        return look_up(_dequantize(gm, node, stored, dtype))
+    codes = look_up(nodes[0])
+    if quantized.spec.is_cast:
+        return cast(gm, codes, dtype, node)
+    if quantized.axis is None:
+        return call(gm, ops.dequantize.default, codes, *nodes[1:], str(fmt), None, 0, dtype, like=node)
+    block = quantized.block_size or quantized.codes.shape[1]
+    rows = []
+    for table in nodes[1:]:
+        value = value_of(gm, table)
+        if value.dim() == 0:
+            rows.append(table)
+            continue
+        matrix = table if value.dim() == 2 else call(gm, torch.ops.aten.unsqueeze.default, table, 1, like=node)
+        rows.append(look_up(matrix))
+    last = value_of(gm, codes).dim() - 1
+    return call(gm, ops.dequantize.default, codes, *rows, str(fmt), last, block, dtype, like=node)
+
+
+def _float_row(gm: GraphModule, op: PlannedOperator) -> Row:
+    size = parameter(gm, op.weight_node).nbytes if op.weight_node is not None else 0
+    return Row(
+        name=op.name,
+        kind=op.kind,
+        activation=str(op.input) if op.input else "",
+        bytes_before=size,
+        bytes_after=size,
+        reason=op.reason,
+    )

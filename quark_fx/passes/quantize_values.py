@@ -1,0 +1,96 @@
+"""Send activations through `quantize` and `dequantize` where the plan says so."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+
+import torch
+from torch.fx import GraphModule, Node
+
+from quark_fx.config import Granularity, TensorSpec
+from quark_fx.formats import IntFormat
+from quark_fx.graph import call, cast, get_attr, value_of
+from quark_fx.operators import clamp_bounds
+from quark_fx.placement import Plan, Point
+from quark_fx.qparams import QParams, Scheme
+
+ops = torch.ops.quark_fx
+
+
+def quantize_values(gm: GraphModule, plan: Plan, qparams: Mapping[tuple[Node, TensorSpec], QParams]) -> None:
+    """Insert a `quantize` and `dequantize` pair at every point of the plan; drop clamps that saturation performs.
+
+    Args:
+        gm: the graph the plan was made of.
+        plan: from `plan_quantization`.
+        qparams: the parameters of every static (source, spec).
+    """
+    # Points that serve some readers go first: where a value is also produced in integers, they then read those.
+    for point in sorted(plan.points.values(), key=lambda p: p.readers is None):
+        _convert_point(gm, point, qparams.get((point.source, point.spec)))
+
+
+def _convert_point(gm: GraphModule, point: Point, qparams: QParams | None) -> None:
+    value, spec = point.value, point.spec
+    users = list(value.users) if point.readers is None else [user for user in value.users if user in point.readers]
+    dtype = value_of(gm, value).dtype
+    after = value.next
+    while after.op == "placeholder":
+        after = after.next
+    with gm.graph.inserting_before(after):
+        if spec.is_cast:
+            result = cast(gm, cast(gm, value, spec.format.dtype, value), dtype, value)
+        elif spec.dynamic:
+            result = _dynamic(gm, value, spec, dtype)
+        else:
+            assert qparams is not None
+            result = _static(gm, point, qparams, dtype)
+    for user in users:
+        user.replace_input_with(value, result)
+
+
+def _static(gm: GraphModule, point: Point, qparams: QParams, dtype: torch.dtype) -> Node:
+    name = f"{point.value.name}_quantizer"
+    parameters = [
+        get_attr(gm, f"{name}_{part}", tensor.reshape(()))
+        for part, tensor in (("scale", qparams.scale), ("zero_point", qparams.zero_point))
+    ]
+    fmt = str(point.spec.format)
+    source = point.value
+    while point.absorbed and _saturates(point.absorbed[-1], qparams, point.spec.scheme):
+        clamp = point.absorbed.pop()
+        source = clamp.args[0]  # type: ignore[assignment]
+    codes = call(gm, ops.quantize.default, source, *parameters, fmt, like=point.value)
+    return call(gm, ops.dequantize.default, codes, *parameters, fmt, None, 0, dtype, like=point.value)
+
+
+def _saturates(clamp: Node, qparams: QParams, scheme: Scheme) -> bool:
+    """Tell whether quantizing saturates everything the clamp would have cut."""
+    bounds = clamp_bounds(clamp)
+    if bounds is None or not isinstance(scheme.format, IntFormat):
+        return False
+    scale, zero_point = float(qparams.scale), int(qparams.zero_point)
+    low, high = bounds
+    return (low is None or round(low / scale) + zero_point <= scheme.format.qmin) and (
+        high is None or round(high / scale) + zero_point >= scheme.format.qmax
+    )
+
+
+def _dynamic(gm: GraphModule, value: Node, spec: TensorSpec, dtype: torch.dtype) -> Node:
+    per_token = spec.granularity is Granularity.TOKEN
+    measured = call(gm, ops.dynamic_qparams.default, value, str(spec.format), str(spec.symmetry), per_token, like=value)
+    scale, zero_point = (_getitem(gm, measured, i) for i in (0, 1))
+    shape = value_of(gm, value).shape
+    axis, block = (len(shape) - 1, shape[-1]) if per_token else (None, 0)
+    fmt = str(spec.format)
+    codes = call(gm, ops.quantize.default, value, scale, zero_point, fmt, axis, block, like=value)
+    return call(gm, ops.dequantize.default, codes, scale, zero_point, fmt, axis, block, dtype, like=value)
+
+
+def _getitem(gm: GraphModule, node: Node, index: int) -> Node:
+    item = gm.graph.call_function(operator.getitem, (node, index))
+    item.meta["val"] = node.meta["val"][index]
+    return item
+
+

