@@ -30,9 +30,10 @@ from typing import Any
 import torch
 import torchvision
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import quark_fx as qfx
-from benchmarks.common import environment, estimate_batch_norm, images, publish, table, timed
+from benchmarks.common import environment, estimate_batch_norm, images, publish, sqnr, table, timed
 from quark_fx.export.program import to_exported_program
 
 BATCH, TOKENS = 4, 32
@@ -54,6 +55,12 @@ class Result:
     share: float | None = None
     steps_unoptimized: float | None = None
     share_unoptimized: float | None = None
+    kernel_steps: float | None = None
+    kernel_share: float | None = None
+    kernel_steps_unoptimized: float | None = None
+    kernel_share_unoptimized: float | None = None
+    worst_kernel: str = ""
+    sqnr: float | None = None
     bytes: int = 0
     bytes_float: int = 0
     float_exported: bool = False
@@ -226,12 +233,28 @@ def _measure(name: str, directory: Path, result: Result) -> None:
     result.bytes = written(path)
     _check(path)
     result.checked = True
-    default = qfx.verify(qmodel, path, batches[2:])
-    plain = qfx.verify(qmodel, path, batches[2:], optimize=False)
-    result.steps, result.share = default.max_steps, max(d.share for d in default.differences)
-    result.steps_unoptimized, result.share_unoptimized = plain.max_steps, max(d.share for d in plain.differences)
+    result.steps, result.share = _worst(qfx.verify(qmodel, path, batches[2:]))
+    result.steps_unoptimized, result.share_unoptimized = _worst(qfx.verify(qmodel, path, batches[2:], optimize=False))
+    kernels = qfx.verify(qmodel, path, batches[2:], per_node=True)
+    result.kernel_steps, result.kernel_share = _worst(kernels)
+    result.worst_kernel = max(kernels.differences, key=lambda d: d.steps).name
+    alone = qfx.verify(qmodel, path, batches[2:], per_node=True, optimize=False)
+    result.kernel_steps_unoptimized, result.kernel_share_unoptimized = _worst(alone)
+    result.sqnr = _sqnr(model, qmodel, batches[2])
     path.unlink()
     result.bytes_float, result.float_exported = float_bytes(model, captured.module, directory / "float.onnx")
+
+
+def _worst(verification: qfx.export.Verification) -> tuple[float, float]:
+    return verification.max_steps, max(d.share for d in verification.differences)
+
+
+def _sqnr(model: nn.Module, qmodel: qfx.QuantizedModel, batch: Any) -> float:
+    """Return the SQNR in dB of the first output, torch's quantized model against the float one."""
+    with torch.no_grad():
+        pair = [m(batch) if isinstance(batch, Tensor) else m(**batch) for m in (model, qmodel)]
+    expected, got = (next(x for x in pytree.tree_leaves(y) if isinstance(x, Tensor)) for y in pair)
+    return sqnr(expected, got)
 
 
 def written(path: Path) -> int:
@@ -287,6 +310,11 @@ def row(result: Result) -> list[str]:
         number(result.share, ".2%"),
         number(result.steps_unoptimized, ".2f"),
         number(result.share_unoptimized, ".2%"),
+        number(result.kernel_steps, ".2f"),
+        number(result.kernel_share, ".3%"),
+        number(result.kernel_steps_unoptimized, ".2f"),
+        number(result.kernel_share_unoptimized, ".3%"),
+        number(result.sqnr, ".1f"),
         f"{result.bytes / 2**20:.1f}" if result.bytes else "–",
         ratio,
         "yes" if result.checked else "no",
@@ -297,6 +325,7 @@ def row(result: Result) -> list[str]:
 
 HEADER = (
     *("model", "captured", "quantized / weighted", "steps", "> ½ step", "steps, unoptimized", "> ½ step, unoptimized"),
+    *("one by one", "> ½ step, one by one", "one by one, unoptimized", "> ½ step, one by one, unoptimized", "SQNR dB"),
     *("MiB", "size / float", "checker", "quantize CPU s", "export CPU s"),
 )
 
@@ -322,6 +351,11 @@ Reproduce with `python -m benchmarks.models`.
 - *steps*: largest difference of any output element between torch and ONNX Runtime with its default optimizations, in
   quantization steps of that output (`quark_fx.verify`); *> ½ step*: share of elements that differ by more than half a
   step, of the output where it is largest; *unoptimized*: ONNX Runtime with its graph optimizations switched off.
+- *one by one*: the same, but every quantized value is compared by itself, torch computing it from the codes ONNX
+  Runtime computed before it (`verify(per_node=True)`); the largest over all values. Two correct kernels may round a
+  value between two codes differently; deep networks with random weights amplify such flips, which the columns before
+  these contain.
+- *SQNR dB*: of the quantized model's first output against the float model's, both in torch.
 - *size / float*: bytes of the file over those of the float model's, `torch.onnx.export(dynamo=True, optimize=True)`
   of the captured graph (`*`: over the bytes of its parameters and buffers).
 - *checker*: `onnx.checker.check_model(full_check=True)` passes.
@@ -355,7 +389,7 @@ def main() -> None:
     results = []
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for result in pool.map(in_own_process, names):
-            print(" ".join(row(result)), result.error, file=sys.stderr, flush=True)
+            print(" ".join(row(result)), result.worst_kernel, result.error, file=sys.stderr, flush=True)
             results.append(result)
     publish(page(results), "models.md" if arguments.write else None)
 

@@ -71,7 +71,7 @@ def pass_name(p: GraphPass) -> str:
 
 def pass_to_dict(p: GraphPass) -> dict[str, Any]:
     """Return `{"name": ..., option: value, ...}`."""
-    return {"name": pass_name(p)} | (asdict(p) if is_dataclass(p) else {})  # type: ignore[call-overload]
+    return {"name": pass_name(p)} | (asdict(p) if is_dataclass(p) else {})
 
 
 def pass_from_dict(data: str | Mapping[str, Any]) -> GraphPass:

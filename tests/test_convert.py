@@ -90,7 +90,8 @@ def test_a_channel_of_tiny_weights_with_a_large_bias_does_not_overflow_the_int32
     _, bias = weight_and_bias(qmodel, "aten.linear")
     codes = constant(qmodel, bias.args[0])
     assert int(codes.abs().max()) < INT32.qmax
-    torch.testing.assert_close(dequantized(qmodel, bias), model.bias.detach(), rtol=1e-6, atol=1e-6)
+    step = constant(qmodel, bias.args[1])
+    assert bool(((dequantized(qmodel, bias) - model.bias).abs() <= step / 2 + model.bias.abs() * 2**-22).all())
     # The tiny channel is its bias, exactly; the others keep the precision of their own scale.
     with torch.no_grad():
         error = (qmodel(x) - model(x)).abs().amax(0)
@@ -132,7 +133,7 @@ def test_a_weight_that_is_not_finite_is_named(preset: str, bad: float) -> None:
     model = nn.Sequential(linear(4), nn.ReLU(), linear(3)).eval()
     with torch.no_grad():
         model[2].weight[1, 1] = bad  # type: ignore[index,operator]
-    with pytest.raises(qfx.CalibrationError, match=r"2\.weight|linear_1"):
+    with pytest.raises(qfx.CalibrationError, match=r"weight 2\.weight of aten.linear"):
         quantize(model, preset, [rand(8, 4)])
 
 
@@ -142,7 +143,7 @@ def test_a_bias_that_is_not_finite_is_named(preset: str, bad: float) -> None:
     model = linear()
     with torch.no_grad():
         model.bias[1] = bad
-    with pytest.raises(qfx.CalibrationError, match="bias"):
+    with pytest.raises(qfx.CalibrationError, match=r"bias bias of aten.linear"):
         quantize(model, preset, [rand(8, 4)])
 
 
@@ -315,7 +316,7 @@ def test_the_outputs_are_close_to_the_float_models() -> None:
             with torch.no_grad():
                 expected = model(data[0])
             noise = (quantize(model, preset, data)(data[0]) - expected).square().sum()
-            decibels = float(10 * torch.log10(expected.square().sum() / noise))
+            decibels = float((10 * torch.log10(expected.square().sum() / noise)).detach())
             assert decibels > (8 if preset.startswith("int4") else 20), preset
 
 

@@ -31,27 +31,45 @@ def fold_initializer_casts(model: ir.Model) -> int:
 
 
 def settle_zero_points(model: ir.Model) -> int:
-    """Give every zero point the shape of its scale; drop those of blocks and biases, which are zero."""
+    """Drop zero points that are the default (zero) where the scale is an array.
+
+    ONNX Runtime's fusion of `Gemm` insists on the one of its weight, which gets the shape of the scale.
+    """
     settled = 0
     for node in model.graph:
         if node.op_type != "DequantizeLinear" or len(node.inputs) < 3:
             continue
         scale, zero_point = node.inputs[1], node.inputs[2]
-        if zero_point is None or zero_point.const_value is None or zero_point.const_value.shape.rank():
+        if scale is None or scale.shape is None or zero_point is None or zero_point.const_value is None:
             continue
-        if scale is None or scale.shape is None or not scale.shape.rank():
+        if not scale.shape.rank() or zero_point.const_value.numpy().any():
             continue
-        blocks = node.attributes.get_int("block_size", 0) or not scale.shape.is_static()
-        if blocks or zero_point.const_value.dtype == ir.DataType.INT32:
-            node.resize_inputs(2)
+        dtype = zero_point.const_value.dtype
+        blocks = node.attributes.get_int("block_size", 0)
+        if not blocks and dtype != ir.DataType.INT32 and any(u.node.op_type == "Gemm" for u in node.outputs[0].uses()):
+            zeros = np.zeros(scale.shape.numpy(), dtype=dtype.numpy())
+            name = f"{node.name}_zero_point"
+            node.replace_input_with(2, _initializer(model, name, ir.Tensor(zeros, dtype=dtype, name=name)))
         else:
-            dtype = zero_point.const_value.dtype
-            value = np.broadcast_to(zero_point.const_value.numpy(), scale.shape.numpy()).copy()
-            name = f"{zero_point.name}_{node.name}"
-            node.replace_input_with(2, _initializer(model, name, ir.Tensor(value, dtype=dtype, name=name)))
+            node.resize_inputs(2)
         settled += 1
     _drop_unused_initializers(model)
     return settled
+
+
+def drop_default_attributes(model: ir.Model) -> int:
+    """Leave out attributes of `QuantizeLinear` and `DequantizeLinear` that say what is the default anyway."""
+    dropped = 0
+    for node in model.graph:
+        if node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
+            continue
+        scale = node.inputs[1]
+        scalar = scale is not None and scale.shape is not None and not scale.shape.rank()
+        for name, default in (("axis", 1), ("block_size", 0), ("output_dtype", 0), ("saturate", 1)):
+            if name in node.attributes and (scalar and name == "axis" or node.attributes.get_int(name) == default):
+                del node.attributes[name]
+                dropped += 1
+    return dropped
 
 
 def transpose_weights(model: ir.Model) -> int:
@@ -138,7 +156,7 @@ def multiply_integers(model: ir.Model) -> int:
         measured = a.inputs[1].producer() if a.inputs[1] is not None else None
         if measured is None or measured.op_type != "DynamicQuantizeLinear" or not _per_column(b):
             continue
-        product = ir.node("MatMulInteger", [a.inputs[0], b.inputs[0], a.inputs[2], b.inputs[2]])
+        product = ir.node("MatMulInteger", [a.inputs[0], b.inputs[0], a.inputs[2], *b.inputs[2:]])
         real = ir.node("Cast", [product.outputs[0]], {"to": ir.DataType.FLOAT})
         scale = ir.node("Mul", [a.inputs[1], b.inputs[1]])
         result = ir.node("Mul", [real.outputs[0], scale.outputs[0]])
@@ -146,7 +164,7 @@ def multiply_integers(model: ir.Model) -> int:
         result.outputs[0].dtype = ir.DataType.FLOAT
         real.outputs[0].dtype = scale.outputs[0].dtype = ir.DataType.FLOAT
         model.graph.insert_before(node, [product, real, scale, result])
-        result.outputs[0].shape, result.outputs[0].dtype = node.outputs[0].shape, node.outputs[0].dtype
+        result.outputs[0].shape, result.outputs[0].dtype = node.outputs[0].shape, ir.DataType.FLOAT
         _replace(node, result.outputs[0])
         done += 1
     _erase_unread(model)
@@ -157,7 +175,7 @@ def _per_column(dequantize: ir.Node) -> bool:
     scale, codes = dequantize.inputs[1], dequantize.inputs[0]
     if dequantize.attributes.get_int("block_size", 0) or scale is None or codes is None or codes.const_value is None:
         return False
-    if codes.dtype not in (ir.DataType.INT8, ir.DataType.UINT8) or len(dequantize.inputs) < 3:
+    if codes.dtype not in (ir.DataType.INT8, ir.DataType.UINT8) :
         return False
     rank = scale.shape.rank() if scale.shape is not None else 0
     return rank == 0 or dequantize.attributes.get_int("axis", 1) % 2 == 1
@@ -182,6 +200,7 @@ PASSES: tuple[OnnxPass, ...] = (
     settle_zero_points,
     fuse_dynamic_quantization,
     multiply_integers,
+    drop_default_attributes,
     strip_metadata,
 )
 """What runs after translation, in order."""

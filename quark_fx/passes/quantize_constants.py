@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ def quantize_constants(
         One report row per operator of the plan.
 
     Raises:
-        CalibrationError: if a weight is not finite; the message names it.
+        CalibrationError: if a weight or a bias is not finite; the message names it.
     """
     stored: dict[tuple[str, TensorSpec], _Stored] = {}
     rows = []
@@ -72,8 +73,13 @@ def _quantize_operator(
     assert op.weight is not None
     assert op.weight_node is not None
     weight = parameter(gm, op.weight_node)
-    bias_node = argument(op.node, op.row.bias) if op.row.bias is not None else None
+    bias_node: Any = argument(op.node, op.row.bias) if op.row.bias is not None else None
     bias = parameter(gm, bias_node) if is_parameter(bias_node) else None
+    if bias is not None and bias_spec is not None and not bool(torch.isfinite(bias).all()):
+        raise CalibrationError(
+            f"bias {bias_node.target} of {describe(op.node)} cannot be quantized: it holds NaN or infinity; mend the "
+            "checkpoint or exclude the operator"
+        )
     int32_scale = input_scale if bias_spec is not None and _takes_int32_bias(gm, op, bias_spec) else None
     smallest = None
     if bias is not None and int32_scale is not None:
@@ -85,7 +91,7 @@ def _quantize_operator(
     if found is None or (smallest is not None and bool((found.tensor.qparams.scale < smallest).any())):
         found = stored[key] = _store(gm, key[0], _quantize_weight(op, weight, smallest))
     _use_weight(gm, op, found)
-    if bias is not None and bias_spec is not None:
+    if is_parameter(bias_node) and bias is not None and bias_spec is not None:
         codes = _quantize_bias(bias.detach(), bias_spec, found.tensor, int32_scale)
         if codes is not None:
             assert op.row.bias is not None
@@ -115,6 +121,7 @@ def _takes_int32_bias(gm: GraphModule, op: PlannedOperator, bias: TensorSpec) ->
 def _quantize_weight(op: PlannedOperator, weight: Tensor, smallest_scale: Tensor | None) -> QuantizedTensor:
     assert op.row is not None
     assert op.weight is not None
+    assert op.weight_node is not None
     try:
         return quantize_tensor(
             weight.detach(),
@@ -126,7 +133,7 @@ def _quantize_weight(op: PlannedOperator, weight: Tensor, smallest_scale: Tensor
         )
     except ValueError as error:
         raise CalibrationError(
-            f"weight {op.weight_node} of {describe(op.node)} cannot be quantized: {error}; mend the checkpoint or "
+            f"weight {op.weight_node.target} of {describe(op.node)} cannot be quantized: {error}; mend the checkpoint or "
             "exclude the operator"
         ) from error
 

@@ -1,0 +1,427 @@
+"""The ONNX file: what it holds, that it runs, and that ONNX Runtime fuses what it should."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, numpy_helper
+from tiny import cnn, images, mlp, quantize, rand, seeded, tokens
+from torch import Tensor, nn
+
+import quark_fx as qfx
+from quark_fx.config import Granularity, QuantConfig, Target, TensorSpec
+from quark_fx.export.lowering import LOWERINGS, translation_table
+from quark_fx.formats import INT3, INT4, UINT4
+from quark_fx.presets import INT8_DYNAMIC, INT8_STATIC, PRESETS
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., list[Tensor]]]] = {
+    "cnn": (cnn, images),
+    "mlp": (mlp, tokens),
+}
+everywhere = pytest.mark.parametrize(("name", "preset"), [(m, p) for m in MODELS for p in PRESETS])
+
+
+def exported(
+    qmodel: qfx.QuantizedModel, directory: Path, **options: Any
+) -> tuple[Path, onnx.ModelProto]:
+    path = qfx.export.onnx(qmodel, directory / "model.onnx", **options)
+    return path, onnx.load(path)
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[qfx.QuantizedModel, Path]]:
+    """Return the quantized model and its file, made once per pair of model and preset."""
+    made: dict[tuple[str, str], tuple[qfx.QuantizedModel, Path]] = {}
+
+    def make(name: str, preset: str) -> tuple[qfx.QuantizedModel, Path]:
+        if (name, preset) not in made:
+            model, data = MODELS[name]
+            qmodel = quantize(model(), preset, data())
+            made[name, preset] = qmodel, exported(qmodel, tmp_path_factory.mktemp(f"{name}-{preset}"))[0]
+        return made[name, preset]
+
+    return make
+
+
+Exports = Callable[[str, str], tuple[qfx.QuantizedModel, Path]]
+
+
+def session(path: Path, *, optimize: bool = True, optimized: Path | None = None) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    level = onnxruntime.GraphOptimizationLevel
+    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    if optimized is not None:
+        options.optimized_model_filepath = str(optimized)
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def kernels(path: Path) -> Counter[str]:
+    """Return how often each operator is in the graph ONNX Runtime runs."""
+    target = path.with_suffix(".optimized.onnx")
+    session(path, optimized=target)
+    return Counter(node.op_type for node in onnx.load(target).graph.node)
+
+
+@everywhere
+def test_every_preset_agrees_with_onnx_runtime_for_every_batch_size(name: str, preset: str, exports: Exports) -> None:
+    qmodel, path = exports(name, preset)
+    data = MODELS[name][1](4, 1, 7)
+    # As it stands the file is the graph: sums in another order, which may move a value across a rounding boundary.
+    assert qfx.verify(qmodel, path, data, optimize=False).max_steps <= 1
+    # Fused kernels add in integers where torch adds in float32; E4M3 fusions are not implemented on CPUs.
+    if not preset.startswith("fp8"):
+        assert qfx.verify(qmodel, path, data, optimize=True).max_steps <= 1
+
+
+@everywhere
+def test_the_file_is_valid_and_of_the_pinned_versions(name: str, preset: str, exports: Exports) -> None:
+    model = onnx.load(exports(name, preset)[1])
+    onnx.checker.check_model(model, full_check=True)
+    assert model.ir_version == 10
+    assert {o.domain: o.version for o in model.opset_import}[""] == 21
+
+
+@everywhere
+def test_no_float_copy_of_a_quantized_weight_is_stored(name: str, preset: str, exports: Exports) -> None:
+    qmodel, path = exports(name, preset)
+    model = onnx.load(path)
+    floats = {TensorProto.FLOAT, TensorProto.DOUBLE}
+    if preset not in ("fp16", "bf16"):
+        floats |= {TensorProto.FLOAT16, TensorProto.BFLOAT16}
+    originals = {tuple(sorted(p.shape)) for p in MODELS[name][0]().parameters() if p.dim() > 1}
+    for tensor in model.graph.initializer:
+        if tensor.data_type in floats:
+            assert tuple(sorted(tensor.dims)) not in originals, tensor.name
+    constants = [n for n in model.graph.node if n.op_type == "Constant"]
+    assert all(np.prod(numpy_helper.to_array(a.t).shape) <= 8 for n in constants for a in n.attribute if a.HasField("t"))
+    assert not {"Identity", "Dropout"} & {n.op_type for n in model.graph.node}
+
+
+WEIGHT_TYPES = {
+    "int8_static": {TensorProto.INT8},
+    "int8_dynamic": {TensorProto.INT8},
+    "int8_weight_only": {TensorProto.INT8},
+    "int16_act_int8_weight": {TensorProto.INT8},
+    "fp8_static": {TensorProto.FLOAT8E4M3FN},
+    "fp16": {TensorProto.FLOAT16},
+    "bf16": {TensorProto.BFLOAT16},
+    "xint8": {TensorProto.INT8},
+}
+
+
+@everywhere
+def test_weights_are_stored_in_the_type_of_their_format(name: str, preset: str, exports: Exports) -> None:
+    model = onnx.load(exports(name, preset)[1])
+    shapes = {tuple(sorted(p.shape)) for p in MODELS[name][0]().parameters() if p.dim() > 1}
+    stored = [t for t in model.graph.initializer if tuple(sorted(t.dims)) in shapes]
+    assert len(stored) == len(shapes) == (3 if name == "cnn" else 2) or len(stored) == 3
+    types = {t.data_type for t in stored}
+    if preset == "int4_weight_only":
+        expected = {TensorProto.INT4, TensorProto.INT8}
+        packed = [t for t in stored if t.data_type == TensorProto.INT4]
+        assert all(len(t.raw_data) == (int(np.prod(t.dims)) + 1) // 2 for t in packed)
+    else:
+        expected = WEIGHT_TYPES[preset]
+    assert types == expected
+
+
+def test_names_and_dynamic_dimensions_are_kept(exports: Exports) -> None:
+    (given,) = session(exports("mlp", "int8_static")[1]).get_inputs()
+    assert given.name == "ids"
+    assert all(isinstance(d, str) for d in given.shape)
+    (image,) = session(exports("cnn", "int8_static")[1]).get_inputs()
+    assert (image.name, image.shape[1:]) == ("x", [3, 8, 8])
+    assert isinstance(image.shape[0], str)
+
+
+def test_outputs_are_named_by_the_keys_of_the_result_or_as_asked(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            y = self.linear(x)
+            return {"logits": y, "states": (x * 2, y + 1)}
+
+    qmodel = quantize(seeded(Model()), "int8_static", [rand(6, 4)])
+    path, _ = exported(qmodel, tmp_path)
+    assert [o.name for o in session(path).get_outputs()] == ["logits", "states.0", "states.1"]
+    assert qfx.verify(qmodel, path, [rand(3, 4)]).max_steps <= 1
+    path, _ = exported(qmodel, tmp_path, input_names=["pixels"], output_names=["a", "b", "c"])
+    assert [o.name for o in session(path).get_outputs()] == ["a", "b", "c"]
+    assert [i.name for i in session(path).get_inputs()] == ["pixels"]
+
+
+@pytest.mark.parametrize("result", ["input", "twice", "constant"])
+def test_an_output_that_no_operator_computes_is_exported(result: str, tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.linear(x)
+            return y, {"input": x, "twice": y, "constant": self.linear.bias}[result]
+
+    qmodel = quantize(seeded(Model()), "int8_static", [rand(6, 4)])
+    path, _ = exported(qmodel, tmp_path)
+    assert len(session(path).get_outputs()) == 2
+    assert qfx.verify(qmodel, path, [rand(3, 4)]).max_steps <= 1
+
+
+def test_a_model_in_half_precision_is_exported(tmp_path: Path) -> None:
+    model, x = seeded(nn.Linear(32, 3)).half(), rand(6, 32).half()
+    for preset in ("int8_static", "int8_dynamic", "int8_weight_only", "int4_weight_only"):
+        qmodel = quantize(model, preset, [x])
+        path, _ = exported(qmodel, tmp_path)
+        (got,) = session(path, optimize=False).run(None, {"input": x.numpy()})
+        assert got.dtype == np.float16
+        # float16 sums of 32 products, in two orders.
+        np.testing.assert_allclose(got, qmodel(x).detach().numpy(), rtol=0, atol=32 * 2**-11)
+
+
+def test_per_token_scales_are_exported(tmp_path: Path) -> None:
+    for symmetric in (True, False):
+        fmt = "int8" if symmetric else "uint8"
+        spec = TensorSpec.from_dict({"format": fmt, "granularity": "token", "dynamic": True})
+        x = rand(3, 5, 8)
+        qmodel = quantize(seeded(nn.Linear(8, 4)), INT8_DYNAMIC.replace(input=spec), [x])
+        path, _ = exported(qmodel, tmp_path)
+        data = [x, rand(1, 2, 8, seed=3) * torch.tensor([1e-3, 1e3])[None, :, None]]
+        assert qfx.verify(qmodel, path, data).max_steps <= 1
+
+
+@pytest.mark.parametrize("fmt", [INT4, UINT4], ids=str)
+@pytest.mark.parametrize("features", [33, 70])
+def test_ragged_groups_are_exported(fmt: Any, features: int, tmp_path: Path) -> None:
+    spec = TensorSpec(format=fmt, granularity=Granularity.GROUP, group_size=32)
+    qmodel = quantize(seeded(nn.Linear(features, 6)), QuantConfig(weight=spec), [rand(4, features)])
+    path, model = exported(qmodel, tmp_path)
+    stored = {t.data_type for t in model.graph.initializer}
+    assert (TensorProto.INT4 if fmt == INT4 else TensorProto.UINT4) in stored
+    assert qfx.verify(qmodel, path, [rand(5, features)], optimize=False).max_steps <= 1
+
+
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_external_data_is_written_beside_the_file_and_read_back(size: str, tmp_path: Path) -> None:
+    model = seeded(nn.Linear(8, 4) if size == "small" else nn.Linear(512, 64))
+    x = rand(4, model.in_features)  # type: ignore[arg-type]
+    qmodel = quantize(model, "int8_static", [x])
+    path, _ = exported(qmodel, tmp_path, external_data=True)
+    if size == "large":
+        assert (tmp_path / "model.onnx.data").stat().st_size >= 512 * 64
+        assert path.stat().st_size < 512 * 64
+    assert qfx.verify(qmodel, path, [x]).max_steps <= 1
+    exported(qmodel, tmp_path, external_data=False)
+    assert path.stat().st_size >= (512 * 64 if size == "large" else 0)
+
+
+def test_the_file_is_about_a_quarter_of_the_float_one(tmp_path: Path) -> None:
+    model = seeded(nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 64)))
+    floats = sum(p.numel() * 4 for p in model.parameters())
+    for preset, share in (("int8_static", 0.27), ("int8_dynamic", 0.27), ("int4_weight_only", 0.17), ("fp8_static", 0.27)):
+        path, _ = exported(quantize(model, preset, [rand(4, 256)]), tmp_path)
+        assert path.stat().st_size < share * floats + 16384, preset  # 16 KiB of graph
+
+
+# Fusions: what of the graph ONNX Runtime runs in integers -----------------------------------------------------------
+
+
+class Chain(nn.Module):
+    """Three convolutions with relus, a residual add, a max pool and a classifier: all of it has integer kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.c, self.pool, self.head = nn.Conv2d(8, 8, 1), nn.MaxPool2d(2), nn.Linear(8 * 16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.a(x))
+        x = torch.relu(self.b(x) + self.c(x))
+        logits: Tensor = self.head(self.pool(x).flatten(1))
+        return logits
+
+
+def test_a_static_cnn_runs_in_integer_kernels_from_end_to_end(tmp_path: Path) -> None:
+    qmodel = quantize(seeded(Chain()), "int8_static", images(4, 4))
+    path, model = exported(qmodel, tmp_path)
+    written = Counter(node.op_type for node in model.graph.node)
+    assert written["Relu"] == 0  # saturation at the zero point performs them
+    run = kernels(path)
+    assert run["QLinearConv"] == written["Conv"] == 3
+    assert run["QLinearAdd"] == 1
+    assert run["QGemm"] == 1
+    assert (run["Conv"], run["Gemm"], run["Add"], run["FusedConv"]) == (0, 0, 0, 0)
+    assert run["QuantizeLinear"] == 1  # of the input
+    assert run["DequantizeLinear"] == 0  # the last product writes floats
+
+
+def test_static_linears_over_sequences_become_integer_products(tmp_path: Path) -> None:
+    model = seeded(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8, bias=False)))
+    path, _ = exported(quantize(model, "int8_static", [rand(2, 3, 16)]), tmp_path)
+    run = kernels(path)
+    assert run["MatMulIntegerToFloat"] == 2
+    assert run["MatMul"] + run["Gemm"] == 0
+
+
+@pytest.mark.parametrize("shape", [(4, 16), (2, 3, 16)], ids=["matrix", "sequence"])
+def test_dynamic_linears_become_one_kernel_each(shape: tuple[int, ...], tmp_path: Path) -> None:
+    model = seeded(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8, bias=False)))
+    qmodel = quantize(model, "int8_dynamic", [rand(*shape)])
+    path, _ = exported(qmodel, tmp_path)
+    run = kernels(path)
+    assert run["DynamicQuantizeMatMul"] + run["MatMulIntegerToFloat"] == 2
+    assert run["MatMul"] + run["Gemm"] + run["DequantizeLinear"] == 0
+
+
+def test_two_linears_of_one_input_measure_it_once(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.q(x) * self.k(x)
+            return out
+
+    path, model = exported(quantize(seeded(Model()), "int8_dynamic", [rand(4, 16)]), tmp_path)
+    assert Counter(n.op_type for n in model.graph.node)["DynamicQuantizeLinear"] == 1
+    assert kernels(path)["MatMulIntegerToFloat"] == 2
+
+
+@pytest.mark.parametrize("shape", [(4, 64), (2, 3, 64)], ids=["matrix", "sequence"])
+def test_int4_linears_become_matmul_n_bits(shape: tuple[int, ...], tmp_path: Path) -> None:
+    model = seeded(nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 8, bias=False)))
+    config = PRESETS["int4_weight_only"].replace(group_size=16)
+    qmodel = quantize(model, config, [rand(*shape)])
+    path, _ = exported(qmodel, tmp_path)
+    run = kernels(path)
+    assert run["MatMulNBits"] == 2
+    assert run["MatMul"] + run["Gemm"] + run["DequantizeLinear"] == 0
+
+
+# Refusals -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_format_without_an_onnx_type_is_refused_with_the_users_line(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.linear(x)
+            return out
+
+    config = QuantConfig(weight=TensorSpec(format=INT3), target=Target.TORCH)
+    qmodel = quantize(seeded(Model()), config, [rand(4, 4)])
+    line = Model.forward.__code__.co_firstlineno + 1
+    with pytest.raises(qfx.ExportError, match=rf"int3: quark_fx.dequantize.default .*test_export.py:{line}\)"):
+        exported(qmodel, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def unknown_operator() -> Any:
+    library = torch.library.Library("quark_fx_test", "FRAGMENT")
+    library.define("mystery(Tensor x) -> Tensor")
+    library.impl("mystery", lambda x: x + 1, "CompositeExplicitAutograd")
+    library.impl("mystery", lambda x: torch.empty_like(x), "Meta")
+    yield torch.ops.quark_fx_test.mystery
+    library._destroy()
+
+
+def test_every_operator_without_a_lowering_is_listed_with_the_users_line(
+    unknown_operator: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = unknown_operator(x)
+            y = self.linear(x)
+            return unknown_operator(y)
+
+    qmodel = quantize(seeded(Model()), "int8_static", [rand(4, 4)])
+    with pytest.raises(qfx.ExportError) as caught:
+        exported(qmodel, tmp_path)
+    message, first = str(caught.value), Model.forward.__code__.co_firstlineno
+    assert message.startswith("2 node(s) have no ONNX lowering")
+    for line in (first + 1, first + 3):
+        assert f"quark_fx_test.mystery.default at %mystery{'_1' if line > first + 1 else ''} ({__file__}:{line})" in message
+    assert "quark_fx.export.lowers" in message
+
+
+def test_a_lowering_that_is_registered_is_used(
+    unknown_operator: Callable[[Tensor], Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from onnxscript import opset21 as op
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return unknown_operator(self.linear(x))
+
+    def mystery(x: Any) -> Any:
+        return op.Add(x, op.Constant(value_float=1.0))
+
+    monkeypatch.setitem(LOWERINGS, "quark_fx_test.mystery.default", mystery)
+    qmodel = quantize(seeded(Model()), "int8_static", [rand(4, 4)])
+    path, _ = exported(qmodel, tmp_path)
+    assert qfx.verify(qmodel, path, [rand(3, 4)]).max_steps <= 1
+
+
+@pytest.mark.parametrize("name", sorted(LOWERINGS))
+def test_every_lowering_is_of_an_operator_that_exists(name: str) -> None:
+    if name.startswith("transformers"):
+        pytest.importorskip("transformers")
+        pytest.skip("registered by transformers when it is needed")
+    namespace, packet, overload = name.split(".")
+    assert getattr(getattr(getattr(torch.ops, namespace), packet), overload) in translation_table()
+
+
+def test_a_missing_directory_is_refused_before_any_work(tmp_path: Path) -> None:
+    qmodel = quantize(seeded(nn.Linear(4, 3)), "int8_static", [rand(4, 4)])
+    with pytest.raises(qfx.ExportError, match="the directory .*nowhere does not exist; create it first"):
+        qfx.export.onnx(qmodel, tmp_path / "nowhere" / "model.onnx")
+
+
+def test_a_directory_or_an_unwritable_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    qmodel = quantize(seeded(nn.Linear(4, 3)), "int8_static", [rand(4, 4)])
+    with pytest.raises(qfx.ExportError, match="is a directory or not writable"):
+        qfx.export.onnx(qmodel, tmp_path)
+    monkeypatch.setattr("os.access", lambda *_: False)  # a superuser may write everywhere
+    with pytest.raises(qfx.ExportError, match="is a directory or not writable"):
+        qfx.export.onnx(qmodel, tmp_path / "model.onnx")
+
+
+def test_a_plain_string_is_a_path(tmp_path: Path) -> None:
+    qmodel = quantize(seeded(nn.Linear(4, 3)), "int8_static", [rand(4, 4)])
+    assert qfx.export.onnx(qmodel, str(tmp_path / "m.onnx")) == tmp_path / "m.onnx"
+
+
+def test_exporting_leaves_the_quantized_model_as_it_was(tmp_path: Path) -> None:
+    qmodel = quantize(cnn(), INT8_STATIC, images())
+    before, x = str(qmodel.graph_module.graph), images(3)[0]
+    expected = qmodel(x)
+    exported(qmodel, tmp_path)
+    assert str(qmodel.graph_module.graph) == before
+    torch.testing.assert_close(qmodel(x), expected, rtol=0, atol=0)
+    first = (tmp_path / "model.onnx").read_bytes()
+    exported(qmodel, tmp_path)
+    assert (tmp_path / "model.onnx").read_bytes() == first  # the same file every time

@@ -1,0 +1,163 @@
+"""The shape of the project: one package, layers that import downwards only, a pinned public list."""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import quark_fx
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "quark_fx"
+LINKS = ("passes", "observers", "export")
+
+LAYERS = (
+    {"errors"},
+    {"formats"},
+    {"qparams"},
+    {"ops", "observers", "graph", "signature"},
+    {"operators", "pass_manager"},
+    {"config"},
+    {"weights", "placement", "capture"},
+    {"calibration", "report"},
+    {"passes"},
+    {"presets", "model"},
+    {"serialization", "export"},
+    {"quantization"},
+    {"__init__"},
+)
+"""Top-level modules and subpackages, ground floor first: each imports its own floor and those below it."""
+
+FLOOR = {name: floor for floor, names in enumerate(LAYERS) for name in names}
+
+
+def parts() -> dict[str, set[str]]:
+    """Return, for every part of the package, the other parts it imports when it is imported."""
+    found: dict[str, set[str]] = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        part = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        found.setdefault(part, set()).update(imported_parts(file.read_text()) - {part})
+    return found
+
+
+def imported_parts(source: str) -> set[str]:
+    """Return the parts of `quark_fx` a source imports outside of functions; a late import may reach up."""
+    names = set()
+    pending: list[ast.AST] = [ast.parse(source)]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        pending.extend(ast.iter_child_nodes(node))
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} if node.module == "quark_fx" else set()
+            names |= {node.module or ""}
+    dotted = [name.split(".") for name in names if name.split(".")[0] == "quark_fx"]
+    return {path[1] for path in dotted if len(path) > 1}
+
+
+def test_every_part_has_a_floor() -> None:
+    assert set(parts()) == set(FLOOR)
+
+
+@pytest.mark.parametrize("part", sorted(FLOOR))
+def test_imports_go_down(part: str) -> None:
+    upward = {other for other in parts()[part] if FLOOR[other] > FLOOR[part]}
+    assert not upward, f"{part} (floor {FLOOR[part]}) imports {', '.join(sorted(upward))} from above"
+
+
+@pytest.mark.parametrize("floor", range(len(LAYERS)))
+def test_no_circle_within_a_floor(floor: int) -> None:
+    imports = parts()
+    remaining = set(LAYERS[floor])
+    while remaining:
+        free = {part for part in remaining if not imports[part] & remaining}
+        assert free, f"{', '.join(sorted(remaining))} import each other"
+        remaining -= free
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import torch, quark_fx.model as m", {"model"}),
+        ("from quark_fx.export.lowering import lowers", {"export"}),
+        ("from quark_fx import ops, presets", {"ops", "presets"}),
+        ("if True:\n    from quark_fx.graph import call", {"graph"}),
+        ("class A:\n    from quark_fx.config import Target", {"config"}),
+        ("def f():\n    from quark_fx.model import QuantizedModel", set()),
+    ],
+)
+def test_the_guard_sees_imports(source: str, expected: set[str]) -> None:
+    assert imported_parts(source) == expected
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_the_root_links_lead_into_the_package(name: str) -> None:
+    link = ROOT / name
+    if link.is_file():
+        # A checkout without symbolic links holds the target as text.
+        assert link.read_text().strip() == f"quark_fx/{name}"
+    else:
+        assert link.is_symlink()
+        assert link.resolve() == PACKAGE / name
+
+
+def test_no_module_is_imported_through_a_root_link() -> None:
+    modules = [m.name for m in pkgutil.walk_packages([str(PACKAGE)], "quark_fx.")]
+    assert "quark_fx.passes.convert" in modules
+    script = (
+        f"import importlib, sys\nfor name in ['quark_fx', *{modules}]: importlib.import_module(name)\n"
+        f"print([n for n in sys.modules if n.split('.')[0] in {LINKS}])"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("file", sorted(f for d in ("quark_fx", "tests", "examples") for f in (ROOT / d).rglob("*.py")))
+def test_no_source_imports_a_root_link(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text())):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert not {name.split(".")[0] for name in names} & set(LINKS)
+
+
+def test_the_public_list_is_pinned() -> None:
+    assert quark_fx.__all__ == [
+        "INHERIT",
+        "CalibrationError",
+        "CaptureError",
+        "ConfigError",
+        "ExportError",
+        "Granularity",
+        "Override",
+        "PassError",
+        "QuantConfig",
+        "QuantizedModel",
+        "QuarkError",
+        "ScaleType",
+        "Scheme",
+        "Symmetry",
+        "Target",
+        "TensorSpec",
+        "capture_graph",
+        "export",
+        "formats",
+        "graph_pass",
+        "load",
+        "observers",
+        "ops",
+        "passes",
+        "presets",
+        "quantize",
+        "run_passes",
+        "verify",
+    ]
+    assert all(hasattr(quark_fx, name) for name in quark_fx.__all__)
