@@ -1,6 +1,7 @@
 """Graph to artefact, one file a target."""
 
+from quark_fx.export.table import lowers
 from quark_fx.export.to_onnx import onnx
 from quark_fx.export.verification import Difference, Verification, verify
 
-__all__ = ["Difference", "Verification", "onnx", "verify"]
+__all__ = ["Difference", "Verification", "lowers", "onnx", "verify"]

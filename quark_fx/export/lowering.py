@@ -6,45 +6,15 @@ torch lowers is not repeated here. Source of the semantics: https://onnx.ai/onnx
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import onnx_ir as ir
 import torch
 from onnxscript import opset21 as op
 
+from quark_fx.export.table import lowers
 from quark_fx.formats import IntFormat, parse_format
 from quark_fx.qparams import Scheme, Symmetry
-
-LOWERINGS: dict[str, Callable[..., Any]] = {}
-"""Lowering functions by qualified operator name. The table is the support list: tests iterate over it."""
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def lowers(name: str) -> Callable[[F], F]:
-    """Register the ONNX lowering of an operator, `"namespace.name.overload"`.
-
-    The function gets the operator's arguments, tensors as ONNX values and the rest as Python constants,
-    and returns the ONNX value(s) it built with `onnxscript`.
-    """
-
-    def register(function: F) -> F:
-        LOWERINGS[name] = function
-        return function
-
-    return register
-
-
-def translation_table() -> dict[Any, Callable[..., Any]]:
-    """Return the table for `torch.onnx.export(custom_translation_table=...)`: operators that exist here."""
-    table = {}
-    for name, function in LOWERINGS.items():
-        namespace, operator, overload = name.split(".")
-        packet = getattr(getattr(torch.ops, namespace), operator, None)
-        if packet is not None:
-            table[getattr(packet, overload)] = function
-    return table
 
 
 def onnx_type(format: str) -> ir.DataType:
@@ -55,12 +25,17 @@ def onnx_type(format: str) -> ir.DataType:
 
 @lowers("quark_fx.quantize.default")
 def quantize(x: Any, scale: Any, zero_point: Any, format: str, axis: int | None = None, block_size: int = 0) -> Any:
-    """`QuantizeLinear`; the cast gives the zero point, and so the codes, the type of the format."""
+    """`QuantizeLinear` in float32; the cast gives the zero point, and so the codes, the type of the format."""
+    x = _float32(x)
     fmt = onnx_type(format)
     attributes = {} if axis is None else {"axis": axis, "block_size": block_size}
     if not isinstance(parse_format(format), IntFormat):
         return op.QuantizeLinear(x, scale, output_dtype=fmt, saturate=1, **attributes)
     return op.QuantizeLinear(x, scale, op.Cast(zero_point, to=fmt), **attributes)
+
+
+def _float32(x: Any) -> Any:
+    return x if x.dtype == ir.DataType.FLOAT else op.Cast(x, to=ir.DataType.FLOAT)
 
 
 @lowers("quark_fx.dequantize.default")
@@ -81,7 +56,13 @@ def dequantize(
     else:
         if fmt.bits < 8 and codes.const_value is None and codes.producer() is None:
             codes = op.Cast(codes, to=onnx_type(format))
-        y = op.DequantizeLinear(codes, scale, op.Cast(zero_point, to=onnx_type(format)), **attributes)
+        if block_size and all(p.producer() is not None and p.shape[axis] == 1 for p in (scale, zero_point)):
+            # One scale per row, known at run time only: ONNX Runtime would fuse `DequantizeLinear` into an integer
+            # product that takes one scale and fails.
+            real = (op.Cast(value, to=ir.DataType.FLOAT) for value in (codes, zero_point))
+            y = op.Mul(op.Sub(*real), scale)
+        else:
+            y = op.DequantizeLinear(codes, scale, op.Cast(zero_point, to=onnx_type(format)), **attributes)
     return y if dtype == ir.DataType.FLOAT else op.Cast(y, to=dtype)
 
 
@@ -89,6 +70,7 @@ def dequantize(
 def dynamic_qparams(x: Any, format: str, symmetry: str, per_token: bool) -> Any:
     """`DynamicQuantizeLinear` where it is what is meant, else its arithmetic spelled out."""
     scheme = Scheme(format=parse_format(format), symmetry=Symmetry(symmetry))
+    x = _float32(x)
     if format == "uint8" and not scheme.symmetric and not per_token:
         _, scale, zero_point = op.DynamicQuantizeLinear(x)
         return scale, op.Cast(zero_point, to=ir.DataType.INT32)

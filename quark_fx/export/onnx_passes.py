@@ -140,6 +140,44 @@ def fuse_dynamic_quantization(model: ir.Model) -> int:
     return fused
 
 
+def split_dynamic_gemms(model: ir.Model) -> int:
+    """Rewrite a `Gemm` of dynamically quantized activations to `MatMul` and `Add`, which `multiply_integers` takes.
+
+    ONNX Runtime has no integer `Gemm` with a float bias. A weight that something else reads too stays.
+    """
+    done = 0
+    for node in list(model.graph):
+        if node.op_type != "Gemm" or node.attributes.get_int("transA", 0):
+            continue
+        if any(node.attributes.get_float(factor, 1.0) != 1.0 for factor in ("alpha", "beta")):
+            continue
+        a, b = (value.producer() if value is not None else None for value in node.inputs[:2])
+        if a is None or b is None or b.op_type != "DequantizeLinear" or not _is_measured(a):
+            continue
+        if b.attributes.get_int("block_size", 0):
+            continue
+        if node.attributes.get_int("transB", 0) and not _transpose_dequantize(b):
+            continue
+        last = ir.node("MatMul", node.inputs[:2])
+        added = [last]
+        if len(node.inputs) > 2 and node.inputs[2] is not None:
+            last = ir.node("Add", [last.outputs[0], node.inputs[2]])
+            added.append(last)
+        for new in added:
+            new.outputs[0].shape, new.outputs[0].dtype = node.outputs[0].shape, node.outputs[0].dtype
+        model.graph.insert_before(node, added)
+        _replace(node, last.outputs[0])
+        done += 1
+    return done
+
+
+def _is_measured(dequantize: ir.Node) -> bool:
+    """Tell whether the node dequantizes at a scale that `DynamicQuantizeLinear` measures."""
+    scale = dequantize.inputs[1] if dequantize.op_type == "DequantizeLinear" else None
+    measured = scale.producer() if scale is not None else None
+    return measured is not None and measured.op_type == "DynamicQuantizeLinear"
+
+
 def multiply_integers(model: ir.Model) -> int:
     """Rewrite the product of dynamically quantized activations and an integer matrix to `MatMulInteger`.
 
@@ -151,10 +189,7 @@ def multiply_integers(model: ir.Model) -> int:
         if node.op_type != "MatMul":
             continue
         a, b = (value.producer() if value is not None else None for value in node.inputs)
-        if a is None or b is None or a.op_type != "DequantizeLinear" or b.op_type != "DequantizeLinear":
-            continue
-        measured = a.inputs[1].producer() if a.inputs[1] is not None else None
-        if measured is None or measured.op_type != "DynamicQuantizeLinear" or not _per_column(b):
+        if a is None or b is None or b.op_type != "DequantizeLinear" or not _is_measured(a) or not _per_column(b):
             continue
         product = ir.node("MatMulInteger", [a.inputs[0], b.inputs[0], a.inputs[2], *b.inputs[2:]])
         real = ir.node("Cast", [product.outputs[0]], {"to": ir.DataType.FLOAT})
@@ -175,7 +210,7 @@ def _per_column(dequantize: ir.Node) -> bool:
     scale, codes = dequantize.inputs[1], dequantize.inputs[0]
     if dequantize.attributes.get_int("block_size", 0) or scale is None or codes is None or codes.const_value is None:
         return False
-    if codes.dtype not in (ir.DataType.INT8, ir.DataType.UINT8) :
+    if codes.dtype not in (ir.DataType.INT8, ir.DataType.UINT8):
         return False
     rank = scale.shape.rank() if scale.shape is not None else 0
     return rank == 0 or dequantize.attributes.get_int("axis", 1) % 2 == 1
@@ -198,6 +233,7 @@ PASSES: tuple[OnnxPass, ...] = (
     fold_initializer_casts,
     transpose_weights,
     settle_zero_points,
+    split_dynamic_gemms,
     fuse_dynamic_quantization,
     multiply_integers,
     drop_default_attributes,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from quark_fx.errors import ExportError
+from quark_fx.export.program import to_exported_program
+from quark_fx.export.table import translation_table
 from quark_fx.formats import IntFormat, parse_format
 from quark_fx.graph import describe, target_name
 from quark_fx.model import QuantizedModel
@@ -53,10 +54,12 @@ def onnx(
         ExportError: if a format has no ONNX type, an operator has no lowering (all are listed, with the
             user's source lines), the path cannot be written, or the file fails its check.
     """
-    import onnx_ir as ir
+    try:
+        import onnx_ir as ir
 
-    from quark_fx.export.onnx_passes import PASSES
-
+        from quark_fx.export.onnx_passes import PASSES
+    except ImportError as error:
+        raise ExportError(f"ONNX export needs {error.name}: pip install 'quark_fx[onnx]'") from error
     path = Path(path)
     gm = qmodel.graph_module
     _require_onnx_types(gm)
@@ -77,12 +80,10 @@ def onnx(
 
 
 def _translate(gm: GraphModule, input_names: Sequence[str], output_names: Sequence[str]):  # type: ignore[no-untyped-def]
-    from quark_fx.export.lowering import translation_table
-    from quark_fx.export.program import to_exported_program
-
-    tensors = [n for n in gm.graph.nodes if n.op == "placeholder" and isinstance(n.meta.get("val"), torch.Tensor)]
-    places = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    names = [name for name, node in zip(input_names, places, strict=True) if node in tensors]
+    places = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    results = next(iter(reversed(gm.graph.nodes))).args[0]
+    names = [name for name, node in zip(input_names, places, strict=True) if _is_tensor(node)]
+    result_names = [name for name, node in zip(output_names, results, strict=True) if _is_tensor(node)]
     errors: list[Exception] = []
     for decomposed in (True, False):
         program = to_exported_program(gm, decomposed=decomposed)
@@ -95,7 +96,7 @@ def _translate(gm: GraphModule, input_names: Sequence[str], output_names: Sequen
                     opset_version=OPSET,
                     custom_translation_table=translation_table(),
                     input_names=names,
-                    output_names=list(output_names),
+                    output_names=result_names,
                     optimize=False,
                     verbose=False,
                 )
@@ -108,6 +109,10 @@ def _translate(gm: GraphModule, input_names: Sequence[str], output_names: Sequen
         _name_codes(gm, exported.model)
         return exported.model
     raise ExportError(_missing_lowerings(gm, errors[-1])) from errors[-1]
+
+
+def _is_tensor(node: object) -> bool:
+    return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _name_codes(gm: GraphModule, model) -> None:  # type: ignore[no-untyped-def]
@@ -136,10 +141,20 @@ def _root(error: BaseException) -> BaseException:
     return error
 
 
+_TORCH = ("aten", "prims", "torchvision")
+"""Namespaces of operators that torch may lower."""
+
+
 def _missing_lowerings(gm: GraphModule, error: Exception) -> str:
+    from quark_fx.export.table import translation_table
+
     cause = _root(error)
     text = f"{error} {cause}"
-    nodes = [n for n in gm.graph.nodes if n.op == "call_function" and f"%{n.name} " in text or f"'{n.target}'" in text]
+    calls = [n for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+    missing = {n.target for n in calls if f"%{n.name} " in text or f"'{n.target}'" in text}
+    # torch names the first it meets; what no library of torch's has, it cannot lower either.
+    missing |= {n.target for n in calls if n.target.namespace not in _TORCH} - translation_table().keys()
+    nodes = [n for n in calls if n.target in missing]
     where = "\n".join(f"  {describe(node)}" for node in nodes) or f"  {cause}"
     return (
         f"{len(nodes) or 1} node(s) have no ONNX lowering:\n{where}\n"
@@ -185,5 +200,3 @@ def _check_file(path: Path) -> None:
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise ExportError(f"{path} does not load in ONNX Runtime {onnxruntime.__version__}: {error}") from error
-
-

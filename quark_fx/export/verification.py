@@ -118,7 +118,7 @@ def verify(
             expected = [value for value in follower.run(*leaves) if isinstance(value, Tensor)]
         for name, (own, theirs) in follower.compared.items():
             compared.add(name, own, theirs)
-        tensors = [name for name in names if name not in codes]
+        tensors = [name for name in names if name not in codes]  # in the order of the model's own outputs
         for name, own in zip(tensors, expected, strict=True):
             compared.add(name, own, torch.from_numpy(np.asarray(results[name])))
         count += 1
@@ -213,6 +213,11 @@ def _with_codes_as_outputs(path: Path, qmodel: QuantizedModel) -> bytes:
     for node in model.graph:
         for value in node.outputs:
             # numpy has no 4- or 8-bit float types to read codes into; those values are compared at the outputs only.
-            if value.name in named and value.dtype is not None and value.dtype.is_integer() and value.dtype.itemsize >= 1:
+            if (
+                value.name in named
+                and value.dtype is not None
+                and value.dtype.is_integer()
+                and value.dtype.itemsize >= 1
+            ):
                 model.graph.outputs.append(value)
     return ir.to_proto(model).SerializeToString()  # type: ignore[no-any-return]

@@ -73,31 +73,20 @@ def _quantize_operator(
     assert op.weight is not None
     assert op.weight_node is not None
     weight = parameter(gm, op.weight_node)
-    bias_node: Any = argument(op.node, op.row.bias) if op.row.bias is not None else None
-    bias = parameter(gm, bias_node) if is_parameter(bias_node) else None
-    if bias is not None and bias_spec is not None and not bool(torch.isfinite(bias).all()):
-        raise CalibrationError(
-            f"bias {bias_node.target} of {describe(op.node)} cannot be quantized: it holds NaN or infinity; mend the "
-            "checkpoint or exclude the operator"
-        )
+    bias_node = argument(op.node, op.row.bias) if op.row.bias is not None and bias_spec is not None else None
     int32_scale = input_scale if bias_spec is not None and _takes_int32_bias(gm, op, bias_spec) else None
     smallest = None
-    if bias is not None and int32_scale is not None:
+    if is_parameter(bias_node) and int32_scale is not None:
         # Below this scale the int32 bias would overflow (a channel of nearly zero weights with a large bias).
-        smallest = bias.detach().abs().float() / (int32_scale * 0.999 * INT32.qmax)
+        smallest = parameter(gm, bias_node).detach().abs().float() / (int32_scale * 0.999 * INT32.qmax)
 
     key = (str(op.weight_node.target), op.weight)
     found = stored.get(key)
     if found is None or (smallest is not None and bool((found.tensor.qparams.scale < smallest).any())):
         found = stored[key] = _store(gm, key[0], _quantize_weight(op, weight, smallest))
     _use_weight(gm, op, found)
-    if is_parameter(bias_node) and bias is not None and bias_spec is not None:
-        codes = _quantize_bias(bias.detach(), bias_spec, found.tensor, int32_scale)
-        if codes is not None:
-            assert op.row.bias is not None
-            with gm.graph.inserting_before(op.node):
-                real = _dequantize(gm, op.node, _store(gm, str(bias_node.target), codes), weight.dtype)
-                set_argument(op.node, op.row.bias, real)
+    if is_parameter(bias_node) and bias_spec is not None:
+        _replace_bias(gm, op, bias_node, bias_spec, found.tensor, int32_scale)
     return Row.of_quantized(
         name=op.name,
         kind=op.kind,
@@ -153,14 +142,34 @@ def _use_weight(gm: GraphModule, op: PlannedOperator, stored: _Stored) -> None:
     weight.reader.replace_input_with(op.weight_node, real)
 
 
-def _quantize_bias(
-    bias: Tensor, spec: TensorSpec, weight: QuantizedTensor, input_scale: Tensor | None
-) -> QuantizedTensor | None:
+def _replace_bias(
+    gm: GraphModule,
+    op: PlannedOperator,
+    node: Node,
+    spec: TensorSpec,
+    weight: QuantizedTensor,
+    input_scale: Tensor | None,
+) -> None:
+    """Let the operator read codes instead of its bias; an INT32 bias without an `input_scale` stays in float."""
+    assert op.row is not None
+    assert op.row.bias is not None
+    bias = parameter(gm, node).detach()
+    if not bool(torch.isfinite(bias).all()):
+        raise CalibrationError(
+            f"bias {node.target} of {describe(op.node)} cannot be quantized: it holds NaN or infinity; mend the "
+            "checkpoint or exclude the operator"
+        )
     if spec.format != INT32:
-        return quantize_tensor(bias, spec)
-    if input_scale is None:
-        return None
-    scale = (input_scale * weight.qparams.scale).float()
+        codes = quantize_tensor(bias, spec)
+    elif input_scale is not None:
+        codes = _int32_bias(bias, spec, (input_scale * weight.qparams.scale).float())
+    else:
+        return
+    with gm.graph.inserting_before(op.node):
+        set_argument(op.node, op.row.bias, _dequantize(gm, op.node, _store(gm, str(node.target), codes), bias.dtype))
+
+
+def _int32_bias(bias: Tensor, spec: TensorSpec, scale: Tensor) -> QuantizedTensor:
     codes = (bias.double() / scale.double()).round().clamp(INT32.qmin, INT32.qmax).to(torch.int32)
     qparams = QParams(scale, torch.zeros_like(scale, dtype=torch.int32))
     return QuantizedTensor(codes, qparams, spec, None if scale.dim() == 0 else 0, 0)
