@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from tqdm.auto import tqdm
 
 from quark_fx.config import TensorSpec
-from quark_fx.errors import CalibrationError
+from quark_fx.errors import CalibrationError, QuarkError
 from quark_fx.graph import describe
 from quark_fx.observers import Observer
 from quark_fx.placement import Plan
@@ -89,7 +89,10 @@ def calibrate(
 
 
 def _inputs(flatten: Callable[[Any], list[Any]], batch: Any, index: int) -> list[Any]:
-    leaves = flatten(batch)
+    try:
+        leaves = flatten(batch)
+    except QuarkError as error:
+        raise CalibrationError(f"calibration batch {index} does not fit: {error}") from error
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and not torch.isfinite(leaf).all():
             raise CalibrationError(

@@ -12,7 +12,7 @@ from typing import Any, Final, Self
 import yaml
 
 from quark_fx.errors import ConfigError
-from quark_fx.formats import FloatFormat, Format, parse_format
+from quark_fx.formats import UINT32, FloatFormat, Format, parse_format
 from quark_fx.observers import MinMax, NonOverflow, Observer, Placeholder, PowerOfTwoMinMse
 from quark_fx.observers.base import observer_from_dict, observer_to_dict
 from quark_fx.pass_manager import GraphPass, pass_from_dict, pass_to_dict
@@ -109,6 +109,10 @@ class TensorSpec:
             (
                 self.dynamic and self.scale_type is not ScaleType.FLOAT32,
                 "a dynamic range has float32 scales; drop scale_type",
+            ),
+            (
+                self.format == UINT32,
+                "uint32 has zero points that int32 does not hold; use int32 or uint16",
             ),
             (self.dynamic and cast, f"{self.format} has no range to measure; drop dynamic=True"),
         ):

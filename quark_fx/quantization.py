@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from quark_fx.calibration import calibrate
 from quark_fx.capture import Captured, capture_graph
 from quark_fx.config import QuantConfig
-from quark_fx.errors import CalibrationError, QuarkError
+from quark_fx.errors import CalibrationError
 from quark_fx.model import QuantizedModel
 from quark_fx.pass_manager import copy_graph, run_passes
 from quark_fx.passes.convert import convert
@@ -91,7 +91,4 @@ def _peek(data: Iterable[Any] | None) -> tuple[Any, Iterable[Any]]:
 
 
 def _flatten(captured: Captured, batch: Any) -> list[Any]:
-    try:
-        return captured.signature.flatten(*split_batch(batch))
-    except QuarkError as error:
-        raise CalibrationError(f"a calibration batch does not fit: {error}") from error
+    return captured.signature.flatten(*split_batch(batch))

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import math
 import operator
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -38,6 +40,10 @@ _PYTHON = {
     **{f"sym_{name}": getattr(torch, f"sym_{name}") for name in ("max", "min", "float", "int", "ite", "not", "sqrt")},
     **{f"math_{name}": getattr(math, name) for name in ("ceil", "floor", "trunc", "sqrt")},
 }
+_FORBIDDEN = ("aten.from_file.", "aten.save.", "debugprims.")
+"""Operators that touch files."""
+_MODULE = re.compile(r'(?:fqn|default_factory_module)\\*"\s*:\s*\\*"([\w.]+)')
+"""Modules that torch would import to rebuild a structure (an enum, a `defaultdict`)."""
 _PYTHON_NAMES = {function: name for name, function in _PYTHON.items()}
 
 
@@ -83,11 +89,13 @@ def load(directory: str | Path, *, device: str | torch.device = "cpu") -> Quanti
         document = json.loads((directory / _GRAPH).read_text())
         with safe_open(directory / _TENSORS, framework="pt", device=str(device)) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+    except (OSError, SafetensorError, ValueError) as error:
         raise QuarkError(f"{directory} holds no readable quantized model: {error}") from error
-    if document.get("version") != FORMAT_VERSION:
+    if not isinstance(document, dict) or "version" not in document:
+        raise QuarkError(f"{directory / _GRAPH} is damaged: it holds no graph")
+    if document["version"] != FORMAT_VERSION:
         raise QuarkError(
-            f"{directory} has format version {document.get('version')}, this quark_fx reads {FORMAT_VERSION}; "
+            f"{directory} has format version {document['version']}, this quark_fx reads {FORMAT_VERSION}; "
             "update quark_fx or save the model again"
         )
     try:
@@ -99,7 +107,9 @@ def load(directory: str | Path, *, device: str | torch.device = "cpu") -> Quanti
             [Row(**row) for row in document["rows"]],
             [PassRecord(**record) for record in document["passes"]],
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except QuarkError:
+        raise
+    except Exception as error:  # what a damaged graph breaks is anyone's guess
         raise QuarkError(f"{directory / _GRAPH} is damaged: {type(error).__name__}: {error}") from error
 
 
@@ -132,6 +142,8 @@ def _resolve(name: str) -> Callable[..., Any]:
         if rest not in _PYTHON:
             raise QuarkError(f"the stored graph calls {name}, which is not allowed")
         return _PYTHON[rest]  # type: ignore[no-any-return]
+    if name.startswith(_FORBIDDEN):
+        raise QuarkError(f"the stored graph calls {name}, which is not allowed")
     packet, _, overload = rest.rpartition(".")
     operator_packet = getattr(getattr(torch.ops, namespace), packet, None)
     found = getattr(operator_packet, overload, None)
@@ -195,6 +207,7 @@ def _graph_from_dict(document: dict[str, Any], tensors: dict[str, Tensor], devic
         target = _resolve(data["target"]) if data["op"] == "call_function" else data["target"]
         if data["op"] == "output":
             args = (tuple(args[0]),)
+        _require_harmless(data["op"], target, kwargs, tensors)
         node = graph.create_node(data["op"], target, args, kwargs, name=data["name"])
         node.meta["stack_trace"] = data.get("stack_trace", "")
         node.meta["nn_module_stack"] = {"": (data.get("module", ""), "")}
@@ -202,6 +215,18 @@ def _graph_from_dict(document: dict[str, Any], tensors: dict[str, Tensor], devic
     gm = GraphModule(holder, graph, class_name="CapturedGraph")
     _restore(gm, document["inputs"], device)
     return gm
+
+
+def _require_harmless(op: str, target: Any, kwargs: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Refuse what torch.fx would paste into the source of `forward` as it stands."""
+    known = {
+        "placeholder": isinstance(target, str) and target.isidentifier(),
+        "get_attr": target in tensors,
+        "call_function": True,
+        "output": target == "output",
+    }
+    if not known.get(op, False) or not all(key.isidentifier() for key in kwargs):
+        raise QuarkError(f"the stored graph holds a {op!r} of {target!r}, which is not allowed")
 
 
 def _restore(gm: GraphModule, inputs: list[dict[str, Any] | None], device: torch.device) -> None:
@@ -232,8 +257,8 @@ def _signature_to_dict(signature: Signature) -> dict[str, Any]:
 
 def _signature_from_dict(data: dict[str, Any]) -> Signature:
     return Signature(
-        in_spec=pytree.treespec_loads(data["in_spec"]),
-        out_spec=pytree.treespec_loads(data["out_spec"]),
+        in_spec=_structure(data["in_spec"]),
+        out_spec=_structure(data["out_spec"]),
         parameters=tuple(data["parameters"]),
         input_names=tuple(data["input_names"]),
         output_names=tuple(data["output_names"]),
@@ -241,3 +266,10 @@ def _signature_from_dict(data: dict[str, Any]) -> Signature:
         input_dtypes=tuple(None if d is None else getattr(torch, d) for d in data["input_dtypes"]),
         input_constants=data["input_constants"],
     )
+
+
+def _structure(text: str) -> pytree.TreeSpec:
+    for module in _MODULE.findall(text):
+        if module not in sys.modules:
+            raise QuarkError(f"the stored inputs or outputs are of a type of {module}; import that module first")
+    return pytree.treespec_loads(text)

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from quark_fx.errors import ExportError
 from quark_fx.export.program import to_exported_program
 from quark_fx.export.table import translation_table
+from quark_fx.export.translation import translate
 from quark_fx.formats import IntFormat, parse_format
 from quark_fx.graph import describe, target_name
 from quark_fx.model import QuantizedModel
@@ -89,25 +90,14 @@ def _translate(gm: GraphModule, input_names: Sequence[str], output_names: Sequen
         program = to_exported_program(gm, decomposed=decomposed)
         try:
             with _quiet_exporter():
-                exported = torch.onnx.export(
-                    program,
-                    (),
-                    dynamo=True,
-                    opset_version=OPSET,
-                    custom_translation_table=translation_table(),
-                    input_names=names,
-                    output_names=result_names,
-                    optimize=False,
-                    verbose=False,
-                )
+                model = translate(program, names, result_names, opset=OPSET)
         except torch.onnx.OnnxExporterError as error:
             # Some operator has no lowering as it stands: let torch decompose the graph and try again.
             errors.append(error)
             logger.debug("decomposing, since %s", _root(error))
             continue
-        assert exported is not None
-        _name_codes(gm, exported.model)
-        return exported.model
+        _name_codes(gm, model)
+        return model
     raise ExportError(_missing_lowerings(gm, errors[-1])) from errors[-1]
 
 
@@ -146,8 +136,6 @@ _TORCH = ("aten", "prims", "torchvision")
 
 
 def _missing_lowerings(gm: GraphModule, error: Exception) -> str:
-    from quark_fx.export.table import translation_table
-
     cause = _root(error)
     text = f"{error} {cause}"
     calls = [n for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
