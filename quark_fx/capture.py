@@ -383,6 +383,11 @@ def _drop_no_ops(gm: GraphModule) -> None:
             gm.graph.erase_node(node)
         elif name in _SPELLINGS:
             node.target = _SPELLINGS[name]
+        elif name == "aten.sort.default":
+            # Which of two equal values comes first is open; a runtime must not answer differently from torch.
+            arguments = dict(zip(("dim", "descending"), node.args[1:], strict=False))
+            node.target, node.args = _aten.sort.stable, node.args[:1]
+            node.kwargs = {"stable": True, **arguments, **node.kwargs}
         elif name in _NO_OPS and isinstance(node.args[0], Node) and _NO_OPS[name](node):
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)

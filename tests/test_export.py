@@ -17,8 +17,9 @@ from tiny import cnn, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 
 import quark_fx as qfx
+import quark_fx.export.lowering  # fills the table
 from quark_fx.config import Granularity, QuantConfig, Target, TensorSpec
-from quark_fx.export.lowering import LOWERINGS, translation_table
+from quark_fx.export.table import LOWERINGS, translation_table
 from quark_fx.formats import INT3, INT4, UINT4
 from quark_fx.presets import INT8_DYNAMIC, INT8_STATIC, PRESETS
 

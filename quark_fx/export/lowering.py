@@ -120,3 +120,10 @@ def adaptive_avg_pool2d(x: Any, output_size: list[int]) -> Any:
         raise ValueError(f"adaptive_avg_pool2d from {sides} to {output_size} has windows of unequal size")
     kernel = [n // out for n, out in zip(sides, output_size, strict=True)]
     return op.AveragePool(x, kernel_shape=kernel, strides=kernel)
+
+
+@lowers("aten.sort.stable")
+def sort(x: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+    """`TopK` of all values; of equal ones it takes the lower index first, so it is stable."""
+    size = op.Gather(op.Shape(x), op.Constant(value_ints=[dim % x.shape.rank()]))
+    return op.TopK(x, size, axis=dim, largest=int(descending), sorted=1)

@@ -1,0 +1,144 @@
+"""Calibration data that cannot be used is refused with the batch, the value and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from devices import on_devices
+from tiny import cnn, images, quantize, rand, seeded
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import quark_fx as qfx
+from quark_fx.presets import INT8_STATIC, PRESETS
+
+STATIC = [n for n, c in PRESETS.items() if c.input is not None and not c.input.dynamic and not c.input.is_cast]
+
+
+def model() -> nn.Module:
+    return seeded(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3)))
+
+
+@on_devices
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_value_that_is_not_finite_names_its_batch(bad: float, index: int, device: torch.device) -> None:
+    data = [rand(5, 4, seed=i).to(device) for i in range(3)]
+    data[index][3, 1] = bad
+    with pytest.raises(qfx.CalibrationError, match=f"calibration batch {index}: input .* holds NaN or infinity"):
+        quantize(model().to(device), "int8_static", data)
+
+
+@pytest.mark.parametrize("preset", STATIC)
+def test_a_value_that_becomes_infinite_inside_names_its_operator(preset: str) -> None:
+    net = model()
+    with torch.no_grad():
+        net[0].weight.mul_(1e30)  # type: ignore[index,operator]
+    with pytest.raises(qfx.CalibrationError, match=r"cannot be quantized: .*not finite") as caught:
+        quantize(net, preset, [rand(5, 4) * 1e30])
+    assert "aten." in str(caught.value)
+
+
+@pytest.mark.parametrize("data", [[], (), iter([]), DataLoader(TensorDataset(torch.empty(0, 4)))], ids=str)
+def test_no_batch_at_all_is_refused(data: Any) -> None:
+    with pytest.raises(qfx.CalibrationError, match="missing or empty; pass batches of real inputs"):
+        quantize(model(), "int8_static", data)
+
+
+def test_no_data_is_refused() -> None:
+    with pytest.raises(qfx.CalibrationError, match="missing or empty"):
+        quantize(model(), "int8_static", None)
+
+
+def test_an_exported_program_with_ranges_to_find_needs_data_too() -> None:
+    program = torch.export.export(model(), (rand(5, 4),))
+    with pytest.raises(qfx.CalibrationError, match="holds no batch"):
+        qfx.quantize(program, "int8_static", None, progress=False)
+
+
+def test_an_empty_batch_is_refused_wherever_it_comes() -> None:
+    with pytest.raises(qfx.QuarkError, match=r"is empty, shape \(0, 4\)"):
+        quantize(model(), "int8_static", [torch.empty(0, 4)])
+    with pytest.raises(qfx.CalibrationError, match=r"calibration batch 1: .* is empty, shape \(0, 4\)"):
+        quantize(model(), "int8_static", [rand(5, 4), torch.empty(0, 4)])
+
+
+@pytest.mark.parametrize("data", [rand(5, 4), {"x": rand(5, 4)}, "text"], ids=["tensor", "dict", "str"])
+def test_one_batch_in_place_of_many_is_refused_with_the_remedy(data: Any) -> None:
+    with pytest.raises(qfx.CalibrationError, match=f"not one {type(data).__name__}; wrap a single batch in a list"):
+        quantize(model(), "int8_static", data)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (rand(5, 7), r"shape \(5, 7\); the graph was captured for \(any, 4\)"),
+        (rand(4), r"shape \(4,\)"),
+        (rand(5, 4).double(), "dtype torch.float64"),
+        ((rand(5, 4), torch.zeros(5)), "input"),
+        ({"pixels": rand(5, 4)}, "lacks .* adds pixels|lacks .*pixels|adds pixels"),
+        ({}, "lacks input"),
+        ("text", "is a str"),
+    ],
+    ids=["size", "rank", "dtype", "pair", "names", "nothing", "type"],
+)
+def test_a_batch_that_does_not_fit_is_named_with_the_reason(wrong: Any, message: str) -> None:
+    with pytest.raises(qfx.CalibrationError, match=message) as caught:
+        quantize(model(), "int8_static", [rand(5, 4), rand(5, 4), wrong])
+    assert "batch 2" in str(caught.value)
+
+
+def test_a_generator_is_read_once_and_gives_what_a_list_gives() -> None:
+    seen = []
+
+    def batches() -> Iterator[Tensor]:
+        for i, x in enumerate(images(4, 2, 5)):
+            seen.append(i)
+            yield x
+
+    x = images(3)[0]
+    got = quantize(cnn(), "int8_static", batches())(x)
+    assert seen == [0, 1, 2]
+    torch.testing.assert_close(got, quantize(cnn(), "int8_static", images(4, 2, 5))(x), rtol=0, atol=0)
+
+
+def test_a_loader_is_data() -> None:
+    loader = DataLoader(TensorDataset(rand(10, 4)), batch_size=4)  # yields lists of one tensor
+    x = rand(3, 4)
+    expected = quantize(model(), "int8_static", [rand(10, 4)])(x)
+    torch.testing.assert_close(quantize(model(), "int8_static", loader)(x), expected, rtol=0, atol=0)
+
+
+def test_every_batch_counts_and_their_order_does_not() -> None:
+    data = [rand(5, 4), rand(5, 4, seed=2) * 10, rand(5, 4, seed=3)]
+    a, b = (quantize(model(), "int8_static", d) for d in (data, [data[2], data[0], data[1]]))
+    torch.testing.assert_close(a(data[1]), b(data[1]), rtol=0, atol=0)
+    few = quantize(model(), "int8_static", data[:1])
+    with torch.no_grad():
+        expected = model()(data[1])
+    assert (a(data[1]) - expected).abs().max() < 0.1 * (few(data[1]) - expected).abs().max()
+
+
+def test_a_failed_calibration_leaves_the_model_as_it_was() -> None:
+    net = model()
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    with pytest.raises(qfx.CalibrationError):
+        quantize(net, "int8_static", [rand(5, 4), torch.full((5, 4), torch.nan)])
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+    quantize(net, "int8_static", [rand(5, 4)])
+
+
+@pytest.mark.parametrize("preset", ["int8_dynamic", "int8_weight_only"])
+def test_a_preset_without_static_ranges_reads_one_batch(preset: str) -> None:
+    data = iter([rand(5, 4), rand(5, 4)])
+    quantize(model(), preset, data)
+    assert len(list(data)) == 1
+
+
+def test_observers_are_gone_from_the_result() -> None:
+    qmodel = quantize(model(), INT8_STATIC, [rand(5, 4)])
+    assert not [n for n, m in qmodel.graph_module.named_modules() if type(m).__name__ == "Watch"]
+    assert not [n for n in qmodel.graph_module.graph.nodes if n.op == "call_module"]
