@@ -104,9 +104,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def environment() -> str:
-    """Return versions and processor in one line."""
+    """Return versions, processor and its load in one line."""
     packages = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
-    return f"Python {platform.python_version()}, {packages}; {_processor()}, {os.cpu_count()} cores."
+    # Where others used the machine too, absolute times say little; ratios of neighbours still do.
+    load = f", load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    return f"Python {platform.python_version()}, {packages}; {_processor()}, {os.cpu_count()} cores{load}."
 
 
 def _processor() -> str:

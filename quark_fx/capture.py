@@ -12,7 +12,7 @@ import logging
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -45,8 +45,8 @@ def capture_graph(
 
     Args:
         model: a module in eval mode, a Hugging Face model, or an `ExportedProgram`.
-        example_batch: a tensor, a tuple or list of positional inputs, or a mapping of keywords. Its first
-            dimension, and the second of integer matrices and of rank-3 tensors (tokens), become dynamic.
+        example_batch: a tensor, a tuple or list of positional inputs, or a mapping of keywords. Batch and
+            sequence dimensions (`dynamic_dimensions`) become dynamic.
             Not needed for an `ExportedProgram`.
         dynamic_shapes: passed to `torch.export.export` instead of those defaults.
 
@@ -67,19 +67,25 @@ def capture_graph(
     names = parameter_names(model.forward)
     if dynamic_shapes is not None:
         return _normalise(_export(model, args, kwargs, dynamic_shapes), names)
-    try:
-        with _quiet("torch"):
-            program = _export(model, *_widen_ones(args, kwargs), None)
-    except CaptureError as error:
-        logger.debug("capture with widened batch failed, trying the batch as it is: %s", error)
-        program = _export(model, args, kwargs, None)
-    return _normalise(program, names)
+    # torch.export specialises a dynamic dimension of size 1 in the example, so it is repeated: in every dynamic
+    # dimension, or, where the model does not take that (an only channel), in the batch alone.
+    for dimensions in (range(3), range(1)):
+        try:
+            with _quiet("torch"):
+                return _normalise(_export(model, *_widen_ones(args, kwargs, dimensions), None), names)
+        except CaptureError as error:
+            logger.debug("capture with the batch widened in dimensions %s failed: %s", dimensions, error)
+    return _normalise(_export(model, args, kwargs, None), names)
 
 
 def dynamic_dimensions(x: Tensor) -> dict[int, Any]:
-    """Return the dimensions that are dynamic by default: the batch, and the sequence of token-like inputs."""
-    tokens = (x.dim() == 2 and not x.is_floating_point()) or x.dim() == 3
-    return dict.fromkeys(range(min(x.dim(), 2 if tokens else 1)), Dim.AUTO)
+    """Return the dimensions that are dynamic by default: the batch, and those that may be a sequence.
+
+    That is the second of a matrix of integers (tokens) and both others of a rank-3 tensor: `(batch, tokens,
+    features)` or `(batch, channels, time)`. One the model fixes stays fixed.
+    """
+    count = 3 if x.dim() == 3 else 2 if x.dim() == 2 and not x.is_floating_point() else 1
+    return dict.fromkeys(range(min(x.dim(), count)), Dim.AUTO)
 
 
 def _told_apart(batch: Any) -> Any:
@@ -95,13 +101,16 @@ def _told_apart(batch: Any) -> Any:
     return pytree.tree_map(distinct, batch)
 
 
-def _widen_ones(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    # A dimension of size 1 in the example is specialised by torch.export, so it is repeated once.
+def _widen_ones(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], dimensions: Collection[int]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Repeat tensors once in those of `dimensions` that are dynamic and have size 1."""
+
     def widen(x: Any) -> Any:
-        if not isinstance(x, Tensor) or 1 not in (x.shape[dim] for dim in dynamic_dimensions(x)):
+        if not isinstance(x, Tensor):
             return x
-        dynamic = dynamic_dimensions(x)
-        return x.repeat([2 if dim in dynamic and n == 1 else 1 for dim, n in enumerate(x.shape)])
+        ones = [dim for dim in dynamic_dimensions(x) if dim in dimensions and x.shape[dim] == 1]
+        return x.repeat([2 if dim in ones else 1 for dim in range(x.dim())]) if ones else x
 
     return pytree.tree_map(widen, (args, dict(kwargs)))  # type: ignore[no-any-return]
 

@@ -131,7 +131,16 @@ class TensorSpec:
         return isinstance(self.format, FloatFormat) and not self.format.needs_scale
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with `changes`, checked again."""
+        """Return a copy with `changes`, checked again; what followed from the format follows from a new one.
+
+        Raises:
+            ConfigError: for an unknown field, or if the result contradicts itself.
+        """
+        _known(type(self), changes)
+        if "format" in changes:
+            default = TensorSpec(format=self.format)
+            follow = [key for key in ("symmetry", "observer") if getattr(self, key) == getattr(default, key)]
+            changes = dict.fromkeys(follow) | changes
         return replace(self, **changes)
 
     def __str__(self) -> str:

@@ -61,6 +61,9 @@ _OPERATORS = {
     "transformers.grouped_mm_fallback.default": _EXPERTS,
 }
 
+KINDS = frozenset(row.kind for row in (*_OPERATORS.values(), _PRODUCT))
+"""Every operator family, as patterns name them."""
+
 _WEIGHTED_BUT_UNSUPPORTED = {
     "aten.convolution.default": (1,),
     "aten.embedding_bag.padding_idx": (0,),
@@ -186,10 +189,10 @@ def set_argument(node: Node, position: int, value: Any) -> None:
 def unsupported_weight(node: Node) -> Node | None:
     """Return the weight of an operator that has one but no row in the table."""
     for position in _WEIGHTED_BUT_UNSUPPORTED.get(target_name(node), ()):
-        weight = argument(node, position)
-        first = weight[0] if isinstance(weight, list | tuple) and weight else weight
-        if _is_weight(first):
-            return first  # type: ignore[no-any-return]
+        given = argument(node, position)
+        weights = given if isinstance(given, list | tuple) else (given,)
+        if (found := next((weight for weight in weights if _is_weight(weight)), None)) is not None:
+            return found  # type: ignore[no-any-return]
     return None
 
 

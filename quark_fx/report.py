@@ -27,6 +27,7 @@ class Row:
         bytes_before: bytes of the weight in the captured model.
         bytes_after: bytes of codes, scales and zero points.
         reason: why it is in float; empty if it is quantized.
+        parameter: name of the weight; operators that share one share its bytes.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Row:
     bytes_before: int = 0
     bytes_after: int = 0
     reason: str = ""
+    parameter: str = ""
 
     @classmethod
     def of_quantized(cls, *, original: Tensor, quantized: QuantizedTensor, **fields: Any) -> Self:
@@ -70,7 +72,9 @@ class Report:
     def totals(self) -> dict[str, Any]:
         """Number of operators, how many are quantized, bytes before and after, and their ratio."""
         quantized = [row for row in self.rows if not row.reason]
-        before, after = (sum(getattr(row, f) for row in self._distinct()) for f in ("bytes_before", "bytes_after"))
+        # A weight that several operators read counts once, and once per format after.
+        before = sum({row.parameter: row.bytes_before for row in self.rows}.values())
+        after = sum({(row.parameter, row.weight): row.bytes_after for row in self.rows}.values())
         return {
             "operators": len(self.rows),
             "quantized": len(quantized),
@@ -78,10 +82,6 @@ class Report:
             "bytes_after": after,
             "ratio": after / before if before else 1.0,
         }
-
-    def _distinct(self) -> list[Row]:
-        # Operators of one module that share a weight (called twice, or tied) hold its bytes once.
-        return list({(row.name, row.kind, row.bytes_before): row for row in self.rows}.values())
 
     def to_dict(self) -> dict[str, Any]:
         """Return rows, passes and totals as plain data."""

@@ -428,7 +428,9 @@ def test_linear_convolution_and_attention_stay_whole() -> None:
 def test_dynamic_shapes_override_the_default() -> None:
     captured = qfx.capture_graph(cnn(), images(4)[0], dynamic_shapes={"x": None})
     assert captured.signature.input_shapes == ((4, 3, 8, 8),)
-    free = qfx.capture_graph(cnn(), images(4)[0], dynamic_shapes={"x": {0: torch.export.Dim.AUTO, 2: torch.export.Dim.AUTO}})
+    free = qfx.capture_graph(
+        cnn(), images(4)[0], dynamic_shapes={"x": {0: torch.export.Dim.AUTO, 2: torch.export.Dim.AUTO}}
+    )
     assert free.signature.input_shapes == ((None, 3, None, 8),)
 
 
@@ -523,7 +525,9 @@ def test_a_batch_that_does_not_fit_forward_is_refused_with_its_parameters(batch:
 )
 def test_a_call_that_does_not_fit_is_refused(inputs: tuple[Any, ...], message: str) -> None:
     captured = qfx.capture_graph(seeded(nn.Linear(4, 3)).eval(), {"input": rand(3, 4)})
-    with pytest.raises(qfx.QuarkError, match=message.replace("input x", "input input").replace("lacks x", "lacks input")):
+    with pytest.raises(
+        qfx.QuarkError, match=message.replace("input x", "input input").replace("lacks x", "lacks input")
+    ):
         call(captured, *inputs)
 
 
@@ -537,6 +541,7 @@ def test_a_forward_that_writes_to_a_buffer_is_refused_by_name() -> None:
     class Counter(nn.Module):
         def __init__(self) -> None:
             super().__init__()
+            self.steps: Tensor
             self.register_buffer("steps", torch.zeros(()))
 
         def forward(self, x: Tensor) -> Tensor:
@@ -548,7 +553,7 @@ def test_a_forward_that_writes_to_a_buffer_is_refused_by_name() -> None:
 
 
 def test_what_is_no_module_is_refused() -> None:
-    with pytest.raises(qfx.CaptureError, match="expected an nn.Module or an ExportedProgram, not function"):
+    with pytest.raises(qfx.CaptureError, match=r"expected an nn.Module or an ExportedProgram, not function"):
         qfx.capture_graph(lambda x: x, rand(1))  # type: ignore[arg-type]
 
 

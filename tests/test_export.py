@@ -30,9 +30,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., list[Tensor]]]] =
 everywhere = pytest.mark.parametrize(("name", "preset"), [(m, p) for m in MODELS for p in PRESETS])
 
 
-def exported(
-    qmodel: qfx.QuantizedModel, directory: Path, **options: Any
-) -> tuple[Path, onnx.ModelProto]:
+def exported(qmodel: qfx.QuantizedModel, directory: Path, **options: Any) -> tuple[Path, onnx.ModelProto]:
     path = qfx.export.onnx(qmodel, directory / "model.onnx", **options)
     return path, onnx.load(path)
 
@@ -93,8 +91,7 @@ def test_the_file_is_valid_and_of_the_pinned_versions(name: str, preset: str, ex
 
 @everywhere
 def test_no_float_copy_of_a_quantized_weight_is_stored(name: str, preset: str, exports: Exports) -> None:
-    qmodel, path = exports(name, preset)
-    model = onnx.load(path)
+    model = onnx.load(exports(name, preset)[1])
     floats = {TensorProto.FLOAT, TensorProto.DOUBLE}
     if preset not in ("fp16", "bf16"):
         floats |= {TensorProto.FLOAT16, TensorProto.BFLOAT16}
@@ -103,7 +100,9 @@ def test_no_float_copy_of_a_quantized_weight_is_stored(name: str, preset: str, e
         if tensor.data_type in floats:
             assert tuple(sorted(tensor.dims)) not in originals, tensor.name
     constants = [n for n in model.graph.node if n.op_type == "Constant"]
-    assert all(np.prod(numpy_helper.to_array(a.t).shape) <= 8 for n in constants for a in n.attribute if a.HasField("t"))
+    assert all(
+        np.prod(numpy_helper.to_array(a.t).shape) <= 8 for n in constants for a in n.attribute if a.HasField("t")
+    )
     assert not {"Identity", "Dropout"} & {n.op_type for n in model.graph.node}
 
 
@@ -216,7 +215,7 @@ def test_ragged_groups_are_exported(fmt: Any, features: int, tmp_path: Path) -> 
 @pytest.mark.parametrize("size", ["small", "large"])
 def test_external_data_is_written_beside_the_file_and_read_back(size: str, tmp_path: Path) -> None:
     model = seeded(nn.Linear(8, 4) if size == "small" else nn.Linear(512, 64))
-    x = rand(4, model.in_features)  # type: ignore[arg-type]
+    x = rand(4, model.in_features)
     qmodel = quantize(model, "int8_static", [x])
     path, _ = exported(qmodel, tmp_path, external_data=True)
     if size == "large":
@@ -230,7 +229,12 @@ def test_external_data_is_written_beside_the_file_and_read_back(size: str, tmp_p
 def test_the_file_is_about_a_quarter_of_the_float_one(tmp_path: Path) -> None:
     model = seeded(nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 64)))
     floats = sum(p.numel() * 4 for p in model.parameters())
-    for preset, share in (("int8_static", 0.27), ("int8_dynamic", 0.27), ("int4_weight_only", 0.17), ("fp8_static", 0.27)):
+    for preset, share in (
+        ("int8_static", 0.27),
+        ("int8_dynamic", 0.27),
+        ("int4_weight_only", 0.17),
+        ("fp8_static", 0.27),
+    ):
         path, _ = exported(quantize(model, preset, [rand(4, 256)]), tmp_path)
         assert path.stat().st_size < share * floats + 16384, preset  # 16 KiB of graph
 
@@ -334,7 +338,8 @@ def test_a_format_without_an_onnx_type_is_refused_with_the_users_line(tmp_path: 
 
 @pytest.fixture
 def unknown_operator() -> Any:
-    library = torch.library.Library("quark_fx_test", "FRAGMENT")
+    torch_library: Any = torch.library
+    library = torch_library.Library("quark_fx_test", "FRAGMENT")
     library.define("mystery(Tensor x) -> Tensor")
     library.impl("mystery", lambda x: x + 1, "CompositeExplicitAutograd")
     library.impl("mystery", lambda x: torch.empty_like(x), "Meta")
@@ -361,7 +366,10 @@ def test_every_operator_without_a_lowering_is_listed_with_the_users_line(
     message, first = str(caught.value), Model.forward.__code__.co_firstlineno
     assert message.startswith("2 node(s) have no ONNX lowering")
     for line in (first + 1, first + 3):
-        assert f"quark_fx_test.mystery.default at %mystery{'_1' if line > first + 1 else ''} ({__file__}:{line})" in message
+        assert (
+            f"quark_fx_test.mystery.default at %mystery{'_1' if line > first + 1 else ''} ({__file__}:{line})"
+            in message
+        )
     assert "quark_fx.export.lowers" in message
 
 
@@ -398,7 +406,7 @@ def test_every_lowering_is_of_an_operator_that_exists(name: str) -> None:
 
 def test_a_missing_directory_is_refused_before_any_work(tmp_path: Path) -> None:
     qmodel = quantize(seeded(nn.Linear(4, 3)), "int8_static", [rand(4, 4)])
-    with pytest.raises(qfx.ExportError, match="the directory .*nowhere does not exist; create it first"):
+    with pytest.raises(qfx.ExportError, match=r"the directory .*nowhere does not exist; create it first"):
         qfx.export.onnx(qmodel, tmp_path / "nowhere" / "model.onnx")
 
 

@@ -36,7 +36,7 @@ def test_scale_and_zero_point_are_onnxruntimes(low: float, high: float, name: st
         np.array(a), np.array(b), np.array(scheme.qmin, NUMPY[name]), np.array(scheme.qmax, NUMPY[name]), symmetric
     )
     got = affine_qparams(a, b, scheme)
-    # A range that is no more than a rounding error of zero: both choose scale 1, and zero is exact under any zero point.
+    # A range no wider than a rounding error of zero: both choose scale 1, and zero is exact under any zero point.
     assert float(got.scale) == float(scale)
     if float(scale) == 1.0 and max(abs(low), abs(high)) < 1:
         return
@@ -110,7 +110,7 @@ def test_a_bound_that_is_not_finite_is_refused(bad: float, position: int, device
     edges = [torch.tensor([-1.0, -2.0], device=device), torch.tensor([1.0, 2.0], device=device)]
     edges[position][1] = bad
     with pytest.raises(ValueError, match=r"the range is not finite: low -1.0, .* high 1.0, "):
-        affine_qparams(*edges, Scheme(format=FORMATS["int8"]))
+        affine_qparams(edges[0], edges[1], Scheme(format=FORMATS["int8"]))
 
 
 @on_devices

@@ -40,7 +40,9 @@ def test_a_loaded_model_computes_the_same_bits(name: str, preset: str, tmp_path:
     assert str(loaded.graph_module.graph) == str(qmodel.graph_module.graph)
 
 
-@pytest.mark.parametrize(("name", "preset"), [("cnn", "int8_static"), ("mlp", "int8_dynamic"), ("mlp", "int4_weight_only")])
+@pytest.mark.parametrize(
+    ("name", "preset"), [("cnn", "int8_static"), ("mlp", "int8_dynamic"), ("mlp", "int4_weight_only")]
+)
 def test_the_export_of_a_loaded_model_computes_what_the_first_export_does(
     name: str, preset: str, tmp_path: Path
 ) -> None:
@@ -136,7 +138,9 @@ def test_a_damaged_file_is_named(name: str, damage: str, stored: Path) -> None:
         path.unlink()
     else:
         content = path.read_bytes()
-        path.write_bytes({"empty": b"", "truncated": content[: len(content) // 2], "binary": b"\xff\xfe\x00" * 99}[damage])
+        path.write_bytes(
+            {"empty": b"", "truncated": content[: len(content) // 2], "binary": b"\xff\xfe\x00" * 99}[damage]
+        )
     with pytest.raises(qfx.QuarkError, match="holds no readable quantized model") as caught:
         qfx.load(stored)
     assert str(stored) in str(caught.value)

@@ -126,6 +126,7 @@ def onnx_runtime(path: Path, *, optimize: bool) -> Callable[..., list[Tensor]]:
     """Return the function a file computes in ONNX Runtime, inputs in the file's order."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
+    options.intra_op_num_threads = 1  # the pools of sessions that wait spin
     if not optimize:
         # Its CPU kernels for 8-bit floats lack what the optimiser fuses them to.
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL

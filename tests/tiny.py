@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,10 @@ from torch.fx import GraphModule, Node
 import quark_fx as qfx
 from quark_fx.graph import parameter, target_name
 
+M = TypeVar("M", bound=nn.Module)
 
-def seeded(model: nn.Module, seed: int = 0) -> nn.Module:
+
+def seeded(model: M, seed: int = 0) -> M:
     """Return `model` in eval mode with every parameter and statistic drawn anew."""
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():

@@ -61,8 +61,9 @@ def to_exported_program(gm: GraphModule, *, decomposed: bool) -> ExportedProgram
         if node.op == "placeholder":
             inputs.append(InputSpec(InputKind.USER_INPUT, _argument(copied), None))
         elif node.op == "output":
-            results = copied.args[0]
-            assert isinstance(results, tuple)
+            # A file holds tensors: constants in the result (None, numbers) are the signature's to restore.
+            results = tuple(r for r in copied.args[0] if isinstance(r, Node))  # type: ignore[union-attr]
+            copied.args = (results,)
             outputs = [OutputSpec(OutputKind.USER_OUTPUT, _argument(r), None) for r in results]
     arity = sum(spec.kind is InputKind.USER_INPUT for spec in inputs)
     in_spec = pytree.tree_structure(((0,) * arity, {}))

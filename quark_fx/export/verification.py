@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -99,9 +100,13 @@ def verify(
     import onnxruntime
 
     options = session_options or _session_options(qmodel, optimize)
+    if per_node:  # the graph is given as bytes, which have no directory to find external data in
+        folder = str(Path(path).resolve().parent)
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
     source: Any = _with_codes_as_outputs(Path(path), qmodel) if per_node else str(path)
     session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     inputs, names = session.get_inputs(), [output.name for output in session.get_outputs()]
+    quantizers = _quantizers(qmodel)
     compared = _Comparison(qmodel)
     count = 0
     for batch in batches:
@@ -111,8 +116,7 @@ def verify(
             raise ExportError(f"{path} has {len(inputs)} inputs, the model {len(feed)}: it is not this model's export")
         feeds = {i.name: leaf.numpy(force=True) for i, leaf in zip(inputs, feed, strict=True)}
         results = dict(zip(names, session.run(names, feeds), strict=True))
-        outputs = qmodel.signature.output_names
-        codes = {name: torch.from_numpy(value) for name, value in results.items() if name not in outputs}
+        codes = {name: torch.from_numpy(value) for name, value in results.items() if name in quantizers}
         with torch.no_grad():
             follower = _Follower(qmodel.graph_module, codes)
             expected = [value for value in follower.run(*leaves) if isinstance(value, Tensor)]
@@ -164,7 +168,8 @@ class _Comparison:
     def _difference(self, name: str, pairs: list[tuple[Tensor, Tensor]]) -> Difference:
         a, b = (torch.cat(side) for side in zip(*pairs, strict=True))
         # Where both are the same infinity or NaN (a mask's) there is no difference.
-        gap = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
+        # Where one of them only is NaN, the difference is infinite, not "not a number", which no maximum would keep.
+        gap = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs().nan_to_num(nan=torch.inf))
         finite = a[a.isfinite()]
         spread = float(finite.max() - finite.min()) / 255 if finite.numel() else 0.0
         step = self.steps.get(name) or spread or 1.0
@@ -174,14 +179,19 @@ class _Comparison:
             max_abs=float(gap.max()) if gap.numel() else 0.0,
             step=step,
             share=float((gap > step / 2).double().mean()) if gap.numel() else 0.0,
-            sqnr=10 * float(np.log10(signal / noise)) if noise > 0 and signal > 0 else float("inf"),
+            sqnr=10 * (math.log10(signal) - math.log10(noise)) if noise > 0 and signal > 0 else math.inf,
         )
+
+
+def _quantizers(qmodel: QuantizedModel) -> set[str]:
+    nodes = qmodel.graph_module.graph.nodes
+    return {node.name for node in nodes if target_name(node) == "quark_fx.quantize.default"}
 
 
 def _known_steps(qmodel: QuantizedModel) -> dict[str, float]:
     """Return the step of every code (1) and of every output that is dequantized with one static scale."""
     gm = qmodel.graph_module
-    steps = {node.name: 1.0 for node in gm.graph.nodes if target_name(node) == "quark_fx.quantize.default"}
+    steps = dict.fromkeys(_quantizers(qmodel), 1.0)
     output = next(iter(reversed(gm.graph.nodes)))
     for name, node in zip(qmodel.signature.output_names, output.args[0], strict=True):
         if isinstance(node, Node) and target_name(node) == "quark_fx.dequantize.default":
@@ -209,7 +219,7 @@ def _with_codes_as_outputs(path: Path, qmodel: QuantizedModel) -> bytes:
     import onnx_ir as ir
 
     model = ir.load(path)
-    named = {n.name for n in qmodel.graph_module.graph.nodes if target_name(n) == "quark_fx.quantize.default"}
+    named = _quantizers(qmodel)
     for node in model.graph:
         for value in node.outputs:
             # numpy has no 4- or 8-bit float types to read codes into; those values are compared at the outputs only.

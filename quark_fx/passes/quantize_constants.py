@@ -89,6 +89,7 @@ def _quantize_operator(
         _replace_bias(gm, op, bias_node, bias_spec, found.tensor, int32_scale)
     return Row.of_quantized(
         name=op.name,
+        parameter=str(op.weight_node.target),
         kind=op.kind,
         weight=str(op.weight),
         activation=str(op.input) if op.input else "",
@@ -228,6 +229,7 @@ def _float_row(gm: GraphModule, op: PlannedOperator) -> Row:
     size = parameter(gm, op.weight_node).nbytes if op.weight_node is not None else 0
     return Row(
         name=op.name,
+        parameter=str(op.weight_node.target) if op.weight_node is not None else "",
         kind=op.kind,
         activation=str(op.input) if op.input else "",
         bytes_before=size,

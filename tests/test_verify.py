@@ -1,0 +1,197 @@
+"""`verify` says how far ONNX Runtime is from torch, and notices a file that is not the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import numpy_helper
+from tiny import calls, cnn, images, mlp, quantize, rand, seeded, tokens
+from torch import Tensor, nn
+
+import quark_fx as qfx
+from quark_fx.export.verification import Difference
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> tuple[qfx.QuantizedModel, Path]:
+    qmodel = quantize(cnn(), "int8_static", images())
+    return qmodel, qfx.export.onnx(qmodel, tmp_path / "cnn.onnx")
+
+
+def tamper(path: Path, wanted: Callable[[onnx.TensorProto], bool], change: Callable[[Any], Any]) -> str:
+    model = onnx.load(path)
+    tensor = next(t for t in model.graph.initializer if wanted(t))
+    old = numpy_helper.to_array(tensor)
+    tensor.CopyFrom(numpy_helper.from_array(np.asarray(change(old.copy()), dtype=old.dtype), tensor.name))
+    onnx.save(model, path)
+    return str(tensor.name)
+
+
+def test_a_faithful_file_is_within_a_step(exported: tuple[qfx.QuantizedModel, Path]) -> None:
+    qmodel, path = exported
+    result = qfx.verify(qmodel, path, images(4, 1))
+    (difference,) = result.differences
+    assert difference.name == "output"
+    assert 0 <= result.max_steps <= 1
+    assert difference.sqnr > 40
+
+
+TAMPERING: dict[str, tuple[Callable[[onnx.TensorProto], bool], Callable[[Any], Any]]] = {
+    "a weight": (lambda t: t.data_type == onnx.TensorProto.INT8 and len(t.dims) > 1, lambda w: -w),
+    "a scale": (lambda t: t.data_type == onnx.TensorProto.FLOAT and not t.dims, lambda s: s * 1.5),
+    "a bias": (lambda t: t.data_type == onnx.TensorProto.INT32, lambda b: b + 100_000),
+}
+
+
+@pytest.mark.parametrize("what", TAMPERING)
+@pytest.mark.parametrize("per_node", [False, True])
+def test_a_file_that_was_tampered_with_is_noticed(
+    what: str, per_node: bool, exported: tuple[qfx.QuantizedModel, Path]
+) -> None:
+    qmodel, path = exported
+    tamper(path, *TAMPERING[what])
+    assert qfx.verify(qmodel, path, images(4), per_node=per_node).max_steps > 1
+
+
+def test_per_node_compares_every_quantized_value_and_finds_the_one_at_fault(
+    exported: tuple[qfx.QuantizedModel, Path],
+) -> None:
+    qmodel, path = exported
+    quantizers = [node.name for node in calls(qmodel, "quark_fx.quantize")]
+    clean = qfx.verify(qmodel, path, images(4, 2), per_node=True)
+    assert {d.name for d in clean.differences} == {*quantizers, "output"}
+    assert clean.max_steps <= 1
+    # A wrong weight of the second convolution moves the value after it, not the one after the first.
+    second = calls(qmodel, "aten.conv2d")[1]
+    codes = str(second.args[1].args[0].target)  # type: ignore[union-attr]
+    tamper(path, lambda t: t.name == codes, lambda w: -w)
+    broken = qfx.verify(qmodel, path, images(4, 2), per_node=True)
+    wrong = [d.name for d in broken.differences if d.steps > 1]
+    (after,) = [u.name for u in second.users]
+    assert wrong == [after]
+
+
+@pytest.mark.parametrize("preset", ["int8_dynamic", "int8_static", "int4_weight_only", "fp8_static"])
+def test_per_node_works_for_every_kind_of_quantizer(preset: str, tmp_path: Path) -> None:
+    qmodel = quantize(mlp(), preset, tokens())
+    path = qfx.export.onnx(qmodel, tmp_path / "mlp.onnx")
+    assert qfx.verify(qmodel, path, tokens(3), per_node=True, optimize=False).max_steps <= 1
+
+
+def test_the_table_has_a_line_per_value(exported: tuple[qfx.QuantizedModel, Path]) -> None:
+    qmodel, path = exported
+    result = qfx.verify(qmodel, path, images(4), per_node=True)
+    header, *lines = str(result).splitlines()
+    assert header.split()[0] == "name"
+    assert [line.split()[0] for line in lines] == [d.name for d in result.differences]
+    assert result["output"].name == "output"
+
+
+def test_the_numbers_are_what_they_are_called() -> None:
+    """Outputs of 0 … 254 in torch, one of them three off in the file: one 255th of the range is about one step."""
+    d = Difference(name="y", max_abs=3.0, step=2.0, share=0.5, sqnr=10.0)
+    assert d.steps == 1.5
+    assert Difference(name="y", max_abs=3.0, step=0.0, share=0.0, sqnr=0.0).steps == 0
+
+
+def test_a_difference_is_measured(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4, bias=False).eval()
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(4))
+    qmodel = quantize(model, "int8_weight_only", [rand(6, 4)])
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx")
+    name = tamper(path, lambda t: t.data_type == onnx.TensorProto.FLOAT, lambda s: s * 2)
+    assert "scale" in name
+    x = torch.tensor([[0.0, 255.0, 10.0, 4.0]])
+    (d,) = qfx.verify(qmodel, path, [x], optimize=False).differences
+    assert d.max_abs == pytest.approx(255.0, rel=1e-6)  # twice the value
+    assert d.step == pytest.approx(1.0, rel=1e-6)  # one 255th of the range 0 … 255
+    assert d.steps == pytest.approx(255.0, rel=1e-6)
+    assert d.share == 0.75  # all but the zero
+    assert d.sqnr == pytest.approx(0.0, abs=1e-5)  # as much noise as signal
+
+
+def test_names_chosen_at_export_do_not_matter(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            return self.linear(x) + y, self.linear(x - y.sum())
+
+    qmodel = quantize(seeded(Model()), "int8_static", [(rand(6, 4), rand(6, 3))])
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", input_names=["p", "q"], output_names=["r", "s"])
+    for per_node in (False, True):
+        result = qfx.verify(qmodel, path, [(rand(5, 4), rand(5, 3))], per_node=per_node)
+        assert result.max_steps <= 1
+        assert len(result.differences) >= 2
+
+
+def test_per_node_reads_external_data(tmp_path: Path) -> None:
+    qmodel = quantize(seeded(nn.Linear(512, 64)), "int8_static", [rand(4, 512)])
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", external_data=True)
+    assert qfx.verify(qmodel, path, [rand(4, 512)], per_node=True).max_steps <= 1
+
+
+def test_a_nan_that_torch_does_not_compute_is_noticed_whichever_output_it_is_in(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 3, bias=False), nn.Linear(4, 3, bias=False)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.a(x), self.b(x)
+
+    qmodel = quantize(seeded(Model()), "int8_weight_only", [rand(6, 4)])
+    for name in ("a", "b"):
+        path = qfx.export.onnx(qmodel, tmp_path / "m.onnx")
+        tamper(path, lambda t: t.name == f"{name}.weight_scale", lambda s: s * np.nan)  # noqa: B023 (used at once)
+        assert qfx.verify(qmodel, path, [rand(6, 4)]).max_steps == np.inf
+
+
+def test_a_file_with_other_inputs_is_refused(exported: tuple[qfx.QuantizedModel, Path], tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            out: Tensor = self.linear(x) + y
+            return out
+
+    other = quantize(seeded(Model()), "int8_static", [(rand(6, 4), rand(6, 3))])
+    with pytest.raises(qfx.ExportError, match="has 1 inputs, the model 2: it is not this model's export"):
+        qfx.verify(other, exported[1], [(rand(6, 4), rand(6, 3))])
+
+
+def test_a_file_with_other_outputs_is_refused(tmp_path: Path) -> None:
+    models = [nn.Linear(4, 3), nn.Linear(4, 5)]
+    qmodels = [quantize(seeded(m), "int8_static", [rand(6, 4)]) for m in models]
+    path = qfx.export.onnx(qmodels[0], tmp_path / "m.onnx")
+    with pytest.raises(qfx.ExportError, match=r"shape \(6, 3\) in ONNX Runtime and \(6, 5\) in torch"):
+        qfx.verify(qmodels[1], path, [rand(6, 4)])
+
+
+def test_no_batch_is_refused(exported: tuple[qfx.QuantizedModel, Path]) -> None:
+    with pytest.raises(qfx.ExportError, match="no batch to verify with"):
+        qfx.verify(*exported, [])
+
+
+def test_a_batch_that_does_not_fit_is_refused(exported: tuple[qfx.QuantizedModel, Path]) -> None:
+    with pytest.raises(qfx.QuarkError, match="captured for"):
+        qfx.verify(*exported, [rand(2, 3, 9, 9)])
+
+
+def test_session_options_may_be_given(exported: tuple[qfx.QuantizedModel, Path], tmp_path: Path) -> None:
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "seen.onnx")
+    assert qfx.verify(*exported, images(2), session_options=options).max_steps <= 1
+    assert (tmp_path / "seen.onnx").exists()
