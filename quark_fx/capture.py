@@ -7,6 +7,7 @@ original names; inputs and outputs flat (their structure is the `Signature`).
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import logging
 import sys
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.fx import GraphModule, Node
+from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 from quark_fx.errors import CaptureError
@@ -56,7 +58,7 @@ def capture_graph(
             names the user's source line and what to do.
     """
     if isinstance(model, ExportedProgram):
-        return _normalise(model, tuple(model.graph_signature.user_inputs))
+        return _normalise(model, tuple(str(name) for name in model.graph_signature.user_inputs))
     _check_model(model)
     args, kwargs = split_batch(example_batch)
     bound = bind(model.forward, args, kwargs)
@@ -132,9 +134,9 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
         raise CaptureError(_explain(error, model)) from error
 
 
-def _export_hugging_face(model: nn.Module, kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram | None:
+def _export_hugging_face(model: Any, kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram | None:
     try:
-        from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
+        exporters: Any = importlib.import_module("transformers.exporters")
     except ImportError:
         return None
     if dynamic_shapes is None:
@@ -142,9 +144,8 @@ def _export_hugging_face(model: nn.Module, kwargs: dict[str, Any], dynamic_shape
             lambda leaf: dynamic_dimensions(leaf) if isinstance(leaf, Tensor) else None, dict(kwargs)
         )
     with _quiet("transformers"):
-        exported = DynamoExporter().export(
-            model, dict(kwargs), config=DynamoConfig(dynamic=True, dynamic_shapes=dynamic_shapes)
-        )
+        config = exporters.DynamoConfig(dynamic=True, dynamic_shapes=dynamic_shapes)
+        exported = exporters.DynamoExporter().export(model, dict(kwargs), config=config)
     return exported if isinstance(exported, ExportedProgram) else exported.program
 
 
@@ -239,7 +240,7 @@ def _normalise(program: ExportedProgram, parameters: tuple[str, ...]) -> Capture
     _make_functional(gm)
     _drop_no_ops(gm)
     spec = program.call_spec
-    gm.graph.set_codegen(torch.fx.graph.CodeGen())
+    gm.graph.set_codegen(CodeGen())
     output = next(iter(reversed(gm.graph.nodes)))
     output.args = (tuple(pytree.tree_leaves(output.args[0])),)
     erase_dead(gm)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.node import map_arg
 
 _OWN_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
@@ -104,7 +105,7 @@ def cast(gm: GraphModule, value: Node, dtype: torch.dtype, like: Node) -> Node:
 
 
 def _values(gm: GraphModule, args: Iterable[Any]) -> Any:
-    return torch.fx.node.map_arg(tuple(args), lambda node: value_of(gm, node))
+    return map_arg(tuple(args), lambda node: value_of(gm, node))
 
 
 def value_of(gm: GraphModule, node: Node) -> Any:

@@ -6,7 +6,7 @@ Passes ask this table; no pass knows an operator and no file knows a model. To s
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch.fx import Node
 
@@ -138,7 +138,8 @@ class StoredWeight:
 def stored_weight(node: Node, row: Operator) -> StoredWeight | None:
     """Return the parameter the operator multiplies by, looking through transpositions; `None` if it has none."""
     assert row.weight is not None
-    reader, value, order = node, argument(node, row.weight), None
+    reader, value = node, argument(node, row.weight)
+    order: tuple[int, ...] | None = None
     while isinstance(value, Node) and value.op == "call_function" and len(value.users) == 1:
         step = _permutation(value)
         if step is None:
@@ -196,7 +197,7 @@ def unsupported_weight(node: Node) -> Node | None:
     return None
 
 
-def _is_weight(node: Any) -> bool:
+def _is_weight(node: Any) -> TypeGuard[Node]:
     if not isinstance(node, Node) or node.op != "get_attr":
         return False
     value = node.meta.get("val")

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
 
 from quark_fx.errors import ConfigError, PassError
 
@@ -154,7 +155,7 @@ def copy_graph(gm: GraphModule) -> GraphModule:
 
 def _outputs(gm: GraphModule, inputs: tuple[Any, ...] | None) -> list[torch.Tensor]:
     with torch.no_grad():
-        leaves = torch.utils._pytree.tree_leaves(gm(*(inputs or ())))
+        leaves = pytree.tree_leaves(gm(*(inputs or ())))
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 

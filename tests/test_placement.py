@@ -156,7 +156,7 @@ MOVES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("move", MOVES)
 def test_data_movement_keeps_the_parameters_of_its_input(move: str) -> None:
-    model = build(lambda m, x: m.b(MOVES[move](torch.relu(m.a(x)))), a=nn.Conv2d(3, 4, 3), b=nn.Conv2d(4, 4, 1))
+    model = build(lambda m, x: m.b(MOVES[move](m.a(x))), a=nn.Conv2d(3, 4, 3), b=nn.Conv2d(4, 4, 1))
     qmodel = quantize(model, "int8_static", images())
     first, second = calls(qmodel, "aten.conv2d")
     before = only(list(only(list(first.users)).users))  # quantize, dequantize
@@ -173,7 +173,7 @@ def test_an_average_is_not_data_movement() -> None:
 
 def test_the_inputs_of_a_concatenation_share_the_parameters_of_its_output() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
-        out: Tensor = m.c(torch.cat([torch.relu(m.a(x)), m.b(x) * 1.0 if False else m.b(x)], 1))
+        out: Tensor = m.c(torch.cat([torch.relu(m.a(x)), m.b(x)], 1))
         return out
 
     model = build(forward, a=nn.Conv2d(3, 2, 1), b=nn.Conv2d(3, 2, 1), c=nn.Conv2d(4, 4, 1))
@@ -425,6 +425,18 @@ def test_a_linear_keeps_a_float_output_unless_an_operator_reads_it_in_integers()
     assert str(only(list(first.users)).target).startswith(QUANTIZE)
     assert not calls(two, "aten.relu")
     assert [str(u.op) for u in second.users] == ["output"]
+
+
+def test_a_value_that_is_also_read_in_float_stays_in_float_for_that_reader() -> None:
+    def forward(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = m.a(x)
+        return m.b(y), y
+
+    qmodel = quantize(build(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 3)), "int8_static", [rand(6, 4)])
+    first, second = calls(qmodel, "aten.linear")
+    assert is_quantized(second.args[0])
+    output = next(iter(reversed(qmodel.graph_module.graph.nodes)))
+    assert output.args[0] == (second, first)
 
 
 def test_per_channel_activations_of_a_weight_only_configuration_stay_in_float() -> None:

@@ -10,11 +10,15 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-from onnxscript import opset21 as op
+from onnxscript import opset21
 
 from quark_fx.export.table import lowers
 from quark_fx.formats import IntFormat, parse_format
 from quark_fx.qparams import Scheme, Symmetry
+
+
+op: Any = opset21
+"""The operators to build from; untyped, as onnxscript types its operators for scripts, not for tracing."""
 
 
 def onnx_type(format: str) -> ir.DataType:

@@ -164,7 +164,7 @@ def split_dynamic_gemms(model: ir.Model) -> int:
             last = ir.node("Add", [last.outputs[0], node.inputs[2]])
             added.append(last)
         for new in added:
-            new.outputs[0].shape, new.outputs[0].dtype = node.outputs[0].shape, node.outputs[0].dtype
+            new.outputs[0].shape, new.outputs[0].type = node.outputs[0].shape, node.outputs[0].type
         model.graph.insert_before(node, added)
         _replace(node, last.outputs[0])
         done += 1
