@@ -125,7 +125,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
             if hugging_face and (program := _export_hugging_face(model, kwargs, dynamic_shapes)) is not None:
                 return program
             if dynamic_shapes is None:
-                dynamic_shapes = ShapesCollection()  # type: ignore[no-untyped-call]
+                dynamic_shapes = ShapesCollection()
                 for leaf in pytree.tree_leaves((args, kwargs)):
                     if isinstance(leaf, Tensor) and leaf.dim():
                         dynamic_shapes[leaf] = dynamic_dimensions(leaf)

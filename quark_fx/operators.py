@@ -193,7 +193,7 @@ def unsupported_weight(node: Node) -> Node | None:
         given = argument(node, position)
         weights = given if isinstance(given, list | tuple) else (given,)
         if (found := next((weight for weight in weights if _is_weight(weight)), None)) is not None:
-            return found  # type: ignore[no-any-return]
+            return found
     return None
 
 
