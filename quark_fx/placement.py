@@ -143,11 +143,15 @@ def _leads_to_row(node: Node) -> bool:
 
 def _plan_operator(gm: GraphModule, config: QuantConfig, node: Node, row: Operator) -> PlannedOperator:
     stored = stored_weight(node, row) if row.weight is not None else None
-    weight = stored.node if stored is not None else None
+    operands = (argument(node, position) for position in row.activations)
+    constant = next((operand for operand in operands if is_parameter(operand)), None)
+    weight = stored.node if stored is not None else constant
     name = module_name(node, weight)
     specs = config.specs_for(name, row.kind)
     reason = ""
-    if pattern := config.excluded_by(name, row.kind):
+    if row.weight is None and constant is not None:
+        reason = "its weight is not the operand the table has a row for"
+    elif pattern := config.excluded_by(name, row.kind):
         reason = f"excluded by {pattern!r}"
     elif not row.by_default and not any(matches(o.pattern, name, row.kind) for o in config.overrides):
         reason = "products of activations stay in float unless an override selects them"

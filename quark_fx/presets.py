@@ -9,7 +9,7 @@ from quark_fx.errors import ConfigError
 from quark_fx.formats import BF16 as BFLOAT16
 from quark_fx.formats import FP8_E4M3, INT4, INT8, INT16, INT32, UINT8
 from quark_fx.formats import FP16 as FLOAT16
-from quark_fx.observers import NonOverflow, PowerOfTwoMinMse
+from quark_fx.observers import Mse, NonOverflow, PowerOfTwoMinMse
 from quark_fx.passes.fold_batch_norm import fold_batch_norm
 from quark_fx.qparams import ScaleType
 
@@ -21,6 +21,11 @@ INT8_STATIC = QuantConfig(
     weight=_WEIGHT, input=_ACTIVATION, output=_ACTIVATION, bias=TensorSpec(format=INT32), passes=_FUSE
 )
 """int8 weights per channel, uint8 activations calibrated beforehand: what runs fastest on x64 processors."""
+
+_CLIPPED = _ACTIVATION.replace(observer=Mse())
+
+INT8_STATIC_MSE = INT8_STATIC.replace(input=_CLIPPED, output=_CLIPPED)
+"""`INT8_STATIC` with the activation ranges of smallest squared error: more accurate where there are outliers."""
 
 INT8_DYNAMIC = QuantConfig(weight=_WEIGHT, input=_ACTIVATION.replace(dynamic=True), passes=_FUSE)
 """int8 weights per channel, uint8 activations whose range is measured at run time; needs no data."""

@@ -392,3 +392,18 @@ def test_a_pass_with_options_survives_its_dict() -> None:
     assert (record.name, record.rewrites) == ("Repeat", 5)
     with pytest.raises(qfx.ConfigError, match="has no option often; it has times"):
         pass_from_dict({"name": "Repeat", "often": 3})
+
+
+def test_verification_accepts_infinities_and_nan_that_were_there_before() -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x.masked_fill(x > 0, float("-inf")), torch.log(-x.abs() - 1)
+
+    module = qfx.capture_graph(Masked().eval(), torch.randn(2, 3)).module
+
+    @qfx.graph_pass()
+    def nothing(gm: GraphModule) -> int:
+        return 0
+
+    _, records = run_passes(module, [nothing], verify_inputs=(torch.randn(2, 3),))
+    assert records[0].rewrites == 0

@@ -444,3 +444,17 @@ def test_per_channel_activations_of_a_weight_only_configuration_stay_in_float() 
     qmodel = quantize(seeded(Cnn()), QuantConfig(weight=spec), images())
     assert not calls(qmodel, QUANTIZE)
     assert {r.activation for r in qmodel.report()} == {""}
+
+
+def test_a_weight_on_the_left_of_a_product_is_listed_with_its_bytes() -> None:
+    class Left(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries = nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.queries @ x
+
+    (row,) = quantize(seeded(Left()), INT8_WEIGHT_ONLY, [rand(2, 4, 5)]).report()
+    assert (row.name, row.bytes_before, row.weight) == ("queries", 48, "")
+    assert row.reason == "its weight is not the operand the table has a row for"

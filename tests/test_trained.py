@@ -21,7 +21,10 @@ from quark_fx.presets import PRESETS
 
 POINTS = {
     # 8-bit codes are 40 dB above their noise: only images the network is undecided about can change sides.
-    **dict.fromkeys(("int8_static", "int8_dynamic", "int8_weight_only", "int16_act_int8_weight", "fp16", "bf16"), 0.5),
+    **dict.fromkeys(
+        ("int8_static", "int8_static_mse", "int8_dynamic", "int8_weight_only", "int16_act_int8_weight", "fp16", "bf16"),
+        0.5,
+    ),
     # Three mantissa bits, 4-bit codes, and scales up to twice as coarse have 10 to 25 dB more noise.
     **dict.fromkeys(("fp8_static", "int4_weight_only", "xint8"), 1.0),
 }
@@ -73,7 +76,13 @@ def test_the_file_of_an_8_bit_network_is_a_quarter_of_the_float_one(preset: str,
     assert file.stat().st_size <= 0.27 * (tmp_path / "float.onnx").stat().st_size
 
 
-SIMILARITY = {"int8_static": 0.99, "int8_dynamic": 0.99, "int8_weight_only": 0.999, "fp8_static": 0.99}
+SIMILARITY = {
+    "int8_static": 0.99,
+    "int8_static_mse": 0.99,
+    "int8_dynamic": 0.99,
+    "int8_weight_only": 0.999,
+    "fp8_static": 0.99,
+}
 """The mean cosine of the angle between a sentence's float and quantized embedding, at least."""
 
 

@@ -216,6 +216,41 @@ def _per_column(dequantize: ir.Node) -> bool:
     return rank == 0 or dequantize.attributes.get_int("axis", 1) % 2 == 1
 
 
+_SIGNED = frozenset({ir.DataType.INT4, ir.DataType.INT8, ir.DataType.INT16})
+_MOVES = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "MaxPool"})
+
+
+def repeat_moved_pairs(model: ir.Model) -> int:
+    """Quantize a moved value of a signed type again, which changes nothing: its values are codes already.
+
+    ONNX Runtime does so itself to move integers, but gives the new node the zero point of uint8 and then
+    refuses the graph.
+    """
+    repeated = 0
+    pending = [node for node in model.graph if node.op_type == "DequantizeLinear"]
+    while pending:
+        dequantize = pending.pop()
+        codes, *parameters = dequantize.inputs
+        quantize = codes.producer() if codes is not None else None
+        if quantize is None or quantize.op_type != "QuantizeLinear" or codes is None or codes.dtype not in _SIGNED:
+            continue
+        for mover in [use.node for use in dequantize.outputs[0].uses() if use.node.op_type in _MOVES]:
+            moved = mover.outputs[0]
+            if all(use.node.op_type == "QuantizeLinear" for use in moved.uses()) or moved.is_graph_output():
+                continue
+            again = ir.node("QuantizeLinear", [moved, *parameters])
+            pair = ir.node("DequantizeLinear", [again.outputs[0], *parameters])
+            again.outputs[0].shape, again.outputs[0].dtype = moved.shape, codes.dtype
+            pair.outputs[0].shape, pair.outputs[0].type = moved.shape, moved.type
+            for use in list(moved.uses()):
+                if use.node is not again:
+                    use.node.replace_input_with(use.idx, pair.outputs[0])
+            model.graph.insert_after(mover, [again, pair])
+            pending.append(pair)
+            repeated += 1
+    return repeated
+
+
 def strip_metadata(model: ir.Model) -> int:
     """Remove the exporter's notes (stack traces, signatures), which outweigh the weights of a small model."""
     model.graph.metadata_props.clear()
@@ -236,6 +271,7 @@ PASSES: tuple[OnnxPass, ...] = (
     split_dynamic_gemms,
     fuse_dynamic_quantization,
     multiply_integers,
+    repeat_moved_pairs,
     drop_default_attributes,
     strip_metadata,
 )

@@ -12,6 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from quark_fx.errors import ExportError
+from quark_fx.export.runtime import runtime_options
 from quark_fx.export.program import to_exported_program
 from quark_fx.export.table import translation_table
 from quark_fx.export.translation import translate
@@ -39,7 +40,7 @@ def onnx(
 ) -> Path:
     """Write `qmodel` as an ONNX model of `QuantizeLinear` / `DequantizeLinear` pairs and integer weights.
 
-    The file is checked: it passes `onnx.checker`, and loads in ONNX Runtime where that is installed.
+    The file is checked: it passes `onnx.checker`, and ONNX Runtime, where installed, loads and optimises it.
 
     Args:
         qmodel: from `quantize`.
@@ -76,7 +77,7 @@ def onnx(
         ir.save(model, path, external_data=f"{path.name}.data" if external else None)
     except OSError as error:
         raise ExportError(f"{path} could not be written: {error}") from error
-    _check_file(path)
+    _check_file(path, gm)
     return path
 
 
@@ -170,7 +171,7 @@ def _require_writable(path: Path) -> None:
         raise ExportError(f"{path} cannot be written: it is a directory or not writable; choose another path")
 
 
-def _check_file(path: Path) -> None:
+def _check_file(path: Path, gm: GraphModule) -> None:
     import onnx as onnx_package
 
     try:
@@ -181,8 +182,7 @@ def _check_file(path: Path) -> None:
         import onnxruntime
     except ImportError:
         return
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options = runtime_options(gm)
     options.log_severity_level = 4
     try:
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import Interpreter, Node
 
 from quark_fx.errors import ExportError
+from quark_fx.export.runtime import runtime_options
 from quark_fx.graph import parameter, target_name
 from quark_fx.model import QuantizedModel
 from quark_fx.signature import split_batch
@@ -99,7 +100,7 @@ def verify(
     """
     import onnxruntime
 
-    options = session_options or _session_options(qmodel, optimize)
+    options = session_options or runtime_options(qmodel.graph_module, optimize=optimize)
     if per_node:  # the graph is given as bytes, which have no directory to find external data in
         folder = str(Path(path).resolve().parent)
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
@@ -199,20 +200,6 @@ def _known_steps(qmodel: QuantizedModel) -> dict[str, float]:
             if scale.op == "get_attr" and parameter(gm, scale).numel() == 1:
                 steps[name] = float(parameter(gm, scale))
     return steps
-
-
-def _session_options(qmodel: QuantizedModel, optimize: bool | None) -> Any:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    if optimize is None:
-        optimize = not any("fp8" in str(node.args) for node in qmodel.graph_module.graph.nodes)
-    level = onnxruntime.GraphOptimizationLevel
-    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
-    # Blocked weights are fused to MatMulNBits; its default rounds activations to int8, which is not the graph's maths.
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
-    return options
 
 
 def _with_codes_as_outputs(path: Path, qmodel: QuantizedModel) -> bytes:
