@@ -109,6 +109,7 @@ def test_no_float_copy_of_a_quantized_weight_is_stored(name: str, preset: str, e
 WEIGHT_TYPES = {
     "int8_static": {TensorProto.INT8},
     "int8_dynamic": {TensorProto.INT8},
+    "int8_static_mse": {TensorProto.INT8},
     "int8_weight_only": {TensorProto.INT8},
     "int16_act_int8_weight": {TensorProto.INT8},
     "fp8_static": {TensorProto.FLOAT8E4M3FN},
