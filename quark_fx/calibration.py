@@ -74,18 +74,30 @@ def calibrate(
     """
     if not plan.observed:
         return {}
+    places = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    quantized = [index for index, node in enumerate(places) if any(source is node for source, _ in plan.observed)]
     watches = insert_observers(gm, plan)
-    count = 0
+    finite: list[Tensor] = []
     try:
         with torch.no_grad():
             for batch in tqdm(batches, desc="calibrate", unit="batch", disable=not progress, leave=False):
-                gm(*_inputs(flatten, batch, count))
-                count += 1
+                leaves = _inputs(flatten, batch, len(finite))
+                # Read at the end, so that no batch waits for the device. A mask may hold infinities.
+                finite.append(_all_finite([leaves[i] for i in quantized]))
+                gm(*leaves)
     finally:
         remove_observers(gm)
-    if not count:
+    if not finite:
         raise CalibrationError("the calibration data holds no batch; pass at least one (a generator can be read once)")
+    bad = [index for index, flag in enumerate(finite) if not flag]
+    if bad:
+        raise CalibrationError(f"calibration batch {bad[0]} holds NaN or infinity; remove such samples")
     return {key: _qparams(key, watch) for key, watch in watches.items()}
+
+
+def _all_finite(tensors: list[Tensor]) -> Tensor:
+    flags = [torch.isfinite(x).all() for x in tensors]
+    return torch.stack(flags).all() if flags else torch.tensor(True)
 
 
 def _inputs(flatten: Callable[[Any], list[Any]], batch: Any, index: int) -> list[Any]:
@@ -94,10 +106,6 @@ def _inputs(flatten: Callable[[Any], list[Any]], batch: Any, index: int) -> list
     except QuarkError as error:
         raise CalibrationError(f"calibration batch {index} does not fit: {error}") from error
     for position, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and not torch.isfinite(leaf).all():
-            raise CalibrationError(
-                f"calibration batch {index}: input {position} holds NaN or infinity; remove such samples"
-            )
         if isinstance(leaf, Tensor) and not leaf.numel():
             raise CalibrationError(f"calibration batch {index}: input {position} is empty, shape {tuple(leaf.shape)}")
     return leaves

@@ -15,7 +15,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 from quark_fx.errors import CaptureError
-from quark_fx.graph import describe, erase_dead, is_getitem, is_parameter, target_name
+from quark_fx.graph import describe, erase_dead, is_getitem, is_parameter, output_node, target_name
+from quark_fx.operators import argument
 from quark_fx.signature import Signature, bind, leaf_names, parameter_names, split_batch
 
 logger = logging.getLogger(__name__)
@@ -53,9 +54,8 @@ def capture_graph(
         dynamic_shapes: passed to `torch.export.export` instead of those defaults.
 
     Raises:
-        CaptureError: if the model is in training mode, on several devices or of several dtypes of half
-            precision, if the batch does not fit it, or if `torch.export` cannot trace it; the message
-            names the user's source line and what to do.
+        CaptureError: if the model is in training mode or on several devices, if the batch does not fit it, or if
+            `torch.export` cannot trace it; the message names the user's source line and what to do.
     """
     if isinstance(model, ExportedProgram):
         return _normalise(model, tuple(str(name) for name in model.graph_signature.user_inputs))
@@ -67,27 +67,34 @@ def capture_graph(
         args, kwargs = (), bound
     args, kwargs = _told_apart((args, kwargs))
     names = parameter_names(model.forward)
+    captured = _normalise(_capture_program(model, args, kwargs, dynamic_shapes), names)
+    kept = set(captured.signature.in_spec.children()[1].context or ())
+    fixed = {name: value for name, value in kwargs.items() if name not in kept}
+    return replace(captured, signature=replace(captured.signature, fixed_arguments=fixed))
+
+
+def _capture_program(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+) -> ExportedProgram:
     if dynamic_shapes is not None:
-        return _normalise(_export(model, args, kwargs, dynamic_shapes), names)
+        return _export(model, args, kwargs, dynamic_shapes)
     # torch.export specialises a dynamic dimension of size 1 in the example, so it is repeated: in every dynamic
     # dimension, or, where the model does not take that (an only channel), in the batch alone.
     for dimensions in (range(3), range(1)):
         try:
-            with _quiet("torch"):
-                return _normalise(_export(model, *_widen_ones(args, kwargs, dimensions), None), names)
+            return _export(model, *_widen_ones(args, kwargs, dimensions), None)
         except CaptureError as error:
             logger.debug("capture with the batch widened in dimensions %s failed: %s", dimensions, error)
-    return _normalise(_export(model, args, kwargs, None), names)
+    return _export(model, args, kwargs, None)
 
 
 def dynamic_dimensions(x: Tensor) -> dict[int, Any]:
-    """Return the dimensions that are dynamic by default: the batch, and those that may be a sequence.
+    """Return the dimensions that are dynamic by default: the batch, and of up to rank 3 those that may be a sequence.
 
-    That is the second of a matrix of integers (tokens) and both others of a rank-3 tensor: `(batch, tokens,
-    features)` or `(batch, channels, time)`. One the model fixes stays fixed.
+    `(batch, tokens)`, `(batch, tokens, features)` and `(batch, channels, time)` cannot be told apart beforehand;
+    a dimension the model fixes stays fixed. Of images only the batch varies.
     """
-    count = 3 if x.dim() == 3 else 2 if x.dim() == 2 and not x.is_floating_point() else 1
-    return dict.fromkeys(range(min(x.dim(), count)), Dim.AUTO)
+    return dict.fromkeys(range(x.dim() if x.dim() <= 3 else 1), Dim.AUTO)
 
 
 def _told_apart(batch: Any) -> Any:
@@ -121,7 +128,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
     transformers = sys.modules.get("transformers")
     hugging_face = transformers is not None and isinstance(model, transformers.PreTrainedModel) and not args
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _quiet():
             if hugging_face and (program := _export_hugging_face(model, kwargs, dynamic_shapes)) is not None:
                 return program
             if dynamic_shapes is None:
@@ -131,7 +138,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
                         dynamic_shapes[leaf] = dynamic_dimensions(leaf)
             return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:  # whatever the model's own code raises while traced
-        raise CaptureError(_explain(error, model)) from error
+        raise CaptureError(_explain(error, model) + _dtype_hint(model, (args, kwargs))) from error
 
 
 def _export_hugging_face(model: Any, kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram | None:
@@ -140,24 +147,26 @@ def _export_hugging_face(model: Any, kwargs: dict[str, Any], dynamic_shapes: Any
     except ImportError:
         return None
     if dynamic_shapes is None:
+        # The exporter takes flags such as `use_cache` out of the inputs.
+        tensors = {k: v for k, v in kwargs.items() if v is not None and not isinstance(v, bool | int | float | str)}
         dynamic_shapes = pytree.tree_map(
-            lambda leaf: dynamic_dimensions(leaf) if isinstance(leaf, Tensor) else None, dict(kwargs)
+            lambda leaf: dynamic_dimensions(leaf) if isinstance(leaf, Tensor) else None, tensors
         )
-    with _quiet("transformers"):
+    with _quiet():
         config = exporters.DynamoConfig(dynamic=True, dynamic_shapes=dynamic_shapes)
         exported = exporters.DynamoExporter().export(model, dict(kwargs), config=config)
     return exported if isinstance(exported, ExportedProgram) else exported.program
 
 
 @contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    log = logging.getLogger(name)
-    level = log.level
-    log.setLevel(logging.ERROR)
+def _quiet() -> Iterator[None]:
+    """Silence logging: torch prints whole graphs about errors that are explained here in a line."""
+    previous = logging.root.manager.disable
+    logging.disable(logging.ERROR)
     try:
         yield
     finally:
-        log.setLevel(level)
+        logging.disable(previous)
 
 
 def _check_model(model: nn.Module) -> None:
@@ -184,6 +193,10 @@ def _check_inputs(model: nn.Module, batch: Any) -> None:
     device = next((p.device for p in itertools.chain(model.parameters(), model.buffers())), None)
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         if not isinstance(leaf, Tensor):
+            if hasattr(leaf, "__array__"):
+                raise CaptureError(
+                    f"input {pytree.keystr(path[1:])} is a {type(leaf).__name__}; convert it with torch.from_numpy"
+                )
             continue
         if device is not None and leaf.device != device:
             raise CaptureError(
@@ -215,6 +228,15 @@ def _explain(error: Exception, model: nn.Module) -> str:
     )
 
 
+def _dtype_hint(model: nn.Module, batch: Any) -> str:
+    own = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    inputs = {x.dtype for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)}
+    if own and (inputs & {torch.float64, torch.float32, torch.float16, torch.bfloat16}) - own:
+        names = ", ".join(map(str, sorted(inputs, key=str)))
+        return f"\nThe batch is {names}, the model {', '.join(map(str, own))}: convert the batch first"
+    return ""
+
+
 def _advice(message: str) -> str:
     if "data-dependent" in message or "DataDependent" in message:
         return (
@@ -241,7 +263,7 @@ def _normalise(program: ExportedProgram, parameters: tuple[str, ...]) -> Capture
     _drop_no_ops(gm)
     spec = program.call_spec
     gm.graph.set_codegen(CodeGen())
-    output = next(iter(reversed(gm.graph.nodes)))
+    output = output_node(gm)
     output.args = (tuple(pytree.tree_leaves(output.args[0])),)
     erase_dead(gm)
     plain = GraphModule(gm, gm.graph, class_name="CapturedGraph")
@@ -260,6 +282,7 @@ def _normalise(program: ExportedProgram, parameters: tuple[str, ...]) -> Capture
             tuple(d if isinstance(d, int) else None for d in v.shape) if isinstance(v, Tensor) else None for v in values
         ),
         input_dtypes=tuple(v.dtype if isinstance(v, Tensor) else None for v in values),
+        input_limits=_limits(program, inputs),
         input_constants={
             str(node.target): v
             for node, v in zip(inputs, values, strict=True)
@@ -267,6 +290,22 @@ def _normalise(program: ExportedProgram, parameters: tuple[str, ...]) -> Capture
         },
     )
     return Captured(plain, signature)
+
+
+def _limits(program: ExportedProgram, inputs: list[Node]) -> tuple[tuple[str, int, int, int | None], ...]:
+    """Return the sizes of dynamic dimensions for which the captured path through the model's code holds."""
+    found: list[tuple[str, int, int, int | None]] = []
+    for node in inputs:
+        value = node.meta.get("val")
+        sizes: list[Any] = list(value.shape) if isinstance(value, Tensor) else []
+        for dim, size in enumerate(sizes):
+            limits = program.range_constraints.get(size.node.expr) if isinstance(size, torch.SymInt) else None
+            if limits is None:
+                continue
+            low, high = int(limits.lower), int(limits.upper) if limits.upper.is_Integer else None
+            if low > 2 or high is not None:  # torch assumes 2 of every dynamic dimension, and 1 works
+                found.append((str(node.target), dim, low, high))
+    return tuple(found)
 
 
 def _functionalise(program: ExportedProgram) -> ExportedProgram:
@@ -342,10 +381,12 @@ _CASTS = (
 )
 """The spellings of a cast; those that change something become `_to_copy`."""
 
+_DROPOUTS = ("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default")
+
 _NO_OPS: dict[str, Callable[[Node], bool]] = {
+    **dict.fromkeys(_DROPOUTS, lambda node: not argument(node, 2) or argument(node, 1) == 0),
     **dict.fromkeys(
         (
-            *("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default"),
             *("aten.alias.default", "aten.detach.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"),
             *("aten.clone.default", "aten.contiguous.default"),
         ),
@@ -401,6 +442,8 @@ def _drop_no_ops(gm: GraphModule) -> None:
         elif name in _NO_OPS and isinstance(node.args[0], Node) and _NO_OPS[name](node):
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
+        elif name in _DROPOUTS:
+            raise CaptureError(f"{describe(node)} drops values though the model is in eval mode; pass training=False")
         elif name in _CASTS:
             value = node.meta["val"]
             node.target, node.args = torch.ops.aten._to_copy.default, (node.args[0],)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
 
 import yaml
 
 from quark_fx.errors import ConfigError
-from quark_fx.formats import UINT32, FloatFormat, Format, parse_format
+from quark_fx.formats import INT32, UINT32, FloatFormat, Format, parse_format
 from quark_fx.observers import MinMax, NonOverflow, Observer, Placeholder, PowerOfTwoMinMse
 from quark_fx.observers.base import observer_from_dict, observer_to_dict
 from quark_fx.pass_manager import GraphPass, pass_from_dict, pass_to_dict
@@ -65,6 +66,11 @@ class TensorSpec:
     dynamic: bool = False
 
     def __post_init__(self) -> None:
+        parsers: dict[str, Any] = {"format": parse_format, "observer": observer_from_dict}
+        for name, parse in (parsers | {name: partial(_member, enum) for name, enum in _ENUMS.items()}).items():
+            given: Any = getattr(self, name)
+            if isinstance(given, str | dict):
+                object.__setattr__(self, name, parse(given))
         signed = isinstance(self.format, FloatFormat) or self.format.signed
         cast = isinstance(self.format, FloatFormat) and not self.format.needs_scale
         if self.symmetry is None:
@@ -115,6 +121,10 @@ class TensorSpec:
                 "uint32 has zero points that int32 does not hold; use int32 or uint16",
             ),
             (self.dynamic and cast, f"{self.format} has no range to measure; drop dynamic=True"),
+            (
+                self.dynamic and self.observer != MinMax(),
+                "a dynamic range is the minimum and maximum at run time; drop the observer",
+            ),
         ):
             if wrong:
                 raise ConfigError(message)
@@ -176,13 +186,10 @@ class TensorSpec:
         values = _known(cls, data)
         if "format" not in values:
             raise ConfigError(f"a tensor spec needs a format: {dict(data)}")
-        values["format"] = parse_format(values["format"])
-        for key, enum in (("granularity", Granularity), ("symmetry", Symmetry), ("scale_type", ScaleType)):
-            if key in values:
-                values[key] = _member(enum, values[key])
-        if "observer" in values:
-            values["observer"] = observer_from_dict(values["observer"])
         return cls(**values)
+
+
+_ENUMS: dict[str, type[StrEnum]] = {"granularity": Granularity, "symmetry": Symmetry, "scale_type": ScaleType}
 
 
 class _Inherit:
@@ -212,6 +219,12 @@ class Override:
     weight: SpecOrInherit = INHERIT
     input: SpecOrInherit = INHERIT
     output: SpecOrInherit = INHERIT
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, str):
+            raise ConfigError(f"a pattern is a string, not {self.pattern!r}")
+        for name in ("weight", "input", "output"):
+            _require_spec(name, getattr(self, name), INHERIT)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; inherited fields are left out."""
@@ -267,12 +280,24 @@ class QuantConfig:
     target: Target = Target.ONNX
 
     def __post_init__(self) -> None:
+        for name in ("weight", "input", "output", "bias"):
+            _require_spec(name, getattr(self, name), None)
+        kinds: dict[str, Any] = {"passes": Callable, "overrides": Override, "exclude": str}
+        for name, kind in kinds.items():
+            items = getattr(self, name)
+            if isinstance(items, str) or not all(isinstance(item, kind) for item in items):
+                wanted = {"passes": "passes", "overrides": "Override values", "exclude": "pattern strings"}[name]
+                raise ConfigError(f"{name} is a list or tuple of {wanted}, not {items!r}")
+            object.__setattr__(self, name, tuple(items))
+        object.__setattr__(self, "target", _member(Target, self.target))
         for override in (None, *self.overrides):
             self._check(self._apply(override) if override else self._specs(), override)
         if self.bias is not None and (self.bias.dynamic or self.bias.granularity is not Granularity.TENSOR):
             raise ConfigError("a bias is static and per tensor (INT32 follows the weight's channels by itself)")
         if self.bias is not None and (self.input is None or self.input.dynamic or self.input.is_cast):
             raise ConfigError("an integer bias needs statically quantized inputs; set `input`, or bias=None")
+        if self.bias is not None and self.bias.format == INT32 and self.bias != TensorSpec(format=INT32):
+            raise ConfigError("an INT32 bias takes its scale from input and weight; drop its other options")
 
     def _specs(self) -> OperatorSpecs:
         return OperatorSpecs(weight=self.weight, input=self.input, output=self.output)
@@ -302,7 +327,7 @@ class QuantConfig:
             (
                 self.target is Target.ONNX
                 and (bad := [s for s in (weight, *activations) if s and not _onnx_type(s.format)]),
-                f"{bad and bad[0].format} has no ONNX type; use 2, 4, 8, 16 or 32 bits, or target='torch'"
+                f"{bad and bad[0].format} has no type in ONNX Runtime; use 4, 8 or 16 bits, or target='torch'"
                 if self.target is Target.ONNX
                 else "",
             ),
@@ -316,6 +341,7 @@ class QuantConfig:
         for override in self.overrides:
             if matches(override.pattern, name, kind):
                 specs = self._apply(override, specs)
+                self._check(specs, override)
         return specs
 
     def excluded_by(self, name: str, kind: str) -> str | None:
@@ -370,9 +396,7 @@ class QuantConfig:
                 values[key] = TensorSpec.from_dict(values[key])
         values["passes"] = tuple(pass_from_dict(item) for item in values.get("passes") or ())
         values["overrides"] = tuple(Override.from_dict(item) for item in values.get("overrides") or ())
-        values["exclude"] = tuple(values.get("exclude") or ())
-        if "target" in values:
-            values["target"] = _member(Target, values["target"])
+        values["exclude"] = values.get("exclude") or ()
         return cls(**values)
 
     def to_yaml(self) -> str:
@@ -382,9 +406,13 @@ class QuantConfig:
     @classmethod
     def from_yaml(cls, source: str | Path) -> Self:
         """Build from YAML text, or from the file a `Path` names; errors as `from_dict`."""
-        data = yaml.safe_load(source.read_text() if isinstance(source, Path) else source)
+        try:
+            data = yaml.safe_load(source.read_text() if isinstance(source, Path) else source)
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"the configuration {source!s} cannot be read: {error}") from error
         if not isinstance(data, Mapping):
-            raise ConfigError(f"a configuration is a mapping, not {type(data).__name__}")
+            hint = "; to read a file, pass Path(...)" if isinstance(source, str) else ""
+            raise ConfigError(f"a configuration is a mapping, not {type(data).__name__}{hint}")
         return cls.from_dict(data)
 
 
@@ -396,7 +424,12 @@ def matches(pattern: str, name: str, kind: str) -> bool:
 
 
 def _onnx_type(fmt: Format) -> bool:
-    return isinstance(fmt, FloatFormat) or fmt.bits in (2, 4, 8, 16, 32)
+    return isinstance(fmt, FloatFormat) or fmt.bits in (4, 8, 16)
+
+
+def _require_spec(name: str, value: Any, other: Any) -> None:
+    if value is not None and value is not other and not isinstance(value, TensorSpec):
+        raise ConfigError(f"`{name}` is a TensorSpec or None, not {value!r}; write TensorSpec(format=...)")
 
 
 def _plain(value: Any) -> Any:

@@ -129,9 +129,24 @@ def _leaves(value: Any) -> Iterator[Any]:
     yield from value if isinstance(value, tuple | list) else (value,)
 
 
-def tensor_inputs(node: Node) -> list[Node]:
-    """Return the nodes `node` reads whose value is a tensor (or a tuple of them), in order."""
-    return [n for n in node.all_input_nodes if not isinstance(n.meta.get("val"), int | torch.SymInt | torch.SymFloat)]
+def own_tensors(gm: GraphModule) -> GraphModule:
+    """Give `gm` its own copy of every tensor it reads, and return it."""
+    for name in dict.fromkeys(str(node.target) for node in gm.graph.nodes if node.op == "get_attr"):
+        node = next(n for n in gm.graph.nodes if n.op == "get_attr" and n.target == name)
+        set_parameter(gm, name, parameter(gm, node).detach().clone())
+    return gm
+
+
+def output_node(gm: GraphModule) -> Node:
+    """Return the output node."""
+    node: Node = next(iter(reversed(gm.graph.nodes)))
+    return node
+
+
+def results_of(gm: GraphModule) -> tuple[Any, ...]:
+    """Return the flat results of a captured graph: nodes and constants."""
+    found: Any = output_node(gm).args[0]
+    return tuple(found)
 
 
 def is_floating(gm: GraphModule, node: Node) -> bool:
@@ -151,8 +166,10 @@ def source_line(node: Node) -> str:
 
 
 def describe(node: Node) -> str:
-    """Return `operator at %name (file:line)` for error messages."""
-    return f"{target_name(node)} at %{node.name} ({source_line(node)})"
+    """Return `operator at %name (file:line, module path)` for error messages."""
+    stack = node.meta.get("nn_module_stack") or {}
+    module = next((path for path, *_ in reversed(list(stack.values())) if path), "")
+    return f"{target_name(node)} at %{node.name} ({source_line(node)}{f', module {module}' if module else ''})"
 
 
 def erase_dead(gm: GraphModule) -> int:

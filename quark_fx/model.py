@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from quark_fx.config import QuantConfig
-from quark_fx.pass_manager import PassRecord
+from quark_fx.graph import own_tensors
+from quark_fx.pass_manager import PassRecord, copy_graph
 from quark_fx.report import Report, Row
 from quark_fx.signature import Signature, split_batch
 
@@ -38,7 +39,7 @@ class QuantizedModel(nn.Module):
         self.signature = signature
         self.config = config
         self._report = Report(tuple(rows), tuple(passes))
-        self.training = False
+        self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the quantized graph; inputs and outputs are those of the original model.
@@ -76,4 +77,15 @@ class QuantizedModel(nn.Module):
         """
         if mode:
             raise RuntimeError("a quantized graph is captured in eval mode and cannot be put in training mode")
+        super().train(False)
         return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModel:
+        if fn(torch.zeros(())).dtype != torch.float32:
+            raise RuntimeError("the scales of a quantized model are float32; convert the model before quantizing it")
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
+        gm = own_tensors(copy_graph(self.graph_module))
+        return type(self)(gm, self.signature, self.config, self._report.rows, self._report.passes)

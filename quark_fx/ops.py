@@ -8,6 +8,8 @@ Granularity is the pair (`axis`, `block_size`), for every operator here:
 
 * `axis=None`: one scale, shape `()` (a zero point may have this shape under any granularity);
 * `axis=k, block_size=0`: one scale per index of dimension `k`, shape `(x.shape[k],)`;
+* `axis=k, block_size=-1`: one scale per row along dimension `k`, whatever its length; the scale has the rank of
+  `x` and size 1 there;
 * `axis=k, block_size=b`: one scale per block of `b` values along dimension `k`; the scale has the rank
   of `x` and `ceil(x.shape[k] / b)` entries along `k` (the last block may be shorter).
 
@@ -97,14 +99,16 @@ def dynamic_qparams(x: Tensor, format: str, symmetry: str, per_token: bool) -> t
     Source:
         https://onnx.ai/onnx/operators/onnx__DynamicQuantizeLinear.html, for uint8 per tensor.
     """
-    low, high = torch.aminmax(x.float(), dim=-1, keepdim=True) if per_token else torch.aminmax(x.float())
+    x = x.float()
+    if per_token:  # torch.aminmax over a dimension is not vectorised on a CPU
+        low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    else:
+        low, high = torch.aminmax(x)
     scheme = Scheme(format=parse_format(format), symmetry=Symmetry(symmetry))
     low, high = low.clamp(max=0), high.clamp(min=0)
     if scheme.symmetric:
-        largest = scheme.format.max if isinstance(scheme.format, FloatFormat) else (scheme.qmax - scheme.qmin) / 2
-        scale = _nonzero(torch.maximum(-low, high) / largest)
-        middle = 0 if isinstance(scheme.format, FloatFormat) else scheme.middle
-        return scale, torch.full_like(scale, middle, dtype=torch.int32)
+        scale = _nonzero(torch.maximum(-low, high) / scheme.largest)
+        return scale, torch.full_like(scale, scheme.middle, dtype=torch.int32)
     scale = _nonzero((high - low) / (scheme.qmax - scheme.qmin))
     zero_point = (scheme.qmin - low / scale).clamp_(scheme.qmin, scheme.qmax).round_()
     return scale, zero_point.to(torch.int32)
@@ -118,7 +122,7 @@ def _(x: Tensor, format: str, symmetry: str, per_token: bool) -> tuple[Tensor, T
 
 def spread(parameter: Tensor, x: Tensor, axis: int | None, block_size: int) -> Tensor:
     """Return a scale or zero point shaped by the granularity (module docstring) so that it broadcasts over `x`."""
-    if axis is None or parameter.dim() == 0:
+    if axis is None or parameter.dim() == 0 or block_size < 0:
         return parameter
     if block_size:
         return parameter.repeat_interleave(block_size, dim=axis).narrow(axis, 0, x.shape[axis])

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
 
-from quark_fx.config import QuantConfig, TensorSpec, matches
+from quark_fx.config import Granularity, QuantConfig, TensorSpec, matches
+from quark_fx.errors import ConfigError
 from quark_fx.graph import is_floating, is_parameter, target_name, value_of
 from quark_fx.operators import (
     ARITHMETIC,
@@ -161,6 +162,11 @@ def _plan_operator(gm: GraphModule, config: QuantConfig, node: Node, row: Operat
         reason = "the configuration keeps its inputs in float"
     if reason:
         return PlannedOperator(node, row, name, row.kind, weight, reason=reason)
+    if specs.input is not None and specs.input.granularity is Granularity.TOKEN and row.kind.startswith("conv"):
+        raise ConfigError(
+            f"{name} is a convolution, whose tokens are not rows of the last dimension: give it "
+            f"Override(pattern={name!r}, input=...) with granularity='tensor', or None"
+        )
     spec = specs.weight if row.weight is not None else None
     inputs = specs.input if row.activations else None
     return PlannedOperator(node, row, name, row.kind, weight, spec, inputs, specs.output if inputs else None)

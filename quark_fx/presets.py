@@ -11,9 +11,10 @@ from quark_fx.formats import FP8_E4M3, INT4, INT8, INT16, INT32, UINT8
 from quark_fx.formats import FP16 as FLOAT16
 from quark_fx.observers import Mse, NonOverflow, PowerOfTwoMinMse
 from quark_fx.passes.fold_batch_norm import fold_batch_norm
+from quark_fx.passes.fold_constants import fold_constants
 from quark_fx.qparams import ScaleType
 
-_FUSE = (fold_batch_norm,)
+_FUSE = (fold_constants, fold_batch_norm)
 _WEIGHT = TensorSpec(format=INT8, granularity=Granularity.CHANNEL)
 _ACTIVATION = TensorSpec(format=UINT8)
 
@@ -85,6 +86,6 @@ def preset(name: str) -> QuantConfig:
     found = PRESETS.get(name.lower())
     if found is None:
         near = difflib.get_close_matches(name.lower(), PRESETS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"unknown preset {name!r}{hint} Presets: {', '.join(PRESETS)}")
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ConfigError(f"unknown preset {name!r}{hint}; presets: {', '.join(PRESETS)}")
     return found

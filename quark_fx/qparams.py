@@ -63,8 +63,13 @@ class Scheme:
     @property
     def middle(self) -> int:
         """The zero point of a symmetric scheme: 0, or half way up an unsigned format (128 for uint8)."""
-        fmt = self._integer()
-        return 0 if fmt.signed else 1 << (fmt.bits - 1)
+        fmt = self.format
+        return 0 if isinstance(fmt, FloatFormat) or fmt.signed else 1 << (fmt.bits - 1)
+
+    @property
+    def largest(self) -> float:
+        """The code, counted from the zero point, that a symmetric scheme maps the largest magnitude to."""
+        return self.format.max if isinstance(self.format, FloatFormat) else (self.qmax - self.qmin) / 2
 
     def _integer(self) -> IntFormat:
         if not isinstance(self.format, IntFormat):
@@ -110,19 +115,18 @@ def affine_qparams(low: Tensor, high: Tensor, scheme: Scheme) -> QParams:
     if scheme.symmetric:
         return symmetric_qparams(torch.maximum(-low, high), scheme)
     steps = scheme.qmax - scheme.qmin
-    scale = constrain_scale((high - low) / steps, scheme.scale_type)
-    zero_point = (scheme.qmin - low / scale.double()).round().clamp(scheme.qmin, scheme.qmax)
+    ideal = (high - low) / steps
+    scale = constrain_scale(ideal, scheme.scale_type)
+    # A float32 scale is the ideal one but for rounding, which must not decide a zero point that lies on a tie.
+    exact = (scheme.scale_type is ScaleType.FLOAT32) & (ideal >= torch.finfo(torch.float32).tiny)
+    zero_point = (scheme.qmin - low / torch.where(exact, ideal, scale.double())).round().clamp(scheme.qmin, scheme.qmax)
     return QParams(scale, zero_point.to(torch.int32))
 
 
 def symmetric_qparams(amax: Tensor, scheme: Scheme) -> QParams:
     """Map `[-amax, amax]` onto the codes of a symmetric `scheme`; shapes and errors as `affine_qparams`."""
-    if isinstance(scheme.format, FloatFormat):
-        largest, middle = scheme.format.max, 0
-    else:
-        largest, middle = (scheme.qmax - scheme.qmin) / 2, scheme.middle
-    scale = constrain_scale(amax.double() / largest, scheme.scale_type)
-    return QParams(scale, torch.full_like(scale, middle, dtype=torch.int32))
+    scale = constrain_scale(amax.double() / scheme.largest, scheme.scale_type)
+    return QParams(scale, torch.full_like(scale, scheme.middle, dtype=torch.int32))
 
 
 def constrain_scale(ideal: Tensor, scale_type: ScaleType) -> Tensor:

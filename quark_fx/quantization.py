@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.export import ExportedProgram
 from quark_fx.calibration import calibrate
 from quark_fx.capture import Captured, capture_graph
 from quark_fx.config import QuantConfig
-from quark_fx.errors import CalibrationError
+from quark_fx.errors import CalibrationError, ConfigError
+from quark_fx.graph import own_tensors
 from quark_fx.model import QuantizedModel
 from quark_fx.pass_manager import copy_graph, run_passes
 from quark_fx.passes.convert import convert
@@ -53,26 +55,36 @@ def quantize(
         PassError: if a pass broke its promise (`verify=True`).
     """
     config = _resolve(config)
+    if isinstance(model, QuantizedModel):
+        raise ConfigError("the model is quantized already; quantize the float model it came from")
     first, batches = _peek(calibration_data)
     if first is None and not isinstance(model, ExportedProgram):
         raise CalibrationError(
             "calibration_data is missing or empty; pass batches of real inputs (the first is used to capture the model)"
         )
+    if verify and first is None:
+        raise CalibrationError("verify=True compares the passes on a batch; pass at least one as calibration_data")
     captured = capture_graph(model, first, dynamic_shapes=dynamic_shapes)
-    sample = tuple(_flatten(captured, first)) if verify and first is not None else None
+    sample = tuple(_flatten(captured, first)) if verify else None
     gm, records = run_passes(captured.module, config.passes, verify_inputs=sample)
     plan = plan_quantization(gm, config)
     qparams = calibrate(gm, plan, batches, lambda batch: _flatten(captured, batch), progress=progress)
     with torch.no_grad():
         rows = convert(gm, plan, qparams, config.bias)
-    # A copy holds what the graph reads: without the float weights.
-    return QuantizedModel(copy_graph(gm), captured.signature, config, rows, records)
+    if rows and all(row.reason for row in rows):
+        warnings.warn(f"nothing was quantized: {len(rows)} operators stay in float, see report()", stacklevel=2)
+    # The copy holds only what the graph reads, and nothing of the user's model.
+    return QuantizedModel(own_tensors(copy_graph(gm)), captured.signature, config, rows, records)
 
 
 def _resolve(config: str | QuantConfig | Mapping[str, Any]) -> QuantConfig:
     if isinstance(config, str):
         return preset(config)
-    return config if isinstance(config, QuantConfig) else QuantConfig.from_dict(config)
+    if isinstance(config, QuantConfig):
+        return config
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"config is a preset's name, a QuantConfig or its dict, not {type(config).__name__}")
+    return QuantConfig.from_dict(config)
 
 
 def _peek(data: Iterable[Any] | None) -> tuple[Any, Iterable[Any]]:

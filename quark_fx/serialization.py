@@ -8,11 +8,12 @@ The graph is a list of calls of operators by qualified name; reading it can call
 from __future__ import annotations
 
 import json
+import logging
 import math
 import operator
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from quark_fx.pass_manager import PassRecord
 from quark_fx.report import Row
 from quark_fx.signature import Signature
 
+logger = logging.getLogger(__name__)
+
 FORMAT_VERSION = 1
 _GRAPH, _TENSORS = "graph.json", "model.safetensors"
 _PYTHON = {
@@ -44,6 +47,8 @@ _FORBIDDEN = ("aten.from_file.", "aten.save.", "debugprims.")
 """Operators that touch files."""
 _MODULE = re.compile(r'(?:fqn|default_factory_module)\\*"\s*:\s*\\*"([\w.]+)')
 """Modules that torch would import to rebuild a structure (an enum, a `defaultdict`)."""
+_NAMESPACES = frozenset({"aten", "prims", "quark_fx", "transformers", "torchvision"})
+"""Operator libraries a stored graph may call."""
 _PYTHON_NAMES = {function: name for name, function in _PYTHON.items()}
 
 
@@ -54,11 +59,18 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
         QuarkError: if the directory cannot be written, or the graph holds a call that has no name.
     """
     gm = qmodel.graph_module
+    try:
+        signature = _signature_to_dict(qmodel.signature)
+    except (NotImplementedError, TypeError) as error:
+        raise QuarkError(
+            f"the structure of the model's inputs or outputs cannot be stored: {error}; let the model return tuples, "
+            "lists or dicts, or register the type with a serialized_type_name (torch.export.register_dataclass)"
+        ) from error
     names = dict.fromkeys(str(node.target) for node in gm.graph.nodes if node.op == "get_attr")
     reads = {str(node.target): node for node in gm.graph.nodes if node.op == "get_attr"}
     document = {
         "version": FORMAT_VERSION,
-        "signature": _signature_to_dict(qmodel.signature),
+        "signature": signature,
         "config": qmodel.config.to_dict(),
         "rows": qmodel.report().to_rows(),
         "passes": [asdict(record) for record in qmodel.report().passes],
@@ -74,12 +86,15 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
         raise QuarkError(f"{directory} cannot be written: {error}; choose another directory") from error
 
 
-def load(directory: str | Path, *, device: str | torch.device = "cpu") -> QuantizedModel:
+def load(
+    directory: str | Path, *, device: str | torch.device = "cpu", namespaces: Collection[str] = ()
+) -> QuantizedModel:
     """Read what `QuantizedModel.save` wrote; the result computes the same, bit for bit.
 
     Args:
         directory: the directory given to `save`.
         device: where its tensors go.
+        namespaces: operator libraries of yours that the graph may call, beside those of torch and transformers.
 
     Raises:
         QuarkError: if files are missing, damaged, of a newer version, or call something unknown.
@@ -99,7 +114,7 @@ def load(directory: str | Path, *, device: str | torch.device = "cpu") -> Quanti
             "update quark_fx or save the model again"
         )
     try:
-        gm = _graph_from_dict(document, tensors, torch.device(device))
+        gm = _graph_from_dict(document, tensors, torch.device(device), _NAMESPACES | set(namespaces))
         return QuantizedModel(
             gm,
             _signature_from_dict(document["signature"]),
@@ -119,8 +134,6 @@ def _node_to_dict(node: Node) -> dict[str, Any]:
         data["args"] = [_encode(a) for a in node.args]
     if node.kwargs:
         data["kwargs"] = {k: _encode(v) for k, v in node.kwargs.items()}
-    if trace := node.meta.get("stack_trace"):
-        data["stack_trace"] = trace
     if stack := node.meta.get("nn_module_stack"):
         data["module"] = next((path for path, _ in reversed(list(stack.values())) if path), "")
     return data
@@ -136,14 +149,17 @@ def _target_name(node: Node) -> str:
     raise QuarkError(f"the call of {node.target} at %{node.name} cannot be stored: it is not a registered operator")
 
 
-def _resolve(name: str) -> Callable[..., Any]:
+def _resolve(name: str, allowed: frozenset[str]) -> Callable[..., Any]:
     namespace, _, rest = name.partition(".")
     if namespace == "python":
         if rest not in _PYTHON:
             raise QuarkError(f"the stored graph calls {name}, which is not allowed")
         return _PYTHON[rest]  # type: ignore[no-any-return]
-    if name.startswith(_FORBIDDEN):
-        raise QuarkError(f"the stored graph calls {name}, which is not allowed")
+    if namespace not in allowed or name.startswith(_FORBIDDEN):
+        raise QuarkError(
+            f"the stored graph calls {name}, which is not allowed; if you trust where it comes from and know the "
+            f"operator, pass load(..., namespaces=({namespace!r},))"
+        )
     packet, _, overload = rest.rpartition(".")
     operator_packet = getattr(getattr(torch.ops, namespace), packet, None)
     found = getattr(operator_packet, overload, None)
@@ -195,7 +211,9 @@ def _value_to_dict(node: Node) -> dict[str, Any] | None:
     return {"shape": shape, "dtype": str(value.dtype).removeprefix("torch.")}
 
 
-def _graph_from_dict(document: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> GraphModule:
+def _graph_from_dict(
+    document: dict[str, Any], tensors: dict[str, Tensor], device: torch.device, allowed: frozenset[str]
+) -> GraphModule:
     root = torch.nn.Module()
     holder = GraphModule(root, Graph())
     for name, tensor in tensors.items():
@@ -204,12 +222,12 @@ def _graph_from_dict(document: dict[str, Any], tensors: dict[str, Tensor], devic
     for data in document["nodes"]:
         args = tuple(_decode(data.get("args", []), nodes, device))
         kwargs = {k: _decode(v, nodes, device) for k, v in data.get("kwargs", {}).items()}
-        target = _resolve(data["target"]) if data["op"] == "call_function" else data["target"]
+        target = _resolve(data["target"], allowed) if data["op"] == "call_function" else data["target"]
         if data["op"] == "output":
             args = (tuple(args[0]),)
         _require_harmless(data["op"], target, kwargs, tensors)
         node = graph.create_node(data["op"], target, args, kwargs, name=data["name"])
-        node.meta["stack_trace"] = data.get("stack_trace", "")
+        node.meta["stack_trace"] = ""  # the user's paths are not stored
         node.meta["nn_module_stack"] = {"": (data.get("module", ""), "")}
         nodes[data["name"]] = node
     gm = GraphModule(holder, graph, class_name="CapturedGraph")
@@ -239,7 +257,12 @@ def _restore(gm: GraphModule, inputs: list[dict[str, Any] | None], device: torch
             None if data is None else torch.empty(sizes, dtype=getattr(torch, data["dtype"]), device=device)
         )
         dynamic.append([i for i, d in enumerate(shape) if not isinstance(d, int)])
-    restore_values(gm, examples, dynamic)
+    try:
+        restore_values(gm, examples, dynamic)
+    except Exception as error:  # whatever an operator without symbolic shapes (a recurrent one) raises
+        logger.debug("shapes could not be restored, so the model runs but cannot be exported: %s", error)
+        for node in gm.graph.nodes:
+            node.meta.pop("val", None)
 
 
 def _signature_to_dict(signature: Signature) -> dict[str, Any]:
@@ -252,6 +275,8 @@ def _signature_to_dict(signature: Signature) -> dict[str, Any]:
         "input_shapes": signature.input_shapes,
         "input_dtypes": [None if d is None else str(d).removeprefix("torch.") for d in signature.input_dtypes],
         "input_constants": dict(signature.input_constants),
+        "input_limits": signature.input_limits,
+        "fixed_arguments": dict(signature.fixed_arguments),
     }
 
 
@@ -265,6 +290,8 @@ def _signature_from_dict(data: dict[str, Any]) -> Signature:
         input_shapes=tuple(None if s is None else tuple(s) for s in data["input_shapes"]),
         input_dtypes=tuple(None if d is None else getattr(torch, d) for d in data["input_dtypes"]),
         input_constants=data["input_constants"],
+        input_limits=tuple((name, dim, low, high) for name, dim, low, high in data["input_limits"]),
+        fixed_arguments=data["fixed_arguments"],
     )
 
 

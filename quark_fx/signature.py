@@ -28,6 +28,9 @@ class Signature:
             is not a tensor.
         input_dtypes: per flattened input, its dtype, or `None` if it is not a tensor.
         input_constants: by name, the value of an input that is no tensor: the graph was captured with it.
+        input_limits: by name and dimension, the smallest and largest size a dynamic dimension may have, where the
+            model's code distinguishes sizes.
+        fixed_arguments: keyword arguments the graph was captured with that are no inputs of it.
     """
 
     in_spec: pytree.TreeSpec
@@ -38,6 +41,8 @@ class Signature:
     input_shapes: tuple[tuple[int | None, ...] | None, ...]
     input_dtypes: tuple[torch.dtype | None, ...]
     input_constants: Mapping[str, Any] = field(default_factory=dict)
+    input_limits: tuple[tuple[str, int, int, int | None], ...] = ()
+    fixed_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the flat inputs of a call, however its arguments were spelled.
@@ -45,19 +50,36 @@ class Signature:
         Raises:
             QuarkError: if structure, rank, fixed dimension or dtype differ from the captured ones.
         """
-        leaves, spec = pytree.tree_flatten(self._as_captured(args, kwargs))
-        if len(leaves) != len(self.input_names):
+        given = self._as_captured(args, self._without_fixed(kwargs))
+        try:
+            leaves = self.in_spec.flatten_up_to(given)
+        except ValueError as error:
+            hint = "; if the loader yields (input, label) pairs, pass `(x for x, _ in loader)`" if len(args) > 1 else ""
             raise QuarkError(
-                f"the model was captured with inputs {', '.join(self.input_names)}, but this call has "
-                f"{len(leaves)} input value(s) of structure {spec}; pass the same structure as the first batch"
-            )
+                f"the model was captured with inputs {', '.join(self.input_names)}; this call has another structure: "
+                f"{error}{hint}"
+            ) from error
         for name, leaf, shape, dtype in zip(
             self.input_names, leaves, self.input_shapes, self.input_dtypes, strict=True
         ):
             _check_leaf(name, leaf, shape, dtype)
             if name in self.input_constants:
                 _check_constant(name, leaf, self.input_constants[name])
+        by_name = dict(zip(self.input_names, leaves, strict=True))
+        for name, dim, low, high in self.input_limits:
+            size = by_name[name].shape[dim]
+            if size < low or (high is not None and size > high):
+                raise QuarkError(
+                    f"input {name} has size {size} in dimension {dim}; the model's code takes another path there than "
+                    f"the captured one, which holds from {low} to {high or 'any size'}; capture a batch of that size"
+                )
         return leaves
+
+    def _without_fixed(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        for name, captured in self.fixed_arguments.items():
+            if name in kwargs:
+                _check_constant(name, kwargs[name], captured)
+        return {name: value for name, value in kwargs.items() if name not in self.fixed_arguments}
 
     def unflatten(self, outputs: Any) -> Any:
         """Return flat outputs in the structure of the model's own result."""

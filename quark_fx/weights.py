@@ -13,6 +13,8 @@ from quark_fx.formats import IntFormat
 from quark_fx.ops import dequantize, encode
 from quark_fx.qparams import QParams, ScaleType, constrain_scale
 
+_ROWS_AT_ONCE = 8192
+
 
 @dataclass(frozen=True)
 class QuantizedTensor:
@@ -78,6 +80,8 @@ def quantize_tensor(
     if spec.is_cast:
         if not torch.isfinite(x).all():
             raise ValueError("it holds NaN or infinity")
+        if not torch.isfinite(x.to(spec.format.dtype)).all():
+            raise ValueError(f"it overflows {spec.format}, whose largest value is {spec.scheme.largest:.6g}")
         one = torch.ones((), device=x.device)
         return QuantizedTensor(x.to(spec.format.dtype), QParams(one, torch.zeros_like(one).int()), spec, None, 0)
     assert spec.observer is not None
@@ -114,9 +118,13 @@ def _block_qparams(x: Tensor, spec: TensorSpec, axis: int, block: int) -> QParam
     parts = []
     for part, size in ((moved[..., :whole], block), (moved[..., whole:], moved.shape[-1] - whole)):
         if part.numel():
-            qparams = spec.observer.observe(part.reshape(-1, size)).qparams(spec.scheme)
+            # Rows are independent; a histogram of each at once would take gigabytes.
+            rows = [
+                spec.observer.observe(some).qparams(spec.scheme) for some in part.reshape(-1, size).split(_ROWS_AT_ONCE)
+            ]
             shape = (*moved.shape[:-1], part.shape[-1] // size)
-            parts.append((qparams.scale.reshape(shape), qparams.zero_point.reshape(shape)))
+            scale, zero_point = torch.cat([q.scale for q in rows]), torch.cat([q.zero_point for q in rows])
+            parts.append((scale.reshape(shape), zero_point.reshape(shape)))
     scale, zero_point = (torch.cat(tensors, -1).movedim(-1, axis) for tensors in zip(*parts, strict=True))
     return QParams(scale.contiguous(), zero_point.contiguous())
 
@@ -124,7 +132,8 @@ def _block_qparams(x: Tensor, spec: TensorSpec, axis: int, block: int) -> QParam
 def _raise_scale(qparams: QParams, smallest: Tensor, spec: TensorSpec) -> QParams:
     bound = smallest if qparams.scale.dim() else smallest.max()
     if spec.scale_type is not ScaleType.FLOAT32:
-        bound = constrain_scale(bound.double(), spec.scale_type)
+        # A bound of zero (no bias) is none, not that of a tensor of zeros.
+        bound = torch.where(bound > 0, constrain_scale(bound.double(), spec.scale_type), 0)
     raised = torch.maximum(qparams.scale, bound.to(qparams.scale))
     # A symmetric zero point does not depend on the scale; an asymmetric one is left, as its range only grew.
     return QParams(raised, qparams.zero_point)

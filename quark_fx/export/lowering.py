@@ -16,7 +16,6 @@ from quark_fx.export.table import lowers
 from quark_fx.formats import IntFormat, parse_format
 from quark_fx.qparams import Scheme, Symmetry
 
-
 op: Any = opset21
 """The operators to build from; untyped, as onnxscript types its operators for scripts, not for tracing."""
 
@@ -32,10 +31,24 @@ def quantize(x: Any, scale: Any, zero_point: Any, format: str, axis: int | None 
     """`QuantizeLinear` in float32; the cast gives the zero point, and so the codes, the type of the format."""
     x = _float32(x)
     fmt = onnx_type(format)
+    if block_size < 0:
+        return _quantize_rows(x, scale, zero_point, format)
     attributes = {} if axis is None else {"axis": axis, "block_size": block_size}
     if not isinstance(parse_format(format), IntFormat):
         return op.QuantizeLinear(x, scale, output_dtype=fmt, saturate=1, **attributes)
     return op.QuantizeLinear(x, scale, op.Cast(zero_point, to=fmt), **attributes)
+
+
+def _quantize_rows(x: Any, scale: Any, zero_point: Any, format: str) -> Any:
+    """The arithmetic of `QuantizeLinear` for one scale per row: a block of it has a length fixed beforehand."""
+    fmt, ideal = parse_format(format), op.Div(x, scale)
+    if isinstance(fmt, IntFormat):
+        low, high = float(fmt.qmin), float(fmt.qmax)
+        ideal = op.Add(op.Round(ideal), op.Cast(zero_point, to=ir.DataType.FLOAT))
+    else:
+        low, high = -fmt.max, fmt.max
+    bounds = (op.Constant(value_float=bound) for bound in (low, high))
+    return op.Cast(op.Clip(ideal, *bounds), to=onnx_type(format))
 
 
 def _float32(x: Any) -> Any:
@@ -55,18 +68,18 @@ def dequantize(
     """`DequantizeLinear`, cast if the model is not float32; codes of less than a byte get their own type."""
     attributes = {} if axis is None else {"axis": axis, "block_size": block_size}
     fmt = parse_format(format)
-    if not isinstance(fmt, IntFormat):
+    whole = isinstance(fmt, IntFormat)
+    if block_size < 0:
+        # Spelled out as in `_quantize_rows`; ONNX Runtime would also fuse a blocked `DequantizeLinear` into an integer
+        # product that takes one scale, and fail.
+        y = op.Cast(codes, to=ir.DataType.FLOAT)
+        y = op.Mul(op.Sub(y, op.Cast(zero_point, to=ir.DataType.FLOAT)) if whole else y, scale)
+    elif not whole:
         y = op.DequantizeLinear(codes, scale, **attributes)
     else:
         if fmt.bits < 8 and codes.const_value is None and codes.producer() is None:
             codes = op.Cast(codes, to=onnx_type(format))
-        if block_size and all(p.producer() is not None and p.shape[axis] == 1 for p in (scale, zero_point)):
-            # One scale per row, known at run time only: ONNX Runtime would fuse `DequantizeLinear` into an integer
-            # product that takes one scale and fails.
-            real = (op.Cast(value, to=ir.DataType.FLOAT) for value in (codes, zero_point))
-            y = op.Mul(op.Sub(*real), scale)
-        else:
-            y = op.DequantizeLinear(codes, scale, op.Cast(zero_point, to=onnx_type(format)), **attributes)
+        y = op.DequantizeLinear(codes, scale, op.Cast(zero_point, to=onnx_type(format)), **attributes)
     return y if dtype == ir.DataType.FLOAT else op.Cast(y, to=dtype)
 
 
@@ -83,15 +96,12 @@ def dynamic_qparams(x: Any, format: str, symmetry: str, per_token: bool) -> Any:
     last = (op.Constant(value_ints=[-1]),) if per_token else ()
     low, high = op.Min(op.ReduceMin(x, *last, **axes), zero), op.Max(op.ReduceMax(x, *last, **axes), zero)
     if scheme.symmetric:
-        whole = isinstance(scheme.format, IntFormat)
-        largest = (scheme.qmax - scheme.qmin) / 2 if whole else scheme.format.max  # type: ignore[union-attr]
-        ideal = op.Div(op.Max(op.Neg(low), high), op.Constant(value_float=float(largest)))
+        ideal = op.Div(op.Max(op.Neg(low), high), op.Constant(value_float=float(scheme.largest)))
     else:
         ideal = op.Div(op.Sub(high, low), op.Constant(value_float=float(scheme.qmax - scheme.qmin)))
     scale = op.Where(op.Less(ideal, tiny), op.Constant(value_float=1.0), ideal)
     if scheme.symmetric:
-        middle = float(scheme.middle) if isinstance(scheme.format, IntFormat) else 0.0
-        zero_point = op.Add(op.Mul(scale, zero), op.Constant(value_float=middle))
+        zero_point = op.Add(op.Mul(scale, zero), op.Constant(value_float=float(scheme.middle)))
     else:
         bounds = (op.Constant(value_float=float(v)) for v in (scheme.qmin, scheme.qmax))
         zero_point = op.Round(op.Clip(op.Sub(op.Constant(value_float=float(scheme.qmin)), op.Div(low, scale)), *bounds))

@@ -66,7 +66,7 @@ def drop_default_attributes(model: ir.Model) -> int:
         scale = node.inputs[1]
         scalar = scale is not None and scale.shape is not None and not scale.shape.rank()
         for name, default in (("axis", 1), ("block_size", 0), ("output_dtype", 0), ("saturate", 1)):
-            if name in node.attributes and (scalar and name == "axis" or node.attributes.get_int(name) == default):
+            if name in node.attributes and ((scalar and name == "axis") or node.attributes.get_int(name) == default):
                 del node.attributes[name]
                 dropped += 1
     return dropped
@@ -216,6 +216,18 @@ def _per_column(dequantize: ir.Node) -> bool:
     return rank == 0 or dequantize.attributes.get_int("axis", 1) % 2 == 1
 
 
+def type_codes(model: ir.Model) -> int:
+    """Give every `QuantizeLinear` output the type its zero point says: torch holds 4-bit codes in bytes."""
+    typed = 0
+    for node in model.graph:
+        if node.op_type == "QuantizeLinear" and len(node.inputs) > 2 and node.inputs[2] is not None:
+            dtype = node.inputs[2].dtype
+            if dtype is not None and node.outputs[0].dtype != dtype:
+                node.outputs[0].dtype = dtype
+                typed += 1
+    return typed
+
+
 _SIGNED = frozenset({ir.DataType.INT4, ir.DataType.INT8, ir.DataType.INT16})
 _MOVES = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "MaxPool"})
 
@@ -231,8 +243,10 @@ def repeat_moved_pairs(model: ir.Model) -> int:
     while pending:
         dequantize = pending.pop()
         codes, *parameters = dequantize.inputs
-        quantize = codes.producer() if codes is not None else None
-        if quantize is None or quantize.op_type != "QuantizeLinear" or codes is None or codes.dtype not in _SIGNED:
+        scale = dequantize.inputs[1]
+        if codes is None or codes.const_value is not None or codes.dtype not in _SIGNED:
+            continue
+        if scale is None or scale.shape is None or scale.shape.rank():
             continue
         for mover in [use.node for use in dequantize.outputs[0].uses() if use.node.op_type in _MOVES]:
             moved = mover.outputs[0]
@@ -266,6 +280,7 @@ OnnxPass = Callable[[ir.Model], int]
 
 PASSES: tuple[OnnxPass, ...] = (
     fold_initializer_casts,
+    type_codes,
     transpose_weights,
     settle_zero_points,
     split_dynamic_gemms,

@@ -12,12 +12,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from quark_fx.errors import ExportError
-from quark_fx.export.runtime import runtime_options
 from quark_fx.export.program import to_exported_program
+from quark_fx.export.runtime import runtime_options
 from quark_fx.export.table import translation_table
 from quark_fx.export.translation import translate
 from quark_fx.formats import IntFormat, parse_format
-from quark_fx.graph import describe, target_name
+from quark_fx.graph import describe, results_of, target_name
 from quark_fx.model import QuantizedModel
 
 logger = logging.getLogger(__name__)
@@ -58,15 +58,24 @@ def onnx(
     """
     try:
         import onnx_ir as ir
+        import onnxscript.optimizer
 
         from quark_fx.export.onnx_passes import PASSES
     except ImportError as error:
         raise ExportError(f"ONNX export needs {error.name}: pip install 'quark_fx[onnx]'") from error
+    if not isinstance(qmodel, QuantizedModel):
+        raise ExportError(f"expected what quantize() returned, not {type(qmodel).__name__}")
     path = Path(path)
     gm = qmodel.graph_module
+    _require_values(gm)
+    _require_names("input_names", input_names, qmodel.signature.input_names)
+    _require_names("output_names", output_names, qmodel.signature.output_names)
     _require_onnx_types(gm)
     _require_writable(path)
     model = _translate(gm, input_names or qmodel.signature.input_names, output_names or qmodel.signature.output_names)
+    if any(node.graph is not model.graph for node in model.graph.all_nodes()):
+        # torch lowers a few operators (a bag of embeddings) to loops that ONNX Runtime takes only once simplified.
+        onnxscript.optimizer.optimize(model)
     for p in PASSES:
         p(model)
     model.ir_version = IR_VERSION
@@ -77,13 +86,18 @@ def onnx(
         ir.save(model, path, external_data=f"{path.name}.data" if external else None)
     except OSError as error:
         raise ExportError(f"{path} could not be written: {error}") from error
-    _check_file(path, gm)
+    try:
+        _check_file(path, gm)
+    except ExportError:
+        for file in (path, path.with_name(f"{path.name}.data")):
+            file.unlink(missing_ok=True)
+        raise
     return path
 
 
 def _translate(gm: GraphModule, input_names: Sequence[str], output_names: Sequence[str]):  # type: ignore[no-untyped-def]
     places = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    results = next(iter(reversed(gm.graph.nodes))).args[0]
+    results = results_of(gm)
     names = [name for name, node in zip(input_names, places, strict=True) if _is_tensor(node)]
     result_names = [name for name, node in zip(output_names, results, strict=True) if _is_tensor(node)]
     errors: list[Exception] = []
@@ -157,10 +171,23 @@ def _require_onnx_types(gm: GraphModule) -> None:
         if target_name(node) in ("quark_fx.quantize.default", "quark_fx.dequantize.default"):
             name = next(a for a in node.args if isinstance(a, str))
             fmt = parse_format(name)
-            if isinstance(fmt, IntFormat) and fmt.bits not in (2, 4, 8, 16, 32):
+            if isinstance(fmt, IntFormat) and fmt.bits not in (4, 8, 16, 32):
                 bad.append(f"  {name}: {describe(node)}")
     if bad:
         raise ExportError("format(s) without an ONNX type:\n" + "\n".join(bad) + "\nUse 4, 8 or 16 bits instead.")
+
+
+def _require_values(gm: GraphModule) -> None:
+    if any("val" not in node.meta for node in gm.graph.nodes if node.op in ("placeholder", "call_function")):
+        raise ExportError(
+            "the shapes of this loaded model could not be restored, which its export needs; quantize the model again "
+            "and export it before saving"
+        )
+
+
+def _require_names(option: str, given: Sequence[str] | None, own: Sequence[str]) -> None:
+    if given is not None and len(given) != len(own):
+        raise ExportError(f"{option} has {len(given)} name(s), the model {len(own)}: {', '.join(own)}")
 
 
 def _require_writable(path: Path) -> None:
@@ -187,4 +214,13 @@ def _check_file(path: Path, gm: GraphModule) -> None:
     try:
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise ExportError(f"{path} does not load in ONNX Runtime {onnxruntime.__version__}: {error}") from error
+        raise ExportError(
+            f"{path.name} does not load in ONNX Runtime {onnxruntime.__version__}: {error}{_dtype_hint(gm)}"
+        ) from error
+
+
+def _dtype_hint(gm: GraphModule) -> str:
+    values = (node.meta.get("val") for node in gm.graph.nodes)
+    dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+    rare = dtypes & {torch.bfloat16, torch.float64}
+    return f"\nThe model computes in {', '.join(map(str, rare))}; quantize model.float() instead" if rare else ""

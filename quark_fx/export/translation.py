@@ -13,9 +13,7 @@ from torch.export import ExportedProgram
 from quark_fx.export.table import translation_table
 
 
-def translate(
-    program: ExportedProgram, input_names: Sequence[str], output_names: Sequence[str], *, opset: int
-) -> Any:
+def translate(program: ExportedProgram, input_names: Sequence[str], output_names: Sequence[str], *, opset: int) -> Any:
     """Return the `onnx_ir.Model` of `program`, not optimised.
 
     `torch.onnx.export` builds its table of some 500 lowerings anew in every call, which takes longer than

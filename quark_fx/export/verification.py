@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch.fx import Interpreter, Node
 
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime import runtime_options
-from quark_fx.graph import parameter, target_name
+from quark_fx.graph import parameter, results_of, target_name
 from quark_fx.model import QuantizedModel
 from quark_fx.signature import split_batch
 
@@ -98,8 +98,16 @@ def verify(
     Raises:
         ExportError: if there is no batch, or the file's inputs are not the model's.
     """
-    import onnxruntime
-
+    if not isinstance(qmodel, QuantizedModel):
+        raise ExportError(f"expected what quantize() returned, not {type(qmodel).__name__}")
+    if isinstance(batches, Tensor | Mapping):
+        raise ExportError(f"batches is an iterable of batches, not one {type(batches).__name__}; wrap it in a list")
+    if not Path(path).is_file():
+        raise ExportError(f"{path} does not exist; write it with qfx.export.onnx first")
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise ExportError("verification needs onnxruntime: pip install 'quark_fx[onnx]'") from error
     options = session_options or runtime_options(qmodel.graph_module, optimize=optimize)
     if per_node:  # the graph is given as bytes, which have no directory to find external data in
         folder = str(Path(path).resolve().parent)
@@ -193,8 +201,7 @@ def _known_steps(qmodel: QuantizedModel) -> dict[str, float]:
     """Return the step of every code (1) and of every output that is dequantized with one static scale."""
     gm = qmodel.graph_module
     steps = dict.fromkeys(_quantizers(qmodel), 1.0)
-    output = next(iter(reversed(gm.graph.nodes)))
-    for name, node in zip(qmodel.signature.output_names, output.args[0], strict=True):
+    for name, node in zip(qmodel.signature.output_names, results_of(gm), strict=True):
         if isinstance(node, Node) and target_name(node) == "quark_fx.dequantize.default":
             scale: Any = node.args[1]
             if scale.op == "get_attr" and parameter(gm, scale).numel() == 1:

@@ -66,8 +66,8 @@ def squared_error(moments: Moments, qparams: QParams, scheme: Scheme) -> Tensor:
     """Return the summed squared error, `(channels, k)`, of quantizing with each of the `(channels, k)` parameters.
 
     Within the cell of one level `v` the sum of `(x - v)**2` is `sum x**2 - 2 v sum x + n v**2`: prefix sums at the
-    borders between cells give it for every candidate without visiting the bins. Where the levels outnumber the bins, these say nothing about
-    rounding, and each value inside the range costs `scale**2 / 12`.
+    borders between cells give it for every candidate without visiting the bins. Where the levels outnumber the bins,
+    these say nothing about rounding, and each value inside the range costs `scale**2 / 12`.
     """
     scale, zero_point = qparams.scale.double(), qparams.zero_point
     count, first, second, start, width = moments
@@ -79,7 +79,9 @@ def squared_error(moments: Moments, qparams: QParams, scheme: Scheme) -> Tensor:
         return ((edge - start) / width).sub_(0.5).ceil_().clamp_(0, room).long()
 
     if _level_count(scheme) > room:
-        bottom, top = (scheme.qmin - zero_point) * scale, (scheme.qmax - zero_point) * scale
+        whole = isinstance(scheme.format, IntFormat)
+        ends = (scheme.qmin, scheme.qmax) if whole else (-scheme.largest, scheme.largest)
+        bottom, top = ((end - zero_point) * scale for end in ends)
         i, j = below(bottom), below(top)
         inside = (count.gather(1, j) - count.gather(1, i)) * scale**2 / 12
         under = second.gather(1, i) - 2 * bottom * first.gather(1, i) + bottom**2 * count.gather(1, i)

@@ -40,9 +40,7 @@ def convert(
     return rows
 
 
-def _input_scale(
-    op: PlannedOperator, plan: Plan, qparams: Mapping[tuple[Node, TensorSpec], QParams]
-) -> Tensor | None:
+def _input_scale(op: PlannedOperator, plan: Plan, qparams: Mapping[tuple[Node, TensorSpec], QParams]) -> Tensor | None:
     """Return the static scale of the operator's activation, shape `()`, if it has one."""
     if op.row is None or op.input is None or not op.row.activations:
         return None

@@ -57,7 +57,9 @@ def _affine(gm: GraphModule, node: Node) -> tuple[Tensor, Tensor] | None:
     weight, bias, mean, variance = (argument(node, i) for i in (1, 2, 3, 4))
     if training or not all(p is None or is_parameter(p) for p in (weight, bias, mean, variance)) or mean is None:
         return None
-    factor = torch.rsqrt(parameter(gm, variance) + epsilon)
+    # In half precision the sum of a small variance and epsilon, or its root, is off by per cents.
+    wide = torch.promote_types(parameter(gm, variance).dtype, torch.float32)
+    factor = torch.rsqrt(parameter(gm, variance).to(wide) + epsilon)
     if weight is not None:
         factor = factor * parameter(gm, weight)
     offset = -parameter(gm, mean) * factor
@@ -70,9 +72,10 @@ def _fold_into_producer(gm: GraphModule, norm: Node, factor: Tensor, offset: Ten
     if row is None or row.weight is None or row.bias is None or len(node.users) > 1 or not _foldable(gm, node, row):
         return False
     weight, bias = argument(node, row.weight), argument(node, row.bias)
-    _replace(gm, node, row.weight, weight, _scale_outputs(parameter(gm, weight), factor, row, _groups(node, row)))
+    scaled = _scale_outputs(parameter(gm, weight), factor, row, _groups(node, row))
+    _replace(gm, node, row.weight, weight, scaled, weight)
     shifted = offset if bias is None else offset + parameter(gm, bias) * factor
-    _replace(gm, node, row.bias, bias, shifted, sibling=weight)
+    _replace(gm, node, row.bias, bias, shifted, weight)
     return True
 
 
@@ -96,8 +99,8 @@ def _fold_into_consumer(gm: GraphModule, norm: Node, output: Node, factor: Tenso
     grouped = order.reshape(shape)
     added = (grouped * offset.reshape(spread)).flatten(2).sum(2).flatten()
     new = (grouped * factor.reshape(spread)).reshape(order.shape).movedim((0, 1), (row.output_axis, row.input_axis))
-    _replace(gm, node, row.weight, weight, new.contiguous())
-    _replace(gm, node, row.bias, bias, added if bias is None else added + parameter(gm, bias), sibling=weight)
+    _replace(gm, node, row.weight, weight, new.contiguous(), weight)
+    _replace(gm, node, row.bias, bias, added if bias is None else added + parameter(gm, bias), weight)
     return True
 
 
@@ -107,7 +110,8 @@ _FACTORS = ("alpha", "beta")
 
 def _foldable(gm: GraphModule, node: Node, row: Operator) -> bool:
     """Tell whether the operator's channels are dimension 1 of its values, as a batch norm's are."""
-    assert row.weight is not None and row.bias is not None
+    assert row.weight is not None
+    assert row.bias is not None
     constants = [argument(node, row.weight), argument(node, row.bias)]
     if not all(p is None or is_parameter(p) for p in constants) or any(node.kwargs.get(k, 1) != 1 for k in _FACTORS):
         return False
@@ -137,15 +141,13 @@ def _pads(node: Node, row: Operator) -> bool:
     return padding not in (None, "valid") and any(p != 0 for p in padding)
 
 
-def _replace(
-    gm: GraphModule, node: Node, position: int, old: Node | None, value: Tensor, sibling: Node | None = None
-) -> None:
+def _replace(gm: GraphModule, node: Node, position: int, old: Node | None, value: Tensor, weight: Node) -> None:
     """Give `node` the constant `value`: under the old name if nothing else reads it, else under a fresh one."""
-    value = value.detach()
+    value = value.detach().to(parameter(gm, weight).dtype)
     if old is not None and len(old.users) == 1:
         set_parameter(gm, str(old.target), value)
         return
-    name = str((old or sibling).target)  # type: ignore[union-attr]
+    name = str((old or weight).target)
     if old is None:
         name = name.removesuffix("weight") + "bias" if name.endswith("weight") else f"{name}_bias"
     with gm.graph.inserting_before(node):

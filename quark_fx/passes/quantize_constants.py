@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,8 +122,8 @@ def _quantize_weight(op: PlannedOperator, weight: Tensor, smallest_scale: Tensor
         )
     except ValueError as error:
         raise CalibrationError(
-            f"weight {op.weight_node.target} of {describe(op.node)} cannot be quantized: {error}; mend the checkpoint or "
-            "exclude the operator"
+            f"weight {op.weight_node.target} of {describe(op.node)} cannot be quantized: {error}; mend the checkpoint "
+            "or exclude the operator"
         ) from error
 
 
@@ -151,7 +150,7 @@ def _replace_bias(
     weight: QuantizedTensor,
     input_scale: Tensor | None,
 ) -> None:
-    """Let the operator read codes instead of its bias; an INT32 bias without an `input_scale` stays in float."""
+    """Let the operator read codes instead of its bias; one without quantized inputs stays in float."""
     assert op.row is not None
     assert op.row.bias is not None
     bias = parameter(gm, node).detach()
@@ -160,6 +159,8 @@ def _replace_bias(
             f"bias {node.target} of {describe(op.node)} cannot be quantized: it holds NaN or infinity; mend the "
             "checkpoint or exclude the operator"
         )
+    if op.input is None:
+        return
     if spec.format != INT32:
         codes = quantize_tensor(bias, spec)
     elif input_scale is not None:
@@ -212,7 +213,7 @@ def _embed(gm: GraphModule, node: Node, stored: _Stored) -> Node:
         return cast(gm, codes, dtype, node)
     if quantized.axis is None:
         return call(gm, ops.dequantize.default, codes, *nodes[1:], str(fmt), None, 0, dtype, like=node)
-    block = quantized.block_size or quantized.codes.shape[1]
+    block = quantized.block_size or -1
     rows = []
     for table in nodes[1:]:
         value = value_of(gm, table)

@@ -81,8 +81,7 @@ def _dynamic(gm: GraphModule, value: Node, spec: TensorSpec, dtype: torch.dtype)
     per_token = spec.granularity is Granularity.TOKEN
     measured = call(gm, ops.dynamic_qparams.default, value, str(spec.format), str(spec.symmetry), per_token, like=value)
     scale, zero_point = (_getitem(gm, measured, i) for i in (0, 1))
-    shape = value_of(gm, value).shape
-    axis, block = (len(shape) - 1, int(shape[-1])) if per_token else (None, 0)
+    axis, block = (value_of(gm, value).dim() - 1, -1) if per_token else (None, 0)
     fmt = str(spec.format)
     codes = call(gm, ops.quantize.default, value, scale, zero_point, fmt, axis, block, like=value)
     return call(gm, ops.dequantize.default, codes, scale, zero_point, fmt, axis, block, dtype, like=value)
@@ -92,5 +91,3 @@ def _getitem(gm: GraphModule, node: Node, index: int) -> Node:
     item = gm.graph.call_function(operator.getitem, (node, index))
     item.meta["val"] = node.meta["val"][index]
     return item
-
-

@@ -1,0 +1,51 @@
+"""Compute once what is made of parameters alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from quark_fx.graph import erase_dead, get_attr, is_floating, is_parameter, parameter, target_name
+from quark_fx.operators import MOVING
+from quark_fx.pass_manager import graph_pass
+
+
+@graph_pass()
+def fold_constants(gm: GraphModule) -> int:
+    """Replace floating-point values made of parameters alone by new parameters.
+
+    So the weight of a module under weight or spectral norm, computed in every forward pass, becomes a weight.
+    Data movement stays: a transposed weight is found where it is stored.
+    """
+    folded = 0
+    for node in list(gm.graph.nodes):
+        inputs = node.all_input_nodes
+        if node.op != "call_function" or not inputs or not all(is_parameter(n) for n in inputs):
+            continue
+        if target_name(node) in MOVING or not is_floating(gm, node) or all(user in inputs for user in node.users):
+            continue
+        with torch.no_grad():
+            value = _evaluate(gm, node)
+        with gm.graph.inserting_before(node):
+            node.replace_all_uses_with(get_attr(gm, _name(inputs[0]), value))
+        gm.graph.erase_node(node)
+        folded += 1
+    erase_dead(gm)
+    return folded
+
+
+def _evaluate(gm: GraphModule, node: Node) -> Tensor:
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: parameter(gm, n))
+    value: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
+    return value
+
+
+def _name(source: Node) -> str:
+    """Name the result after the module: `conv.parametrizations.weight.original0` makes `conv.weight`."""
+    module, found, rest = str(source.target).partition(".parametrizations.")
+    if found:
+        return f"{module}.{rest.partition('.')[0]}"
+    owner, _, leaf = str(source.target).rpartition(".")
+    return f"{owner}.{leaf.removesuffix('_v').removesuffix('_g')}" if owner else leaf
