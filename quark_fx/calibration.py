@@ -83,21 +83,25 @@ def calibrate(
             for batch in tqdm(batches, desc="calibrate", unit="batch", disable=not progress, leave=False):
                 leaves = _inputs(flatten, batch, len(finite))
                 # Read at the end, so that no batch waits for the device. A mask may hold infinities.
-                finite.append(_all_finite([leaves[i] for i in quantized]))
+                finite.append(_are_finite([leaves[i] for i in quantized]))
                 gm(*leaves)
     finally:
         remove_observers(gm)
     if not finite:
         raise CalibrationError("the calibration data holds no batch; pass at least one (a generator can be read once)")
-    bad = [index for index, flag in enumerate(finite) if not flag]
-    if bad:
-        raise CalibrationError(f"calibration batch {bad[0]} holds NaN or infinity; remove such samples")
+    for batch_index, flags in enumerate(finite):
+        for flag, position in zip(flags.tolist(), quantized, strict=True):
+            if not flag:
+                raise CalibrationError(
+                    f"calibration batch {batch_index}: input {places[position].target} holds NaN or infinity; remove "
+                    "such samples"
+                )
     return {key: _qparams(key, watch) for key, watch in watches.items()}
 
 
-def _all_finite(tensors: list[Tensor]) -> Tensor:
-    flags = [torch.isfinite(x).all() for x in tensors]
-    return torch.stack(flags).all() if flags else torch.tensor(True)
+def _are_finite(tensors: list[Tensor]) -> Tensor:
+    """Return one flag per tensor, on their device."""
+    return torch.stack([torch.isfinite(x).all() for x in tensors]) if tensors else torch.empty(0, dtype=torch.bool)
 
 
 def _inputs(flatten: Callable[[Any], list[Any]], batch: Any, index: int) -> list[Any]:

@@ -26,7 +26,7 @@ from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 from quark_fx.errors import CaptureError
-from quark_fx.graph import describe, erase_dead, is_getitem, is_parameter, output_node, target_name
+from quark_fx.graph import describe, erase_dead, is_getitem, is_parameter, output_node, static_size, target_name
 from quark_fx.operators import argument
 from quark_fx.signature import Signature, bind, leaf_names, parameter_names, split_batch
 
@@ -278,9 +278,7 @@ def _normalise(program: ExportedProgram, parameters: tuple[str, ...]) -> Capture
         parameters=parameters,
         input_names=tuple(str(node.target) for node in inputs),
         output_names=tuple(leaf_names(spec.out_spec)),
-        input_shapes=tuple(
-            tuple(d if isinstance(d, int) else None for d in v.shape) if isinstance(v, Tensor) else None for v in values
-        ),
+        input_shapes=tuple(tuple(static_size(d) for d in v.shape) if isinstance(v, Tensor) else None for v in values),
         input_dtypes=tuple(v.dtype if isinstance(v, Tensor) else None for v in values),
         input_limits=_limits(program, inputs),
         input_constants={

@@ -327,7 +327,7 @@ class QuantConfig:
             (
                 self.target is Target.ONNX
                 and (bad := [s for s in (weight, *activations) if s and not _onnx_type(s.format)]),
-                f"{bad and bad[0].format} has no type in ONNX Runtime; use 4, 8 or 16 bits, or target='torch'"
+                f"{bad and bad[0].format} has no ONNX type; use 4, 8 or 16 bits, or target='torch'"
                 if self.target is Target.ONNX
                 else "",
             ),

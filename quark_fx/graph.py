@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, is_concrete_int
 from torch.fx.node import map_arg
 
 _OWN_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
@@ -147,6 +147,11 @@ def results_of(gm: GraphModule) -> tuple[Any, ...]:
     """Return the flat results of a captured graph: nodes and constants."""
     found: Any = output_node(gm).args[0]
     return tuple(found)
+
+
+def static_size(size: int | torch.SymInt) -> int | None:
+    """Return a dimension's size, `None` if it varies; torch wraps sizes it has settled, too."""
+    return int(size) if is_concrete_int(size) else None
 
 
 def is_floating(gm: GraphModule, node: Node) -> bool:

@@ -124,7 +124,7 @@ def run_passes(
             for check in promise.requires:
                 check(gm)
             rewrites = p(gm)
-            _lint(gm)
+            _lint(gm, name)
             for check in promise.ensures:
                 check(gm)
         except Exception as error:
@@ -140,11 +140,11 @@ def run_passes(
     return gm, records
 
 
-def _lint(gm: GraphModule) -> None:
+def _lint(gm: GraphModule, name: str) -> None:
     try:
         gm.graph.lint()
     except RuntimeError as error:
-        raise PassError(f"the pass left an invalid graph: {error}") from error
+        raise PassError(f"pass {name} left an invalid graph: {error}") from error
     gm.recompile()
 
 

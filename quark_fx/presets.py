@@ -86,6 +86,6 @@ def preset(name: str) -> QuantConfig:
     found = PRESETS.get(name.lower())
     if found is None:
         near = difflib.get_close_matches(name.lower(), PRESETS, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ConfigError(f"unknown preset {name!r}{hint}; presets: {', '.join(PRESETS)}")
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise ConfigError(f"unknown preset {name!r}{hint} Presets: {', '.join(PRESETS)}")
     return found

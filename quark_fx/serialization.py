@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from quark_fx.config import QuantConfig
 from quark_fx.errors import QuarkError
-from quark_fx.graph import parameter, restore_values, set_parameter
+from quark_fx.graph import parameter, restore_values, set_parameter, static_size
 from quark_fx.model import QuantizedModel
 from quark_fx.pass_manager import PassRecord
 from quark_fx.report import Row
@@ -207,7 +207,8 @@ def _value_to_dict(node: Node) -> dict[str, Any] | None:
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return None
-    shape = [d if isinstance(d, int) else {"hint": int(d.node.hint)} for d in value.shape]  # a size that was seen
+    sizes: list[Any] = list(value.shape)  # of a dimension that varies, a size that was seen
+    shape = [int(d) if static_size(d) is not None else {"hint": int(d.node.hint)} for d in sizes]
     return {"shape": shape, "dtype": str(value.dtype).removeprefix("torch.")}
 
 
@@ -261,6 +262,7 @@ def _restore(gm: GraphModule, inputs: list[dict[str, Any] | None], device: torch
         restore_values(gm, examples, dynamic)
     except Exception as error:  # whatever an operator without symbolic shapes (a recurrent one) raises
         logger.debug("shapes could not be restored, so the model runs but cannot be exported: %s", error)
+        restore_values(gm, examples, [()] * len(dynamic))  # raises if the graph itself is at fault
         for node in gm.graph.nodes:
             node.meta.pop("val", None)
 

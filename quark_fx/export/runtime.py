@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
+
+from quark_fx.formats import FloatFormat, parse_format
+from quark_fx.graph import target_name
 
 
 def runtime_options(gm: GraphModule, *, optimize: bool | None = None) -> Any:
@@ -12,17 +15,25 @@ def runtime_options(gm: GraphModule, *, optimize: bool | None = None) -> Any:
 
     Args:
         gm: the quantized graph.
-        optimize: let ONNX Runtime fuse integer kernels; default: yes, except for 8-bit floats, whose fusions its
-            CPU kernels do not implement.
+        optimize: let ONNX Runtime fuse integer kernels; default: yes, except for 8-bit floats and 4-bit activations,
+            whose fusions its CPU kernels do not implement.
     """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     if optimize is None:
-        optimize = not any("fp8" in str(node.args) for node in gm.graph.nodes)
+        optimize = not any(_fuses_wrongly(node) for node in gm.graph.nodes)
     level = onnxruntime.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
     # Blocked weights are fused to MatMulNBits; its default rounds activations to int8, which is not the graph's maths.
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
     return options
+
+
+def _fuses_wrongly(node: Node) -> bool:
+    name = target_name(node)
+    if name not in ("quark_fx.quantize.default", "quark_fx.dequantize.default"):
+        return False
+    fmt = parse_format(next(arg for arg in node.args if isinstance(arg, str)))
+    return isinstance(fmt, FloatFormat) or (name == "quark_fx.quantize.default" and fmt.bits < 8)

@@ -1,0 +1,259 @@
+"""A quantized model owns what it holds, and says so when it is called for something it was not captured for."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import calls, images, quantize, rand, seeded
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import quark_fx as qfx
+from quark_fx.config import Granularity, Override, QuantConfig, Target, TensorSpec
+from quark_fx.formats import FP8_E4M3, INT4, INT8, INT32, UINT8
+from quark_fx.observers import MinMax, Mse
+from quark_fx.presets import FP16, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, XINT8
+from quark_fx.qparams import ScaleType, Scheme, Symmetry, affine_qparams
+from quark_fx.weights import quantize_tensor
+
+
+def test_training_the_original_does_not_move_the_quantized_model() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)).eval()
+    x = rand(5, 4)
+    qmodel = quantize(model, INT8_STATIC, [x])
+    before = qmodel(x)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    torch.testing.assert_close(qmodel(x), before, rtol=0, atol=0)
+    qmodel(x).sum()
+    assert not {p.data_ptr() for p in model.parameters()} & {b.data_ptr() for b in qmodel.buffers()}
+
+
+def test_a_copy_computes_the_same_and_is_its_own() -> None:
+    x = rand(5, 4)
+    qmodel = quantize(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).eval(), INT8_STATIC, [x])
+    twin = copy.deepcopy(qmodel)
+    torch.testing.assert_close(twin(x), qmodel(x), rtol=0, atol=0)
+    for buffer in twin.buffers():
+        buffer.zero_()
+    assert qmodel(x).abs().sum() > 0
+
+
+def test_a_quantized_model_keeps_its_dtype() -> None:
+    qmodel = quantize(nn.Linear(4, 4).eval(), INT8_STATIC, [rand(5, 4)])
+    with pytest.raises(RuntimeError, match="float32"):
+        qmodel.half()
+    assert not any(module.training for module in qmodel.modules())
+
+
+def test_it_cannot_be_quantized_twice() -> None:
+    qmodel = quantize(nn.Linear(4, 4).eval(), INT8_STATIC, [rand(5, 4)])
+    with pytest.raises(qfx.ConfigError, match="already"):
+        quantize(qmodel, INT8_STATIC, [rand(5, 4)])
+
+
+class Difference(nn.Module):
+    def forward(self, pair: dict[str, Tensor]) -> Tensor:
+        return pair["a"] - pair["b"]
+
+
+def test_nested_keys_may_come_in_any_order_and_must_be_the_same() -> None:
+    a, b = rand(3, 4), rand(3, 4) + 9
+    module = qfx.capture_graph(Difference().eval(), {"pair": {"a": a, "b": b}})
+    flat = module.signature.flatten((), {"pair": {"b": b, "a": a}})
+    torch.testing.assert_close(module.module(*flat)[0], a - b)
+    for wrong in ({"a": a, "c": b}, [a, b]):
+        with pytest.raises(qfx.QuarkError, match="another structure"):
+            module.signature.flatten((), {"pair": wrong})
+
+
+class BySize(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] > 4 else x * 30
+
+
+def test_a_size_for_which_the_code_takes_another_path_is_refused() -> None:
+    signature = qfx.capture_graph(BySize().eval(), rand(8, 3)).signature
+    signature.flatten((rand(5, 3),), {})
+    with pytest.raises(qfx.QuarkError, match="another path"):
+        signature.flatten((rand(2, 3),), {})
+
+
+def test_dropout_that_is_always_on_is_refused() -> None:
+    class Noisy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(x, 0.5, training=True)
+
+    with pytest.raises(qfx.CaptureError, match="drops values"):
+        qfx.capture_graph(Noisy().eval(), rand(3, 4))
+
+
+def test_a_dimension_the_model_fixes_is_fixed_in_the_signature() -> None:
+    assert qfx.capture_graph(nn.Linear(4, 3).eval(), rand(2, 4)).signature.input_shapes == ((None, 4),)
+
+
+def test_strings_mean_their_enum_members_and_formats() -> None:
+    spec = TensorSpec(format="uint8", symmetry="asymmetric", granularity="channel", observer="mse")  # type: ignore[arg-type]
+    assert spec == TensorSpec(
+        format=UINT8, symmetry=Symmetry.ASYMMETRIC, granularity=Granularity.CHANNEL, observer=Mse()
+    )
+    assert spec.symmetry is Symmetry.ASYMMETRIC
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: INT8_STATIC.replace(exclude="op:conv*"), "exclude is a list or tuple of pattern strings"),
+        (lambda: INT8_STATIC.replace(exclude=(0,)), "pattern strings"),
+        (lambda: Override(pattern="a", weight="int8"), "write TensorSpec"),  # type: ignore[arg-type]
+        (lambda: TensorSpec(format=UINT8, dynamic=True, observer=Mse()), "drop the observer"),
+        (lambda: INT8_STATIC.replace(bias=TensorSpec(format=INT32, observer=Mse())), "drop its other options"),
+        (lambda: QuantConfig(weight=TensorSpec(format=qfx.formats.INT2)), "4, 8 or 16 bits"),
+        (lambda: QuantConfig.from_yaml("config.yaml"), "pass Path"),
+    ],
+)
+def test_options_that_would_mean_nothing_are_refused(build: object, message: str) -> None:
+    assert callable(build)
+    with pytest.raises(qfx.ConfigError, match=message):
+        build()
+
+
+def test_lists_in_a_configuration_become_tuples() -> None:
+    assert INT8_STATIC.replace(exclude=["a"]) == INT8_STATIC.replace(exclude=("a",))
+
+
+def test_verification_without_a_batch_is_refused() -> None:
+    program = torch.export.export(nn.Linear(4, 4).eval(), (rand(2, 4),))
+    with pytest.raises(qfx.CalibrationError, match="verify=True"):
+        qfx.quantize(program, INT8_WEIGHT_ONLY, verify=True)
+
+
+def test_channels_without_bias_keep_their_scale_under_power_of_two_scales() -> None:
+    model = nn.Linear(8, 4).eval()
+    with torch.no_grad():
+        model.weight.mul_(0.01)
+        model.bias.copy_(torch.tensor([0.0, 1.0, 0.0, -1.0]))
+    weight = TensorSpec(format=INT8, granularity=Granularity.CHANNEL, scale_type=ScaleType.POWER_OF_TWO)
+    (row,) = quantize(model, INT8_STATIC.replace(weight=weight), [rand(16, 8)]).report()
+    assert row.sqnr is not None
+    assert row.sqnr > 25
+
+
+def test_a_bias_stays_in_float_where_an_override_keeps_the_input_in_float() -> None:
+    config = XINT8.replace(overrides=(Override(pattern="*", input=None, output=None),))
+    qmodel = quantize(nn.Linear(4, 2).eval(), config, [rand(6, 4)])
+    assert len(calls(qmodel, "quark_fx.dequantize")) == 1
+
+
+def test_zero_points_on_a_tie_are_those_of_the_exact_scale() -> None:
+    quantizer = pytest.importorskip("onnxruntime.quantization.quant_utils")
+    import numpy as np
+
+    for amax in torch.linspace(0.1, 9, 200).tolist():
+        expected, _ = quantizer.compute_scale_zp(
+            np.array(-amax, np.float32), np.array(amax, np.float32), np.array(0, np.uint8), np.array(255, np.uint8)
+        )
+        low, high = torch.tensor([-amax]), torch.tensor([amax])
+        found = affine_qparams(low, high, Scheme(format=UINT8, symmetry=Symmetry.ASYMMETRIC))
+        assert int(found.zero_point) == int(expected)
+
+
+def test_tokens_may_vary_in_number_under_per_token_scales() -> None:
+    spec = TensorSpec(format=INT8, granularity=Granularity.TOKEN, dynamic=True)
+    qmodel = quantize(nn.Linear(4, 3).eval(), INT8_DYNAMIC.replace(input=spec), [rand(2, 5, 4)])
+    assert qmodel(rand(2, 9, 4)).shape == (2, 9, 3)
+    with pytest.raises(qfx.ConfigError, match="convolution"):
+        quantize(nn.Conv1d(4, 3, 1).eval(), INT8_DYNAMIC.replace(input=spec), [rand(2, 4, 5)])
+
+
+def test_a_normalised_weight_is_folded_and_quantized() -> None:
+    model = nn.Sequential(weight_norm(nn.Conv1d(4, 8, 3)), nn.ReLU(), weight_norm(nn.Linear(6, 2))).eval()
+    rows = list(quantize(model, INT8_STATIC, [rand(3, 4, 8)]).report())
+    assert [(row.kind, row.reason) for row in rows] == [("conv", ""), ("linear", "")]
+    assert [row.name for row in rows] == ["0", "2"]
+
+
+def test_nothing_quantized_is_said_aloud() -> None:
+    with pytest.warns(UserWarning, match="nothing was quantized"):
+        quantize(nn.LSTM(4, 4, batch_first=True).eval(), INT8_STATIC, [rand(2, 3, 4)])
+
+
+def test_a_weight_that_overflows_float16_is_named() -> None:
+    model = nn.Linear(4, 4).eval()
+    model.weight.data[0, 0] = 1e6
+    with pytest.raises(qfx.CalibrationError, match=r"weight.*overflows fp16"):
+        quantize(model, FP16, [rand(2, 4)])
+
+
+def test_a_mask_of_infinities_is_no_bad_data() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return torch.softmax(self.linear(x) + mask, -1)
+
+    mask = torch.zeros(3, 4)
+    mask[:, 2] = -torch.inf
+    assert quantize(seeded(Masked()), INT8_STATIC, [(rand(3, 4), mask)])(rand(3, 4), mask).isfinite().all()
+
+
+def test_histograms_of_groups_stay_small() -> None:
+    spec = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=8, observer=Mse(bins=64))
+    chunked = quantize_tensor(rand(1100, 64), spec)
+    assert chunked.qparams.scale.shape == (1100, 8)
+    plain = quantize_tensor(rand(1100, 64), spec.replace(observer=MinMax()))
+    assert (chunked.qparams.scale <= plain.qparams.scale * 1.001).all()
+
+
+def test_the_squared_error_of_8_bit_floats_with_few_bins() -> None:
+    x = rand(1, 500)
+    low, high = Mse(bins=64).observe(x).range(Scheme(format=FP8_E4M3))
+    assert float(x.min()) <= float(low) < 0 < float(high) <= float(x.max())
+
+
+def test_a_recurrent_model_survives_storage_but_not_a_later_export(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4, batch_first=True)).eval()
+    x = rand(2, 3, 4)
+    qmodel = quantize(model, INT8_STATIC, [x])
+    qmodel.save(tmp_path)
+    loaded = qfx.load(tmp_path)
+    torch.testing.assert_close(loaded(x), qmodel(x), rtol=0, atol=0)
+    with pytest.raises(qfx.ExportError, match="before saving"):
+        qfx.export.onnx(loaded, tmp_path / "model.onnx")
+
+
+def test_4_bit_activations_load_in_onnx_runtime(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    spec = TensorSpec(format=qfx.formats.UINT4)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).eval()
+    qmodel = quantize(model, INT8_STATIC.replace(input=spec, output=spec), images())
+    path = qfx.export.onnx(qmodel, tmp_path / "model.onnx")
+    assert qfx.verify(qmodel, path, images()).max_steps <= 1
+
+
+def test_unlisted_operator_libraries_are_not_called_on_loading(tmp_path: Path) -> None:
+    library = torch.library.Library("quark_fx_unlisted", "FRAGMENT")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.ops.quark_fx_unlisted.twice(self.linear(x))  # type: ignore[no-any-return]
+
+    x = rand(2, 4)
+    qmodel = quantize(seeded(Model()), QuantConfig(weight=TensorSpec(format=INT8), target=Target.TORCH), [x])
+    qmodel.save(tmp_path)
+    with pytest.raises(qfx.QuarkError, match="namespaces="):
+        qfx.load(tmp_path)
+    loaded = qfx.load(tmp_path, namespaces=("quark_fx_unlisted",))
+    torch.testing.assert_close(loaded(x), qmodel(x), rtol=0, atol=0)
