@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from tqdm.auto import tqdm
 
 from quark_fx.config import TensorSpec
 from quark_fx.errors import CalibrationError, QuarkError
-from quark_fx.graph import describe
+from quark_fx.graph import describe, is_parameter, parameter, set_parameter, target_name
 from quark_fx.observers import Observer
 from quark_fx.placement import Plan
 from quark_fx.qparams import QParams
@@ -26,6 +27,9 @@ class Watch(nn.Module):
         self.observer = observer
 
     def forward(self, x: Tensor) -> None:
+        # The order of values does not matter, so they are taken as they lie in memory, without a copy.
+        if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+            x = x.permute(0, 2, 3, 1)
         self.observer = self.observer.observe(x.reshape(1, -1))
 
 
@@ -79,12 +83,12 @@ def calibrate(
     watches = insert_observers(gm, plan)
     finite: list[Tensor] = []
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _fast_layout(gm) as lay_out:
             for batch in tqdm(batches, desc="calibrate", unit="batch", disable=not progress, leave=False):
                 leaves = _inputs(flatten, batch, len(finite))
                 # Read at the end, so that no batch waits for the device. A mask may hold infinities.
                 finite.append(_are_finite([leaves[i] for i in quantized]))
-                gm(*leaves)
+                gm(*map(lay_out, leaves))
     finally:
         remove_observers(gm)
     if not finite:
@@ -97,6 +101,32 @@ def calibrate(
                     "such samples"
                 )
     return {key: _qparams(key, watch) for key, watch in watches.items()}
+
+
+@contextmanager
+def _fast_layout(gm: GraphModule) -> Iterator[Callable[[Any], Any]]:
+    """Keep the weights of 2-D convolutions channels-last meanwhile; yield what lays an input out likewise.
+
+    On a CPU a ResNet runs a quarter faster so. Only an operator that asks for strides could tell the difference.
+    """
+    names = [target_name(node) for node in gm.graph.nodes]
+    convolutions = [node for node in gm.graph.nodes if target_name(node).startswith("aten.conv2d.")]
+    nodes = [node.args[1] for node in convolutions if is_parameter(node.args[1])]
+    weights = {str(node.target): parameter(gm, node) for node in nodes}
+    if "aten.as_strided.default" in names or not all(weight.is_cpu for weight in weights.values()):
+        weights = {}
+
+    def lay_out(x: Any) -> Any:
+        image = bool(weights) and isinstance(x, Tensor) and x.dim() == 4
+        return x.contiguous(memory_format=torch.channels_last) if image else x
+
+    try:
+        for name, weight in weights.items():
+            set_parameter(gm, name, weight.contiguous(memory_format=torch.channels_last))
+        yield lay_out
+    finally:
+        for name, weight in weights.items():
+            set_parameter(gm, name, weight)
 
 
 def _are_finite(tensors: list[Tensor]) -> Tensor:
