@@ -137,7 +137,8 @@ def main() -> None:
 Calibration of every quantized activation of `int8_static` against plain forward passes of the same captured graph over
 the same 32 samples in batches of 8, in one process, in turn; ratios of neighbours, median and range of
 {arguments.rounds} rounds, {arguments.threads} thread(s). `calibrate` includes reading the ranges off at the end, a
-fixed cost shown by itself as well. Reproduce with `python -m benchmarks.calibration_overhead`.
+fixed cost shown by itself as well. It lays convolutions out channels-last, which the plain passes do not: on ResNet-18
+that saves more than observing costs. Reproduce with `python -m benchmarks.calibration_overhead`.
 
 {table(header, rows)}
 
