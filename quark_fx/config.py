@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
 
 import yaml
 
 from quark_fx.errors import ConfigError
-from quark_fx.formats import INT32, UINT32, FloatFormat, Format, parse_format
-from quark_fx.observers import MinMax, NonOverflow, Observer, Placeholder, PowerOfTwoMinMse
-from quark_fx.observers.base import observer_from_dict, observer_to_dict
+from quark_fx.formats import INT32, FloatFormat, Format
 from quark_fx.pass_manager import GraphPass, pass_from_dict, pass_to_dict
-from quark_fx.qparams import ScaleType, Scheme, Symmetry
-
-
-class Granularity(StrEnum):
-    """How many values share one scale."""
-
-    TENSOR = "tensor"
-    CHANNEL = "channel"
-    """One scale per output channel of a weight."""
-    GROUP = "group"
-    """One scale per `group_size` weights of an output channel, along the input channels."""
-    TOKEN = "token"
-    """One scale per row of the last dimension of an activation, measured at run time."""
+from quark_fx.specs import Granularity, TensorSpec, enum_member, known_fields
 
 
 class Target(StrEnum):
@@ -38,158 +23,6 @@ class Target(StrEnum):
     ONNX = "onnx"
     TORCH = "torch"
     """Anything the graph can express, to be run by PyTorch."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorSpec:
-    """How one tensor is quantized.
-
-    Args:
-        format: number format of the codes.
-        granularity: what shares a scale.
-        group_size: values per group, for `Granularity.GROUP` (the last group may be shorter).
-        symmetry: default: symmetric for signed formats, asymmetric for unsigned ones.
-        scale_type: which scales are allowed.
-        observer: how the range is found; default `MinMax`, or `Placeholder` for 16-bit floats.
-        dynamic: measure the range at run time instead of by calibration (activations only).
-
-    Raises:
-        ConfigError: if the fields contradict each other; the message names the fix.
-    """
-
-    format: Format
-    granularity: Granularity = Granularity.TENSOR
-    group_size: int | None = None
-    symmetry: Symmetry | None = None
-    scale_type: ScaleType = ScaleType.FLOAT32
-    observer: Observer | None = None
-    dynamic: bool = False
-
-    def __post_init__(self) -> None:
-        parsers: dict[str, Any] = {"format": parse_format, "observer": observer_from_dict}
-        for name, parse in (parsers | {name: partial(_member, enum) for name, enum in _ENUMS.items()}).items():
-            given: Any = getattr(self, name)
-            if isinstance(given, str | dict):
-                object.__setattr__(self, name, parse(given))
-        signed = isinstance(self.format, FloatFormat) or self.format.signed
-        cast = isinstance(self.format, FloatFormat) and not self.format.needs_scale
-        if self.symmetry is None:
-            object.__setattr__(self, "symmetry", Symmetry.SYMMETRIC if signed else Symmetry.ASYMMETRIC)
-        if self.observer is None:
-            object.__setattr__(self, "observer", Placeholder() if cast else MinMax())
-        for wrong, message in (
-            (
-                (self.granularity is Granularity.GROUP) != (self.group_size is not None),
-                "`group_size` and `granularity='group'` go together: give both or neither",
-            ),
-            (
-                self.group_size is not None and self.group_size < 1,
-                f"group_size must be positive, not {self.group_size}",
-            ),
-            (
-                isinstance(self.format, FloatFormat) and self.symmetry is Symmetry.ASYMMETRIC,
-                f"{self.format} is symmetric; drop symmetry='asymmetric' or choose an integer format",
-            ),
-            (
-                cast and (self.granularity is not Granularity.TENSOR or self.scale_type is not ScaleType.FLOAT32),
-                f"{self.format} is reached by a cast and has no scale; drop granularity and scale_type",
-            ),
-            (
-                cast != isinstance(self.observer, Placeholder),
-                f"{self.format} {'needs no range: use' if cast else 'needs a range: do not use'} the observer "
-                "'placeholder'",
-            ),
-            (
-                isinstance(self.observer, NonOverflow | PowerOfTwoMinMse)
-                and self.scale_type is not ScaleType.POWER_OF_TWO,
-                f"observer {type(self.observer).__name__} chooses power-of-two scales; set scale_type='power_of_two'",
-            ),
-            (
-                self.granularity is Granularity.TOKEN and not self.dynamic,
-                "per-token scales are measured at run time; set dynamic=True",
-            ),
-            (
-                self.dynamic and self.granularity not in (Granularity.TENSOR, Granularity.TOKEN),
-                f"a dynamic range is per tensor or per token, not per {self.granularity}",
-            ),
-            (
-                self.dynamic and self.scale_type is not ScaleType.FLOAT32,
-                "a dynamic range has float32 scales; drop scale_type",
-            ),
-            (
-                self.format == UINT32,
-                "uint32 has zero points that int32 does not hold; use int32 or uint16",
-            ),
-            (self.dynamic and cast, f"{self.format} has no range to measure; drop dynamic=True"),
-            (
-                self.dynamic and self.observer != MinMax(),
-                "a dynamic range is the minimum and maximum at run time; drop the observer",
-            ),
-        ):
-            if wrong:
-                raise ConfigError(message)
-
-    @property
-    def scheme(self) -> Scheme:
-        """Format, symmetry and kind of scale: what the numerics need."""
-        assert self.symmetry is not None
-        return Scheme(format=self.format, symmetry=self.symmetry, scale_type=self.scale_type)
-
-    @property
-    def is_cast(self) -> bool:
-        """Whether the format is reached by a plain cast."""
-        return isinstance(self.format, FloatFormat) and not self.format.needs_scale
-
-    def replace(self, **changes: Any) -> Self:
-        """Return a copy with `changes`, checked again; what followed from the format follows from a new one.
-
-        Raises:
-            ConfigError: for an unknown field, or if the result contradicts itself.
-        """
-        _known(type(self), changes)
-        if "format" in changes:
-            default = TensorSpec(format=self.format)
-            follow = [key for key in ("symmetry", "observer") if getattr(self, key) == getattr(default, key)]
-            changes = dict.fromkeys(follow) | changes
-        return replace(self, **changes)
-
-    def __str__(self) -> str:
-        shared = {Granularity.TENSOR: "", Granularity.GROUP: f"group {self.group_size}"}
-        return " ".join(
-            word
-            for word in (
-                str(self.format),
-                shared.get(self.granularity, str(self.granularity)),
-                "pow2" if self.scale_type is ScaleType.POWER_OF_TWO else "",
-                "dynamic" if self.dynamic else "",
-            )
-            if word
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data; fields at their default are left out."""
-        default = TensorSpec(format=self.format)
-        data: dict[str, Any] = {"format": str(self.format)}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name != "format" and value != getattr(default, f.name):
-                data[f.name] = observer_to_dict(value) if isinstance(value, Observer) else _plain(value)
-        return data
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Inverse of `to_dict`.
-
-        Raises:
-            ConfigError: for an unknown key or value; the message lists the valid ones.
-        """
-        values = _known(cls, data)
-        if "format" not in values:
-            raise ConfigError(f"a tensor spec needs a format: {dict(data)}")
-        return cls(**values)
-
-
-_ENUMS: dict[str, type[StrEnum]] = {"granularity": Granularity, "symmetry": Symmetry, "scale_type": ScaleType}
 
 
 class _Inherit:
@@ -234,7 +67,7 @@ class Override:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Inverse of `to_dict`; raises `ConfigError` for unknown keys."""
-        values = _known(cls, data)
+        values = known_fields(cls, data)
         if "pattern" not in values:
             raise ConfigError(f"an override needs a pattern: {dict(data)}")
         pattern = values.pop("pattern")
@@ -289,7 +122,7 @@ class QuantConfig:
                 wanted = {"passes": "passes", "overrides": "Override values", "exclude": "pattern strings"}[name]
                 raise ConfigError(f"{name} is a list or tuple of {wanted}, not {items!r}")
             object.__setattr__(self, name, tuple(items))
-        object.__setattr__(self, "target", _member(Target, self.target))
+        object.__setattr__(self, "target", enum_member(Target, self.target))
         for override in (None, *self.overrides):
             self._check(self._apply(override) if override else self._specs(), override)
         if self.bias is not None and (self.bias.dynamic or self.bias.granularity is not Granularity.TENSOR):
@@ -364,7 +197,7 @@ class QuantConfig:
                 raise ConfigError("group_size: this configuration has no `weight` spec")
             weight = changes.get("weight", self.weight)
             changes["weight"] = weight.replace(group_size=changes.pop("group_size"), granularity=Granularity.GROUP)
-        _known(type(self), changes)
+        known_fields(type(self), changes)
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -390,7 +223,7 @@ class QuantConfig:
         Raises:
             ConfigError: for an unknown key or value; the message lists the valid ones.
         """
-        values = _known(cls, data)
+        values = known_fields(cls, data)
         for key in ("weight", "input", "output", "bias"):
             if values.get(key) is not None:
                 values[key] = TensorSpec.from_dict(values[key])
@@ -430,24 +263,6 @@ def _onnx_type(fmt: Format) -> bool:
 def _require_spec(name: str, value: Any, other: Any) -> None:
     if value is not None and value is not other and not isinstance(value, TensorSpec):
         raise ConfigError(f"`{name}` is a TensorSpec or None, not {value!r}; write TensorSpec(format=...)")
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, StrEnum) else value
-
-
-def _known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    names = [f.name for f in fields(cls)]
-    if unknown := set(data) - set(names):
-        raise ConfigError(f"{cls.__name__} has no field {', '.join(sorted(unknown))}; it has {', '.join(names)}")
-    return dict(data)
-
-
-def _member(enum: type[StrEnum], value: str) -> Any:
-    try:
-        return enum(value)
-    except ValueError:
-        raise ConfigError(f"unknown {enum.__name__} {value!r}; choose one of {', '.join(enum)}") from None
 
 
 __all__ = ["INHERIT", "Granularity", "OperatorSpecs", "Override", "QuantConfig", "Target", "TensorSpec", "matches"]

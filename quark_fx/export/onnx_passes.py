@@ -254,7 +254,7 @@ def repeat_moved_pairs(model: ir.Model) -> int:
                 continue
             again = ir.node("QuantizeLinear", [moved, *parameters])
             pair = ir.node("DequantizeLinear", [again.outputs[0], *parameters])
-            again.outputs[0].shape, again.outputs[0].dtype = moved.shape, codes.dtype
+            again.outputs[0].shape, again.outputs[0].type = moved.shape, codes.type
             pair.outputs[0].shape, pair.outputs[0].type = moved.shape, moved.type
             for use in list(moved.uses()):
                 if use.node is not again:

@@ -1,0 +1,96 @@
+"""What is wrong with a model or a batch that cannot be captured, where, and what to do."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from quark_fx.errors import CaptureError
+
+
+def require_capturable(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"expected an nn.Module or an ExportedProgram, not {type(model).__name__}")
+    training = [name or "(the model)" for name, module in model.named_modules() if module.training]
+    if training:
+        raise CaptureError(
+            f"{len(training)} module(s) are in training mode, first {training[0]} ({type(model).__name__}): dropout "
+            "and batch norm would be captured as they train; call model.eval() first"
+        )
+    tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+    devices = Counter(str(t.device) for t in tensors.values())
+    if len(devices) > 1:
+        rare = min(devices, key=lambda d: devices[d])
+        first = next(name for name, t in tensors.items() if str(t.device) == rare)
+        raise CaptureError(
+            f"the model is spread over {', '.join(f'{d} ({n} tensors)' for d, n in devices.items())}, first on {rare}: "
+            f"{first}; move it to one device with model.to(device)"
+        )
+
+
+def require_inputs_fit(model: nn.Module, batch: Any) -> None:
+    device = next((p.device for p in itertools.chain(model.parameters(), model.buffers())), None)
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        if not isinstance(leaf, Tensor):
+            if hasattr(leaf, "__array__"):
+                raise CaptureError(
+                    f"input {pytree.keystr(path[1:])} is a {type(leaf).__name__}; convert it with torch.from_numpy"
+                )
+            continue
+        if device is not None and leaf.device != device:
+            raise CaptureError(
+                f"input {pytree.keystr(path[1:])} is on {leaf.device}, the model on {device}; move one to the other"
+            )
+        if 0 in leaf.shape:
+            raise CaptureError(
+                f"input {pytree.keystr(path[1:])} is empty, shape {tuple(leaf.shape)}; every dimension of "
+                "a batch needs at least one value"
+            )
+
+
+def explain(error: Exception, model: nn.Module) -> str:
+    names = {id(module): name for name, module in model.named_modules()}
+    where, module_name = "", ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        own = code.co_argcount and frame.f_locals.get(code.co_varnames[0])
+        if isinstance(own, nn.Module) and id(own) in names:
+            module_name = names[id(own)] or type(model).__name__
+        library = any(part in code.co_filename for part in ("/torch/", "<", "/quark_fx/capture.py"))
+        if not library and code.co_name != "_export":
+            where = f"{code.co_filename}:{line} in {code.co_name}"
+    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return (
+        f"{type(model).__name__} could not be captured: {type(error).__name__}: {reason}\n"
+        f"  at {where or 'an unknown line'}{f', module {module_name}' if module_name else ''}\n"
+        f"{_advice(type(error).__name__ + str(error))}"
+    )
+
+
+def dtype_hint(model: nn.Module, batch: Any) -> str:
+    own = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    inputs = {x.dtype for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)}
+    if own and (inputs & {torch.float64, torch.float32, torch.float16, torch.bfloat16}) - own:
+        names = ", ".join(map(str, sorted(inputs, key=str)))
+        return f"\nThe batch is {names}, the model {', '.join(map(str, own))}: convert the batch first"
+    return ""
+
+
+def _advice(message: str) -> str:
+    if "data-dependent" in message or "DataDependent" in message:
+        return (
+            "Python control flow depends on the values of a tensor, which one graph cannot hold: use torch.where or "
+            "torch.cond there, or quantize the submodules on either side"
+        )
+    if "dynamic" in message and ("constraint" in message.lower() or "specializ" in message):
+        return "a dimension cannot vary as requested: pass `dynamic_shapes` that leave it fixed (see torch.export)"
+    return (
+        "torch.export must be able to trace the model: mend that line, quantize a submodule, or pass an "
+        "ExportedProgram of your own"
+    )

@@ -1,0 +1,229 @@
+"""From an exported program to a functional graph in which every operator has one spelling.
+
+Eval mode, no in-place operators, no asserts, no no-op casts, copies or dropout; parameters are `get_attr` nodes under
+their original names; inputs and outputs are flat (their structure is the `Signature`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+from torch.fx.graph import CodeGen
+from torch.utils import _pytree as pytree
+
+from quark_fx.errors import CaptureError
+from quark_fx.graph import describe, erase_dead, is_getitem, is_parameter, output_node, static_size, target_name
+from quark_fx.operators import argument
+from quark_fx.signature import Signature, leaf_names
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured model: the graph (flat inputs, tuple of flat outputs) and how the model is called."""
+
+    module: GraphModule
+    signature: Signature
+
+
+def normalise(program: ExportedProgram, parameters: tuple[str, ...]) -> Captured:
+    """Turn a fresh `ExportedProgram` into a `Captured`."""
+    program = _functionalise(program)
+    gm = program.module(check_guards=False)
+    assert isinstance(gm, GraphModule)
+    for node in list(gm.graph.nodes):
+        if node.op == "call_module":  # leftover guard calls
+            gm.graph.erase_node(node)
+    _make_functional(gm)
+    _drop_no_ops(gm)
+    spec = program.call_spec
+    gm.graph.set_codegen(CodeGen())
+    output = output_node(gm)
+    output.args = (tuple(pytree.tree_leaves(output.args[0])),)
+    erase_dead(gm)
+    plain = GraphModule(gm, gm.graph, class_name="CapturedGraph")
+    plain.graph.lint()
+    inputs = [node for node in plain.graph.nodes if node.op == "placeholder"]
+    values = [node.meta.get("val") for node in inputs]
+    assert spec.in_spec is not None
+    assert spec.out_spec is not None
+    signature = Signature(
+        in_spec=spec.in_spec,
+        out_spec=spec.out_spec,
+        parameters=parameters,
+        input_names=tuple(str(node.target) for node in inputs),
+        output_names=tuple(leaf_names(spec.out_spec)),
+        input_shapes=tuple(tuple(static_size(d) for d in v.shape) if isinstance(v, Tensor) else None for v in values),
+        input_dtypes=tuple(v.dtype if isinstance(v, Tensor) else None for v in values),
+        input_limits=_limits(program, inputs),
+        input_constants={
+            str(node.target): v
+            for node, v in zip(inputs, values, strict=True)
+            if v is None or isinstance(v, bool | int | float | str)
+        },
+    )
+    return Captured(plain, signature)
+
+
+def _limits(program: ExportedProgram, inputs: list[Node]) -> tuple[tuple[str, int, int, int | None], ...]:
+    """Return the sizes of dynamic dimensions for which the captured path through the model's code holds."""
+    found: list[tuple[str, int, int, int | None]] = []
+    constraints: dict[Any, Any] = dict(program.range_constraints)
+    for node in inputs:
+        value = node.meta.get("val")
+        sizes: list[Any] = list(value.shape) if isinstance(value, Tensor) else []
+        for dim, size in enumerate(sizes):
+            limits = constraints.get(size.node.expr) if isinstance(size, torch.SymInt) else None
+            if limits is None:
+                continue
+            low, high = int(limits.lower), int(limits.upper) if limits.upper.is_Integer else None
+            if low > 2 or high is not None:  # torch assumes 2 of every dynamic dimension, and 1 works
+                found.append((str(node.target), dim, low, high))
+    return tuple(found)
+
+
+def _functionalise(program: ExportedProgram) -> ExportedProgram:
+    """Return the program with mutations of views and aliases resolved by torch, if it has any.
+
+    Most in-place operators overwrite a value nobody else can see; those are renamed by
+    `_make_functional` in one walk, which saves a retrace.
+    """
+    mutated = [spec.target for spec in program.graph_signature.output_specs if spec.kind.name == "BUFFER_MUTATION"]
+    if mutated:
+        raise CaptureError(
+            f"the model writes to its buffer(s) {', '.join(str(name) for name in mutated[:3])} during forward; a "
+            "quantized graph is a function of its inputs: pass that state as an input and return it (a functional "
+            "cache), or disable it"
+        )
+    nodes = program.graph_module.graph.nodes
+    order = {node: i for i, node in enumerate(nodes)}
+    visible = any(_is_mutation(node) and not _is_private(node, order) for node in nodes if node.op == "call_function")
+    return program.run_decompositions({}) if visible else program
+
+
+def _is_mutation(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _is_private(node: Node, order: Mapping[Node, int]) -> bool:
+    """Tell whether nothing but the in-place `node` itself still reads what it overwrites, under any alias."""
+    family, pending = set(), [node.args[0]]
+    while pending:
+        value = pending.pop()
+        if not isinstance(value, Node) or value in family:
+            continue
+        family.add(value)
+        if value.op in ("placeholder", "get_attr"):
+            return target_name(node) == "aten.detach_.default"
+        aliases = [value.args[0]] if _is_view(value) else []
+        pending += aliases + [user for user in value.users if user is not node and _is_view(user)]
+    return len(family) == 1 or all(order[user] <= order[node] for value in family for user in value.users)
+
+
+def _is_view(node: Node) -> bool:
+    if is_getitem(node):  # of one part of a split, which is a view too
+        return _is_view(node.args[0])  # type: ignore[arg-type]
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+
+
+def _make_functional(gm: GraphModule) -> None:
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function" or not _is_mutation(node):
+            continue
+        overwritten = node.args[0]
+        name, overload = node.target._schema.name.split("::")[1], node.target._overloadname
+        functional = getattr(getattr(torch.ops.aten, name.removesuffix("_"), None), overload, None)
+        if is_parameter(overwritten) and name != "detach_":
+            raise CaptureError(f"{describe(node)} overwrites the parameter or buffer {overwritten.target}")
+        if functional is None:
+            raise CaptureError(f"{describe(node)} has no functional form; replace it by an out-of-place operator")
+        node.target = functional
+        overwritten.replace_all_uses_with(
+            node, delete_user_cb=lambda user, node=node: user is not node and _comes_after(user, node)
+        )
+
+
+def _comes_after(user: Node, node: Node) -> bool:
+    return node < user
+
+
+_CASTS = (
+    *("aten.to.dtype", "aten.to.device", "aten.to.dtype_layout", "aten.to.other", "aten.to.prim_Device"),
+    *("aten.type_as.default", "aten._to_copy.default"),
+)
+"""The spellings of a cast; those that change something become `_to_copy`."""
+
+_DROPOUTS = ("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default")
+
+_NO_OPS: dict[str, Callable[[Node], bool]] = {
+    **dict.fromkeys(_DROPOUTS, lambda node: not argument(node, 2) or argument(node, 1) == 0),
+    **dict.fromkeys(
+        (
+            *("aten.alias.default", "aten.detach.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"),
+            *("aten.clone.default", "aten.contiguous.default"),
+        ),
+        lambda node: True,
+    ),
+    **dict.fromkeys(_CASTS, lambda node: _same_kind(node.args[0], node)),
+}
+"""Operators that change no value in a functional eval-mode graph, and when."""
+
+_aten = torch.ops.aten
+_SPELLINGS = {
+    # A view asks for a memory layout, which rewrites do not keep.
+    **dict.fromkeys(("aten.view.default", "aten._unsafe_view.default"), _aten.reshape.default),
+    **{f"aten.__{name}__.Tensor": getattr(_aten, f"bitwise_{name}").Tensor for name in ("and", "or", "xor")},
+    "aten.min.other": _aten.minimum.default,
+    "aten.max.other": _aten.maximum.default,
+    **{f"aten.__{name}__.Scalar": getattr(_aten, f"bitwise_{name}").Scalar for name in ("and", "or", "xor")},
+}
+"""Operators with two names, and the one that stays."""
+
+_ASSERTIONS = frozenset(
+    {
+        *("aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten._assert_scalar.default"),
+        *("aten.sym_constrain_range_for_size.default", "aten.sym_constrain_range.default"),
+    }
+)
+
+
+def _same_kind(a: Any, b: Node) -> bool:
+    x, y = a.meta.get("val"), b.meta.get("val")
+    return isinstance(x, Tensor) and isinstance(y, Tensor) and (x.dtype, x.device) == (y.dtype, y.device)
+
+
+def _moves(node: Node) -> bool:
+    source: Any = node.args[0]
+    return bool(source.meta["val"].device != node.meta["val"].device)
+
+
+def _drop_no_ops(gm: GraphModule) -> None:
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function":
+            continue
+        name = target_name(node)
+        if name in _ASSERTIONS:
+            gm.graph.erase_node(node)
+        elif name in _SPELLINGS:
+            node.target = _SPELLINGS[name]
+        elif name == "aten.sort.default":
+            # Which of two equal values comes first is open; a runtime must not answer differently from torch.
+            arguments = dict(zip(("dim", "descending"), node.args[1:], strict=False))
+            node.target, node.args = _aten.sort.stable, node.args[:1]
+            node.kwargs = {"stable": True, **arguments, **node.kwargs}
+        elif name in _NO_OPS and isinstance(node.args[0], Node) and _NO_OPS[name](node):
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
+        elif name in _DROPOUTS:
+            raise CaptureError(f"{describe(node)} drops values though the model is in eval mode; pass training=False")
+        elif name in _CASTS:
+            value = node.meta["val"]
+            node.target, node.args = torch.ops.aten._to_copy.default, (node.args[0],)
+            node.kwargs = {"dtype": value.dtype, "device": value.device} if _moves(node) else {"dtype": value.dtype}

@@ -1,0 +1,200 @@
+"""How one tensor is quantized: a frozen value that refuses to contradict itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from functools import partial
+from typing import Any, Self
+
+from quark_fx.errors import ConfigError
+from quark_fx.formats import UINT32, FloatFormat, Format, parse_format
+from quark_fx.observers import MinMax, NonOverflow, Observer, Placeholder, PowerOfTwoMinMse
+from quark_fx.observers.base import observer_from_dict, observer_to_dict
+from quark_fx.qparams import ScaleType, Scheme, Symmetry
+
+
+class Granularity(StrEnum):
+    """How many values share one scale."""
+
+    TENSOR = "tensor"
+    CHANNEL = "channel"
+    """One scale per output channel of a weight."""
+    GROUP = "group"
+    """One scale per `group_size` weights of an output channel, along the input channels."""
+    TOKEN = "token"
+    """One scale per row of the last dimension of an activation, measured at run time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """How one tensor is quantized.
+
+    Args:
+        format: number format of the codes.
+        granularity: what shares a scale.
+        group_size: values per group, for `Granularity.GROUP` (the last group may be shorter).
+        symmetry: default: symmetric for signed formats, asymmetric for unsigned ones.
+        scale_type: which scales are allowed.
+        observer: how the range is found; default `MinMax`, or `Placeholder` for 16-bit floats.
+        dynamic: measure the range at run time instead of by calibration (activations only).
+
+    Raises:
+        ConfigError: if the fields contradict each other; the message names the fix.
+    """
+
+    format: Format
+    granularity: Granularity = Granularity.TENSOR
+    group_size: int | None = None
+    symmetry: Symmetry | None = None
+    scale_type: ScaleType = ScaleType.FLOAT32
+    observer: Observer | None = None
+    dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        parsers: dict[str, Any] = {name: partial(enum_member, enum) for name, enum in _ENUMS.items()}
+        parsers |= {"format": parse_format, "observer": observer_from_dict}
+        for name, parse in parsers.items():
+            given: Any = getattr(self, name)
+            if isinstance(given, str) or (name == "observer" and isinstance(given, dict)):
+                object.__setattr__(self, name, parse(given))
+        signed = isinstance(self.format, FloatFormat) or self.format.signed
+        cast = isinstance(self.format, FloatFormat) and not self.format.needs_scale
+        if self.symmetry is None:
+            object.__setattr__(self, "symmetry", Symmetry.SYMMETRIC if signed else Symmetry.ASYMMETRIC)
+        if self.observer is None:
+            object.__setattr__(self, "observer", Placeholder() if cast else MinMax())
+        for wrong, message in (
+            (
+                (self.granularity is Granularity.GROUP) != (self.group_size is not None),
+                "`group_size` and `granularity='group'` go together: give both or neither",
+            ),
+            (
+                self.group_size is not None and self.group_size < 1,
+                f"group_size must be positive, not {self.group_size}",
+            ),
+            (
+                isinstance(self.format, FloatFormat) and self.symmetry is Symmetry.ASYMMETRIC,
+                f"{self.format} is symmetric; drop symmetry='asymmetric' or choose an integer format",
+            ),
+            (
+                cast and (self.granularity is not Granularity.TENSOR or self.scale_type is not ScaleType.FLOAT32),
+                f"{self.format} is reached by a cast and has no scale; drop granularity and scale_type",
+            ),
+            (
+                cast != isinstance(self.observer, Placeholder),
+                f"{self.format} {'needs no range: use' if cast else 'needs a range: do not use'} the observer "
+                "'placeholder'",
+            ),
+            (
+                isinstance(self.observer, NonOverflow | PowerOfTwoMinMse)
+                and self.scale_type is not ScaleType.POWER_OF_TWO,
+                f"observer {type(self.observer).__name__} chooses power-of-two scales; set scale_type='power_of_two'",
+            ),
+            (
+                self.granularity is Granularity.TOKEN and not self.dynamic,
+                "per-token scales are measured at run time; set dynamic=True",
+            ),
+            (
+                self.dynamic and self.granularity not in (Granularity.TENSOR, Granularity.TOKEN),
+                f"a dynamic range is per tensor or per token, not per {self.granularity}",
+            ),
+            (
+                self.dynamic and self.scale_type is not ScaleType.FLOAT32,
+                "a dynamic range has float32 scales; drop scale_type",
+            ),
+            (
+                self.format == UINT32,
+                "uint32 has zero points that int32 does not hold; use int32 or uint16",
+            ),
+            (self.dynamic and cast, f"{self.format} has no range to measure; drop dynamic=True"),
+            (
+                self.dynamic and self.observer != MinMax(),
+                "a dynamic range is the minimum and maximum at run time; drop the observer",
+            ),
+        ):
+            if wrong:
+                raise ConfigError(message)
+
+    @property
+    def scheme(self) -> Scheme:
+        """Format, symmetry and kind of scale: what the numerics need."""
+        assert self.symmetry is not None
+        return Scheme(format=self.format, symmetry=self.symmetry, scale_type=self.scale_type)
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the format is reached by a plain cast."""
+        return isinstance(self.format, FloatFormat) and not self.format.needs_scale
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with `changes`, checked again; what followed from the format follows from a new one.
+
+        Raises:
+            ConfigError: for an unknown field, or if the result contradicts itself.
+        """
+        known_fields(type(self), changes)
+        if "format" in changes:
+            default = TensorSpec(format=self.format)
+            follow = [key for key in ("symmetry", "observer") if getattr(self, key) == getattr(default, key)]
+            changes = dict.fromkeys(follow) | changes
+        return replace(self, **changes)
+
+    def __str__(self) -> str:
+        shared = {Granularity.TENSOR: "", Granularity.GROUP: f"group {self.group_size}"}
+        return " ".join(
+            word
+            for word in (
+                str(self.format),
+                shared.get(self.granularity, str(self.granularity)),
+                "pow2" if self.scale_type is ScaleType.POWER_OF_TWO else "",
+                "dynamic" if self.dynamic else "",
+            )
+            if word
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data; fields at their default are left out."""
+        default = TensorSpec(format=self.format)
+        data: dict[str, Any] = {"format": str(self.format)}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name != "format" and value != getattr(default, f.name):
+                data[f.name] = observer_to_dict(value) if isinstance(value, Observer) else _plain(value)
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `to_dict`.
+
+        Raises:
+            ConfigError: for an unknown key or value; the message lists the valid ones.
+        """
+        values = known_fields(cls, data)
+        if "format" not in values:
+            raise ConfigError(f"a tensor spec needs a format: {dict(data)}")
+        return cls(**values)
+
+
+_ENUMS: dict[str, type[StrEnum]] = {"granularity": Granularity, "symmetry": Symmetry, "scale_type": ScaleType}
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, StrEnum) else value
+
+
+def known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `data`, whose keys must be fields of the dataclass `cls`; raises `ConfigError` listing them."""
+    names = [f.name for f in fields(cls)]
+    if unknown := set(data) - set(names):
+        raise ConfigError(f"{cls.__name__} has no field {', '.join(sorted(unknown))}; it has {', '.join(names)}")
+    return dict(data)
+
+
+def enum_member(enum: type[StrEnum], value: str) -> Any:
+    """Return the member of `enum` with that value; raises `ConfigError` listing them."""
+    try:
+        return enum(value)
+    except ValueError:
+        raise ConfigError(f"unknown {enum.__name__} {value!r}; choose one of {', '.join(enum)}") from None
