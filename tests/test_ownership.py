@@ -177,6 +177,20 @@ def test_a_normalised_weight_is_folded_and_quantized() -> None:
     assert [row.name for row in rows] == ["0", "2"]
 
 
+def test_a_constant_selection_of_an_embedding_is_quantized_like_others() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(6, 4)
+            self.register_buffer("index", torch.arange(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.table(self.index)
+
+    (row,) = quantize(seeded(Positions()), INT8_STATIC, [rand(2, 6, 4)]).report()
+    assert (row.kind, row.reason) == ("embedding", "")
+
+
 def test_nothing_quantized_is_said_aloud() -> None:
     with pytest.warns(UserWarning, match="nothing was quantized"):
         quantize(nn.LSTM(4, 4, batch_first=True).eval(), INT8_STATIC, [rand(2, 3, 4)])

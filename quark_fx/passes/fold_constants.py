@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from quark_fx.graph import erase_dead, get_attr, is_floating, is_parameter, parameter, target_name
-from quark_fx.operators import MOVING
+from quark_fx.operators import MOVING, operator_row
 from quark_fx.pass_manager import graph_pass
 
 
@@ -17,14 +17,15 @@ def fold_constants(gm: GraphModule) -> int:
     """Replace floating-point values made of parameters alone by new parameters.
 
     So the weight of a module under weight or spectral norm, computed in every forward pass, becomes a weight.
-    Data movement stays: a transposed weight is found where it is stored.
+    Data movement stays, as a transposed weight is found where it is stored, and so do operators with a row in the
+    table: the rows of an embedding that a constant selects are quantized like others.
     """
     folded = 0
     for node in list(gm.graph.nodes):
         inputs = node.all_input_nodes
         if node.op != "call_function" or not inputs or not all(is_parameter(n) for n in inputs):
             continue
-        if target_name(node) in MOVING or not is_floating(gm, node) or all(user in inputs for user in node.users):
+        if target_name(node) in MOVING or operator_row(node) is not None or not is_floating(gm, node):
             continue
         with torch.no_grad():
             value = _evaluate(gm, node)
