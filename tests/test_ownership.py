@@ -179,13 +179,16 @@ def test_a_normalised_weight_is_folded_and_quantized() -> None:
 
 def test_a_constant_selection_of_an_embedding_is_quantized_like_others() -> None:
     class Positions(nn.Module):
+        index: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.table = nn.Embedding(6, 4)
             self.register_buffer("index", torch.arange(6))
 
         def forward(self, x: Tensor) -> Tensor:
-            return x + self.table(self.index)
+            selected: Tensor = self.table(self.index)
+            return x + selected
 
     (row,) = quantize(seeded(Positions()), INT8_STATIC, [rand(2, 6, 4)]).report()
     assert (row.kind, row.reason) == ("embedding", "")
