@@ -55,8 +55,7 @@ def capture_graph(
     args, kwargs = _told_apart((args, kwargs))
     names = parameter_names(model.forward)
     captured = normalise(_capture_program(model, args, kwargs, dynamic_shapes), names)
-    kept = set(captured.signature.in_spec.children()[1].context or ())
-    fixed = {name: value for name, value in kwargs.items() if name not in kept}
+    fixed = {name: value for name, value in kwargs.items() if name not in captured.signature.keywords}
     return replace(captured, signature=replace(captured.signature, fixed_arguments=fixed))
 
 
@@ -67,7 +66,10 @@ def _capture_program(
         return _export(model, args, kwargs, dynamic_shapes)
     # torch.export specialises a dynamic dimension of size 1 in the example, so it is repeated: in every dynamic
     # dimension, or, where the model does not take that (an only channel), in the batch alone.
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     for dimensions in (range(3), range(1)):
+        if not any(_ones(x, dimensions) for x in tensors):
+            continue
         try:
             return _export(model, *_widen_ones(args, kwargs, dimensions), None)
         except CaptureError as error:
@@ -97,15 +99,18 @@ def _told_apart(batch: Any) -> Any:
     return pytree.tree_map(distinct, batch)
 
 
+def _ones(x: Tensor, dimensions: Collection[int]) -> list[int]:
+    """Return those of `dimensions` that are dynamic and have size 1."""
+    return [dim for dim in dynamic_dimensions(x) if dim in dimensions and x.shape[dim] == 1]
+
+
 def _widen_ones(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], dimensions: Collection[int]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Repeat tensors once in those of `dimensions` that are dynamic and have size 1."""
+    """Repeat every tensor once in its `_ones`."""
 
     def widen(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        ones = [dim for dim in dynamic_dimensions(x) if dim in dimensions and x.shape[dim] == 1]
+        ones = _ones(x, dimensions) if isinstance(x, Tensor) else []
         return x.repeat([2 if dim in ones else 1 for dim in range(x.dim())]) if ones else x
 
     return pytree.tree_map(widen, (args, dict(kwargs)))  # type: ignore[no-any-return]

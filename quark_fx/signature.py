@@ -44,6 +44,11 @@ class Signature:
     input_limits: tuple[tuple[str, int, int, int | None], ...] = ()
     fixed_arguments: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def keywords(self) -> list[str]:
+        """The names of the inputs that were captured as keywords."""
+        return list(_children(self.in_spec)[1].context or ())
+
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the flat inputs of a call, however its arguments were spelled.
 
@@ -86,8 +91,7 @@ class Signature:
         return pytree.tree_unflatten(list(outputs), self.out_spec)
 
     def _as_captured(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        captured_args, captured_kwargs = _children(self.in_spec)
-        names = captured_kwargs.context or []
+        captured_args, names = _children(self.in_spec)[0], self.keywords
         given = dict(zip(self.parameters, args, strict=False)) | dict(kwargs)
         if len(args) > len(self.parameters) or len(_children(captured_args)):
             return args, {name: kwargs[name] for name in names if name in kwargs}
