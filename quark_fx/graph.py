@@ -14,6 +14,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, is_concrete_int
 from torch.fx.node import map_arg
 
+from quark_fx.formats import Format, parse_format
+
 _OWN_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
@@ -129,12 +131,23 @@ def _leaves(value: Any) -> Iterator[Any]:
     yield from value if isinstance(value, tuple | list) else (value,)
 
 
+def stored_tensors(gm: GraphModule) -> dict[str, Tensor]:
+    """Return every tensor the graph reads, by its dotted name."""
+    return {str(node.target): parameter(gm, node) for node in gm.graph.nodes if node.op == "get_attr"}
+
+
 def own_tensors(gm: GraphModule) -> GraphModule:
     """Give `gm` its own copy of every tensor it reads, and return it."""
-    for name in dict.fromkeys(str(node.target) for node in gm.graph.nodes if node.op == "get_attr"):
-        node = next(n for n in gm.graph.nodes if n.op == "get_attr" and n.target == name)
-        set_parameter(gm, name, parameter(gm, node).detach().clone())
+    for name, tensor in stored_tensors(gm).items():
+        set_parameter(gm, name, tensor.detach().clone())
     return gm
+
+
+def code_format(node: Node) -> Format | None:
+    """Return the format of the codes that a `quantize` makes or a `dequantize` reads; `None` for any other node."""
+    if target_name(node) not in ("quark_fx.quantize.default", "quark_fx.dequantize.default"):
+        return None
+    return parse_format(next(argument for argument in node.args if isinstance(argument, str)))
 
 
 def output_node(gm: GraphModule) -> Node:

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from quark_fx.config import QuantConfig
 from quark_fx.errors import QuarkError
-from quark_fx.graph import parameter, restore_values, set_parameter, static_size
+from quark_fx.graph import restore_values, set_parameter, static_size, stored_tensors
 from quark_fx.model import QuantizedModel
 from quark_fx.pass_manager import PassRecord
 from quark_fx.report import Row
@@ -66,8 +66,6 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
             f"the structure of the model's inputs or outputs cannot be stored: {error}; let the model return tuples, "
             "lists or dicts, or register the type with a serialized_type_name (torch.export.register_dataclass)"
         ) from error
-    names = dict.fromkeys(str(node.target) for node in gm.graph.nodes if node.op == "get_attr")
-    reads = {str(node.target): node for node in gm.graph.nodes if node.op == "get_attr"}
     document = {
         "version": FORMAT_VERSION,
         "signature": signature,
@@ -77,7 +75,7 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
         "inputs": [_value_to_dict(node) for node in gm.graph.nodes if node.op == "placeholder"],
         "nodes": [_node_to_dict(node) for node in gm.graph.nodes],
     }
-    tensors = {name: parameter(gm, reads[name]).detach().contiguous().clone() for name in names}
+    tensors = {name: t.detach().contiguous().clone() for name, t in stored_tensors(gm).items()}
     try:
         directory.mkdir(parents=True, exist_ok=True)
         save_file(tensors, directory / _TENSORS)

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from quark_fx.formats import FloatFormat, parse_format
-from quark_fx.graph import target_name
+from quark_fx.formats import FloatFormat
+from quark_fx.graph import code_format, target_name
 
 
 def runtime_options(gm: GraphModule, *, optimize: bool | None = None) -> Any:
@@ -32,8 +32,7 @@ def runtime_options(gm: GraphModule, *, optimize: bool | None = None) -> Any:
 
 
 def _fuses_wrongly(node: Node) -> bool:
-    name = target_name(node)
-    if name not in ("quark_fx.quantize.default", "quark_fx.dequantize.default"):
+    fmt = code_format(node)
+    if fmt is None:
         return False
-    fmt = parse_format(next(arg for arg in node.args if isinstance(arg, str)))
-    return isinstance(fmt, FloatFormat) or (name == "quark_fx.quantize.default" and fmt.bits < 8)
+    return isinstance(fmt, FloatFormat) or (target_name(node) == "quark_fx.quantize.default" and fmt.bits < 8)

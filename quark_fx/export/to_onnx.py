@@ -16,8 +16,8 @@ from quark_fx.export.program import to_exported_program
 from quark_fx.export.runtime import runtime_options
 from quark_fx.export.table import translation_table
 from quark_fx.export.translation import translate
-from quark_fx.formats import IntFormat, parse_format
-from quark_fx.graph import describe, results_of, target_name
+from quark_fx.formats import IntFormat
+from quark_fx.graph import code_format, describe, results_of, target_name
 from quark_fx.model import QuantizedModel
 
 logger = logging.getLogger(__name__)
@@ -168,11 +168,9 @@ def _missing_lowerings(gm: GraphModule, error: Exception) -> str:
 def _require_onnx_types(gm: GraphModule) -> None:
     bad = []
     for node in gm.graph.nodes:
-        if target_name(node) in ("quark_fx.quantize.default", "quark_fx.dequantize.default"):
-            name = next(a for a in node.args if isinstance(a, str))
-            fmt = parse_format(name)
-            if isinstance(fmt, IntFormat) and fmt.bits not in (4, 8, 16, 32):
-                bad.append(f"  {name}: {describe(node)}")
+        fmt = code_format(node)
+        if isinstance(fmt, IntFormat) and fmt.bits not in (4, 8, 16, 32):
+            bad.append(f"  {fmt}: {describe(node)}")
     if bad:
         raise ExportError("format(s) without an ONNX type:\n" + "\n".join(bad) + "\nUse 4, 8 or 16 bits instead.")
 
