@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 
 from benchmarks.common import Seconds, environment, estimate_batch_norm, images, publish, spread, table, timed
 from quark_fx import QuantConfig, observers, presets
-from quark_fx.calibration import calibrate, insert_observers, remove_observers
+from quark_fx.calibration import calibrate, observers_of, watching
 from quark_fx.capture import capture_graph
 from quark_fx.pass_manager import run_passes
 from quark_fx.placement import Plan, plan_quantization
@@ -85,7 +85,7 @@ def measure(name: str, rounds: int) -> Iterator[list[str]]:
     plans = {key: plan_quantization(gm, with_observer(observer)) for key, (observer, _) in OBSERVERS.items()}
 
     def observed(plan: Plan) -> None:
-        calibrate(gm, plan, batches, list, progress=False)
+        calibrate(gm, plan, map(list, batches), progress=False)
 
     timed(plain)
     for plan in plans.values():
@@ -111,11 +111,10 @@ def measure(name: str, rounds: int) -> Iterator[list[str]]:
 
 def reading(gm: GraphModule, plan: Plan, batches: list[list[Any]]) -> Seconds:
     """Return how long the ranges of all observers take to be read off."""
-    watches = insert_observers(gm, plan)
-    with torch.no_grad():
+    watches = observers_of(plan)
+    with watching(gm, [(source, watch) for (source, _), watch in watches.items()]), torch.no_grad():
         for batch in batches:
             gm(*batch)
-    remove_observers(gm)
     return timed(lambda: [watch.observer.qparams(spec.scheme) for (_, spec), watch in watches.items()])
 
 

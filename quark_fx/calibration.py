@@ -12,8 +12,8 @@ from torch.fx import GraphModule, Node
 from tqdm.auto import tqdm
 
 from quark_fx.config import TensorSpec
-from quark_fx.errors import CalibrationError, QuarkError
-from quark_fx.graph import describe, is_parameter, parameter, set_parameter, target_name
+from quark_fx.errors import CalibrationError
+from quark_fx.graph import describe, is_parameter, parameter, placeholders, set_parameter, target_name
 from quark_fx.observers import Observer
 from quark_fx.placement import Plan
 from quark_fx.qparams import QParams
@@ -33,33 +33,39 @@ class Watch(nn.Module):
         self.observer = self.observer.observe(x.reshape(1, -1))
 
 
-def insert_observers(gm: GraphModule, plan: Plan) -> dict[tuple[Node, TensorSpec], Watch]:
-    """Insert a `Watch` after every value the plan observes; return them by (source, spec)."""
+def observers_of(plan: Plan) -> dict[tuple[Node, TensorSpec], Watch]:
+    """Return a fresh `Watch` for every value the plan observes."""
     watches = {}
-    for index, (source, spec) in enumerate(plan.observed):
+    for source, spec in plan.observed:
         assert spec.observer is not None
-        watch = watches[source, spec] = Watch(spec.observer)
-        gm.add_submodule(f"watch_{index}", watch)
-        with gm.graph.inserting_after(source):
-            gm.graph.call_module(f"watch_{index}", (source,))
-    gm.recompile()
+        watches[source, spec] = Watch(spec.observer)
     return watches
 
 
-def remove_observers(gm: GraphModule) -> None:
-    """Remove every `Watch` from the graph."""
-    for node in list(gm.graph.nodes):
-        if node.op == "call_module" and isinstance(gm.get_submodule(str(node.target)), Watch):
+@contextmanager
+def watching(gm: GraphModule, watches: Iterable[tuple[Node, nn.Module]]) -> Iterator[None]:
+    """Call each module on the value of its node whenever the graph runs, meanwhile."""
+    inserted = []
+    try:
+        for index, (source, watch) in enumerate(watches):
+            name = f"watch_{index}"
+            gm.add_submodule(name, watch)
+            after = source if source.op != "placeholder" else placeholders(gm)[-1]
+            with gm.graph.inserting_after(after):
+                inserted.append(gm.graph.call_module(name, (source,)))
+        gm.recompile()
+        yield
+    finally:
+        for node in inserted:
             gm.graph.erase_node(node)
             gm.delete_submodule(str(node.target))
-    gm.recompile()
+        gm.recompile()
 
 
 def calibrate(
     gm: GraphModule,
     plan: Plan,
-    batches: Iterable[Any],
-    flatten: Callable[[Any], list[Any]],
+    batches: Iterable[list[Any]],
     *,
     progress: bool = True,
 ) -> dict[tuple[Node, TensorSpec], QParams]:
@@ -68,29 +74,26 @@ def calibrate(
     Args:
         gm: the graph; observers are inserted for the run and removed again.
         plan: what to observe.
-        batches: calibration batches, of any and of differing batch sizes; read once.
-        flatten: turns a batch into the graph's flat inputs, raising for one that does not fit.
+        batches: the flat inputs of each calibration batch, of any and of differing batch sizes; read once.
         progress: show a progress bar.
 
     Raises:
-        CalibrationError: if there is no batch, a batch does not fit, or a value is not finite; the
-            message names the batch, or the operator and the user's source line.
+        CalibrationError: if there is no batch, a batch is empty, or a value is not finite; the message names
+            the batch, or the operator and the user's source line.
     """
     if not plan.observed:
         return {}
-    places = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    places = placeholders(gm)
     quantized = [index for index, node in enumerate(places) if any(source is node for source, _ in plan.observed)]
-    watches = insert_observers(gm, plan)
+    watches = observers_of(plan)
     finite: list[Tensor] = []
-    try:
-        with torch.no_grad(), _fast_layout(gm) as lay_out:
-            for batch in tqdm(batches, desc="calibrate", unit="batch", disable=not progress, leave=False):
-                leaves = _inputs(flatten, batch, len(finite))
-                # Read at the end, so that no batch waits for the device. A mask may hold infinities.
-                finite.append(_are_finite([leaves[i] for i in quantized]))
-                gm(*map(lay_out, leaves))
-    finally:
-        remove_observers(gm)
+    sources = [(source, watch) for (source, _), watch in watches.items()]
+    with watching(gm, sources), torch.no_grad(), fast_layout(gm) as lay_out:
+        for leaves in tqdm(batches, desc="calibrate", unit="batch", disable=not progress, leave=False):
+            _require_values(leaves, len(finite))
+            # Read at the end, so that no batch waits for the device. A mask may hold infinities.
+            finite.append(_are_finite([leaves[i] for i in quantized]))
+            gm(*map(lay_out, leaves))
     if not finite:
         raise CalibrationError("the calibration data holds no batch; pass at least one (a generator can be read once)")
     for batch_index, flags in enumerate(finite):
@@ -104,7 +107,7 @@ def calibrate(
 
 
 @contextmanager
-def _fast_layout(gm: GraphModule) -> Iterator[Callable[[Any], Any]]:
+def fast_layout(gm: GraphModule) -> Iterator[Callable[[Any], Any]]:
     """Keep the weights of 2-D convolutions channels-last meanwhile; yield what lays an input out likewise.
 
     On a CPU a ResNet runs a quarter faster so. Only an operator that asks for strides could tell the difference.
@@ -134,15 +137,10 @@ def _are_finite(tensors: list[Tensor]) -> Tensor:
     return torch.stack([torch.isfinite(x).all() for x in tensors]) if tensors else torch.empty(0, dtype=torch.bool)
 
 
-def _inputs(flatten: Callable[[Any], list[Any]], batch: Any, index: int) -> list[Any]:
-    try:
-        leaves = flatten(batch)
-    except QuarkError as error:
-        raise CalibrationError(f"calibration batch {index} does not fit: {error}") from error
+def _require_values(leaves: list[Any], index: int) -> None:
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and not leaf.numel():
             raise CalibrationError(f"calibration batch {index}: input {position} is empty, shape {tuple(leaf.shape)}")
-    return leaves
 
 
 def _qparams(key: tuple[Node, TensorSpec], watch: Watch) -> QParams:

@@ -13,8 +13,10 @@ import yaml
 
 from quark_fx.errors import ConfigError
 from quark_fx.formats import INT32, FloatFormat, Format
-from quark_fx.pass_manager import GraphPass, pass_from_dict, pass_to_dict
+from quark_fx.pass_manager import GraphPass, Stage, pass_from_dict, pass_name, pass_stage, pass_to_dict
 from quark_fx.specs import Granularity, TensorSpec, enum_member, known_fields
+
+_BACKWARDS = [Stage.QUANTIZED, Stage.FLOAT]
 
 
 class Target(StrEnum):
@@ -94,7 +96,8 @@ class QuantConfig:
             operator wants it; `None` keeps outputs in float.
         bias: spec of the biases. INT32 takes the scale `input scale * weight scale`; any other format
             has a range of its own.
-        passes: graph passes between capture and calibration, in order.
+        passes: graph passes in order: those on the float graph run before calibration, those on the
+            quantized graph after conversion.
         overrides: other specs for some operators; where several match, the last wins.
         exclude: patterns (as in `Override`) of operators that stay in float.
         target: what the result has to run on.
@@ -123,6 +126,12 @@ class QuantConfig:
                 raise ConfigError(f"{name} is a list or tuple of {wanted}, not {items!r}")
             object.__setattr__(self, name, tuple(items))
         object.__setattr__(self, "target", enum_member(Target, self.target))
+        stages = [pass_stage(p) for p in self.passes]
+        if (late := next((i for i in range(1, len(stages)) if stages[i - 1 : i + 1] == _BACKWARDS), None)) is not None:
+            raise ConfigError(
+                f"pass {pass_name(self.passes[late])} rewrites the float graph and is listed after "
+                f"{pass_name(self.passes[late - 1])}, which runs on the quantized one; list it before"
+            )
         for override in (None, *self.overrides):
             self._check(self._apply(override) if override else self._specs(), override)
         if self.bias is not None and (self.bias.dynamic or self.bias.granularity is not Granularity.TENSOR):

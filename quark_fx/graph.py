@@ -32,8 +32,13 @@ def _function_name(node: Node) -> str:
 
 def parameter(gm: GraphModule, node: Node) -> Tensor:
     """Return the tensor a `get_attr` node reads."""
+    return tensor_of(gm, str(node.target))
+
+
+def tensor_of(gm: GraphModule, name: str) -> Tensor:
+    """Return the tensor stored under a dotted `name`."""
     value: Any = gm
-    for part in str(node.target).split("."):
+    for part in name.split("."):
         value = getattr(value, part)
     assert isinstance(value, Tensor)
     return value
@@ -148,6 +153,16 @@ def code_format(node: Node) -> Format | None:
     if target_name(node) not in ("quark_fx.quantize.default", "quark_fx.dequantize.default"):
         return None
     return parse_format(next(argument for argument in node.args if isinstance(argument, str)))
+
+
+def placeholders(gm: GraphModule) -> list[Node]:
+    """Return the nodes of the graph's inputs, in order."""
+    return [node for node in gm.graph.nodes if node.op == "placeholder"]
+
+
+def named_nodes(gm: GraphModule) -> dict[str, Node]:
+    """Return every node by its name."""
+    return {node.name: node for node in gm.graph.nodes}
 
 
 def output_node(gm: GraphModule) -> Node:

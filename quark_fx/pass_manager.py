@@ -3,14 +3,19 @@
 A pass rewrites the graph it is given and returns how often it did. It is a function decorated with
 `@graph_pass`, or, when it has options, a frozen dataclass decorated with it. Parameters are shared with
 the caller's model: a pass adds a new attribute (`quark_fx.graph.set_parameter`), it never writes into one.
+
+A pass that takes a second argument gets the `Context` of the run: calibration data, cache, where to note what it
+changed. One whose `stage` is `QUANTIZED` runs after conversion, on the graph of codes, next to the float graph.
 """
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any, TypeVar
+from enum import StrEnum
+from typing import Any, Self, TypeVar
 
 import torch
 from torch.fx import GraphModule
@@ -19,7 +24,8 @@ from torch.utils import _pytree as pytree
 from quark_fx.errors import ConfigError, PassError
 from quark_fx.graph import output_node
 
-GraphPass = Callable[[GraphModule], int]
+GraphPass = Callable[..., int]
+"""`pass(graph)`, or `pass(graph, context)`, returns the number of rewrites."""
 Check = Callable[[GraphModule], None]
 """A condition on a graph: raises, naming the node, where it does not hold."""
 
@@ -27,6 +33,15 @@ PASSES: dict[str, Any] = {}
 """Every registered pass by name: the function, or the dataclass of options."""
 
 P = TypeVar("P")
+
+
+class Stage(StrEnum):
+    """Which graph a pass rewrites."""
+
+    FLOAT = "float"
+    """The captured graph, before anything is quantized."""
+    QUANTIZED = "quantized"
+    """The graph of codes, after calibration and conversion."""
 
 
 @dataclass(frozen=True)
@@ -37,29 +52,61 @@ class Promise:
         exact: the function the graph computes is unchanged up to float rounding.
         requires: conditions on the graph before.
         ensures: conditions on the graph after.
+        stage: the graph it rewrites.
     """
 
     exact: bool = True
     requires: tuple[Check, ...] = ()
     ensures: tuple[Check, ...] = ()
+    stage: Stage = Stage.FLOAT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What a pass did to one operator or site.
+
+    Attributes:
+        name: module path, or the paths of a site's operators.
+        what: in a few words.
+        before: relative squared error of what it minimises (0 is exact), on data it was not tuned on.
+        after: the same after the change.
+        seconds: what it took.
+    """
+
+    name: str
+    what: str
+    before: float | None = None
+    after: float | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did: its name, the number of rewrites, seconds."""
+    """What one pass did: its name, the number of rewrites, seconds, and a row for each operator or site."""
 
     name: str
     rewrites: int
     seconds: float
+    changes: tuple[Change, ...] = ()
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `dataclasses.asdict`."""
+        changes = tuple(Change(**row) for row in data.get("changes", ()))
+        return cls(**{**data, "changes": changes})
 
 
 def graph_pass(
-    *, exact: bool = True, requires: tuple[Check, ...] = (), ensures: tuple[Check, ...] = ()
+    *,
+    exact: bool = True,
+    requires: tuple[Check, ...] = (),
+    ensures: tuple[Check, ...] = (),
+    stage: Stage = Stage.FLOAT,
 ) -> Callable[[P], P]:
     """Register a pass under its name and attach its `Promise`."""
 
     def register(target: P) -> P:
-        target.promise = Promise(exact, requires, ensures)  # type: ignore[attr-defined]
+        target.promise = Promise(exact, requires, ensures, stage)  # type: ignore[attr-defined]
         PASSES[target.__name__] = target  # type: ignore[attr-defined]
         return target
 
@@ -69,6 +116,17 @@ def graph_pass(
 def pass_name(p: GraphPass) -> str:
     """Return the name a pass is registered under."""
     return getattr(p, "__name__", type(p).__name__)
+
+
+def pass_stage(p: GraphPass) -> Stage:
+    """Return the stage a pass promised; the float graph's for one that promised nothing."""
+    promise: Promise = getattr(p, "promise", Promise())
+    return promise.stage
+
+
+def takes_context(p: GraphPass) -> bool:
+    """Tell whether a pass asks for the context of the run."""
+    return len(inspect.signature(p).parameters) > 1
 
 
 def pass_to_dict(p: GraphPass) -> dict[str, Any]:
@@ -96,7 +154,11 @@ def pass_from_dict(data: str | Mapping[str, Any]) -> GraphPass:
 
 
 def run_passes(
-    gm: GraphModule, passes: Sequence[GraphPass], *, verify_inputs: tuple[Any, ...] | None = None
+    gm: GraphModule,
+    passes: Sequence[GraphPass],
+    *,
+    verify_inputs: tuple[Any, ...] | None = None,
+    context: Any = None,
 ) -> tuple[GraphModule, list[PassRecord]]:
     """Run `passes` in order on a copy of `gm` that shares its parameters.
 
@@ -106,6 +168,7 @@ def run_passes(
         verify_inputs: a real batch (positional arguments of `gm`). When given, every pass that promises
             to be exact is held to it: the outputs may differ by the rounding of a reordered sum, `1e-4` of
             the largest output in float32, 8 steps of the mantissa in half precision.
+        context: a `quark_fx.context.Context`, for the passes that take one.
 
     Returns:
         The rewritten copy and a record of each pass.
@@ -123,7 +186,7 @@ def run_passes(
         try:
             for check in promise.requires:
                 check(gm)
-            rewrites = p(gm)
+            rewrites = p(gm, _required(context, name)) if takes_context(p) else p(gm)
             _lint(gm, name)
             for check in promise.ensures:
                 check(gm)
@@ -136,8 +199,15 @@ def run_passes(
             if promise.exact:
                 _require_equal(name, expected, got)
             expected = got
-        records.append(PassRecord(name, rewrites, seconds))
+        changes = tuple(context.take_changes()) if context is not None else ()
+        records.append(PassRecord(name, rewrites, seconds, changes))
     return gm, records
+
+
+def _required(context: Any, name: str) -> Any:
+    if context is None:
+        raise ConfigError(f"pass {name} learns from data; run it through `quantize`, or give `run_passes` a context")
+    return context
 
 
 def _lint(gm: GraphModule, name: str) -> None:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from quark_fx.activation_cache import ActivationCache, CacheBudget
 from quark_fx.calibration import calibrate
 from quark_fx.capture import Captured, capture_graph
 from quark_fx.config import QuantConfig
-from quark_fx.errors import CalibrationError, ConfigError
-from quark_fx.graph import own_tensors
+from quark_fx.context import Checkpoint, Context, fingerprint
+from quark_fx.errors import CalibrationError, ConfigError, QuarkError
+from quark_fx.graph import own_tensors, stored_tensors
 from quark_fx.model import QuantizedModel
-from quark_fx.pass_manager import copy_graph, run_passes
+from quark_fx.pass_manager import Stage, copy_graph, pass_stage, run_passes, takes_context
 from quark_fx.passes.convert import convert
 from quark_fx.placement import plan_quantization
 from quark_fx.presets import preset
@@ -32,6 +35,9 @@ def quantize(
     dynamic_shapes: Any = None,
     verify: bool = False,
     progress: bool = True,
+    device: str | torch.device | None = None,
+    cache: CacheBudget | None = None,
+    checkpoint: str | Path | None = None,
 ) -> QuantizedModel:
     """Quantize any PyTorch model. The model itself is not changed.
 
@@ -44,6 +50,10 @@ def quantize(
         dynamic_shapes: passed to `torch.export.export`; default: batch and sequence dimensions vary.
         verify: check on the first batch that every pass that promises to keep the function does.
         progress: show a progress bar.
+        device: where passes that learn run their blocks; default: where the model is.
+        cache: memory that cached activations may take before they go to disk; default: as much as there is.
+        checkpoint: a directory for finished blocks. The same call with the same directory continues where an
+            interrupted one stopped, with the same result.
 
     Returns:
         A model called like the original.
@@ -65,16 +75,41 @@ def quantize(
     if verify and first is None:
         raise CalibrationError("verify=True compares the passes on a batch; pass at least one as calibration_data")
     captured = capture_graph(model, first, dynamic_shapes=dynamic_shapes)
-    sample = tuple(_flatten(captured, first)) if verify else None
-    gm, records = run_passes(captured.module, config.passes, verify_inputs=sample)
-    plan = plan_quantization(gm, config)
-    qparams = calibrate(gm, plan, batches, lambda batch: _flatten(captured, batch), progress=progress)
-    with torch.no_grad():
-        rows = convert(gm, plan, qparams, config.bias)
+    learns = any(takes_context(p) for p in config.passes)
+    home = next((tensor.device for tensor in stored_tensors(captured.module).values()), torch.device("cpu"))
+    place = home if device is None else torch.device(device)
+    context = Context(config, ActivationCache(cache, place), place, progress)
+    try:
+        if learns:
+            # Read more than once: data that comes from a generator, or in another order each time, is kept.
+            context.add_batches(_flat_batches(captured, batches), divisible=_divisible(captured))
+            batches = ()
+        if checkpoint is not None:
+            digest = fingerprint(captured.module, config, len(context.batches), context.inputs(0) if learns else ())
+            context.checkpoint = Checkpoint(checkpoint, digest)
+        flat = context.whole_batches(home) if learns else _flat_batches(captured, batches)
+        sample = tuple(_flatten(captured, first)) if verify else None
+        early = [p for p in config.passes if pass_stage(p) is Stage.FLOAT]
+        gm, records = run_passes(captured.module, early, verify_inputs=sample, context=context)
+        plan = plan_quantization(gm, config)
+        context.float_graph = copy_graph(gm)
+        qparams = calibrate(gm, plan, flat, progress=progress)
+        with torch.no_grad():
+            rows = convert(gm, plan, qparams, config.bias)
+        context.plan = {op.node.name: op for op in plan.operators}
+        late = [p for p in config.passes if pass_stage(p) is Stage.QUANTIZED]
+        gm, learned = run_passes(gm, late, context=context)
+    finally:
+        context.cache.close()
     if rows and all(row.reason for row in rows):
         warnings.warn(f"nothing was quantized: {len(rows)} operators stay in float, see report()", stacklevel=2)
     # The copy holds only what the graph reads, and nothing of the user's model.
-    return QuantizedModel(own_tensors(copy_graph(gm)), captured.signature, config, rows, records)
+    return QuantizedModel(own_tensors(copy_graph(gm)), captured.signature, config, rows, [*records, *learned])
+
+
+def _divisible(captured: Captured) -> bool:
+    """Tell whether dimension 0 of every tensor input varies: it then counts samples."""
+    return all(shape is None or (bool(shape) and shape[0] is None) for shape in captured.signature.input_shapes)
 
 
 def _resolve(config: str | QuantConfig | Mapping[str, Any]) -> QuantConfig:
@@ -100,6 +135,19 @@ def _peek(data: Iterable[Any] | None) -> tuple[Any, Iterable[Any]]:
     iterator = iter(data)
     first = next(iterator, None)
     return first, () if first is None else itertools.chain([first], iterator)
+
+
+def _flat_batches(captured: Captured, batches: Iterable[Any]) -> Iterator[list[Any]]:
+    """Yield the flat inputs of every batch.
+
+    Raises:
+        CalibrationError: if one does not fit; the message names its index.
+    """
+    for index, batch in enumerate(batches):
+        try:
+            yield _flatten(captured, batch)
+        except QuarkError as error:
+            raise CalibrationError(f"calibration batch {index} does not fit: {error}") from error
 
 
 def _flatten(captured: Captured, batch: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -68,6 +68,28 @@ class Report:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def pass_table(self, name: str | None = None) -> str:
+        """Return what the passes changed, one line per operator or site, as a table.
+
+        Args:
+            name: of one pass; default: all that changed anything operator by operator.
+        """
+        header = ("pass", "operator", "change", "error before", "error after", "seconds")
+        body = [
+            (
+                record.name,
+                change.name,
+                change.what,
+                _number(change.before),
+                _number(change.after),
+                f"{change.seconds:.2f}",
+            )
+            for record in self.passes
+            if name in (None, record.name)
+            for change in record.changes
+        ]
+        return "\n".join(_aligned(header, body, right={3, 4, 5}))
+
     @property
     def totals(self) -> dict[str, Any]:
         """Number of operators, how many are quantized, bytes before and after, and their ratio."""
@@ -121,17 +143,36 @@ class Report:
             )
             for row in self.rows
         ]
-        widths = [max(len(line[i]) for line in (header, *body)) for i in range(len(header))]
-        right = {5, 6, 7}
-        lines = [
-            "  ".join(
-                c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
-            )
-            for line in (header, tuple("─" * w for w in widths), *body)
-        ]
+        lines = _aligned(header, body, right={5, 6, 7})
         t = self.totals
         summary = (
             f"{t['quantized']} of {t['operators']} weighted operators quantized; weights "
             f"{t['bytes_before'] / 1024:.1f} KiB → {t['bytes_after'] / 1024:.1f} KiB ({t['ratio']:.2f}×)"
         )
-        return "\n".join([*(line.rstrip() for line in lines), summary])
+        return "\n".join([*lines, summary, *(_summary(record) for record in self.passes if record.changes)])
+
+
+def _summary(record: PassRecord) -> str:
+    """Return one line on a pass that noted what it did; `pass_table` has the rest."""
+    judged = [(c.before, c.after) for c in record.changes if c.before is not None and c.after is not None]
+    error = ""
+    if judged:
+        before, after = (sum(values) / len(judged) for values in zip(*judged, strict=True))
+        error = f", mean error {before:.3g} → {after:.3g} on held-out data"
+    return f"{record.name}: {record.rewrites} changed of {len(record.changes)}{error}, {record.seconds:.1f} s"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _aligned(header: Sequence[str], body: Sequence[Sequence[str]], right: set[int]) -> list[str]:
+    """Return the lines of a table; the columns in `right` are set to the right."""
+    widths = [max(len(line[i]) for line in (header, *body)) for i in range(len(header))]
+    lines = (header, tuple("─" * w for w in widths), *body)
+    return [
+        "  ".join(
+            c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]

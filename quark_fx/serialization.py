@@ -118,7 +118,7 @@ def load(
             _signature_from_dict(document["signature"]),
             QuantConfig.from_dict(document["config"]),
             [Row(**row) for row in document["rows"]],
-            [PassRecord(**record) for record in document["passes"]],
+            [PassRecord.from_dict(record) for record in document["passes"]],
         )
     except QuarkError:
         raise

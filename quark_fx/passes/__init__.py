@@ -1,6 +1,21 @@
 """Graph to graph, one file a pass."""
 
+from quark_fx.passes.absorb_high_bias import AbsorbHighBias
+from quark_fx.passes.adaquant import AdaQuant
+from quark_fx.passes.adaround import AdaRound
+from quark_fx.passes.bias_correction import BiasCorrection
+from quark_fx.passes.cross_layer_equalization import CrossLayerEqualization
 from quark_fx.passes.fold_batch_norm import fold_batch_norm
 from quark_fx.passes.fold_constants import fold_constants
+from quark_fx.passes.smooth_quant import SmoothQuant
 
-__all__ = ["fold_batch_norm", "fold_constants"]
+__all__ = [
+    "AbsorbHighBias",
+    "AdaQuant",
+    "AdaRound",
+    "BiasCorrection",
+    "CrossLayerEqualization",
+    "SmoothQuant",
+    "fold_batch_norm",
+    "fold_constants",
+]

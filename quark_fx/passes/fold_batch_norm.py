@@ -22,7 +22,8 @@ def fold_batch_norm(gm: GraphModule) -> int:
     bias`; legal if the batch norm is the operator's only reader and its channels are the output channels.
     After: `W' = W * g` along the input channels, `b' = b + W @ (bias - mean * g)`; legal if the operator
     is the batch norm's only reader and does not pad (a padded zero would have been shifted). A batch norm
-    with neither neighbour stays.
+    with neither neighbour stays. An operator a batch norm after it went into keeps, as `node.meta["batch_norm"]`, the
+    mean and the deviation of its output per channel: float32, shape `(channels,)`.
 
     Source:
         Jacob et al. 2018, section 3.2.
@@ -76,7 +77,16 @@ def _fold_into_producer(gm: GraphModule, norm: Node, factor: Tensor, offset: Ten
     _replace(gm, node, row.weight, weight, scaled, weight)
     shifted = offset if bias is None else offset + parameter(gm, bias) * factor
     _replace(gm, node, row.bias, bias, shifted, weight)
+    node.meta["batch_norm"] = _statistics(gm, norm, factor)
     return True
+
+
+def _statistics(gm: GraphModule, norm: Node, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean and the deviation, per channel, of what a batch norm makes of the data it was trained on."""
+    gamma, beta = argument(norm, 1), argument(norm, 2)
+    mean = torch.zeros_like(like) if beta is None else parameter(gm, beta).detach()
+    deviation = torch.ones_like(like) if gamma is None else parameter(gm, gamma).detach().abs()
+    return mean.float(), deviation.float()
 
 
 def _fold_into_consumer(gm: GraphModule, norm: Node, output: Node, factor: Tensor, offset: Tensor) -> bool:

@@ -133,7 +133,9 @@ def _use_weight(gm: GraphModule, op: PlannedOperator, stored: _Stored) -> None:
     assert op.weight_node is not None
     if op.kind == "embedding":
         with gm.graph.inserting_before(op.node):
-            op.node.replace_all_uses_with(_embed(gm, op.node, stored))
+            found = _embed(gm, op.node, stored)
+            found.meta["carries"] = op.node.name
+            op.node.replace_all_uses_with(found)
         return
     weight = stored_weight(op.node, op.row)
     assert weight is not None

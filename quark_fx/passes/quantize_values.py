@@ -26,12 +26,15 @@ def quantize_values(gm: GraphModule, plan: Plan, qparams: Mapping[tuple[Node, Te
         plan: from `plan_quantization`.
         qparams: the parameters of every static (source, spec).
     """
+    stored: dict[tuple[Node, TensorSpec], list[Node]] = {}
     # Points that serve some readers go first: where a value is also produced in integers, they then read those.
     for point in sorted(plan.points.values(), key=lambda p: p.readers is None):
-        _convert_point(gm, point, qparams.get((point.source, point.spec)))
+        _convert_point(gm, point, qparams.get((point.source, point.spec)), stored)
 
 
-def _convert_point(gm: GraphModule, point: Point, qparams: QParams | None) -> None:
+def _convert_point(
+    gm: GraphModule, point: Point, qparams: QParams | None, stored: dict[tuple[Node, TensorSpec], list[Node]]
+) -> None:
     value, spec = point.value, point.spec
     users = list(value.users) if point.readers is None else [user for user in value.users if user in point.readers]
     dtype = value_of(gm, value).dtype
@@ -45,17 +48,28 @@ def _convert_point(gm: GraphModule, point: Point, qparams: QParams | None) -> No
             result = _dynamic(gm, value, spec, dtype)
         else:
             assert qparams is not None
-            result = _static(gm, point, qparams, dtype)
+            key = point.source, spec
+            stored[key] = parameters = _parameters(gm, point, qparams, stored.get(key))
+            result = _static(gm, point, qparams, parameters, dtype)
+    if point.readers is None:
+        result.meta["carries"] = value.name
     for user in users:
         user.replace_input_with(value, result)
 
 
-def _static(gm: GraphModule, point: Point, qparams: QParams, dtype: torch.dtype) -> Node:
-    name = f"{point.value.name}_quantizer"
-    parameters = [
-        get_attr(gm, f"{name}_{part}", tensor.reshape(()))
-        for part, tensor in (("scale", qparams.scale), ("zero_point", qparams.zero_point))
-    ]
+def _parameters(gm: GraphModule, point: Point, qparams: QParams, stored: list[Node] | None) -> list[Node]:
+    """Return nodes that read the point's scale and zero point, stored once for all points of a source."""
+    if stored is None:
+        name = f"{point.source.name}_quantizer"
+        tensors = {"scale": qparams.scale, "zero_point": qparams.zero_point}
+        return [get_attr(gm, f"{name}_{part}", tensor.reshape(())) for part, tensor in tensors.items()]
+    again = [gm.graph.get_attr(str(node.target)) for node in stored]
+    for node, first in zip(again, stored, strict=True):
+        node.meta["val"] = first.meta["val"]
+    return again
+
+
+def _static(gm: GraphModule, point: Point, qparams: QParams, parameters: list[Node], dtype: torch.dtype) -> Node:
     fmt = str(point.spec.format)
     source = point.value
     while point.absorbed and _saturates(point.absorbed[-1], qparams, point.spec.scheme):

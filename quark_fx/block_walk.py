@@ -1,0 +1,216 @@
+"""Run one block over all calibration batches before the next, in float and in codes side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from tqdm.auto import tqdm
+
+from quark_fx.activation_cache import ActivationCache
+from quark_fx.blocks import Block, Unit, carriers, extract, find_blocks
+from quark_fx.context import Context
+from quark_fx.errors import CalibrationError
+from quark_fx.graph import placeholders, set_parameter, stored_tensors
+
+
+@dataclass
+class BlockRun:
+    """One block while it is its turn.
+
+    Attributes:
+        block: which one.
+        index: its position, from 0.
+        reference: the block in float, on the device.
+        module: the block in codes, on the device. `store` changes it; what it holds when the turn ends is what the
+            blocks after it see.
+    """
+
+    block: Block
+    index: int
+    reference: GraphModule
+    module: GraphModule
+    _streams: _Streams
+    _whole: GraphModule
+    _context: Context
+    _learned: dict[str, Tensor] = field(default_factory=dict)
+
+    def reference_inputs(self, batch: int) -> list[Any]:
+        """Return what enters the block in float."""
+        return self._streams.values("float", self.block.inputs, batch)
+
+    def inputs(self, batch: int) -> list[Any]:
+        """Return what enters the block when everything before it is quantized."""
+        return self._streams.values("quantized", self.block.inputs, batch)
+
+    def targets(self, batch: int) -> list[Any]:
+        """Return what leaves the block in float, the values it makes (`Block.made`) in order."""
+        return self._streams.values("float", self.block.made, batch)
+
+    def outputs(self, batch: int) -> list[Any]:
+        """Return what the quantized block makes now of its quantized inputs, in the order of `targets`."""
+        with torch.no_grad():
+            return self.made(self.module(*self.inputs(batch)))
+
+    def made(self, outputs: Sequence[Any]) -> list[Any]:
+        """Return those of a block's results that it makes itself."""
+        by_name = dict(zip(self.block.outputs, outputs, strict=True))
+        return [by_name[name] for name in self.block.made]
+
+    def held_out_error(self, outputs: Callable[[int], Sequence[Any]] | None = None) -> float:
+        """Return the relative squared error of what the block makes, on the batches that are not learned from.
+
+        Args:
+            outputs: returns what some version of the block makes of a batch; default: the block as it is.
+
+        Raises:
+            CalibrationError: if it is not finite; the message names the block's operators.
+        """
+        with torch.no_grad():
+            batches = self._context.held_out
+            errors = [relative_error((outputs or self.outputs)(batch), self.targets(batch)) for batch in batches]
+            error = float(torch.stack(errors).mean())
+        if not math.isfinite(error):
+            raise CalibrationError(
+                f"quantized, {self.operators} makes values that are not finite of finite ones; exclude it, or check "
+                "its weights"
+            )
+        return error
+
+    @property
+    def operators(self) -> str:
+        """The modules of the block's operators, for messages."""
+        plan = self._context.plan
+        return ", ".join(plan[name].name if name in plan else name for name in self.block.operators)
+
+    def store(self, name: str, value: Tensor) -> None:
+        """Replace the tensor `name` of the quantized graph, here and in the whole."""
+        value = value.detach()
+        set_parameter(self.module, name, value.to(self._streams.device))
+        set_parameter(self._whole, name, value.to("cpu" if self._streams.offloads else value.device))
+        self._learned[name] = value
+
+    @property
+    def learned(self) -> dict[str, Tensor]:
+        """The tensors stored during this turn, by name."""
+        return self._learned
+
+
+def relative_error(outputs: Sequence[Any], targets: Sequence[Any]) -> Tensor:
+    """Return the squared error over the squared targets, averaged over the floating-point tensors among them."""
+    errors = [
+        (y.float() - t.float()).square().sum() / t.float().square().sum().clamp_min(torch.finfo(torch.float32).tiny)
+        for y, t in zip(outputs, targets, strict=True)
+        if isinstance(t, Tensor) and t.is_floating_point()
+    ]
+    return torch.stack(errors).mean() if errors else torch.zeros(())
+
+
+class _Streams:
+    """The values at the current cut, of every batch, in float and quantized."""
+
+    def __init__(self, cache: ActivationCache, batches: int, device: torch.device, offloads: bool) -> None:
+        self.cache = cache
+        self.batches = batches
+        self.device = device
+        self.offloads = offloads
+        self.shared: set[str] = set()
+
+    def key(self, stream: str, name: str, batch: int) -> tuple[str, str, int]:
+        return "float" if name in self.shared else stream, name, batch
+
+    def values(self, stream: str, names: Sequence[str], batch: int) -> list[Any]:
+        return [self.cache.get(self.key(stream, name, batch)) for name in names]
+
+    def advance(self, stream: str, block: Block, module: GraphModule) -> None:
+        """Compute what leaves the block from what enters it, batch by batch."""
+        new = {name for name in block.outputs if name not in block.inputs}
+        with torch.no_grad():
+            for batch in range(self.batches):
+                outputs = module(*self.values(stream, block.inputs, batch))
+                for name, value in zip(block.outputs, outputs, strict=True):
+                    if name in new and not (stream == "quantized" and name in self.shared):
+                        self.cache.put((stream, name, batch), value)
+
+    def forget(self, names: set[str]) -> None:
+        for batch in range(self.batches):
+            for name in names:
+                self.cache.drop(("float", name, batch))
+                self.cache.drop(("quantized", name, batch))
+
+
+def walk_blocks(
+    gm: GraphModule, context: Context, *, unit: Unit = Unit.BLOCK, label: str = "blocks"
+) -> Iterator[BlockRun]:
+    """Visit the blocks of a quantized graph in order; each sees what the changes to those before it make of the data.
+
+    The float values a block makes are computed before its turn, the quantized ones after it, each once per batch:
+    a walk costs two forward passes over the data at any depth, and holds the values at one cut. Only the tensors of
+    the block whose turn it is are on `context.device`. A block that `context.checkpoint` knows to be finished is not
+    visited: its changes are made again.
+
+    Args:
+        gm: the quantized graph, which `BlockRun.store` changes.
+        context: with `float_graph`, of which `gm` is the conversion.
+        unit: how finely to cut.
+        label: of the progress bar.
+    """
+    assert context.float_graph is not None
+    reference = context.float_graph
+    walk = context.next_walk()
+    blocks = find_blocks(reference, unit)
+    offloads = any(tensor.device != context.device for tensor in stored_tensors(gm).values())
+    streams = _Streams(context.cache, len(context.batches), context.device, offloads)
+    # The second copies of the inputs that a quantized operator reads would never differ from the first.
+    streams.shared = set(blocks[0].inputs)
+    for batch in range(streams.batches):
+        names = [node.name for node in placeholders(reference)]
+        leaves = dict(zip(names, context.inputs(batch), strict=True))
+        for name in blocks[0].inputs:
+            streams.cache.put(("float", name, batch), leaves[name])
+    float_nodes = {node.name: node for node in reference.graph.nodes}
+    quantized_nodes = carriers(gm)
+    try:
+        bar = tqdm(blocks, desc=label, unit="block", disable=not context.progress, leave=False)
+        for index, block in enumerate(bar):
+            streams.shared |= block.shared
+            part = _lift(reference, block, float_nodes, context.device)
+            streams.advance("float", block, part)
+            run = BlockRun(block, index, part, _lift(gm, block, quantized_nodes, context.device), streams, gm, context)
+            finished = context.checkpoint.load(walk, index) if context.checkpoint is not None else None
+            if finished is None:
+                before = len(context.changes)
+                yield run
+                if context.checkpoint is not None:
+                    context.checkpoint.save(walk, index, run.learned, context.changes[before:])
+            else:
+                for name, value in finished[0].items():
+                    run.store(name, value)
+                for change in finished[1]:
+                    context.note(change)
+            if index + 1 < len(blocks):
+                streams.advance("quantized", block, run.module)
+                streams.forget(set(block.inputs) - set(block.outputs))
+    finally:
+        streams.forget({name for block in blocks for name in (*block.inputs, *block.outputs)})
+
+
+def _lift(gm: GraphModule, block: Block, nodes: Any, device: torch.device) -> GraphModule:
+    """Return a block as a module whose tensors are on the device; the graph's own stay where they are."""
+    part = extract(gm, [nodes[name] for name in block.inputs], [nodes[name] for name in block.outputs])
+    for name, tensor in stored_tensors(part).items():
+        if tensor.device != device:
+            set_parameter(part, name, tensor.to(device))
+    for node in part.graph.nodes:
+        if isinstance(node, Node) and "device" in node.kwargs:
+            node.update_kwarg("device", device)
+    part.recompile()
+    return part
+
+
+__all__ = ["BlockRun", "relative_error", "walk_blocks"]

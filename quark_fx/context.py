@@ -1,0 +1,201 @@
+"""What a pass may ask for besides the graph: calibration data, memory, a place to note what it did."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.fx import GraphModule
+
+from quark_fx.activation_cache import ActivationCache, CacheBudget
+from quark_fx.config import QuantConfig
+from quark_fx.errors import CalibrationError, ConfigError
+from quark_fx.graph import stored_tensors, target_name
+from quark_fx.pass_manager import Change
+from quark_fx.placement import PlannedOperator
+
+_HELD_OUT = 8
+"""One batch in eight is kept from tuning, to judge it by."""
+
+
+@dataclass
+class Context:
+    """The run that passes are part of.
+
+    Attributes:
+        config: what the model is quantized with.
+        cache: keeps calibration batches and activations, by budget.
+        device: where blocks run; tensors come from the cache on it.
+        progress: show progress bars.
+        checkpoint: finished blocks, if the run can be resumed.
+        float_graph: the graph before conversion, for passes of the quantized stage.
+        plan: how each operator of it is quantized, by the name of its node.
+        changes: what the pass that is running noted so far.
+        batches: where each calibration batch lies: its index as it was given, and a slice of its samples.
+    """
+
+    config: QuantConfig
+    cache: ActivationCache
+    device: torch.device
+    progress: bool = False
+    checkpoint: Checkpoint | None = None
+    float_graph: GraphModule | None = None
+    plan: Mapping[str, PlannedOperator] = field(default_factory=dict)
+    batches: list[tuple[int, slice | None]] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    _walks: int = 0
+
+    def add_batches(self, batches: Iterable[Sequence[Any]], *, divisible: bool = False) -> None:
+        """Keep the flat inputs of calibration batches.
+
+        Args:
+            batches: the flat inputs of each.
+            divisible: dimension 0 of every tensor counts samples: a single batch is divided, so that there is
+                something to hold out.
+        """
+        for index, leaves in enumerate(batches):
+            self.cache.put(("batch", index, "length"), len(leaves))
+            for position, leaf in enumerate(leaves):
+                self.cache.put(("batch", index, position), leaf)
+            self.batches.append((index, None))
+        if len(self.batches) == 1 and divisible:
+            sizes = {leaf.shape[0] for leaf in self.inputs(0) if isinstance(leaf, Tensor) and leaf.dim()}
+            if len(sizes) == 1 and (size := sizes.pop()) > 1:
+                kept = size - max(1, size // _HELD_OUT)
+                self.batches = [(0, slice(0, kept)), (0, slice(kept, size))]
+
+    def inputs(self, index: int) -> list[Any]:
+        """Return the flat inputs of batch `index`, tensors on the device.
+
+        Raises:
+            CalibrationError: if there is no calibration data.
+        """
+        if not self.batches:
+            raise CalibrationError("a pass of this configuration learns from data; pass calibration_data")
+        batch, part = self.batches[index]
+        leaves = self._leaves(batch)
+        if part is None:
+            return leaves
+        return [leaf[part] if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves]
+
+    def whole_batches(self, device: torch.device) -> Iterator[list[Any]]:
+        """Yield the flat inputs of every batch as it was given, tensors on `device`."""
+        for batch in dict.fromkeys(batch for batch, _ in self.batches):
+            yield [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves(batch)]
+
+    def _leaves(self, batch: int) -> list[Any]:
+        return [self.cache.get(("batch", batch, i)) for i in range(self.cache.get(("batch", batch, "length")))]
+
+    @property
+    def tuning(self) -> list[int]:
+        """The batches to learn from."""
+        return list(range(len(self.batches) - len(self.held_out))) if len(self.batches) > 1 else [0]
+
+    @property
+    def held_out(self) -> list[int]:
+        """The batches to judge by; with a single sample, the one there is."""
+        count = max(1, len(self.batches) // _HELD_OUT)
+        return list(range(len(self.batches) - count, len(self.batches)))
+
+    def note(self, change: Change) -> None:
+        """Add a row to the report of the pass that is running."""
+        self.changes.append(change)
+
+    def take_changes(self) -> list[Change]:
+        """Return the rows noted since the last call."""
+        changes, self.changes = self.changes, []
+        return changes
+
+    def next_walk(self) -> int:
+        """Return how many walks over the blocks were begun before: with the block, the name of a checkpoint."""
+        self._walks += 1
+        return self._walks - 1
+
+
+class Checkpoint:
+    """Finished blocks of one run, each a file written in one step.
+
+    Args:
+        directory: made if it does not exist.
+        fingerprint: identifies the run; the directory of another one is refused.
+
+    Raises:
+        ConfigError: if the directory belongs to another run or cannot be used.
+    """
+
+    def __init__(self, directory: str | Path, fingerprint: str) -> None:
+        self.directory = Path(directory)
+        owner = self.directory / "run.json"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if not owner.exists():
+                _write_text(owner, json.dumps({"fingerprint": fingerprint}))
+            found = json.loads(owner.read_text()).get("fingerprint")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"checkpoint directory {directory} cannot be used: {error}") from error
+        if found != fingerprint:
+            raise ConfigError(
+                f"checkpoint directory {directory} belongs to another run (other model, configuration or data); "
+                "remove it or choose another one"
+            )
+
+    def load(self, walk: int, block: int) -> tuple[dict[str, Tensor], list[Change]] | None:
+        """Return what a finished block learned and noted, `None` if it is not finished."""
+        file = self._file(walk, block)
+        if not file.exists():
+            return None
+        try:
+            with safe_open(file, "pt") as stored:
+                changes = [Change(**row) for row in json.loads(stored.metadata()["changes"])]
+                return {name: stored.get_tensor(name) for name in stored.keys()}, changes  # noqa: SIM118
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise ConfigError(f"checkpoint {file} cannot be read ({error}); remove it") from error
+
+    def save(self, walk: int, block: int, tensors: Mapping[str, Tensor], changes: Sequence[Change]) -> None:
+        """Keep what a block learned; an interruption leaves all of it or nothing."""
+        file = self._file(walk, block)
+        partial = file.with_suffix(".partial")
+        metadata = {"changes": json.dumps([asdict(change) for change in changes])}
+        try:
+            save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial, metadata)
+            os.replace(partial, file)
+        except (OSError, SafetensorError) as error:
+            raise CalibrationError(f"cannot write checkpoint {file}: {error}; make room and run again") from error
+
+    def _file(self, walk: int, block: int) -> Path:
+        return self.directory / f"pass-{walk}-block-{block}.safetensors"
+
+
+def _write_text(file: Path, text: str) -> None:
+    partial = file.with_suffix(".partial")
+    partial.write_text(text)
+    os.replace(partial, file)
+
+
+def fingerprint(gm: GraphModule, config: QuantConfig, batches: int, first: Sequence[Any]) -> str:
+    """Return a digest of a graph, its tensors, a configuration and calibration data, to tell runs apart.
+
+    Of large tensors a few thousand values count, and of the data the number of batches and the first one.
+    """
+    digest = hashlib.sha256(json.dumps([config.to_dict(), batches], sort_keys=True, default=str).encode())
+    for node in gm.graph.nodes:
+        digest.update(f"{node.name} {target_name(node)}".encode())
+    tensors = {f"input {i}": leaf for i, leaf in enumerate(first) if isinstance(leaf, Tensor)}
+    for name, tensor in (stored_tensors(gm) | tensors).items():
+        flat = tensor.detach().flatten()
+        some = flat[:: max(1, flat.numel() // 4096)].cpu().contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(some.view(torch.uint8).numpy().tobytes() if some.numel() else b"")
+    return digest.hexdigest()
+
+
+__all__ = ["CacheBudget", "Checkpoint", "Context", "fingerprint"]

@@ -1,0 +1,103 @@
+"""Take the part of a bias that a ReLU never cuts into the bias of the next layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from quark_fx.graph import get_attr, is_parameter, parameter, set_parameter, target_name, value_of
+from quark_fx.operators import argument, operator_row, set_argument
+from quark_fx.pass_manager import graph_pass
+
+
+@graph_pass(exact=False)
+@dataclass(frozen=True)
+class AbsorbHighBias:
+    """Lower biases by `c = max(0, beta - deviations * |gamma|)`, and raise those of the next operator by `W @ c`.
+
+    `beta` and `gamma` are the batch norm's that was folded into the operator: the mean and the deviation of its output.
+    Where a ReLU lies between, its input is above `c`, and the rewrite exact, for all but a share of the data (0.14 % of
+    a normal distribution at 3 deviations); with nothing between it is exact, and `c` is `beta`. Lower biases make
+    activations, and the steps they are quantized with, smaller. The next operator must be the only reader, and must not
+    pad: the zeros of a border would have been lowered, too.
+
+    Attributes:
+        deviations: how many there are to be between the mean and `c`.
+
+    Source:
+        Nagel et al. 2019, section 4.1.3.
+    """
+
+    deviations: float = 3.0
+
+    def __call__(self, gm: GraphModule) -> int:
+        """Rewrite `gm`; return how many biases were lowered."""
+        absorbed = 0
+        for node in list(gm.graph.nodes):
+            if "batch_norm" not in node.meta:
+                continue
+            value, rectified = _only_reader(node), False
+            if value is not None and target_name(value) == "aten.relu.default":
+                value, rectified = _only_reader(value), True
+            if value is not None and self._absorb(gm, node, value, rectified):
+                absorbed += 1
+        return absorbed
+
+    def _absorb(self, gm: GraphModule, producer: Node, consumer: Node, rectified: bool) -> bool:
+        beta, gamma = producer.meta["batch_norm"]
+        shift = (beta - self.deviations * gamma.abs()).clamp(min=0) if rectified else beta
+        position = _bias_position(producer)
+        if not bool((shift != 0).any()) or position is None or not _takes_shift(gm, consumer, len(shift)):
+            return False
+        bias = argument(producer, position)
+        weight, other = argument(consumer, 1), argument(consumer, 2)
+        if not is_parameter(bias) or len(bias.users) > 1:
+            return False
+        wide = parameter(gm, weight).detach().float()
+        per_channel = wide.flatten(2).sum(2) if wide.dim() > 2 else wide
+        outputs, per_group = per_channel.shape
+        groups = len(shift) // per_group
+        moved = (per_channel.reshape(groups, -1, per_group) * shift.to(wide.device).reshape(groups, 1, -1)).sum(2)
+        _add(gm, producer, position, bias, -shift)
+        _add(gm, consumer, 2, other, moved.reshape(outputs))
+        producer.meta["batch_norm"] = (beta - shift, gamma)
+        return True
+
+
+def _only_reader(node: Node) -> Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _bias_position(node: Node) -> int | None:
+    row = operator_row(node)
+    return row.bias if row is not None else None
+
+
+def _takes_shift(gm: GraphModule, consumer: Node, channels: int) -> bool:
+    """Tell whether the consumer is a convolution that does not pad, or a linear operator, with constant parameters."""
+    row = operator_row(consumer)
+    if row is None or row.kind not in ("conv", "linear") or (row.weight, row.bias) != (1, 2):
+        return False
+    weight, bias = argument(consumer, 1), argument(consumer, 2)
+    if not is_parameter(weight) or not (bias is None or is_parameter(bias)):
+        return False
+    padding = argument(consumer, 4) if row.kind == "conv" else None
+    if padding not in (None, "valid") and any(p != 0 for p in padding):
+        return False
+    groups = (argument(consumer, 6) or 1) if row.kind == "conv" else 1
+    return bool(value_of(gm, weight).shape[1] * groups == channels)
+
+
+def _add(gm: GraphModule, node: Node, position: int, old: Node | None, change: Tensor) -> None:
+    if old is not None and len(old.users) == 1:
+        bias = parameter(gm, old).detach()
+        set_parameter(gm, str(old.target), (bias.float() + change.to(bias.device)).to(bias.dtype))
+        return
+    weight = argument(node, 1)
+    like = parameter(gm, weight)
+    value = change.to(like.device) if old is None else parameter(gm, old).detach().float() + change.to(like.device)
+    name = str(weight.target).removesuffix("weight") + "bias"
+    with gm.graph.inserting_before(node):
+        set_argument(node, position, get_attr(gm, name, value.to(like.dtype)))

@@ -1,0 +1,62 @@
+"""Learn the weights themselves, through their rounding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from quark_fx.context import Context
+from quark_fx.pass_manager import Stage, graph_pass
+from quark_fx.quantized_weights import Grid
+from quark_fx.reconstruction import Schedule, reconstruct
+
+
+class StraightThrough:
+    """A weight that is rounded in every step, with the gradient of one that is not; the unit is a code."""
+
+    def __init__(self, grid: Grid, weight: Tensor, start: Tensor) -> None:
+        self.grid = grid
+        # As near to the float weight as still rounds to the code it starts at.
+        self.parameter = torch.minimum(torch.maximum(grid.position(weight), start - 0.49), start + 0.49)
+        self.parameter.requires_grad_()
+
+    def weight(self) -> Tensor:
+        """Return the rounded weight."""
+        rounded = self.parameter + (self.parameter.round() - self.parameter).detach()
+        return self.grid.value(rounded.clamp(*self.grid.limits))
+
+    def penalty(self, progress: float) -> Tensor | float:
+        """Return 0: the weight is rounded as it is."""
+        return 0.0
+
+    def codes(self) -> Tensor:
+        """Return the codes it rounds to."""
+        return self.parameter.detach().round().clamp(*self.grid.limits)
+
+
+@graph_pass(exact=False, stage=Stage.QUANTIZED)
+@dataclass(frozen=True, kw_only=True)
+class AdaQuant(Schedule):
+    """Learn weights through their rounding, with biases and activation scales, to keep what an operator or block makes.
+
+    Weights may move by more than one code, so it needs more data than `AdaRound`. Weight scales stay. The other options
+    are those of `quark_fx.reconstruction.Schedule`; `learning_rate` is in codes per step.
+
+    Source:
+        Hubara et al. 2021, section 3; by default codes start from coordinate descent.
+    """
+
+    iterations: int = 250
+    learning_rate: float = 1e-2
+    scale_rate: float = 1e-2
+    bias_rate: float = 1e-3
+
+    def __call__(self, gm: GraphModule, context: Context) -> int:
+        """Learn the weights of `gm`; return how many changed."""
+        return reconstruct(gm, context, self, StraightThrough, "AdaQuant")
+
+
+__all__ = ["AdaQuant", "StraightThrough"]

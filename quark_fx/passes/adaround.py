@@ -1,0 +1,102 @@
+"""Learn which way to round each weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from quark_fx.context import Context
+from quark_fx.errors import ConfigError
+from quark_fx.pass_manager import Stage, graph_pass
+from quark_fx.quantized_weights import Grid
+from quark_fx.reconstruction import Schedule, reconstruct
+
+_ZETA, _GAMMA = 1.1, -0.1
+"""The sigmoid is stretched to this range and cut off at 0 and 1, so that it reaches both."""
+
+_STEEPEST, _FLATTEST = 20.0, 2.0
+"""Exponent of the penalty at its beginning and at its end."""
+
+
+class SoftRounding:
+    """A weight between the code it starts at and the next one on the side where the float weight lies.
+
+    The weight is `floor + h(v)`, with `h` a stretched and cut sigmoid. It begins `softness` of the way from the
+    starting code to the float weight.
+    """
+
+    def __init__(self, grid: Grid, weight: Tensor, start: Tensor, options: AdaRound) -> None:
+        self.grid, self.options = grid, options
+        # Codes that make up for the errors of others may lie more than one step from the weight.
+        nearest = torch.minimum(torch.maximum(grid.position(weight), start - 1), start + 1)
+        position = start + options.softness * (nearest - start)
+        self.floor = torch.where(position < start, start - 1, start)
+        # At 0 and 1 the sigmoid would have no gradient.
+        h = (position - self.floor).clamp(0.01, 0.99)
+        self.parameter = torch.logit((h - _GAMMA) / (_ZETA - _GAMMA)).requires_grad_()
+
+    def weight(self) -> Tensor:
+        """Return the weight with its soft rounding."""
+        return self.grid.value((self.floor + self._h()).clamp(*self.grid.limits))
+
+    def penalty(self, progress: float) -> Tensor | float:
+        """Return `1 - |2 h - 1| ** beta`, averaged, once the warm start is over; `beta` falls from 20 to 2."""
+        warm = self.options.warm_start
+        if progress < warm:
+            return 0.0
+        beta = _STEEPEST + (_FLATTEST - _STEEPEST) * (progress - warm) / (1 - warm)
+        return self.options.regularization * (1 - (2 * self._h() - 1).abs().pow(beta)).mean()
+
+    def codes(self) -> Tensor:
+        """Return the codes on the side that `h` is nearer to."""
+        return (self.floor + (self.parameter.detach() >= 0)).clamp(*self.grid.limits)
+
+    def _h(self) -> Tensor:
+        return (torch.sigmoid(self.parameter) * (_ZETA - _GAMMA) + _GAMMA).clamp(0, 1)
+
+
+@graph_pass(exact=False, stage=Stage.QUANTIZED)
+@dataclass(frozen=True, kw_only=True)
+class AdaRound(Schedule):
+    """Learn, for each weight, which of two codes to take, so that what an operator or a block makes is kept.
+
+    Scales stay. By default codes start from coordinate descent on each operator's error, which most of the gain comes
+    from, and a few hundred gradient steps refine them. The algorithm as published is `AdaRound(descent=False,
+    softness=1, iterations=10_000, learning_rate=1e-3)`; with `unit="block"` it is BRECQ without its Fisher weights, and
+    with `drop=0.5, scale_rate=0.01` besides it is QDrop.
+
+    Args:
+        regularization: weight of the penalty that drives soft codes to hard ones, relative to the relative error.
+        warm_start: share of the steps without it.
+        softness: how far towards the float weight a code begins, 0 to 1.
+
+    The other options are those of `quark_fx.reconstruction.Schedule`.
+
+    Source:
+        Nagel et al. 2020, section 3; Li et al. 2021 (BRECQ); Wei et al. 2022 (QDrop).
+    """
+
+    iterations: int = 250
+    learning_rate: float = 1e-2
+    regularization: float = 0.01
+    warm_start: float = 0.2
+    softness: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (0 <= self.warm_start < 1 and 0 <= self.softness <= 1 and self.regularization >= 0):
+            raise ConfigError(f"warm_start is below 1, softness within 0 and 1, regularization not negative: {self}")
+
+    def __call__(self, gm: GraphModule, context: Context) -> int:
+        """Learn the codes of `gm`; return how many weights changed."""
+
+        def begin(grid: Grid, weight: Tensor, start: Tensor) -> SoftRounding:
+            return SoftRounding(grid, weight, start, self)
+
+        return reconstruct(gm, context, self, begin, "AdaRound")
+
+
+__all__ = ["AdaRound", "SoftRounding"]

@@ -1,0 +1,143 @@
+"""Even out the ranges of weights across layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from quark_fx.graph import parameter
+from quark_fx.operators import Operator, operator_row
+from quark_fx.pass_manager import graph_pass
+from quark_fx.scale_sites import Absorber, ScaleSite, apply_scale, find_scale_sites
+
+
+@graph_pass()
+@dataclass(frozen=True)
+class CrossLayerEqualization:
+    """Move scale between layers until each channel's weights reach as far where it is made as where it is read.
+
+    At every site between convolutions and matrix products the scale of a channel is `sqrt(r1 / r2)`: `r1` is the
+    largest magnitude among the weights that make the channel, `r2` among those that read it. Rounds over all sites go
+    on until none moves. A channel that only zeros make or read is left alone, and so are sites at which a norm or
+    another constant takes part, whose range nobody quantizes. The bounds of a clamp, such as ReLU6's 6, become
+    constants per channel.
+
+    Attributes:
+        rounds: at most that many.
+        tolerance: the first round in which no scale changes by more than this factor, less 1, is the last.
+        keep_scalar_bounds: leave out sites with such clamps, for hardware that has only scalar ones.
+
+    Source:
+        Nagel et al. 2019, section 4.1.
+    """
+
+    rounds: int = 20
+    tolerance: float = 0.05
+    keep_scalar_bounds: bool = False
+
+    def __call__(self, gm: GraphModule) -> int:
+        """Equalize `gm`; return the number of sites that were rescaled."""
+        sites = [site for site in find_scale_sites(gm).sites if self._takes(site)]
+        weights = _weights(gm, sites)
+        scales = [torch.ones(site.channels, device=_device(gm, site)) for site in sites]
+        for _ in range(self.rounds):
+            largest = max((_equalize(index, scales, weights) for index in range(len(sites))), default=0.0)
+            if largest < math.log1p(self.tolerance):
+                break
+        rescaled = 0
+        for site, scale in zip(sites, scales, strict=True):
+            if bool((scale != 1).any()):
+                apply_scale(gm, site, scale)
+                rescaled += 1
+        return rescaled
+
+    def _takes(self, site: ScaleSite) -> bool:
+        if site.bounds and self.keep_scalar_bounds:
+            return False
+        rows = (_row(absorber) for absorber in (*site.producers, *site.consumers))
+        return all(row is not None and row.activations for row in rows)
+
+
+def _row(absorber: Absorber) -> Operator | None:
+    row = operator_row(absorber.node)
+    return row if row is not None and row.weight is not None else None
+
+
+@dataclass(frozen=True, eq=False)
+class _Role:
+    """How a weight takes part in the site at `index`; labels are as in `Absorber`."""
+
+    index: int
+    labels: Tensor
+    divides: bool
+
+
+@dataclass(eq=False)
+class _Weight:
+    """The magnitudes of a weight: the largest over dimensions along which none of its roles' labels vary."""
+
+    roles: list[_Role] = field(default_factory=list)
+    magnitude: Tensor = field(default_factory=lambda: torch.zeros(()))
+
+    def reduce(self, weight: Tensor) -> None:
+        """Take the magnitudes of `weight`."""
+        varying = [any(role.labels.shape[d] > 1 for role in self.roles) for d in range(weight.dim())]
+        alike = [d for d, varies in enumerate(varying) if not varies]
+        magnitude = weight.detach().abs()
+        self.magnitude = (magnitude.amax(alike, keepdim=True) if alike else magnitude).float()
+        self.roles = [_Role(r.index, r.labels.to(weight.device), r.divides) for r in self.roles]
+
+    def largest(self, role: _Role, scales: Sequence[Tensor]) -> Tensor:
+        """Return the largest magnitude per component of a role's site, under the scales so far."""
+        now = self.magnitude
+        for other in self.roles:
+            factor = torch.where(other.labels >= 0, scales[other.index][other.labels.clamp(min=0)], 1)
+            now = now / factor if other.divides else now * factor
+        alike = [d for d, size in enumerate(role.labels.shape) if size == 1]
+        per_label = now.amax(alike, keepdim=True) if alike else now
+        taken = role.labels >= 0
+        found = torch.zeros_like(scales[role.index])
+        return found.scatter_reduce(0, role.labels[taken], per_label[taken], "amax")
+
+
+def _weights(gm: GraphModule, sites: Sequence[ScaleSite]) -> list[list[tuple[_Weight, _Role]]]:
+    """Return, for each site, the weights that take part."""
+    found: dict[Node, _Weight] = {}
+    per_site: list[list[tuple[_Weight, _Role]]] = []
+    for index, site in enumerate(sites):
+        per_site.append([])
+        for absorbers, divides in ((site.producers, True), (site.consumers, False)):
+            for absorber in absorbers:
+                row = _row(absorber)
+                if row is not None and absorber.position == row.weight:
+                    weight = found.setdefault(absorber.parameter, _Weight())
+                    weight.roles.append(_Role(index, absorber.labels, divides))
+    for node, weight in found.items():
+        weight.reduce(parameter(gm, node))
+        for role in weight.roles:
+            per_site[role.index].append((weight, role))
+    return per_site
+
+
+def _device(gm: GraphModule, site: ScaleSite) -> torch.device:
+    return parameter(gm, site.consumers[0].parameter).device
+
+
+def _equalize(index: int, scales: list[Tensor], weights: Sequence[Sequence[tuple[_Weight, _Role]]]) -> float:
+    """Update the scale of one site; return the largest logarithm of a factor it changed by."""
+    made, read = torch.zeros_like(scales[index]), torch.zeros_like(scales[index])
+    for weight, role in weights[index]:
+        found = weight.largest(role, scales)
+        if role.divides:
+            made = torch.maximum(made, found)
+        else:
+            read = torch.maximum(read, found)
+    usable = (made > 0) & (read > 0) & made.isfinite() & read.isfinite()
+    factor = torch.where(usable, made.sqrt() / read.sqrt(), 1)
+    scales[index] = scales[index] * factor
+    return float(factor.log().abs().max())

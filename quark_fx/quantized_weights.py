@@ -1,0 +1,211 @@
+"""The weighted operators of a converted graph, and the tensors behind their codes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from quark_fx.formats import INT32, IntFormat, parse_format
+from quark_fx.graph import get_attr, parameter, target_name, tensor_of, value_of
+from quark_fx.operators import Operator, argument, set_argument
+from quark_fx.ops import spread
+from quark_fx.placement import PlannedOperator
+from quark_fx.qparams import Scheme
+
+_DEQUANTIZE = "quark_fx.dequantize.default"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What the codes of a weight stand for.
+
+    Attributes:
+        scale: float32, broadcastable to the weight.
+        zero_point: likewise.
+        limits: smallest and largest code.
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+    limits: tuple[int, int]
+
+    def position(self, weight: Tensor) -> Tensor:
+        """Return where `weight` lies on the scale of codes, unrounded."""
+        return weight / self.scale + self.zero_point
+
+    def value(self, codes: Tensor) -> Tensor:
+        """Return the weights that codes, or values between codes, stand for."""
+        return (codes - self.zero_point) * self.scale
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """One operator whose weight is stored in integer codes.
+
+    Attributes:
+        operator: how it was planned.
+        node: the call, in the graph that was asked.
+        dequantize: the node that turns the codes of the weight into values.
+        weight: name of the float weight in the graph before conversion.
+        axis: dimension the scales vary along, `None` for one scale.
+        block_size: see `quark_fx.ops`.
+    """
+
+    operator: PlannedOperator
+    node: Node
+    dequantize: Node
+    weight: str
+    axis: int | None
+    block_size: int
+
+    @property
+    def name(self) -> str:
+        """The module it comes from."""
+        return self.operator.name
+
+    @property
+    def row(self) -> Operator:
+        assert self.operator.row is not None
+        return self.operator.row
+
+    @property
+    def scheme(self) -> Scheme:
+        assert self.operator.weight is not None
+        return self.operator.weight.scheme
+
+    @property
+    def codes(self) -> str:
+        """Name of the tensor of codes."""
+        return _name(self.dequantize.args[0])
+
+    def grid(self, gm: GraphModule) -> Grid:
+        """Return what the codes stand for."""
+        codes, scale, zero_point = (parameter(gm, node) for node in self.dequantize.args[:3])  # type: ignore[arg-type]
+        scale, zero_point = (spread(p.float(), codes, self.axis, self.block_size) for p in (scale, zero_point))
+        return Grid(scale, zero_point, (self.scheme.qmin, self.scheme.qmax))
+
+    def scale(self, gm: GraphModule) -> Tensor:
+        """Return the scale as it is stored."""
+        return parameter(gm, self.dequantize.args[1])  # type: ignore[arg-type]
+
+    def value(self, gm: GraphModule) -> Tensor:
+        """Return the weight the operator multiplies by now, float32."""
+        return self.grid(gm).value(tensor_of(gm, self.codes).float())
+
+    def channel_dim(self, output: Tensor) -> int:
+        """Return the dimension of the operator's output that counts output channels."""
+        spatial = 0 if self.row.kind == "linear" else self.dequantize.meta["val"].dim() - 2
+        return output.dim() - 1 - spatial
+
+    @property
+    def bias(self) -> Node | None:
+        """The node that gives the bias: a parameter, or a `dequantize` of its codes."""
+        return argument(self.node, self.row.bias) if self.row.bias is not None else None
+
+    @property
+    def bias_scale_follows(self) -> bool:
+        """Whether the bias is stored in int32 at the scale of input times weight."""
+        node = self.bias
+        return node is not None and target_name(node) == _DEQUANTIZE and str(node.args[3]) == str(INT32)
+
+    def bias_value(self, gm: GraphModule) -> Tensor:
+        """Return the bias the operator adds now, float32, one value per output channel."""
+        node = self.bias
+        assert node is not None
+        if node.op == "get_attr":
+            return parameter(gm, node).detach().float()
+        codes, scale, zero_point = (parameter(gm, n).double() for n in node.args[:3])  # type: ignore[arg-type]
+        return ((codes - zero_point) * scale).float()
+
+    @property
+    def input_scale(self) -> str | None:
+        """Name of the scale its activation is quantized with, if that is a constant."""
+        source = argument(self.node, self.row.activations[0])
+        scale = source.args[1] if target_name(source) == _DEQUANTIZE else None
+        return str(scale.target) if isinstance(scale, Node) and scale.op == "get_attr" else None
+
+    def bias_tensors(self, gm: GraphModule, bias: Tensor, scale: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the tensors, by name, that make the operator add `bias`.
+
+        Args:
+            gm: the graph `node` is in.
+            bias: float, one value per output channel.
+            scale: of the bias's codes, if it changes; float32.
+        """
+        node = self.bias
+        assert node is not None
+        if target_name(node) != _DEQUANTIZE:
+            return {_name(node): bias.to(parameter(gm, node).dtype)}
+        codes, scale_node, zero_point = node.args[:3]
+        old = parameter(gm, scale_node)  # type: ignore[arg-type]
+        limits = Scheme(format=parse_format(str(node.args[3])))
+        scale = old if scale is None else scale.to(old)
+        points = parameter(gm, zero_point)  # type: ignore[arg-type]
+        rounded = (bias.double() / scale.double()).round() + points
+        stored = rounded.clamp(limits.qmin, limits.qmax).to(parameter(gm, codes).dtype)  # type: ignore[arg-type]
+        return {_name(codes): stored, _name(scale_node): scale}
+
+
+def quantized_weights(gm: GraphModule, plan: Mapping[str, PlannedOperator]) -> list[QuantizedWeight]:
+    """Return the operators of `gm` (a converted graph, or a block of one) whose weights are integer codes, in order.
+
+    Embeddings are not among them: they multiply nothing.
+    """
+    found = []
+    for node in gm.graph.nodes:
+        # A block's input bears the name of the operator it comes from.
+        operator = plan.get(node.name) if node.op == "call_function" else None
+        if operator is None or operator.row is None or operator.row.weight is None or operator.weight_node is None:
+            continue
+        value = argument(node, operator.row.weight)
+        while isinstance(value, Node) and target_name(value) != _DEQUANTIZE and value.op == "call_function":
+            value = value.args[0]
+        if not isinstance(value, Node) or target_name(value) != _DEQUANTIZE:
+            continue
+        if not isinstance(operator.weight.format if operator.weight else None, IntFormat):
+            continue
+        axis, block = value.args[4], value.args[5]
+        found.append(QuantizedWeight(operator, node, value, str(operator.weight_node.target), axis, block))  # type: ignore[arg-type]
+    return found
+
+
+def shared_codes(gm: GraphModule) -> set[str]:
+    """Return the names of the codes that several operators read: what is best for one need not be for the other."""
+    readers = Counter(
+        str(source.target)
+        for node in gm.graph.nodes
+        for source in node.all_input_nodes[:1]
+        if node.op == "call_function" and source.op == "get_attr"
+    )
+    return {name for name, count in readers.items() if count > 1}
+
+
+def add_bias(gm: GraphModule, weight: QuantizedWeight) -> bool:
+    """Give the operator a float bias of zeros if it has none and can take one; tell whether it has one now."""
+    if weight.row.bias is None:
+        return False
+    if weight.bias is None:
+        channels = value_of(gm, weight.dequantize).shape[weight.row.output_axis]
+        name = weight.weight.removesuffix("weight") + "bias" if weight.weight.endswith("weight") else "bias"
+        with gm.graph.inserting_before(weight.node):
+            zeros = torch.zeros(int(channels), dtype=value_of(gm, weight.node).dtype, device=_device(gm, weight))
+            set_argument(weight.node, weight.row.bias, get_attr(gm, name, zeros))
+    return True
+
+
+def _device(gm: GraphModule, weight: QuantizedWeight) -> torch.device:
+    return parameter(gm, weight.dequantize.args[0]).device  # type: ignore[arg-type]
+
+
+def _name(node: object) -> str:
+    assert isinstance(node, Node)
+    assert node.op == "get_attr"
+    return str(node.target)
+
+
+__all__ = ["Grid", "QuantizedWeight", "add_bias", "quantized_weights", "shared_codes"]

@@ -1,0 +1,318 @@
+"""Learn the codes of a block's weights so that the block makes what its float original makes.
+
+The mechanism behind AdaRound and AdaQuant. Unit by unit, on inputs from the quantized stream and targets from the float
+one: a start from the quadratic form of each operator's error, then gradient steps on what the unit makes. Of all states
+on the way, the one that is best on batches that were not learned from is stored.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from quark_fx.block_walk import BlockRun, relative_error, walk_blocks
+from quark_fx.blocks import Unit, extract
+from quark_fx.context import Context
+from quark_fx.errors import CalibrationError, ConfigError
+from quark_fx.graph import named_nodes, placeholders, tensor_of
+from quark_fx.operators import argument
+from quark_fx.pass_manager import Change
+from quark_fx.qparams import ScaleType
+from quark_fx.quantized_weights import Grid, QuantizedWeight, quantized_weights, shared_codes
+from quark_fx.rounding import LinearMap, OutputError, linear_map, round_by_descent
+from quark_fx.specs import enum_member
+from quark_fx.trainable import Trainable, activation_scales, trainable_block
+
+_EVALUATIONS = 20
+"""Looks at the held-out batches during the steps of one unit."""
+
+_ROWS = 8192
+"""Output positions of a batch, about, that enter the quadratic form."""
+
+
+class Codes(Protocol):
+    """A weight on its way to codes."""
+
+    parameter: Tensor
+    """What gradient steps change."""
+
+    def weight(self) -> Tensor:
+        """Return the weight that the block computes with now."""
+        ...
+
+    def penalty(self, progress: float) -> Tensor | float:
+        """Return what pulls towards codes, when `progress` of the steps (0 to 1) are done."""
+        ...
+
+    def codes(self) -> Tensor:
+        """Return the codes it would be stored as now, in float32."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How long and how fast to learn.
+
+    Args:
+        unit: what is reconstructed at once: `"operator"` (with what follows it) or `"block"`.
+        iterations: gradient steps per unit, at most; 0 keeps the start.
+        batch_size: samples per step.
+        learning_rate: of the codes; its unit is the method's.
+        scale_rate: of activation scales, relative to their size; 0 leaves them as they are.
+        bias_rate: of biases, relative to their mean magnitude; 0 leaves them as they are.
+        drop: probability that an activation stays in float during a step (QDrop).
+        descent: start from coordinate descent on the quadratic form instead of rounding to nearest.
+        patience: looks at the held-out batches, of twenty, without improvement before it stops.
+        seed: of the samples, and of what is dropped.
+
+    Raises:
+        ConfigError: for a value out of range.
+    """
+
+    unit: Unit = Unit.OPERATOR
+    iterations: int = 250
+    batch_size: int = 32
+    learning_rate: float = 1e-2
+    scale_rate: float = 0.0
+    bias_rate: float = 0.0
+    drop: float = 0.0
+    descent: bool = True
+    patience: int = 5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "unit", enum_member(Unit, self.unit))
+        if self.batch_size < 1 or self.iterations < 0 or self.patience < 1:
+            raise ConfigError(f"batch_size and patience are at least 1, iterations at least 0: {self}")
+        if min(self.learning_rate, self.scale_rate, self.bias_rate) < 0 or not 0 <= self.drop < 1:
+            raise ConfigError(f"rates are not negative, and `drop` is a probability below 1: {self}")
+
+
+Begin = Callable[[Grid, Tensor, Tensor], Codes]
+"""From a grid, the float weight and the codes to start from, to codes that can be learned."""
+
+
+def reconstruct(gm: GraphModule, context: Context, schedule: Schedule, begin: Begin, label: str) -> int:
+    """Learn the codes of every weight of `gm`, unit by unit; return how many weights changed.
+
+    Raises:
+        CalibrationError: if the error of a unit is NaN or infinite; the message names its operators.
+    """
+    changed = 0
+    shared, settled = shared_codes(gm), set[str]()
+    for run in walk_blocks(gm, context, unit=schedule.unit, label=label):
+        weights = [w for w in quantized_weights(run.module, context.plan) if w.codes not in shared]
+        if not weights or not run.block.made:
+            continue
+        # A scale that an earlier unit computed with is not changed behind its back.
+        scales = [name for name in activation_scales(run.module) if name not in settled]
+        settled.update(scales)
+        learnable = scales if schedule.scale_rate and _free_scales(context) else []
+        changed += _Unit(gm, context, schedule, run, weights, learnable).learn(begin)
+    return changed
+
+
+def _free_scales(context: Context) -> bool:
+    """Tell whether activation scales may take any value."""
+    specs = (spec for op in context.plan.values() for spec in (op.input, op.output) if spec is not None)
+    return all(spec.scale_type is ScaleType.FLOAT32 for spec in specs)
+
+
+@dataclass
+class _State:
+    """What a unit computes with: codes and biases per weight (`None` where there is none), scales by name."""
+
+    codes: list[Tensor]
+    biases: list[Tensor | None]
+    scales: dict[str, Tensor]
+
+
+@dataclass
+class _Unit:
+    """One unit's turn."""
+
+    gm: GraphModule
+    context: Context
+    schedule: Schedule
+    run: BlockRun
+    weights: list[QuantizedWeight]
+    scales: list[str]
+
+    def __post_init__(self) -> None:
+        self.real = [tensor_of(self.run.reference, weight.weight).detach().float() for weight in self.weights]
+        self.grids = [weight.grid(self.run.module) for weight in self.weights]
+        self.seed = 1_000_003 * self.schedule.seed + self.run.index
+
+    def learn(self, begin: Begin) -> int:
+        """Learn the unit's codes, note what became of each weight, and return how many changed."""
+        start = time.perf_counter()
+        original = self._codes()
+        before = best = self.run.held_out_error()
+        if self.schedule.descent:
+            best = self._start_from_descent(before)
+        if self.schedule.iterations:
+            best = self._take_steps(begin, best)
+        seconds = (time.perf_counter() - start) / len(self.weights)
+        changed = 0
+        for weight, old, new in zip(self.weights, original, self._codes(), strict=True):
+            share = float((old != new).float().mean())
+            changed += share > 0
+            what = f"{share:.1%} of the codes changed"
+            self.context.note(Change(name=weight.name, what=what, before=before, after=best, seconds=seconds))
+        return changed
+
+    def _codes(self) -> list[Tensor]:
+        return [tensor_of(self.run.module, weight.codes) for weight in self.weights]
+
+    # The start: each operator by itself, in order, on what those before it make of the data now.
+
+    def _start_from_descent(self, before: float) -> float:
+        """Store the codes of coordinate descent if they are better on held-out batches; return the error then."""
+        original = self._codes()
+        for weight, real, grid in zip(self.weights, self.real, self.grids, strict=True):
+            mapping = linear_map(weight.node, weight.row, real)
+            if mapping is not None:
+                scale, zero_point = (mapping.matrix(p.expand_as(real)) for p in (grid.scale, grid.zero_point))
+                error = self._output_error(weight, mapping)
+                codes = round_by_descent(mapping.matrix(real), error, scale, zero_point, grid.limits)
+                self._store_codes(weight, mapping.restore(codes, real))
+        after = self.run.held_out_error()
+        if after < before:
+            return after
+        for weight, codes in zip(self.weights, original, strict=True):
+            self._store_codes(weight, codes)
+        return before
+
+    def _output_error(self, weight: QuantizedWeight, mapping: LinearMap) -> OutputError:
+        """Return the error of the operator's output as a function of its weight, over the tuning batches."""
+        run = self.run
+        real = named_nodes(run.reference)[weight.node.name]
+        activation = extract(run.module, placeholders(run.module), [argument(weight.node, weight.row.activations[0])])
+        output = extract(run.reference, placeholders(run.reference), [real])
+        bias = weight.bias_value(run.module) if weight.bias is not None else None
+        total: OutputError | None = None
+        with torch.no_grad():
+            for batch in self.context.tuning:
+                (x,), (y,) = activation(*run.inputs(batch)), output(*run.reference_inputs(batch))
+                columns, outputs = mapping.rows(x, y, most=_ROWS, seed=self.seed + batch)
+                if bias is not None:
+                    outputs = outputs - bias.reshape(outputs.shape[0], -1, 1)
+                part = OutputError.of(columns, outputs)
+                total = part if total is None else total + part
+        assert total is not None
+        return total
+
+    # Gradient steps: all of the unit's weights together.
+
+    def _take_steps(self, begin: Begin, best: float) -> float:
+        """Learn; store the state that is best on held-out batches if it beats `best`; return the error then."""
+        schedule = self.schedule
+        block = trainable_block(self.run, self.weights, biases=schedule.bias_rate > 0, scales=self.scales)
+        codes = [begin(*given) for given in zip(self.grids, self.real, map(Tensor.float, self._codes()), strict=True)]
+        biases = [self._learnable_bias(weight) for weight in self.weights]
+        scales = {name: tensor_of(self.run.module, name).clone().requires_grad_() for name in self.scales}
+        optimizer, decay = self._optimizer(codes, biases, scales)
+        extra = [bias for bias in biases if bias is not None], list(scales.values())
+        every = max(1, schedule.iterations // _EVALUATIONS)
+        kept, waited = None, 0
+        with torch.random.fork_rng([self.context.device] if self.context.device.type == "cuda" else []):
+            torch.manual_seed(self.seed)
+            for step in range(1, schedule.iterations + 1):
+                inputs, targets = self._sample()
+                with torch.enable_grad():
+                    made = block(inputs, [c.weight() for c in codes], *extra, drop=schedule.drop)
+                    loss = relative_error(made, targets)
+                    for c in codes:
+                        loss = loss + c.penalty(step / schedule.iterations)
+                    optimizer.zero_grad(set_to_none=True)
+                    loss.backward()
+                optimizer.step()
+                decay.step()
+                if step % every and step != schedule.iterations:
+                    continue
+                self._require_finite(loss)
+                error = self._error_of(block, codes, extra)
+                waited = 0 if error < best else waited + 1
+                if error < best:
+                    best = error
+                    learned = {name: _copy(scale) for name, scale in scales.items()}
+                    kept = _State([c.codes() for c in codes], [_copy(bias) for bias in biases], learned)
+                if waited >= schedule.patience and 2 * step > schedule.iterations:
+                    break
+        if kept is not None:
+            self._store(kept)
+        return best
+
+    def _learnable_bias(self, weight: QuantizedWeight) -> Tensor | None:
+        if not self.schedule.bias_rate or weight.bias is None:
+            return None
+        return weight.bias_value(self.run.module).clone().requires_grad_()
+
+    def _optimizer(
+        self, codes: Sequence[Codes], biases: Sequence[Tensor | None], scales: Mapping[str, Tensor]
+    ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        schedule = self.schedule
+        groups: list[dict[str, Any]] = [{"params": [c.parameter for c in codes], "lr": schedule.learning_rate}]
+        for bias in (bias for bias in biases if bias is not None):
+            size = max(float(bias.detach().abs().mean()), 1e-6)
+            groups.append({"params": [bias], "lr": schedule.bias_rate * size})
+        groups += [{"params": [scale], "lr": schedule.scale_rate * float(scale)} for scale in scales.values()]
+        optimizer = torch.optim.Adam(groups, foreach=False)
+        return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, schedule.iterations)
+
+    def _sample(self) -> tuple[list[Any], list[Any]]:
+        """Return inputs and targets of some samples of one tuning batch, or all of it where samples are not rows."""
+        tuning = self.context.tuning
+        batch = tuning[int(torch.randint(len(tuning), ()))]
+        inputs, targets = self.run.inputs(batch), self.run.targets(batch)
+        sizes = {x.shape[0] if isinstance(x, Tensor) and x.dim() else None for x in (*inputs, *targets)}
+        size = next(iter(sizes)) if len(sizes) == 1 else None
+        if size is None or size <= self.schedule.batch_size:
+            return inputs, targets
+        rows = torch.randperm(size)[: self.schedule.batch_size].to(self.context.device)
+        return [x[rows] for x in inputs], [t[rows] for t in targets]
+
+    def _error_of(self, block: Trainable, codes: Sequence[Codes], extra: tuple[list[Tensor], list[Tensor]]) -> float:
+        hard = [grid.value(c.codes()) for grid, c in zip(self.grids, codes, strict=True)]
+        return self.run.held_out_error(lambda batch: block(self.run.inputs(batch), hard, *extra))
+
+    def _require_finite(self, loss: Tensor) -> None:
+        if not bool(torch.isfinite(loss)):
+            raise CalibrationError(
+                f"the reconstruction error of {self.run.operators} became {float(loss)} while it was learned; lower "
+                "the learning rate, or exclude the operators"
+            )
+
+    # Storing.
+
+    def _store_codes(self, weight: QuantizedWeight, codes: Tensor) -> None:
+        self.run.store(weight.codes, codes.to(tensor_of(self.run.module, weight.codes).dtype))
+
+    def _store(self, state: _State) -> None:
+        for weight, codes in zip(self.weights, state.codes, strict=True):
+            self._store_codes(weight, codes)
+        for name, scale in state.scales.items():
+            self.run.store(name, scale)
+        biases = {w.node.name: b for w, b in zip(self.weights, state.biases, strict=True) if b is not None}
+        # A quantized value may be read in blocks to come, whose int32 biases lie on a grid that follows its scale.
+        for weight in quantized_weights(self.gm, self.context.plan):
+            follows = weight.bias_scale_follows and weight.input_scale in state.scales
+            if follows or weight.node.name in biases:
+                learned = biases.get(weight.node.name)
+                scale = state.scales[str(weight.input_scale)] * weight.scale(self.gm) if follows else None
+                value = weight.bias_value(self.gm) if learned is None else learned
+                for name, tensor in weight.bias_tensors(self.gm, value, scale).items():
+                    self.run.store(name, tensor)
+
+
+def _copy(tensor: Tensor | None) -> Any:
+    return None if tensor is None else tensor.detach().clone()
+
+
+__all__ = ["Begin", "Codes", "Schedule", "reconstruct"]

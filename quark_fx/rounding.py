@@ -1,0 +1,206 @@
+"""Choose the codes of a weight so that its operator's output, not the weight, is nearest to the float one.
+
+For an operator that is linear in its weight, the squared error of the output over the calibration data is a quadratic
+form of the weight: two matrices hold all that the data has to say, and every code can be chosen with the others in
+view, without a gradient step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.nn import functional as F
+
+from quark_fx.graph import target_name
+from quark_fx.operators import Operator, argument
+
+_BLOCK = 128
+"""Columns whose changes reach the others in one matrix product."""
+
+
+@dataclass(frozen=True)
+class LinearMap:
+    """How an operator multiplies: its weight as matrices, its activation as rows.
+
+    Attributes:
+        groups: independent groups of channels.
+        kernel: spatial size of the kernel, empty for a matrix product.
+        stride, padding, dilation: of a convolution.
+        transposed: the weight is stored (inputs, outputs).
+    """
+
+    groups: int = 1
+    kernel: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    padding: tuple[int, ...] = ()
+    dilation: tuple[int, ...] = ()
+    transposed: bool = False
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """Return the weight as (groups, outputs per group, inputs per group * kernel)."""
+        if self.transposed:
+            weight = weight.t()
+        return weight.reshape(self.groups, weight.shape[0] // self.groups, -1)
+
+    def restore(self, matrix: Tensor, like: Tensor) -> Tensor:
+        """Return the matrices of `matrix` in the shape of the weight `like`; inverse of it."""
+        shape = tuple(reversed(like.shape)) if self.transposed else tuple(like.shape)
+        weight = matrix.reshape(shape)
+        return weight.t().contiguous() if self.transposed else weight
+
+    def rows(self, x: Tensor, y: Tensor, *, most: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Return what each output value is the product of, and the outputs.
+
+        Args:
+            x: the operator's activation.
+            y: a value of the shape of its output.
+            most: about as many output positions as are used; of an image, those of a lattice that `seed` shifts.
+            seed: chooses them.
+
+        Returns:
+            Shapes (groups, inputs per group * kernel, positions) and (groups, outputs per group, positions).
+        """
+        if not self.kernel:
+            step = max(1, x[..., 0].numel() // most)
+            rows, outputs = (v.reshape(-1, v.shape[-1])[seed % step :: step] for v in (x, y))
+            return rows.t().unsqueeze(0), outputs.t().unsqueeze(0)
+        if len(self.kernel) == 1:
+            x, y = x.unsqueeze(-2), y.unsqueeze(-2)
+        kernel, stride, padding, dilation = (
+            (fill,) * (2 - len(self.kernel)) + size
+            for fill, size in ((1, self.kernel), (1, self.stride), (0, self.padding), (1, self.dilation))
+        )
+        height, width = y.shape[-2:]
+        step = max(1, min(height, width, int((y.shape[0] * height * width / most) ** 0.5)))
+        offsets = seed % min(step, height), (seed // step) % min(step, width)
+        x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
+        x = x[..., offsets[0] * stride[0] :, offsets[1] * stride[1] :]
+        steps = tuple(step if size > 1 else 1 for size in (height, width))
+        columns = F.unfold(x, kernel, dilation, 0, tuple(s * t for s, t in zip(stride, steps, strict=True)))
+        outputs = y[..., offsets[0] :: steps[0], offsets[1] :: steps[1]]
+        count = x.shape[0] * outputs.shape[-2] * outputs.shape[-1]
+        columns = columns.transpose(0, 1).reshape(self.groups, -1, count)
+        return columns, outputs.transpose(0, 1).reshape(self.groups, -1, count)
+
+
+def linear_map(node: Node, row: Operator, weight: Tensor) -> LinearMap | None:
+    """Return how the operator multiplies its activation by `weight`, `None` where rounding does not know."""
+    if row.kind == "linear" and weight.dim() == 2:
+        return LinearMap(transposed=row.output_axis % 2 == 1)
+    if not target_name(node).startswith(("aten.conv1d.default", "aten.conv2d.default")):
+        return None
+    if node.meta["val"].dim() != weight.dim():
+        return None
+    rank = weight.dim() - 2
+    stride, padding, dilation = (
+        _tuple(argument(node, position), rank, fill) for position, fill in ((3, 1), (4, 0), (5, 1))
+    )
+    return LinearMap(argument(node, 6) or 1, tuple(weight.shape[2:]), stride, padding, dilation)
+
+
+def _tuple(given: object, rank: int, fill: int) -> tuple[int, ...]:
+    if given is None:
+        return (fill,) * rank
+    if isinstance(given, int):
+        return (given,) * rank
+    sizes = tuple(int(g) for g in given)  # type: ignore[attr-defined]
+    return sizes * rank if len(sizes) == 1 else sizes
+
+
+@dataclass
+class OutputError:
+    """The squared error of an operator's output as a quadratic form of its weight.
+
+    With rows `x` on the quantized stream and outputs `y` in float, `sum |W x - y|^2 = tr(W H W') - 2 tr(W G') + c`.
+
+    Attributes:
+        h: sum of `x x'`, shape (groups, inputs, inputs).
+        g: sum of `y x'`, shape (groups, outputs, inputs).
+        c: sum of `y y'`, shape ().
+    """
+
+    h: Tensor
+    g: Tensor
+    c: Tensor
+
+    @classmethod
+    def of(cls, columns: Tensor, outputs: Tensor) -> OutputError:
+        """Return the form of some rows; shapes as `LinearMap.rows` returns them."""
+        x, y = columns.float(), outputs.float()
+        return cls(x @ x.mT, y @ x.mT, y.square().sum())
+
+    def __add__(self, other: OutputError) -> OutputError:
+        return OutputError(self.h + other.h, self.g + other.g, self.c + other.c)
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        """Return the relative squared error of `weight`, shape (groups, outputs, inputs)."""
+        return ((weight @ self.h - 2 * self.g) * weight).sum().add(self.c).div(self.c.clamp_min(1e-30))
+
+
+def round_by_descent(
+    weight: Tensor,
+    error: OutputError,
+    scale: Tensor,
+    zero_point: Tensor,
+    limits: tuple[int, int],
+    *,
+    sweeps: int = 8,
+    damping: float = 0.01,
+) -> Tensor:
+    """Choose codes that minimise the error of the output by cyclic coordinate descent.
+
+    The first sweep starts at the float weight and rounds column by column, each column making up for those before it;
+    the others move codes, column by column, to the best one given all others, until none moves.
+
+    Args:
+        weight: shape (groups, outputs, inputs).
+        error: the quadratic form.
+        scale: float32, broadcastable to `weight`.
+        zero_point: likewise.
+        limits: smallest and largest code.
+        sweeps: at most.
+        damping: share of the mean diagonal of `h` that pulls towards `weight`, for directions the data says little of.
+
+    Returns:
+        Codes in float32, the shape of `weight`.
+
+    Source:
+        QuantEase (Behdin et al. 2023), with the targets of the float model instead of those of the quantized stream.
+    """
+    weight = weight.float()
+    scale, zero_point = (p.float().expand_as(weight) for p in (scale, zero_point))
+    diagonal = error.h.diagonal(dim1=-2, dim2=-1)
+    pull = damping * diagonal.mean(-1, keepdim=True).clamp_min(1e-12)
+    h = error.h + torch.diag_embed(pull.expand_as(diagonal))
+    g = error.g + pull.unsqueeze(-2) * weight
+    values = weight.clone()
+    curvature = h.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)  # (groups, 1, inputs)
+    codes = torch.empty_like(weight)
+    for sweep in range(sweeps + 1):
+        slope = values @ h - g
+        moved = torch.zeros((), device=weight.device)
+        for start in range(0, weight.shape[-1], _BLOCK):
+            columns = slice(start, min(start + _BLOCK, weight.shape[-1]))
+            before = values[..., columns].clone()
+            local, inner = slope[..., columns].clone(), h[..., columns, columns]
+            for j in range(before.shape[-1]):
+                i = start + j
+                best = values[..., i] - local[..., j] / curvature[..., i]
+                code = (best / scale[..., i] + zero_point[..., i]).round().clamp(*limits)
+                value = (code - zero_point[..., i]) * scale[..., i]
+                change = value - values[..., i]
+                local += change.unsqueeze(-1) * inner[..., j, :].unsqueeze(-2)
+                values[..., i] = value
+                codes[..., i] = code
+            change = values[..., columns] - before
+            slope += change @ h[..., columns, :]
+            moved = moved + change.abs().sum()
+        if sweep and not bool(moved):
+            break
+    return codes
+
+
+__all__ = ["LinearMap", "OutputError", "linear_map", "round_by_descent"]
