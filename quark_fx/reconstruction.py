@@ -299,15 +299,17 @@ class _Unit:
             self._store_codes(weight, codes)
         for name, scale in state.scales.items():
             self.run.store(name, scale)
-        biases = {w.node.name: b for w, b in zip(self.weights, state.biases, strict=True) if b is not None}
+        biases: dict[str, Tensor] = {}
+        for weight, bias in zip(self.weights, state.biases, strict=True):
+            if bias is not None:
+                biases[weight.node.name] = bias
         # A quantized value may be read in blocks to come, whose int32 biases lie on a grid that follows its scale.
         for weight in quantized_weights(self.gm, self.context.plan):
             follows = weight.bias_scale_follows and weight.input_scale in state.scales
             if follows or weight.node.name in biases:
-                learned = biases.get(weight.node.name)
-                scale = state.scales[str(weight.input_scale)] * weight.scale(self.gm) if follows else None
-                value = weight.bias_value(self.gm) if learned is None else learned
-                for name, tensor in weight.bias_tensors(self.gm, value, scale).items():
+                step = state.scales[str(weight.input_scale)] * weight.scale(self.gm) if follows else None
+                value = biases.get(weight.node.name, weight.bias_value(self.gm))
+                for name, tensor in weight.bias_tensors(self.gm, value, step).items():
                     self.run.store(name, tensor)
 
 

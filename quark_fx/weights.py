@@ -10,6 +10,8 @@ from torch import Tensor
 
 from quark_fx.config import Granularity, TensorSpec
 from quark_fx.formats import IntFormat
+from quark_fx.observers import Mse
+from quark_fx.observers.constant import smallest_error_qparams
 from quark_fx.ops import dequantize, encode
 from quark_fx.qparams import QParams, ScaleType, constrain_scale
 
@@ -84,13 +86,12 @@ def quantize_tensor(
             raise ValueError(f"it overflows {spec.format}, whose largest value is {spec.scheme.largest:.6g}")
         one = torch.ones((), device=x.device)
         return QuantizedTensor(x.to(spec.format.dtype), QParams(one, torch.zeros_like(one).int()), spec, None, 0)
-    assert spec.observer is not None
     axis, block = _layout(x, spec, output_axis, input_axis, stacked)
     if block:
         qparams = _block_qparams(x, spec, axis or 0, block)
     else:
         rows = x.reshape(1, -1) if axis is None else x.movedim(axis, 0).flatten(1)
-        qparams = spec.observer.observe(rows).qparams(spec.scheme)
+        qparams = _row_qparams(rows, spec)
         if axis is None:
             qparams = QParams(qparams.scale.reshape(()), qparams.zero_point.reshape(()))
     if smallest_scale is not None:
@@ -112,21 +113,25 @@ def _layout(x: Tensor, spec: TensorSpec, output_axis: int, input_axis: int, stac
 
 def _block_qparams(x: Tensor, spec: TensorSpec, axis: int, block: int) -> QParams:
     """Return parameters of blocks of `block` values along `axis`; a shorter last block is observed by itself."""
-    assert spec.observer is not None
     moved = x.movedim(axis, -1)
     whole = moved.shape[-1] // block * block
     parts = []
     for part, size in ((moved[..., :whole], block), (moved[..., whole:], moved.shape[-1] - whole)):
         if part.numel():
             # Rows are independent; a histogram of each at once would take gigabytes.
-            rows = [
-                spec.observer.observe(some).qparams(spec.scheme) for some in part.reshape(-1, size).split(_ROWS_AT_ONCE)
-            ]
+            rows = [_row_qparams(some, spec) for some in part.reshape(-1, size).split(_ROWS_AT_ONCE)]
             shape = (*moved.shape[:-1], part.shape[-1] // size)
             scale, zero_point = torch.cat([q.scale for q in rows]), torch.cat([q.zero_point for q in rows])
             parts.append((scale.reshape(shape), zero_point.reshape(shape)))
     scale, zero_point = (torch.cat(tensors, -1).movedim(-1, axis) for tensors in zip(*parts, strict=True))
     return QParams(scale.contiguous(), zero_point.contiguous())
+
+
+def _row_qparams(rows: Tensor, spec: TensorSpec) -> QParams:
+    assert spec.observer is not None
+    if spec.observer == Mse():
+        return smallest_error_qparams(rows, spec.scheme)
+    return spec.observer.observe(rows).qparams(spec.scheme)
 
 
 def _raise_scale(qparams: QParams, smallest: Tensor, spec: TensorSpec) -> QParams:

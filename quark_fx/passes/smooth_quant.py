@@ -29,6 +29,8 @@ from quark_fx.weights import quantize_tensor
 _SAMPLES = 4
 """Samples of a tuning batch, and of a held-out one, that strengths are compared on."""
 
+_PARTS = ("tuning", "held_out")
+
 _SMALLEST, _LARGEST = 1e-4, 1e4
 
 
@@ -82,10 +84,11 @@ class SmoothQuant:
         trial = _Trial(gm, site, planned, seen)
         none = torch.ones(site.channels, device=context.device)
         scales = {alpha: trial.scale(alpha) for alpha in self.alphas}
-        tuned = {alpha: trial.error(scale, "tuning") for alpha, scale in scales.items()}
-        best = min(tuned, key=lambda alpha: tuned[alpha])
-        before, after = trial.error(none, "held_out"), trial.error(scales[best], "held_out")
-        kept = tuned[best] < trial.error(none, "tuning") and after < before
+        errors = {alpha: trial.errors(scale) for alpha, scale in scales.items()}
+        best = min(errors, key=lambda alpha: errors[alpha]["tuning"])
+        alone = trial.errors(none)
+        before, after = alone["held_out"], errors[best]["held_out"]
+        kept = errors[best]["tuning"] < alone["tuning"] and after < before
         if kept:
             apply_scale(gm, site, scales[best])
         name = ", ".join(planned[found.reader].name for found in site.inputs)
@@ -193,7 +196,7 @@ class _Trial:
             assert node is not None
             module = extract(gm, [scaled.value], [scaled.reader])
             reader = _Reader(scaled, operator, module, parameter(gm, node).detach(), labels[node], seen[scaled.value])
-            for part in ("tuning", "held_out"):
+            for part in _PARTS:
                 with torch.no_grad():
                     (reader.outputs[part],) = module(getattr(reader.seen, part))
             self.readers.append(reader)
@@ -208,23 +211,28 @@ class _Trial:
         scale = (a**alpha / w ** (1 - alpha)).clamp(_SMALLEST, _LARGEST)
         return torch.where((a > 0) & (w > 0), scale, 1.0)
 
-    def error(self, scale: Tensor, part: str) -> float:
-        """Return the relative squared error of the quantized outputs, plus that of weights that make the activation."""
-        total = 0.0
+    def errors(self, scale: Tensor) -> dict[str, float]:
+        """Return the relative squared error of the quantized outputs, plus that of weights that make the activation.
+
+        For the tuning samples and, not to be chosen by, for the held-out ones.
+        """
+        totals = dict.fromkeys(_PARTS, 0.0)
         for reader in self.readers:
             spec = reader.operator.weight
             assert spec is not None
             weight = reader.weight.float() * _spread(reader.labels, scale)
             rounded = _rounded(weight, reader.operator).to(reader.weight.dtype)
             set_parameter(reader.module, str(reader.operator.weight_node), rounded)
-            with torch.no_grad():
-                (got,) = reader.module(_activation(reader, scale, part))
-            total += _relative(got, reader.outputs[part])
+            for part in _PARTS:
+                with torch.no_grad():
+                    (got,) = reader.module(_activation(reader, scale, part))
+                totals[part] += _relative(got, reader.outputs[part])
         for operator, weight, labels in self.weights:
             factor = _spread(labels, scale)
             if operator.weight is not None and operator.weight.granularity is Granularity.TENSOR:
-                total += _relative(_rounded(weight.float() / factor, operator) * factor, weight)
-        return total
+                made = _relative(_rounded(weight.float() / factor, operator) * factor, weight)
+                totals = {part: total + made for part, total in totals.items()}
+        return totals
 
 
 def _activation(reader: _Reader, scale: Tensor, part: str) -> Tensor:

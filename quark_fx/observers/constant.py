@@ -1,0 +1,67 @@
+"""Ranges of tensors that are known as a whole: the squared error is measured, not estimated on a histogram."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quark_fx.ops import dequantize, encode
+from quark_fx.qparams import QParams, Scheme, affine_qparams
+
+_Thresholds = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""From a share of the range, shape (channels,), to the lower and the upper threshold."""
+
+_COARSE, _FINE = 16, 8
+"""Shares of the range that are tried: sixteenths first, then eighths of a sixteenth around the best."""
+
+
+def smallest_error_qparams(x: Tensor, scheme: Scheme) -> QParams:
+    """Return the parameters of each row whose clipping thresholds have the smallest squared error.
+
+    A symmetric scheme shrinks both thresholds alike; an asymmetric one then moves the upper, and then the lower.
+
+    Args:
+        x: shape (channels, values), finite.
+        scheme: what it will be quantized to.
+
+    Returns:
+        Parameters of shape (channels,).
+
+    Raises:
+        ValueError: if a value is NaN or infinite.
+    """
+    x = x.detach().float()
+    low, high = x.amin(1).clamp(max=0), x.amax(1).clamp(min=0)
+    share = _best_share(x, scheme, lambda share: (low * share, high * share), torch.ones_like(low))
+    low, high = low * share, high * share
+    if not scheme.symmetric:
+        share = _best_share(x, scheme, lambda share: (low, high * share), torch.ones_like(low))
+        high = high * share
+        share = _best_share(x, scheme, lambda share: (low * share, high), torch.ones_like(low))
+        low = low * share
+    return affine_qparams(low, high, scheme)
+
+
+def _best_share(x: Tensor, scheme: Scheme, thresholds: _Thresholds, best: Tensor) -> Tensor:
+    """Return, per row, the share of the range with the smallest error; the whole range where none is smaller."""
+    error = _squared_error(x, scheme, *thresholds(best))
+    for width, count in ((1.0, _COARSE), (1 / _COARSE, _FINE)):
+        centre = best
+        for step in range(-count, count + 1):
+            share = centre + width * step / count
+            usable = (share > 0) & (share <= 1) & (share != centre)
+            if not bool(usable.any()):
+                continue
+            found = _squared_error(x, scheme, *thresholds(torch.where(usable, share, centre)))
+            better = usable & (found < error)
+            best, error = torch.where(better, share, best), torch.where(better, found, error)
+    return best
+
+
+def _squared_error(x: Tensor, scheme: Scheme, low: Tensor, high: Tensor) -> Tensor:
+    qparams = affine_qparams(low, high, scheme)
+    codes = encode(x, qparams, scheme, 0)
+    values: Tensor = dequantize(codes, qparams.scale, qparams.zero_point, str(scheme.format), 0)
+    return values.sub_(x).square_().sum(1)
