@@ -8,6 +8,7 @@ torch.Size([3, 4])
 """
 
 from quark_fx import export, formats, observers, ops, passes, presets
+from quark_fx.activation_cache import CacheBudget
 from quark_fx.capture import capture_graph
 from quark_fx.config import INHERIT, Granularity, Override, QuantConfig, Target, TensorSpec
 from quark_fx.errors import CalibrationError, CaptureError, ConfigError, ExportError, PassError, QuarkError
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "INHERIT",
+    "CacheBudget",
     "CalibrationError",
     "CaptureError",
     "ConfigError",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from tqdm.auto import tqdm
 
-from quark_fx.activation_cache import ActivationCache
 from quark_fx.blocks import Block, Unit, carriers, extract, find_blocks
 from quark_fx.context import Context
 from quark_fx.errors import CalibrationError
-from quark_fx.graph import placeholders, set_parameter, stored_tensors
+from quark_fx.graph import named_nodes, placeholders, set_parameter, stored_tensors, tensor_of
 
 
 @dataclass
@@ -91,8 +90,8 @@ class BlockRun:
     def store(self, name: str, value: Tensor) -> None:
         """Replace the tensor `name` of the quantized graph, here and in the whole."""
         value = value.detach()
-        set_parameter(self.module, name, value.to(self._streams.device))
-        set_parameter(self._whole, name, value.to("cpu" if self._streams.offloads else value.device))
+        set_parameter(self.module, name, value.to(self._context.device))
+        set_parameter(self._whole, name, value.to(tensor_of(self._whole, name).device))
         self._learned[name] = value
 
     @property
@@ -101,10 +100,14 @@ class BlockRun:
         return self._learned
 
 
+_NOTHING = 1e-12
+"""The square of targets that are all zero, which an error is not divided by."""
+
+
 def relative_error(outputs: Sequence[Any], targets: Sequence[Any]) -> Tensor:
     """Return the squared error over the squared targets, averaged over the floating-point tensors among them."""
     errors = [
-        (y.float() - t.float()).square().sum() / t.float().square().sum().clamp_min(torch.finfo(torch.float32).tiny)
+        (y.float() - t.float()).square().sum() / t.float().square().sum().clamp_min(_NOTHING)
         for y, t in zip(outputs, targets, strict=True)
         if isinstance(t, Tensor) and t.is_floating_point()
     ]
@@ -114,12 +117,16 @@ def relative_error(outputs: Sequence[Any], targets: Sequence[Any]) -> Tensor:
 class _Streams:
     """The values at the current cut, of every batch, in float and quantized."""
 
-    def __init__(self, cache: ActivationCache, batches: int, device: torch.device, offloads: bool) -> None:
-        self.cache = cache
+    def __init__(self, gm: GraphModule, first: Block, context: Context, batches: Sequence[int]) -> None:
+        self.cache = context.cache
         self.batches = batches
-        self.device = device
-        self.offloads = offloads
-        self.shared: set[str] = set()
+        # The inputs of a quantized graph are those of the float one.
+        self.shared = set(first.inputs)
+        names = [node.name for node in placeholders(gm)]
+        for batch in batches:
+            leaves = dict(zip(names, context.inputs(batch), strict=True))
+            for name in first.inputs:
+                self.cache.put(("float", name, batch), leaves[name])
 
     def key(self, stream: str, name: str, batch: int) -> tuple[str, str, int]:
         return "float" if name in self.shared else stream, name, batch
@@ -131,14 +138,14 @@ class _Streams:
         """Compute what leaves the block from what enters it, batch by batch."""
         new = {name for name in block.outputs if name not in block.inputs}
         with torch.no_grad():
-            for batch in range(self.batches):
+            for batch in self.batches:
                 outputs = module(*self.values(stream, block.inputs, batch))
                 for name, value in zip(block.outputs, outputs, strict=True):
                     if name in new and not (stream == "quantized" and name in self.shared):
                         self.cache.put((stream, name, batch), value)
 
     def forget(self, names: set[str]) -> None:
-        for batch in range(self.batches):
+        for batch in self.batches:
             for name in names:
                 self.cache.drop(("float", name, batch))
                 self.cache.drop(("quantized", name, batch))
@@ -164,17 +171,8 @@ def walk_blocks(
     reference = context.float_graph
     walk = context.next_walk()
     blocks = find_blocks(reference, unit)
-    offloads = any(tensor.device != context.device for tensor in stored_tensors(gm).values())
-    streams = _Streams(context.cache, len(context.batches), context.device, offloads)
-    # The second copies of the inputs that a quantized operator reads would never differ from the first.
-    streams.shared = set(blocks[0].inputs)
-    for batch in range(streams.batches):
-        names = [node.name for node in placeholders(reference)]
-        leaves = dict(zip(names, context.inputs(batch), strict=True))
-        for name in blocks[0].inputs:
-            streams.cache.put(("float", name, batch), leaves[name])
-    float_nodes = {node.name: node for node in reference.graph.nodes}
-    quantized_nodes = carriers(gm)
+    streams = _Streams(reference, blocks[0], context, range(len(context.batches)))
+    float_nodes, quantized_nodes = named_nodes(reference), carriers(gm)
     try:
         bar = tqdm(blocks, desc=label, unit="block", disable=not context.progress, leave=False)
         for index, block in enumerate(bar):
@@ -200,17 +198,41 @@ def walk_blocks(
         streams.forget({name for block in blocks for name in (*block.inputs, *block.outputs)})
 
 
-def _lift(gm: GraphModule, block: Block, nodes: Any, device: torch.device) -> GraphModule:
+def run_blocks(gm: GraphModule, context: Context) -> None:
+    """Run a graph on every calibration batch, block by block, for the sake of the modules that watch its values.
+
+    Only the tensors of the block that runs are on `context.device`.
+    """
+    blocks = find_blocks(gm)
+    streams = _Streams(gm, blocks[0], context, range(len(context.batches)))
+    nodes = named_nodes(gm)
+    watches = {node.name: node for node in gm.graph.nodes if node.op == "call_module"}
+    try:
+        for block in tqdm(blocks, desc="calibrate", unit="block", disable=not context.progress, leave=False):
+            streams.shared |= block.shared
+            part = _lift(gm, block, nodes, context.device, watches.values())
+            streams.advance("float", block, part)
+            # What enters a block was watched where it was made.
+            watches = {name: node for name, node in watches.items() if name not in named_nodes(part)}
+            streams.forget(set(block.inputs) - set(block.outputs))
+    finally:
+        streams.forget({name for block in blocks for name in (*block.inputs, *block.outputs)})
+
+
+def _lift(
+    gm: GraphModule, block: Block, nodes: Mapping[str, Node], device: torch.device, watches: Iterable[Node] = ()
+) -> GraphModule:
     """Return a block as a module whose tensors are on the device; the graph's own stay where they are."""
-    part = extract(gm, [nodes[name] for name in block.inputs], [nodes[name] for name in block.outputs])
+    inputs, outputs = ([nodes[name] for name in names] for names in (block.inputs, block.outputs))
+    part = extract(gm, inputs, outputs, watches=watches)
     for name, tensor in stored_tensors(part).items():
         if tensor.device != device:
             set_parameter(part, name, tensor.to(device))
     for node in part.graph.nodes:
-        if isinstance(node, Node) and "device" in node.kwargs:
+        if "device" in node.kwargs:
             node.update_kwarg("device", device)
     part.recompile()
     return part
 
 
-__all__ = ["BlockRun", "relative_error", "walk_blocks"]
+__all__ = ["BlockRun", "relative_error", "run_blocks", "walk_blocks"]

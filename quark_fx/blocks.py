@@ -206,13 +206,16 @@ def _common_module(operators: Iterable[Node]) -> str:
     return ".".join(shared or paths[0])
 
 
-def extract(gm: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node]) -> GraphModule:
+def extract(
+    gm: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node], *, watches: Iterable[Node] = ()
+) -> GraphModule:
     """Return a module that computes `outputs` from `inputs`, sharing the tensors of `gm`.
 
     Args:
         gm: a functional graph.
         inputs: its parameters, in order.
         outputs: what it returns, as a tuple. Everything else they depend on is constant.
+        watches: calls without readers, of which those come along whose argument the module has.
     """
     needed: set[Node] = set()
     pending = [node for node in outputs if node not in inputs]
@@ -221,6 +224,7 @@ def extract(gm: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node]) ->
         if node not in needed:
             needed.add(node)
             pending.extend(source for source in node.all_input_nodes if source not in inputs)
+    needed.update(node for node in watches if node.args[0] in needed or node.args[0] in inputs)
     graph = torch.fx.Graph()
     copied: dict[Node, Node] = {}
     for node in inputs:

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from tqdm.auto import tqdm
 
+from quark_fx.block_walk import run_blocks
 from quark_fx.config import TensorSpec
+from quark_fx.context import Context
 from quark_fx.errors import CalibrationError
-from quark_fx.graph import describe, is_parameter, parameter, placeholders, set_parameter, target_name
+from quark_fx.graph import describe, device_of, is_parameter, parameter, placeholders, set_parameter, target_name
 from quark_fx.observers import Observer
 from quark_fx.placement import Plan
 from quark_fx.qparams import QParams
@@ -68,6 +70,7 @@ def calibrate(
     batches: Iterable[list[Any]],
     *,
     progress: bool = True,
+    context: Context | None = None,
 ) -> dict[tuple[Node, TensorSpec], QParams]:
     """Observe `batches` and return the parameters of every (source, spec) of the plan.
 
@@ -76,6 +79,7 @@ def calibrate(
         plan: what to observe.
         batches: the flat inputs of each calibration batch, of any and of differing batch sizes; read once.
         progress: show a progress bar.
+        context: run block by block instead, on the context's device and with its copy of the batches.
 
     Raises:
         CalibrationError: if there is no batch, a batch is empty, or a value is not finite; the message names
@@ -89,11 +93,15 @@ def calibrate(
     finite: list[Tensor] = []
     sources = [(source, watch) for (source, _), watch in watches.items()]
     with watching(gm, sources), torch.no_grad(), fast_layout(gm) as lay_out:
-        for leaves in tqdm(batches, desc="calibrate", unit="batch", disable=not progress, leave=False):
+        bar = tqdm(batches, desc="calibrate", unit="batch", disable=not progress or context is not None, leave=False)
+        for leaves in bar:
             _require_values(leaves, len(finite))
             # Read at the end, so that no batch waits for the device. A mask may hold infinities.
             finite.append(_are_finite([leaves[i] for i in quantized]))
-            gm(*map(lay_out, leaves))
+            if context is None:
+                gm(*map(lay_out, leaves))
+        if context is not None:
+            run_blocks(gm, context)
     if not finite:
         raise CalibrationError("the calibration data holds no batch; pass at least one (a generator can be read once)")
     for batch_index, flags in enumerate(finite):
@@ -103,7 +111,18 @@ def calibrate(
                     f"calibration batch {batch_index}: input {places[position].target} holds NaN or infinity; remove "
                     "such samples"
                 )
-    return {key: _qparams(key, watch) for key, watch in watches.items()}
+    home = device_of(gm)
+    return {key: _qparams(key, watch, home) for key, watch in watches.items()}
+
+
+def run_batches(gm: GraphModule, context: Context) -> None:
+    """Run a graph on every batch for the sake of what watches it; block by block if it lies on another device."""
+    if device_of(gm) != context.device:
+        run_blocks(gm, context)
+        return
+    with torch.no_grad(), fast_layout(gm) as lay_out:
+        for batch in range(len(context.batches)):
+            gm(*map(lay_out, context.inputs(batch)))
 
 
 @contextmanager
@@ -143,10 +162,11 @@ def _require_values(leaves: list[Any], index: int) -> None:
             raise CalibrationError(f"calibration batch {index}: input {position} is empty, shape {tuple(leaf.shape)}")
 
 
-def _qparams(key: tuple[Node, TensorSpec], watch: Watch) -> QParams:
+def _qparams(key: tuple[Node, TensorSpec], watch: Watch, home: torch.device) -> QParams:
     source, spec = key
     try:
-        return watch.observer.qparams(spec.scheme)
+        found = watch.observer.qparams(spec.scheme)
+        return QParams(found.scale.to(home), found.zero_point.to(home))
     except ValueError as error:
         raise CalibrationError(
             f"{describe(source)} cannot be quantized: {error}; check the model's weights and the calibration data, or "

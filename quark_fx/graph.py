@@ -141,6 +141,11 @@ def stored_tensors(gm: GraphModule) -> dict[str, Tensor]:
     return {str(node.target): parameter(gm, node) for node in gm.graph.nodes if node.op == "get_attr"}
 
 
+def device_of(gm: GraphModule) -> torch.device:
+    """Return the device of the graph's tensors; the host's for a graph without any."""
+    return next((tensor.device for tensor in stored_tensors(gm).values()), torch.device("cpu"))
+
+
 def own_tensors(gm: GraphModule) -> GraphModule:
     """Give `gm` its own copy of every tensor it reads, and return it."""
     for name, tensor in stored_tensors(gm).items():

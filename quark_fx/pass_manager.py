@@ -131,7 +131,14 @@ def takes_context(p: GraphPass) -> bool:
 
 def pass_to_dict(p: GraphPass) -> dict[str, Any]:
     """Return `{"name": ..., option: value, ...}`."""
-    return {"name": pass_name(p)} | (asdict(p) if is_dataclass(p) else {})
+    options: dict[str, Any] = asdict(p) if is_dataclass(p) else {}
+    return {"name": pass_name(p)} | {key: _plain(value) for key, value in options.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, StrEnum) else value
 
 
 def pass_from_dict(data: str | Mapping[str, Any]) -> GraphPass:

@@ -18,7 +18,7 @@ from quark_fx.capture import Captured, capture_graph
 from quark_fx.config import QuantConfig
 from quark_fx.context import Checkpoint, Context, fingerprint
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
-from quark_fx.graph import own_tensors, stored_tensors
+from quark_fx.graph import device_of, own_tensors
 from quark_fx.model import QuantizedModel
 from quark_fx.pass_manager import Stage, copy_graph, pass_stage, run_passes, takes_context
 from quark_fx.passes.convert import convert
@@ -50,7 +50,7 @@ def quantize(
         dynamic_shapes: passed to `torch.export.export`; default: batch and sequence dimensions vary.
         verify: check on the first batch that every pass that promises to keep the function does.
         progress: show a progress bar.
-        device: where passes that learn run their blocks; default: where the model is.
+        device: where blocks run, their weights on it only meanwhile; default: where the model is.
         cache: memory that cached activations may take before they go to disk; default: as much as there is.
         checkpoint: a directory for finished blocks. The same call with the same directory continues where an
             interrupted one stopped, with the same result.
@@ -75,9 +75,9 @@ def quantize(
     if verify and first is None:
         raise CalibrationError("verify=True compares the passes on a batch; pass at least one as calibration_data")
     captured = capture_graph(model, first, dynamic_shapes=dynamic_shapes)
-    learns = any(takes_context(p) for p in config.passes)
-    home = next((tensor.device for tensor in stored_tensors(captured.module).values()), torch.device("cpu"))
+    home = device_of(captured.module)
     place = home if device is None else torch.device(device)
+    learns = place != home or any(takes_context(p) for p in config.passes)
     context = Context(config, ActivationCache(cache, place), place, progress)
     try:
         if learns:
@@ -85,15 +85,18 @@ def quantize(
             context.add_batches(_flat_batches(captured, batches), divisible=_divisible(captured))
             batches = ()
         if checkpoint is not None:
-            digest = fingerprint(captured.module, config, len(context.batches), context.inputs(0) if learns else ())
+            digest = fingerprint(
+                captured.module, config, len(context.batches), context.inputs(0) if context.batches else ()
+            )
             context.checkpoint = Checkpoint(checkpoint, digest)
         flat = context.whole_batches(home) if learns else _flat_batches(captured, batches)
-        sample = tuple(_flatten(captured, first)) if verify else None
+        inputs = tuple(_flatten(captured, first)) if verify else None
         early = [p for p in config.passes if pass_stage(p) is Stage.FLOAT]
-        gm, records = run_passes(captured.module, early, verify_inputs=sample, context=context)
+        gm, records = run_passes(captured.module, early, verify_inputs=inputs, context=context)
         plan = plan_quantization(gm, config)
         context.float_graph = copy_graph(gm)
-        qparams = calibrate(gm, plan, flat, progress=progress)
+        by_block = context if place != home and context.batches else None
+        qparams = calibrate(gm, plan, flat, progress=progress, context=by_block)
         with torch.no_grad():
             rows = convert(gm, plan, qparams, config.bias)
         context.plan = {op.node.name: op for op in plan.operators}

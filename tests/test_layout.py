@@ -26,8 +26,9 @@ LAYERS = (
     {"config"},
     {"normalisation", "capture_errors"},
     {"weights", "placement", "capture", "scale_walk", "scale_rules", "scale_sites", "activation_cache", "rounding"},
-    {"calibration", "report", "blocks", "context", "quantized_weights"},
-    {"block_walk", "trainable", "reconstruction"},
+    {"report", "blocks", "context", "quantized_weights"},
+    {"block_walk"},
+    {"calibration", "trainable", "reconstruction"},
     {"passes"},
     {"presets", "model"},
     {"serialization", "export"},
@@ -137,6 +138,7 @@ def test_no_source_imports_a_root_link() -> None:
 def test_the_public_list_is_pinned() -> None:
     assert quark_fx.__all__ == [
         "INHERIT",
+        "CacheBudget",
         "CalibrationError",
         "CaptureError",
         "ConfigError",

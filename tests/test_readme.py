@@ -34,7 +34,7 @@ def test_every_python_block_runs_after_the_ones_before_it(tmp_path: Path, monkey
 
 
 def test_every_preset_has_its_row() -> None:
-    assert re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE) == list(PRESETS)
+    assert re.findall(r"^\| `([a-z0-9_]+)` \|", README, re.MULTILINE) == list(PRESETS)
 
 
 def test_every_link_leads_to_a_file() -> None:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from quark_fx.blocks import extract
-from quark_fx.calibration import fast_layout, watching
+from quark_fx.calibration import run_batches, watching
 from quark_fx.config import Granularity
 from quark_fx.context import Context
 from quark_fx.errors import ConfigError
-from quark_fx.graph import parameter, set_parameter
+from quark_fx.graph import device_of, parameter, set_parameter
 from quark_fx.observers import MinMax
 from quark_fx.ops import dequantize, dynamic_qparams, encode, quantize
 from quark_fx.pass_manager import Change, graph_pass
@@ -82,7 +82,7 @@ class SmoothQuant:
     ) -> bool:
         began = time.perf_counter()
         trial = _Trial(gm, site, planned, seen)
-        none = torch.ones(site.channels, device=context.device)
+        none = torch.ones(site.channels, device=device_of(gm))
         scales = {alpha: trial.scale(alpha) for alpha in self.alphas}
         errors = {alpha: trial.errors(scale) for alpha, scale in scales.items()}
         best = min(errors, key=lambda alpha: errors[alpha]["tuning"])
@@ -124,42 +124,49 @@ class Seen:
 
 
 class _Watch(nn.Module):
-    """Remembers the range of each channel, and samples of the batches it is told to."""
+    """Remembers the range of each channel, and samples of some batches.
 
-    def __init__(self, axis: int) -> None:
+    Args:
+        axis: dimension of the channels.
+        kept: what the samples of a batch are kept as, by its index; batches come in order.
+    """
+
+    def __init__(self, axis: int, kept: dict[int, str]) -> None:
         super().__init__()
         self.axis = axis
+        self.kept = kept
+        self.batches = 0
         self.low: Tensor | None = None
         self.high: Tensor | None = None
         self.samples: dict[str, Tensor] = {}
-        self.keep = ""
 
     def forward(self, x: Tensor) -> None:
         dims = [dim for dim in range(x.dim()) if dim != self.axis]
         low, high = x.amin(dims), x.amax(dims)
         self.low = low if self.low is None else torch.minimum(self.low, low)
         self.high = high if self.high is None else torch.maximum(self.high, high)
-        if self.keep and self.keep not in self.samples:
-            self.samples[self.keep] = x[:_SAMPLES].clone() if x.dim() > 1 else x.clone()
+        if (part := self.kept.get(self.batches)) is not None:
+            self.samples[part] = x[:_SAMPLES].clone()
+        self.batches += 1
 
 
 def _watch(gm: GraphModule, sites: Sequence[ScaleSite], context: Context) -> dict[Node, Seen]:
     """Run the calibration batches once, and return what the sites' readers saw."""
     axes = {scaled.value: scaled.axis for site in sites for scaled in site.inputs}
-    watches = {value: _Watch(axis) for value, axis in axes.items()}
+    if not axes:
+        return {}
     kept = {context.tuning[0]: "tuning", context.held_out[0]: "held_out"}
-    with watching(gm, watches.items()), torch.no_grad(), fast_layout(gm) as lay_out:
-        for batch in range(len(context.batches) if watches else 0):
-            for watch in watches.values():
-                watch.keep = kept.get(batch, "")
-            gm(*map(lay_out, context.inputs(batch)))
+    watches = {value: _Watch(axis, kept) for value, axis in axes.items()}
+    with watching(gm, watches.items()):
+        run_batches(gm, context)
+    home = device_of(gm)
     found = {}
     for value, watch in watches.items():
         assert watch.low is not None
         assert watch.high is not None
-        samples = watch.samples
-        held_out = samples["held_out"]
-        found[value] = Seen(watch.low.float(), watch.high.float(), samples.get("tuning", held_out), held_out)
+        held_out = watch.samples["held_out"].to(home)
+        tuning = watch.samples["tuning"].to(home) if "tuning" in watch.samples else held_out
+        found[value] = Seen(watch.low.float().to(home), watch.high.float().to(home), tuning, held_out)
     return found
 
 
