@@ -64,7 +64,7 @@ class AdaRound(Schedule):
     """Learn, for each weight, which of two codes to take, so that what an operator or a block makes is kept.
 
     Scales stay. By default codes start from coordinate descent on each operator's error, which most of the gain comes
-    from, and a few hundred gradient steps refine them. The algorithm as published is `AdaRound(descent=False,
+    from, and gradient steps refine them. The algorithm as published is `AdaRound(descent=False,
     softness=1, iterations=10_000, learning_rate=1e-3)`; with `unit="block"` it is BRECQ without its Fisher weights, and
     with `drop=0.5, scale_rate=0.01` besides it is QDrop.
 
@@ -79,7 +79,7 @@ class AdaRound(Schedule):
         Nagel et al. 2020, section 3; Li et al. 2021 (BRECQ); Wei et al. 2022 (QDrop).
     """
 
-    iterations: int = 250
+    iterations: int = 100
     learning_rate: float = 1e-2
     regularization: float = 0.01
     warm_start: float = 0.2
