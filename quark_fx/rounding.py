@@ -123,20 +123,22 @@ class OutputError:
         h: sum of `x x'`, shape (groups, inputs, inputs).
         g: sum of `y x'`, shape (groups, outputs, inputs).
         c: sum of `y y'`, shape ().
+        rows: how many.
     """
 
     h: Tensor
     g: Tensor
     c: Tensor
+    rows: int
 
     @classmethod
     def of(cls, columns: Tensor, outputs: Tensor) -> OutputError:
         """Return the form of some rows; shapes as `LinearMap.rows` returns them."""
         x, y = columns.float(), outputs.float()
-        return cls(x @ x.mT, y @ x.mT, y.square().sum())
+        return cls(x @ x.mT, y @ x.mT, y.square().sum(), x.shape[-1])
 
     def __add__(self, other: OutputError) -> OutputError:
-        return OutputError(self.h + other.h, self.g + other.g, self.c + other.c)
+        return OutputError(self.h + other.h, self.g + other.g, self.c + other.c, self.rows + other.rows)
 
     def __call__(self, weight: Tensor) -> Tensor:
         """Return the relative squared error of `weight`, shape (groups, outputs, inputs)."""
@@ -151,7 +153,7 @@ def round_by_descent(
     limits: tuple[int, int],
     *,
     sweeps: int = 8,
-    damping: float = 0.01,
+    damping: float = 0.1,
 ) -> Tensor:
     """Choose codes that minimise the error of the output by cyclic coordinate descent.
 
@@ -165,7 +167,8 @@ def round_by_descent(
         zero_point: likewise.
         limits: smallest and largest code.
         sweeps: at most.
-        damping: share of the mean diagonal of `h` that pulls towards `weight`, for directions the data says little of.
+        damping: share of the mean diagonal of `h` that pulls towards `weight`, for directions the data says little of;
+            the number of inputs per row is added to it, as few rows leave many such directions.
 
     Returns:
         Codes in float32, the shape of `weight`.
@@ -177,6 +180,7 @@ def round_by_descent(
     target = weight.float().mT.contiguous()
     scale, zero_point = (p.float().expand_as(weight).mT.contiguous() for p in (scale, zero_point))
     diagonal = error.h.diagonal(dim1=-2, dim2=-1)
+    damping += target.shape[-2] / error.rows
     pull = damping * diagonal.mean(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     h = error.h + torch.diag_embed(pull.expand_as(diagonal))
     g = error.g.mT + pull.unsqueeze(-1) * target

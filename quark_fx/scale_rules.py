@@ -129,6 +129,8 @@ def input_labels(walk: Walk, node: Node, row: Operator, vector: Tensor) -> Tenso
 def _output_labels(walk: Walk, node: Node, row: Operator, weight: Node, vector: Tensor) -> Tensor:
     """Return labels of the stored weight for the components of the output channels, shape `(channels,)`."""
     groups = _groups(node, row)
+    if row.kind == "embedding":  # its rows are looked up, so its columns are what a product's rows are
+        return _place(walk, row, weight, vector[None])
     if row.kind != "conv_transpose" or groups == 1:
         return _place(walk, row, weight, vector[:, None])
     inputs = int(walk.shape(weight)[row.input_axis])
@@ -258,20 +260,16 @@ def _multiply_constant(walk: Walk, node: Node, value: Node, constant: Node) -> N
 
 def _multiply_activations(walk: Walk, node: Node, a: Node, b: Node) -> None:
     """Which factor takes the scale is settled when all else is known: ask both."""
-    if a is b:
-        return _stop(walk, node)
     rank = len(walk.shape(node))
     known = [lift(walk.labels[v], rank) for v in (node, a, b) if v in walk.labels]
     if not known:
-        return None
-    asked = torch.broadcast_tensors(*known)[0] >= 0
-    for labels in torch.broadcast_tensors(*known)[1:]:
-        asked = asked | (labels >= 0)
+        return
+    asked = torch.stack(torch.broadcast_tensors(*known)).amax(0) >= 0
     for value in (node, a, b):
         walk.ask(value, asked)
-    triple = torch.broadcast_tensors(asked, *(lift(walk.labels[v], rank) for v in (node, a, b)))
-    walk.products[node] = torch.stack([labels[triple[0]] for labels in triple[1:]])
-    return None
+    everywhere, *triple = torch.broadcast_tensors(asked, *(lift(walk.labels[v], rank) for v in (node, a, b)))
+    walk.products[node] = torch.stack([labels[everywhere] for labels in triple])
+    return
 
 
 def _clamp(walk: Walk, node: Node) -> None:
@@ -333,8 +331,9 @@ def _reduce(walk: Walk, node: Node) -> None:
     """A sum, mean, maximum or minimum over dimensions along which the scale is one."""
     value, dims, keep = argument(node, 0), argument(node, 1), bool(argument(node, 2))
     dims = [dims] if isinstance(dims, int) else list(dims or range(len(walk.shape(value))))
-    first = lambda: walk.numbered(value).amin(dims, keepdim=keep)  # noqa: E731
-    return walk.link([value], node, f"reduce {dims} {keep}", first, uniform=dims)
+    return walk.link(
+        [value], node, f"reduce {dims} {keep}", lambda: walk.numbered(value).amin(dims, keepdim=keep), uniform=dims
+    )
 
 
 def _spatial(walk: Walk, node: Node, *, dims: int) -> None:
@@ -467,14 +466,12 @@ RULES: dict[str, Rule] = {
     },
     **{
         f"aten.upsample_{how}{d}d.{overload}": partial(_spatial, dims=d)
-        for how, ranks in {
-            "nearest": (1, 2, 3),
-            "linear": (1,),
-            "bilinear": (2,),
-            "bicubic": (2,),
-            "trilinear": (3,),
+        for d, ways in {
+            1: ("nearest", "linear"),
+            2: ("nearest", "bilinear", "bicubic"),
+            3: ("nearest", "trilinear"),
         }.items()
-        for d in ranks
+        for how in ways
         for overload in ("vec", "default")
     },
     **dict.fromkeys(("aten.matmul.default", "aten.bmm.default", "aten.mm.default"), _matmul),

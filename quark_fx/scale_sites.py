@@ -6,8 +6,10 @@ is a set of scales with everything that has to take part; how the scales are cho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -166,38 +168,29 @@ def _settle_products(walk: Walk) -> None:
     components = walk.components
     while True:
         changed = False
-        for node, (y, a, b) in walk.products.items():
-            for one, other in ((a, b), (b, a)):
-                fixed = components.reasons(one) > 0
-                changed |= components.tie(y[fixed], other[fixed])
-                # Where a factor is scaled like the product, the other is not scaled.
-                alike = components.roots(y) == components.roots(one)
-                changed |= _freeze(walk, node, other[alike])
-            fixed = (components.reasons(y) > 0) | (components.roots(a) == components.roots(b))
-            changed |= _freeze(walk, node, torch.cat([a[fixed], b[fixed]]))
+        for y, a, b in walk.products.values():
+            # Where one factor is not scaled, the other is scaled like the product; where that is not, neither factor is.
+            for fixed, one, other in ((a, y, b), (b, y, a), (y, y, a)):
+                frozen = components.reasons(fixed) > 0
+                changed |= components.tie(one[frozen], other[frozen])
         if not changed and not any(_choose(walk, node, triple) for node, triple in walk.products.items()):
             return
-
-
-def _freeze(walk: Walk, node: Node, labels: Tensor) -> bool:
-    if not walk.components.freeze(labels, len(walk.reasons)):
-        return False
-    walk.reasons.append((node, f"is the product of values that cannot be scaled: {describe(node)}"))
-    return True
 
 
 def _choose(walk: Walk, node: Node, triple: Tensor) -> bool:
     """Fix the scale of one of two factors that could both take it, if there are such; keep the likelier weight."""
     _, a, b = triple
-    a_node, b_node = node.args[:2]
 
-    def preference(factor: object) -> tuple[int, bool]:
-        assert isinstance(factor, Node)
+    def preference(factor: Any) -> tuple[int, bool]:
         # A squeezed factor is a gate; of two alike the one that is no activation function's output.
-        return walk.numbered(factor).numel(), operator_row(factor) is not None
+        return math.prod(walk.sizes(factor)), operator_row(factor) is not None
 
-    open_ = (walk.components.reasons(a) == 0) & (walk.components.reasons(b) == 0)
-    return _freeze(walk, node, (a if preference(b_node) >= preference(a_node) else b)[open_])
+    either = (walk.components.reasons(a) == 0) & (walk.components.reasons(b) == 0)
+    dropped = a if preference(node.args[1]) >= preference(node.args[0]) else b
+    if not walk.components.freeze(dropped[either], len(walk.reasons)):
+        return False
+    walk.reasons.append((node, f"is {describe(node)}, whose other factor takes the scale"))
+    return True
 
 
 def _sites(walk: Walk) -> list[ScaleSite]:

@@ -26,7 +26,7 @@ from quark_fx.scale_sites import ScaledInput, ScaleSite, apply_scale, find_scale
 from quark_fx.specs import TensorSpec
 from quark_fx.weights import quantize_tensor
 
-_SAMPLES = 4
+_SAMPLES = 2
 """Samples of a tuning batch, and of a held-out one, that strengths are compared on."""
 
 _PARTS = ("tuning", "held_out")
@@ -84,11 +84,11 @@ class SmoothQuant:
         trial = _Trial(gm, site, planned, seen)
         none = torch.ones(site.channels, device=device_of(gm))
         scales = {alpha: trial.scale(alpha) for alpha in self.alphas}
-        errors = {alpha: trial.errors(scale) for alpha, scale in scales.items()}
-        best = min(errors, key=lambda alpha: errors[alpha]["tuning"])
-        alone = trial.errors(none)
-        before, after = alone["held_out"], errors[best]["held_out"]
-        kept = errors[best]["tuning"] < alone["tuning"] and after < before
+        errors = {alpha: trial.errors(scale, ["tuning"])[0] for alpha, scale in scales.items()}
+        best = min(errors, key=lambda alpha: errors[alpha])
+        alone, before = trial.errors(none, ["tuning", "held_out"])
+        (after,) = trial.errors(scales[best], ["held_out"]) if errors[best] < alone else (before,)
+        kept = after < before
         if kept:
             apply_scale(gm, site, scales[best])
         name = ", ".join(planned[found.reader].name for found in site.inputs)
@@ -207,38 +207,46 @@ class _Trial:
                 with torch.no_grad():
                     (reader.outputs[part],) = module(getattr(reader.seen, part))
             self.readers.append(reader)
+        self.magnitudes = self._magnitudes()
+
+    def _magnitudes(self) -> tuple[Tensor, Tensor]:
+        """Return the largest magnitudes of the activation and of the weights that read it, each shape (channels,)."""
+        a, w = (torch.zeros(self.site.channels, device=self.readers[0].weight.device) for _ in range(2))
+        for reader in self.readers:
+            _raise(a, reader.scaled.labels, torch.maximum(-reader.seen.low, reader.seen.high))
+            alike = [dim for dim, size in enumerate(reader.labels.shape) if size == 1]
+            magnitude = reader.weight.abs().float()
+            _raise(w, reader.labels, magnitude.amax(alike, keepdim=True) if alike else magnitude)
+        return a, w
 
     def scale(self, alpha: float) -> Tensor:
         """Return the scales of a strength, shape (channels,); 1 where the activation or the weights are zero."""
-        a, w = (torch.zeros(self.site.channels, device=self.readers[0].weight.device) for _ in range(2))
-        for reader in self.readers:
-            largest = torch.maximum(-reader.seen.low, reader.seen.high)
-            _raise(a, reader.scaled.labels, largest)
-            _raise(w, reader.labels, reader.weight.abs().float())
+        a, w = self.magnitudes
         scale = (a**alpha / w ** (1 - alpha)).clamp(_SMALLEST, _LARGEST)
         return torch.where((a > 0) & (w > 0), scale, 1.0)
 
-    def errors(self, scale: Tensor) -> dict[str, float]:
-        """Return the relative squared error of the quantized outputs, plus that of weights that make the activation.
+    def errors(self, scale: Tensor, parts: Sequence[str]) -> list[float]:
+        """Return, for each part of the samples, the relative squared error that quantization at this scale makes.
 
-        For the tuning samples and, not to be chosen by, for the held-out ones.
+        It is that of the outputs, and of weights that make the activation where these share one scale.
         """
-        totals = dict.fromkeys(_PARTS, 0.0)
+        totals = [0.0] * len(parts)
         for reader in self.readers:
             spec = reader.operator.weight
             assert spec is not None
             weight = reader.weight.float() * _spread(reader.labels, scale)
             rounded = _rounded(weight, reader.operator).to(reader.weight.dtype)
-            set_parameter(reader.module, str(reader.operator.weight_node), rounded)
-            for part in _PARTS:
+            assert reader.operator.weight_node is not None
+            set_parameter(reader.module, str(reader.operator.weight_node.target), rounded)
+            for i, part in enumerate(parts):
                 with torch.no_grad():
                     (got,) = reader.module(_activation(reader, scale, part))
-                totals[part] += _relative(got, reader.outputs[part])
+                totals[i] += _relative(got, reader.outputs[part])
         for operator, weight, labels in self.weights:
             factor = _spread(labels, scale)
             if operator.weight is not None and operator.weight.granularity is Granularity.TENSOR:
                 made = _relative(_rounded(weight.float() / factor, operator) * factor, weight)
-                totals = {part: total + made for part, total in totals.items()}
+                totals = [total + made for total in totals]
         return totals
 
 
