@@ -38,6 +38,9 @@ class CacheBudget:
             raise ConfigError(f"a budget is a number of bytes, zero or more: {self}")
 
 
+_CHANNELS_LAST = "channels_last"
+
+
 class ActivationCache:
     """Values by key. A tensor goes where there is room: device, host, disk.
 
@@ -80,7 +83,9 @@ class ActivationCache:
         """Return the value `key` stands for; a tensor on the device."""
         value = self._values[key]
         if isinstance(value, Path):
-            value = load_file(value)["value"]
+            # What runs on it may depend on the layout, and bits on what runs.
+            (layout, value), *_ = load_file(value).items()
+            value = value.contiguous(memory_format=torch.channels_last) if layout == _CHANNELS_LAST else value
         return value.to(self.device) if isinstance(value, Tensor) else value
 
     def drop(self, key: Hashable) -> None:
@@ -114,7 +119,8 @@ class ActivationCache:
                 self._folder = tempfile.TemporaryDirectory(prefix="quark_fx-", dir=self.budget.directory)
             self._files += 1
             file = Path(self._folder.name) / f"{self._files}.safetensors"
-            save_file({"value": value.cpu().contiguous()}, file)
+            last = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
+            save_file({_CHANNELS_LAST if last else "contiguous": value.cpu().contiguous()}, file)
         except (OSError, SafetensorError) as error:
             place = self.budget.directory or tempfile.gettempdir()
             raise CalibrationError(

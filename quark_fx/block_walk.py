@@ -28,12 +28,14 @@ class BlockRun:
         reference: the block in float, on the device.
         module: the block in codes, on the device. `store` changes it; what it holds when the turn ends is what the
             blocks after it see.
+        finished: a checkpoint had the block, and its changes are made; there is nothing left to learn.
     """
 
     block: Block
     index: int
     reference: GraphModule
     module: GraphModule
+    finished: bool
     _streams: _Streams
     _whole: GraphModule
     _context: Context
@@ -105,34 +107,37 @@ _NOTHING = 1e-12
 
 
 def relative_error(outputs: Sequence[Any], targets: Sequence[Any]) -> Tensor:
-    """Return the squared error over the squared targets, averaged over the floating-point tensors among them."""
-    errors = [
-        (y.float() - t.float()).square().sum() / t.float().square().sum().clamp_min(_NOTHING)
-        for y, t in zip(outputs, targets, strict=True)
-        if isinstance(t, Tensor) and t.is_floating_point()
-    ]
+    """Return the squared error over the squared targets, averaged over the floating-point tensors among them.
+
+    Where a target is not finite there is no error.
+    """
+    errors = []
+    for y, target in zip(outputs, targets, strict=True):
+        if isinstance(target, Tensor) and target.is_floating_point():
+            t = target.float()
+            known = t.isfinite()  # a model may mask what it returns
+            noise, signal = (torch.where(known, x, 0.0).square().sum() for x in (y.float() - t, t))
+            errors.append(noise / signal.clamp_min(_NOTHING))
     return torch.stack(errors).mean() if errors else torch.zeros(())
 
 
 class _Streams:
     """The values at the current cut, of every batch, in float and quantized."""
 
-    def __init__(self, gm: GraphModule, first: Block, context: Context, batches: Sequence[int]) -> None:
-        self.cache = context.cache
+    def __init__(self, gm: GraphModule, context: Context, batches: Sequence[int]) -> None:
+        self.context, self.cache = context, context.cache
         self.batches = batches
-        # The inputs of a quantized graph are those of the float one.
-        self.shared = set(first.inputs)
-        names = [node.name for node in placeholders(gm)]
-        for batch in batches:
-            leaves = dict(zip(names, context.inputs(batch), strict=True))
-            for name in first.inputs:
-                self.cache.put(("float", name, batch), leaves[name])
-
-    def key(self, stream: str, name: str, batch: int) -> tuple[str, str, int]:
-        return "float" if name in self.shared else stream, name, batch
+        # The inputs of a quantized graph are those of the float one, and in the cache already.
+        self.inputs = {node.name: position for position, node in enumerate(placeholders(gm))}
+        self.shared = set(self.inputs)
 
     def values(self, stream: str, names: Sequence[str], batch: int) -> list[Any]:
-        return [self.cache.get(self.key(stream, name, batch)) for name in names]
+        return [self.value(stream, name, batch) for name in names]
+
+    def value(self, stream: str, name: str, batch: int) -> Any:
+        if name in self.inputs:
+            return self.context.input(batch, self.inputs[name])
+        return self.cache.get(("float" if name in self.shared else stream, name, batch))
 
     def advance(self, stream: str, block: Block, module: GraphModule) -> None:
         """Compute what leaves the block from what enters it, batch by batch."""
@@ -158,8 +163,8 @@ def walk_blocks(
 
     The float values a block makes are computed before its turn, the quantized ones after it, each once per batch:
     a walk costs two forward passes over the data at any depth, and holds the values at one cut. Only the tensors of
-    the block whose turn it is are on `context.device`. A block that `context.checkpoint` knows to be finished is not
-    visited: its changes are made again.
+    the block whose turn it is are on `context.device`. A block that `context.checkpoint` knows comes with its changes
+    made, marked as finished.
 
     Args:
         gm: the quantized graph, which `BlockRun.store` changes.
@@ -171,7 +176,7 @@ def walk_blocks(
     reference = context.float_graph
     walk = context.next_walk()
     blocks = find_blocks(reference, unit)
-    streams = _Streams(reference, blocks[0], context, range(len(context.batches)))
+    streams = _Streams(reference, context, range(len(context.batches)))
     float_nodes, quantized_nodes = named_nodes(reference), carriers(gm)
     try:
         bar = tqdm(blocks, desc=label, unit="block", disable=not context.progress, leave=False)
@@ -179,18 +184,17 @@ def walk_blocks(
             streams.shared |= block.shared
             part = _lift(reference, block, float_nodes, context.device)
             streams.advance("float", block, part)
-            run = BlockRun(block, index, part, _lift(gm, block, quantized_nodes, context.device), streams, gm, context)
-            finished = context.checkpoint.load(walk, index) if context.checkpoint is not None else None
-            if finished is None:
-                before = len(context.changes)
-                yield run
-                if context.checkpoint is not None:
-                    context.checkpoint.save(walk, index, run.learned, context.changes[before:])
-            else:
-                for name, value in finished[0].items():
-                    run.store(name, value)
-                for change in finished[1]:
-                    context.note(change)
+            module = _lift(gm, block, quantized_nodes, context.device)
+            known = context.checkpoint.load(walk, index) if context.checkpoint is not None else None
+            run = BlockRun(block, index, part, module, known is not None, streams, gm, context)
+            for name, value in (known[0] if known else {}).items():
+                run.store(name, value)
+            for change in known[1] if known else ():
+                context.note(change)
+            before = len(context.changes)
+            yield run
+            if context.checkpoint is not None and known is None:
+                context.checkpoint.save(walk, index, run.learned, context.changes[before:])
             if index + 1 < len(blocks):
                 streams.advance("quantized", block, run.module)
                 streams.forget(set(block.inputs) - set(block.outputs))
@@ -204,7 +208,7 @@ def run_blocks(gm: GraphModule, context: Context) -> None:
     Only the tensors of the block that runs are on `context.device`.
     """
     blocks = find_blocks(gm)
-    streams = _Streams(gm, blocks[0], context, range(len(context.batches)))
+    streams = _Streams(gm, context, range(len(context.batches)))
     nodes = named_nodes(gm)
     watches = {node.name: node for node in gm.graph.nodes if node.op == "call_module"}
     try:

@@ -8,6 +8,7 @@ between places that a single activation crosses.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,7 +23,7 @@ from quark_fx.placement import module_name
 
 _LONGEST_SPAN = 8
 """A value that more weighted operators lie between than this travels along (an encoder's output, a table of relative
-positions, the skip connection of a U-net); it does not keep a cut from being one."""
+positions, a skip connection across the graph); it does not keep a cut from being one."""
 
 _LARGEST_BLOCK = 16
 """Weighted operators in a block. A graph without a place that one value crosses is cut where the fewest do."""
@@ -108,13 +109,12 @@ class _Cuts:
         return counts
 
     def _travels(self, node: Node) -> bool:
-        first, last = self.position[node], self.last[node]
-        return sum(first < i <= last for i in self.weighted) > _LONGEST_SPAN
+        return self._size(self.position[node] + 1, self.last[node] + 1) > _LONGEST_SPAN
 
     def blocks(self, unit: Unit) -> list[Block]:
-        cuts = [self._best_gap(before, i) for before, i in itertools.pairwise(self.weighted)]
-        fine = [cut for cut, i in zip(cuts, self.weighted[1:], strict=True) if not self._reads_like_previous(i)]
-        fine = [cut for cut in fine if self.count[cut] < len(self.nodes)]
+        pairs = [pair for pair in itertools.pairwise(self.weighted) if not self._read_alike(*pair)]
+        cuts = [self._best_gap(before, at) for before, at in pairs]
+        fine = [cut for cut in cuts if self.count[cut] < len(self.nodes)]
         chosen = fine if unit is Unit.OPERATOR else self._coarse(fine)
         start = 1 + max((i for i, node in enumerate(self.nodes) if _is_placeholder(node)), default=-1)
         edges = [start, *chosen, len(self.nodes) - 1]
@@ -124,9 +124,8 @@ class _Cuts:
         """Return the latest of the places between two weighted operators that the fewest values cross."""
         return min(range(before + 1, at + 1), key=lambda i: (self.count[i], -i))
 
-    def _reads_like_previous(self, at: int) -> bool:
-        previous = self.nodes[self.weighted[self.weighted.index(at) - 1]]
-        return _activation(previous) is _activation(self.nodes[at])
+    def _read_alike(self, before: int, at: int) -> bool:
+        return _activation(self.nodes[before]) is _activation(self.nodes[at])
 
     def _coarse(self, fine: list[int]) -> list[int]:
         """Keep the cuts that one activation crosses, and as few others as keep blocks within the limit."""
@@ -150,7 +149,8 @@ class _Cuts:
         return chosen
 
     def _size(self, start: int, end: int) -> int:
-        return sum(start <= i < end for i in self.weighted)
+        """Return how many weighted operators lie at `start` or later, and before `end`."""
+        return bisect_left(self.weighted, end) - bisect_left(self.weighted, start)
 
     def _block(self, start: int, end: int) -> Block:
         operators = [self.nodes[i] for i in self.weighted if start <= i < end]

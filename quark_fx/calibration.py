@@ -129,7 +129,7 @@ def run_batches(gm: GraphModule, context: Context) -> None:
 def fast_layout(gm: GraphModule) -> Iterator[Callable[[Any], Any]]:
     """Keep the weights of 2-D convolutions channels-last meanwhile; yield what lays an input out likewise.
 
-    On a CPU a ResNet runs a quarter faster so. Only an operator that asks for strides could tell the difference.
+    On a CPU a deep network runs a quarter faster so. Only an operator that asks for strides could tell the difference.
     """
     names = [target_name(node) for node in gm.graph.nodes]
     convolutions = [node for node in gm.graph.nodes if target_name(node).startswith("aten.conv2d.")]

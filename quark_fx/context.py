@@ -65,7 +65,8 @@ class Context:
         for index, leaves in enumerate(batches):
             self.cache.put(("batch", index, "length"), len(leaves))
             for position, leaf in enumerate(leaves):
-                self.cache.put(("batch", index, position), leaf)
+                # A loader may fill the same buffer again for the next batch.
+                self.cache.put(("batch", index, position), leaf.clone() if isinstance(leaf, Tensor) else leaf)
             self.batches.append((index, None))
         if len(self.batches) == 1 and divisible:
             sizes = {leaf.shape[0] for leaf in self.inputs(0) if isinstance(leaf, Tensor) and leaf.dim()}
@@ -82,10 +83,12 @@ class Context:
         if not self.batches:
             raise CalibrationError("a pass of this configuration learns from data; pass calibration_data")
         batch, part = self.batches[index]
-        leaves = self._leaves(batch)
-        if part is None:
-            return leaves
-        return [leaf[part] if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves]
+        return [_part(leaf, part) for leaf in self._leaves(batch)]
+
+    def input(self, index: int, position: int) -> Any:
+        """Return one of the flat inputs of batch `index`, a tensor on the device."""
+        batch, part = self.batches[index]
+        return _part(self.cache.get(("batch", batch, position)), part)
 
     def whole_batches(self, device: torch.device) -> Iterator[list[Any]]:
         """Yield the flat inputs of every batch as it was given, tensors on `device`."""
@@ -119,6 +122,10 @@ class Context:
         """Return how many walks over the blocks were begun before: with the block, the name of a checkpoint."""
         self._walks += 1
         return self._walks - 1
+
+
+def _part(leaf: Any, part: slice | None) -> Any:
+    return leaf if part is None or not isinstance(leaf, Tensor) or not leaf.dim() else leaf[part]
 
 
 class Checkpoint:
@@ -157,7 +164,7 @@ class Checkpoint:
             with safe_open(file, "pt") as stored:
                 changes = [Change(**row) for row in json.loads(stored.metadata()["changes"])]
                 return {name: stored.get_tensor(name) for name in stored.keys()}, changes  # noqa: SIM118
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"checkpoint {file} cannot be read ({error}); remove it") from error
 
     def save(self, walk: int, block: int, tensors: Mapping[str, Tensor], changes: Sequence[Change]) -> None:
@@ -181,21 +188,30 @@ def _write_text(file: Path, text: str) -> None:
     os.replace(partial, file)
 
 
-def fingerprint(gm: GraphModule, config: QuantConfig, batches: int, first: Sequence[Any]) -> str:
-    """Return a digest of a graph, its tensors, a configuration and calibration data, to tell runs apart.
+def fingerprint(gm: GraphModule, context: Context) -> str:
+    """Return a digest of a graph, its tensors, the configuration and the calibration data, to tell runs apart.
 
-    Of large tensors a few thousand values count, and of the data the number of batches and the first one.
+    Of large tensors a few thousand values count. The code of a pass does not.
     """
-    digest = hashlib.sha256(json.dumps([config.to_dict(), batches], sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(json.dumps(context.config.to_dict(), sort_keys=True, default=str).encode())
     for node in gm.graph.nodes:
-        digest.update(f"{node.name} {target_name(node)}".encode())
-    tensors = {f"input {i}": leaf for i, leaf in enumerate(first) if isinstance(leaf, Tensor)}
-    for name, tensor in (stored_tensors(gm) | tensors).items():
-        flat = tensor.detach().flatten()
-        some = flat[:: max(1, flat.numel() // 4096)].cpu().contiguous()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(some.view(torch.uint8).numpy().tobytes() if some.numel() else b"")
+        digest.update(f"{node.name} {target_name(node)} {node.args} {node.kwargs}".encode())
+    for name, tensor in stored_tensors(gm).items():
+        _update(digest, name, tensor)
+    for batch in range(len(context.batches)):
+        for position, leaf in enumerate(context.inputs(batch)):
+            _update(digest, f"batch {batch} {position}", leaf)
     return digest.hexdigest()
+
+
+def _update(digest: Any, name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        digest.update(f"{name} {value}".encode())
+        return
+    flat = value.detach().flatten()
+    some = flat[:: max(1, flat.numel() // 4096)].cpu().contiguous()
+    digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+    digest.update(some.view(torch.uint8).numpy().tobytes() if some.numel() else b"")
 
 
 __all__ = ["CacheBudget", "Checkpoint", "Context", "fingerprint"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
+from torch import Tensor
 from torch.fx import Node
 
 from quark_fx.graph import target_name
@@ -185,6 +186,40 @@ def set_argument(node: Node, position: int, value: Any) -> None:
     else:
         defaults = [schema[i].default_value for i in range(len(node.args), position)]
         node.args = (*node.args, *defaults, value)
+
+
+def channel_dim(row: Operator, weight_rank: int, value_rank: int) -> int:
+    """Return the dimension that counts channels, in the operator's activation and output alike."""
+    spatial = 0 if row.kind == "linear" else weight_rank - 2
+    return value_rank - 1 - spatial
+
+
+def response(node: Node, row: Operator, weight: Tensor, shift: Tensor) -> Tensor | None:
+    """Return what each output channel gains when each input channel gains a constant.
+
+    Borders that a convolution pads gain less.
+
+    Args:
+        node: the call.
+        row: its row.
+        weight: as it is stored.
+        shift: one value per input channel.
+
+    Returns:
+        One value per output channel, float32; `None` for an operator that does not say (a transposed convolution
+        adds up a different part of its kernel at every position).
+    """
+    if row.kind not in ("conv", "linear") or (row.kind == "linear" and weight.dim() != 2):
+        return None
+    per_kernel = weight.detach().float().movedim((row.output_axis, row.input_axis), (0, 1))
+    if per_kernel.dim() > 2:
+        per_kernel = per_kernel.flatten(2).sum(2)
+    outputs, per_group = per_kernel.shape
+    if shift.numel() % per_group or any(node.kwargs.get(factor, 1) != 1 for factor in ("alpha", "beta")):
+        return None
+    groups = shift.numel() // per_group
+    grouped = per_kernel.reshape(groups, outputs // groups, per_group)
+    return (grouped @ shift.to(grouped).reshape(groups, per_group, 1)).flatten()
 
 
 def unsupported_weight(node: Node) -> Node | None:

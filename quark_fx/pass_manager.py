@@ -4,7 +4,7 @@ A pass rewrites the graph it is given and returns how often it did. It is a func
 `@graph_pass`, or, when it has options, a frozen dataclass decorated with it. Parameters are shared with
 the caller's model: a pass adds a new attribute (`quark_fx.graph.set_parameter`), it never writes into one.
 
-A pass that takes a second argument gets the `Context` of the run: calibration data, cache, where to note what it
+A pass with a parameter called `context` gets the `Context` of the run: calibration data, cache, where to note what it
 changed. One whose `stage` is `QUANTIZED` runs after conversion, on the graph of codes, next to the float graph.
 """
 
@@ -25,7 +25,7 @@ from quark_fx.errors import ConfigError, PassError
 from quark_fx.graph import output_node
 
 GraphPass = Callable[..., int]
-"""`pass(graph)`, or `pass(graph, context)`, returns the number of rewrites."""
+"""`pass(graph)`, or `pass(graph, context=...)`, returns the number of rewrites."""
 Check = Callable[[GraphModule], None]
 """A condition on a graph: raises, naming the node, where it does not hold."""
 
@@ -61,20 +61,22 @@ class Promise:
     stage: Stage = Stage.FLOAT
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Change:
     """What a pass did to one operator or site.
 
     Attributes:
         name: module path, or the paths of a site's operators.
         what: in a few words.
-        before: relative squared error of what it minimises (0 is exact), on data it was not tuned on.
-        after: the same after the change.
+        changed: whether it did anything.
+        before: relative squared error of what it minimises (0 is exact), on data that is not learned from.
+        after: the same after the change, which was accepted for being smaller.
         seconds: what it took.
     """
 
     name: str
     what: str
+    changed: bool = True
     before: float | None = None
     after: float | None = None
     seconds: float = 0.0
@@ -125,8 +127,14 @@ def pass_stage(p: GraphPass) -> Stage:
 
 
 def takes_context(p: GraphPass) -> bool:
-    """Tell whether a pass asks for the context of the run."""
-    return len(inspect.signature(p).parameters) > 1
+    """Tell whether a pass asks for the context of the run: by a parameter of that name."""
+    return "context" in inspect.signature(p).parameters
+
+
+def needs_context(p: GraphPass) -> bool:
+    """Tell whether a pass cannot do without the context of the run."""
+    parameter = inspect.signature(p).parameters.get("context")
+    return parameter is not None and parameter.default is parameter.empty
 
 
 def pass_to_dict(p: GraphPass) -> dict[str, Any]:
@@ -193,7 +201,11 @@ def run_passes(
         try:
             for check in promise.requires:
                 check(gm)
-            rewrites = p(gm, _required(context, name)) if takes_context(p) else p(gm)
+            if context is None and needs_context(p):
+                raise ConfigError(
+                    f"pass {name} learns from data; run it through `quantize`, or give `run_passes` a context"
+                )
+            rewrites = p(gm, context=context) if takes_context(p) else p(gm)
             _lint(gm, name)
             for check in promise.ensures:
                 check(gm)
@@ -209,12 +221,6 @@ def run_passes(
         changes = tuple(context.take_changes()) if context is not None else ()
         records.append(PassRecord(name, rewrites, seconds, changes))
     return gm, records
-
-
-def _required(context: Any, name: str) -> Any:
-    if context is None:
-        raise ConfigError(f"pass {name} learns from data; run it through `quantize`, or give `run_passes` a context")
-    return context
 
 
 def _lint(gm: GraphModule, name: str) -> None:

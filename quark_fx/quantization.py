@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.fx import GraphModule
 
 from quark_fx.activation_cache import ActivationCache, CacheBudget
 from quark_fx.calibration import calibrate
@@ -18,13 +20,16 @@ from quark_fx.capture import Captured, capture_graph
 from quark_fx.config import QuantConfig
 from quark_fx.context import Checkpoint, Context, fingerprint
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
-from quark_fx.graph import device_of, own_tensors
+from quark_fx.graph import device_of, own_tensors, tensor_of
 from quark_fx.model import QuantizedModel
-from quark_fx.pass_manager import Stage, copy_graph, pass_stage, run_passes, takes_context
+from quark_fx.pass_manager import Stage, copy_graph, needs_context, pass_stage, run_passes
 from quark_fx.passes.convert import convert
 from quark_fx.placement import plan_quantization
 from quark_fx.presets import preset
+from quark_fx.quantized_weights import quantized_weights
+from quark_fx.report import Row
 from quark_fx.signature import split_batch
+from quark_fx.weights import sqnr
 
 
 def quantize(
@@ -76,8 +81,8 @@ def quantize(
         raise CalibrationError("verify=True compares the passes on a batch; pass at least one as calibration_data")
     captured = capture_graph(model, first, dynamic_shapes=dynamic_shapes)
     home = device_of(captured.module)
-    place = home if device is None else torch.device(device)
-    learns = place != home or any(takes_context(p) for p in config.passes)
+    place = home if device is None else torch.empty(0, device=device).device  # with its index
+    learns = place != home or any(needs_context(p) for p in config.passes)
     context = Context(config, ActivationCache(cache, place), place, progress)
     try:
         if learns:
@@ -85,10 +90,7 @@ def quantize(
             context.add_batches(_flat_batches(captured, batches), divisible=_divisible(captured))
             batches = ()
         if checkpoint is not None:
-            digest = fingerprint(
-                captured.module, config, len(context.batches), context.inputs(0) if context.batches else ()
-            )
-            context.checkpoint = Checkpoint(checkpoint, digest)
+            context.checkpoint = Checkpoint(checkpoint, fingerprint(captured.module, context))
         flat = context.whole_batches(home) if learns else _flat_batches(captured, batches)
         inputs = tuple(_flatten(captured, first)) if verify else None
         early = [p for p in config.passes if pass_stage(p) is Stage.FLOAT]
@@ -102,12 +104,23 @@ def quantize(
         context.plan = {op.node.name: op for op in plan.operators}
         late = [p for p in config.passes if pass_stage(p) is Stage.QUANTIZED]
         gm, learned = run_passes(gm, late, context=context)
+        rows = _with_learned_weights(rows, gm, context) if late else rows
     finally:
         context.cache.close()
     if rows and all(row.reason for row in rows):
         warnings.warn(f"nothing was quantized: {len(rows)} operators stay in float, see report()", stacklevel=2)
     # The copy holds only what the graph reads, and nothing of the user's model.
     return QuantizedModel(own_tensors(copy_graph(gm)), captured.signature, config, rows, [*records, *learned])
+
+
+def _with_learned_weights(rows: list[Row], gm: GraphModule, context: Context) -> list[Row]:
+    """Return the rows with the noise of the weights as passes on the quantized graph left them."""
+    assert context.float_graph is not None
+    noise = {}
+    for weight in quantized_weights(gm, context.plan):
+        real = tensor_of(context.float_graph, weight.weight).detach()
+        noise[weight.name, weight.weight] = sqnr(real, weight.value(gm).to(real.device))
+    return [replace(row, sqnr=noise.get((row.name, row.parameter), row.sqnr)) for row in rows]
 
 
 def _divisible(captured: Captured) -> bool:

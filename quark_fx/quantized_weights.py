@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.formats import INT32, IntFormat, parse_format
-from quark_fx.graph import get_attr, parameter, target_name, tensor_of, value_of
-from quark_fx.operators import Operator, argument, set_argument
+from quark_fx.graph import parameter, target_name, tensor_of
+from quark_fx.operators import Operator, argument, channel_dim
 from quark_fx.ops import spread
 from quark_fx.placement import PlannedOperator
 from quark_fx.qparams import Scheme
@@ -99,12 +98,31 @@ class QuantizedWeight:
 
     def channel_dim(self, output: Tensor) -> int:
         """Return the dimension of the operator's output that counts output channels."""
-        spatial = 0 if self.row.kind == "linear" else self.dequantize.meta["val"].dim() - 2
-        return output.dim() - 1 - spatial
+        return channel_dim(self.row, self.dequantize.meta["val"].dim(), output.dim())
 
     @property
     def bias(self) -> Node | None:
-        """The node that gives the bias: a parameter, or a `dequantize` of its codes."""
+        """The node that gives a bias that can be replaced: a parameter, or a `dequantize` of integer codes."""
+        node = self._bias_argument
+        if node is None or node.op == "get_attr":
+            return node
+        stored = target_name(node) == _DEQUANTIZE and isinstance(parse_format(str(node.args[3])), IntFormat)
+        return node if stored else None
+
+    @property
+    def bias_name(self) -> str:
+        """Name of the tensor of the bias, or of its codes."""
+        assert self.bias is not None
+        return _name(self.bias.args[0] if self.bias.args else self.bias)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the operator is its product and a bias that is known, without factors of either."""
+        known = self.bias is not None or self._bias_argument is None
+        return known and all(self.node.kwargs.get(factor, 1) == 1 for factor in ("alpha", "beta"))
+
+    @property
+    def _bias_argument(self) -> Node | None:
         return argument(self.node, self.row.bias) if self.row.bias is not None else None
 
     @property
@@ -174,32 +192,13 @@ def quantized_weights(gm: GraphModule, plan: Mapping[str, PlannedOperator]) -> l
     return found
 
 
-def shared_codes(gm: GraphModule) -> set[str]:
-    """Return the names of the codes that several operators read: what is best for one need not be for the other."""
-    readers = Counter(
-        str(source.target)
-        for node in gm.graph.nodes
-        for source in node.all_input_nodes[:1]
-        if node.op == "call_function" and source.op == "get_attr"
-    )
+def shared_tensors(gm: GraphModule) -> set[str]:
+    """Return the names of the tensors with several readers: what is best for one need not be for the other."""
+    readers: Counter[str] = Counter()
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            readers[str(node.target)] += len(node.users)
     return {name for name, count in readers.items() if count > 1}
-
-
-def add_bias(gm: GraphModule, weight: QuantizedWeight) -> bool:
-    """Give the operator a float bias of zeros if it has none and can take one; tell whether it has one now."""
-    if weight.row.bias is None:
-        return False
-    if weight.bias is None:
-        channels = value_of(gm, weight.dequantize).shape[weight.row.output_axis]
-        name = weight.weight.removesuffix("weight") + "bias" if weight.weight.endswith("weight") else "bias"
-        with gm.graph.inserting_before(weight.node):
-            zeros = torch.zeros(int(channels), dtype=value_of(gm, weight.node).dtype, device=_device(gm, weight))
-            set_argument(weight.node, weight.row.bias, get_attr(gm, name, zeros))
-    return True
-
-
-def _device(gm: GraphModule, weight: QuantizedWeight) -> torch.device:
-    return parameter(gm, weight.dequantize.args[0]).device  # type: ignore[arg-type]
 
 
 def _name(node: object) -> str:
@@ -208,4 +207,4 @@ def _name(node: object) -> str:
     return str(node.target)
 
 
-__all__ = ["Grid", "QuantizedWeight", "add_bias", "quantized_weights", "shared_codes"]
+__all__ = ["Grid", "QuantizedWeight", "quantized_weights", "shared_tensors"]

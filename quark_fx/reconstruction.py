@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -20,17 +21,24 @@ from quark_fx.block_walk import BlockRun, relative_error, walk_blocks
 from quark_fx.blocks import Unit, extract
 from quark_fx.context import Context
 from quark_fx.errors import CalibrationError, ConfigError
+from quark_fx.formats import INT32
 from quark_fx.graph import named_nodes, placeholders, tensor_of
 from quark_fx.operators import argument
 from quark_fx.pass_manager import Change
 from quark_fx.qparams import ScaleType
-from quark_fx.quantized_weights import Grid, QuantizedWeight, quantized_weights, shared_codes
+from quark_fx.quantized_weights import Grid, QuantizedWeight, quantized_weights, shared_tensors
 from quark_fx.rounding import LinearMap, OutputError, linear_map, round_by_descent
 from quark_fx.specs import enum_member
 from quark_fx.trainable import Trainable, activation_scales, trainable_block
 
 _EVALUATIONS = 20
 """Looks at the held-out batches during the steps of one unit."""
+
+_SMALLEST_SHARE = 0.1
+"""A learned scale stays above this share of the calibrated one."""
+
+_REORDERED_SUMS = 1e-6
+"""Relative squared error by which a batch of fewer rows may differ: sums are taken in another order."""
 
 _ROWS = 8192
 """Output positions of a batch, about, that enter the quadratic form."""
@@ -99,23 +107,44 @@ Begin = Callable[[Grid, Tensor, Tensor], Codes]
 
 
 def reconstruct(gm: GraphModule, context: Context, schedule: Schedule, begin: Begin, label: str) -> int:
-    """Learn the codes of every weight of `gm`, unit by unit; return how many weights changed.
+    """Learn the codes of every weight of `gm`, unit by unit; return how many changed.
 
     Raises:
         CalibrationError: if the error of a unit is NaN or infinite; the message names its operators.
     """
-    changed = 0
-    shared, settled = shared_codes(gm), set[str]()
+    note_left_alone(gm, context)
+    shared, settled = shared_tensors(gm), set[str]()
     for run in walk_blocks(gm, context, unit=schedule.unit, label=label):
-        weights = [w for w in quantized_weights(run.module, context.plan) if w.codes not in shared]
-        if not weights or not run.block.made:
-            continue
         # A scale that an earlier unit computed with is not changed behind its back.
         scales = [name for name in activation_scales(run.module) if name not in settled]
         settled.update(scales)
+        weights = [w for w in quantized_weights(run.module, context.plan) if w.codes not in shared]
+        if run.finished or not weights:
+            continue
+        if not any(isinstance(t, Tensor) and t.is_floating_point() for t in run.targets(0)):
+            for weight in weights:
+                context.note(Change(name=weight.name, what="left: what it makes is no number", changed=False))
+            continue
         learnable = scales if schedule.scale_rate and _free_scales(context) else []
-        changed += _Unit(gm, context, schedule, run, weights, learnable).learn(begin)
-    return changed
+        _Unit(gm, context, schedule, run, weights, learnable).learn(begin)
+    return sum(change.changed for change in context.changes)
+
+
+def note_left_alone(gm: GraphModule, context: Context) -> None:
+    """Note the quantized operators whose codes are not learned, and why."""
+    learned = {weight.node.name: weight for weight in quantized_weights(gm, context.plan)}
+    shared = shared_tensors(gm)
+    for name, operator in context.plan.items():
+        if operator.weight is None:
+            continue
+        reason = ""
+        if name not in learned:
+            embedding = operator.row is not None and not operator.row.activations
+            reason = "its rows are looked up, not multiplied" if embedding else f"{operator.weight.format} has no codes"
+        elif learned[name].codes in shared:
+            reason = "several operators read its weight"
+        if reason:
+            context.note(Change(name=operator.name, what=f"left: {reason}", changed=False))
 
 
 def _free_scales(context: Context) -> bool:
@@ -148,9 +177,10 @@ class _Unit:
         self.real = [tensor_of(self.run.reference, weight.weight).detach().float() for weight in self.weights]
         self.grids = [weight.grid(self.run.module) for weight in self.weights]
         self.seed = 1_000_003 * self.schedule.seed + self.run.index
+        self.least = self._least_scales() if self.scales else {}
 
-    def learn(self, begin: Begin) -> int:
-        """Learn the unit's codes, note what became of each weight, and return how many changed."""
+    def learn(self, begin: Begin) -> None:
+        """Learn the unit's codes, and note what became of each weight."""
         start = time.perf_counter()
         original = self._codes()
         before = best = self.run.held_out_error()
@@ -159,13 +189,10 @@ class _Unit:
         if self.schedule.iterations:
             best = self._take_steps(begin, best)
         seconds = (time.perf_counter() - start) / len(self.weights)
-        changed = 0
         for weight, old, new in zip(self.weights, original, self._codes(), strict=True):
             share = float((old != new).float().mean())
-            changed += share > 0
-            what = f"{share:.1%} of the codes changed"
-            self.context.note(Change(name=weight.name, what=what, before=before, after=best, seconds=seconds))
-        return changed
+            what = f"{share:.1%} of the codes"
+            self.context.note(Change(weight.name, what, share > 0, before, best, seconds))
 
     def _codes(self) -> list[Tensor]:
         return [tensor_of(self.run.module, weight.codes) for weight in self.weights]
@@ -177,7 +204,7 @@ class _Unit:
         original = self._codes()
         for weight, real, grid in zip(self.weights, self.real, self.grids, strict=True):
             mapping = linear_map(weight.node, weight.row, real)
-            if mapping is not None:
+            if mapping is not None and weight.is_plain:
                 scale, zero_point = (mapping.matrix(p.expand_as(real)) for p in (grid.scale, grid.zero_point))
                 error = self._output_error(weight, mapping)
                 codes = round_by_descent(mapping.matrix(real), error, scale, zero_point, grid.limits)
@@ -212,7 +239,7 @@ class _Unit:
 
     def _take_steps(self, begin: Begin, best: float) -> float:
         """Learn; store the state that is best on held-out batches if it beats `best`; return the error then."""
-        schedule = self.schedule
+        schedule, start = self.schedule, best
         block = trainable_block(self.run, self.weights, biases=schedule.bias_rate > 0, scales=self.scales)
         codes = [begin(*given) for given in zip(self.grids, self.real, map(Tensor.float, self._codes()), strict=True)]
         biases = [self._learnable_bias(weight) for weight in self.weights]
@@ -234,6 +261,7 @@ class _Unit:
                     loss.backward()
                 optimizer.step()
                 decay.step()
+                self._keep_above_least(scales)
                 if step % every and step != schedule.iterations:
                     continue
                 self._require_finite(loss)
@@ -245,9 +273,22 @@ class _Unit:
                     kept = _State([c.codes() for c in codes], [_copy(bias) for bias in biases], learned)
                 if waited >= schedule.patience and 2 * step > schedule.iterations:
                     break
-        if kept is not None:
-            self._store(kept)
-        return best
+        return self._store(kept, before=start, after=best) if kept is not None else best
+
+    def _least_scales(self) -> dict[str, float]:
+        """Return, for each scale, the smallest that lets no int32 bias overflow, and is not a vanishing share of it."""
+        least = {name: _SMALLEST_SHARE * float(tensor_of(self.run.module, name)) for name in self.scales}
+        for weight in quantized_weights(self.gm, self.context.plan):
+            name = weight.input_scale
+            if weight.bias_scale_follows and name in least:
+                needed = weight.bias_value(self.gm).abs() / (weight.scale(self.gm) * 0.99 * INT32.qmax)
+                least[name] = max(least[name], float(needed.max()))
+        return least
+
+    def _keep_above_least(self, scales: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, scale in scales.items():
+                scale.clamp_(min=self.least[name])
 
     def _learnable_bias(self, weight: QuantizedWeight) -> Tensor | None:
         if not self.schedule.bias_rate or weight.bias is None:
@@ -268,15 +309,34 @@ class _Unit:
 
     def _sample(self) -> tuple[list[Any], list[Any]]:
         """Return inputs and targets of some samples of one tuning batch, or all of it where samples are not rows."""
-        tuning = self.context.tuning
+        tuning, run, drop = self.context.tuning, self.run, self.schedule.drop
         batch = tuning[int(torch.randint(len(tuning), ()))]
-        inputs, targets = self.run.inputs(batch), self.run.targets(batch)
-        sizes = {x.shape[0] if isinstance(x, Tensor) and x.dim() else None for x in (*inputs, *targets)}
-        size = next(iter(sizes)) if len(sizes) == 1 else None
-        if size is None or size <= self.schedule.batch_size:
+        inputs, targets = run.inputs(batch), run.targets(batch)
+        if drop:
+            reals = run.reference_inputs(batch)
+            inputs = [_mixed(x, real, drop) for x, real in zip(inputs, reals, strict=True)]
+        if not self.divisible:
             return inputs, targets
-        rows = torch.randperm(size)[: self.schedule.batch_size].to(self.context.device)
+        rows = torch.randperm(len(targets[0]))[: self.schedule.batch_size].to(self.context.device)
         return [x[rows] for x in inputs], [t[rows] for t in targets]
+
+    @cached_property
+    def divisible(self) -> bool:
+        """Whether rows are samples: the first of what enters make, by themselves, the first of what leaves."""
+        run, batch = self.run, self.context.tuning[0]
+        inputs, targets = run.reference_inputs(batch), run.targets(batch)
+        sizes = {len(x) if isinstance(x, Tensor) and x.dim() else None for x in (*inputs, *targets)}
+        if len(sizes) != 1 or None in sizes:
+            return False
+        few = slice(0, min(self.schedule.batch_size, len(targets[0])))
+        try:
+            with torch.no_grad():
+                made = run.made(run.reference(*(x[few] for x in inputs)))
+        except RuntimeError:
+            return False  # a mask, for one, does not fit fewer rows
+        alone = [t[few] for t in targets]
+        same = all(y.shape == t.shape for y, t in zip(made, alone, strict=True))
+        return same and float(relative_error(made, alone)) < _REORDERED_SUMS
 
     def _error_of(self, block: Trainable, codes: Sequence[Codes], extra: tuple[list[Tensor], list[Tensor]]) -> float:
         hard = [grid.value(c.codes()) for grid, c in zip(self.grids, codes, strict=True)]
@@ -294,11 +354,24 @@ class _Unit:
     def _store_codes(self, weight: QuantizedWeight, codes: Tensor) -> None:
         self.run.store(weight.codes, codes.to(tensor_of(self.run.module, weight.codes).dtype))
 
-    def _store(self, state: _State) -> None:
+    def _store(self, state: _State, *, before: float, after: float) -> float:
+        """Store a state whose error is `after`, unless as stored it is not below `before`; return the error then."""
+        tensors = self._tensors(state)
+        original = {name: tensor_of(self.gm, name) for name in tensors}
+        for name, tensor in tensors.items():
+            self.run.store(name, tensor)
+        # Biases are rounded now, and were not while it was learned.
+        if (stored := self.run.held_out_error()) < before:
+            return stored
+        for name, tensor in original.items():
+            self.run.store(name, tensor)
+        return before
+
+    def _tensors(self, state: _State) -> dict[str, Tensor]:
+        """Return what is to be stored, by name."""
+        tensors = dict(state.scales)
         for weight, codes in zip(self.weights, state.codes, strict=True):
-            self._store_codes(weight, codes)
-        for name, scale in state.scales.items():
-            self.run.store(name, scale)
+            tensors[weight.codes] = codes.to(tensor_of(self.run.module, weight.codes).dtype)
         biases: dict[str, Tensor] = {}
         for weight, bias in zip(self.weights, state.biases, strict=True):
             if bias is not None:
@@ -309,12 +382,19 @@ class _Unit:
             if follows or weight.node.name in biases:
                 step = state.scales[str(weight.input_scale)] * weight.scale(self.gm) if follows else None
                 value = biases.get(weight.node.name, weight.bias_value(self.gm))
-                for name, tensor in weight.bias_tensors(self.gm, value, step).items():
-                    self.run.store(name, tensor)
+                tensors |= weight.bias_tensors(self.gm, value, step)
+        return tensors
+
+
+def _mixed(x: Any, real: Any, share: float) -> Any:
+    """Return `x` with about that share of its values taken from `real`."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    return torch.where(torch.rand(x.shape, device=x.device) < share, real, x)
 
 
 def _copy(tensor: Tensor | None) -> Any:
     return None if tensor is None else tensor.detach().clone()
 
 
-__all__ = ["Begin", "Codes", "Schedule", "reconstruct"]
+__all__ = ["Begin", "Codes", "Schedule", "note_left_alone", "reconstruct"]

@@ -20,6 +20,9 @@ from quark_fx.operators import Operator, argument
 _BLOCK = 128
 """Inputs whose changes reach the others in one matrix product."""
 
+_LEAST_CURVATURE = 1e-20
+"""Of the error in a weight whose input is always zero: it is rounded to nearest."""
+
 _CONVERGED = 1e-4
 """A sweep that lowers the relative squared error by less is the last."""
 
@@ -31,14 +34,15 @@ class LinearMap:
     Attributes:
         groups: independent groups of channels.
         kernel: spatial size of the kernel, empty for a matrix product.
-        stride, padding, dilation: of a convolution.
+        stride, dilation: of a convolution.
+        padding: of a convolution, before and after, for each spatial dimension.
         transposed: the weight is stored (inputs, outputs).
     """
 
     groups: int = 1
     kernel: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
-    padding: tuple[int, ...] = ()
+    padding: tuple[tuple[int, int], ...] = ()
     dilation: tuple[int, ...] = ()
     transposed: bool = False
 
@@ -72,16 +76,16 @@ class LinearMap:
             return rows.t().unsqueeze(0), outputs.t().unsqueeze(0)
         if len(self.kernel) == 1:
             x, y = x.unsqueeze(-2), y.unsqueeze(-2)
-        kernel, stride, padding, dilation = (
-            (fill,) * (2 - len(self.kernel)) + size
-            for fill, size in ((1, self.kernel), (1, self.stride), (0, self.padding), (1, self.dilation))
-        )
+        missing = (1,) * (2 - len(self.kernel))
+        kernel, stride, dilation = (missing + sizes for sizes in (self.kernel, self.stride, self.dilation))
+        padding = ((0, 0),) * len(missing) + self.padding
         height, width = y.shape[-2:]
-        step = max(1, min(height, width, int((y.shape[0] * height * width / most) ** 0.5)))
-        offsets = seed % min(step, height), (seed // step) % min(step, width)
-        x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
+        thinning = max(1.0, y.shape[0] * height * width / most)
+        down = max(1, min(height, int(thinning**0.5)))
+        steps = down, max(1, min(width, int(thinning / down)))
+        offsets = seed % steps[0], (seed // steps[0]) % steps[1]
+        x = F.pad(x, (*padding[1], *padding[0]))
         x = x[..., offsets[0] * stride[0] :, offsets[1] * stride[1] :]
-        steps = tuple(step if size > 1 else 1 for size in (height, width))
         columns = F.unfold(x, kernel, dilation, 0, tuple(s * t for s, t in zip(stride, steps, strict=True)))
         outputs = y[..., offsets[0] :: steps[0], offsets[1] :: steps[1]]
         count = x.shape[0] * outputs.shape[-2] * outputs.shape[-1]
@@ -93,15 +97,24 @@ def linear_map(node: Node, row: Operator, weight: Tensor) -> LinearMap | None:
     """Return how the operator multiplies its activation by `weight`, `None` where rounding does not know."""
     if row.kind == "linear" and weight.dim() == 2:
         return LinearMap(transposed=row.output_axis % 2 == 1)
-    if not target_name(node).startswith(("aten.conv1d.default", "aten.conv2d.default")):
+    if not target_name(node).startswith(("aten.conv1d.", "aten.conv2d.")):
         return None
     if node.meta["val"].dim() != weight.dim():
         return None
     rank = weight.dim() - 2
-    stride, padding, dilation = (
-        _tuple(argument(node, position), rank, fill) for position, fill in ((3, 1), (4, 0), (5, 1))
-    )
-    return LinearMap(argument(node, 6) or 1, tuple(weight.shape[2:]), stride, padding, dilation)
+    stride, dilation = (_tuple(argument(node, position), rank, 1) for position in (3, 5))
+    kernel = tuple(weight.shape[2:])
+    padding = _padding(argument(node, 4), kernel, dilation)
+    return LinearMap(argument(node, 6) or 1, kernel, stride, padding, dilation)
+
+
+def _padding(given: object, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return what is added before and after each spatial dimension."""
+    if given == "same":
+        total = [d * (size - 1) for size, d in zip(kernel, dilation, strict=True)]
+        return tuple((t // 2, t - t // 2) for t in total)
+    sizes = _tuple(None if given == "valid" else given, len(kernel), 0)
+    return tuple((size, size) for size in sizes)
 
 
 def _tuple(given: object, rank: int, fill: int) -> tuple[int, ...]:
@@ -181,7 +194,7 @@ def round_by_descent(
     scale, zero_point = (p.float().expand_as(weight).mT.contiguous() for p in (scale, zero_point))
     diagonal = error.h.diagonal(dim1=-2, dim2=-1)
     damping += target.shape[-2] / error.rows
-    pull = damping * diagonal.mean(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    pull = (damping * diagonal.mean(-1, keepdim=True)).clamp_min(_LEAST_CURVATURE)
     h = error.h + torch.diag_embed(pull.expand_as(diagonal))
     g = error.g.mT + pull.unsqueeze(-1) * target
     curvature = h.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)  # (groups, inputs, 1)

@@ -169,7 +169,7 @@ def _settle_products(walk: Walk) -> None:
     while True:
         changed = False
         for y, a, b in walk.products.values():
-            # Where one factor is not scaled, the other is scaled like the product; where that is not, neither factor is.
+            # Where a factor is not scaled, the other is scaled like the product; where that is not, neither factor is.
             for fixed, one, other in ((a, y, b), (b, y, a), (y, y, a)):
                 frozen = components.reasons(fixed) > 0
                 changed |= components.tie(one[frozen], other[frozen])

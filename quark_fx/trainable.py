@@ -26,11 +26,13 @@ class Trainable:
     Attributes:
         module: takes the block's inputs, the drop rate, then weights, biases and scales.
         made: positions among its results of what the block makes.
+        dtypes: of the weights.
         scales: names of the activation scales that are arguments.
     """
 
     module: GraphModule
     made: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
     scales: tuple[str, ...]
 
     def __call__(
@@ -50,6 +52,8 @@ class Trainable:
             scales: in the order of `scales`, shape `()`.
             drop: probability that an activation is left in float, value by value.
         """
+        weights = [weight.to(dtype) for weight, dtype in zip(weights, self.dtypes, strict=True)]
+        biases = [bias.to(self.dtypes[0]) for bias in biases]
         results = self.module(*inputs, drop, *weights, *biases, *scales)
         return [results[i] for i in self.made]
 
@@ -86,7 +90,8 @@ def trainable_block(
     graph.eliminate_dead_code()
     module.recompile()
     made = [i for i, name in enumerate(run.block.outputs) if name in run.block.made]
-    return Trainable(module, tuple(made), tuple(scales))
+    dtypes = tuple(weight.dequantize.meta["val"].dtype for weight in weights)
+    return Trainable(module, tuple(made), dtypes, tuple(scales))
 
 
 def _differentiable(graph: torch.fx.Graph, node: Node, source: Node, drop: Node, scales: dict[str, Node]) -> None:
@@ -108,7 +113,9 @@ def fake_quantize(
     *,
     drop: float = 0.0,
 ) -> Tensor:
-    """Return `dequantize(quantize(x))` with the gradient of a straight line where nothing saturates.
+    """Return `dequantize(quantize(x))` with the gradient of a straight line.
+
+    Where a value saturates at the ends of an integer format with one scale, its gradient is zero.
 
     Args:
         x, scale, zero_point, format, axis, block_size: as in `quark_fx.ops`.
@@ -118,13 +125,17 @@ def fake_quantize(
         For a `scale` that wants a gradient: LSQ, Esser et al. 2020.
     """
     fmt = parse_format(format)
-    if isinstance(fmt, IntFormat) and scale.numel() == 1 and x.dtype == torch.float32:
+    if isinstance(fmt, IntFormat) and scale.numel() == 1:
+        wide = x.float()
         if scale.requires_grad:
             factor = (x.numel() * max(fmt.qmax, 1)) ** -0.5
             point = zero_point.float().reshape(1)
-            y = torch._fake_quantize_learnable_per_tensor_affine(x, scale.reshape(1), point, fmt.qmin, fmt.qmax, factor)
+            y = torch._fake_quantize_learnable_per_tensor_affine(
+                wide, scale.reshape(1), point, fmt.qmin, fmt.qmax, factor
+            )
         else:
-            y = torch.fake_quantize_per_tensor_affine(x, scale, zero_point, fmt.qmin, fmt.qmax)
+            y = torch.fake_quantize_per_tensor_affine(wide, scale, zero_point, fmt.qmin, fmt.qmax)
+        y = y.to(x.dtype)
     else:
         with torch.no_grad():
             codes = quantize(x, scale, zero_point, format, axis, block_size)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.graph import get_attr, is_parameter, parameter, set_parameter, target_name, value_of
-from quark_fx.operators import argument, operator_row, set_argument
+from quark_fx.operators import argument, channel_dim, operator_row, response, set_argument
 from quark_fx.pass_manager import graph_pass
 
 
@@ -49,19 +49,19 @@ class AbsorbHighBias:
         beta, gamma = producer.meta["batch_norm"]
         shift = (beta - self.deviations * gamma.abs()).clamp(min=0) if rectified else beta
         position = _bias_position(producer)
-        if not bool((shift != 0).any()) or position is None or not _takes_shift(gm, consumer, len(shift)):
+        if not bool((shift != 0).any()) or position is None or not _takes_shift(gm, producer, consumer):
             return False
         bias = argument(producer, position)
         weight, other = argument(consumer, 1), argument(consumer, 2)
         if not is_parameter(bias) or len(bias.users) > 1:
             return False
-        wide = parameter(gm, weight).detach().float()
-        per_channel = wide.flatten(2).sum(2) if wide.dim() > 2 else wide
-        outputs, per_group = per_channel.shape
-        groups = len(shift) // per_group
-        moved = (per_channel.reshape(groups, -1, per_group) * shift.to(wide.device).reshape(groups, 1, -1)).sum(2)
+        row = operator_row(consumer)
+        assert row is not None
+        moved = response(consumer, row, parameter(gm, weight), shift)
+        if moved is None:
+            return False
         _add(gm, producer, position, bias, -shift)
-        _add(gm, consumer, 2, other, moved.reshape(outputs))
+        _add(gm, consumer, 2, other, moved)
         producer.meta["batch_norm"] = (beta - shift, gamma)
         return True
 
@@ -75,8 +75,8 @@ def _bias_position(node: Node) -> int | None:
     return row.bias if row is not None else None
 
 
-def _takes_shift(gm: GraphModule, consumer: Node, channels: int) -> bool:
-    """Tell whether the consumer is a convolution that does not pad, or a linear operator, with constant parameters."""
+def _takes_shift(gm: GraphModule, producer: Node, consumer: Node) -> bool:
+    """Tell whether the consumer sums over the producer's channels with constant parameters, and does not pad."""
     row = operator_row(consumer)
     if row is None or row.kind not in ("conv", "linear") or (row.weight, row.bias) != (1, 2):
         return False
@@ -86,8 +86,12 @@ def _takes_shift(gm: GraphModule, consumer: Node, channels: int) -> bool:
     padding = argument(consumer, 4) if row.kind == "conv" else None
     if padding not in (None, "valid") and any(p != 0 for p in padding):
         return False
-    groups = (argument(consumer, 6) or 1) if row.kind == "conv" else 1
-    return bool(value_of(gm, weight).shape[1] * groups == channels)
+    made = operator_row(producer)
+    assert made is not None
+    assert made.weight is not None
+    rank = value_of(gm, producer).dim()
+    ranks = (value_of(gm, argument(producer, made.weight)).dim(), value_of(gm, weight).dim())
+    return channel_dim(made, ranks[0], rank) == channel_dim(row, ranks[1], rank)
 
 
 def _add(gm: GraphModule, node: Node, position: int, old: Node | None, change: Tensor) -> None:

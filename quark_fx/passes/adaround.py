@@ -31,8 +31,8 @@ class SoftRounding:
     def __init__(self, grid: Grid, weight: Tensor, start: Tensor, options: AdaRound) -> None:
         self.grid, self.options = grid, options
         # Codes that make up for the errors of others may lie more than one step from the weight.
-        nearest = torch.minimum(torch.maximum(grid.position(weight), start - 1), start + 1)
-        position = start + options.softness * (nearest - start)
+        real = torch.minimum(torch.maximum(grid.position(weight), start - 1), start + 1)
+        position = start + options.softness * (real - start)
         self.floor = torch.where(position < start, start - 1, start)
         # At 0 and 1 the sigmoid would have no gradient.
         h = (position - self.floor).clamp(0.01, 0.99)
@@ -64,9 +64,11 @@ class AdaRound(Schedule):
     """Learn, for each weight, which of two codes to take, so that what an operator or a block makes is kept.
 
     Scales stay. By default codes start from coordinate descent on each operator's error, which most of the gain comes
-    from, and gradient steps refine them. The algorithm as published is `AdaRound(descent=False,
-    softness=1, iterations=10_000, learning_rate=1e-3)`; with `unit="block"` it is BRECQ without its Fisher weights, and
-    with `drop=0.5, scale_rate=0.01` besides it is QDrop.
+    from, and gradient steps refine them. With `descent=False, softness=1, iterations=10_000, learning_rate=1e-3` they
+    start where the paper's do, at the float weight; what differs from it then is that the penalty is a mean and the
+    error relative, that the rate decays, and that the best state on held-out batches is kept. `unit="block"`
+    reconstructs blocks as BRECQ does, without Fisher weights; `drop=0.5, scale_rate=0.01` besides mixes float into
+    what enters the block and into every activation of it, and learns activation scales, as QDrop does.
 
     Args:
         regularization: weight of the penalty that drives soft codes to hard ones, relative to the relative error.

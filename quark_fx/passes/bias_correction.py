@@ -13,10 +13,10 @@ from torch.fx import GraphModule, Node
 from quark_fx.block_walk import BlockRun, walk_blocks
 from quark_fx.blocks import Unit, extract
 from quark_fx.context import Context
-from quark_fx.graph import named_nodes, placeholders, set_parameter, tensor_of
-from quark_fx.operators import argument, clamp_bounds
+from quark_fx.graph import is_parameter, named_nodes, parameter, placeholders, set_parameter, target_name, tensor_of
+from quark_fx.operators import argument, channel_dim, clamp_bounds, operator_row, response
 from quark_fx.pass_manager import Change, Stage, graph_pass
-from quark_fx.quantized_weights import QuantizedWeight, add_bias, quantized_weights, shared_codes
+from quark_fx.quantized_weights import QuantizedWeight, quantized_weights, shared_tensors
 from quark_fx.specs import enum_member
 
 
@@ -34,7 +34,7 @@ class Means(StrEnum):
 class BiasCorrection:
     """Add to each bias the mean, per output channel, of what quantization takes from the operator's output.
 
-    Not after `AdaRound` or `AdaQuant`, whose error contains the mean already. An operator without a bias gets one.
+    Not after `AdaRound` or `AdaQuant`, whose error contains the mean already.
 
     Args:
         means: `"empirical"`, sequentially on calibration data, kept where the error on unseen batches falls; or
@@ -52,25 +52,34 @@ class BiasCorrection:
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Correct the biases of `gm`; return how many changed."""
-        shared = shared_codes(gm)
+        shared = shared_tensors(gm)
+        usable = []
         for weight in quantized_weights(gm, context.plan):
-            add_bias(gm, weight)
+            if weight.bias is None:
+                context.note(Change(weight.name, "left: it has no bias that is stored", changed=False))
+            elif weight.bias_name in shared:
+                context.note(Change(weight.name, "left: several operators add its bias", changed=False))
+            else:
+                usable.append(weight)
         if self.means is Means.ANALYTIC:
-            return _correct_analytically(gm, context)
-        return sum(
-            _correct_on_data(run, weight, context)
-            for run in walk_blocks(gm, context, unit=Unit.OPERATOR, label="bias correction")
-            for weight in quantized_weights(run.module, context.plan)
-            if weight.bias is not None and weight.codes not in shared
-        )
+            for weight in usable:
+                _correct_analytically(gm, weight, context)
+        else:
+            names = {weight.node.name for weight in usable}
+            for run in walk_blocks(gm, context, unit=Unit.OPERATOR, label="bias correction"):
+                for weight in quantized_weights(run.module, context.plan) if not run.finished else ():
+                    if weight.node.name in names:
+                        _correct_on_data(run, weight, context)
+        return sum(change.changed for change in context.changes)
 
 
-def _correct_on_data(run: BlockRun, weight: QuantizedWeight, context: Context) -> bool:
+def _correct_on_data(run: BlockRun, weight: QuantizedWeight, context: Context) -> None:
     began = time.perf_counter()
     before = run.held_out_error()
-    old = weight.bias_tensors(run.module, weight.bias_value(run.module))
-    shift = _mean_error(run, weight, context)
-    for name, value in weight.bias_tensors(run.module, weight.bias_value(run.module) + shift).items():
+    corrected = weight.bias_value(run.module) + _mean_error(run, weight, context)
+    new = weight.bias_tensors(run.module, corrected)
+    old = {name: tensor_of(run.module, name) for name in new}
+    for name, value in new.items():
         run.store(name, value)
     after = run.held_out_error()
     kept = after < before
@@ -78,9 +87,7 @@ def _correct_on_data(run: BlockRun, weight: QuantizedWeight, context: Context) -
         for name, value in old.items():
             run.store(name, value)
     what = "corrected" if kept else "left: unseen batches disagree"
-    seconds = time.perf_counter() - began
-    context.note(Change(name=weight.name, what=what, before=before, after=min(before, after), seconds=seconds))
-    return kept
+    context.note(Change(weight.name, what, kept, before, min(before, after), time.perf_counter() - began))
 
 
 def _mean_error(run: BlockRun, weight: QuantizedWeight, context: Context) -> Tensor:
@@ -97,41 +104,63 @@ def _mean_error(run: BlockRun, weight: QuantizedWeight, context: Context) -> Ten
     return (total / count).float().to(context.device)
 
 
-def _correct_analytically(gm: GraphModule, context: Context) -> int:
+def _correct_analytically(gm: GraphModule, weight: QuantizedWeight, context: Context) -> None:
     assert context.float_graph is not None
-    reference = named_nodes(context.float_graph)
-    corrected = 0
-    for weight in quantized_weights(gm, context.plan):
-        mean = _expected_input(reference[weight.node.name], weight)
-        if weight.bias is None or mean is None:
-            reason = "no bias" if weight.bias is None else "no batch norm (and at most a clamp) before it"
-            context.note(Change(name=weight.name, what=f"left: {reason}"))
-            continue
-        lost = tensor_of(context.float_graph, weight.weight).detach().float() - weight.value(gm)
-        groups = mean.numel() // lost.shape[weight.row.input_axis]
-        per_group = lost.movedim((weight.row.output_axis, weight.row.input_axis), (0, 1)).flatten(2).sum(2)
-        shift = (per_group.reshape(groups, -1, per_group.shape[1]) @ mean.reshape(groups, -1, 1)).flatten()
-        for name, value in weight.bias_tensors(gm, weight.bias_value(gm) + shift).items():
-            set_parameter(gm, name, value)
-        context.note(Change(name=weight.name, what=f"corrected by up to {float(shift.abs().max()):.3g}"))
-        corrected += 1
-    return corrected
+    node = named_nodes(context.float_graph)[weight.node.name]
+    mean = _expected_input(context.float_graph, node, weight)
+    lost = tensor_of(context.float_graph, weight.weight).detach().float() - weight.value(gm)
+    shift = None if mean is None else response(node, weight.row, lost, mean)
+    if shift is None:
+        reason = "no batch norm (and at most a clamp) before it" if mean is None else "its response is not constant"
+        context.note(Change(weight.name, f"left: {reason}", changed=False))
+        return
+    for name, value in weight.bias_tensors(gm, weight.bias_value(gm) + shift).items():
+        set_parameter(gm, name, value)
+    context.note(Change(weight.name, f"corrected by up to {float(shift.abs().max()):.3g}"))
 
 
-def _expected_input(node: Node, weight: QuantizedWeight) -> Tensor | None:
+def _expected_input(gm: GraphModule, node: Node, weight: QuantizedWeight) -> Tensor | None:
     """Return the mean of each input channel, from the batch norm before and the clamp between."""
     source = argument(node, weight.row.activations[0])
-    bounds = clamp_bounds(source)
+    bounds = _bounds(gm, source)
     norm = source if bounds is None else source.args[0]
-    statistics = norm.meta.get("batch_norm") if isinstance(norm, Node) else None
-    if statistics is None:
+    made = operator_row(norm) if isinstance(norm, Node) and "batch_norm" in norm.meta else None
+    if made is None or made.weight is None:
         return None
-    mean, deviation = statistics
+    rank = norm.meta["val"].dim()
+    made_rank = argument(norm, made.weight).meta["val"].dim()
+    weight_rank = weight.dequantize.meta["val"].dim()
+    if channel_dim(made, made_rank, rank) != channel_dim(weight.row, weight_rank, rank):
+        return None  # it sums over positions, not over channels
+    mean, deviation = norm.meta["batch_norm"]
     return clamped_mean(mean, deviation, *(bounds or (None, None)))
 
 
-def clamped_mean(mean: Tensor, deviation: Tensor, low: float | None, high: float | None) -> Tensor:
+Bound = float | Tensor | None
+
+
+def _bounds(gm: GraphModule, node: Node) -> tuple[Bound, Bound] | None:
+    """Return the constant bounds of a clamp, one value per channel where equalization made them so."""
+    if target_name(node) != "aten.clamp.Tensor":
+        return clamp_bounds(node)
+    low, high = argument(node, 1), argument(node, 2)
+    if not all(bound is None or is_parameter(bound) for bound in (low, high)):
+        return None
+    values = (None if bound is None else parameter(gm, bound).detach().float().flatten() for bound in (low, high))
+    return tuple(values)  # type: ignore[return-value]
+
+
+def clamped_mean(mean: Tensor, deviation: Tensor, low: Bound, high: Bound) -> Tensor:
     """Return the mean of a normal variable clamped to `[low, high]`; `None` is no bound.
+
+    Args:
+        mean: of the variable, shape (channels,).
+        deviation: its standard deviation, of either sign, shape (channels,).
+        low: one for all, or shape (channels,).
+        high: likewise.
+
+    Returns:
+        Shape (channels,).
 
     Source:
         Nagel et al. 2019, appendix C.
@@ -144,7 +173,8 @@ def clamped_mean(mean: Tensor, deviation: Tensor, low: float | None, high: float
     density_a, density_b = normal.log_prob(a).exp(), normal.log_prob(b).exp()
     below, above = normal.cdf(a), 1 - normal.cdf(b)
     inside = mean * (1 - below - above) + deviation * (density_a - density_b)
-    result: Tensor = inside + (low or 0.0) * below + (high or 0.0) * above
+    cut = (0.0 if low is None else low) * below + (0.0 if high is None else high) * above
+    result: Tensor = inside + cut
     return result
 
 

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from quark_fx.context import Context
 from quark_fx.graph import parameter
-from quark_fx.operators import Operator, operator_row
-from quark_fx.pass_manager import graph_pass
+from quark_fx.operators import Operator, operator_row, stored_weight
+from quark_fx.pass_manager import Change, graph_pass
+from quark_fx.placement import module_name
 from quark_fx.scale_sites import Absorber, ScaleSite, apply_scale, find_scale_sites
 
 
@@ -40,9 +42,18 @@ class CrossLayerEqualization:
     tolerance: float = 0.05
     keep_scalar_bounds: bool = False
 
-    def __call__(self, gm: GraphModule) -> int:
-        """Equalize `gm`; return the number of sites that were rescaled."""
-        sites = [site for site in find_scale_sites(gm).sites if self._takes(site)]
+    def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
+        """Equalize `gm`, note what became of each operator, and return the number of sites that were rescaled."""
+        analysis = find_scale_sites(gm)
+        sites = [site for site in analysis.sites if self._takes(site)]
+        note = context.note if context is not None else lambda change: None
+        for node, reason in analysis.reasons.items():
+            note(Change(_name(node), f"left: {reason}", changed=False))
+        for site in analysis.sites:
+            if site not in sites:
+                note(
+                    Change(_names(site), "left: a norm or constant takes part, or a clamp stays scalar", changed=False)
+                )
         weights = _weights(gm, sites)
         scales = [torch.ones(site.channels, device=_device(gm, site)) for site in sites]
         for _ in range(self.rounds):
@@ -51,9 +62,12 @@ class CrossLayerEqualization:
                 break
         rescaled = 0
         for site, scale in zip(sites, scales, strict=True):
-            if bool((scale != 1).any()):
+            moved = bool((scale != 1).any())
+            if moved:
                 apply_scale(gm, site, scale)
                 rescaled += 1
+            what = f"scaled by {float(scale.min()):.2g} to {float(scale.max()):.2g}" if moved else "left: it is even"
+            note(Change(_names(site), what, moved))
         return rescaled
 
     def _takes(self, site: ScaleSite) -> bool:
@@ -61,6 +75,16 @@ class CrossLayerEqualization:
             return False
         rows = (_row(absorber) for absorber in (*site.producers, *site.consumers))
         return all(row is not None and row.activations for row in rows)
+
+
+def _name(node: Node) -> str:
+    row = operator_row(node)
+    stored = stored_weight(node, row) if row is not None and row.weight is not None else None
+    return module_name(node, stored.node if stored is not None else None)
+
+
+def _names(site: ScaleSite) -> str:
+    return ", ".join(_name(found.reader) for found in site.inputs)
 
 
 def _row(absorber: Absorber) -> Operator | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -67,8 +67,14 @@ class SmoothQuant:
         analysis = find_scale_sites(gm, explicit=self.explicit)
         for node, reason in analysis.reasons.items():
             if node in planned:
-                context.note(Change(name=planned[node].name, what=f"left: {reason}"))
-        sites = [site for site in analysis.sites if _is_quantized(site, planned)]
+                context.note(Change(planned[node].name, f"left: {reason}", changed=False))
+        sites = []
+        for site in analysis.sites:
+            if _is_quantized(site, planned):
+                sites.append(site)
+            else:
+                reason = "left: not every operator that reads it multiplies codes by codes"
+                context.note(Change(_name(site, planned), reason, changed=False))
         seen = _watch(gm, sites, context)
         return sum(self._smooth(gm, site, planned, seen, context) for site in sites)
 
@@ -91,11 +97,14 @@ class SmoothQuant:
         kept = after < before
         if kept:
             apply_scale(gm, site, scales[best])
-        name = ", ".join(planned[found.reader].name for found in site.inputs)
         what = f"alpha {best:g}" if kept else "left: no strength is better on unseen samples"
         seconds = time.perf_counter() - began
-        context.note(Change(name=name, what=what, before=before, after=after if kept else before, seconds=seconds))
+        context.note(Change(_name(site, planned), what, kept, before, after if kept else before, seconds))
         return kept
+
+
+def _name(site: ScaleSite, planned: dict[Node, PlannedOperator]) -> str:
+    return ", ".join(planned[found.reader].name for found in site.inputs)
 
 
 def _is_quantized(site: ScaleSite, planned: dict[Node, PlannedOperator]) -> bool:
@@ -111,7 +120,7 @@ class Seen:
     """What is remembered of an activation.
 
     Attributes:
-        low: smallest value per channel, shape (channels,).
+        low: smallest value per channel in the batches that are tuned on, shape (channels,).
         high: largest value per channel.
         tuning: some samples of it.
         held_out: samples of a batch that is not tuned on.
@@ -129,11 +138,13 @@ class _Watch(nn.Module):
     Args:
         axis: dimension of the channels.
         kept: what the samples of a batch are kept as, by its index; batches come in order.
+        tuning: the batches whose values count for the range.
     """
 
-    def __init__(self, axis: int, kept: dict[int, str]) -> None:
+    def __init__(self, axis: int, kept: dict[int, str], tuning: Collection[int]) -> None:
         super().__init__()
         self.axis = axis
+        self.tuning = tuning
         self.kept = kept
         self.batches = 0
         self.low: Tensor | None = None
@@ -141,10 +152,11 @@ class _Watch(nn.Module):
         self.samples: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> None:
-        dims = [dim for dim in range(x.dim()) if dim != self.axis]
-        low, high = x.amin(dims), x.amax(dims)
-        self.low = low if self.low is None else torch.minimum(self.low, low)
-        self.high = high if self.high is None else torch.maximum(self.high, high)
+        if self.batches in self.tuning:
+            dims = [dim for dim in range(x.dim()) if dim != self.axis]
+            low, high = x.amin(dims), x.amax(dims)
+            self.low = low if self.low is None else torch.minimum(self.low, low)
+            self.high = high if self.high is None else torch.maximum(self.high, high)
         if (part := self.kept.get(self.batches)) is not None:
             self.samples[part] = x[:_SAMPLES].clone()
         self.batches += 1
@@ -156,7 +168,7 @@ def _watch(gm: GraphModule, sites: Sequence[ScaleSite], context: Context) -> dic
     if not axes:
         return {}
     kept = {context.tuning[0]: "tuning", context.held_out[0]: "held_out"}
-    watches = {value: _Watch(axis, kept) for value, axis in axes.items()}
+    watches = {value: _Watch(axis, kept, set(context.tuning)) for value, axis in axes.items()}
     with watching(gm, watches.items()):
         run_batches(gm, context)
     home = device_of(gm)
