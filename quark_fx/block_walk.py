@@ -171,8 +171,13 @@ def walk_blocks(
         context: with `float_graph`, of which `gm` is the conversion.
         unit: how finely to cut.
         label: of the progress bar.
+
+    Raises:
+        CalibrationError: if there is no calibration data.
     """
     assert context.float_graph is not None
+    if not context.batches:
+        raise CalibrationError("a pass of this configuration learns from data; pass calibration_data")
     reference = context.float_graph
     walk = context.next_walk()
     blocks = find_blocks(reference, unit)

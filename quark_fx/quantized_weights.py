@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.formats import INT32, IntFormat, parse_format
-from quark_fx.graph import parameter, target_name, tensor_of
+from quark_fx.graph import is_parameter, parameter, target_name, tensor_of
 from quark_fx.operators import Operator, argument, channel_dim
 from quark_fx.ops import spread
 from quark_fx.placement import PlannedOperator
@@ -106,8 +106,8 @@ class QuantizedWeight:
         node = self._bias_argument
         if node is None or node.op == "get_attr":
             return node
-        stored = target_name(node) == _DEQUANTIZE and isinstance(parse_format(str(node.args[3])), IntFormat)
-        return node if stored else None
+        stored = target_name(node) == _DEQUANTIZE and is_parameter(node.args[0])
+        return node if stored and isinstance(parse_format(str(node.args[3])), IntFormat) else None
 
     @property
     def bias_name(self) -> str:

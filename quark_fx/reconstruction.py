@@ -7,6 +7,7 @@ on the way, the one that is best on batches that were not learned from is stored
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,8 +99,9 @@ class Schedule:
         object.__setattr__(self, "unit", enum_member(Unit, self.unit))
         if self.batch_size < 1 or self.iterations < 0 or self.patience < 1:
             raise ConfigError(f"batch_size and patience are at least 1, iterations at least 0: {self}")
-        if min(self.learning_rate, self.scale_rate, self.bias_rate) < 0 or not 0 <= self.drop < 1:
-            raise ConfigError(f"rates are not negative, and `drop` is a probability below 1: {self}")
+        rates = (self.learning_rate, self.scale_rate, self.bias_rate)
+        if not all(0 <= rate < math.inf for rate in rates) or not 0 <= self.drop < 1:
+            raise ConfigError(f"rates are finite and not negative, and `drop` is a probability below 1: {self}")
 
 
 Begin = Callable[[Grid, Tensor, Tensor], Codes]

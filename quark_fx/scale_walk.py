@@ -264,7 +264,7 @@ class Walk:
         """
         if not isinstance(size, torch.SymInt):
             return int(size)
-        expression = size.node.expr
+        expression: Any = size.node.expr
         if expression not in self._sizes:
             known = {symbol: self._symbols.get(symbol, _SMALL) for symbol in expression.free_symbols}
             self._sizes[expression] = int(expression.subs(known))

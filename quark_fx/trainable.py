@@ -87,6 +87,10 @@ def trainable_block(
     for node in list(graph.nodes):
         if target_name(node) == _PAIR[0] and target_name(source := node.args[0]) == _PAIR[1]:
             _differentiable(graph, node, source, drop, places_of)
+        elif target_name(node) == "quark_fx.dynamic_qparams.default":
+            # A range that is measured is a constant to the gradient, as one that is calibrated.
+            with graph.inserting_before(node):
+                node.args = (graph.call_function(torch.ops.aten.detach.default, (node.args[0],)), *node.args[1:])
     graph.eliminate_dead_code()
     module.recompile()
     made = [i for i, name in enumerate(run.block.outputs) if name in run.block.made]

@@ -25,8 +25,9 @@ class StraightThrough:
 
     def weight(self) -> Tensor:
         """Return the rounded weight."""
-        rounded = self.parameter + (self.parameter.round() - self.parameter).detach()
-        return self.grid.value(rounded.clamp(*self.grid.limits))
+        low, high = self.grid.limits
+        position = self.parameter.clamp(low - 0.5, high + 0.5)
+        return self.grid.value(position + (self.codes() - position).detach())
 
     def penalty(self, progress: float) -> Tensor | float:
         """Return 0: the weight is rounded as it is."""

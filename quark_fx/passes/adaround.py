@@ -34,8 +34,9 @@ class SoftRounding:
         real = torch.minimum(torch.maximum(grid.position(weight), start - 1), start + 1)
         position = start + options.softness * (real - start)
         self.floor = torch.where(position < start, start - 1, start)
-        # At 0 and 1 the sigmoid would have no gradient.
+        # At 0 and 1 the sigmoid would have no gradient; half way it would not say which code it starts at.
         h = (position - self.floor).clamp(0.01, 0.99)
+        h = torch.where(self.floor < start, h.clamp(min=0.501), h.clamp(max=0.499))
         self.parameter = torch.logit((h - _GAMMA) / (_ZETA - _GAMMA)).requires_grad_()
 
     def weight(self) -> Tensor:
