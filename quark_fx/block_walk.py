@@ -176,8 +176,7 @@ def walk_blocks(
         CalibrationError: if there is no calibration data.
     """
     assert context.float_graph is not None
-    if not context.batches:
-        raise CalibrationError("a pass of this configuration learns from data; pass calibration_data")
+    context.require_batches()
     reference = context.float_graph
     walk = context.next_walk()
     blocks = find_blocks(reference, unit)

@@ -80,10 +80,14 @@ class Context:
         Raises:
             CalibrationError: if there is no calibration data.
         """
-        if not self.batches:
-            raise CalibrationError("a pass of this configuration learns from data; pass calibration_data")
+        self.require_batches()
         batch, part = self.batches[index]
         return [_part(leaf, part) for leaf in self._leaves(batch)]
+
+    def require_batches(self) -> None:
+        """Raise `CalibrationError` if there is no calibration data."""
+        if not self.batches:
+            raise CalibrationError("a pass of this configuration learns from data; pass calibration_data")
 
     def input(self, index: int, position: int) -> Any:
         """Return one of the flat inputs of batch `index`, a tensor on the device."""

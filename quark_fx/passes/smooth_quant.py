@@ -167,6 +167,7 @@ def _watch(gm: GraphModule, sites: Sequence[ScaleSite], context: Context) -> dic
     axes = {scaled.value: scaled.axis for site in sites for scaled in site.inputs}
     if not axes:
         return {}
+    context.require_batches()
     kept = {context.tuning[0]: "tuning", context.held_out[0]: "held_out"}
     watches = {value: _Watch(axis, kept, set(context.tuning)) for value, axis in axes.items()}
     with watching(gm, watches.items()):
