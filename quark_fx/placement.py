@@ -196,7 +196,7 @@ class _Placement:
             while len(value.users) == 1 and clamp_bounds(user := next(iter(value.users))) is not None:
                 absorbed.append(user)
                 value = user
-            produced[value] = Point(value, spec, value, None, absorbed)
+            produced[value] = Point(value, spec, _clamped_per_channel(value), None, absorbed)
         points = {(p.value, p.spec): p for p in produced.values()}
         for reader, value, spec in self._reads():
             origin = self._origin(value, produced)
@@ -298,6 +298,17 @@ class _Placement:
             sources = [n for n in value.all_input_nodes if n.op not in ("get_attr", "placeholder")]
             return bool(sources) and all(self._available(n) for n in sources if is_floating(self.gm, n))
         return False
+
+
+def _clamped_per_channel(value: Node) -> Node:
+    """Return what is left of a value that only a clamp with bounds per channel reads, else the value.
+
+    No quantizer performs that clamp. With the range of what it leaves, the one before it rounds to codes that the one
+    after it keeps, and saturates where the clamp cuts anyway.
+    """
+    while len(value.users) == 1 and target_name(user := next(iter(value.users))) == "aten.clamp.Tensor":
+        value = user
+    return value
 
 
 def _warn_unmatched(config: QuantConfig, operators: list[PlannedOperator]) -> None:
