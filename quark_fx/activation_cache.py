@@ -38,9 +38,6 @@ class CacheBudget:
             raise ConfigError(f"a budget is a number of bytes, zero or more: {self}")
 
 
-_CHANNELS_LAST = "channels_last"
-
-
 class ActivationCache:
     """Values by key. A tensor goes where there is room: device, host, disk.
 
@@ -54,6 +51,7 @@ class ActivationCache:
         self.device = device or torch.device("cpu")
         self.peak_host_bytes = self.spilled_bytes = 0
         self._values: dict[Hashable, Any] = {}
+        self._strides: dict[Hashable, tuple[int, ...]] = {}
         self._used = {"device": 0, "host": 0}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._files = 0
@@ -69,11 +67,13 @@ class ActivationCache:
             self._values[key] = value
             return
         value = value.detach()
-        if value.untyped_storage().nbytes() > value.nbytes:  # a view would keep all of its base alive
+        if value.untyped_storage().nbytes() != value.nbytes:
+            # A view would keep all of its base alive, and elements that share memory cannot be written back.
             value = value.clone()
         place = self._place(value)
         if place == "disk":
             self._values[key] = self._write(value)
+            self._strides[key] = value.stride()
             return
         self._used[place] += value.nbytes
         self.peak_host_bytes = max(self.peak_host_bytes, self._used["host"])
@@ -83,9 +83,9 @@ class ActivationCache:
         """Return the value `key` stands for; a tensor on the device."""
         value = self._values[key]
         if isinstance(value, Path):
-            # What runs on it may depend on the layout, and bits on what runs.
-            (layout, value), *_ = load_file(value).items()
-            value = value.contiguous(memory_format=torch.channels_last) if layout == _CHANNELS_LAST else value
+            # Which kernel runs, and so the bits, may depend on strides and on where memory starts.
+            stored = load_file(value)["value"]
+            value = torch.empty_strided(stored.shape, self._strides[key], dtype=stored.dtype).copy_(stored)
         return value.to(self.device) if isinstance(value, Tensor) else value
 
     def drop(self, key: Hashable) -> None:
@@ -119,8 +119,7 @@ class ActivationCache:
                 self._folder = tempfile.TemporaryDirectory(prefix="quark_fx-", dir=self.budget.directory)
             self._files += 1
             file = Path(self._folder.name) / f"{self._files}.safetensors"
-            last = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
-            save_file({_CHANNELS_LAST if last else "contiguous": value.cpu().contiguous()}, file)
+            save_file({"value": value.cpu().contiguous()}, file)
         except (OSError, SafetensorError) as error:
             place = self.budget.directory or tempfile.gettempdir()
             raise CalibrationError(

@@ -56,7 +56,7 @@ class LinearMap:
         """Return the matrices of `matrix` in the shape of the weight `like`; inverse of it."""
         shape = tuple(reversed(like.shape)) if self.transposed else tuple(like.shape)
         weight = matrix.reshape(shape)
-        return weight.t().contiguous() if self.transposed else weight
+        return (weight.t() if self.transposed else weight).contiguous()
 
     def rows(self, x: Tensor, y: Tensor, *, most: int, seed: int) -> tuple[Tensor, Tensor]:
         """Return what each output value is the product of, and the outputs.

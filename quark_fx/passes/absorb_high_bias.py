@@ -47,7 +47,7 @@ class AbsorbHighBias:
 
     def _absorb(self, gm: GraphModule, producer: Node, consumer: Node, rectified: bool) -> bool:
         beta, gamma = producer.meta["batch_norm"]
-        shift = (beta - self.deviations * gamma.abs()).clamp(min=0) if rectified else beta
+        shift = (beta - self.deviations * gamma).clamp(min=0) if rectified else beta
         position = _bias_position(producer)
         if not bool((shift != 0).any()) or position is None or not _takes_shift(gm, producer, consumer):
             return False

@@ -36,7 +36,7 @@ class SoftRounding:
         self.floor = torch.where(position < start, start - 1, start)
         # At 0 and 1 the sigmoid would have no gradient; half way it would not say which code it starts at.
         h = (position - self.floor).clamp(0.01, 0.99)
-        h = torch.where(self.floor < start, h.clamp(min=0.501), h.clamp(max=0.499))
+        h = torch.where(self.floor < start, h.clamp(min=0.5 + 1e-6), h.clamp(max=0.5 - 1e-6))
         self.parameter = torch.logit((h - _GAMMA) / (_ZETA - _GAMMA)).requires_grad_()
 
     def weight(self) -> Tensor:
