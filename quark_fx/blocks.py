@@ -125,7 +125,8 @@ class _Cuts:
         return min(range(before + 1, at + 1), key=lambda i: (self.count[i], -i))
 
     def _read_alike(self, before: int, at: int) -> bool:
-        return _activation(self.nodes[before]) is _activation(self.nodes[at])
+        value = _activation(self.nodes[at])
+        return value is not None and _activation(self.nodes[before]) is value
 
     def _coarse(self, fine: list[int]) -> list[int]:
         """Keep the cuts that one activation crosses, and as few others as keep blocks within the limit."""
@@ -181,8 +182,9 @@ def _is_weighted(node: Node) -> bool:
 
 
 def _activation(node: Node) -> object:
+    """Return what a weighted operator multiplies; `None` for one that looks rows up."""
     row = operator_row(node)
-    return argument(node, row.activations[0]) if row is not None and row.activations else node
+    return argument(node, row.activations[0]) if row is not None and row.activations else None
 
 
 def _reached(nodes: Sequence[Node], starts: Callable[[Node], bool]) -> set[Node]:

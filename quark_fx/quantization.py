@@ -20,7 +20,7 @@ from quark_fx.capture import Captured, capture_graph
 from quark_fx.config import QuantConfig
 from quark_fx.context import Checkpoint, Context, fingerprint
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
-from quark_fx.graph import device_of, own_tensors, tensor_of
+from quark_fx.graph import device_of, own_tensors, placeholders, static_size, tensor_of
 from quark_fx.model import QuantizedModel
 from quark_fx.pass_manager import Stage, copy_graph, needs_context, pass_stage, run_passes
 from quark_fx.passes.convert import convert
@@ -124,8 +124,10 @@ def _with_learned_weights(rows: list[Row], gm: GraphModule, context: Context) ->
 
 
 def _divisible(captured: Captured) -> bool:
-    """Tell whether dimension 0 of every tensor input varies: it then counts samples."""
-    return all(shape is None or (bool(shape) and shape[0] is None) for shape in captured.signature.input_shapes)
+    """Tell whether dimension 0 of every tensor input is the same one that varies: it then counts samples."""
+    values = [node.meta["val"] for node in placeholders(captured.module)]
+    sizes = [value.shape[0] if value.dim() else 1 for value in values if isinstance(value, torch.Tensor)]
+    return len({str(size) for size in sizes}) == 1 and all(static_size(size) is None for size in sizes)
 
 
 def _resolve(config: str | QuantConfig | Mapping[str, Any]) -> QuantConfig:

@@ -305,7 +305,7 @@ class _Unit:
         for bias in (bias for bias in biases if bias is not None):
             size = max(float(bias.detach().abs().mean()), 1e-6)
             groups.append({"params": [bias], "lr": schedule.bias_rate * size})
-        groups += [{"params": [scale], "lr": schedule.scale_rate * float(scale)} for scale in scales.values()]
+        groups += [{"params": [scale], "lr": schedule.scale_rate * float(scale.detach())} for scale in scales.values()]
         optimizer = torch.optim.Adam(groups, foreach=False)
         return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, schedule.iterations)
 
