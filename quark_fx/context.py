@@ -151,7 +151,7 @@ class Checkpoint:
             if not owner.exists():
                 _write_text(owner, json.dumps({"fingerprint": fingerprint}))
             found = json.loads(owner.read_text()).get("fingerprint")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, AttributeError) as error:
             raise ConfigError(f"checkpoint directory {directory} cannot be used: {error}") from error
         if found != fingerprint:
             raise ConfigError(
