@@ -137,10 +137,11 @@ class _Cuts:
             if cut < len(self.nodes) and self.count[cut] > 1:
                 continue
             while self._size(start, cut) > _LARGEST_BLOCK:
-                # Look for it in the second half of the longest block allowed.
-                reach = [i for i in pending[:-1] if _LARGEST_BLOCK // 2 <= self._size(start, i) <= _LARGEST_BLOCK]
+                reach = [i for i in pending[:-1] if self._size(start, i) <= _LARGEST_BLOCK]
                 if not reach:
                     break
+                # A cut in the second half of the longest block allowed is worth more values that cross.
+                reach = [i for i in reach if self._size(start, i) >= _LARGEST_BLOCK // 2] or reach[-1:]
                 start = min(reach, key=lambda i: (self.count[i], -i))
                 chosen.append(start)
                 pending = [i for i in pending if i > start]

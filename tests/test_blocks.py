@@ -317,13 +317,12 @@ def test_an_inception_module_is_a_block() -> None:
     assert [(block.name, len(block.operators)) for block in blocks] == [("0", 1), ("1", 6), ("2", 6), ("5", 1)]
 
 
-def test_a_dense_block_is_cut_by_size_only() -> None:
-    """Six layers of two convolutions fit into one block; twelve do not, and halves of the limit are worth a cut."""
+def test_long_connections_of_a_dense_block_travel_and_short_ones_keep_it_together() -> None:
+    """What is read over more than eight convolutions crosses every cut; four layers of two lie below all others."""
     blocks = find_blocks(case("densenet").gm)
-    first, second = (of_module(blocks, f"features.denseblock{i}") for i in (1, 2))
-    assert [len(block.operators) for block in first] == [12]
-    assert sum(len(block.operators) for block in second) == 24
-    assert all(len(block.operators) >= LARGEST_BLOCK // 2 for block in second)
+    for index, layers in ((1, 6), (2, 12)):
+        dense = of_module(blocks, f"features.denseblock{index}")
+        assert [len(block.operators) for block in dense] == [1] * (2 * layers - 8) + [8]
 
 
 def test_a_short_skip_connection_keeps_what_it_spans_together() -> None:
