@@ -15,7 +15,18 @@ from tqdm.auto import tqdm
 from quark_fx.blocks import Block, Unit, carriers, extract, find_blocks
 from quark_fx.context import Context
 from quark_fx.errors import CalibrationError
-from quark_fx.graph import named_nodes, placeholders, set_parameter, stored_tensors, tensor_of
+from quark_fx.graph import (
+    get_attr,
+    is_parameter,
+    named_nodes,
+    parameter,
+    placeholders,
+    results_of,
+    set_parameter,
+    stored_tensors,
+    target_name,
+    tensor_of,
+)
 
 
 @dataclass
@@ -102,6 +113,8 @@ class BlockRun:
         return self._learned
 
 
+_DEQUANTIZE = "quark_fx.dequantize.default"
+
 _NOTHING = 1e-12
 """The square of targets that are all zero, which an error is not divided by."""
 
@@ -157,7 +170,7 @@ class _Streams:
 
 
 def walk_blocks(
-    gm: GraphModule, context: Context, *, unit: Unit = Unit.BLOCK, label: str = "blocks"
+    gm: GraphModule, context: Context, *, unit: Unit = Unit.BLOCK, label: str = "blocks", side_by_side: bool = True
 ) -> Iterator[BlockRun]:
     """Visit the blocks of a quantized graph in order; each sees what the changes to those before it make of the data.
 
@@ -171,6 +184,8 @@ def walk_blocks(
         context: with `float_graph`, of which `gm` is the conversion.
         unit: how finely to cut.
         label: of the progress bar.
+        side_by_side: compute the float values too; without them a walk costs one forward pass, and of a `BlockRun`
+            only the quantized inputs and modules may be asked for.
 
     Raises:
         CalibrationError: if there is no calibration data.
@@ -185,9 +200,10 @@ def walk_blocks(
     try:
         bar = tqdm(blocks, desc=label, unit="block", disable=not context.progress, leave=False)
         for index, block in enumerate(bar):
-            streams.shared |= block.shared
             part = _lift(reference, block, float_nodes, context.device)
-            streams.advance("float", block, part)
+            if side_by_side:
+                streams.shared |= block.shared
+                streams.advance("float", block, part)
             module = _lift(gm, block, quantized_nodes, context.device)
             known = context.checkpoint.load(walk, index) if context.checkpoint is not None else None
             run = BlockRun(block, index, part, module, known is not None, streams, gm, context)
@@ -200,7 +216,7 @@ def walk_blocks(
             if context.checkpoint is not None and known is None:
                 context.checkpoint.save(walk, index, run.learned, context.changes[before:])
             if index + 1 < len(blocks):
-                streams.advance("quantized", block, run.module)
+                streams.advance("quantized", block, _with_weights(run.module))
                 streams.forget(set(block.inputs) - set(block.outputs))
     finally:
         streams.forget({name for block in blocks for name in (*block.inputs, *block.outputs)})
@@ -241,6 +257,19 @@ def _lift(
             node.update_kwarg("device", device)
     part.recompile()
     return part
+
+
+def _with_weights(module: GraphModule) -> GraphModule:
+    """Return a block whose weights are values, so that they are not computed from their codes for every batch."""
+    module = extract(module, placeholders(module), results_of(module))
+    for node in list(module.graph.nodes):
+        if target_name(node) == _DEQUANTIZE and all(is_parameter(source) for source in node.all_input_nodes):
+            value = node.target(*(parameter(module, a) if isinstance(a, Node) else a for a in node.args))
+            with module.graph.inserting_before(node):
+                node.replace_all_uses_with(get_attr(module, f"{node.name}_value", value))
+            module.graph.erase_node(node)
+    module.recompile()
+    return module
 
 
 __all__ = ["BlockRun", "relative_error", "run_blocks", "walk_blocks"]

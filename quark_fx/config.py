@@ -44,7 +44,7 @@ class Override:
 
     Args:
         pattern: a glob on the module name (`"encoder.layer.0.*"`), or `"op:"` and a glob on the operator
-            kind of `quark_fx.operators` (`"op:embedding"`).
+            kind of `quark_fx.operators` (`"op:embedding"`); `"op:head"` is the one whose output is the model's.
         weight: `INHERIT` leaves it as it is, `None` keeps it in float.
         input: likewise.
         output: likewise.
@@ -177,18 +177,18 @@ class QuantConfig:
             if wrong:
                 raise ConfigError(message + where)
 
-    def specs_for(self, name: str, kind: str) -> OperatorSpecs:
-        """Return the specs of the operator of module `name` and table kind `kind`, after all overrides."""
+    def specs_for(self, name: str, *kinds: str) -> OperatorSpecs:
+        """Return the specs of the operator of module `name` and the given kinds, after all overrides."""
         specs = self._specs()
         for override in self.overrides:
-            if matches(override.pattern, name, kind):
+            if matches(override.pattern, name, *kinds):
                 specs = self._apply(override, specs)
                 self._check(specs, override)
         return specs
 
-    def excluded_by(self, name: str, kind: str) -> str | None:
+    def excluded_by(self, name: str, *kinds: str) -> str | None:
         """Return the pattern that excludes the operator, if one does."""
-        return next((pattern for pattern in self.exclude if matches(pattern, name, kind)), None)
+        return next((pattern for pattern in self.exclude if matches(pattern, name, *kinds)), None)
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -258,10 +258,10 @@ class QuantConfig:
         return cls.from_dict(data)
 
 
-def matches(pattern: str, name: str, kind: str) -> bool:
-    """Tell whether `pattern` (see `Override`) selects the operator of module `name` and kind `kind`."""
+def matches(pattern: str, name: str, *kinds: str) -> bool:
+    """Tell whether `pattern` (see `Override`) selects the operator of module `name`, which is of these kinds."""
     if pattern.startswith("op:"):
-        return fnmatchcase(kind, pattern.removeprefix("op:"))
+        return any(fnmatchcase(kind, pattern.removeprefix("op:")) for kind in kinds)
     return fnmatchcase(name, pattern)
 
 

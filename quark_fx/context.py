@@ -19,12 +19,16 @@ from torch.fx import GraphModule
 from quark_fx.activation_cache import ActivationCache, CacheBudget
 from quark_fx.config import QuantConfig
 from quark_fx.errors import CalibrationError, ConfigError
-from quark_fx.graph import stored_tensors, target_name
+from quark_fx.graph import placeholders, stored_tensors, target_name
 from quark_fx.pass_manager import Change
 from quark_fx.placement import PlannedOperator
 
 _HELD_OUT = 8
 """One batch in eight is kept from tuning, to judge it by."""
+
+
+_MASK = "attention_mask"
+"""The input that says which positions are no padding, as Hugging Face models call it; shape (batch, tokens)."""
 
 
 @dataclass
@@ -93,6 +97,13 @@ class Context:
         """Return one of the flat inputs of batch `index`, a tensor on the device."""
         batch, part = self.batches[index]
         return _part(self.cache.get(("batch", batch, position)), part)
+
+    def kept_positions(self, batch: int) -> Tensor | None:
+        """Return which positions of batch `batch` are no padding, boolean, or `None` if the data does not say."""
+        assert self.float_graph is not None
+        names = [node.name for node in placeholders(self.float_graph)]
+        mask = self.input(batch, names.index(_MASK)) if _MASK in names else None
+        return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
     def whole_batches(self, device: torch.device) -> Iterator[list[Any]]:
         """Yield the flat inputs of every batch as it was given, tensors on `device`."""

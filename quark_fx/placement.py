@@ -29,6 +29,11 @@ from quark_fx.operators import (
     unsupported_weight,
 )
 
+_CASTS = frozenset({"aten._to_copy.default", "aten.to.dtype"})
+
+HEAD = "head"
+"""How patterns name the operator whose output is the model's: a language model's projection to its vocabulary."""
+
 
 @dataclass(frozen=True)
 class PlannedOperator:
@@ -44,6 +49,7 @@ class PlannedOperator:
         input: spec of its activations, `None` if they stay in float.
         output: spec of its output, `None` if it stays in float.
         reason: why it is left in float; empty if it is quantized.
+        is_head: its output is the model's.
     """
 
     node: Node
@@ -55,6 +61,12 @@ class PlannedOperator:
     input: TensorSpec | None = None
     output: TensorSpec | None = None
     reason: str = ""
+    is_head: bool = False
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What patterns may call it by."""
+        return (self.kind, HEAD) if self.is_head else (self.kind,)
 
 
 @dataclass
@@ -148,20 +160,22 @@ def _plan_operator(gm: GraphModule, config: QuantConfig, node: Node, row: Operat
     constant = next((operand for operand in operands if is_parameter(operand)), None)
     weight = stored.node if stored is not None else constant
     name = module_name(node, weight)
-    specs = config.specs_for(name, row.kind)
+    is_head = _is_head(node)
+    kinds = (row.kind, HEAD) if is_head else (row.kind,)
+    specs = config.specs_for(name, *kinds)
     reason = ""
     if row.weight is None and constant is not None:
         reason = "its weight is not the operand the table has a row for"
-    elif pattern := config.excluded_by(name, row.kind):
+    elif pattern := config.excluded_by(name, *kinds):
         reason = f"excluded by {pattern!r}"
-    elif not row.by_default and not any(matches(o.pattern, name, row.kind) for o in config.overrides):
+    elif not row.by_default and not any(matches(o.pattern, name, *kinds) for o in config.overrides):
         reason = "products of activations stay in float unless an override selects them"
     elif row.weight is not None and specs.weight is None:
         reason = "the configuration keeps its weight in float"
     elif row.weight is None and specs.input is None:
         reason = "the configuration keeps its inputs in float"
     if reason:
-        return PlannedOperator(node, row, name, row.kind, weight, reason=reason)
+        return PlannedOperator(node, row, name, row.kind, weight, reason=reason, is_head=is_head)
     if specs.input is not None and specs.input.granularity is Granularity.TOKEN and row.kind.startswith("conv"):
         raise ConfigError(
             f"{name} is a convolution, whose tokens are not rows of the last dimension: give it "
@@ -169,7 +183,20 @@ def _plan_operator(gm: GraphModule, config: QuantConfig, node: Node, row: Operat
         )
     spec = specs.weight if row.weight is not None else None
     inputs = specs.input if row.activations else None
-    return PlannedOperator(node, row, name, row.kind, weight, spec, inputs, specs.output if inputs else None)
+    output = specs.output if inputs else None
+    return PlannedOperator(node, row, name, row.kind, weight, spec, inputs, output, is_head=is_head)
+
+
+def _is_head(node: Node) -> bool:
+    """Tell whether the operator's output leaves the graph, moved at most, and nothing else reads it."""
+    while len(node.users) == 1:
+        user = next(iter(node.users))
+        if user.op == "output":
+            return True
+        if target_name(user) not in MOVING | _CASTS:
+            return False
+        node = user
+    return False
 
 
 class _Placement:
@@ -312,10 +339,10 @@ def _clamped_per_channel(value: Node) -> Node:
 
 
 def _warn_unmatched(config: QuantConfig, operators: list[PlannedOperator]) -> None:
-    names = sorted({op.name for op in operators} | {f"op:{op.kind}" for op in operators})
+    names = sorted({op.name for op in operators} | {f"op:{kind}" for op in operators for kind in op.kinds})
     for pattern in dict.fromkeys(config.patterns):
-        kinds = {name.split(".")[1] for name in ARITHMETIC} | KINDS
-        if any(matches(pattern, op.name, op.kind) for op in operators):
+        kinds = {name.split(".")[1] for name in ARITHMETIC} | KINDS | {HEAD}
+        if any(matches(pattern, op.name, *op.kinds) for op in operators):
             continue
         if pattern.startswith("op:") and any(matches(pattern, "", kind) for kind in kinds):
             continue  # a kind that exists and that this model does not have: presets name several

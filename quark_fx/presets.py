@@ -12,6 +12,7 @@ from quark_fx.formats import FP16 as FLOAT16
 from quark_fx.observers import Mse, NonOverflow, PowerOfTwoMinMse
 from quark_fx.passes.fold_batch_norm import fold_batch_norm
 from quark_fx.passes.fold_constants import fold_constants
+from quark_fx.passes.gptq import GPTQ
 from quark_fx.qparams import ScaleType
 
 _FUSE = (fold_constants, fold_batch_norm)
@@ -46,6 +47,14 @@ INT4_WEIGHT_ONLY = QuantConfig(
     ),
 )
 """int4 weights in groups of 32 for matrix products, int8 for embeddings and convolutions; needs no data."""
+
+_GROUPS = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=128)
+
+W4A16_RTN = QuantConfig(weight=_GROUPS, passes=_FUSE, exclude=("op:embedding", "op:head"))
+"""Language models: int4 weights in groups of 128, rounded to nearest; embedding and head in float; needs no data."""
+
+W4A16_GPTQ = W4A16_RTN.replace(passes=(*_FUSE, GPTQ()))
+"""`W4A16_RTN`, rounded by GPTQ."""
 
 FP8_STATIC = QuantConfig(
     weight=TensorSpec(format=FP8_E4M3, granularity=Granularity.CHANNEL),

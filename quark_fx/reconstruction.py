@@ -24,11 +24,12 @@ from quark_fx.context import Context
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.formats import INT32
 from quark_fx.graph import named_nodes, placeholders, tensor_of
+from quark_fx.linear_map import LinearMap, linear_map
 from quark_fx.operators import argument
 from quark_fx.pass_manager import Change
 from quark_fx.qparams import ScaleType
 from quark_fx.quantized_weights import Grid, QuantizedWeight, quantized_weights, shared_tensors
-from quark_fx.rounding import LinearMap, OutputError, linear_map, round_by_descent
+from quark_fx.rounding import OutputError, round_by_descent
 from quark_fx.specs import enum_member
 from quark_fx.trainable import Trainable, activation_scales, trainable_block
 
@@ -206,7 +207,7 @@ class _Unit:
         original = self._codes()
         for weight, real, grid in zip(self.weights, self.real, self.grids, strict=True):
             mapping = linear_map(weight.node, weight.row, real)
-            if mapping is not None and weight.is_plain:
+            if mapping is not None and not mapping.stacked and weight.is_plain:
                 scale, zero_point = (mapping.matrix(p.expand_as(real)) for p in (grid.scale, grid.zero_point))
                 error = self._output_error(weight, mapping)
                 codes = round_by_descent(mapping.matrix(real), error, scale, zero_point, grid.limits)

@@ -11,11 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.fx import Node
-from torch.nn import functional as F
-
-from quark_fx.graph import target_name
-from quark_fx.operators import Operator, argument
 
 _BLOCK = 128
 """Inputs whose changes reach the others in one matrix product."""
@@ -25,105 +20,6 @@ _LEAST_CURVATURE = 1e-20
 
 _CONVERGED = 1e-4
 """A sweep that lowers the relative squared error by less is the last."""
-
-
-@dataclass(frozen=True)
-class LinearMap:
-    """How an operator multiplies: its weight as matrices, its activation as rows.
-
-    Attributes:
-        groups: independent groups of channels.
-        kernel: spatial size of the kernel, empty for a matrix product.
-        stride, dilation: of a convolution.
-        padding: of a convolution, before and after, for each spatial dimension.
-        transposed: the weight is stored (inputs, outputs).
-    """
-
-    groups: int = 1
-    kernel: tuple[int, ...] = ()
-    stride: tuple[int, ...] = ()
-    padding: tuple[tuple[int, int], ...] = ()
-    dilation: tuple[int, ...] = ()
-    transposed: bool = False
-
-    def matrix(self, weight: Tensor) -> Tensor:
-        """Return the weight as (groups, outputs per group, inputs per group * kernel)."""
-        if self.transposed:
-            weight = weight.t()
-        return weight.reshape(self.groups, weight.shape[0] // self.groups, -1)
-
-    def restore(self, matrix: Tensor, like: Tensor) -> Tensor:
-        """Return the matrices of `matrix` in the shape of the weight `like`; inverse of it."""
-        shape = tuple(reversed(like.shape)) if self.transposed else tuple(like.shape)
-        weight = matrix.reshape(shape)
-        return (weight.t() if self.transposed else weight).contiguous()
-
-    def rows(self, x: Tensor, y: Tensor, *, most: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Return what each output value is the product of, and the outputs.
-
-        Args:
-            x: the operator's activation.
-            y: a value of the shape of its output.
-            most: about as many output positions as are used; of an image, those of a lattice that `seed` shifts.
-            seed: chooses them.
-
-        Returns:
-            Shapes (groups, inputs per group * kernel, positions) and (groups, outputs per group, positions).
-        """
-        if not self.kernel:
-            step = max(1, x[..., 0].numel() // most)
-            rows, outputs = (v.reshape(-1, v.shape[-1])[seed % step :: step] for v in (x, y))
-            return rows.t().unsqueeze(0), outputs.t().unsqueeze(0)
-        if len(self.kernel) == 1:
-            x, y = x.unsqueeze(-2), y.unsqueeze(-2)
-        missing = (1,) * (2 - len(self.kernel))
-        kernel, stride, dilation = (missing + sizes for sizes in (self.kernel, self.stride, self.dilation))
-        padding = ((0, 0),) * len(missing) + self.padding
-        height, width = y.shape[-2:]
-        thinning = max(1.0, y.shape[0] * height * width / most)
-        down = max(1, min(height, int(thinning**0.5)))
-        steps = down, max(1, min(width, int(thinning / down)))
-        offsets = seed % steps[0], (seed // steps[0]) % steps[1]
-        x = F.pad(x, (*padding[1], *padding[0]))
-        x = x[..., offsets[0] * stride[0] :, offsets[1] * stride[1] :]
-        columns = F.unfold(x, kernel, dilation, 0, tuple(s * t for s, t in zip(stride, steps, strict=True)))
-        outputs = y[..., offsets[0] :: steps[0], offsets[1] :: steps[1]]
-        count = x.shape[0] * outputs.shape[-2] * outputs.shape[-1]
-        columns = columns.transpose(0, 1).reshape(self.groups, -1, count)
-        return columns, outputs.transpose(0, 1).reshape(self.groups, -1, count)
-
-
-def linear_map(node: Node, row: Operator, weight: Tensor) -> LinearMap | None:
-    """Return how the operator multiplies its activation by `weight`, `None` where rounding does not know."""
-    if row.kind == "linear" and weight.dim() == 2:
-        return LinearMap(transposed=row.output_axis % 2 == 1)
-    if not target_name(node).startswith(("aten.conv1d.", "aten.conv2d.")):
-        return None
-    if node.meta["val"].dim() != weight.dim():
-        return None
-    rank = weight.dim() - 2
-    stride, dilation = (_tuple(argument(node, position), rank, 1) for position in (3, 5))
-    kernel = tuple(weight.shape[2:])
-    padding = _padding(argument(node, 4), kernel, dilation)
-    return LinearMap(argument(node, 6) or 1, kernel, stride, padding, dilation)
-
-
-def _padding(given: object, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return what is added before and after each spatial dimension."""
-    if given == "same":
-        total = [d * (size - 1) for size, d in zip(kernel, dilation, strict=True)]
-        return tuple((t // 2, t - t // 2) for t in total)
-    sizes = _tuple(None if given == "valid" else given, len(kernel), 0)
-    return tuple((size, size) for size in sizes)
-
-
-def _tuple(given: object, rank: int, fill: int) -> tuple[int, ...]:
-    if given is None:
-        return (fill,) * rank
-    if isinstance(given, int):
-        return (given,) * rank
-    sizes = tuple(int(g) for g in given)  # type: ignore[attr-defined]
-    return sizes * rank if len(sizes) == 1 else sizes
 
 
 @dataclass
@@ -238,4 +134,4 @@ def _round_block(
     return values[:, block] - before
 
 
-__all__ = ["LinearMap", "OutputError", "linear_map", "round_by_descent"]
+__all__ = ["OutputError", "round_by_descent"]

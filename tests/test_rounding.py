@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from quark_fx import rounding
+from quark_fx.linear_map import LinearMap, linear_map
 from quark_fx.operators import operator_row
-from quark_fx.rounding import LinearMap, OutputError, linear_map, round_by_descent
+from quark_fx.rounding import OutputError, round_by_descent
 
 aten = torch.ops.aten
 ALL = 1 << 40
@@ -151,7 +152,7 @@ def test_a_transposed_view_of_a_stored_weight_is_looked_through() -> None:
 UNKNOWN: dict[str, Callable[[], tuple[Any, ...]]] = {
     "a transposed convolution": lambda: (aten.conv_transpose2d.input, rand(1, 3, 4, 4), rand(3, 2, 2, 2)),
     "three dimensions": lambda: (aten.conv3d.default, rand(1, 3, 4, 4, 4), rand(2, 3, 2, 2, 2)),
-    "a matrix per sample": lambda: (aten.bmm.default, rand(2, 3, 4), rand(2, 4, 5)),
+    "one matrix for several stacks": lambda: (aten.matmul.default, rand(6, 2, 3, 4), rand(2, 4, 5)),
     "an image without a batch": lambda: (aten.conv2d.default, rand(3, 4, 4), rand(2, 3, 3, 3)),
 }
 
@@ -163,6 +164,19 @@ def test_what_rounding_does_not_know_it_says_so_about(what: str) -> None:
     row = operator_row(node)
     assert row is not None
     assert linear_map(node, row, args[1]) is None
+
+
+def test_a_stack_of_matrices_is_a_group_each() -> None:
+    x, weight = rand(2, 3, 4), rand(2, 4, 5)
+    node = call(aten.bmm.default, x, weight, weight=1, output=x @ weight)
+    row = operator_row(node)
+    assert row is not None
+    mapping = linear_map(node, row, weight)
+    assert mapping is not None
+    assert (mapping.stacked, mapping.groups, mapping.offsets) == (True, 2, None)
+    matrices = mapping.matrix(weight)
+    assert torch.equal(matrices, weight.mT)
+    assert torch.equal(mapping.restore(matrices, weight), weight)
 
 
 # Positions that are left out.

@@ -7,9 +7,11 @@ from quark_fx.passes.bias_correction import BiasCorrection
 from quark_fx.passes.cross_layer_equalization import CrossLayerEqualization
 from quark_fx.passes.fold_batch_norm import fold_batch_norm
 from quark_fx.passes.fold_constants import fold_constants
+from quark_fx.passes.gptq import GPTQ
 from quark_fx.passes.smooth_quant import SmoothQuant
 
 __all__ = [
+    "GPTQ",
     "AbsorbHighBias",
     "AdaQuant",
     "AdaRound",

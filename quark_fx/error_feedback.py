@@ -1,0 +1,146 @@
+"""Round a weight column by column, each column making up for the errors of those before it: the solver of GPTQ.
+
+The squared error of an operator's output, `tr((W - Q) H (W - Q)')` with `H` the sum of `x x'`, is a sum over columns
+once `H` is factored into triangles: with `H = R R'` and `R` upper triangular, column `k` of `(W - Q) R` holds column
+`k` of the error and those before it, nothing behind it. Rounding `w_k` plus what the earlier ones left makes that
+column as small as it can be. No inverse of `H` is formed, rows are independent, and the work that does not have to
+wait is done in matrix products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quark_fx.errors import CalibrationError
+from quark_fx.quantized_weights import Grid
+
+_LEAF = 16
+"""Columns that are rounded one by one before the others hear of them in a product."""
+
+_DAMPING_STEP = 10.0
+"""Damping that does not make `H` positive definite is raised by this factor, up to the mean diagonal itself."""
+
+
+@dataclass(frozen=True)
+class Factor:
+    """`H`, damped and in the order of rounding, as `(I + feedback) diag(curvature) (I + feedback)'`.
+
+    Attributes:
+        order: columns of the weight in the order of rounding, shape (groups, inputs).
+        feedback: strictly upper triangular: what column `k` (second index) takes over of the error of column `j`.
+        curvature: squared error of the output per squared error of a column, shape (groups, inputs).
+        damping: that was needed, as a share of the mean diagonal.
+    """
+
+    order: Tensor
+    feedback: Tensor
+    curvature: Tensor
+    damping: float
+
+
+def factor(h: Tensor, *, damping: float, by_activation: bool) -> Factor:
+    """Factor `h`.
+
+    Args:
+        h: sum of `x x'`, float32, shape (groups, inputs, inputs).
+        damping: share of the mean diagonal that is added to the diagonal.
+        by_activation: round the columns that matter most first, while the others can still make up for them.
+
+    Raises:
+        CalibrationError: if `h` is not finite.
+
+    Source:
+        Frantar et al. 2023 (GPTQ), section 3.3; the triangular form is LDLQ of Chee et al. 2023 (QuIP), theorem 6.
+    """
+    diagonal = h.diagonal(dim1=-2, dim2=-1)
+    if not bool(torch.isfinite(diagonal).all()):
+        raise CalibrationError("what it reads on the calibration data is not finite")
+    if by_activation:
+        order = diagonal.argsort(dim=-1, descending=True, stable=True)
+        h = h.gather(-2, order.unsqueeze(-1).expand_as(h)).gather(-1, order.unsqueeze(-2).expand_as(h))
+        diagonal = diagonal.gather(-1, order)
+    else:
+        order = torch.arange(h.shape[-1], device=h.device).expand_as(diagonal)
+    # Inputs that are always zero have no curvature of their own: damping rounds them to nearest.
+    mean = diagonal.mean(-1, keepdim=True)
+    mean = torch.where(mean > 0, mean, 1.0)
+    share = damping
+    while True:
+        damped = h + torch.diag_embed((share * mean).expand_as(diagonal))
+        # The lower triangle of the matrix turned by half a circle is the upper one of the matrix.
+        lower, failed = torch.linalg.cholesky_ex(damped.flip(-1, -2))
+        if not bool(failed.any()):
+            break
+        if share >= 1:
+            raise CalibrationError("the second moment of what it reads is not positive definite even when damped")
+        share = min(1.0, max(share, 1e-4) * _DAMPING_STEP)
+    upper = lower.flip(-1, -2)
+    pivot = upper.diagonal(dim1=-2, dim2=-1)
+    feedback = (upper / pivot.unsqueeze(-2)).triu(1)
+    return Factor(order, feedback, pivot.square(), share)
+
+
+def round_with_feedback(weight: Tensor, factor: Factor, grid: Grid) -> Tensor:
+    """Choose codes for `weight`, column by column.
+
+    Args:
+        weight: shape (groups, outputs, inputs).
+        factor: of the second moment of what it multiplies.
+        grid: what codes stand for; it does not change on the way (static groups).
+
+    Returns:
+        Codes in float32, the shape of `weight`.
+
+    Source:
+        Frantar et al. 2023 (GPTQ), algorithm 1.
+    """
+    index = factor.order.unsqueeze(-1)
+    # Inputs first: a column of the weight is then contiguous.
+    real, scale, zero_point = (_columns(p, weight, index) for p in (weight, grid.scale, grid.zero_point))
+    codes, feedback = torch.empty_like(real), factor.feedback
+    wanted, error = real.clone(), torch.empty_like(real)
+    # real - (code - zero_point) * scale, as one product to be subtracted
+    offset = torch.addcmul(real, zero_point, scale)
+    columns = [tensor.unbind(1) for tensor in (wanted, scale.reciprocal(), zero_point, codes, offset, scale, error)]
+
+    def visit(first: int, last: int) -> None:
+        """Round the columns from `first` to before `last`, which know of all before them."""
+        if last - first > _LEAF:
+            middle = (first + last) // 2
+            visit(first, middle)
+            wanted[:, middle:last].baddbmm_(feedback[:, first:middle, middle:last].mT, error[:, first:middle])
+            visit(middle, last)
+            return
+        part = zip(*(tensor[first:last] for tensor in columns), strict=True)
+        for k, (want, inverse, zero, code, start, step, left) in enumerate(part, first):
+            torch.addcmul(zero, want, inverse, out=code).round_().clamp_(*grid.limits)
+            torch.addcmul(start, code, step, value=-1, out=left)
+            if k + 1 < last:
+                wanted[:, k + 1 : last].baddbmm_(feedback[:, k, k + 1 : last, None], error[:, k : k + 1])
+
+    visit(0, real.shape[1])
+    return torch.empty_like(codes).scatter_(1, index.expand_as(codes), codes).mT
+
+
+def _columns(parameter: Tensor, weight: Tensor, index: Tensor) -> Tensor:
+    """Return a parameter of `weight` in float32, inputs first and in the order of rounding."""
+    columns = parameter.float().expand_as(weight).mT
+    return columns.gather(1, index.expand_as(columns))
+
+
+def solve(factor: Factor, right: Tensor) -> Tensor:
+    """Return `right` times the inverse of the damped `H`; `right` has shape (groups, outputs, inputs)."""
+    columns = factor.order.unsqueeze(-2).expand_as(right)
+    upper = factor.feedback + torch.eye(right.shape[-1], device=right.device)
+    # X (I + F) D (I + F)' = B
+    x = torch.linalg.solve_triangular(upper.mT, right.gather(-1, columns), upper=False, left=False, unitriangular=True)
+    x = torch.linalg.solve_triangular(
+        upper, x / factor.curvature.unsqueeze(-2), upper=True, left=False, unitriangular=True
+    )
+    return torch.empty_like(x).scatter_(-1, columns, x)
+
+
+__all__ = ["Factor", "factor", "round_with_feedback", "solve"]

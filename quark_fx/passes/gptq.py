@@ -1,0 +1,108 @@
+"""Choose codes column by column, so that each column makes up for the errors of those before it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from quark_fx.block_walk import walk_blocks
+from quark_fx.blocks import Unit
+from quark_fx.context import Context
+from quark_fx.error_feedback import factor, round_with_feedback, solve
+from quark_fx.errors import CalibrationError, ConfigError
+from quark_fx.pass_manager import Change, Stage, graph_pass
+from quark_fx.products import Product, find_products
+from quark_fx.quantized_weights import quantized_weights, shared_tensors
+from quark_fx.reconstruction import note_left_alone
+from quark_fx.second_moment import SecondMoment
+
+_SAMPLED = 64
+"""Output channels, about, that the errors in the report are measured on: on all it would cost as much as the rest."""
+
+
+@graph_pass(exact=False, stage=Stage.QUANTIZED)
+@dataclass(frozen=True, kw_only=True)
+class GPTQ:
+    """Round the weights of matrix products and convolutions so that their outputs, not the weights, are nearest.
+
+    Scales stay as they are (static groups). Every operator sees inputs that everything before it, quantized, makes of
+    the data (true sequential), in one forward pass over it. Operators that read one value share its second moment and
+    are solved together; of a stack of experts each has the tokens routed to it, and borrows from the average of all
+    where they are few. Positions that the data's `attention_mask` leaves out do not count.
+
+    Args:
+        damping: share of the mean diagonal of the second moment that is added to it.
+        by_activation: round the inputs that matter most first (activation order; no trace of it in the result).
+        asymmetry: how far the target moves from what the float weight makes of the quantized inputs (0, the paper's)
+            to what the float model makes of its own inputs (1), at the cost of a second forward pass.
+
+    Raises:
+        ConfigError: for a value out of range.
+
+    Source:
+        Frantar et al. 2023 (GPTQ); for `asymmetry` the objective of Li et al. 2025 (GPTAQ) and Zhang et al. 2025
+        (Qronos), minimised column by column.
+    """
+
+    damping: float = 0.01
+    by_activation: bool = True
+    asymmetry: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.damping <= 1 and 0 <= self.asymmetry <= 1):
+            raise ConfigError(f"damping is above 0 and at most 1, asymmetry within 0 and 1: {self}")
+
+    def __call__(self, gm: GraphModule, context: Context) -> int:
+        """Choose the codes of `gm`; return how many weights changed."""
+        note_left_alone(gm, context)
+        shared = shared_tensors(gm)
+        walk = walk_blocks(gm, context, unit=Unit.OPERATOR, label="GPTQ", side_by_side=self.asymmetry > 0)
+        for run in walk:
+            if not run.finished:
+                weights = [w for w in quantized_weights(run.module, context.plan) if w.codes not in shared]
+                for product in find_products(run, weights, context):
+                    self._round(product, context)
+        return sum(change.changed for change in context.changes)
+
+    def _round(self, product: Product, context: Context) -> None:
+        start = time.perf_counter()
+        moment = product.second_moment(context, shifted=self.asymmetry > 0)
+        grid, old, target = product.grid(), product.codes(), product.real
+        try:
+            found = factor(moment.h, damping=self.damping, by_activation=self.by_activation)
+        except CalibrationError as error:
+            raise CalibrationError(
+                f"{product.names}: {error}; check the calibration data, or exclude the operator"
+            ) from error
+        if moment.shift is not None:
+            target = target + self.asymmetry * solve(found, target @ moment.shift)
+        new = round_with_feedback(target, found, grid)
+        product.store(new)
+        seconds = (time.perf_counter() - start) / len(product.weights)
+        parts = zip(*map(product.split, (old, new, target, grid.value(old), grid.value(new))), strict=True)
+        for weight, (before, after, aim, *values) in zip(product.weights, parts, strict=True):
+            share = float((before != after).float().mean())
+            was, now = (_relative(value, aim, moment.h) for value in values)
+            what = f"{share:.1%} of the codes{_few(moment)}"
+            context.note(Change(weight.name, what, share > 0, was, now, seconds))
+
+
+def _relative(weight: Tensor, target: Tensor, h: Tensor) -> float:
+    """Return the squared error of the output over its square, on the quantized inputs, for some output channels."""
+    some = slice(None, None, max(1, target.shape[1] // _SAMPLED))
+    noise, signal = (((m @ h) * m).sum() for m in ((weight - target)[:, some], target[:, some]))
+    return float(noise / signal.clamp_min(torch.finfo(torch.float32).tiny))
+
+
+def _few(moment: SecondMoment) -> str:
+    """Say which of a stack of experts saw fewer rows than it has inputs."""
+    rows, inputs = moment.rows, moment.h.shape[-1]
+    few = [f"{expert} ({count})" for expert, count in enumerate(rows.tolist()) if count < inputs]
+    return f"; few rows: expert {', '.join(few)}" if len(rows) > 1 and few else ""
+
+
+__all__ = ["GPTQ"]

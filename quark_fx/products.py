@@ -1,0 +1,136 @@
+"""The quantized operators of a block that multiply the same rows, as one product: weights one under the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from quark_fx.block_walk import BlockRun
+from quark_fx.blocks import extract
+from quark_fx.context import Context
+from quark_fx.graph import named_nodes, placeholders, tensor_of
+from quark_fx.linear_map import LinearMap, linear_map
+from quark_fx.operators import argument
+from quark_fx.pass_manager import Change
+from quark_fx.quantized_weights import Grid, QuantizedWeight
+from quark_fx.second_moment import Entering, SecondMoment
+
+
+@dataclass(frozen=True)
+class Product:
+    """Operators that read one value and multiply it alike: what is computed of that value serves them all.
+
+    Matrices have the shape (groups, outputs of all operators, inputs).
+
+    Attributes:
+        run: the block they are in.
+        weights: theirs.
+        mappings: how each multiplies; they differ in how the weight is stored at most.
+        real: the float weights as matrices, float32.
+    """
+
+    run: BlockRun
+    weights: tuple[QuantizedWeight, ...]
+    mappings: tuple[LinearMap, ...]
+    real: Tensor
+
+    @property
+    def names(self) -> str:
+        """The modules the operators come from, for messages."""
+        return ", ".join(weight.name for weight in self.weights)
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The smallest and the largest code."""
+        return self.weights[0].scheme.qmin, self.weights[0].scheme.qmax
+
+    def codes(self) -> Tensor:
+        """Return the codes that are stored now, as float32 matrices."""
+        return self._matrices([tensor_of(self.run.module, weight.codes).float() for weight in self.weights])
+
+    def grid(self) -> Grid:
+        """Return what the codes stand for, as matrices."""
+        grids = [weight.grid(self.run.module) for weight in self.weights]
+        stored = [tensor_of(self.run.module, weight.codes) for weight in self.weights]
+        scale, zero_point = (
+            self._matrices([p.expand_as(like) for p, like in zip(parameters, stored, strict=True)])
+            for parameters in ([grid.scale for grid in grids], [grid.zero_point for grid in grids])
+        )
+        return Grid(scale, zero_point, self.limits)
+
+    def split(self, matrices: Tensor) -> tuple[Tensor, ...]:
+        """Return the part of each operator."""
+        sizes = [tensor_of(self.run.module, w.codes).numel() // self.real[:, 0].numel() for w in self.weights]
+        return tuple(torch.split(matrices, sizes, 1))
+
+    def store(self, codes: Tensor) -> None:
+        """Store the codes of all operators, given as matrices."""
+        for weight, mapping, part in zip(self.weights, self.mappings, self.split(codes), strict=True):
+            old = tensor_of(self.run.module, weight.codes)
+            self.run.store(weight.codes, mapping.restore(part, old).to(old.dtype))
+
+    def second_moment(self, context: Context, *, shifted: bool = False) -> SecondMoment:
+        """Return the sums over what enters the product, of all calibration batches, everything before quantized.
+
+        Args:
+            context: of the run.
+            shifted: compare with what enters it in float, too; not where data chooses the rows: the float model may
+                route other tokens to an expert than the quantized one, and its rows have no counterparts.
+        """
+        weight, mapping = self.weights[0], self.mappings[0]
+        groups, _, inputs = self.real.shape
+        real = named_nodes(self.run.reference)[weight.node.name]
+        moment = SecondMoment.empty(groups, inputs, context.device, shifted=shifted and mapping.offsets is None)
+        quantized = extract(self.run.module, placeholders(self.run.module), _what_enters(weight.node, weight, mapping))
+        exact = extract(self.run.reference, placeholders(self.run.reference), _what_enters(real, weight, mapping))
+        with torch.no_grad():
+            for batch in range(len(context.batches)):
+                kept = context.kept_positions(batch)
+                values, reals = _entering(quantized(*self.run.inputs(batch)), mapping, kept), None
+                if moment.shift is not None:
+                    reals = _entering(exact(*self.run.reference_inputs(batch)), mapping, kept)
+                moment.add(mapping, values, reals)
+        moment.finish()
+        return moment
+
+    def _matrices(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([mapping.matrix(t) for mapping, t in zip(self.mappings, tensors, strict=True)], 1)
+
+
+def find_products(run: BlockRun, weights: Iterable[QuantizedWeight], context: Context) -> list[Product]:
+    """Return the products of a block in order; an operator that multiplies in an unknown way is noted as left alone."""
+    found: dict[object, list[tuple[QuantizedWeight, LinearMap, Tensor]]] = {}
+    for weight in weights:
+        stored = tensor_of(run.reference, weight.weight).detach().float()
+        mapping = linear_map(weight.node, weight.row, stored)
+        if mapping is None:
+            context.note(Change(weight.name, "left: how it multiplies is not known", changed=False))
+            continue
+        activation, scheme = argument(weight.node, weight.row.activations[0]), weight.scheme
+        key = activation, replace(mapping, transposed=False), scheme.qmin, scheme.qmax
+        found.setdefault(key, []).append((weight, mapping, mapping.matrix(stored)))
+    return [
+        Product(run, tuple(weights), tuple(mappings), torch.cat(list(matrices), 1))
+        for weights, mappings, matrices in (zip(*parts, strict=True) for parts in found.values())
+    ]
+
+
+def _what_enters(node: Node, weight: QuantizedWeight, mapping: LinearMap) -> list[Node]:
+    nodes = [argument(node, weight.row.activations[0])]
+    if mapping.kernel:
+        nodes.append(node)
+    if mapping.offsets is not None:
+        nodes.append(argument(node, 2))
+    return nodes
+
+
+def _entering(values: Sequence[Tensor], mapping: LinearMap, kept: Tensor | None) -> Entering:
+    x, *more = values
+    return Entering(x, more[0] if mapping.kernel else None, more[0] if mapping.offsets is not None else None, kept)
+
+
+__all__ = ["Product", "find_products"]

@@ -1,0 +1,111 @@
+"""The sum of `x x'` over what enters a weighted operator: all that GPTQ and AWQ need to know of the data."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quark_fx.linear_map import LinearMap
+
+_TILE = 256
+"""Columns of `x x'` at a time, of which only those on and above the diagonal are computed."""
+
+
+@dataclass
+class SecondMoment:
+    """Sums over the rows that enter an operator.
+
+    Attributes:
+        h: sum of `x x'`, float32, shape (groups, inputs, inputs); the upper triangle until `finish`.
+        shift: sum of `(r - x) x'` with `r` the row in float, the shape of `h`; `None` if it was not asked for.
+        rows: how many, shape (groups,).
+    """
+
+    h: Tensor
+    shift: Tensor | None
+    rows: Tensor
+
+    @classmethod
+    def empty(cls, groups: int, inputs: int, device: torch.device, *, shifted: bool) -> SecondMoment:
+        """Return the sums over no rows."""
+        h = torch.zeros(groups, inputs, inputs, device=device)
+        return cls(h, torch.zeros_like(h) if shifted else None, torch.zeros(groups, dtype=torch.int64))
+
+    def add(self, mapping: LinearMap, values: Entering, reals: Entering | None = None) -> None:
+        """Add the rows of a batch.
+
+        Args:
+            mapping: of the operator.
+            values: what enters it, quantized.
+            reals: the same in float, where `shift` is wanted.
+        """
+        if mapping.kernel:
+            assert values.output is not None
+            columns, _ = mapping.rows(values.x, values.output, most=values.output[:, 0].numel(), seed=0)
+            self.h.baddbmm_(columns.float(), columns.float().mT)
+            self.rows += columns.shape[-1]
+            if self.shift is not None and reals is not None:
+                exact, _ = mapping.rows(reals.x, values.output, most=values.output[:, 0].numel(), seed=0)
+                self.shift.baddbmm_((exact - columns).float(), columns.float().mT)
+            return
+        exact_rows = reals.matrices(mapping) if reals is not None else iter(())
+        for group, x in enumerate(values.matrices(mapping)):
+            _add_upper(self.h[group], x)
+            self.rows[group] += len(x)
+            if self.shift is not None:
+                self.shift[group].addmm_((next(exact_rows) - x).T, x)
+
+    def finish(self) -> None:
+        """Mirror the upper triangle, and let groups that saw few rows borrow from the others.
+
+        A matrix of `n` inputs that saw fewer than about `n` rows leaves directions open which its rows do not reach.
+        The average of the stack counts as `n` rows more.
+        """
+        self.h = self.h.triu() + self.h.triu(1).mT
+        if len(self.h) > 1:
+            inputs = self.h.shape[-1]
+            average = self.h.sum(0) / max(1, int(self.rows.sum())) * inputs
+            self.h = self.h + average
+
+
+@dataclass(frozen=True)
+class Entering:
+    """What enters an operator for one batch.
+
+    Attributes:
+        x: its activation.
+        output: what it makes, for a convolution.
+        offsets: where the rows of each expert end.
+        kept: which positions count, shape of `x` without its last dimension; `None`: all.
+    """
+
+    x: Tensor
+    output: Tensor | None = None
+    offsets: Tensor | None = None
+    kept: Tensor | None = None
+
+    def matrices(self, mapping: LinearMap) -> Iterator[Tensor]:
+        """Yield float32 rows, shape (rows, inputs), for each group of a matrix product."""
+        x = self.x.float()
+        if self.offsets is not None:
+            ends = [0, *self.offsets.tolist()]
+            yield from (x[int(a) : int(b)] for a, b in itertools.pairwise(ends))
+        elif mapping.stacked:
+            yield from x
+        else:
+            rows = x.reshape(-1, x.shape[-1])
+            fits = self.kept is not None and self.kept.numel() == len(rows)
+            yield rows[self.kept.flatten()] if self.kept is not None and fits else rows
+
+
+def _add_upper(h: Tensor, x: Tensor) -> None:
+    """Add the tiles of `x' x` on and above the diagonal to `h`; a third less work than all of it."""
+    for start in range(0, h.shape[-1], _TILE):
+        h[start : start + _TILE, start:].addmm_(x[:, start : start + _TILE].T, x[:, start:])
+
+
+__all__ = ["Entering", "SecondMoment"]

@@ -1,0 +1,142 @@
+"""Rounding with feedback makes the decisions of GPTQ's algorithm in float64, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from devices import on_devices
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import rand
+from torch import Tensor
+
+from quark_fx.error_feedback import factor, round_with_feedback, solve
+from quark_fx.errors import CalibrationError
+from quark_fx.quantized_weights import Grid
+
+LIMITS = (-8, 7)
+
+
+def moment(inputs: int, rows: int, seed: int = 0) -> Tensor:
+    """Return `x x'` of correlated rows whose inputs differ in size."""
+    x = rand(rows, inputs, seed=seed) @ rand(inputs, inputs, seed=seed + 1)
+    x = x * torch.linspace(0.1, 2, inputs)[torch.randperm(inputs, generator=torch.Generator().manual_seed(seed))]
+    return x.T @ x
+
+
+def grid_of(weight: Tensor, *, asymmetric: bool = False) -> Grid:
+    scale = weight.abs().amax(-1, keepdim=True) / (4 if asymmetric else 7)
+    return Grid(scale, torch.full_like(scale, 3.0 if asymmetric else 0.0), LIMITS)
+
+
+def textbook(weight: Tensor, h: Tensor, grid: Grid, damping: float, by_activation: bool) -> tuple[Tensor, Tensor]:
+    """GPTQ as the paper has it, in float64: the Cholesky factor of the inverse, the whole row updated each time.
+
+    Returns the codes, and how far each was from a tie.
+    """
+    w, h = weight.double().clone(), h.double()
+    order = h.diagonal().argsort(descending=True, stable=True) if by_activation else torch.arange(len(h))
+    scale, zero = (p.double().expand_as(weight)[:, order] for p in (grid.scale, grid.zero_point))
+    w, h = w[:, order], h[order][:, order]
+    h = h + damping * h.diagonal().mean() * torch.eye(len(h), dtype=torch.float64)
+    upper = torch.linalg.cholesky(torch.linalg.inv(h), upper=True)
+    codes, margin = torch.empty_like(w), torch.empty_like(w)
+    for i in range(len(h)):
+        position = w[:, i] / scale[:, i] + zero[:, i]
+        margin[:, i] = (position - position.floor() - 0.5).abs()
+        codes[:, i] = position.round().clamp(*grid.limits)
+        error = (w[:, i] - (codes[:, i] - zero[:, i]) * scale[:, i]) / upper[i, i]
+        w[:, i:] -= error[:, None] * upper[i, i:]
+    back = order.argsort()
+    return codes[:, back], margin[:, back]
+
+
+@pytest.mark.parametrize("by_activation", [False, True])
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("inputs", [1, 15, 16, 17, 100, 256])
+@on_devices
+def test_every_decision_is_that_of_the_algorithm(
+    inputs: int, asymmetric: bool, by_activation: bool, device: torch.device
+) -> None:
+    weight, h = rand(32, inputs), moment(inputs, 3 * inputs + 8)
+    grid = grid_of(weight, asymmetric=asymmetric)
+    expected, margin = textbook(weight, h, grid, 0.01, by_activation)
+    found = factor(h.to(device)[None], damping=0.01, by_activation=by_activation)
+    there = Grid(grid.scale.to(device), grid.zero_point.to(device), grid.limits)
+    codes = round_with_feedback(weight.to(device)[None], found, there)[0].cpu()
+    # A decision within float32's reach of a tie may fall either way, and what follows it in its row, too.
+    clear = margin.amin(1) > 1e-4
+    assert clear.float().mean() > 0.2
+    assert torch.equal(codes.double()[clear], expected[clear])
+    exact = found.curvature.sum().item()
+    assert exact > 0
+    assert found.damping == 0.01
+
+
+def loss(weight: Tensor, codes: Tensor, grid: Grid, h: Tensor) -> float:
+    error = weight - grid.value(codes)
+    return float(((error @ h) * error).sum())
+
+
+@given(inputs=st.integers(2, 40), seed=st.integers(0, 1000), by_activation=st.booleans())
+@settings(deadline=None, max_examples=30)
+def test_the_output_is_nearer_than_rounding_to_nearest_leaves_it(inputs: int, seed: int, by_activation: bool) -> None:
+    weight, h = rand(64, inputs, seed=seed), moment(inputs, 200, seed)
+    grid = Grid(torch.full((1, 1), 0.3), torch.zeros(1, 1), (-100, 100))
+    codes = round_with_feedback(weight[None], factor(h[None], damping=0.001, by_activation=by_activation), grid)[0]
+    nearest = (weight / 0.3).round()
+    assert loss(weight, codes, grid, h) <= loss(weight, nearest, grid, h)
+
+
+def test_groups_are_independent() -> None:
+    weight, h = rand(3, 8, 20), torch.stack([moment(20, 50, seed) for seed in (0, 5, 9)])
+    grid = grid_of(weight)
+    together = round_with_feedback(weight, factor(h, damping=0.01, by_activation=True), grid)
+    for i in range(3):
+        alone = factor(h[i : i + 1], damping=0.01, by_activation=True)
+        one = Grid(grid.scale[i : i + 1], grid.zero_point[i : i + 1], LIMITS)
+        assert torch.equal(together[i : i + 1], round_with_feedback(weight[i : i + 1], alone, one))
+
+
+def test_inputs_that_are_never_there_are_rounded_to_nearest() -> None:
+    weight, h = rand(16, 24), moment(24, 100)
+    dead = [0, 7, 23]
+    h[dead] = 0
+    h[:, dead] = 0
+    grid = grid_of(weight)
+    codes = round_with_feedback(weight[None], factor(h[None], damping=0.01, by_activation=True), grid)[0]
+    assert torch.equal(codes[:, dead], (weight / grid.scale).round().clamp(*LIMITS)[:, dead])
+
+
+def test_without_any_input_all_is_rounded_to_nearest() -> None:
+    weight = rand(4, 6)
+    grid = grid_of(weight)
+    codes = round_with_feedback(weight[None], factor(torch.zeros(1, 6, 6), damping=0.01, by_activation=True), grid)[0]
+    assert torch.equal(codes, (weight / grid.scale).round().clamp(*LIMITS))
+
+
+def test_fewer_rows_than_inputs_are_enough() -> None:
+    found = factor(moment(64, 3)[None], damping=0.01, by_activation=True)
+    assert bool(torch.isfinite(found.feedback).all())
+
+
+def test_damping_that_is_not_enough_is_raised() -> None:
+    h = torch.eye(8)
+    h[0, 1] = h[1, 0] = -1.5  # indefinite, as sums of rounding errors may be
+    found = factor(h[None], damping=0.01, by_activation=False)
+    assert found.damping == 1.0
+
+
+def test_what_is_not_finite_or_hopeless_is_refused() -> None:
+    with pytest.raises(CalibrationError, match="not finite"):
+        factor(torch.full((1, 3, 3), torch.nan), damping=0.01, by_activation=True)
+    with pytest.raises(CalibrationError, match="not positive definite"):
+        factor(-5 * torch.ones(1, 3, 3) + 6 * torch.eye(3), damping=0.01, by_activation=True)
+
+
+@pytest.mark.parametrize("by_activation", [False, True])
+def test_solve_divides_by_the_damped_moment(by_activation: bool) -> None:
+    h, right = moment(30, 90), rand(1, 7, 30)
+    x = solve(factor(h[None], damping=0.01, by_activation=by_activation), right)
+    damped = h + 0.01 * h.diagonal().mean() * torch.eye(30)
+    torch.testing.assert_close(x @ damped, right, rtol=1e-3, atol=1e-3)
