@@ -222,25 +222,68 @@ def walk_blocks(
         streams.forget({name for block in blocks for name in (*block.inputs, *block.outputs)})
 
 
-def run_blocks(gm: GraphModule, context: Context) -> None:
-    """Run a graph on every calibration batch, block by block, for the sake of the modules that watch its values.
+@dataclass(frozen=True)
+class FloatRun:
+    """One block of a float graph while it is its turn.
 
-    Only the tensors of the block that runs are on `context.device`.
+    Attributes:
+        block: which one.
+        module: it, on the device.
     """
-    blocks = find_blocks(gm)
+
+    block: Block
+    module: GraphModule
+    _streams: _Streams
+
+    def inputs(self, batch: int) -> list[Any]:
+        """Return what enters the block."""
+        return self._streams.values("float", self.block.inputs, batch)
+
+
+def walk_float_blocks(
+    gm: GraphModule,
+    context: Context,
+    *,
+    unit: Unit = Unit.BLOCK,
+    label: str = "blocks",
+    watched: Mapping[str, Node] | None = None,
+) -> Iterator[FloatRun]:
+    """Visit the blocks of a graph in order, each with what enters it on every batch: one forward pass over the data.
+
+    Only the tensors of the block whose turn it is are on `context.device`.
+
+    Args:
+        gm: a graph that does not change meanwhile.
+        context: with the batches.
+        unit: how finely to cut.
+        label: of the progress bar.
+        watched: calls without readers that run once, with the first block that has what they read.
+    """
+    context.require_batches()
+    blocks = find_blocks(gm, unit)
     streams = _Streams(gm, context, range(len(context.batches)))
-    nodes = named_nodes(gm)
-    watches = {node.name: node for node in gm.graph.nodes if node.op == "call_module"}
+    nodes, watches = named_nodes(gm), dict(watched or {})
     try:
-        for block in tqdm(blocks, desc="calibrate", unit="block", disable=not context.progress, leave=False):
+        for index, block in enumerate(
+            tqdm(blocks, desc=label, unit="block", disable=not context.progress, leave=False)
+        ):
             streams.shared |= block.shared
             part = _lift(gm, block, nodes, context.device, watches.values())
-            streams.advance("float", block, part)
+            yield FloatRun(block, part, streams)
+            if watched is not None or index + 1 < len(blocks):
+                streams.advance("float", block, part)
             # What enters a block was watched where it was made.
             watches = {name: node for name, node in watches.items() if name not in named_nodes(part)}
             streams.forget(set(block.inputs) - set(block.outputs))
     finally:
         streams.forget({name for block in blocks for name in (*block.inputs, *block.outputs)})
+
+
+def run_blocks(gm: GraphModule, context: Context) -> None:
+    """Run a graph on every calibration batch, block by block, for the sake of the modules that watch its values."""
+    watched = {node.name: node for node in gm.graph.nodes if node.op == "call_module"}
+    for _ in walk_float_blocks(gm, context, label="calibrate", watched=watched):
+        pass
 
 
 def _lift(
@@ -272,4 +315,4 @@ def _with_weights(module: GraphModule) -> GraphModule:
     return module
 
 
-__all__ = ["BlockRun", "relative_error", "run_blocks", "walk_blocks"]
+__all__ = ["BlockRun", "FloatRun", "relative_error", "run_blocks", "walk_blocks", "walk_float_blocks"]

@@ -36,7 +36,8 @@ def capture_graph(
     Args:
         model: a module in eval mode, a Hugging Face model, or an `ExportedProgram`.
         example_batch: a tensor, a tuple or list of positional inputs, or a mapping of keywords. Batch and
-            sequence dimensions (`dynamic_dimensions`) become dynamic.
+            sequence dimensions (`dynamic_dimensions`) become dynamic. A Hugging Face model is captured without its
+            cache of keys and values unless the batch has one or asks for it (`use_cache`).
             Not needed for an `ExportedProgram`.
         dynamic_shapes: passed to `torch.export.export` instead of those defaults.
 
@@ -48,12 +49,15 @@ def capture_graph(
         return normalise(model, tuple(str(name) for name in model.graph_signature.user_inputs))
     require_capturable(model)
     args, kwargs = split_batch(example_batch)
+    names = parameter_names(model.forward)
+    if _is_hugging_face(model) and "use_cache" in names and not {"use_cache", "past_key_values"} & set(kwargs):
+        # Keys and values of a cache nobody asked for would be results, which no pass may rescale.
+        kwargs = {**kwargs, "use_cache": False}
     bound = bind(model.forward, args, kwargs)
     require_inputs_fit(model, (args, kwargs))
     if bound is not None:
         args, kwargs = (), bound
     args, kwargs = _told_apart((args, kwargs))
-    names = parameter_names(model.forward)
     captured = normalise(_capture_program(model, args, kwargs, dynamic_shapes), names)
     fixed = {name: value for name, value in kwargs.items() if name not in captured.signature.keywords}
     return replace(captured, signature=replace(captured.signature, fixed_arguments=fixed))
@@ -117,8 +121,7 @@ def _widen_ones(
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
-    transformers = sys.modules.get("transformers")
-    hugging_face = transformers is not None and isinstance(model, transformers.PreTrainedModel) and not args
+    hugging_face = _is_hugging_face(model) and not args
     try:
         with torch.no_grad(), _quiet():
             if hugging_face and (program := _export_hugging_face(model, kwargs, dynamic_shapes)) is not None:
@@ -131,6 +134,11 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
             return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:  # whatever the model's own code raises while traced
         raise CaptureError(explain(error, model) + dtype_hint(model, (args, kwargs))) from error
+
+
+def _is_hugging_face(model: nn.Module) -> bool:
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def _export_hugging_face(model: Any, kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram | None:

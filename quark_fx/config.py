@@ -14,6 +14,7 @@ import yaml
 from quark_fx.errors import ConfigError
 from quark_fx.formats import INT32, FloatFormat, Format
 from quark_fx.pass_manager import GraphPass, Stage, pass_from_dict, pass_name, pass_stage, pass_to_dict
+from quark_fx.qparams import Symmetry
 from quark_fx.specs import Granularity, TensorSpec, enum_member, known_fields
 
 _BACKWARDS = [Stage.QUANTIZED, Stage.FLOAT]
@@ -160,6 +161,10 @@ class QuantConfig:
             (
                 any(s.granularity in (Granularity.CHANNEL, Granularity.GROUP) for s in activations),
                 "activations are quantized per tensor or per token; per channel or group is for weights",
+            ),
+            (
+                any(s.symmetry is Symmetry.SIGN_AWARE for s in activations),
+                "symmetry='sign_aware' is for weights; activations change too much for a sign to be known",
             ),
             (
                 output is not None and input is None,

@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from quark_fx.activation_cache import ActivationCache, CacheBudget
 from quark_fx.config import QuantConfig
 from quark_fx.errors import CalibrationError, ConfigError
-from quark_fx.graph import placeholders, stored_tensors, target_name
+from quark_fx.graph import stored_tensors, target_name
 from quark_fx.pass_manager import Change
 from quark_fx.placement import PlannedOperator
 
@@ -43,6 +43,7 @@ class Context:
         checkpoint: finished blocks, if the run can be resumed.
         float_graph: the graph before conversion, for passes of the quantized stage.
         plan: how each operator of it is quantized, by the name of its node.
+        names: of the flat inputs, in order.
         changes: what the pass that is running noted so far.
         batches: where each calibration batch lies: its index as it was given, and a slice of its samples.
     """
@@ -55,6 +56,7 @@ class Context:
     float_graph: GraphModule | None = None
     plan: Mapping[str, PlannedOperator] = field(default_factory=dict)
     batches: list[tuple[int, slice | None]] = field(default_factory=list)
+    names: tuple[str, ...] = ()
     changes: list[Change] = field(default_factory=list)
     _walks: int = 0
 
@@ -100,9 +102,7 @@ class Context:
 
     def kept_positions(self, batch: int) -> Tensor | None:
         """Return which positions of batch `batch` are no padding, boolean, or `None` if the data does not say."""
-        assert self.float_graph is not None
-        names = [node.name for node in placeholders(self.float_graph)]
-        mask = self.input(batch, names.index(_MASK)) if _MASK in names else None
+        mask = self.input(batch, self.names.index(_MASK)) if _MASK in self.names else None
         return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
     def whole_batches(self, device: torch.device) -> Iterator[list[Any]]:

@@ -7,17 +7,15 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
 from quark_fx.block_walk import BlockRun
-from quark_fx.blocks import extract
 from quark_fx.context import Context
-from quark_fx.graph import named_nodes, placeholders, tensor_of
+from quark_fx.graph import named_nodes, tensor_of
 from quark_fx.linear_map import LinearMap, linear_map
 from quark_fx.operators import argument
 from quark_fx.pass_manager import Change
 from quark_fx.quantized_weights import Grid, QuantizedWeight
-from quark_fx.second_moment import Entering, SecondMoment
+from quark_fx.second_moment import Entrance, SecondMoment
 
 
 @dataclass(frozen=True)
@@ -81,21 +79,14 @@ class Product:
             shifted: compare with what enters it in float, too; not where data chooses the rows: the float model may
                 route other tokens to an expert than the quantized one, and its rows have no counterparts.
         """
-        weight, mapping = self.weights[0], self.mappings[0]
+        weight, mapping, run = self.weights[0], self.mappings[0], self.run
         groups, _, inputs = self.real.shape
-        real = named_nodes(self.run.reference)[weight.node.name]
-        moment = SecondMoment.empty(groups, inputs, context.device, shifted=shifted and mapping.offsets is None)
-        quantized = extract(self.run.module, placeholders(self.run.module), _what_enters(weight.node, weight, mapping))
-        exact = extract(self.run.reference, placeholders(self.run.reference), _what_enters(real, weight, mapping))
-        with torch.no_grad():
-            for batch in range(len(context.batches)):
-                kept = context.kept_positions(batch)
-                values, reals = _entering(quantized(*self.run.inputs(batch)), mapping, kept), None
-                if moment.shift is not None:
-                    reals = _entering(exact(*self.run.reference_inputs(batch)), mapping, kept)
-                moment.add(mapping, values, reals)
-        moment.finish()
-        return moment
+        entrance = Entrance(run.module, weight.node, weight.row, mapping, run.inputs)
+        reference = None
+        if shifted and mapping.offsets is None:
+            real = named_nodes(run.reference)[weight.node.name]
+            reference = Entrance(run.reference, real, weight.row, mapping, run.reference_inputs)
+        return SecondMoment.measure(context, (groups, inputs), entrance, reference)
 
     def _matrices(self, tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat([mapping.matrix(t) for mapping, t in zip(self.mappings, tensors, strict=True)], 1)
@@ -117,20 +108,6 @@ def find_products(run: BlockRun, weights: Iterable[QuantizedWeight], context: Co
         Product(run, tuple(weights), tuple(mappings), torch.cat(list(matrices), 1))
         for weights, mappings, matrices in (zip(*parts, strict=True) for parts in found.values())
     ]
-
-
-def _what_enters(node: Node, weight: QuantizedWeight, mapping: LinearMap) -> list[Node]:
-    nodes = [argument(node, weight.row.activations[0])]
-    if mapping.kernel:
-        nodes.append(node)
-    if mapping.offsets is not None:
-        nodes.append(argument(node, 2))
-    return nodes
-
-
-def _entering(values: Sequence[Tensor], mapping: LinearMap, kept: Tensor | None) -> Entering:
-    x, *more = values
-    return Entering(x, more[0] if mapping.kernel else None, more[0] if mapping.offsets is not None else None, kept)
 
 
 __all__ = ["Product", "find_products"]

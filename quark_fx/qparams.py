@@ -21,6 +21,9 @@ class Symmetry(StrEnum):
     """Zero point in the middle and as many codes below it as above: int8 uses -127 … 127, scale `amax / 127`."""
     SYMMETRIC_FULL = "symmetric_full"
     """Zero point in the middle and every code used: int8 uses -128 … 127, scale `amax / 127.5`."""
+    SIGN_AWARE = "sign_aware"
+    """Zero point 0 and every code used, for weights: the scale is `amax / 128` for int8, and negative where the largest
+    magnitude is a positive value, so that it falls on -128, which has no counterpart."""
 
 
 class ScaleType(StrEnum):
@@ -69,7 +72,9 @@ class Scheme:
     @property
     def largest(self) -> float:
         """The code, counted from the zero point, that a symmetric scheme maps the largest magnitude to."""
-        return self.format.max if isinstance(self.format, FloatFormat) else (self.qmax - self.qmin) / 2
+        if isinstance(self.format, FloatFormat):
+            return self.format.max
+        return -self.qmin if self.symmetry is Symmetry.SIGN_AWARE else (self.qmax - self.qmin) / 2
 
     def _integer(self) -> IntFormat:
         if not isinstance(self.format, IntFormat):
@@ -82,7 +87,7 @@ class QParams:
     """Quantization parameters of one tensor.
 
     Attributes:
-        scale: float32, one per channel or group, strictly positive.
+        scale: float32, one per channel or group, positive; of either sign for `Symmetry.SIGN_AWARE`.
         zero_point: int32, the shape of `scale`; all zero for a float format.
     """
 
@@ -113,7 +118,10 @@ def affine_qparams(low: Tensor, high: Tensor, scheme: Scheme) -> QParams:
         raise ValueError(f"the range is not finite: low {_show(low)}, high {_show(high)}")
     low, high = low.double().clamp(max=0), high.double().clamp(min=0)
     if scheme.symmetric:
-        return symmetric_qparams(torch.maximum(-low, high), scheme)
+        found = symmetric_qparams(torch.maximum(-low, high), scheme)
+        if scheme.symmetry is Symmetry.SIGN_AWARE:
+            return QParams(torch.where(high > -low, -found.scale, found.scale), found.zero_point)
+        return found
     steps = scheme.qmax - scheme.qmin
     ideal = (high - low) / steps
     scale = constrain_scale(ideal, scheme.scale_type)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule, Node
 
+from quark_fx.blocks import extract
+from quark_fx.context import Context
+from quark_fx.graph import placeholders
 from quark_fx.linear_map import LinearMap
+from quark_fx.operators import Operator, argument
 
 _TILE = 256
 """Columns of `x x'` at a time, of which only those on and above the diagonal are computed."""
@@ -22,18 +28,42 @@ class SecondMoment:
     Attributes:
         h: sum of `x x'`, float32, shape (groups, inputs, inputs); the upper triangle until `finish`.
         shift: sum of `(r - x) x'` with `r` the row in float, the shape of `h`; `None` if it was not asked for.
+        magnitude: sum of `|x|`, shape (groups, inputs).
         rows: how many, shape (groups,).
     """
 
     h: Tensor
     shift: Tensor | None
+    magnitude: Tensor
     rows: Tensor
 
     @classmethod
     def empty(cls, groups: int, inputs: int, device: torch.device, *, shifted: bool) -> SecondMoment:
         """Return the sums over no rows."""
         h = torch.zeros(groups, inputs, inputs, device=device)
-        return cls(h, torch.zeros_like(h) if shifted else None, torch.zeros(groups, dtype=torch.int64))
+        rows = torch.zeros(groups, dtype=torch.int64)
+        return cls(h, torch.zeros_like(h) if shifted else None, torch.zeros(groups, inputs, device=device), rows)
+
+    @classmethod
+    def measure(
+        cls, context: Context, shape: tuple[int, int], entrance: Entrance, reference: Entrance | None = None
+    ) -> SecondMoment:
+        """Return the sums over all calibration batches.
+
+        Args:
+            context: with the batches.
+            shape: groups, and inputs of each.
+            entrance: where the rows come from.
+            reference: where the same rows come from in float, for `shift`.
+        """
+        moment = cls.empty(*shape, context.device, shifted=reference is not None)
+        with torch.no_grad():
+            for batch in range(len(context.batches)):
+                kept = context.kept_positions(batch)
+                reals = reference.values(batch, kept) if reference is not None else None
+                moment.add(entrance.mapping, entrance.values(batch, kept), reals)
+        moment.finish()
+        return moment
 
     def add(self, mapping: LinearMap, values: Entering, reals: Entering | None = None) -> None:
         """Add the rows of a batch.
@@ -47,6 +77,7 @@ class SecondMoment:
             assert values.output is not None
             columns, _ = mapping.rows(values.x, values.output, most=values.output[:, 0].numel(), seed=0)
             self.h.baddbmm_(columns.float(), columns.float().mT)
+            self.magnitude += columns.float().abs().sum(-1)
             self.rows += columns.shape[-1]
             if self.shift is not None and reals is not None:
                 exact, _ = mapping.rows(reals.x, values.output, most=values.output[:, 0].numel(), seed=0)
@@ -55,6 +86,7 @@ class SecondMoment:
         exact_rows = reals.matrices(mapping) if reals is not None else iter(())
         for group, x in enumerate(values.matrices(mapping)):
             _add_upper(self.h[group], x)
+            self.magnitude[group] += torch.linalg.vector_norm(x, ord=1, dim=0)
             self.rows[group] += len(x)
             if self.shift is not None:
                 self.shift[group].addmm_((next(exact_rows) - x).T, x)
@@ -102,10 +134,39 @@ class Entering:
             yield rows[self.kept.flatten()] if self.kept is not None and fits else rows
 
 
+class Entrance:
+    """Where rows enter an operator of a block.
+
+    Args:
+        module: the block.
+        node: the operator.
+        row: its row in the table.
+        mapping: how it multiplies.
+        inputs: returns what enters the block for a batch.
+    """
+
+    def __init__(
+        self, module: GraphModule, node: Node, row: Operator, mapping: LinearMap, inputs: Callable[[int], list[Any]]
+    ) -> None:
+        nodes = [argument(node, row.activations[0])]
+        if mapping.kernel:
+            nodes.append(node)
+        if mapping.offsets is not None:
+            nodes.append(argument(node, 2))
+        self.mapping, self._inputs = mapping, inputs
+        self._part = extract(module, placeholders(module), nodes)
+
+    def values(self, batch: int, kept: Tensor | None) -> Entering:
+        """Return what enters for one batch; `kept` says which positions are no padding."""
+        x, *more = self._part(*self._inputs(batch))
+        output = more[0] if self.mapping.kernel else None
+        return Entering(x, output, more[0] if self.mapping.offsets is not None else None, kept)
+
+
 def _add_upper(h: Tensor, x: Tensor) -> None:
     """Add the tiles of `x' x` on and above the diagonal to `h`; a third less work than all of it."""
     for start in range(0, h.shape[-1], _TILE):
         h[start : start + _TILE, start:].addmm_(x[:, start : start + _TILE].T, x[:, start:])
 
 
-__all__ = ["Entering", "SecondMoment"]
+__all__ = ["Entering", "Entrance", "SecondMoment"]

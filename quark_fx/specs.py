@@ -79,6 +79,11 @@ class TensorSpec:
                 f"{self.format} is symmetric; drop symmetry='asymmetric' or choose an integer format",
             ),
             (
+                self.symmetry is Symmetry.SIGN_AWARE
+                and (self.dynamic or isinstance(self.format, FloatFormat) or not self.format.signed),
+                "symmetry='sign_aware' is for weights in signed integers",
+            ),
+            (
                 cast and (self.granularity is not Granularity.TENSOR or self.scale_type is not ScaleType.FLOAT32),
                 f"{self.format} is reached by a cast and has no scale; drop granularity and scale_type",
             ),

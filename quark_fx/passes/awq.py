@@ -1,0 +1,208 @@
+"""Scale up the weights that large activations multiply, so that rounding them matters less."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from quark_fx.block_walk import FloatRun, walk_float_blocks
+from quark_fx.blocks import Unit
+from quark_fx.context import Context
+from quark_fx.errors import ConfigError
+from quark_fx.graph import named_nodes, parameter
+from quark_fx.linear_map import LinearMap, linear_map
+from quark_fx.operators import argument
+from quark_fx.pass_manager import Change, copy_graph, graph_pass
+from quark_fx.placement import PlannedOperator, plan_quantization
+from quark_fx.scale_sites import Absorber, ScaledInput, ScaleSite, apply_scale, find_scale_sites
+from quark_fx.second_moment import Entrance, SecondMoment
+from quark_fx.weights import quantize_tensor
+
+_SMALLEST = 1e-4
+"""Of an average magnitude: an input that is never there is scaled like one that hardly is."""
+
+
+@graph_pass()
+@dataclass(frozen=True, kw_only=True)
+class AWQ:
+    """Multiply weights by `s = a ** r` per input channel and divide what they read by it, where something absorbs that.
+
+    `a` is the mean magnitude of a channel on the calibration data. Of a grid of exponents `r` from 0 (leave it alone)
+    to 1 each site takes the one whose rounded weights change the outputs of the operators that read it least: the
+    error is a quadratic form of the weights, so the data is read once, whatever the grid.
+
+    Args:
+        steps: intervals of the grid; the best of every other one is refined.
+        explicit: insert a multiplication where nothing before can absorb the scale.
+
+    Raises:
+        ConfigError: for fewer than two steps.
+
+    Source:
+        Lin et al. 2024 (AWQ), section 3.2, with the error of the operators' outputs as objective.
+    """
+
+    steps: int = 20
+    explicit: bool = False
+
+    def __post_init__(self) -> None:
+        if self.steps < 2:
+            raise ConfigError(f"the grid has two steps or more, not {self.steps}")
+
+    def __call__(self, gm: GraphModule, context: Context) -> int:
+        """Scale the sites of `gm` that quantized weights read; return how many changed."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the plan of the final graph says it again
+            planned = {op.node: op for op in plan_quantization(gm, context.config).operators}
+        analysis = find_scale_sites(gm, explicit=self.explicit)
+        for node, reason in analysis.reasons.items():
+            if node in planned:
+                context.note(Change(planned[node].name, f"left: {reason}", changed=False))
+        waiting = []
+        for site in analysis.sites:
+            found = [_search(gm, site, scaled, planned) for scaled in site.inputs]
+            searches = [search for search in found if search is not None]
+            if searches and len(searches) == len(found):
+                waiting.append((site, searches))
+            else:
+                names = ", ".join(planned[scaled.reader].name for scaled in site.inputs)
+                context.note(Change(names, "left: not every operator that reads it has codes", changed=False))
+        # Scales change the values between blocks, so the data goes through the graph as it was.
+        for run in walk_float_blocks(copy_graph(gm), context, unit=Unit.OPERATOR, label="AWQ"):
+            _collect(run, [search for _, searches in waiting for search in searches], context)
+            ready = [pair for pair in waiting if all(search.moment is not None for search in pair[1])]
+            waiting = [pair for pair in waiting if pair not in ready]
+            for site, searches in ready:
+                self._scale(gm, site, searches, context)
+        return sum(change.changed for change in context.changes)
+
+    def _scale(self, gm: GraphModule, site: ScaleSite, searches: Sequence[_Search], context: Context) -> None:
+        start = time.perf_counter()
+        magnitude = _magnitudes(site, searches)
+        errors: dict[float, float] = {}
+
+        def error(exponent: float) -> float:
+            if exponent not in errors:
+                scale = _scales(magnitude, exponent)
+                errors[exponent] = sum(search.error(gm, scale) for search in searches)
+            return errors[exponent]
+
+        coarse = min((step / self.steps for step in range(0, self.steps + 1, 2)), key=error)
+        near = [exponent for exponent in (coarse - 1 / self.steps, coarse + 1 / self.steps) if 0 <= exponent <= 1]
+        best = min([coarse, *near], key=error)
+        changed = best > 0
+        if changed:
+            apply_scale(gm, site, _scales(magnitude, best))
+        name = ", ".join(search.operator.name for search in searches)
+        what = f"exponent {best:.2f}" if changed else "left: no exponent is better"
+        before, after = errors[0.0] / len(searches), errors[best] / len(searches)
+        context.note(Change(name, what, changed, before, after, time.perf_counter() - start))
+
+
+@dataclass
+class _Search:
+    """One operator that reads a site.
+
+    Attributes:
+        scaled: what it reads.
+        operator: how it is quantized.
+        mapping: how it multiplies.
+        absorber: its weight.
+        shape: groups and inputs of it as matrices.
+        moment: of what it reads, once the data has been there.
+    """
+
+    scaled: ScaledInput
+    operator: PlannedOperator
+    mapping: LinearMap
+    absorber: Absorber
+    shape: tuple[int, int]
+    moment: SecondMoment | None = None
+
+    @property
+    def h(self) -> Tensor:
+        """The sum of `x x'` of what it reads."""
+        assert self.moment is not None
+        return self.moment.h
+
+    def error(self, gm: GraphModule, scale: Tensor) -> float:
+        """Return the relative squared error of the operator's output if its site is scaled by `scale`."""
+        op = self.operator
+        assert op.row is not None
+        assert op.weight is not None
+        weight = parameter(gm, self.absorber.parameter).detach().to(self.h.device).float()
+        labels = self.absorber.labels.to(weight.device)
+        factor = torch.where(labels >= 0, scale[labels.clamp(min=0)], 1.0)
+        stacked = op.row.kind in ("experts", "linear") and weight.dim() > 2
+        rounded = quantize_tensor(
+            weight * factor,
+            op.weight,
+            output_axis=op.row.output_axis,
+            input_axis=op.row.input_axis,
+            stacked=stacked,
+        ).dequantize()
+        lost, real = self.mapping.matrix(rounded / factor - weight), self.mapping.matrix(weight)
+        noise, signal = (((m @ self.h) * m).sum() for m in (lost, real))
+        return float(noise / signal.clamp_min(torch.finfo(torch.float32).tiny))
+
+
+def _search(
+    gm: GraphModule, site: ScaleSite, scaled: ScaledInput, planned: dict[Node, PlannedOperator]
+) -> _Search | None:
+    op = planned.get(scaled.reader)
+    if op is None or op.row is None or op.weight is None or op.weight.is_cast or op.weight_node is None:
+        return None
+    weight = parameter(gm, op.weight_node)
+    mapping = linear_map(op.node, op.row, weight)
+    absorber = next((a for a in site.consumers if a.parameter is op.weight_node), None)
+    if mapping is None or absorber is None:
+        return None
+    groups, _, inputs = mapping.matrix(weight).shape
+    return _Search(scaled, op, mapping, absorber, (groups, inputs))
+
+
+def _collect(run: FloatRun, searches: Sequence[_Search], context: Context) -> None:
+    """Give those of the searches whose operators are in the block the moment of what these read."""
+    known: dict[object, SecondMoment] = {}
+    nodes = named_nodes(run.module)
+    for search in searches:
+        name, row, mapping = search.operator.node.name, search.operator.row, search.mapping
+        if name not in run.block.operators:
+            continue
+        assert row is not None
+        key = argument(nodes[name], row.activations[0]), replace(mapping, transposed=False)
+        if key not in known:
+            entrance = Entrance(run.module, nodes[name], row, mapping, run.inputs)
+            known[key] = SecondMoment.measure(context, search.shape, entrance)
+        search.moment = known[key]
+
+
+def _magnitudes(site: ScaleSite, searches: Sequence[_Search]) -> Tensor:
+    """Return the mean magnitude of what the site's components scale, shape (components,)."""
+    total, count = (torch.zeros(site.channels, device=searches[0].h.device) for _ in range(2))
+    for search in searches:
+        assert search.moment is not None
+        mean = search.moment.magnitude.sum(0) / max(1, int(search.moment.rows.sum()))
+        labels = search.scaled.labels.to(mean.device)
+        # Of a convolution an input is a channel at a place of the kernel; the groups of channels lie one after another.
+        mean = search.moment.magnitude.reshape(-1) if search.mapping.kernel else mean
+        mean = mean.reshape(len(labels), -1).mean(1)
+        known = labels >= 0
+        total.index_add_(0, labels[known], mean[known])
+        count.index_add_(0, labels[known], torch.ones_like(mean[known]))
+    return total / count.clamp_min(1)
+
+
+def _scales(magnitude: Tensor, exponent: float) -> Tensor:
+    """Return the scales of an exponent, around 1, shape (components,)."""
+    scale = magnitude.clamp_min(_SMALLEST) ** exponent
+    return scale / (scale.max() * scale.min()).sqrt()
+
+
+__all__ = ["AWQ"]
