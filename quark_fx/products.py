@@ -14,7 +14,9 @@ from quark_fx.graph import named_nodes, tensor_of
 from quark_fx.linear_map import LinearMap, linear_map
 from quark_fx.operators import argument
 from quark_fx.pass_manager import Change
+from quark_fx.qparams import ScaleType, constrain_scale
 from quark_fx.quantized_weights import Grid, QuantizedWeight
+from quark_fx.scale_search import fit_scales
 from quark_fx.second_moment import Entrance, SecondMoment
 
 
@@ -70,6 +72,27 @@ class Product:
         for weight, mapping, part in zip(self.weights, self.mappings, self.split(codes), strict=True):
             old = tensor_of(self.run.module, weight.codes)
             self.run.store(weight.codes, mapping.restore(part, old).to(old.dtype))
+
+    def fit_scales(self, h: Tensor) -> None:
+        """Shrink and store scales where that brings the outputs nearer, `h` being the moment of what is multiplied.
+
+        Scales per tensor, powers of two, and those that a bias follows stay.
+        """
+        parts = zip(self.weights, self.mappings, self.split(self.real), strict=True)
+        for weight, mapping, real in parts:
+            scheme, axis = weight.scheme, weight.axis
+            if axis is None or scheme.scale_type is ScaleType.POWER_OF_TWO or weight.bias_scale_follows:
+                continue
+            old = weight.scale(self.run.module)
+            block = weight.block_size if weight.block_size > 0 else real.shape[-1]
+            found = weight.grid(self.run.module)
+            stored = tensor_of(self.run.module, weight.codes)
+            scale, zero_point = (mapping.matrix(p.expand_as(stored)) for p in (found.scale, found.zero_point))
+            ratio = fit_scales(real, h, Grid(scale, zero_point, self.limits), block)
+            # Scales lie as the weight does, with fewer inputs; one per channel as a vector.
+            ratio = mapping.restore(ratio, old) if old.dim() > 1 else ratio.reshape(-1)
+            sign, ideal = old.sign(), (old.abs() * ratio).double()
+            self.run.store(weight.scale_name, sign * constrain_scale(ideal, scheme.scale_type))
 
     def second_moment(self, context: Context, *, shifted: bool = False) -> SecondMoment:
         """Return the sums over what enters the product, of all calibration batches, everything before quantized.

@@ -88,6 +88,11 @@ class QuantizedWeight:
         scale, zero_point = (spread(p.float(), codes, self.axis, self.block_size) for p in (scale, zero_point))
         return Grid(scale, zero_point, (self.scheme.qmin, self.scheme.qmax))
 
+    @property
+    def scale_name(self) -> str:
+        """Name of the tensor of scales."""
+        return _name(self.dequantize.args[1])
+
     def scale(self, gm: GraphModule) -> Tensor:
         """Return the scale as it is stored."""
         return parameter(gm, self.dequantize.args[1])  # type: ignore[arg-type]

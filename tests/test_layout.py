@@ -38,7 +38,7 @@ LAYERS = (
         "second_moment",
     },
     {"report", "blocks", "context", "quantized_weights", "correspondence"},
-    {"block_walk", "error_feedback", "second_moment"},
+    {"block_walk", "error_feedback", "scale_search", "second_moment"},
     {"calibration", "trainable", "reconstruction", "products"},
     {"passes"},
     {"presets", "model"},

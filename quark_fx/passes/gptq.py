@@ -29,16 +29,18 @@ _SAMPLED = 64
 class GPTQ:
     """Round the weights of matrix products and convolutions so that their outputs, not the weights, are nearest.
 
-    Scales stay as they are (static groups). Every operator sees inputs that everything before it, quantized, makes of
-    the data (true sequential), in one forward pass over it. Operators that read one value share its second moment and
-    are solved together; of a stack of experts each has the tokens routed to it, and borrows from the average of all
-    where they are few. Positions that the data's `attention_mask` leaves out do not count.
+    Scales do not change on the way (static groups). Every operator sees inputs that everything before it, quantized,
+    makes of the data (true sequential), in one forward pass over it. Operators that read one value share its second
+    moment and are solved together; of a stack of experts each has the tokens routed to it, and borrows from the average
+    of all where they are few. Positions that the data's `attention_mask` leaves out do not count.
 
     Args:
         damping: share of the mean diagonal of the second moment that is added to it.
         by_activation: round the inputs that matter most first (activation order; no trace of it in the result).
         asymmetry: how far the target moves from what the float weight makes of the quantized inputs (0, the paper's)
             to what the float model makes of its own inputs (1), at the cost of a second forward pass.
+
+        fit_scales: first shrink each scale to the one that rounding to nearest changes the output least at.
 
     Raises:
         ConfigError: for a value out of range.
@@ -51,6 +53,7 @@ class GPTQ:
     damping: float = 0.01
     by_activation: bool = True
     asymmetry: float = 0.0
+    fit_scales: bool = False
 
     def __post_init__(self) -> None:
         if not (0 < self.damping <= 1 and 0 <= self.asymmetry <= 1):
@@ -71,6 +74,9 @@ class GPTQ:
     def _round(self, product: Product, context: Context) -> None:
         start = time.perf_counter()
         moment = product.second_moment(context, shifted=self.asymmetry > 0)
+        before = product.grid().value(product.codes())
+        if self.fit_scales:
+            product.fit_scales(moment.h)
         grid, old, target = product.grid(), product.codes(), product.real
         try:
             found = factor(moment.h, damping=self.damping, by_activation=self.by_activation)
@@ -83,9 +89,9 @@ class GPTQ:
         new = round_with_feedback(target, found, grid)
         product.store(new)
         seconds = (time.perf_counter() - start) / len(product.weights)
-        parts = zip(*map(product.split, (old, new, target, grid.value(old), grid.value(new))), strict=True)
-        for weight, (before, after, aim, *values) in zip(product.weights, parts, strict=True):
-            share = float((before != after).float().mean())
+        parts = zip(*map(product.split, (old, new, target, before, grid.value(new))), strict=True)
+        for weight, (nearest, chosen, aim, *values) in zip(product.weights, parts, strict=True):
+            share = float((nearest != chosen).float().mean())
             was, now = (_relative(value, aim, moment.h) for value in values)
             what = f"{share:.1%} of the codes{_few(moment)}"
             context.note(Change(weight.name, what, share > 0, was, now, seconds))

@@ -1,0 +1,105 @@
+"""Scales that are fitted to the data: never worse on it than the whole range, and written back where they came from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from devices import on_devices
+from tiny import cnn, images, quantize, rand
+from torch import Tensor, nn
+
+import quark_fx as qfx
+from quark_fx import Granularity, QuantConfig, TensorSpec
+from quark_fx.formats import INT2, INT4
+from quark_fx.graph import stored_tensors
+from quark_fx.passes import GPTQ
+from quark_fx.qparams import Symmetry
+from quark_fx.quantized_weights import Grid
+from quark_fx.scale_search import RATIOS, fit_scales
+
+
+def rounded(weight: Tensor, grid: Grid, ratio: Tensor, block: int) -> Tensor:
+    scale = grid.scale.expand_as(weight) * ratio.repeat_interleave(block, -1)[..., : weight.shape[-1]]
+    codes = (weight / scale + grid.zero_point).round().clamp(*grid.limits)
+    return (codes - grid.zero_point) * scale
+
+
+@pytest.mark.parametrize(("inputs", "block"), [(64, 16), (70, 16), (300, 128), (300, 300), (16, 1)])
+@on_devices
+def test_each_block_has_the_best_ratio_of_the_partial_product(inputs: int, block: int, device: torch.device) -> None:
+    weight, x = rand(2, 5, inputs).to(device), rand(2, 90, inputs, seed=3).to(device)
+    h = x.mT @ x
+    grid = Grid(weight.abs().amax(-1, keepdim=True) / 7, torch.zeros(1, device=device), (-8, 7))
+    found = fit_scales(weight, h, grid, block)
+    assert found.shape == (2, 5, -(-inputs // block))
+    tried = []
+    for ratio in RATIOS:
+        lost = rounded(weight, grid, torch.full_like(found, ratio), block) - weight
+        # What one block makes of the data, by itself; a wide block is weighed in chunks of 128 inputs.
+        chunk = [
+            (lost[..., a : min(a + 128, b)] @ x[..., a : min(a + 128, b)].mT).square().sum(-1)
+            for start in range(0, inputs, block)
+            for b in [min(start + block, inputs)]
+            for a in range(start, b, 128)
+        ]
+        per = -(-block // 128)
+        tried.append(torch.stack([sum(chunk[i : i + per], torch.zeros(())) for i in range(0, len(chunk), per)], -1))
+    best = torch.tensor(RATIOS, device=device)[torch.stack(tried).argmin(0)]
+    # float32 may order two ratios otherwise that are as good as each other.
+    least = torch.stack(tried).amin(0)
+    index = (torch.tensor(RATIOS, device=device).reshape(-1, 1, 1, 1) == found).float().argmax(0, keepdim=True)
+    assert bool((torch.stack(tried).gather(0, index)[0] <= least * 1.001).all())
+    assert float((best == found).float().mean()) > 0.95
+
+
+class Matrices(nn.Module):
+    """Matrices in every orientation: linear, transposed, and a stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(36, 24)
+        self.turned = nn.Parameter(rand(24, 20, seed=4))
+        self.stack = nn.Parameter(rand(2, 20, 12, seed=5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.linear(x)) @ self.turned
+        return torch.bmm(torch.stack((y, -y)), self.stack)
+
+
+GROUPS = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=16)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        GROUPS,
+        GROUPS.replace(symmetry=Symmetry.ASYMMETRIC),
+        GROUPS.replace(symmetry=Symmetry.SIGN_AWARE),
+        TensorSpec(format=INT2, granularity=Granularity.CHANNEL, symmetry=Symmetry.SYMMETRIC_FULL),
+    ],
+    ids=str,
+)
+def test_scales_are_written_back_in_any_layout(weight: TensorSpec) -> None:
+    model, data = Matrices().eval(), [rand(200, 36)]
+    config = QuantConfig(weight=weight, target="torch")
+    plain, fitted = (quantize(model, config.replace(passes=(GPTQ(fit_scales=flag),)), data) for flag in (False, True))
+    changes = [c for c in fitted.report().passes[-1].changes if c.before is not None]
+    assert len(changes) == 3
+    for (name, old), (_, new) in zip(scales(plain), scales(fitted), strict=True):
+        assert old.shape == new.shape, name
+        distance = (new / old).unsqueeze(-1).sub(torch.tensor(RATIOS)).abs().amin(-1)
+        assert float(distance.max()) < 1e-6
+        assert not torch.equal(new, old)
+
+
+def scales(qmodel: qfx.QuantizedModel) -> list[tuple[str, Tensor]]:
+    return [(name, tensor) for name, tensor in stored_tensors(qmodel.graph_module).items() if "scale" in name]
+
+
+def test_scales_that_integer_biases_follow_stay() -> None:
+    config = qfx.presets.INT8_STATIC
+    model, data = cnn(), images(16, 16)
+    plain, fitted = (
+        quantize(model, config.replace(passes=(*config.passes, GPTQ(fit_scales=flag))), data) for flag in (False, True)
+    )
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(scales(plain), scales(fitted), strict=True))
