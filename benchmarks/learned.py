@@ -1,6 +1,6 @@
 """What the passes that equalize, correct and learn are worth: accuracy on trained networks at 8 bits and below.
 
-    python -m benchmarks.learned [--networks resnet depthwise vit minilm] [--seeds 5] [--write]
+    python -m benchmarks.learned [--networks resnet depthwise vit minilm] [--seeds 5] [--kept] [--write]
 
 The networks are those of `benchmarks.composed_digits` (100 classes, 4,000 held-out images, one of which is 0.025 %) and
 the sentence encoder all-MiniLM-L6-v2 (100 times the mean cosine between the embeddings of 64 held-out sentences before
@@ -159,8 +159,10 @@ def _similarity(config: QuantConfig) -> float:
     return 100 * float((expected * found).sum(1).mean())
 
 
-def results(networks: Sequence[str], seeds: int, wanted: Sequence[str]) -> dict[tuple[str, str, str], list[float]]:
-    """Measure what is not kept from an earlier run; return the values of all seeds by (network, config, passes)."""
+def results(
+    networks: Sequence[str], seeds: int, wanted: Sequence[str], *, kept: bool
+) -> dict[tuple[str, str, str], list[float]]:
+    """Return the values of all seeds by (network, config, passes); measure, or leave out, what was not kept before."""
     folder = composed_digits.cache_folder() / "learned"
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[tuple[str, str, str], list[float]] = {}
@@ -171,6 +173,8 @@ def results(networks: Sequence[str], seeds: int, wanted: Sequence[str]) -> dict[
                     if passes not in wanted or (network == "minilm" and seed):
                         continue
                     file = folder / f"{network}-{seed}-{config}-{passes}.json"
+                    if kept and not file.exists():
+                        continue
                     if not file.exists():
                         start = time.perf_counter()
                         value = measure(network, seed, config, passes)
@@ -188,9 +192,9 @@ def results(networks: Sequence[str], seeds: int, wanted: Sequence[str]) -> dict[
     return found
 
 
-def page(networks: Sequence[str], seeds: int, wanted: Sequence[str]) -> str:
+def page(networks: Sequence[str], seeds: int, wanted: Sequence[str], *, kept: bool) -> str:
     """Return the tables: points below float, mean over the seeds, and the largest."""
-    found = results(networks, seeds, wanted)
+    found = results(networks, seeds, wanted, kept=kept)
     parts = []
     for network in networks:
         floats = [100.0] if network == "minilm" else [composed_digits.load(network, s).accuracy() for s in range(seeds)]
@@ -210,12 +214,12 @@ def page(networks: Sequence[str], seeds: int, wanted: Sequence[str]) -> str:
     return f"""# What equalization, correction and learning are worth
 
 Points of accuracy below float on held-out data, the mean of {seeds} trainings and in brackets the worst (*of n*: of the
-first n only; `minilm`: one training, 100 times 1 - cosine). Nothing is measured on data it was tuned on. `resnet`, `depthwise` (a MobileNetV2
-whose batch-norm factors spread over three decades) and `vit` read two noisy digits, 100 classes; 1,024 images
-calibrate. Below 8 bits weights have one scale per channel, activations are quantized where a weighted operator reads
-them, ranges have the smallest squared error, and the first and last operator keep 8 bits (not so for `minilm`). At 8
-bits weights have one scale per tensor. `QDrop` is block reconstruction with dropped quantization and learned activation
-scales, after CLE; `AdaQuant` learns blocks, too. Reproduce with `python -m benchmarks.learned`.
+first n only; `minilm`: one training, 100 times 1 - cosine). Nothing is measured on data it was tuned on. `resnet`,
+`depthwise` (a MobileNetV2 whose batch-norm factors spread over three decades) and `vit` read two noisy digits, 100
+classes; 1,024 images calibrate. Below 8 bits weights have one scale per channel, activations are quantized where a
+weighted operator reads them, ranges have the smallest squared error, and the first and last operator keep 8 bits (not
+so for `minilm`). At 8 bits weights have one scale per tensor. `QDrop` is block reconstruction with dropped quantization
+and learned activation scales, after CLE; `AdaQuant` learns blocks, too. Reproduce with `python -m benchmarks.learned`.
 
 {chr(10).join(parts)}
 {environment()}
@@ -230,10 +234,12 @@ def main() -> None:
     parser.add_argument(
         "--passes", nargs="+", choices=PASSES, default=list(PASSES), help="columns; the rest stay empty"
     )
+    parser.add_argument("--kept", action="store_true", help="show what earlier runs measured, measure nothing")
     parser.add_argument("--write", action="store_true", help="update docs/learned.md")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
-    publish(page(arguments.networks, arguments.seeds, arguments.passes), "learned.md" if arguments.write else None)
+    text = page(arguments.networks, arguments.seeds, arguments.passes, kept=arguments.kept)
+    publish(text, "learned.md" if arguments.write else None)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ class CacheBudget:
         directory: where what exceeds both goes; default: a temporary directory.
 
     Raises:
-        ConfigError: for a negative budget.
+        ConfigError: for a budget that is negative or no whole number.
     """
 
     device_bytes: int = 0
@@ -34,7 +34,8 @@ class CacheBudget:
     directory: str | Path | None = None
 
     def __post_init__(self) -> None:
-        if self.device_bytes < 0 or (self.host_bytes is not None and self.host_bytes < 0):
+        budgets = (self.device_bytes, 0 if self.host_bytes is None else self.host_bytes)
+        if not all(isinstance(budget, int) and budget >= 0 for budget in budgets):
             raise ConfigError(f"a budget is a number of bytes, zero or more: {self}")
 
 

@@ -52,6 +52,24 @@ def require_inputs_fit(model: nn.Module, batch: Any) -> None:
                 f"input {pytree.keystr(path[1:])} is empty, shape {tuple(leaf.shape)}; every dimension of "
                 "a batch needs at least one value"
             )
+    _require_dtypes_fit(model, batch)
+
+
+def _require_dtypes_fit(model: nn.Module, batch: Any) -> None:
+    """Run a model on inputs of another floating-point dtype than its own: capture does not notice what cannot run."""
+    own = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    leaves = [(path, x) for path, x in pytree.tree_flatten_with_path(batch)[0] if isinstance(x, Tensor)]
+    others = [(pytree.keystr(path[1:]), x.dtype) for path, x in leaves if x.is_floating_point() and x.dtype not in own]
+    if not own or not others:
+        return
+    try:
+        with torch.no_grad():
+            model(*batch[0], **batch[1])
+    except (RuntimeError, ValueError) as error:
+        raise CaptureError(
+            f"input {', '.join(f'{name} is {dtype}' for name, dtype in others)}, the model "
+            f"{', '.join(sorted(map(str, own)))}, and it does not run on that ({error}); convert the batch first"
+        ) from error
 
 
 def explain(error: Exception, model: nn.Module) -> str:

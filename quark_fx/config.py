@@ -13,11 +13,9 @@ import yaml
 
 from quark_fx.errors import ConfigError
 from quark_fx.formats import INT32, FloatFormat, Format
-from quark_fx.pass_manager import GraphPass, Stage, pass_from_dict, pass_name, pass_stage, pass_to_dict
+from quark_fx.pass_manager import GraphPass, pass_from_dict, pass_to_dict, require_order
 from quark_fx.qparams import Symmetry
 from quark_fx.specs import Granularity, TensorSpec, enum_member, known_fields
-
-_BACKWARDS = [Stage.QUANTIZED, Stage.FLOAT]
 
 
 class Target(StrEnum):
@@ -122,17 +120,17 @@ class QuantConfig:
         kinds: dict[str, Any] = {"passes": Callable, "overrides": Override, "exclude": str}
         for name, kind in kinds.items():
             items = getattr(self, name)
-            if isinstance(items, str) or not all(isinstance(item, kind) for item in items):
-                wanted = {"passes": "passes", "overrides": "Override values", "exclude": "pattern strings"}[name]
+            wanted = {"passes": "passes", "overrides": "Override values", "exclude": "pattern strings"}[name]
+            if not isinstance(items, list | tuple):
                 raise ConfigError(f"{name} is a list or tuple of {wanted}, not {items!r}")
+            for item in items:
+                if isinstance(item, type) and name == "passes":
+                    raise ConfigError(f"passes: {item.__name__} is a class; write {item.__name__}()")
+                if not isinstance(item, kind):
+                    raise ConfigError(f"{name} is a list or tuple of {wanted}; {item!r} is none")
             object.__setattr__(self, name, tuple(items))
         object.__setattr__(self, "target", enum_member(Target, self.target))
-        stages = [pass_stage(p) for p in self.passes]
-        if (late := next((i for i in range(1, len(stages)) if stages[i - 1 : i + 1] == _BACKWARDS), None)) is not None:
-            raise ConfigError(
-                f"pass {pass_name(self.passes[late])} rewrites the float graph and is listed after "
-                f"{pass_name(self.passes[late - 1])}, which runs on the quantized one; list it before"
-            )
+        require_order(self.passes)
         for override in (None, *self.overrides):
             self._check(self._apply(override) if override else self._specs(), override)
         if self.bias is not None and (self.bias.dynamic or self.bias.granularity is not Granularity.TENSOR):
@@ -161,6 +159,10 @@ class QuantConfig:
             (
                 any(s.granularity in (Granularity.CHANNEL, Granularity.GROUP) for s in activations),
                 "activations are quantized per tensor or per token; per channel or group is for weights",
+            ),
+            (
+                any(s.observer and s.observer.weights_only for s in activations),
+                "an activation's observer sees one batch after the other; this one is for weights",
             ),
             (
                 any(s.symmetry is Symmetry.SIGN_AWARE for s in activations),
@@ -241,6 +243,9 @@ class QuantConfig:
         for key in ("weight", "input", "output", "bias"):
             if values.get(key) is not None:
                 values[key] = TensorSpec.from_dict(values[key])
+        for key in ("passes", "overrides"):
+            if not isinstance(given := values.get(key) or (), list | tuple):
+                raise ConfigError(f"{key} is a list, not {given!r}; write [{given!r}]")
         values["passes"] = tuple(pass_from_dict(item) for item in values.get("passes") or ())
         values["overrides"] = tuple(Override.from_dict(item) for item in values.get("overrides") or ())
         values["exclude"] = values.get("exclude") or ()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,7 +22,7 @@ from quark_fx.activation_cache import ActivationCache, CacheBudget
 from quark_fx.config import QuantConfig
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.graph import stored_tensors, target_name
-from quark_fx.pass_manager import Change
+from quark_fx.pass_manager import Change, needs_context
 from quark_fx.placement import PlannedOperator
 
 _HELD_OUT = 8
@@ -45,6 +47,7 @@ class Context:
         plan: how each operator of it is quantized, by the name of its node.
         names: of the flat inputs, in order.
         changes: what the pass that is running noted so far.
+        remark: what the pass that is running says could be done besides.
         batches: where each calibration batch lies: its index as it was given, and a slice of its samples.
     """
 
@@ -58,6 +61,7 @@ class Context:
     batches: list[tuple[int, slice | None]] = field(default_factory=list)
     names: tuple[str, ...] = ()
     changes: list[Change] = field(default_factory=list)
+    remark: str = ""
     _walks: int = 0
 
     def add_batches(self, batches: Iterable[Sequence[Any]], *, divisible: bool = False) -> None:
@@ -67,10 +71,16 @@ class Context:
             batches: the flat inputs of each.
             divisible: dimension 0 of every tensor counts samples: a single batch is divided, so that there is
                 something to hold out.
+
+        Raises:
+            CalibrationError: if a value is NaN; a mask may hold infinities.
         """
         for index, leaves in enumerate(batches):
             self.cache.put(("batch", index, "length"), len(leaves))
             for position, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor) and leaf.is_floating_point() and bool(leaf.isnan().any()):
+                    name = self.names[position] if self.names else position
+                    raise CalibrationError(f"calibration batch {index}: input {name} holds NaN; remove such samples")
                 # A loader may fill the same buffer again for the next batch.
                 self.cache.put(("batch", index, position), leaf.clone() if isinstance(leaf, Tensor) else leaf)
             self.batches.append((index, None))
@@ -79,6 +89,12 @@ class Context:
             if len(sizes) == 1 and (size := sizes.pop()) > 1:
                 kept = size - max(1, size // _HELD_OUT)
                 self.batches = [(0, slice(0, kept)), (0, slice(kept, size))]
+        if not self.holds_out and any(needs_context(p) for p in self.config.passes):
+            warnings.warn(
+                "the calibration data is one sample, or one batch that cannot be divided: what passes learn from it is "
+                "judged on it, too; pass more batches",
+                stacklevel=3,
+            )
 
     def inputs(self, index: int) -> list[Any]:
         """Return the flat inputs of batch `index`, tensors on the device.
@@ -124,6 +140,11 @@ class Context:
         count = max(1, len(self.batches) // _HELD_OUT)
         return list(range(len(self.batches) - count, len(self.batches)))
 
+    @property
+    def holds_out(self) -> bool:
+        """Whether there is data to judge by that is not learned from."""
+        return len(self.batches) != 1
+
     def note(self, change: Change) -> None:
         """Add a row to the report of the pass that is running."""
         self.changes.append(change)
@@ -148,26 +169,29 @@ class Checkpoint:
 
     Args:
         directory: made if it does not exist.
-        fingerprint: identifies the run; the directory of another one is refused.
+        fingerprint: digests that identify the run, by what they are of; the directory of another one is refused.
 
     Raises:
         ConfigError: if the directory belongs to another run or cannot be used.
     """
 
-    def __init__(self, directory: str | Path, fingerprint: str) -> None:
+    def __init__(self, directory: str | Path, fingerprint: Mapping[str, str]) -> None:
         self.directory = Path(directory)
         owner = self.directory / "run.json"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             if not owner.exists():
-                _write_text(owner, json.dumps({"fingerprint": fingerprint}))
+                _write_text(owner, json.dumps({"fingerprint": dict(fingerprint)}))
             found = json.loads(owner.read_text()).get("fingerprint")
+            known = found if isinstance(found, dict) else {}
+            others = [what for what, digest in fingerprint.items() if known.get(what) != digest]
         except (OSError, ValueError, AttributeError) as error:
             raise ConfigError(f"checkpoint directory {directory} cannot be used: {error}") from error
-        if found != fingerprint:
+        if others:
+            shuffled = " (a DataLoader that shuffles gives other batches every time)" if "data" in others else ""
             raise ConfigError(
-                f"checkpoint directory {directory} belongs to another run (other model, configuration or data); "
-                "remove it or choose another one"
+                f"checkpoint directory {directory} belongs to another run, with other {' and '.join(others)}"
+                f"{shuffled}; remove it or choose another one"
             )
 
     def load(self, walk: int, block: int) -> tuple[dict[str, Tensor], list[Change]] | None:
@@ -203,30 +227,53 @@ def _write_text(file: Path, text: str) -> None:
     os.replace(partial, file)
 
 
-def fingerprint(gm: GraphModule, context: Context) -> str:
-    """Return a digest of a graph, its tensors, the configuration and the calibration data, to tell runs apart.
+def fingerprint(gm: GraphModule, context: Context) -> dict[str, str]:
+    """Return digests of a graph with its tensors, of the configuration and of the calibration data, to tell runs apart.
 
-    Of large tensors a few thousand values count. The code of a pass does not.
+    The code of a pass does not count.
     """
-    digest = hashlib.sha256(json.dumps(context.config.to_dict(), sort_keys=True, default=str).encode())
+    model, configuration, data = (hashlib.sha256() for _ in range(3))
+    configuration.update(json.dumps(context.config.to_dict(), sort_keys=True, default=str).encode())
     for node in gm.graph.nodes:
-        digest.update(f"{node.name} {target_name(node)} {node.args} {node.kwargs}".encode())
+        model.update(f"{node.name} {target_name(node)} {node.args} {node.kwargs}".encode())
     for name, tensor in stored_tensors(gm).items():
-        _update(digest, name, tensor)
+        _update(model, name, tensor)
     for batch in range(len(context.batches)):
         for position, leaf in enumerate(context.inputs(batch)):
-            _update(digest, f"batch {batch} {position}", leaf)
-    return digest.hexdigest()
+            _update(data, f"batch {batch} {position}", leaf)
+    digests = {"model": model, "configuration": configuration, "data": data}
+    return {what: digest.hexdigest()[:32] for what, digest in digests.items()}
 
 
 def _update(digest: Any, name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         digest.update(f"{name} {value}".encode())
         return
-    flat = value.detach().flatten()
-    some = flat[:: max(1, flat.numel() // 4096)].cpu().contiguous()
     digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-    digest.update(some.view(torch.uint8).numpy().tobytes() if some.numel() else b"")
+    if value.numel():
+        digest.update(value.detach().flatten().cpu().contiguous().view(torch.uint8).numpy())
 
 
-__all__ = ["CacheBudget", "Checkpoint", "Context", "fingerprint"]
+def require_resources(device: str | torch.device | None, cache: CacheBudget | None) -> None:
+    """Raise `ConfigError` for what a run cannot be given, before it begins; make the cache's directory."""
+    if cache is not None and not isinstance(cache, CacheBudget):
+        raise ConfigError(f"cache is a CacheBudget, not {cache!r}; write CacheBudget(host_bytes=...)")
+    if cache is not None and cache.directory is not None:
+        try:
+            Path(cache.directory).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=cache.directory).close()
+        except OSError as error:
+            raise ConfigError(
+                f"the directory {cache.directory} of the CacheBudget cannot be used: {error}; choose another one"
+            ) from error
+    if device is not None:
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"device={str(device)!r} cannot be used: {reason}; choose another one, or None"
+            ) from error
+
+
+__all__ = ["CacheBudget", "Checkpoint", "Context", "fingerprint", "require_resources"]

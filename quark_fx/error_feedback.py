@@ -9,6 +9,8 @@ wait is done in matrix products.
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,25 +106,42 @@ def round_with_feedback(weight: Tensor, factor: Factor, grid: Grid) -> Tensor:
     wanted, error = real.clone(), torch.empty_like(real)
     # real - (code - zero_point) * scale, as one product to be subtracted
     offset = torch.addcmul(real, zero_point, scale)
-    columns = [tensor.unbind(1) for tensor in (wanted, scale.reciprocal(), zero_point, codes, offset, scale, error)]
+    parts = (wanted, scale.reciprocal(), zero_point, offset, scale, codes, error)
+    round_run, longest = _runs(wanted)
 
     def visit(first: int, last: int) -> None:
         """Round the columns from `first` to before `last`, which know of all before them."""
-        if last - first > _LEAF:
+        if last - first > longest:
             middle = (first + last) // 2
             visit(first, middle)
             wanted[:, middle:last].baddbmm_(feedback[:, first:middle, middle:last].mT, error[:, first:middle])
             visit(middle, last)
             return
-        part = zip(*(tensor[first:last] for tensor in columns), strict=True)
-        for k, (want, inverse, zero, code, start, step, left) in enumerate(part, first):
-            torch.addcmul(zero, want, inverse, out=code).round_().clamp_(*grid.limits)
-            torch.addcmul(start, code, step, value=-1, out=left)
-            if k + 1 < last:
-                wanted[:, k + 1 : last].baddbmm_(feedback[:, k, k + 1 : last, None], error[:, k : k + 1])
+        run = slice(first, last)
+        round_run([part[:, run] for part in parts], feedback[:, run, run], grid.limits)
 
     visit(0, real.shape[1])
     return torch.empty_like(codes).scatter_(1, index.expand_as(codes), codes).mT
+
+
+def _runs(like: Tensor) -> tuple[Callable[[Sequence[Tensor], Tensor, tuple[int, int]], None], int]:
+    """Return what rounds a run of columns where `like` is, and how long one may be."""
+    if like.is_cuda and importlib.util.find_spec("triton") is not None:
+        kernel = importlib.import_module("quark_fx.error_feedback_kernel")
+        return kernel.round_run, kernel.COLUMNS
+    return round_run, _LEAF
+
+
+def round_run(columns: Sequence[Tensor], feedback: Tensor, limits: tuple[int, int]) -> None:
+    """Round a run of columns in place, one by one; arguments as `quark_fx.error_feedback_kernel.round_run` has them."""
+    wanted, error = columns[0], columns[-1]
+    for k, (want, inverse, zero, start, step, code, left) in enumerate(
+        zip(*(c.unbind(1) for c in columns), strict=True)
+    ):
+        torch.addcmul(zero, want, inverse, out=code).round_().clamp_(*limits)
+        torch.addcmul(start, code, step, value=-1, out=left)
+        if k + 1 < wanted.shape[1]:
+            wanted[:, k + 1 :].baddbmm_(feedback[:, k, k + 1 :, None], error[:, k : k + 1])
 
 
 def _columns(parameter: Tensor, weight: Tensor, index: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from quark_fx.config import QuantConfig
+from quark_fx.correspondence import Source
 from quark_fx.graph import own_tensors
 from quark_fx.pass_manager import PassRecord, copy_graph
 from quark_fx.report import Report, Row
@@ -24,6 +25,7 @@ class QuantizedModel(nn.Module):
         graph_module: the graph with `quark_fx::quantize` and `dequantize`, flat inputs and outputs.
         signature: how the model is called.
         config: what it was quantized with.
+        source: the modules it was made of, for `eager`; `None` if it was loaded.
     """
 
     def __init__(
@@ -33,8 +35,10 @@ class QuantizedModel(nn.Module):
         config: QuantConfig,
         rows: Sequence[Row],
         passes: Sequence[PassRecord] = (),
+        source: Source | None = None,
     ) -> None:
         super().__init__()
+        self.source = source
         self.graph_module = graph_module
         self.signature = signature
         self.config = config
@@ -69,6 +73,19 @@ class QuantizedModel(nn.Module):
 
         save_model(self, Path(directory))
 
+    def eager(self, model: nn.Module | None = None) -> nn.Module:
+        """Return the original model, of its own class, computing what this one does: `generate` works on it.
+
+        Args:
+            model: a float model of the same architecture, where this one was loaded.
+
+        Raises:
+            QuarkError: if no module computes what the graph does; the message names the operator.
+        """
+        from quark_fx.eager import eager
+
+        return eager(self, model)
+
     def train(self, mode: bool = True) -> QuantizedModel:
         """Stay in eval mode: the graph was captured in it.
 
@@ -88,4 +105,4 @@ class QuantizedModel(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
         gm = own_tensors(copy_graph(self.graph_module))
-        return type(self)(gm, self.signature, self.config, self._report.rows, self._report.passes)
+        return type(self)(gm, self.signature, self.config, self._report.rows, self._report.passes, self.source)

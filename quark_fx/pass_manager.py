@@ -53,12 +53,14 @@ class Promise:
         requires: conditions on the graph before.
         ensures: conditions on the graph after.
         stage: the graph it rewrites.
+        after: names of passes that, listed as well, have to be listed before it.
     """
 
     exact: bool = True
     requires: tuple[Check, ...] = ()
     ensures: tuple[Check, ...] = ()
     stage: Stage = Stage.FLOAT
+    after: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,12 +86,19 @@ class Change:
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did: its name, the number of rewrites, seconds, and a row for each operator or site."""
+    """What one pass did: its name, the number of rewrites, seconds, and a row for each operator or site.
+
+    Attributes:
+        held_out: the errors of the rows are on data that was not learned from; a single sample leaves none.
+        remark: what else could be done, in a few words.
+    """
 
     name: str
     rewrites: int
     seconds: float
     changes: tuple[Change, ...] = ()
+    held_out: bool = True
+    remark: str = ""
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -104,11 +113,12 @@ def graph_pass(
     requires: tuple[Check, ...] = (),
     ensures: tuple[Check, ...] = (),
     stage: Stage = Stage.FLOAT,
+    after: tuple[str, ...] = (),
 ) -> Callable[[P], P]:
     """Register a pass under its name and attach its `Promise`."""
 
     def register(target: P) -> P:
-        target.promise = Promise(exact, requires, ensures, stage)  # type: ignore[attr-defined]
+        target.promise = Promise(exact, requires, ensures, stage, after)  # type: ignore[attr-defined]
         PASSES[target.__name__] = target  # type: ignore[attr-defined]
         return target
 
@@ -124,6 +134,23 @@ def pass_stage(p: GraphPass) -> Stage:
     """Return the stage a pass promised; the float graph's for one that promised nothing."""
     promise: Promise = getattr(p, "promise", Promise())
     return promise.stage
+
+
+def require_order(passes: Sequence[GraphPass]) -> None:
+    """Raise `ConfigError` if a pass is listed before one that has to run first; the message names both."""
+    for late, p in enumerate(passes):
+        for early in passes[:late]:
+            before: Promise = getattr(early, "promise", Promise())
+            if [pass_stage(early), pass_stage(p)] == [Stage.QUANTIZED, Stage.FLOAT]:
+                raise ConfigError(
+                    f"pass {pass_name(p)} rewrites the float graph and is listed after {pass_name(early)}, which runs "
+                    "on the quantized one; list it before"
+                )
+            if pass_name(p) in before.after:
+                raise ConfigError(
+                    f"pass {pass_name(early)} is listed before {pass_name(p)}, without which it finds little or "
+                    "nothing to do; list it after"
+                )
 
 
 def takes_context(p: GraphPass) -> bool:
@@ -155,6 +182,8 @@ def pass_from_dict(data: str | Mapping[str, Any]) -> GraphPass:
     Raises:
         ConfigError: for an unknown pass or option; the message lists the valid ones.
     """
+    if not isinstance(data, str | Mapping):
+        raise ConfigError(f"a pass is a name, or a mapping of its name and options, not {data!r}")
     options = {"name": data} if isinstance(data, str) else dict(data)
     name = options.pop("name", None)
     if name not in PASSES:
@@ -218,8 +247,11 @@ def run_passes(
             if promise.exact:
                 _require_equal(name, expected, got)
             expected = got
-        changes = tuple(context.take_changes()) if context is not None else ()
-        records.append(PassRecord(name, rewrites, seconds, changes))
+        if context is None:
+            records.append(PassRecord(name, rewrites, seconds))
+        else:
+            changes, context.remark, remark = tuple(context.take_changes()), "", context.remark
+            records.append(PassRecord(name, rewrites, seconds, changes, context.holds_out, remark))
     return gm, records
 
 

@@ -31,6 +31,8 @@ from quark_fx.operators import (
 
 _CASTS = frozenset({"aten._to_copy.default", "aten.to.dtype"})
 
+_CLAMPS = frozenset({"aten.clamp.Tensor", "aten.clamp_min.Tensor", "aten.clamp_max.Tensor"})
+
 HEAD = "head"
 """How patterns name the operator whose output is the model's: a language model's projection to its vocabulary."""
 
@@ -138,7 +140,9 @@ def _operators(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperator
                 node, None, module_name(node, weight), kind, weight, reason=f"{kind} has no row in quark_fx.operators"
             )
         elif not any(_leads_to_row(user) for user in node.users):
-            for weight in node.all_input_nodes:
+            # The bounds of a clamp that equalization made one per channel are no weights.
+            tables = node.all_input_nodes if target_name(node) not in _CLAMPS else ()
+            for weight in tables:
                 if is_parameter(weight) and is_floating(gm, weight) and value_of(gm, weight).dim() > 1:
                     kind = target_name(node)
                     yield PlannedOperator(

@@ -10,10 +10,12 @@ from quark_fx.formats import BF16 as BFLOAT16
 from quark_fx.formats import FP8_E4M3, INT4, INT8, INT16, INT32, UINT8
 from quark_fx.formats import FP16 as FLOAT16
 from quark_fx.observers import Mse, NonOverflow, PowerOfTwoMinMse
+from quark_fx.passes.awq import AWQ
 from quark_fx.passes.fold_batch_norm import fold_batch_norm
 from quark_fx.passes.fold_constants import fold_constants
 from quark_fx.passes.gptq import GPTQ
-from quark_fx.qparams import ScaleType
+from quark_fx.passes.smooth_quant import SmoothQuant
+from quark_fx.qparams import ScaleType, Symmetry
 
 _FUSE = (fold_constants, fold_batch_norm)
 _WEIGHT = TensorSpec(format=INT8, granularity=Granularity.CHANNEL)
@@ -48,14 +50,6 @@ INT4_WEIGHT_ONLY = QuantConfig(
 )
 """int4 weights in groups of 32 for matrix products, int8 for embeddings and convolutions; needs no data."""
 
-_GROUPS = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=128)
-
-W4A16_RTN = QuantConfig(weight=_GROUPS, passes=_FUSE, exclude=("op:embedding", "op:head"))
-"""Language models: int4 weights in groups of 128, rounded to nearest; embedding and head in float; needs no data."""
-
-W4A16_GPTQ = W4A16_RTN.replace(passes=(*_FUSE, GPTQ()))
-"""`W4A16_RTN`, rounded by GPTQ."""
-
 FP8_STATIC = QuantConfig(
     weight=TensorSpec(format=FP8_E4M3, granularity=Granularity.CHANNEL),
     input=TensorSpec(format=FP8_E4M3),
@@ -79,6 +73,39 @@ XINT8 = QuantConfig(
     passes=_FUSE,
 )
 """int8 everywhere, per tensor, with power-of-two scales: for accelerators that shift instead of multiply."""
+
+_GROUPS = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=128, symmetry=Symmetry.SYMMETRIC_FULL)
+
+W4A16_RTN = QuantConfig(weight=_GROUPS, passes=_FUSE, exclude=("op:embedding", "op:head"))
+"""Language models: int4 weights in groups of 128, rounded to nearest; embedding and head in float; needs no data."""
+
+W4A16_GPTQ = W4A16_RTN.replace(passes=(*_FUSE, GPTQ()))
+"""`W4A16_RTN`, rounded by GPTQ."""
+
+W4A16_AWQ = W4A16_RTN.replace(passes=(*_FUSE, AWQ()))
+"""`W4A16_RTN` after AWQ's scales."""
+
+W4A16_BEST = W4A16_RTN.replace(
+    weight=_GROUPS.replace(symmetry=Symmetry.SIGN_AWARE), passes=(*_FUSE, GPTQ(asymmetry=1.0, fit_scales=True))
+)
+"""What is most accurate at the bits of `W4A16_RTN`: scales of either sign that fit the data, and GPTQ towards the float
+model's own activations; twice the time of `W4A16_GPTQ`."""
+
+W8A8_DYNAMIC = QuantConfig(
+    weight=_WEIGHT,
+    input=TensorSpec(format=INT8, granularity=Granularity.TOKEN, dynamic=True),
+    passes=(*_FUSE, SmoothQuant()),
+    exclude=("op:embedding", "op:head"),
+)
+"""int8 weights per channel, int8 activations per token at run time, smoothed."""
+
+FP8_DYNAMIC = QuantConfig(
+    weight=TensorSpec(format=FP8_E4M3, granularity=Granularity.CHANNEL),
+    input=TensorSpec(format=FP8_E4M3, granularity=Granularity.TOKEN, dynamic=True),
+    passes=_FUSE,
+    exclude=("op:embedding", "op:head"),
+)
+"""E4M3 weights per channel and activations per token at run time; needs no data."""
 
 PRESETS: dict[str, QuantConfig] = {
     name.lower(): value for name, value in list(globals().items()) if isinstance(value, QuantConfig)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -18,7 +19,8 @@ from quark_fx.activation_cache import ActivationCache, CacheBudget
 from quark_fx.calibration import calibrate
 from quark_fx.capture import Captured, capture_graph
 from quark_fx.config import QuantConfig
-from quark_fx.context import Checkpoint, Context, fingerprint
+from quark_fx.context import Checkpoint, Context, fingerprint, require_resources
+from quark_fx.correspondence import Source
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
 from quark_fx.graph import device_of, own_tensors, placeholders, static_size, tensor_of
 from quark_fx.model import QuantizedModel
@@ -30,6 +32,8 @@ from quark_fx.quantized_weights import quantized_weights
 from quark_fx.report import Row
 from quark_fx.signature import split_batch
 from quark_fx.weights import sqnr
+
+logger = logging.getLogger(__name__)
 
 
 def quantize(
@@ -64,12 +68,13 @@ def quantize(
         A model called like the original.
 
     Raises:
-        ConfigError: for an unknown preset or option.
+        ConfigError: for an unknown preset or option, or a device, cache or checkpoint that cannot be used.
         CaptureError: if the model cannot be captured.
         CalibrationError: if calibration data or weights are unusable.
         PassError: if a pass broke its promise (`verify=True`).
     """
     config = _resolve(config)
+    require_resources(device, cache)
     if isinstance(model, QuantizedModel):
         raise ConfigError("the model is quantized already; quantize the float model it came from")
     first, batches = _peek(calibration_data)
@@ -83,7 +88,8 @@ def quantize(
     home = device_of(captured.module)
     place = home if device is None else torch.empty(0, device=device).device  # with its index
     learns = place != home or any(needs_context(p) for p in config.passes)
-    context = Context(config, ActivationCache(cache, place), place, progress)
+    names = captured.signature.input_names
+    context = Context(config, ActivationCache(cache, place), place, progress, names=names)
     try:
         if learns:
             # Read more than once: data that comes from a generator, or in another order each time, is kept.
@@ -110,7 +116,17 @@ def quantize(
     if rows and all(row.reason for row in rows):
         warnings.warn(f"nothing was quantized: {len(rows)} operators stay in float, see report()", stacklevel=2)
     # The copy holds only what the graph reads, and nothing of the user's model.
-    return QuantizedModel(own_tensors(copy_graph(gm)), captured.signature, config, rows, [*records, *learned])
+    source = None if isinstance(model, ExportedProgram) else _source(model, captured, gm)
+    gm = own_tensors(copy_graph(gm))
+    return QuantizedModel(gm, captured.signature, config, rows, [*records, *learned], source)
+
+
+def _source(model: nn.Module, captured: Captured, gm: GraphModule) -> Source | None:
+    try:
+        return Source.of(model, captured.module, gm)
+    except Exception as error:  # what the model's own code raises when it is copied
+        logger.debug("the model cannot be copied, so eager() will ask for one: %s", error)
+        return None
 
 
 def _with_learned_weights(rows: list[Row], gm: GraphModule, context: Context) -> list[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -14,7 +14,7 @@ from quark_fx.graph import is_parameter, parameter, target_name, tensor_of
 from quark_fx.operators import Operator, argument, channel_dim
 from quark_fx.ops import spread
 from quark_fx.placement import PlannedOperator
-from quark_fx.qparams import Scheme
+from quark_fx.qparams import ScaleType, Scheme
 
 _DEQUANTIZE = "quark_fx.dequantize.default"
 
@@ -27,11 +27,32 @@ class Grid:
         scale: float32, broadcastable to the weight.
         zero_point: likewise.
         limits: smallest and largest code.
+        axis: dimension the scales vary along, `None` for one scale.
+        block_size: see `quark_fx.ops`.
+        movable: nothing else depends on the scales, and they may take any value.
     """
 
     scale: Tensor
     zero_point: Tensor
     limits: tuple[int, int]
+    axis: int | None = None
+    block_size: int = 0
+    movable: bool = False
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The shape of one value per stored scale."""
+        shape = list(self.scale.shape)
+        if self.axis is None:
+            return ()
+        if self.block_size == 0:
+            return (shape[self.axis],)
+        shape[self.axis] = 1 if self.block_size < 0 else -(-shape[self.axis] // self.block_size)
+        return tuple(shape)
+
+    def times(self, ratio: Tensor) -> Grid:
+        """Return the grid with every stored scale multiplied; `ratio` has the shape of `shares`."""
+        return replace(self, scale=self.scale * spread(ratio, self.scale, self.axis, self.block_size))
 
     def position(self, weight: Tensor) -> Tensor:
         """Return where `weight` lies on the scale of codes, unrounded."""
@@ -86,7 +107,9 @@ class QuantizedWeight:
         """Return what the codes stand for."""
         codes, scale, zero_point = (parameter(gm, node) for node in self.dequantize.args[:3])  # type: ignore[arg-type]
         scale, zero_point = (spread(p.float(), codes, self.axis, self.block_size) for p in (scale, zero_point))
-        return Grid(scale, zero_point, (self.scheme.qmin, self.scheme.qmax))
+        movable = self.scheme.scale_type is ScaleType.FLOAT32 and not self.bias_scale_follows
+        scale, zero_point = scale.expand_as(codes), zero_point.expand_as(codes)
+        return Grid(scale, zero_point, (self.scheme.qmin, self.scheme.qmax), self.axis, self.block_size, movable)
 
     @property
     def scale_name(self) -> str:

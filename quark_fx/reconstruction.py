@@ -49,8 +49,15 @@ _ROWS = 8192
 class Codes(Protocol):
     """A weight on its way to codes."""
 
-    parameter: Tensor
-    """What gradient steps change."""
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """What gradient steps change."""
+        ...
+
+    @property
+    def ratio(self) -> Tensor | None:
+        """The shares of the scales that are learned, too; `None` where scales stay."""
+        ...
 
     def weight(self) -> Tensor:
         """Return the weight that the block computes with now."""
@@ -98,11 +105,23 @@ class Schedule:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "unit", enum_member(Unit, self.unit))
+        counts = (self.iterations, self.batch_size, self.patience, self.seed)
+        if not all(isinstance(count, int) and not isinstance(count, bool) for count in counts):
+            raise ConfigError(f"iterations, batch_size, patience and seed are whole numbers: {self}")
+        if not isinstance(self.descent, bool):
+            raise ConfigError(f"descent is True or False, not {self.descent!r}")
         if self.batch_size < 1 or self.iterations < 0 or self.patience < 1:
             raise ConfigError(f"batch_size and patience are at least 1, iterations at least 0: {self}")
         rates = (self.learning_rate, self.scale_rate, self.bias_rate)
         if not all(0 <= rate < math.inf for rate in rates) or not 0 <= self.drop < 1:
             raise ConfigError(f"rates are finite and not negative, and `drop` is a probability below 1: {self}")
+
+    def optimizer(
+        self, groups: list[dict[str, Any]]
+    ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        """Return what takes the steps, and how its rates decay."""
+        optimizer = torch.optim.Adam(groups, foreach=False)
+        return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.iterations)
 
 
 Begin = Callable[[Grid, Tensor, Tensor], Codes]
@@ -116,6 +135,10 @@ def reconstruct(gm: GraphModule, context: Context, schedule: Schedule, begin: Be
         CalibrationError: if the error of a unit is NaN or infinite; the message names its operators.
     """
     note_left_alone(gm, context)
+    learns_scales = schedule.scale_rate > 0 and _free_scales(context)
+    if schedule.scale_rate and not learns_scales:
+        what = "left: activation scales may not take any value (scale_type)"
+        context.note(Change("scale_rate", what, changed=False))
     shared, settled = shared_tensors(gm), set[str]()
     for run in walk_blocks(gm, context, unit=schedule.unit, label=label):
         # A scale that an earlier unit computed with is not changed behind its back.
@@ -128,7 +151,7 @@ def reconstruct(gm: GraphModule, context: Context, schedule: Schedule, begin: Be
             for weight in weights:
                 context.note(Change(name=weight.name, what="left: what it makes is no number", changed=False))
             continue
-        learnable = scales if schedule.scale_rate and _free_scales(context) else []
+        learnable = scales if learns_scales else []
         _Unit(gm, context, schedule, run, weights, learnable).learn(begin)
     return sum(change.changed for change in context.changes)
 
@@ -158,10 +181,14 @@ def _free_scales(context: Context) -> bool:
 
 @dataclass
 class _State:
-    """What a unit computes with: codes and biases per weight (`None` where there is none), scales by name."""
+    """What a unit computes with: codes, biases and shares of the weights' scales per weight, scales by name.
+
+    `None` stands for what there is not, or is not learned.
+    """
 
     codes: list[Tensor]
-    biases: list[Tensor | None]
+    biases: Sequence[Tensor | None]
+    ratios: list[Tensor | None]
     scales: dict[str, Tensor]
 
 
@@ -185,17 +212,43 @@ class _Unit:
     def learn(self, begin: Begin) -> None:
         """Learn the unit's codes, and note what became of each weight."""
         start = time.perf_counter()
-        original = self._codes()
+        original, ranges = self._learned(), self._weight_scales()
         before = best = self.run.held_out_error()
         if self.schedule.descent:
             best = self._start_from_descent(before)
         if self.schedule.iterations:
             best = self._take_steps(begin, best)
         seconds = (time.perf_counter() - start) / len(self.weights)
-        for weight, old, new in zip(self.weights, original, self._codes(), strict=True):
-            share = float((old != new).float().mean())
-            what = f"{share:.1%} of the codes"
-            self.context.note(Change(weight.name, what, share > 0, before, best, seconds))
+        learned = self._learned()
+        moved = [float((a != b).float().mean()) for a, b in zip(original.codes, learned.codes, strict=True)]
+        pairs = zip(original.biases, learned.biases, strict=True)
+        biases = [a is not None and b is not None and not torch.equal(a, b) for a, b in pairs]
+        steps = [not torch.equal(a, b) for a, b in zip(ranges, self._weight_scales(), strict=True)]
+        scales = [not torch.equal(scale, learned.scales[name]) for name, scale in original.scales.items()]
+        for i, weight in enumerate(self.weights):
+            # Scales are the unit's; they are counted once.
+            count = sum(scales) if i == 0 else 0
+            others = (
+                ["scales"] * steps[i]
+                + ["bias"] * biases[i]
+                + [f"{count} activation scale{'s' * (count > 1)}"] * (count > 0)
+            )
+            changed = moved[i] > 0 or bool(others)
+            what = ", ".join([f"{moved[i]:.1%} of the codes"] * (moved[i] > 0 or not others) + others)
+            self.context.note(Change(weight.name, what, changed, before, best, seconds))
+
+    def _learned(self) -> _State:
+        """Return what may be learned, as it is now."""
+        module = self.run.module
+        # Where they are not learned, biases are at most rounded anew, to scales that are.
+        taught = [weight.bias is not None and self.schedule.bias_rate > 0 for weight in self.weights]
+        biases = [w.bias_value(module) if learns else None for w, learns in zip(self.weights, taught, strict=True)]
+        return _State(
+            self._codes(), biases, [None] * len(biases), {name: tensor_of(module, name) for name in self.scales}
+        )
+
+    def _weight_scales(self) -> list[Tensor]:
+        return [weight.scale(self.run.module) for weight in self.weights]
 
     def _codes(self) -> list[Tensor]:
         return [tensor_of(self.run.module, weight.codes) for weight in self.weights]
@@ -273,7 +326,8 @@ class _Unit:
                 if error < best:
                     best = error
                     learned = {name: _copy(scale) for name, scale in scales.items()}
-                    kept = _State([c.codes() for c in codes], [_copy(bias) for bias in biases], learned)
+                    ratios = [_copy(c.ratio) for c in codes]
+                    kept = _State([c.codes() for c in codes], [_copy(bias) for bias in biases], ratios, learned)
                 if waited >= schedule.patience and 2 * step > schedule.iterations:
                     break
         return self._store(kept, before=start, after=best) if kept is not None else best
@@ -302,13 +356,14 @@ class _Unit:
         self, codes: Sequence[Codes], biases: Sequence[Tensor | None], scales: Mapping[str, Tensor]
     ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
         schedule = self.schedule
-        groups: list[dict[str, Any]] = [{"params": [c.parameter for c in codes], "lr": schedule.learning_rate}]
+        groups: list[dict[str, Any]] = [
+            {"params": [p for c in codes for p in c.parameters], "lr": schedule.learning_rate}
+        ]
         for bias in (bias for bias in biases if bias is not None):
             size = max(float(bias.detach().abs().mean()), 1e-6)
             groups.append({"params": [bias], "lr": schedule.bias_rate * size})
         groups += [{"params": [scale], "lr": schedule.scale_rate * float(scale.detach())} for scale in scales.values()]
-        optimizer = torch.optim.Adam(groups, foreach=False)
-        return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, schedule.iterations)
+        return schedule.optimizer(groups)
 
     def _sample(self) -> tuple[list[Any], list[Any]]:
         """Return inputs and targets of some samples of one tuning batch, or all of it where samples are not rows."""
@@ -342,7 +397,11 @@ class _Unit:
         return same and float(relative_error(made, alone)) < _REORDERED_SUMS
 
     def _error_of(self, block: Trainable, codes: Sequence[Codes], extra: tuple[list[Tensor], list[Tensor]]) -> float:
-        hard = [grid.value(c.codes()) for grid, c in zip(self.grids, codes, strict=True)]
+        with torch.no_grad():
+            grids = [
+                grid if c.ratio is None else grid.times(c.ratio) for grid, c in zip(self.grids, codes, strict=True)
+            ]
+            hard = [grid.value(c.codes()) for grid, c in zip(grids, codes, strict=True)]
         return self.run.held_out_error(lambda batch: block(self.run.inputs(batch), hard, *extra))
 
     def _require_finite(self, loss: Tensor) -> None:
@@ -373,8 +432,10 @@ class _Unit:
     def _tensors(self, state: _State) -> dict[str, Tensor]:
         """Return what is to be stored, by name."""
         tensors = dict(state.scales)
-        for weight, codes in zip(self.weights, state.codes, strict=True):
+        for weight, codes, ratio in zip(self.weights, state.codes, state.ratios, strict=True):
             tensors[weight.codes] = codes.to(tensor_of(self.run.module, weight.codes).dtype)
+            if ratio is not None:
+                tensors[weight.scale_name] = weight.scale(self.run.module) * ratio
         biases: dict[str, Tensor] = {}
         for weight, bias in zip(self.weights, state.biases, strict=True):
             if bias is not None:

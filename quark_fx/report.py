@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from quark_fx.pass_manager import PassRecord
 from quark_fx.weights import QuantizedTensor
+
+_WIDEST = 70
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +72,7 @@ class Report:
         return len(self.rows)
 
     def pass_table(self, name: str | None = None) -> str:
-        """Return what the passes changed, one line per operator or site, as a table.
+        """Return what the passes changed, one line per operator or site, as a table; `passes` has all of long reasons.
 
         Args:
             name: of one pass; default: all that changed anything operator by operator.
@@ -79,7 +82,7 @@ class Report:
             (
                 record.name,
                 change.name,
-                change.what,
+                _shortened(change.what),
                 _number(change.before),
                 _number(change.after),
                 f"{change.seconds:.2f}",
@@ -158,8 +161,16 @@ def _summary(record: PassRecord) -> str:
     error = ""
     if judged:
         before, after = (sum(values) / len(judged) for values in zip(*judged, strict=True))
-        error = f", mean error {before:.3g} → {after:.3g} on held-out data"
-    return f"{record.name}: {record.rewrites} changed of {len(record.changes)}{error}, {record.seconds:.1f} s"
+        where = "held-out data" if record.held_out else "the data it was learned from"
+        error = f", mean error {before:.3g} → {after:.3g} on {where}"
+    remark = f"; {record.remark}" if record.remark else ""
+    return f"{record.name}: {record.rewrites} changed of {len(record.changes)}{error}, {record.seconds:.1f} s{remark}"
+
+
+def _shortened(text: str) -> str:
+    """Return a reason without the path of the user's source, on at most `_WIDEST` characters."""
+    text = re.sub(r" \(([^()]*:\d+|\?)(, module [^()]*)?\)", "", text)
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
 
 
 def _number(value: float | None) -> str:

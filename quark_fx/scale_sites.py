@@ -79,10 +79,17 @@ class ScaleSite:
 
 @dataclass(frozen=True)
 class SiteAnalysis:
-    """The sites of a graph, and for each weighted operator whose input no site scales, why not."""
+    """The sites of a graph, and for each weighted operator whose input no site scales, why not.
+
+    Attributes:
+        sites: in the order of their first readers.
+        reasons: by operator.
+        divisible: those of the operators left that `explicit` would give a site.
+    """
 
     sites: tuple[ScaleSite, ...]
     reasons: dict[Node, str] = field(default_factory=dict)
+    divisible: frozenset[Node] = frozenset()
 
 
 def find_scale_sites(gm: GraphModule, *, explicit: bool = False) -> SiteAnalysis:
@@ -123,7 +130,7 @@ def find_scale_sites(gm: GraphModule, *, explicit: bool = False) -> SiteAnalysis
             sites.append(site)
             for found in site.inputs:
                 del reasons[found.reader]
-    return SiteAnalysis(tuple(sites), reasons)
+    return SiteAnalysis(tuple(sites), reasons, frozenset(reasons.keys() & walk.inputs.keys()))
 
 
 def _explicit_sites(walk: Walk, readers: list[tuple[Node, Operator]]) -> Iterator[ScaleSite]:

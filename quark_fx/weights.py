@@ -10,8 +10,6 @@ from torch import Tensor
 
 from quark_fx.config import Granularity, TensorSpec
 from quark_fx.formats import IntFormat
-from quark_fx.observers import Mse
-from quark_fx.observers.constant import smallest_error_qparams
 from quark_fx.ops import dequantize, encode
 from quark_fx.qparams import QParams, ScaleType, constrain_scale
 
@@ -129,9 +127,7 @@ def _block_qparams(x: Tensor, spec: TensorSpec, axis: int, block: int) -> QParam
 
 def _row_qparams(rows: Tensor, spec: TensorSpec) -> QParams:
     assert spec.observer is not None
-    if spec.observer == Mse():
-        return smallest_error_qparams(rows, spec.scheme)
-    return spec.observer.observe(rows).qparams(spec.scheme)
+    return spec.observer.of_constant(rows, spec.scheme)
 
 
 def _raise_scale(qparams: QParams, smallest: Tensor, spec: TensorSpec) -> QParams:

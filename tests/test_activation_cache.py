@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tiny import cnn, images, quantize, rand
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from quark_fx.activation_cache import ActivationCache, CacheBudget
 from quark_fx.errors import CalibrationError, ConfigError
@@ -379,8 +381,38 @@ def test_a_run_leaves_no_files(fails: bool, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_directory_of_a_budget_is_made(tmp_path: Path) -> None:
+    place = tmp_path / "deep" / "down"
+    qmodel = quantize(cnn(), LEARNING, images(4, 4), cache=CacheBudget(host_bytes=0, directory=place))
+    assert len(qmodel.report()) == 3
+    assert list(place.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_used_is_refused_before_the_run_begins(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    budget = CacheBudget(host_bytes=0, directory=tmp_path / "file" / "below")
+    with pytest.raises(ConfigError, match=r"the directory .*below of the CacheBudget cannot be used: .*choose another"):
+        quantize(nn.Linear(2, 2).train(), LEARNING, images(4, 4), cache=budget)
+
+
+def test_what_is_no_budget_is_refused_before_the_run_begins() -> None:
+    with pytest.raises(ConfigError, match=r"cache is a CacheBudget, not 1000000; write CacheBudget\(host_bytes=...\)"):
+        quantize(nn.Linear(2, 2).train(), LEARNING, images(4, 4), cache=10**6)
+
+
+@pytest.mark.parametrize("device", ["no such device", *([] if torch.cuda.is_available() else ["cuda"])])
+def test_a_device_that_cannot_be_used_is_refused_before_the_run_begins(device: str) -> None:
+    with pytest.raises(ConfigError, match=f"device='{device}' cannot be used"):
+        quantize(nn.Linear(2, 2).train(), LEARNING, images(4, 4), device=device)
+
+
 def test_a_run_without_room_says_so(tmp_path: Path) -> None:
-    budget = CacheBudget(host_bytes=0, directory=tmp_path / "missing")
+    def remove(gm: GraphModule) -> int:
+        shutil.rmtree(tmp_path / "cache")
+        return 0
+
+    (tmp_path / "cache").mkdir()
+    config = LEARNING.replace(passes=(remove, *LEARNING.passes))
     with pytest.raises(CalibrationError) as error:
-        quantize(cnn(), LEARNING, images(4, 4), cache=budget)
-    assert_says_what_to_do(str(error.value), tmp_path / "missing")
+        quantize(cnn(), config, images(4, 4), cache=CacheBudget(host_bytes=7000, directory=tmp_path / "cache"))
+    assert_says_what_to_do(str(error.value), tmp_path / "cache")

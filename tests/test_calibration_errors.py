@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import quark_fx as qfx
+from quark_fx.passes import AdaRound, BiasCorrection, SmoothQuant
 from quark_fx.presets import INT8_STATIC, PRESETS
 
 STATIC = [n for n, c in PRESETS.items() if c.input is not None and not c.input.dynamic and not c.input.is_cast]
@@ -142,3 +143,50 @@ def test_observers_are_gone_from_the_result() -> None:
     qmodel = quantize(model(), INT8_STATIC, [rand(5, 4)])
     assert not [n for n, m in qmodel.graph_module.named_modules() if type(m).__name__ == "Watch"]
     assert not [n for n in qmodel.graph_module.graph.nodes if n.op == "call_module"]
+
+
+@pytest.mark.parametrize("learner", [SmoothQuant(), AdaRound(iterations=1), BiasCorrection()], ids=str)
+def test_nan_is_named_where_passes_learn(learner: Any) -> None:
+    data = [rand(5, 4, seed=i) for i in range(3)]
+    data[1][2, 3] = torch.nan
+    with pytest.raises(qfx.CalibrationError, match="calibration batch 1: input input holds NaN; remove such samples"):
+        quantize(model(), INT8_STATIC.replace(passes=(learner,)), data)
+
+
+def test_infinities_in_a_mask_are_learned_through() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            out: Tensor = self.down(torch.softmax(self.up(x) + mask, -1))
+            return out
+
+    mask = torch.zeros(5, 4)
+    mask[:, 3] = -torch.inf
+    config = INT8_STATIC.replace(passes=(BiasCorrection(),), exclude=("op:add",))
+    qmodel = quantize(seeded(Masked()), config, [(rand(5, 4, seed=i), mask) for i in range(3)])
+    assert qmodel.report().totals["quantized"] == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("net", [model(), cnn()], ids=["linear", "conv"])
+def test_batches_of_another_precision_are_refused_with_both(dtype: torch.dtype, net: nn.Module) -> None:
+    """The capture itself would take them."""
+    x = rand(5, 4) if len(list(net.children())) == 3 and isinstance(net, nn.Sequential) else images()[0]
+    with pytest.raises(qfx.QuarkError, match=rf"input \[0\] is {dtype}, the model torch.float32.*convert the batch"):
+        quantize(net, "int8_static", [x.to(dtype)])
+
+
+def test_a_model_that_converts_its_input_takes_another_precision() -> None:
+    class Converts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.linear(x.float())
+            return out
+
+    assert quantize(seeded(Converts()), "int8_static", [rand(5, 4).double()]).report().totals["quantized"] == 1

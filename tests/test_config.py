@@ -25,7 +25,7 @@ from quark_fx.observers import (
     Placeholder,
     PowerOfTwoMinMse,
 )
-from quark_fx.passes import fold_batch_norm
+from quark_fx.passes import AbsorbHighBias, CrossLayerEqualization, fold_batch_norm, fold_constants
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC, PRESETS, XINT8, preset
 from quark_fx.qparams import ScaleType, Symmetry
 
@@ -60,7 +60,9 @@ def specs(draw: st.DrawFn, *, weight: bool = False) -> TensorSpec:
         return TensorSpec(format=fmt)
     options: dict[str, Any] = {"format": fmt}
     if fmt != FP8_E4M3 and str(fmt)[:2] != "fp":
-        options["symmetry"] = draw(st.sampled_from([None, *Symmetry]))
+        signed = weight and str(fmt).startswith("int")
+        symmetries = [symmetry for symmetry in Symmetry if signed or symmetry is not Symmetry.SIGN_AWARE]
+        options["symmetry"] = draw(st.sampled_from([None, *symmetries]))
     options["scale_type"] = draw(st.sampled_from(list(ScaleType)))
     if options["scale_type"] is ScaleType.POWER_OF_TWO and draw(st.booleans()):
         options["observer"] = draw(st.sampled_from([NonOverflow(), PowerOfTwoMinMse(mode="most_common")]))
@@ -143,6 +145,12 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "size without group": (spec(format=INT4, group_size=32), "give both or neither"),
     "size of zero": (spec(format=INT4, granularity=Granularity.GROUP, group_size=0), "must be positive, not 0"),
     "asymmetric float": (spec(format=FP8_E4M3, symmetry=Symmetry.ASYMMETRIC), "drop symmetry='asymmetric'"),
+    "sign-aware unsigned": (spec(format=UINT8, symmetry=Symmetry.SIGN_AWARE), "for weights in signed integers"),
+    "sign-aware dynamic": (spec(format=INT8, symmetry=Symmetry.SIGN_AWARE, dynamic=True), "for weights in signed"),
+    "sign-aware activation": (
+        config(weight=PER_CHANNEL, input=TensorSpec(format=INT8, symmetry=Symmetry.SIGN_AWARE)),
+        "'sign_aware' is for weights; activations",
+    ),
     "cast per channel": (spec(format=FP16, granularity=Granularity.CHANNEL), "drop granularity and scale_type"),
     "cast with a scale": (spec(format=BF16, scale_type=ScaleType.FLOAT16), "drop granularity and scale_type"),
     "cast with an observer": (spec(format=FP16, observer=MinMax()), "use the observer 'placeholder'"),
@@ -210,6 +218,39 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown observer option": (
         lambda: TensorSpec.from_dict({"format": "int8", "observer": {"name": "percentile", "percent": 9}}),
         "observer 'percentile' has no option percent; it has .*percentile",
+    ),
+    "pass without parentheses": (
+        config(passes=(fold_batch_norm, CrossLayerEqualization)),
+        r"passes: CrossLayerEqualization is a class; write CrossLayerEqualization\(\)",
+    ),
+    "pass by its name": (
+        config(passes=(fold_batch_norm, "AdaRound")),
+        "passes is a list or tuple.*; 'AdaRound' is none",
+    ),
+    "pass that is no list": (config(passes=fold_batch_norm), "passes is a list or tuple of passes, not <function fold"),
+    "override without parentheses": (
+        config(overrides=(Override,)),
+        "overrides is a list or tuple of Override values; ",
+    ),
+    "passes in a string": (
+        lambda: QuantConfig.from_dict({"passes": "AdaRound"}),
+        r"passes is a list, not 'AdaRound'; write \['AdaRound'\]",
+    ),
+    "one override in a dict": (
+        lambda: QuantConfig.from_dict({"overrides": {"pattern": "head"}}),
+        "overrides is a list, not {'pattern': 'head'}",
+    ),
+    "pass that is a number": (
+        lambda: QuantConfig.from_dict({"passes": [3]}),
+        "a pass is a name, or a mapping .*, not 3",
+    ),
+    "equalization before folding": (
+        config(passes=(CrossLayerEqualization(), fold_constants, fold_batch_norm)),
+        "CrossLayerEqualization is listed before fold_batch_norm, .*; list it after",
+    ),
+    "absorption before folding": (
+        config(passes=(AbsorbHighBias(), fold_batch_norm)),
+        "AbsorbHighBias is listed before fold_batch_norm",
     ),
     "unknown pass": (
         lambda: QuantConfig.from_dict({"passes": ["fold_batchnorm"]}),

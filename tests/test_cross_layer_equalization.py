@@ -8,15 +8,17 @@ import pytest
 import torch
 from devices import on_devices
 from networks import MobileNet, ResidualCnn
-from tiny import calls, rand, seeded
+from tiny import calls, quantize, rand, seeded
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
 import quark_fx as qfx
+from quark_fx.errors import ConfigError
 from quark_fx.graph import parameter, stored_tensors
-from quark_fx.pass_manager import copy_graph, pass_from_dict, pass_to_dict, run_passes
+from quark_fx.pass_manager import Change, copy_graph, pass_from_dict, pass_to_dict, run_passes
 from quark_fx.passes import AbsorbHighBias, CrossLayerEqualization, fold_batch_norm
+from quark_fx.presets import INT8_STATIC
 from quark_fx.scale_sites import Absorber, apply_scale, find_scale_sites
 
 
@@ -305,3 +307,64 @@ def test_biases_are_absorbed_as_equalization_left_them() -> None:
     assert not torch.allclose(expected, SHIFT)
     original, _ = absorbed(folded(model, x))
     torch.testing.assert_close(after(x)[0], original(x)[0], rtol=1e-4, atol=1e-4)
+
+
+# What is said about it.
+
+
+def noted(model: nn.Module, x: Tensor, *passes: Any) -> dict[str, Change]:
+    config = INT8_STATIC.replace(passes=(*INT8_STATIC.passes, *passes))
+    return {change.name: change for change in quantize(model, config, [x]).report().passes[-1].changes}
+
+
+@pytest.mark.parametrize(
+    ("second", "between", "what"),
+    [
+        (nn.Conv2d(4, 8, 3), nn.ReLU(), "lowered by up to 4.5"),
+        (
+            nn.Conv2d(4, 8, 3, padding=1),
+            nn.ReLU(),
+            "left: %conv2d_1 pads with zeros",
+        ),
+        (nn.Conv2d(4, 8, 3), nn.ReLU6(), "left: it is read by aten.hardtanh.default (%hardtanh)"),
+        (nn.MaxPool2d(2), nn.ReLU(), "left: it is read by aten.max_pool2d.default (%max_pool2d)"),
+    ],
+)
+def test_every_operator_says_what_became_of_its_bias(second: nn.Module, between: nn.Module, what: str) -> None:
+    rows = noted(high_bias(second, between), rand(2, 3, 6, 6), AbsorbHighBias())
+    assert rows["0"].what.startswith(what)
+    assert rows["0"].changed == what.startswith("lowered")
+    if isinstance(second, nn.Conv2d):
+        assert rows["3"].what == "left: no batch norm was folded into it"
+
+
+def test_a_low_mean_is_said_to_be_low() -> None:
+    rows = noted(high_bias(nn.Conv2d(4, 8, 3), nn.ReLU(), beta=0.4), rand(2, 3, 6, 6), AbsorbHighBias())
+    assert rows["0"].what == "left: its mean is too near to where the ReLU cuts"
+
+
+def test_what_takes_part_in_a_site_that_is_left_is_named() -> None:
+    rows = noted(seeded(Normed()), torch.tensor([[1, 2, 3], [4, 5, 6]]), CrossLayerEqualization())
+    assert "left: aten.layer_norm.default (%layer_norm) takes part" in rows["b"].what
+    assert "left: aten.embedding.default (%embedding) takes part" in rows["a"].what
+    model = seeded(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU6(), nn.Conv2d(4, 3, 1)))
+    rows = noted(model, rand(2, 3, 4, 4), CrossLayerEqualization(keep_scalar_bounds=True))
+    assert rows["2"].what == "left: the bounds of %hardtanh stay scalar (keep_scalar_bounds)"
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: CrossLayerEqualization(rounds=0),
+        lambda: CrossLayerEqualization(rounds=1.5),  # type: ignore[arg-type]
+        lambda: CrossLayerEqualization(tolerance=0.0),
+        lambda: CrossLayerEqualization(tolerance=float("nan")),
+        lambda: CrossLayerEqualization(tolerance=float("inf")),
+        lambda: AbsorbHighBias(deviations=-1.0),
+        lambda: AbsorbHighBias(deviations=float("nan")),
+        lambda: AbsorbHighBias(deviations=float("inf")),
+    ],
+)
+def test_options_out_of_range_are_refused(build: Any) -> None:
+    with pytest.raises(ConfigError):
+        build()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from devices import on_devices
@@ -140,3 +144,31 @@ def test_solve_divides_by_the_damped_moment(by_activation: bool) -> None:
     x = solve(factor(h[None], damping=0.01, by_activation=by_activation), right)
     damped = h + 0.01 * h.diagonal().mean() * torch.eye(30)
     torch.testing.assert_close(x @ damped, right, rtol=1e-3, atol=1e-3)
+
+
+INTERPRETED = """
+import torch
+from quark_fx import error_feedback, error_feedback_kernel
+from quark_fx.quantized_weights import Grid
+
+torch.manual_seed(0)
+chosen = error_feedback._runs
+for groups, outputs, inputs in ((1, 40, 100), (3, 33, 64), (2, 5, 7)):
+    weight, x = torch.randn(groups, outputs, inputs), torch.randn(groups, 4 * inputs, inputs)
+    found = error_feedback.factor(x.mT @ x, damping=0.01, by_activation=True)
+    grid = Grid(weight.abs().amax(-1, keepdim=True) / 7, torch.ones(1), (-8, 7))
+    plain = error_feedback.round_with_feedback(weight, found, grid)
+    error_feedback._runs = lambda like: (error_feedback_kernel.round_run, error_feedback_kernel.COLUMNS)
+    kernel = error_feedback.round_with_feedback(weight, found, grid)
+    error_feedback._runs = chosen
+    clear = (plain == kernel).all(-1).float().mean()
+    assert clear > 0.95, clear
+"""
+
+
+def test_the_kernel_makes_the_same_decisions() -> None:
+    """Triton interprets it on the CPU, in a process of its own: it asks the environment when it is imported."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quark_fx as qfx
-from quark_fx import Granularity, QuantConfig, TensorSpec
+from quark_fx import Granularity, QuantConfig, Target, TensorSpec
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.formats import INT3, INT4, UINT8
 from quark_fx.linear_map import LinearMap
@@ -23,7 +23,7 @@ from quark_fx.presets import W4A16_GPTQ, W4A16_RTN
 from quark_fx.second_moment import Entering, SecondMoment
 
 WEIGHT = TensorSpec(format=INT3, granularity=Granularity.GROUP, group_size=16)
-RTN = QuantConfig(weight=WEIGHT, target="torch")
+RTN = QuantConfig(weight=WEIGHT, target=Target.TORCH)
 
 
 def with_gptq(config: QuantConfig = RTN, *passes: Any, **options: Any) -> QuantConfig:
@@ -70,10 +70,15 @@ def test_a_model_written_by_hand_loses_less_on_unseen_data() -> None:
     found = quantize(model, with_gptq(), data[:3])
     assert relative_error(found, model, data[3:]) < 0.8 * nearest
     record = found.report().passes[-1]
-    learned = [change for change in record.changes if change.before is not None]
-    assert [change.name for change in learned] == ["into", "back", "gate", "lift", "down", "words"]
-    assert all(change.after < change.before for change in learned)
+    assert list(errors(found)) == ["into", "back", "gate", "lift", "down", "words"]
+    assert all(after < before for before, after in errors(found).values())
     assert [c.name for c in record.changes if "looked up" in c.what] == ["look_up"]
+
+
+def errors(qmodel: qfx.QuantizedModel) -> dict[str, tuple[float, float]]:
+    """Return the error before and after of each operator that the last pass learned."""
+    changes = qmodel.report().passes[-1].changes
+    return {c.name: (c.before, c.after) for c in changes if c.before is not None and c.after is not None}
 
 
 @on_devices
@@ -136,7 +141,7 @@ def test_convolutions_and_quantized_activations_go_the_same_way() -> None:
     model, data = cnn(), images(32, 32)
     weight = TensorSpec(format=INT3, granularity=Granularity.CHANNEL)
     config = QuantConfig(
-        weight=weight, input=TensorSpec(format=UINT8), passes=(qfx.passes.fold_batch_norm,), target="torch"
+        weight=weight, input=TensorSpec(format=UINT8), passes=(qfx.passes.fold_batch_norm,), target=Target.TORCH
     )
     nearest, found = quantize(model, config, data[:1]), quantize(model, with_gptq(config), data[:1])
     assert relative_error(found, model, data[1:]) < relative_error(nearest, model, data[1:])
@@ -194,7 +199,7 @@ def test_values_that_are_not_finite_are_named() -> None:
 
 
 @pytest.mark.parametrize("options", [{"damping": 0.0}, {"damping": 2.0}, {"asymmetry": -0.1}, {"asymmetry": 1.5}])
-def test_options_out_of_range_are_refused(options: dict[str, float]) -> None:
+def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="damping is above 0"):
         GPTQ(**options)
 
@@ -269,9 +274,8 @@ def test_every_matrix_of_a_language_model_is_rounded(name: str) -> None:
     kept = {row.name: row.reason for row in rows if row.reason}
     assert {row.kind for row in rows if row.reason} == {"embedding", "linear"}
     assert sum("op:head" in reason for reason in kept.values()) == 1
-    changes = [c for c in qmodel.report().passes[-1].changes if c.before is not None]
-    assert {c.name for c in changes} == {row.name for row in rows if not row.reason}
-    assert all(c.after < c.before for c in changes)
+    assert set(errors(qmodel)) == {row.name for row in rows if not row.reason}
+    assert all(after < before for before, after in errors(qmodel).values())
     # Eligible: all that is multiplied but the head.
     eligible = [row for row in rows if row.kind != "embedding" and "op:head" not in row.reason]
     assert all(not row.reason for row in eligible)

@@ -15,6 +15,7 @@ from torch.fx import Node
 import quark_fx as qfx
 from quark_fx.config import INHERIT, Granularity, Override, QuantConfig, TensorSpec
 from quark_fx.formats import INT8, INT16, UINT8
+from quark_fx.passes import CrossLayerEqualization
 from quark_fx.placement import plan_quantization
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, XINT8
 from quark_fx.report import Row
@@ -458,3 +459,12 @@ def test_a_weight_on_the_left_of_a_product_is_listed_with_its_bytes() -> None:
     (row,) = quantize(seeded(Left()), INT8_WEIGHT_ONLY, [rand(2, 4, 5)]).report()
     assert (row.name, row.bytes_before, row.weight) == ("queries", 48, "")
     assert row.reason == "its weight is not the operand the table has a row for"
+
+
+def test_the_bounds_of_a_clamp_are_no_weights() -> None:
+    """Equalization makes those of ReLU6 one per channel."""
+    model = seeded(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU6(), nn.Conv2d(4, 3, 1)))
+    config = INT8_STATIC.replace(passes=(*INT8_STATIC.passes, CrossLayerEqualization()))
+    qmodel = quantize(model, config, [20 * rand(2, 3, 4, 4)])
+    assert calls(qmodel, "aten.clamp.Tensor")
+    assert [row.name for row in qmodel.report()] == ["0", "2"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -410,9 +411,10 @@ def test_the_report_has_a_row_per_weight_and_no_error_rises(name: str) -> None:
     assert any(after < before for before, after in judged(qmodel))
     before, after = tensors(plain()), tensors(qmodel)
     expected = {key.removesuffix(".weight_codes") for key in before if not torch.equal(after[key], before[key])}
-    moved = {change.name for change in record.changes if not change.what.startswith("0.0%")}
+    coded = [change for change in record.changes if "of the codes" in change.what]
+    moved = {change.name for change in coded if not change.what.startswith("0.0%")}
     assert moved == expected & {row.name for row in qmodel.report()}
-    assert record.rewrites == len(moved)
+    assert record.rewrites == sum(change.changed for change in record.changes)
     table = qmodel.report().pass_table(record.name)
     assert all(change.name in table and change.what in table for change in record.changes)
 
@@ -596,9 +598,23 @@ def test_biases_are_what_they_were_where_only_scales_are_learned() -> None:
         assert (error <= 0.5 * steps + 1e-7 * bias.abs()).all()
 
 
+def test_every_change_counts() -> None:
+    """Biases and scales as well as codes; a row that says nothing changed is right."""
+    qmodel = learn(AdaQuant(scale_rate=0.05, bias_rate=0.05, descent=False, learning_rate=0.0, **SHORT))
+    before, after = tensors(plain()), tensors(qmodel)
+    record = qmodel.report().passes[-1]
+    scales = [key for key in before if key.endswith("quantizer_scale") and not torch.equal(before[key], after[key])]
+    counted = [re.search(r"(\d+) activation scale", change.what) for change in record.changes]
+    assert sum(int(match[1]) for match in counted if match) == len(scales) > 0
+    assert any("bias" in change.what for change in record.changes)
+    assert record.rewrites == sum(change.what != "0.0% of the codes" for change in record.changes) > 0
+
+
 def test_power_of_two_scales_stay() -> None:
     """A learned one would be none."""
     qmodel = learn(AdaQuant(scale_rate=0.05, **SHORT), config=XINT8)
+    assert changes(qmodel)[0].what == "left: activation scales may not take any value (scale_type)"
+    assert "left: activation scales" not in learn(AdaQuant(scale_rate=0.0, **SHORT), config=XINT8).report().pass_table()
     before = tensors(quantize(cnn(), XINT8, BATCHES))
     for key, tensor in tensors(qmodel).items():
         assert torch.equal(tensor, before[key]) or key.endswith("codes"), key
@@ -776,6 +792,11 @@ def test_activations_whose_range_is_measured_at_run_time_are_learned_through(gra
         {"learning_rate": float("nan")},
         {"scale_rate": float("inf")},
         {"drop": float("nan")},
+        {"iterations": 1.5},
+        {"batch_size": 8.0},
+        {"patience": True},
+        {"seed": 0.5},
+        {"descent": 1},
     ],
     ids=str,
 )

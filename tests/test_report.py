@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import warnings
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from tiny import calls, cnn, constant, images, mlp, quantize, rand, seeded, toke
 from torch import Tensor, nn
 
 import quark_fx as qfx
+from quark_fx.pass_manager import Change, PassRecord
+from quark_fx.passes import BiasCorrection
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC, INT8_WEIGHT_ONLY, PRESETS
 from quark_fx.report import Report, Row
 
@@ -52,11 +56,12 @@ def test_the_bytes_are_those_of_what_is_stored(preset: str) -> None:
     for row in qmodel.report():
         weight = weights[f"{row.name}.weight"]
         assert row.bytes_before == weight.numel() * 4
-        bits = 4 if row.weight.startswith("int4") else 16 if preset in ("fp16", "bf16") else 8
+        bits = 4 if row.weight.startswith("int4") else 16 if preset in ("fp16", "bf16") else 32 if row.reason else 8
         scale = state.get(f"{row.name}.weight_scale", torch.empty(0))
         assert row.bytes_after == weight.numel() * bits // 8 + scale.numel() * 4
     totals = qmodel.report().totals
-    assert totals["operators"] == totals["quantized"] == 3
+    assert totals["operators"] == 3
+    assert totals["quantized"] == sum(not row.reason for row in qmodel.report())
     assert totals["bytes_before"] == sum(p.numel() * 4 for p in weights.values())
     assert totals["ratio"] == totals["bytes_after"] / totals["bytes_before"]
 
@@ -175,3 +180,37 @@ def test_a_model_without_weights_has_an_empty_report() -> None:
     qmodel = qfx.quantize(nn.ReLU().eval(), "int8_static", [rand(3, 4)], progress=False)
     assert len(qmodel.report()) == 0
     assert not calls(qmodel, "quark_fx")
+
+
+def test_a_long_reason_is_shortened_in_the_table_and_kept_in_full() -> None:
+    reason = (
+        "left: its input is made by aten.gelu.default at %gelu (/home/someone/model.py:7, module a.b), which is one"
+    )
+    change = Change("up", reason + " and so on" * 30, changed=False)
+    report = Report((), (PassRecord("SmoothQuant", 0, 1.0, (change,)),))
+    line = report.pass_table().splitlines()[-1]
+    assert "left: its input is made by aten.gelu.default at %gelu, which is one" in line
+    assert "…" in line
+    assert "/home" not in line
+    assert len(max(report.pass_table().splitlines(), key=len)) < 130
+    assert report.passes[0].changes[0].what == change.what
+
+
+def test_what_was_judged_on_the_data_it_was_learned_from_says_so() -> None:
+    config = INT8_STATIC.replace(passes=(*INT8_STATIC.passes, BiasCorrection()))
+    with pytest.warns(UserWarning, match="judged on it, too; pass more batches"):
+        one = quantize(mlp(), config, tokens(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        many = quantize(mlp(), config, tokens(4))
+    assert not one.report().passes[-1].held_out
+    assert "on the data it was learned from" in str(one.report())
+    assert "held-out" not in str(one.report())
+    assert "on held-out data" in str(many.report())
+    assert PassRecord.from_dict(asdict(one.report().passes[-1])) == one.report().passes[-1]
+
+
+def test_calibration_alone_needs_no_second_sample() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantize(mlp(), INT8_STATIC, tokens(1))

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -236,16 +237,31 @@ OTHERS: dict[str, Callable[[], tuple[nn.Module, QuantConfig, list[Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("other", OTHERS.values(), ids=list(OTHERS))
-def test_the_directory_of_another_run_is_refused(other: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_directory_of_another_run_is_refused(name: str, tmp_path: Path) -> None:
     directory = interrupted(run_once(), tmp_path / "theirs", 1)
     before = {path: path.read_bytes() for path in directory.iterdir()}
-    model, config, batches = other()
-    with pytest.raises(ConfigError, match="belongs to another run") as error:
+    model, config, batches = OTHERS[name]()
+    what = {"weight": "model", "model": "model", "configuration": "configuration"}.get(name, "data")
+    hint = r" \(a DataLoader that shuffles gives other batches every time\)" if what == "data" else ""
+    with pytest.raises(ConfigError, match=f"belongs to another run, with other {what}{hint}; remove") as error:
         quantize(model, config, batches, checkpoint=directory)
     assert str(directory) in str(error.value)
     assert "remove it or choose another one" in str(error.value)
     assert {path: path.read_bytes() for path in directory.iterdir()} == before
+
+
+@pytest.mark.parametrize("where", ["data", "model"])
+def test_every_value_of_a_large_tensor_tells_runs_apart(where: str, tmp_path: Path) -> None:
+    """Most of a padded image is the padding."""
+    for index in (None, 10_001):
+        model, x = seeded(nn.Linear(100, 110)), rand(150, 100)
+        if index is not None:
+            with torch.no_grad():
+                (x if where == "data" else model.weight).view(-1)[index] += 1e-3
+        config = learning(BiasCorrection())
+        with pytest.raises(ConfigError, match=f"other {where}") if index else nullcontext():
+            quantize(model, config, [x, x], checkpoint=tmp_path)
 
 
 @cache

@@ -9,7 +9,7 @@ from tiny import cnn, images, quantize, rand
 from torch import Tensor, nn
 
 import quark_fx as qfx
-from quark_fx import Granularity, QuantConfig, TensorSpec
+from quark_fx import Granularity, QuantConfig, Target, TensorSpec
 from quark_fx.formats import INT2, INT4
 from quark_fx.graph import stored_tensors
 from quark_fx.passes import GPTQ
@@ -81,7 +81,7 @@ GROUPS = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=16)
 )
 def test_scales_are_written_back_in_any_layout(weight: TensorSpec) -> None:
     model, data = Matrices().eval(), [rand(200, 36)]
-    config = QuantConfig(weight=weight, target="torch")
+    config = QuantConfig(weight=weight, target=Target.TORCH)
     plain, fitted = (quantize(model, config.replace(passes=(GPTQ(fit_scales=flag),)), data) for flag in (False, True))
     changes = [c for c in fitted.report().passes[-1].changes if c.before is not None]
     assert len(changes) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -168,15 +169,65 @@ def test_the_error_of_a_site_is_that_of_the_quantized_operator() -> None:
 def test_trained_networks_are_no_further_from_the_float_ones(name: str) -> None:
     """The logits of images that nothing was learned from. Every site is better by itself; together by one part in ten.
 
-    Measured: 0.79 and 0.88 times the error.
+    Measured: 1 (nothing is worth it), 0.90 and 0.94 times the error.
     """
     network = trained(name)
     data = network.calibration[:6]
     plain, qmodel = quantize(network.model, INT8_STATIC, data), smoothed(network.model, data)
-    assert record(qmodel).rewrites > 0
+    assert (record(qmodel).rewrites > 0) == (name != "cnn")
     errors = [error(network.model, q, network.images) for q in (plain, qmodel)]
     assert errors[1] <= 1.1 * errors[0]
     assert network.accuracy(qmodel) >= network.accuracy(plain) - 0.34
+
+
+def decibels(errors: tuple[float, float]) -> float:
+    """Return by how much the second error is smaller."""
+    return 10 * math.log10(errors[0] / errors[1])
+
+
+@pytest.mark.parametrize(("batches", "size"), [(8, 8), (32, 8), (8, 128)])
+def test_without_outliers_nothing_is_lost(batches: int, size: int) -> None:
+    """On data that is not seen, however few samples there are.
+
+    Channels that are equalized to the extremes of few samples are all clipped on others.
+    """
+    gains = []
+    for seed in range(8):
+        model = seeded(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)), seed)
+        data = [rand(size, 64, seed=100 * seed + i) for i in range(batches)]
+        unseen = rand(4096, 64, seed=100 * seed + 99)
+        plain, qmodel = quantize(model, INT8_STATIC, data), smoothed(model, data)
+        gains.append(decibels((error(model, plain, unseen), error(model, qmodel, unseen))))
+    assert min(gains) >= -1.0
+    assert sum(gains) / len(gains) >= -0.1
+
+
+def test_a_depthwise_network_without_outliers_loses_nothing() -> None:
+    layers = [nn.Conv2d(3, 16, 3), nn.ReLU6(), nn.Conv2d(16, 16, 3, groups=16), nn.ReLU6(), nn.Conv2d(16, 8, 1)]
+    gains = []
+    for seed in range(8):
+        model = seeded(nn.Sequential(*layers), seed)
+        data = [rand(4, 3, 10, 10, seed=100 * seed + i) for i in range(8)]
+        unseen = rand(128, 3, 10, 10, seed=100 * seed + 99)
+        plain, qmodel = quantize(model, INT8_STATIC, data), smoothed(model, data)
+        gains.append(decibels((error(model, plain, unseen), error(model, qmodel, unseen))))
+    assert min(gains) >= -1.0
+    assert sum(gains) / len(gains) >= -0.1
+
+
+def test_outliers_after_a_norm_are_worth_decibels() -> None:
+    """Four of 64 channels, fifty times as large. Measured: 8.3 to 9.9 dB."""
+    gains = []
+    for seed in range(4):
+        model: Any = seeded(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)), seed)
+        with torch.no_grad():
+            model[0].weight.abs_().add_(0.5)
+            model[0].weight[[3, 17, 30, 55]] *= 50
+        data = [rand(128, 64, seed=100 * seed + i) for i in range(8)]
+        unseen = rand(4096, 64, seed=100 * seed + 99)
+        plain, qmodel = quantize(model, INT8_STATIC, data), smoothed(model, data)
+        gains.append(decibels((error(model, plain, unseen), error(model, qmodel, unseen))))
+    assert min(gains) >= 5.0
 
 
 # What is kept.
@@ -201,7 +252,10 @@ def test_the_users_model_and_data_are_left_as_they_are() -> None:
 
 
 def test_the_scale_is_the_formula() -> None:
-    """`a ** alpha / w ** (1 - alpha)`, over all calibration data but the batch in eight that is held out."""
+    """`a ** alpha / w ** (1 - alpha)`, over all calibration data but the batch in eight that is held out.
+
+    No `a` counts as less than their median.
+    """
     model: Any = seeded(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 16)))
     norm, linear = model
     with torch.no_grad():
@@ -209,7 +263,8 @@ def test_the_scale_is_the_formula() -> None:
         linear.weight[:, 3] /= 100
     before, after = float_graphs(model, DATA, smooth=SmoothQuant(alphas=(0.6,)))
     x = torch.cat([outputs(norm, x) for x in DATA[: len(DATA) - max(1, len(DATA) // 8)]])
-    scale = x.abs().amax(0) ** 0.6 / linear.weight.detach().abs().amax(0) ** 0.4
+    largest = x.abs().amax(0)
+    scale = largest.maximum(largest.median()) ** 0.6 / linear.weight.detach().abs().amax(0) ** 0.4
     old, new = stored_tensors(before), stored_tensors(after)
     torch.testing.assert_close(new["1.weight"], old["1.weight"] * scale)
     for name in ("0.weight", "0.bias"):
@@ -271,7 +326,7 @@ def test_where_no_activation_is_quantized_there_is_nothing_to_smooth(config: Qua
 def test_operators_that_stay_in_float_are_not_smoothed_for() -> None:
     model = planted(100.0)
     qmodel = smoothed(model, DATA, INT8_STATIC.replace(exclude=("up",)))
-    assert changes(qmodel)["up"].what == "left: not every operator that reads it multiplies codes by codes"
+    assert changes(qmodel)["up"].what.startswith("left: not every operator that reads it multiplies codes by codes")
     before, after = float_graphs(model, DATA, INT8_STATIC.replace(exclude=("up",)))
     assert torch.equal(stored_tensors(before)["norm.weight"], stored_tensors(after)["norm.weight"])
 
@@ -425,6 +480,13 @@ def test_where_nothing_absorbs_the_scale_it_is_multiplied_by_if_asked(name: str)
     assert error(model, qmodel, UNSEEN) < 0.5 * error(model, quantize(model, config, DATA), UNSEEN)
 
 
+def test_the_report_says_where_a_multiplication_would_help() -> None:
+    qmodel = smoothed(gelu(), DATA)
+    assert "; explicit=True could multiply for 2 more" in str(qmodel.report())
+    assert "explicit=True" not in str(smoothed(gelu(), DATA, smooth=SmoothQuant(explicit=True)).report())
+    assert "explicit=True" not in str(smoothed(gelu(), DATA, INT8_WEIGHT_ONLY).report())
+
+
 def test_nothing_is_multiplied_where_no_strength_helps() -> None:
     """A factor of its own has to be worth it like any other."""
     model = seeded(nn.Linear(8, 4))
@@ -443,6 +505,11 @@ def test_nothing_is_multiplied_where_no_strength_helps() -> None:
 def test_strengths_out_of_range_are_refused(alphas: tuple[float, ...]) -> None:
     with pytest.raises(ConfigError, match="strengths between 0 and 1"):
         SmoothQuant(alphas=alphas)
+
+
+def test_a_strength_that_is_no_sequence_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"alphas is a tuple of strengths, not 0.5; write \(0.5,\)"):
+        SmoothQuant(alphas=0.5)  # type: ignore[arg-type]
 
 
 def test_options_survive_plain_data() -> None:

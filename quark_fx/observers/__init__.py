@@ -3,6 +3,7 @@
 from quark_fx.observers.base import OBSERVERS, Observer, observer, observer_from_dict, observer_to_dict, state
 from quark_fx.observers.entropy import Entropy
 from quark_fx.observers.histogram import Bins, Histogram
+from quark_fx.observers.hqq import Hqq
 from quark_fx.observers.linear_histogram import SPANS, LinearHistogram
 from quark_fx.observers.minmax import MinMax, MovingAverage, Placeholder
 from quark_fx.observers.mse import HistogramL2, Mse
@@ -18,6 +19,7 @@ __all__ = [
     "Histogram",
     "HistogramL2",
     "HistogramObserver",
+    "Hqq",
     "LinearHistogram",
     "MinMax",
     "MovingAverage",

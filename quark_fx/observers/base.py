@@ -14,7 +14,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,6 +43,9 @@ def state() -> Any:
 class Observer(ABC):
     """The fold every observer implements. It knows no axis, no module and, until `range`, no format."""
 
+    weights_only: ClassVar[bool] = False
+    """Whether it needs to see a tensor as a whole."""
+
     @abstractmethod
     def observe(self, x: Tensor) -> Self:
         """Return the observer after it saw `x`, shape `(channels, values)`, floating point, any device.
@@ -65,6 +68,10 @@ class Observer(ABC):
     def qparams(self, scheme: Scheme) -> QParams:
         """Return scale and zero point, shape `(channels,)`; errors as `range`."""
         return affine_qparams(*self.range(scheme), scheme)
+
+    def of_constant(self, x: Tensor, scheme: Scheme) -> QParams:
+        """Return the parameters of a tensor that is known as a whole, shapes as `observe` and `qparams` have them."""
+        return self.observe(x).qparams(scheme)
 
     @property
     def name(self) -> str:

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from quark_fx.errors import ConfigError
 from quark_fx.observers.base import observer
+from quark_fx.observers.constant import smallest_error_qparams
 from quark_fx.observers.histogram import Bins
 from quark_fx.observers.reading import HistogramObserver
 from quark_fx.observers.squared_error import best_range
-from quark_fx.qparams import Scheme
+from quark_fx.qparams import QParams, Scheme
 
 
 @observer
@@ -51,6 +52,10 @@ class Mse(HistogramObserver):
             best_low, best_high = best_range(bins, best_low[:, None], torch.minimum(tried, high), scheme)
             best_low, best_high = best_range(bins, torch.maximum(-tried, low), best_high[:, None], scheme)
         return best_low, best_high
+
+    def of_constant(self, x: Tensor, scheme: Scheme) -> QParams:
+        """Measure the error instead of estimating it on a histogram, where no option asks for the histogram."""
+        return smallest_error_qparams(x, scheme) if self == Mse() else super().of_constant(x, scheme)
 
     def _candidates(self, bins: Bins, low: Tensor, high: Tensor) -> Tensor:
         largest = torch.maximum(-low, high)[:, None]

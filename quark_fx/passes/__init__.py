@@ -3,6 +3,7 @@
 from quark_fx.passes.absorb_high_bias import AbsorbHighBias
 from quark_fx.passes.adaquant import AdaQuant
 from quark_fx.passes.adaround import AdaRound
+from quark_fx.passes.autoround import AutoRound
 from quark_fx.passes.awq import AWQ
 from quark_fx.passes.bias_correction import BiasCorrection
 from quark_fx.passes.cross_layer_equalization import CrossLayerEqualization
@@ -17,6 +18,7 @@ __all__ = [
     "AbsorbHighBias",
     "AdaQuant",
     "AdaRound",
+    "AutoRound",
     "BiasCorrection",
     "CrossLayerEqualization",
     "SmoothQuant",

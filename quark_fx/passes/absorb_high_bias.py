@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from quark_fx.context import Context
+from quark_fx.errors import ConfigError
 from quark_fx.graph import get_attr, is_parameter, parameter, set_parameter, target_name, value_of
 from quark_fx.operators import argument, channel_dim, operator_row, response, set_argument
-from quark_fx.pass_manager import graph_pass
+from quark_fx.pass_manager import Change, graph_pass
+from quark_fx.placement import module_name
 
 
-@graph_pass(exact=False)
+@graph_pass(exact=False, after=("fold_batch_norm",))
 @dataclass(frozen=True)
 class AbsorbHighBias:
     """Lower biases by `c = max(0, beta - deviations * |gamma|)`, and raise those of the next operator by `W @ c`.
@@ -32,38 +36,53 @@ class AbsorbHighBias:
 
     deviations: float = 3.0
 
-    def __call__(self, gm: GraphModule) -> int:
-        """Rewrite `gm`; return how many biases were lowered."""
+    def __post_init__(self) -> None:
+        if not 0 <= self.deviations < math.inf:
+            raise ConfigError(f"deviations is finite and not negative, not {self.deviations}")
+
+    def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
+        """Rewrite `gm`, note what became of each operator, and return how many biases were lowered."""
         absorbed = 0
         for node in list(gm.graph.nodes):
-            if "batch_norm" not in node.meta:
+            if (position := _bias_position(node)) is None:
                 continue
-            value, rectified = _only_reader(node), False
-            if value is not None and target_name(value) == "aten.relu.default":
-                value, rectified = _only_reader(value), True
-            if value is not None and self._absorb(gm, node, value, rectified):
-                absorbed += 1
+            found = self._absorb(gm, node, position)
+            moved = isinstance(found, float)
+            what = f"lowered by up to {found:.3g}" if moved else f"left: {found}"
+            if context is not None:
+                weight = argument(node, 1)
+                context.note(Change(module_name(node, weight if is_parameter(weight) else None), what, moved))
+            absorbed += moved
         return absorbed
 
-    def _absorb(self, gm: GraphModule, producer: Node, consumer: Node, rectified: bool) -> bool:
+    def _absorb(self, gm: GraphModule, producer: Node, position: int) -> float | str:
+        """Move what can be moved of a bias; return the most that a channel's is lowered by, or why nothing is."""
+        if "batch_norm" not in producer.meta:
+            return "no batch norm was folded into it"
+        consumer, rectified = _only_reader(producer), False
+        if consumer is not None and target_name(consumer) == "aten.relu.default":
+            consumer, rectified = _only_reader(consumer), True
+        if consumer is None:
+            return "several operators read what it makes"
         beta, gamma = producer.meta["batch_norm"]
         shift = (beta - self.deviations * gamma).clamp(min=0) if rectified else beta
-        position = _bias_position(producer)
-        if not bool((shift != 0).any()) or position is None or not _takes_shift(gm, producer, consumer):
-            return False
+        if not bool((shift != 0).any()):
+            return "its mean is too near to where the ReLU cuts"
+        if reason := _refusal(gm, producer, consumer):
+            return reason
         bias = argument(producer, position)
         weight, other = argument(consumer, 1), argument(consumer, 2)
         if not is_parameter(bias) or len(bias.users) > 1:
-            return False
+            return "its bias is not its own"
         row = operator_row(consumer)
         assert row is not None
         moved = response(consumer, row, parameter(gm, weight), shift)
         if moved is None:
-            return False
+            return f"the response of %{consumer.name} is not constant"
         _add(gm, producer, position, bias, -shift)
         _add(gm, consumer, 2, other, moved)
         producer.meta["batch_norm"] = (beta - shift, gamma)
-        return True
+        return float(shift.max())
 
 
 def _only_reader(node: Node) -> Node | None:
@@ -75,23 +94,25 @@ def _bias_position(node: Node) -> int | None:
     return row.bias if row is not None else None
 
 
-def _takes_shift(gm: GraphModule, producer: Node, consumer: Node) -> bool:
-    """Tell whether the consumer sums over the producer's channels with constant parameters, and does not pad."""
+def _refusal(gm: GraphModule, producer: Node, consumer: Node) -> str:
+    """Return why the consumer does not sum over the producer's channels with constants alone; empty if it does."""
     row = operator_row(consumer)
     if row is None or row.kind not in ("conv", "linear") or (row.weight, row.bias) != (1, 2):
-        return False
+        return f"it is read by {target_name(consumer)} (%{consumer.name})"
     weight, bias = argument(consumer, 1), argument(consumer, 2)
     if not is_parameter(weight) or not (bias is None or is_parameter(bias)):
-        return False
+        return f"weight or bias of %{consumer.name} is not constant"
     padding = argument(consumer, 4) if row.kind == "conv" else None
     if padding not in (None, "valid") and any(p != 0 for p in padding):
-        return False
+        return f"%{consumer.name} pads with zeros, which would have to be lowered, too"
     made = operator_row(producer)
     assert made is not None
     assert made.weight is not None
     rank = value_of(gm, producer).dim()
     ranks = (value_of(gm, argument(producer, made.weight)).dim(), value_of(gm, weight).dim())
-    return channel_dim(made, ranks[0], rank) == channel_dim(row, ranks[1], rank)
+    if channel_dim(made, ranks[0], rank) != channel_dim(row, ranks[1], rank):
+        return f"%{consumer.name} sums over another dimension than its channels"
+    return ""
 
 
 def _add(gm: GraphModule, node: Node, position: int, old: Node | None, change: Tensor) -> None:

@@ -22,6 +22,9 @@ class StraightThrough:
         # As near to the float weight as still rounds to the code it starts at.
         self.parameter = torch.minimum(torch.maximum(grid.position(weight), start - 0.49), start + 0.49)
         self.parameter.requires_grad_()
+        self.parameters = (self.parameter,)
+
+    ratio = None
 
     def weight(self) -> Tensor:
         """Return the rounded weight."""

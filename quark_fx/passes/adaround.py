@@ -38,6 +38,9 @@ class SoftRounding:
         h = (position - self.floor).clamp(0.01, 0.99)
         h = torch.where(self.floor < start, h.clamp(min=0.5 + 1e-6), h.clamp(max=0.5 - 1e-6))
         self.parameter = torch.logit((h - _GAMMA) / (_ZETA - _GAMMA)).requires_grad_()
+        self.parameters = (self.parameter,)
+
+    ratio = None
 
     def weight(self) -> Tensor:
         """Return the weight with its soft rounding."""

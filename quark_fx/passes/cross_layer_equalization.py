@@ -11,14 +11,15 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.context import Context
-from quark_fx.graph import parameter
+from quark_fx.errors import ConfigError
+from quark_fx.graph import parameter, target_name
 from quark_fx.operators import Operator, operator_row, stored_weight
 from quark_fx.pass_manager import Change, graph_pass
 from quark_fx.placement import module_name
 from quark_fx.scale_sites import Absorber, ScaleSite, apply_scale, find_scale_sites
 
 
-@graph_pass()
+@graph_pass(after=("fold_batch_norm",))
 @dataclass(frozen=True)
 class CrossLayerEqualization:
     """Move scale between layers until each channel's weights reach as far where it is made as where it is read.
@@ -42,18 +43,21 @@ class CrossLayerEqualization:
     tolerance: float = 0.05
     keep_scalar_bounds: bool = False
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.rounds, int) or self.rounds < 1 or not 0 < self.tolerance < math.inf:
+            raise ConfigError(f"rounds is a whole number of at least 1, tolerance finite and above 0: {self}")
+
     def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
         """Equalize `gm`, note what became of each operator, and return the number of sites that were rescaled."""
         analysis = find_scale_sites(gm)
-        sites = [site for site in analysis.sites if self._takes(site)]
+        refusals = {site: self._refusal(site) for site in analysis.sites}
+        sites = [site for site, reason in refusals.items() if not reason]
         note = context.note if context is not None else lambda change: None
         for node, reason in analysis.reasons.items():
             note(Change(_name(node), f"left: {reason}", changed=False))
-        for site in analysis.sites:
-            if site not in sites:
-                note(
-                    Change(_names(site), "left: a norm or constant takes part, or a clamp stays scalar", changed=False)
-                )
+        for site, reason in refusals.items():
+            if reason:
+                note(Change(_names(site), f"left: {reason}", changed=False))
         weights = _weights(gm, sites)
         scales = [torch.ones(site.channels, device=_device(gm, site)) for site in sites]
         for _ in range(self.rounds):
@@ -70,11 +74,16 @@ class CrossLayerEqualization:
             note(Change(_names(site), what, moved))
         return rescaled
 
-    def _takes(self, site: ScaleSite) -> bool:
+    def _refusal(self, site: ScaleSite) -> str:
+        """Return why a site is left out, empty if it takes part."""
+        for absorber in (*site.producers, *site.consumers):
+            row = _row(absorber)
+            if row is None or not row.activations:
+                node = absorber.node
+                return f"{target_name(node)} (%{node.name}) takes part, whose constants have no range to even out"
         if site.bounds and self.keep_scalar_bounds:
-            return False
-        rows = (_row(absorber) for absorber in (*site.producers, *site.consumers))
-        return all(row is not None and row.activations for row in rows)
+            return f"the bounds of %{site.bounds[0][0].name} stay scalar (keep_scalar_bounds)"
+        return ""
 
 
 def _name(node: Node) -> str:

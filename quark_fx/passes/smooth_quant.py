@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,20 +16,28 @@ from quark_fx.calibration import run_batches, watching
 from quark_fx.config import Granularity
 from quark_fx.context import Context
 from quark_fx.errors import ConfigError
-from quark_fx.graph import device_of, parameter, set_parameter
+from quark_fx.graph import device_of, parameter, set_parameter, value_of
 from quark_fx.observers import MinMax
 from quark_fx.ops import dequantize, dynamic_qparams, encode, quantize
 from quark_fx.pass_manager import Change, graph_pass
 from quark_fx.placement import PlannedOperator, plan_quantization
 from quark_fx.qparams import QParams, affine_qparams
 from quark_fx.scale_sites import ScaledInput, ScaleSite, apply_scale, find_scale_sites
-from quark_fx.specs import TensorSpec
 from quark_fx.weights import quantize_tensor
 
-_SAMPLES = 2
-"""Samples of a tuning batch, and of a held-out one, that strengths are compared on."""
+_POSITIONS = 4096
+"""Positions of the tuning batches, about, and of the held-out ones, that strengths are compared on."""
+
+_BATCHES = 16
+"""Batches they come from, at most: of each at least one whole sample."""
+
+_FOLDS = 4
+"""Parts of the tuning data, each judged with scales and ranges that were measured on the others."""
 
 _PARTS = ("tuning", "held_out")
+
+_GAIN = 0.85
+"""Share of the error that may be left: a smaller gain may be the luck of the samples."""
 
 _SMALLEST, _LARGEST = 1e-4, 1e4
 
@@ -40,21 +48,26 @@ class SmoothQuant:
     """Divide the channels of quantized activations by `s = a ** alpha / w ** (1 - alpha)` and multiply weights by `s`.
 
     `a` and `w` are the largest magnitudes, per channel, of the activation over the calibration data and of the weights
-    that read it. A site's strength is the one whose quantized outputs are nearest to the float ones on some tuning
-    samples; it is kept if samples that were not tuned on agree that it beats leaving the site alone.
+    that read it. `a` counts as no smaller than its median over the site's channels: a channel that hardly fired would
+    be blown up until it is clipped when it does, and only outliers have to move. A site's strength is the one whose
+    quantized outputs are nearest to the float ones on the tuning batches, each quarter of them with scales and ranges
+    of the others: what equalizes channels to their extremes clips every one of them on data it has not seen. It is
+    kept if that and the held-out batches agree that a good part of the error is gone.
 
     Args:
         alphas: strengths to choose from; leaving the site alone is always one more.
         explicit: insert a multiplication where nothing before can absorb the scale.
 
     Source:
-        Xiao et al. 2023, equation 4; the search is ours.
+        Xiao et al. 2023, equation 4; floor, search and acceptance are ours.
     """
 
     alphas: tuple[float, ...] = (0.35, 0.5, 0.65, 0.8)
     explicit: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.alphas, list | tuple):
+            raise ConfigError(f"alphas is a tuple of strengths, not {self.alphas!r}; write ({self.alphas!r},)")
         object.__setattr__(self, "alphas", tuple(self.alphas))
         if not self.alphas or not all(0 <= alpha <= 1 for alpha in self.alphas):
             raise ConfigError(f"alphas are one or more strengths between 0 and 1, not {self.alphas}")
@@ -68,14 +81,16 @@ class SmoothQuant:
         for node, reason in analysis.reasons.items():
             if node in planned:
                 context.note(Change(planned[node].name, f"left: {reason}", changed=False))
+        more = sum(planned.get(node) is not None and _is_read_in_codes(planned[node]) for node in analysis.divisible)
+        context.remark = f"explicit=True could multiply for {more} more" if more else ""
         sites = []
         for site in analysis.sites:
             if _is_quantized(site, planned):
                 sites.append(site)
             else:
-                reason = "left: not every operator that reads it multiplies codes by codes"
+                reason = "left: not every operator that reads it multiplies codes by codes, or data chooses its rows"
                 context.note(Change(_name(site, planned), reason, changed=False))
-        seen = _watch(gm, sites, context)
+        seen = _watch(gm, sites, planned, context)
         return sum(self._smooth(gm, site, planned, seen, context) for site in sites)
 
     def _smooth(
@@ -88,15 +103,13 @@ class SmoothQuant:
     ) -> bool:
         began = time.perf_counter()
         trial = _Trial(gm, site, planned, seen)
-        none = torch.ones(site.channels, device=device_of(gm))
-        scales = {alpha: trial.scale(alpha) for alpha in self.alphas}
-        errors = {alpha: trial.errors(scale, ["tuning"])[0] for alpha, scale in scales.items()}
+        errors = {alpha: trial.errors(alpha, ["tuning"])[0] for alpha in self.alphas}
         best = min(errors, key=lambda alpha: errors[alpha])
-        alone, before = trial.errors(none, ["tuning", "held_out"])
-        (after,) = trial.errors(scales[best], ["held_out"]) if errors[best] < alone else (before,)
-        kept = after < before
+        alone, before = trial.errors(None, ["tuning", "held_out"])
+        (after,) = trial.errors(best, ["held_out"]) if errors[best] < _GAIN * alone else (before,)
+        kept = after < _GAIN * before
         if kept:
-            apply_scale(gm, site, scales[best])
+            apply_scale(gm, site, trial.scale(best))
         what = f"alpha {best:g}" if kept else "left: no strength is better on unseen samples"
         seconds = time.perf_counter() - began
         context.note(Change(_name(site, planned), what, kept, before, after if kept else before, seconds))
@@ -110,9 +123,13 @@ def _name(site: ScaleSite, planned: dict[Node, PlannedOperator]) -> str:
 def _is_quantized(site: ScaleSite, planned: dict[Node, PlannedOperator]) -> bool:
     """Tell whether every operator that reads the site multiplies codes by codes."""
     found = [planned.get(scaled.reader) for scaled in site.inputs]
-    return bool(found) and all(
-        op is not None and op.weight is not None and op.input is not None and not op.input.is_cast for op in found
-    )
+    return bool(found) and all(op is not None and _is_read_in_codes(op) for op in found)
+
+
+def _is_read_in_codes(operator: PlannedOperator) -> bool:
+    # Which rows an expert sees depends on the data, so samples of its activation are not what it would read.
+    codes = operator.weight is not None and operator.input is not None and not operator.input.is_cast
+    return codes and operator.kind != "experts"
 
 
 @dataclass
@@ -120,16 +137,19 @@ class Seen:
     """What is remembered of an activation.
 
     Attributes:
-        low: smallest value per channel in the batches that are tuned on, shape (channels,).
-        high: largest value per channel.
-        tuning: some samples of it.
-        held_out: samples of a batch that is not tuned on.
+        low: smallest value per fold of the tuning batches and channel, shape (folds, channels).
+        high: largest value, likewise.
+        samples: some whole samples of it, by part, each with the fold it is of (`None` if held out).
     """
 
     low: Tensor
     high: Tensor
-    tuning: Tensor
-    held_out: Tensor
+    samples: dict[str, list[tuple[int | None, Tensor]]]
+
+    def range(self, without: int | None) -> tuple[Tensor, Tensor]:
+        """Return the smallest and largest value per channel, over all folds or over all but one."""
+        kept = [fold for fold in range(len(self.low)) if fold != without or len(self.low) == 1]
+        return self.low[kept].amin(0), self.high[kept].amax(0)
 
 
 class _Watch(nn.Module):
@@ -137,50 +157,75 @@ class _Watch(nn.Module):
 
     Args:
         axis: dimension of the channels.
-        kept: what the samples of a batch are kept as, by its index; batches come in order.
-        tuning: the batches whose values count for the range.
+        divisible: dimension 0 counts samples.
+        tuning: indices of the batches whose values count for the range; batches come in order.
+        held_out: of those that are not tuned on.
     """
 
-    def __init__(self, axis: int, kept: dict[int, str], tuning: Collection[int]) -> None:
+    def __init__(self, axis: int, divisible: bool, tuning: Sequence[int], held_out: Sequence[int]) -> None:
         super().__init__()
-        self.axis = axis
-        self.tuning = tuning
-        self.kept = kept
+        self.axis, self.divisible = axis, divisible
+        self.tuning, self.held_out = list(tuning), list(held_out)
         self.batches = 0
-        self.low: Tensor | None = None
-        self.high: Tensor | None = None
-        self.samples: dict[str, Tensor] = {}
+        self.ranges: dict[int, tuple[Tensor, Tensor]] = {}
+        self.samples: dict[str, list[tuple[int | None, Tensor]]] = {part: [] for part in _PARTS}
 
     def forward(self, x: Tensor) -> None:
         if self.batches in self.tuning:
-            dims = [dim for dim in range(x.dim()) if dim != self.axis]
-            low, high = x.amin(dims), x.amax(dims)
-            self.low = low if self.low is None else torch.minimum(self.low, low)
-            self.high = high if self.high is None else torch.maximum(self.high, high)
-        if (part := self.kept.get(self.batches)) is not None:
-            self.samples[part] = x[:_SAMPLES].clone()
+            index, count = self.tuning.index(self.batches), len(self.tuning)
+            pieces = -(-_FOLDS // count) if self.divisible else 1
+            for i, piece in enumerate(x.tensor_split(pieces) if pieces > 1 else (x,)):
+                if len(piece):
+                    fold = (index * pieces + i) * _FOLDS // (count * pieces)
+                    self._widen(fold, piece)
+                    self._keep("tuning", fold, piece, index, count, pieces)
+        if self.batches in self.held_out:
+            self._keep("held_out", None, x, self.held_out.index(self.batches), len(self.held_out), 1)
         self.batches += 1
 
+    def _widen(self, fold: int, x: Tensor) -> None:
+        dims = [dim for dim in range(x.dim()) if dim != self.axis]
+        low, high = x.amin(dims), x.amax(dims)
+        if fold in self.ranges:
+            low, high = torch.minimum(self.ranges[fold][0], low), torch.maximum(self.ranges[fold][1], high)
+        self.ranges[fold] = low, high
 
-def _watch(gm: GraphModule, sites: Sequence[ScaleSite], context: Context) -> dict[Node, Seen]:
+    def _keep(self, part: str, fold: int | None, x: Tensor, index: int, count: int, pieces: int) -> None:
+        every = -(-count // _BATCHES)
+        if index % every:
+            return
+        positions = _POSITIONS * every / (count * pieces)
+        each = max(1, x[:1].numel() // x.shape[self.axis])
+        kept = x[: max(1, int(positions // each))] if self.divisible else x
+        self.samples[part].append((fold, kept.clone()))
+
+
+def _watch(
+    gm: GraphModule, sites: Sequence[ScaleSite], planned: dict[Node, PlannedOperator], context: Context
+) -> dict[Node, Seen]:
     """Run the calibration batches once, and return what the sites' readers saw."""
-    axes = {scaled.value: scaled.axis for site in sites for scaled in site.inputs}
-    if not axes:
+    if not sites:
         return {}
     context.require_batches()
-    kept = {context.tuning[0]: "tuning", context.held_out[0]: "held_out"}
-    watches = {value: _Watch(axis, kept, set(context.tuning)) for value, axis in axes.items()}
+    watches: dict[Node, _Watch] = {}
+    for scaled in (scaled for site in sites for scaled in site.inputs):
+        watch = watches.setdefault(scaled.value, _Watch(scaled.axis, True, context.tuning, context.held_out))
+        watch.divisible &= scaled.axis > 0 and not _is_stacked(gm, planned[scaled.reader])
     with watching(gm, watches.items()):
         run_batches(gm, context)
     home = device_of(gm)
     found = {}
     for value, watch in watches.items():
-        assert watch.low is not None
-        assert watch.high is not None
-        held_out = watch.samples["held_out"].to(home)
-        tuning = watch.samples["tuning"].to(home) if "tuning" in watch.samples else held_out
-        found[value] = Seen(watch.low.float().to(home), watch.high.float().to(home), tuning, held_out)
+        low, high = (torch.stack(found).float().to(home) for found in zip(*watch.ranges.values(), strict=True))
+        samples = {part: [(fold, x.to(home)) for fold, x in kept] for part, kept in watch.samples.items()}
+        found[value] = Seen(low, high, samples)
     return found
+
+
+def _is_stacked(gm: GraphModule, operator: PlannedOperator) -> bool:
+    """Tell whether the operator has a weight for each index of its input's dimension 0."""
+    assert operator.weight_node is not None
+    return value_of(gm, operator.weight_node).dim() > 2 and not operator.kind.startswith("conv")
 
 
 @dataclass
@@ -193,7 +238,7 @@ class _Reader:
     weight: Tensor
     labels: Tensor
     seen: Seen
-    outputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, list[Tensor]] = field(default_factory=dict)
 
 
 class _Trial:
@@ -216,34 +261,39 @@ class _Trial:
             assert node is not None
             module = extract(gm, [scaled.value], [scaled.reader])
             reader = _Reader(scaled, operator, module, parameter(gm, node).detach(), labels[node], seen[scaled.value])
-            for part in _PARTS:
-                with torch.no_grad():
-                    (reader.outputs[part],) = module(getattr(reader.seen, part))
+            with torch.no_grad():
+                for part, samples in reader.seen.samples.items():
+                    reader.outputs[part] = [module(x)[0] for _, x in samples]
             self.readers.append(reader)
-        self.magnitudes = self._magnitudes()
 
-    def _magnitudes(self) -> tuple[Tensor, Tensor]:
-        """Return the largest magnitudes of the activation and of the weights that read it, each shape (channels,)."""
+    def scale(self, alpha: float | None, without: int | None = None) -> Tensor:
+        """Return the scales of a strength, shape (channels,); 1 where the activation or the weights are zero.
+
+        Args:
+            alpha: the strength; `None` leaves the site alone.
+            without: a fold whose values do not count.
+        """
         a, w = (torch.zeros(self.site.channels, device=self.readers[0].weight.device) for _ in range(2))
+        if alpha is None:
+            return a + 1
         for reader in self.readers:
-            _raise(a, reader.scaled.labels, torch.maximum(-reader.seen.low, reader.seen.high))
+            low, high = reader.seen.range(without)
+            _raise(a, reader.scaled.labels, torch.maximum(-low, high))
             alike = [dim for dim, size in enumerate(reader.labels.shape) if size == 1]
             magnitude = reader.weight.abs().float()
             _raise(w, reader.labels, magnitude.amax(alike, keepdim=True) if alike else magnitude)
-        return a, w
+        used = (a > 0) & (w > 0)
+        if not bool(used.any()):
+            return torch.ones_like(a)
+        floored = a.maximum(a[used].median())
+        return torch.where(used, (floored**alpha / w ** (1 - alpha)).clamp(_SMALLEST, _LARGEST), 1.0)
 
-    def scale(self, alpha: float) -> Tensor:
-        """Return the scales of a strength, shape (channels,); 1 where the activation or the weights are zero."""
-        a, w = self.magnitudes
-        scale = (a**alpha / w ** (1 - alpha)).clamp(_SMALLEST, _LARGEST)
-        return torch.where((a > 0) & (w > 0), scale, 1.0)
-
-    def errors(self, scale: Tensor, parts: Sequence[str]) -> list[float]:
-        """Return, for each part of the samples, the relative squared error that quantization at this scale makes.
+    def errors(self, alpha: float | None, parts: Sequence[str]) -> list[float]:
+        """Return, for each part of the samples, the relative squared error that quantization at a strength makes.
 
         It is that of the outputs, and of weights that make the activation where these share one scale.
         """
-        totals = [0.0] * len(parts)
+        totals, scale = [0.0] * len(parts), self.scale(alpha)
         for reader in self.readers:
             spec = reader.operator.weight
             assert spec is not None
@@ -253,46 +303,63 @@ class _Trial:
             set_parameter(reader.module, str(reader.operator.weight_node.target), rounded)
             for i, part in enumerate(parts):
                 with torch.no_grad():
-                    (got,) = reader.module(_activation(reader, scale, part))
+                    got = [reader.module(x)[0] for x in self._activations(reader, alpha, part)]
                 totals[i] += _relative(got, reader.outputs[part])
         for operator, weight, labels in self.weights:
             factor = _spread(labels, scale)
             if operator.weight is not None and operator.weight.granularity is Granularity.TENSOR:
-                made = _relative(_rounded(weight.float() / factor, operator) * factor, weight)
+                made = _relative([_rounded(weight.float() / factor, operator) * factor], [weight])
                 totals = [total + made for total in totals]
         return totals
 
+    def _activations(self, reader: _Reader, alpha: float | None, part: str) -> Iterator[Tensor]:
+        """Yield the samples divided by the scale, through the codes the operator would read.
 
-def _activation(reader: _Reader, scale: Tensor, part: str) -> Tensor:
-    """Return the samples divided by the scale, through the codes the operator would read."""
+        Scale and range are measured without the fold a sample is of, which then says what unseen data would.
+        """
+        spec, seen = reader.operator.input, reader.seen
+        assert spec is not None
+        fmt, per_token = str(spec.format), spec.granularity is Granularity.TOKEN
+        whole = self._divisor(reader, alpha, None)
+        found: dict[int | None, tuple[Tensor, QParams | None]] = {}
+        for fold, x in seen.samples[part]:
+            if fold not in found:
+                divisor = self._divisor(reader, alpha, fold)
+                found[fold] = divisor, None if spec.dynamic else _range(reader, divisor, fold)
+            divisor, qparams = found[fold]
+            scaled = _divided(x, divisor, reader)
+            axis, block = (x.dim() - 1, -1) if spec.dynamic and per_token else (None, 0)
+            if qparams is None:
+                s, z = dynamic_qparams(scaled, fmt, str(spec.symmetry), per_token)
+                codes = quantize(scaled, s, z, fmt, axis, block)
+            else:
+                s, z = qparams.scale, qparams.zero_point
+                codes = encode(scaled, qparams, spec.scheme)
+            rounded: Tensor = dequantize(codes, s, z, fmt, axis, block)
+            yield _divided(rounded, whole / divisor, reader).to(x.dtype)
+
+    def _divisor(self, reader: _Reader, alpha: float | None, without: int | None) -> Tensor:
+        """Return what the channels of the reader's activation are divided by."""
+        return _spread(reader.scaled.labels, self.scale(alpha, without))
+
+
+def _divided(x: Tensor, divisor: Tensor, reader: _Reader) -> Tensor:
+    return x.float() / divisor.reshape([-1 if dim == reader.scaled.axis else 1 for dim in range(x.dim())])
+
+
+def _range(reader: _Reader, divisor: Tensor, without: int | None) -> QParams:
+    """Return the parameters calibration would find for the divided activation, about."""
     spec, seen = reader.operator.input, reader.seen
     assert spec is not None
-    x: Tensor = getattr(seen, part)
-    per_channel = _spread(reader.scaled.labels, scale)
-    shape = [-1 if dim == reader.scaled.axis else 1 for dim in range(x.dim())]
-    scaled = x.float() / per_channel.reshape(shape)
-    fmt = str(spec.format)
-    if spec.dynamic:
-        per_token = spec.granularity is Granularity.TOKEN
-        s, z = dynamic_qparams(scaled, fmt, str(spec.symmetry), per_token)
-        axis, block = (x.dim() - 1, -1) if per_token else (None, 0)
-        codes = quantize(scaled, s, z, fmt, axis, block)
-        rounded: Tensor = dequantize(codes, s, z, fmt, axis, block)
-        return rounded.to(x.dtype)
-    qparams = _range(reader, per_channel, shape, spec)
-    codes = encode(scaled, qparams, spec.scheme)
-    rounded = dequantize(codes, qparams.scale, qparams.zero_point, fmt)
-    return rounded.to(x.dtype)
-
-
-def _range(reader: _Reader, per_channel: Tensor, shape: list[int], spec: TensorSpec) -> QParams:
-    """Return the parameters calibration would find for the divided activation, about."""
     assert spec.observer is not None
-    seen = reader.seen
     if isinstance(spec.observer, MinMax):
-        return affine_qparams((seen.low / per_channel).min(), (seen.high / per_channel).max(), spec.scheme)
-    scaled = seen.tuning.float() / per_channel.reshape(shape)
-    found = spec.observer.observe(scaled.reshape(1, -1)).qparams(spec.scheme)
+        low, high = seen.range(without)
+        return affine_qparams((low / divisor).min(), (high / divisor).max(), spec.scheme)
+    observer = spec.observer
+    for fold, x in seen.samples["tuning"]:
+        if fold != without or len(seen.low) == 1:
+            observer = observer.observe(_divided(x, divisor, reader).reshape(1, -1))
+    found = observer.qparams(spec.scheme)
     return QParams(found.scale.reshape(()), found.zero_point.reshape(()))
 
 
@@ -322,9 +389,10 @@ def _raise(largest: Tensor, labels: Tensor, values: Tensor) -> None:
     largest.scatter_reduce_(0, labels[known], values[known], "amax")
 
 
-def _relative(values: Tensor, reference: Tensor) -> float:
-    noise = (values.float() - reference.float()).square().sum()
-    return float(noise / reference.float().square().sum().clamp_min(torch.finfo(torch.float32).tiny))
+def _relative(values: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
+    noise = sum(float((x.float() - r.float()).square().sum()) for x, r in zip(values, reference, strict=True))
+    power = sum(float(r.float().square().sum()) for r in reference)
+    return noise / max(power, torch.finfo(torch.float32).tiny)
 
 
 __all__ = ["SmoothQuant"]

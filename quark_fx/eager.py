@@ -1,0 +1,185 @@
+"""The original model again, computing what its quantized graph computes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree
+
+from quark_fx.capture import capture_graph
+from quark_fx.correspondence import Activation, Constant, Source, correspond
+from quark_fx.errors import QuarkError
+from quark_fx.graph import placeholders
+from quark_fx.model import QuantizedModel
+
+ops = torch.ops.quark_fx
+
+
+class Dequantize(nn.Module):
+    """A parametrization: the values that codes stand for.
+
+    Args:
+        constant: the codes are what is parametrized; scale and zero point become buffers.
+    """
+
+    scale: Tensor | None
+    zero_point: Tensor | None
+
+    def __init__(self, constant: Constant) -> None:
+        super().__init__()
+        self.register_buffer("scale", _own(constant.scale))
+        self.register_buffer("zero_point", _own(constant.zero_point))
+        self.layout = (constant.format, constant.axis, constant.block_size, constant.dtype)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Return the values of `codes`."""
+        if self.scale is None:
+            return codes.to(self.layout[-1])
+        value: Tensor = ops.dequantize(codes, self.scale, self.zero_point, *self.layout)
+        return value
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Dequantize:
+        _require_float32(fn)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+class RoundInput(nn.Module):
+    """Sends the floating-point input of a module through `quantize` and `dequantize`, as a forward pre-hook.
+
+    Args:
+        activation: how; a static scale and zero point become buffers.
+    """
+
+    scale: Tensor | None
+    zero_point: Tensor | None
+
+    def __init__(self, activation: Activation) -> None:
+        super().__init__()
+        self.register_buffer("scale", _own(activation.scale))
+        self.register_buffer("zero_point", _own(activation.zero_point))
+        self.format, self.symmetry = activation.format, activation.symmetry
+        self.per_token, self.cast = activation.per_token, activation.cast
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x` rounded, in its dtype."""
+        if self.cast is not None:
+            return x.to(self.cast).to(x.dtype)
+        scale, zero_point = self.scale, self.zero_point
+        if scale is None:
+            scale, zero_point = ops.dynamic_qparams(x, self.format, self.symmetry, self.per_token)
+        layout = (x.dim() - 1, -1) if self.per_token else (None, 0)
+        codes = ops.quantize(x, scale, zero_point, self.format, *layout)
+        value: Tensor = ops.dequantize(codes, scale, zero_point, self.format, *layout, x.dtype)
+        return value
+
+    def hook(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Round the one floating-point tensor among the arguments of `module`."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        found = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        if len(found) != 1:
+            raise QuarkError(
+                f"{type(module).__name__} was quantized for one floating-point input, and this call has {len(found)}; "
+                "call the quantized model itself"
+            )
+        leaves[found[0]] = self(leaves[found[0]])
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RoundInput:
+        _require_float32(fn)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+def eager(qmodel: QuantizedModel, model: nn.Module | None = None) -> nn.Module:
+    """Return the model `qmodel` was made of, of the same class, that computes what `qmodel` computes.
+
+    Its quantized parameters are parametrizations of codes, its rounded activations forward pre-hooks.
+    `torch.nn.utils.parametrize.cached()` keeps the values of the weights while it is active.
+
+    Args:
+        qmodel: from `quantize` or `load`.
+        model: a float model of the same architecture, for a `qmodel` that was loaded or made of an
+            `ExportedProgram`; its parameters do not matter.
+
+    Raises:
+        QuarkError: if no module computes what the graph does; the message names the operator.
+    """
+    source = source_of(qmodel, model)
+    found = correspond(source, qmodel.graph_module)
+    result = copy.deepcopy(source.model)
+    shared: dict[tuple[str, ...], nn.Parameter] = {}
+    for path in found.identities:
+        owner, _, leaf = path.rpartition(".")
+        setattr(result.get_submodule(owner), leaf, nn.Identity().eval())
+    for name, constant in found.constants.items():
+        owner, _, leaf = name.rpartition(".")
+        _install(result.get_submodule(owner), leaf, constant, shared)
+    for path, activation in found.inputs.items():
+        module = result.get_submodule(path)
+        rounding = RoundInput(activation)
+        module.add_module("round_input", rounding)
+        module.register_forward_pre_hook(rounding.hook, with_kwargs=True)
+    if missing := [name for name, p in result.named_parameters() if p.is_meta]:
+        raise QuarkError(f"the quantized graph does not hold {', '.join(missing)}; pass eager(model)")
+    return result.eval()
+
+
+def source_of(qmodel: QuantizedModel, model: nn.Module | None = None) -> Source:
+    """Return the original model and its graph; `model` and errors as `eager`."""
+    if model is None:
+        if qmodel.source is None:
+            raise QuarkError(
+                "this quantized model does not know the module it was made of (it was loaded, or made of an "
+                "ExportedProgram or of a module that cannot be copied); pass a float model of the same architecture"
+            )
+        return qmodel.source
+    leaves = [_example(qmodel, index) for index in range(len(qmodel.signature.input_names))]
+    args, kwargs = pytree.tree_unflatten(leaves, qmodel.signature.in_spec)
+    batch = args or {**kwargs, **qmodel.signature.fixed_arguments}
+    captured = capture_graph(model, batch)
+    return Source.of(model, captured.module, qmodel.graph_module)
+
+
+def _example(qmodel: QuantizedModel, index: int) -> Any:
+    """Return zeros of a shape the model was captured for, or the constant it was captured with."""
+    name = qmodel.signature.input_names[index]
+    if name in qmodel.signature.input_constants:
+        return qmodel.signature.input_constants[name]
+    value = placeholders(qmodel.graph_module)[index].meta.get("val")
+    shape = qmodel.signature.input_shapes[index] or ()
+    sizes = [d if d is not None else 2 for d in shape]
+    if isinstance(value, Tensor):
+        sizes = [d if isinstance(d, int) else d.node.hint for d in value.shape]
+    return torch.zeros(sizes, dtype=qmodel.signature.input_dtypes[index])
+
+
+def _install(owner: nn.Module, leaf: str, constant: Constant, shared: dict[tuple[str, ...], nn.Parameter]) -> None:
+    """Make `constant` the parameter or buffer `leaf` of `owner`."""
+    if leaf in owner._buffers:
+        owner._buffers[leaf] = constant.value().clone()
+        return
+    old = owner._parameters[leaf]
+    learns = constant.is_float and old is not None and old.requires_grad
+    if constant.names not in shared:
+        shared[constant.names] = nn.Parameter(constant.tensor.clone(), learns)
+    owner._parameters[leaf] = shared[constant.names]
+    if not constant.is_float:
+        parametrize.register_parametrization(owner, leaf, Dequantize(constant), unsafe=True)
+
+
+def _own(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
+def _require_float32(fn: Callable[[Tensor], Tensor]) -> None:
+    if fn(torch.zeros(())).dtype != torch.float32:
+        raise RuntimeError("the scales of a quantized model are float32; convert the model before quantizing it")
+
+
+__all__ = ["Dequantize", "RoundInput", "eager", "source_of"]

@@ -1,0 +1,83 @@
+"""The inner loop of `quark_fx.error_feedback` as one kernel: a run of columns is rounded in registers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+COLUMNS = 64
+"""Columns of a run. Longer ones do not fit into the registers of a block."""
+
+_ROWS = 32
+"""Rows of the weight, which are independent, in one block."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _round_run(
+    wanted: Any,
+    inverse: Any,
+    zero: Any,
+    offset: Any,
+    step: Any,
+    codes: Any,
+    error: Any,
+    feedback: Any,
+    outputs: int,
+    stride: int,
+    count: int,
+    low: float,
+    high: float,
+    columns: tl.constexpr,
+    rows: tl.constexpr,
+) -> None:
+    """Round `count` columns of `rows` outputs. All but `feedback` are (inputs, outputs), from the first of the run."""
+    group = tl.program_id(1)
+    k = tl.arange(0, columns)
+    o = tl.program_id(0) * rows + tl.arange(0, rows)
+    known = (k[:, None] < count) & (o[None, :] < outputs)
+    at = group * stride + k[:, None] * outputs + o[None, :]
+    w = tl.load(wanted + at, known, 0.0)
+    i = tl.load(inverse + at, known, 1.0)
+    z = tl.load(zero + at, known, 0.0)
+    b = tl.load(offset + at, known, 0.0)
+    s = tl.load(step + at, known, 0.0)
+    c = tl.zeros_like(w)
+    e = tl.zeros_like(w)
+    for j in range(count):
+        this = k[:, None] == j
+        position = tl.sum(tl.where(this, w * i + z, 0.0), 0)
+        # Adding and taking away 1.5 * 2**23 rounds a float32 of up to 22 bits half to even.
+        code = (tl.minimum(tl.maximum(position, low), high) + 12582912.0) - 12582912.0
+        left = tl.sum(tl.where(this, b - code[None, :] * s, 0.0), 0)
+        c = tl.where(this, code[None, :], c)
+        e = tl.where(this, left[None, :], e)
+        row = tl.load(feedback + group * columns * columns + j * columns + k)
+        w += row[:, None] * left[None, :]
+    tl.store(codes + at, c, known)
+    tl.store(error + at, e, known)
+
+
+def round_run(columns: Sequence[Tensor], feedback: Tensor, limits: tuple[int, int]) -> None:
+    """Round a run of columns in place.
+
+    Args:
+        columns: what is wanted, the reciprocal scale, the zero point, `real + zero_point * scale`, the scale, and where
+            codes and errors go; each float32, shape (groups, up to `COLUMNS`, outputs), a slice of a contiguous tensor.
+        feedback: of these columns on each other, shape (groups, run, run).
+        limits: smallest and largest code.
+    """
+    groups, count, outputs = columns[0].shape
+    padding = COLUMNS - count
+    square = F.pad(feedback, (0, padding, 0, padding)).contiguous()
+    grid = triton.cdiv(outputs, _ROWS), groups
+    _round_run[grid](
+        *columns, square, outputs, columns[0].stride(0), count, *map(float, limits), columns=COLUMNS, rows=_ROWS
+    )
+
+
+__all__ = ["COLUMNS", "round_run"]

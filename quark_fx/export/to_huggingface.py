@@ -1,0 +1,323 @@
+"""Write a quantized model as a checkpoint that Hugging Face transformers and LLM servers load."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quark_fx.correspondence import Activation, Correspondence, Source, correspond
+from quark_fx.eager import source_of
+from quark_fx.errors import ExportError
+from quark_fx.export.packing import Matrix, pack, pack_awq, pack_columns
+from quark_fx.formats import FloatFormat, parse_format
+from quark_fx.model import QuantizedModel
+from quark_fx.qparams import Symmetry
+
+_CLASSES = (nn.Linear, nn.Embedding)
+"""The modules whose weights checkpoint formats hold."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module with a quantized weight."""
+
+    name: str
+    module: nn.Module
+    weight: Matrix
+    input: Activation | None
+
+
+def huggingface(
+    qmodel: QuantizedModel,
+    directory: str | Path,
+    *,
+    format: str = "compressed-tensors",
+    tokenizer: Any = None,
+    model: nn.Module | None = None,
+) -> Path:
+    """Write `qmodel`, made of a Hugging Face model, as a checkpoint directory.
+
+    Scales stay float32 in compressed-tensors; GPTQ and AWQ store float16. Of an activation whose range is measured at
+    run time the checkpoint says only that: transformers divides its largest magnitude by 127.5
+    (`symmetry="symmetric_full"`), other readers by 127.
+
+    Args:
+        qmodel: from `quantize`.
+        directory: made if it does not exist.
+        format: `"compressed-tensors"` (integers up to 8 bits, 8-bit floats, activations), `"gptq"`, `"gptq_v2"` or
+            `"awq"` (weights only, all of one group size).
+        tokenizer: saved beside it.
+        model: a float model of the same architecture, if `qmodel` was loaded.
+
+    Returns:
+        The directory.
+
+    Raises:
+        ExportError: if the format cannot hold how an operator is quantized (all are listed), the model is none of
+            transformers, or the directory cannot be written.
+    """
+    if format not in _WRITERS:
+        raise ExportError(f"unknown checkpoint format {format!r}; choose one of {', '.join(_WRITERS)}")
+    source = source_of(qmodel, model)
+    if not hasattr(source.model, "save_pretrained"):
+        raise ExportError(f"{type(source.model).__name__} is no model of transformers; use qmodel.save(directory)")
+    found = correspond(source, qmodel.graph_module)
+    layers = _layers(source, found)
+    shell: Any = copy.deepcopy(source.model)
+    state = shell.state_dict(keep_vars=True)
+    taken = {n: c.value() for n, c in found.constants.items() if c.is_float and n in state}
+    tensors = {n: t for n, t in state.items() if not t.is_meta} | taken
+    if any(layer.name in _tied(shell) for layer in layers):
+        shell.config.tie_word_embeddings = False
+    stored, shell.config.quantization_config = _WRITERS[format](layers, _left(shell, layers))
+    tensors |= {name: tensor.clone() for name, tensor in stored.items()}  # tensors that are shared are left out
+    directory = Path(directory)
+    try:
+        shell.save_pretrained(directory, state_dict={n: t.detach().contiguous() for n, t in tensors.items()})
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+    except OSError as error:
+        raise ExportError(f"{directory} cannot be written: {error}; choose another directory") from error
+    return directory
+
+
+def _layers(source: Source, found: Correspondence) -> list[Layer]:
+    """Return the modules with quantized weights, or one error about all that no format holds."""
+    layers, errors = [], []
+    paths = {path: name for name, c in found.constants.items() if not c.is_float for path in [name.rpartition(".")[0]]}
+    for name, constant in found.constants.items():
+        if constant.is_float:
+            continue
+        path, _, leaf = name.rpartition(".")
+        module = source.model.get_submodule(path)
+        try:
+            simple = isinstance(module, _CLASSES) and len(inspect.signature(module.forward).parameters) == 1
+            if leaf != "weight" or not simple:
+                shape = tuple(constant.tensor.shape)
+                raise ExportError(
+                    "checkpoints hold weights of nn.Linear and nn.Embedding with one input, this is the parameter "
+                    f"{leaf} of a {type(module).__name__}, {shape}"
+                )
+            layers.append(Layer(path, module, Matrix.of(constant), found.inputs.get(path)))
+        except ExportError as error:
+            errors.append(f"{name}: {error}")
+    errors += [f"{p}: its activation is quantized and its weight is not" for p in found.inputs if p not in paths]
+    errors += [f"{p}: it is folded into its neighbour" for p in found.identities]
+    if errors:
+        raise _unholdable(errors)
+    if not layers:
+        raise ExportError("no weight is quantized; save the float model instead")
+    return layers
+
+
+def _unholdable(errors: list[str]) -> ExportError:
+    return ExportError(
+        "the checkpoint format cannot hold how these are quantized; exclude them (exclude=, Override) or change "
+        "their specs:\n  " + "\n  ".join(errors)
+    )
+
+
+def _tied(model: nn.Module) -> set[str]:
+    """Return the paths of modules whose weight is that of another one."""
+    named = [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)]
+    counts = Counter(identity for _, identity in named)
+    return {name.rpartition(".")[0] for name, identity in named if counts[identity] > 1}
+
+
+def _left(model: nn.Module, layers: list[Layer]) -> list[str]:
+    """Return the linear layers that stay in float."""
+    quantized = {layer.name for layer in layers}
+    return [n for n, module in model.named_modules() if isinstance(module, nn.Linear) and n not in quantized]
+
+
+def _each(layers: list[Layer], write: Callable[[Layer], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the tensors `write` makes of the layers, or one error about all it refuses."""
+    tensors: dict[str, Tensor] = {}
+    errors = []
+    for layer in layers:
+        try:
+            tensors |= {f"{layer.name}.{part}": tensor for part, tensor in write(layer).items()}
+        except ExportError as error:
+            errors.append(f"{layer.name}: {error}")
+    if errors:
+        raise _unholdable(errors)
+    return tensors
+
+
+def _compressed_tensors(layers: list[Layer], left: list[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """https://github.com/vllm-project/compressed-tensors: one group of modules for each scheme."""
+    schemes: dict[str, dict[str, Any]] = {}
+    members: dict[str, list[Layer]] = {}
+
+    def write(layer: Layer) -> dict[str, Tensor]:
+        scheme = _scheme(layer)
+        key = repr(scheme)
+        schemes[key] = scheme
+        members.setdefault(key, []).append(layer)
+        return _compressed(layer, scheme["format"])
+
+    tensors = _each(layers, write)
+    groups = {}
+    common = Counter(key for key, some in members.items() for layer in some if isinstance(layer.module, nn.Linear))
+    for index, key in enumerate(members):
+        rest = members[key]
+        targets = []
+        if common and key == common.most_common(1)[0][0]:  # readers that fuse layers want the class
+            targets = ["Linear"]
+            rest = [layer for layer in rest if not isinstance(layer.module, nn.Linear)]
+        targets += [layer.name for layer in rest]
+        groups[f"group_{index}"] = {"targets": targets, "output_activations": None, **schemes[key]}
+    formats = {scheme["format"] for scheme in schemes.values()}
+    return tensors, {
+        "quant_method": "compressed-tensors",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": left,
+        "kv_cache_scheme": None,
+    }
+
+
+def _scheme(layer: Layer) -> dict[str, Any]:
+    weight, activation = layer.weight, layer.input
+    if weight.zero_point is not None:
+        raise ExportError("zero points of weights, which transformers does not load; use symmetry='symmetric'")
+    strategy = "group" if weight.group_size else "tensor" if weight.scale.numel() == 1 else "channel"
+    weights = _arguments(weight.bits, weight.is_float, True, strategy, False)
+    weights["group_size"] = weight.group_size
+    if activation is None:
+        # transformers finds no `weight` of an embedding whose codes are packed, and fails.
+        plain = weight.is_float or isinstance(layer.module, nn.Embedding)
+        kind = "naive-quantized" if plain else "pack-quantized"
+        return {"weights": weights, "input_activations": None, "format": kind}
+    fmt = parse_format(activation.format) if activation.format else None
+    if fmt is None or fmt.bits != 8 or weight.bits != 8 or isinstance(fmt, FloatFormat) != weight.is_float:
+        raise ExportError(f"activations in {fmt or activation.cast} beside this weight; it holds 8 bits of one kind")
+    zero = activation.zero_point
+    middle = 0 if isinstance(fmt, FloatFormat) or fmt.signed else 128
+    symmetric = activation.symmetry != Symmetry.ASYMMETRIC if zero is None else int(zero) == middle
+    per = "token" if activation.per_token else "tensor"
+    inputs = _arguments(8, weight.is_float, symmetric or weight.is_float, per, activation.scale is None)
+    kind = "float-quantized" if weight.is_float else "int-quantized"
+    return {"weights": weights, "input_activations": inputs, "format": kind}
+
+
+def _arguments(bits: int, is_float: bool, symmetric: bool, strategy: str, dynamic: bool) -> dict[str, Any]:
+    kind = "float" if is_float else "int"
+    return {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": strategy, "dynamic": dynamic}
+
+
+def _compressed(layer: Layer, kind: str) -> dict[str, Tensor]:
+    weight, activation = layer.weight, layer.input
+    scale = weight.scale.reshape(-1) if weight.scale.numel() == 1 else weight.scale
+    tensors = {"weight_scale": scale}
+    if kind == "pack-quantized":
+        tensors["weight_packed"] = pack(weight.unsigned()[0], weight.bits)
+        tensors["weight_shape"] = torch.tensor(weight.codes.shape)
+    else:
+        tensors["weight"] = weight.codes
+    if activation is not None and activation.scale is not None and activation.zero_point is not None:
+        fmt = parse_format(activation.format)
+        zero_point = activation.zero_point - (0 if isinstance(fmt, FloatFormat) or fmt.signed else 128)
+        tensors["input_scale"] = activation.scale.reshape(1)
+        if int(zero_point):
+            tensors["input_zero_point"] = zero_point.reshape(1).to(torch.int8)
+    return tensors
+
+
+def _uniform(layers: list[Layer], bits: tuple[int, ...], form: str) -> tuple[int, int]:
+    """Return the bits and group size (-1: all inputs) that all layers have."""
+    found = Counter((layer.weight.bits, layer.weight.group_size or -1) for layer in layers)
+    (common, _), *_ = found.most_common(1)
+
+    def check(layer: Layer) -> dict[str, Tensor]:
+        weight = layer.weight
+        if not isinstance(layer.module, nn.Linear) or weight.is_float or weight.bits not in bits:
+            raise ExportError(f"{form} holds linear layers of {' or '.join(map(str, bits))}-bit integers")
+        if layer.input is not None:
+            raise ExportError(f"{form} has no place for quantized activations")
+        if (weight.bits, weight.group_size or -1) != common:
+            raise ExportError(f"{form} holds one number of bits and one group size, here {common[0]} and {common[1]}")
+        return {}
+
+    _each(layers, check)
+    return common
+
+
+def _gptq(layers: list[Layer], left: list[str], version: int = 1) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The layout of AutoGPTQ and GPTQModel; version 1 stores the zero point less one."""
+    bits, group = _uniform(layers, (2, 4, 8), "GPTQ")
+
+    def write(layer: Layer) -> dict[str, Tensor]:
+        weight = layer.weight
+        codes, zeros = weight.unsigned()
+        outputs, inputs = codes.shape
+        if inputs * bits % 32 or outputs * bits % 32:
+            raise ExportError(f"{outputs} outputs or {inputs} inputs of {bits} bits do not fill 32-bit words")
+        if version == 1 and bool((zeros == 0).any()):
+            raise ExportError("a zero point at the smallest code, which version 1 cannot hold; use format='gptq_v2'")
+        size = weight.group_size or inputs
+        return {
+            "qweight": pack_columns(codes.t(), bits),
+            "qzeros": pack((zeros - int(version == 1)).t().contiguous(), bits),
+            "scales": weight.half_scales().t().contiguous(),
+            "g_idx": (torch.arange(inputs) // size).to(torch.int32),
+        }
+
+    return _each(layers, write), {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group,
+        "desc_act": False,
+        "sym": all(layer.weight.zero_point is None for layer in layers),
+        "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
+        "pack_dtype": "int32",
+        "lm_head": any(layer.name == "lm_head" for layer in layers),
+        "dynamic": {f"-:^{re.escape(name)}$": {} for name in left if name != "lm_head"},
+        "meta": {"quantizer": ["quark_fx"]},
+    }
+
+
+def _gptq_v2(layers: list[Layer], left: list[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    return _gptq(layers, left, 2)
+
+
+def _awq(layers: list[Layer], left: list[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The GEMM layout of AutoAWQ."""
+    bits, group = _uniform(layers, (4,), "AWQ")
+
+    def write(layer: Layer) -> dict[str, Tensor]:
+        codes, zeros = layer.weight.unsigned()
+        if len(codes) % 8:
+            raise ExportError(f"{len(codes)} outputs are not a multiple of 8")
+        return {
+            "qweight": pack_awq(codes.t()),
+            "qzeros": pack_awq(zeros.t()),
+            "scales": layer.weight.half_scales().t().contiguous(),
+        }
+
+    return _each(layers, write), {
+        "quant_method": "awq",
+        "bits": bits,
+        "group_size": group,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": left or None,
+    }
+
+
+_WRITERS: Mapping[str, Callable[[list[Layer], list[str]], tuple[dict[str, Tensor], dict[str, Any]]]] = {
+    "compressed-tensors": _compressed_tensors,
+    "gptq": _gptq,
+    "gptq_v2": _gptq_v2,
+    "awq": _awq,
+}

@@ -1,0 +1,84 @@
+"""Zero points of weights that leave few large errors rather than small ones on average; no data is needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from quark_fx.errors import ConfigError
+from quark_fx.observers.base import observer
+from quark_fx.observers.minmax import MinMax
+from quark_fx.qparams import QParams, Scheme, affine_qparams, constrain_scale
+
+_GROWTH = 1.01
+"""Of the penalty, from one iteration to the next."""
+
+
+@observer
+@dataclass(frozen=True, kw_only=True)
+class Hqq(MinMax):
+    """For asymmetric weights: scale and zero point of half-quadratic quantization.
+
+    It minimises the sum of `|w - q(w)| ** norm`, which forgives outliers, by turns: errors are shrunk, then scale and
+    zero point are those that fit the rest in the least squares. The paper fits the zero point alone and keeps it as a
+    real number; here it is rounded, as files hold it, which the scale makes up for. What is best on the way is kept.
+
+    Args:
+        norm: the exponent, above 0 and below 1 for robustness.
+        penalty: its weight at first.
+        iterations: at most; it ends when the error no longer falls.
+
+    Raises:
+        ConfigError: for a value out of range.
+
+    Source:
+        Badri and Shaji 2023 (HQQ), equations 3 to 7.
+    """
+
+    norm: float = 0.7
+    penalty: float = 10.0
+    iterations: int = 20
+
+    weights_only: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.norm <= 1 or self.penalty <= 0 or self.iterations < 1:
+            raise ConfigError(f"norm is above 0 and at most 1, penalty and iterations are positive: {self}")
+
+    def of_constant(self, x: Tensor, scheme: Scheme) -> QParams:
+        if scheme.symmetric:
+            raise ConfigError("observer 'hqq' chooses zero points; use symmetry='asymmetric'")
+        x = x.detach().float()
+        start = affine_qparams(x.amin(1), x.amax(1), scheme)
+        scale, zero = start.scale.unsqueeze(1), start.zero_point.float().unsqueeze(1)
+        limits = scheme.qmin, scheme.qmax
+        best, penalty, least = (scale, zero), self.penalty, self._error(x, scale, zero, limits)
+        for _ in range(self.iterations):
+            codes = (x / scale + zero).round_().clamp_(*limits)
+            lost = x - (codes - zero) * scale
+            size = lost.abs()
+            kept = lost.sign() * (size - size.clamp_min(1e-12) ** (self.norm - 1) / penalty).clamp_min_(0)
+            target = x - kept
+            zero = (codes - target / scale).mean(1, keepdim=True).round_().clamp_(*limits)
+            steps = codes - zero
+            fitted = (target * steps).sum(1, keepdim=True) / steps.square().sum(1, keepdim=True).clamp_min(1e-12)
+            scale = torch.where(fitted > 0, fitted, scale)
+            penalty *= _GROWTH
+            error = self._error(x, scale, zero, limits)
+            better = error < least
+            if not bool(better.any()):
+                break
+            best = torch.where(better, scale, best[0]), torch.where(better, zero, best[1])
+            least = torch.where(better, error, least)
+        scale, zero = (p.squeeze(1) for p in best)
+        return QParams(constrain_scale(scale.double(), scheme.scale_type), zero.to(torch.int32))
+
+    def _error(self, x: Tensor, scale: Tensor, zero: Tensor, limits: tuple[int, int]) -> Tensor:
+        codes = (x / scale + zero).round_().clamp_(*limits)
+        return ((codes - zero) * scale - x).abs().pow(self.norm).sum(1, keepdim=True)
+
+
+__all__ = ["Hqq"]

@@ -1,0 +1,122 @@
+"""Learn roundings and ranges by the signs of gradients, block by block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from quark_fx.blocks import Unit
+from quark_fx.context import Context
+from quark_fx.errors import ConfigError
+from quark_fx.pass_manager import Stage, graph_pass
+from quark_fx.quantized_weights import Grid
+from quark_fx.reconstruction import Schedule, reconstruct
+
+
+class SignRounding:
+    """A rounded weight, an offset of up to half a code before rounding, and a share of each scale that stays."""
+
+    def __init__(self, grid: Grid, weight: Tensor, start: Tensor, options: AutoRound) -> None:
+        self.grid, self.options = grid, options
+        self.weights = weight
+        self.offset = torch.zeros_like(weight, requires_grad=True)
+        # Codes of another start than the nearest are where they are, whatever the weight is.
+        self.shift = torch.where(_nearest(grid, weight) == start, 0.0, start - grid.position(weight))
+        self.shares: Tensor | None = None
+        if grid.movable and options.ranges:
+            self.shares = torch.ones(grid.shares, device=weight.device, requires_grad=True)
+        self.parameters = (self.offset,) if self.shares is None else (self.offset, self.shares)
+
+    @property
+    def ratio(self) -> Tensor | None:
+        """The shares of the scales, between `smallest_range` and 1."""
+        return None if self.shares is None else _within(self.shares, self.options.smallest_range, 1.0)
+
+    def weight(self) -> Tensor:
+        """Return the rounded weight, with the gradient of one that is not."""
+        grid = self._grid()
+        position = self._position(grid)
+        low, high = grid.limits
+        rounded = position + (position.round() - position).detach()
+        return grid.value(rounded.clamp(low, high))
+
+    def penalty(self, progress: float) -> Tensor | float:
+        """Return 0: the weight is rounded as it is."""
+        return 0.0
+
+    def codes(self) -> Tensor:
+        """Return the codes it rounds to."""
+        with torch.no_grad():
+            return self._position(self._grid()).round().clamp(*self.grid.limits)
+
+    def _grid(self) -> Grid:
+        ratio = self.ratio
+        return self.grid if ratio is None else self.grid.times(ratio)
+
+    def _position(self, grid: Grid) -> Tensor:
+        return grid.position(self.weights) + self.shift + _within(self.offset, -0.5, 0.5)
+
+
+def _nearest(grid: Grid, weight: Tensor) -> Tensor:
+    return grid.position(weight).round().clamp(*grid.limits)
+
+
+def _within(x: Tensor, low: float, high: float) -> Tensor:
+    """Return `x` between two bounds, with a gradient that leads back from beyond them."""
+    return x + (x.clamp(low, high) - x).detach()
+
+
+@graph_pass(exact=False, stage=Stage.QUANTIZED)
+@dataclass(frozen=True, kw_only=True)
+class AutoRound(Schedule):
+    """Learn how each weight rounds and how much of its range each scale covers, by the signs of gradients.
+
+    Steps have the size `learning_rate`, by default 1 over their number, and shrink linearly to zero. A block learns
+    from what the quantized blocks before it make. By default codes start from coordinate descent, so that few steps
+    do; `descent=False, iterations=200` starts at the nearest codes as the paper does.
+
+    Args:
+        ranges: learn the shares of the scales, too, where no integer bias depends on them.
+        smallest_range: of a share.
+
+    The other options are those of `quark_fx.reconstruction.Schedule`.
+
+    Source:
+        Cheng et al. 2023 (SignRound); one share per scale instead of one for either end of the range.
+    """
+
+    unit: Unit = Unit.BLOCK
+    iterations: int = 100
+    batch_size: int = 8
+    learning_rate: float = 0.0
+    ranges: bool = True
+    smallest_range: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.smallest_range <= 1:
+            raise ConfigError(f"smallest_range is above 0 and at most 1: {self}")
+        if not self.learning_rate:
+            object.__setattr__(self, "learning_rate", 1 / max(1, self.iterations))
+
+    def optimizer(
+        self, groups: list[dict[str, Any]]
+    ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        """Return steps by sign: those of Adam without memory."""
+        optimizer = torch.optim.Adam(groups, betas=(0.0, 0.0), eps=1e-30, foreach=False)
+        return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, self.iterations)
+
+    def __call__(self, gm: GraphModule, context: Context) -> int:
+        """Learn the codes and scales of `gm`; return how many weights changed."""
+
+        def begin(grid: Grid, weight: Tensor, start: Tensor) -> SignRounding:
+            return SignRounding(grid, weight, start, self)
+
+        return reconstruct(gm, context, self, begin, "AutoRound")
+
+
+__all__ = ["AutoRound", "SignRounding"]

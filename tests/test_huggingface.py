@@ -1,0 +1,294 @@
+"""A checkpoint that was written is what transformers loads, and computes what the quantized graph computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tiny import quantize, rand, seeded
+from torch import Tensor, nn
+
+import quark_fx as qfx
+from quark_fx.config import Granularity, Override, QuantConfig, TensorSpec
+from quark_fx.export.packing import pack, pack_awq, pack_columns
+from quark_fx.formats import FP8_E4M3, INT4, INT8, UINT4, UINT8
+from quark_fx.presets import BF16, FP8_STATIC, INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY
+from quark_fx.qparams import ScaleType, Symmetry
+
+pytest.importorskip("compressed_tensors")
+
+IDS = torch.randint(1, 64, (2, 10), generator=torch.Generator().manual_seed(0))
+
+
+def llama(**options: Any) -> Any:
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, max_position_embeddings=64, **options,
+    )  # fmt: skip
+    return seeded(transformers.LlamaForCausalLM(config))
+
+
+def quantized(config: QuantConfig, model: Any = None) -> qfx.QuantizedModel:
+    return quantize(llama() if model is None else model, config, [{"input_ids": IDS}])
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits  # type: ignore[no-any-return]
+
+
+def load(directory: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def quantization(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "config.json").read_text())["quantization_config"]  # type: ignore[no-any-return]
+
+
+# Ranges that are measured at run time are halved by 127.5 where the checkpoint is read.
+TOKEN = TensorSpec(format=INT8, granularity=Granularity.TOKEN, dynamic=True, symmetry=Symmetry.SYMMETRIC_FULL)
+FLOAT_ENDS = ("op:embedding", "lm_head")
+FOURS = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=32)
+W8A8 = INT8_STATIC.replace(output=None, bias=None)
+
+SCHEMES: dict[str, tuple[QuantConfig, str]] = {
+    "int4 in groups": (INT4_WEIGHT_ONLY.replace(exclude=FLOAT_ENDS), "pack-quantized"),
+    "int4, scales of either sign": (
+        QuantConfig(weight=FOURS.replace(symmetry=Symmetry.SIGN_AWARE), exclude=FLOAT_ENDS),
+        "pack-quantized",
+    ),
+    "int4, int8 embedding": (INT4_WEIGHT_ONLY, "mixed-precision"),
+    "int8 per channel": (INT8_WEIGHT_ONLY.replace(exclude=("op:embedding", "*.1.mlp.up_proj")), "pack-quantized"),
+    "int8 per tensor": (
+        INT8_WEIGHT_ONLY.replace(weight=TensorSpec(format=INT8), exclude=("op:embedding",)),
+        "pack-quantized",
+    ),
+    "int8, int8 per token": (INT8_DYNAMIC.replace(input=TOKEN, exclude=FLOAT_ENDS), "int-quantized"),
+    "int8, uint8 measured": (INT8_DYNAMIC.replace(exclude=FLOAT_ENDS), "int-quantized"),
+    "int8, uint8 calibrated": (W8A8.replace(exclude=FLOAT_ENDS), "int-quantized"),
+    "int8, int8 calibrated": (W8A8.replace(input=TensorSpec(format=INT8), exclude=FLOAT_ENDS), "int-quantized"),
+    "float8 calibrated": (FP8_STATIC.replace(exclude=FLOAT_ENDS), "float-quantized"),
+    "float8 per token": (
+        FP8_STATIC.replace(
+            input=TensorSpec(format=FP8_E4M3, granularity=Granularity.TOKEN, dynamic=True), exclude=("op:embedding",)
+        ),
+        "float-quantized",
+    ),
+    "float8 weights": (FP8_STATIC.replace(input=None), "naive-quantized"),
+    "two schemes": (
+        INT4_WEIGHT_ONLY.replace(
+            overrides=(
+                Override(pattern="op:embedding", weight=None),
+                Override(pattern="*.mlp.*", weight=TensorSpec(format=INT8, granularity=Granularity.CHANNEL)),
+            )
+        ),
+        "pack-quantized",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_transformers_computes_what_the_graph_computes(name: str, tmp_path: Path) -> None:
+    config, kind = SCHEMES[name]
+    qmodel = quantized(config)
+    qfx.export.huggingface(qmodel, tmp_path / "deep" / "checkpoint")
+    loaded = load(tmp_path / "deep" / "checkpoint")
+    # The same values in the same operators; where an activation lies between two codes, `round(x / s + z)` may differ
+    # from `round(x / s) + z`, so the data here holds no ties.
+    torch.testing.assert_close(logits(loaded), logits(qmodel), rtol=0, atol=2e-6)
+    assert quantization(tmp_path / "deep" / "checkpoint")["format"] == kind
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_tied_weights_part_where_one_is_quantized(both: bool, tmp_path: Path) -> None:
+    config = INT8_WEIGHT_ONLY if both else INT8_WEIGHT_ONLY.replace(exclude=("op:embedding",))
+    qmodel = quantized(config, llama(tie_word_embeddings=True))
+    qfx.export.huggingface(qmodel, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False
+    torch.testing.assert_close(logits(load(tmp_path)), logits(qmodel), rtol=0, atol=2e-6)
+
+
+def test_tied_weights_in_float_stay_tied(tmp_path: Path) -> None:
+    qmodel = quantized(INT8_WEIGHT_ONLY.replace(exclude=FLOAT_ENDS), llama(tie_word_embeddings=True))
+    qfx.export.huggingface(qmodel, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert len({"lm_head.weight", "model.embed_tokens.weight"} & set(stored)) == 1
+    torch.testing.assert_close(logits(load(tmp_path)), logits(qmodel), rtol=0, atol=2e-6)
+
+
+def test_the_file_is_as_small_as_its_codes(tmp_path: Path) -> None:
+    config = INT4_WEIGHT_ONLY.replace(exclude=("op:embedding",), overrides=())
+    qfx.export.huggingface(quantized(config), tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj"
+    assert {n.removeprefix(f"{name}.") for n in stored if n.startswith(name)} == {
+        *("weight_packed", "weight_scale", "weight_shape")
+    }
+    assert stored[f"{name}.weight_packed"].shape == (96, 64 // 8)
+    assert stored[f"{name}.weight_scale"].shape == (96, 2)
+    assert not [n for n in stored if "inv_freq" in n]
+
+
+def test_a_loaded_model_is_exported_with_a_float_model(tmp_path: Path) -> None:
+    qmodel = quantized(SCHEMES["int4 in groups"][0])
+    qmodel.save(tmp_path / "own")
+    qfx.export.huggingface(qfx.load(tmp_path / "own"), tmp_path / "hf", model=llama())
+    torch.testing.assert_close(logits(load(tmp_path / "hf")), logits(qmodel), rtol=0, atol=2e-6)
+
+
+class Tokenizer:
+    def save_pretrained(self, directory: Path) -> None:
+        (Path(directory) / "tokenizer.json").write_text("{}")
+
+
+def test_the_tokenizer_and_the_generation_config_lie_beside_it(tmp_path: Path) -> None:
+    qfx.export.huggingface(quantized(INT8_WEIGHT_ONLY), tmp_path, tokenizer=Tokenizer())
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= {
+        file.name for file in tmp_path.iterdir()
+    }
+
+
+REFUSED: dict[str, tuple[str, QuantConfig, str]] = {
+    "zero points": (
+        "compressed-tensors",
+        QuantConfig(weight=TensorSpec(format=UINT4, granularity=Granularity.GROUP, group_size=32)),
+        "up_proj: zero points",
+    ),
+    "ragged groups": (
+        "compressed-tensors",
+        INT4_WEIGHT_ONLY.replace(group_size=48),
+        "64 inputs are not a multiple of the group size 48",
+    ),
+    "casts": ("compressed-tensors", BF16, "at most 8-bit codes"),
+    "mixed kinds": ("compressed-tensors", W8A8.replace(weight=FOURS), "activations in uint8"),
+    "activations": ("gptq", W8A8.replace(exclude=FLOAT_ENDS), "no place for quantized activations"),
+    "embeddings": ("gptq", INT8_WEIGHT_ONLY, "model.embed_tokens: GPTQ holds linear layers"),
+    "bits": ("awq", INT8_WEIGHT_ONLY.replace(exclude=FLOAT_ENDS), "4-bit"),
+    "sizes": (
+        "awq",
+        INT4_WEIGHT_ONLY.replace(
+            exclude=FLOAT_ENDS,
+            overrides=(Override(pattern="*.q_proj", weight=FOURS.replace(group_size=16)),),
+        ),
+        "q_proj: AWQ holds one number of bits and one group size, here 4 and 32",
+    ),
+    "nothing": ("awq", QuantConfig(), "no weight is quantized"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:nothing was quantized")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_format_cannot_hold_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    form, config, message = REFUSED[name]
+    with pytest.raises(qfx.ExportError, match=message):
+        qfx.export.huggingface(quantized(config), tmp_path, format=form)
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_models_and_formats_are_refused(tmp_path: Path) -> None:
+    qmodel = quantize(nn.Linear(8, 8).eval(), INT8_WEIGHT_ONLY, [rand(2, 8)])
+    with pytest.raises(qfx.ExportError, match="no model of transformers"):
+        qfx.export.huggingface(qmodel, tmp_path)
+    with pytest.raises(qfx.ExportError, match="choose one of compressed-tensors, gptq"):
+        qfx.export.huggingface(qmodel, tmp_path, format="gguf")
+
+
+def test_transposed_weights_and_experts_are_named(tmp_path: Path) -> None:
+    gpt2 = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=32, eos_token_id=0, bos_token_id=0
+        )
+    )
+    qmodel = quantized(INT8_WEIGHT_ONLY.replace(exclude=("op:embedding",)), seeded(gpt2))
+    with pytest.raises(qfx.ExportError, match=r"c_attn\.weight.*Conv1D"):
+        qfx.export.huggingface(qmodel, tmp_path)
+    mixtral = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            hidden_size=32, intermediate_size=32, num_local_experts=2, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, vocab_size=64,
+        )
+    )  # fmt: skip
+    with pytest.raises(qfx.ExportError, match=r"experts\.gate_up_proj.*MixtralExperts"):
+        qfx.export.huggingface(quantized(INT8_WEIGHT_ONLY, seeded(mixtral)), tmp_path)
+
+
+def unpacked(words: Tensor, bits: int) -> np.ndarray[Any, Any]:
+    """Return the codes of each row of words, read bit by bit."""
+    stream = np.unpackbits(words.numpy().view(np.uint8), axis=-1, bitorder="little")
+    stream = stream[..., : stream.shape[-1] // bits * bits].reshape(*stream.shape[:-1], -1, bits)
+    return (stream * (1 << np.arange(bits))).sum(-1)  # type: ignore[no-any-return]
+
+
+def decode(stored: dict[str, Tensor], name: str, form: str, bits: int) -> np.ndarray[Any, Any]:
+    """Return a weight (outputs, inputs) as the formats' descriptions say, without any code of ours."""
+    qweight, qzeros, scales = (stored[f"{name}.{part}"] for part in ("qweight", "qzeros", "scales"))
+    zeros = unpacked(qzeros.contiguous(), bits)
+    if form == "awq":
+        order = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])
+        codes = unpacked(qweight, bits)
+        codes, zeros = (a.reshape(len(a), -1, 8)[..., order].reshape(len(a), -1) for a in (codes, zeros))
+        rows = np.arange(len(codes)) // (len(codes) // len(zeros))
+    else:
+        codes = unpacked(qweight.t().contiguous(), bits).T
+        rows = stored[f"{name}.g_idx"].numpy()
+        zeros = zeros + 1 if form == "gptq" else zeros
+    return ((codes - zeros[rows]) * scales.float().numpy()[rows]).T  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("form", ["gptq", "gptq_v2", "awq"])
+@pytest.mark.parametrize(
+    "weight",
+    [
+        FOURS.replace(scale_type=ScaleType.FLOAT16, symmetry=Symmetry.SIGN_AWARE),
+        TensorSpec(format=UINT4, granularity=Granularity.GROUP, group_size=16, scale_type=ScaleType.FLOAT16),
+        TensorSpec(format=INT4, granularity=Granularity.CHANNEL, scale_type=ScaleType.FLOAT16),
+        TensorSpec(format=UINT8, granularity=Granularity.CHANNEL, scale_type=ScaleType.FLOAT16),
+    ],
+    ids=["int4 32", "uint4 16", "int4", "uint8"],
+)
+def test_gptq_and_awq_decode_to_the_weights(form: str, weight: TensorSpec, tmp_path: Path) -> None:
+    if form == "awq" and weight.format.bits == 8:
+        return
+    qmodel = quantized(QuantConfig(weight=weight, exclude=(*FLOAT_ENDS, "*.0.mlp.up_proj")))
+    qfx.export.huggingface(qmodel, tmp_path, format=form)
+    stored, config, eager = load_file(tmp_path / "model.safetensors"), quantization(tmp_path), qmodel.eager()
+    assert (config["bits"], config["group_size"]) == (weight.format.bits, weight.group_size or -1)
+    for name in ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj"):
+        expected = eager.get_submodule(name).weight
+        found = decode(stored, name, form, weight.format.bits)
+        assert isinstance(expected, Tensor)
+        np.testing.assert_array_equal(found, expected.detach().numpy())
+    assert stored["model.layers.0.mlp.up_proj.weight"].dtype == torch.float32
+    assert "model.layers.0.mlp.up_proj" in str(config).replace("\\", "")
+
+
+def test_a_scale_beyond_float16_is_refused(tmp_path: Path) -> None:
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight *= 1e-7
+    qmodel = quantized(INT4_WEIGHT_ONLY.replace(exclude=FLOAT_ENDS), model)
+    with pytest.raises(qfx.ExportError, match="up_proj: a scale does not fit float16"):
+        qfx.export.huggingface(qmodel, tmp_path, format="gptq")
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_words_are_those_of_compressed_tensors(bits: int) -> None:
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    codes = torch.randint(0, 1 << bits, (5, 37), generator=torch.Generator().manual_seed(bits))
+    theirs = pack_to_int32((codes - (1 << (bits - 1))).to(torch.int8), bits)
+    torch.testing.assert_close(pack(codes, bits), theirs, rtol=0, atol=0)
+    np.testing.assert_array_equal(unpacked(pack(codes, bits), bits)[:, :37], codes.numpy())
+
+
+def test_words_hold_codes_where_the_formats_say() -> None:
+    codes = torch.arange(16).reshape(2, 8)
+    assert [hex(int(w) & 0xFFFFFFFF) for w in pack(codes, 4)[:, 0]] == ["0x76543210", "0xfedcba98"]
+    assert [hex(int(w) & 0xFFFFFFFF) for w in pack_awq(codes)[:, 0]] == ["0x75316420", "0xfdb9eca8"]
+    torch.testing.assert_close(pack_columns(codes.t(), 4), pack(codes, 4).t())
