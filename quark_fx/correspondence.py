@@ -285,7 +285,8 @@ class _Walk:
                 axis = 1 if whole else 0
             tables.append(table_node if whole else table_node.args[0])
         block = int(node.args[5]) if axis == 1 and len(node.args) > 5 else 0  # type: ignore[arg-type]
-        return codes, self._codes(codes.args[0], *tables, node.args[3], axis, block, *node.args[6:])
+        arguments: Any = node.args
+        return codes, self._codes(codes.args[0], *tables, arguments[3], axis, block, *arguments[6:])
 
     def _activation(self, node: Node, theirs: Node) -> tuple[Node, Activation] | None:
         inner: Any = node.args[0] if target_name(node) in (_DEQUANTIZE, _CAST) else None
@@ -293,10 +294,12 @@ class _Walk:
             return inner.args[0], Activation(cast=value_of(self.gm, inner).dtype)
         if target_name(node) != _DEQUANTIZE or target_name(inner) != _QUANTIZE:
             return None
-        value, scale, zero_point, fmt = inner.args[:4]
+        arguments: Any = inner.args[:4]
+        value, scale, zero_point, fmt = arguments
         if is_parameter(scale) and is_parameter(zero_point):
             return value, Activation(fmt, parameter(self.gm, scale), parameter(self.gm, zero_point))
-        _, _, symmetry, per_token = scale.args[0].args
+        measured: Any = scale.args[0]
+        _, _, symmetry, per_token = measured.args
         return value, Activation(fmt, symmetry=symmetry, per_token=per_token)
 
 
@@ -401,8 +404,9 @@ def _unfold(
         base = node
         while constant.is_float and base.op != "get_attr":
             inner: Any = base.args[0]
-            if target_name(base) == "aten.add.Tensor" and isinstance(base.args[1], int | float):
-                value = value - base.args[1]
+            added: Any = base.args[1] if target_name(base) == "aten.add.Tensor" else None
+            if isinstance(added, int | float):
+                value = value - added
             elif target_name(base) == _CAST:
                 value = value.to(inner.meta["val"].dtype)
             else:

@@ -53,11 +53,12 @@ def _round_run(
         position = tl.sum(tl.where(this, w * i + z, 0.0), 0)
         # Adding and taking away 1.5 * 2**23 rounds a float32 of up to 22 bits half to even.
         code = (tl.minimum(tl.maximum(position, low), high) + 12582912.0) - 12582912.0
-        left = tl.sum(tl.where(this, b - code[None, :] * s, 0.0), 0)
-        c = tl.where(this, code[None, :], c)
-        e = tl.where(this, left[None, :], e)
+        code = tl.expand_dims(code, 0)
+        left = tl.expand_dims(tl.sum(tl.where(this, b - code * s, 0.0), 0), 0)
+        c = tl.where(this, code, c)
+        e = tl.where(this, left, e)
         row = tl.load(feedback + group * columns * columns + j * columns + k)
-        w += row[:, None] * left[None, :]
+        w += row[:, None] * left
     tl.store(codes + at, c, known)
     tl.store(error + at, e, known)
 
@@ -74,10 +75,8 @@ def round_run(columns: Sequence[Tensor], feedback: Tensor, limits: tuple[int, in
     groups, count, outputs = columns[0].shape
     padding = COLUMNS - count
     square = F.pad(feedback, (0, padding, 0, padding)).contiguous()
-    grid = triton.cdiv(outputs, _ROWS), groups
-    _round_run[grid](
-        *columns, square, outputs, columns[0].stride(0), count, *map(float, limits), columns=COLUMNS, rows=_ROWS
-    )
+    launch: Any = _round_run[triton.cdiv(outputs, _ROWS), groups]
+    launch(*columns, square, outputs, columns[0].stride(0), count, *map(float, limits), columns=COLUMNS, rows=_ROWS)
 
 
 __all__ = ["COLUMNS", "round_run"]

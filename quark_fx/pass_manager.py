@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import StrEnum
-from typing import Any, Self, TypeVar
+from typing import Any, cast, Self, TypeVar
 
 import torch
 from torch.fx import GraphModule
@@ -166,8 +166,9 @@ def needs_context(p: GraphPass) -> bool:
 
 def pass_to_dict(p: GraphPass) -> dict[str, Any]:
     """Return `{"name": ..., option: value, ...}`."""
-    options: dict[str, Any] = asdict(p) if is_dataclass(p) else {}
-    return {"name": pass_name(p)} | {key: _plain(value) for key, value in options.items()}
+    name = pass_name(p)
+    options: dict[str, Any] = asdict(cast(Any, p)) if is_dataclass(p) else {}
+    return {"name": name} | {key: _plain(value) for key, value in options.items()}
 
 
 def _plain(value: Any) -> Any:

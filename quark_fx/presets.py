@@ -91,10 +91,14 @@ W4A16_BEST = W4A16_RTN.replace(
 """What is most accurate at the bits of `W4A16_RTN`: scales of either sign that fit the data, and GPTQ towards the float
 model's own activations; twice the time of `W4A16_GPTQ`."""
 
+_NO_TOKENS = Override(pattern="op:conv*", input=None)
+"""Tokens are rows of the last dimension, which those of an image are not."""
+
 W8A8_DYNAMIC = QuantConfig(
     weight=_WEIGHT,
     input=TensorSpec(format=INT8, granularity=Granularity.TOKEN, dynamic=True),
     passes=(*_FUSE, SmoothQuant()),
+    overrides=(_NO_TOKENS,),
     exclude=("op:embedding", "op:head"),
 )
 """int8 weights per channel, int8 activations per token at run time, smoothed."""
@@ -103,6 +107,7 @@ FP8_DYNAMIC = QuantConfig(
     weight=TensorSpec(format=FP8_E4M3, granularity=Granularity.CHANNEL),
     input=TensorSpec(format=FP8_E4M3, granularity=Granularity.TOKEN, dynamic=True),
     passes=_FUSE,
+    overrides=(_NO_TOKENS,),
     exclude=("op:embedding", "op:head"),
 )
 """E4M3 weights per channel and activations per token at run time; needs no data."""

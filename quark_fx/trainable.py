@@ -134,7 +134,7 @@ def fake_quantize(
         if scale.requires_grad:
             factor = (x.numel() * max(fmt.qmax, 1)) ** -0.5
             point = zero_point.float().reshape(1)
-            y = torch._fake_quantize_learnable_per_tensor_affine(
+            y = torch.ops.aten._fake_quantize_learnable_per_tensor_affine(
                 wide, scale.reshape(1), point, fmt.qmin, fmt.qmax, factor
             )
         else:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from devices import on_devices
-from tiny import calls, cnn, constant, images, mlp, quantize, rand, seeded, tokens
+from tiny import WHOLE_PRESETS, calls, cnn, constant, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 from torch.fx import Node
 
@@ -17,7 +17,7 @@ from quark_fx.formats import FP8_E4M3, INT4, INT8, INT32, UINT8, IntFormat, pars
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, PRESETS, XINT8
 
 INTEGER_PRESETS = [
-    name for name, config in PRESETS.items() if isinstance(config.weight and config.weight.format, IntFormat)
+    name for name in WHOLE_PRESETS if (weight := PRESETS[name].weight) and isinstance(weight.format, IntFormat)
 ]
 
 
@@ -129,7 +129,7 @@ def test_a_constant_activation_is_represented(preset: str, value: float) -> None
     torch.testing.assert_close(out, torch.full((6, 3), value), rtol=1.01 / min(steps, 100), atol=0)
 
 
-@pytest.mark.parametrize("preset", list(PRESETS))
+@pytest.mark.parametrize("preset", WHOLE_PRESETS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_weight_that_is_not_finite_is_named(preset: str, bad: float) -> None:
     model = nn.Sequential(linear(4), nn.ReLU(), linear(3)).eval()
@@ -319,7 +319,7 @@ def _codes(model: nn.Module, kind: str, device: torch.device) -> Tensor:
 def test_the_outputs_are_close_to_the_float_models() -> None:
     """The nearest thing to a sum of all of the above: 8 bits keep 20 dB on every model, 4 bits 8 dB."""
     for model, data in ((cnn(), images()), (mlp(), tokens())):
-        for preset in PRESETS:
+        for preset in WHOLE_PRESETS:
             with torch.no_grad():
                 expected = model(data[0])
             noise = (quantize(model, preset, data)(data[0]) - expected).square().sum()

@@ -13,7 +13,7 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, numpy_helper
-from tiny import cnn, images, mlp, quantize, rand, seeded, tokens
+from tiny import WHOLE_PRESETS, cnn, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 
 import quark_fx as qfx
@@ -27,7 +27,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., list[Tensor]]]] =
     "cnn": (cnn, images),
     "mlp": (mlp, tokens),
 }
-everywhere = pytest.mark.parametrize(("name", "preset"), [(m, p) for m in MODELS for p in PRESETS])
+everywhere = pytest.mark.parametrize(("name", "preset"), [(m, p) for m in MODELS for p in WHOLE_PRESETS])
 
 
 def exported(qmodel: qfx.QuantizedModel, directory: Path, **options: Any) -> tuple[Path, onnx.ModelProto]:

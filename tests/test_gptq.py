@@ -19,7 +19,7 @@ from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.formats import INT3, INT4, UINT8
 from quark_fx.linear_map import LinearMap
 from quark_fx.passes import GPTQ, SmoothQuant
-from quark_fx.presets import W4A16_GPTQ, W4A16_RTN
+from quark_fx.presets import PRESETS, W4A16_GPTQ, W4A16_RTN
 from quark_fx.second_moment import Entering, SecondMoment
 
 WEIGHT = TensorSpec(format=INT3, granularity=Granularity.GROUP, group_size=16)
@@ -279,6 +279,15 @@ def test_every_matrix_of_a_language_model_is_rounded(name: str) -> None:
     # Eligible: all that is multiplied but the head.
     eligible = [row for row in rows if row.kind != "embedding" and "op:head" not in row.reason]
     assert all(not row.reason for row in eligible)
+
+
+@pytest.mark.parametrize("preset", [name for name, config in PRESETS.items() if config.exclude])
+def test_every_preset_for_language_models_keeps_the_predictions(preset: str) -> None:
+    model, data = seeded(Attention()), ids(16, 16)
+    qmodel = quantize(model, preset, data)
+    assert {row.name for row in qmodel.report() if row.reason} == {"look_up", "words"}
+    # Four bits keep about 14 dB of so small a network, E4M3 with its four significant bits 23, eight bits 25.
+    assert relative_error(qmodel, model, data) < {"w4": 0.05, "fp": 0.006, "w8": 0.003}[preset[:2]]
 
 
 def test_presets_leave_what_a_server_reads_in_float() -> None:

@@ -12,8 +12,12 @@ from torch.fx import GraphModule, Node
 
 import quark_fx as qfx
 from quark_fx.graph import parameter, target_name
+from quark_fx.presets import PRESETS
 
 M = TypeVar("M", bound=nn.Module)
+
+WHOLE_PRESETS = [name for name, config in PRESETS.items() if not config.exclude]
+"""Presets that leave no operator in float; those for language models leave embedding and head."""
 
 
 def seeded(model: M, seed: int = 0) -> M:

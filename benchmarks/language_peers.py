@@ -1,0 +1,435 @@
+"""Language models at 4 bits beside llm-compressor, GPTQModel and auto-round: divergence, processor time, memory.
+
+    python -m benchmarks.language_peers [--model llama|random ...] [--llm-compressor llmc/bin/python]
+        [--gptqmodel gptqm/bin/python] [--auto-round ar/bin/python] [--jobs FOLDER] [--write]
+
+int4 weights in groups of 128, symmetric, embedding and head in float; the same checkpoint and the same calibration
+tokens, in batches of 8, for every tool. Each run is a process of its own on one core, ours like the others: CPU seconds
+are those of the whole process, from the first import to the written weights, peak memory is its own. Divergence and
+perplexity are computed here, from the dequantized weights that a run leaves, put into the float model.
+
+`llama` is the trained model of `benchmarks.language_models` with its 64 windows of 256 tokens; `random` has random
+weights, four times the hidden size and twice the layers, and 32 windows of random tokens: it is there for the time.
+
+A peer runs in an environment of its own (see `benchmarks/peers/language.py`); without its `--` option its rows are left
+out. `--jobs` keeps finished runs: one with the same checkpoint, tokens, options and, if it is ours, source is read
+instead of run. `--write` updates `docs/language_peers.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save, save_file
+from tokenizers import Tokenizer, models
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from benchmarks import language_models
+from benchmarks.common import environment, one_core, publish, sqnr, table
+from benchmarks.language_models import Trained
+
+ROOT = Path(__file__).resolve().parent.parent
+
+BATCH, GROUP, LEVELS = 8, 128, 16
+
+AGREED = 40.0
+"""dB that logits of a tool's own model agree to with those of the float model that has its weights: some multiply in
+half precision."""
+
+SHIFT = 0.05
+"""Standard deviations that the mean of a weight may move; one step is a quarter of one or more."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A tool and its settings.
+
+    Attributes:
+        tool: a key of `TOOLS` of the worker.
+        method: in the table.
+        options: of the worker.
+        rounds: runs, of which the fastest counts; rows of several are run in turn.
+    """
+
+    tool: str
+    method: str
+    options: dict[str, Any]
+    rounds: int = 1
+
+    @property
+    def ours(self) -> bool:
+        """Whether the tool is this one."""
+        return self.tool == "quark_fx"
+
+    @property
+    def peers_gptq(self) -> bool:
+        """Whether it is GPTQ and nothing else, of another tool."""
+        return not self.ours and self.method.startswith(("GPTQ", "GPTAQ"))
+
+    def __str__(self) -> str:
+        return f"{self.tool}, {self.method}"
+
+
+QUALITY = {"name": "GPTQ", "asymmetry": 1.0, "fit_scales": True}
+BEST = {"gptaq": 0.25, "mse": 2.4, "desc_act": True, "static_groups": True, "damp_percent": 0.01}
+
+OURS = Row("quark_fx", "GPTQ()", {"passes": ["GPTQ"]}, 2)
+
+COMPARED = (
+    OURS,
+    Row(
+        "llm-compressor",
+        'GPTQ, sequential_targets="Linear"',
+        {"gptq": True, "arguments": {"sequential_targets": ["Linear"]}},
+        2,
+    ),
+    Row("llm-compressor", "GPTQ", {"gptq": True}, 2),
+)
+"""The rows whose times are compared."""
+
+
+def rows(iterations: int) -> tuple[Row, ...]:
+    """Return all rows; `iterations` are those of auto-round."""
+    return (
+        Row("quark_fx", "to nearest", {"passes": []}),
+        *COMPARED,
+        Row("quark_fx", "GPTQ(), all 16 codes", {"passes": ["GPTQ"], "symmetry": "symmetric_full"}),
+        Row(
+            "quark_fx",
+            "GPTQ(asymmetry=1, fit_scales=True), sign-aware",
+            {"passes": [QUALITY], "symmetry": "sign_aware"},
+        ),
+        Row("quark_fx", "to nearest, all 16 codes", {"passes": [], "symmetry": "symmetric_full"}),
+        Row("quark_fx", "AWQ()", {"passes": ["AWQ"]}),
+        Row("quark_fx", "AWQ(), all 16 codes", {"passes": ["AWQ"], "symmetry": "symmetric_full"}),
+        Row("quark_fx", "AWQ(), GPTQ()", {"passes": ["AWQ", "GPTQ"]}),
+        Row(
+            "quark_fx",
+            "AWQ(), GPTQ(asymmetry=1, fit_scales=True), sign-aware",
+            {"passes": ["AWQ", QUALITY], "symmetry": "sign_aware"},
+        ),
+        Row("GPTQModel", "GPTAQ, mse=2.4, desc_act, static_groups, damp 0.01", BEST),
+        Row("auto-round", f"{iterations} iterations", {"iters": iterations}),
+        Row("llm-compressor", "AWQ", {"awq": True}),
+        Row("llm-compressor", "AWQ, GPTQ", {"awq": True, "gptq": True}),
+        Row("GPTQModel", "GPTQ", {}),
+    )
+
+
+def random_llama() -> Trained:
+    """Return a Llama with random weights, 32 windows of random tokens and as many to judge by."""
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(2048)}, unk_token="0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="1")
+    config = LlamaConfig(
+        vocab_size=2048,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=1,
+        use_cache=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    tokens = torch.randint(2048, (64, 256), generator=torch.Generator().manual_seed(1))
+    batches = [{"input_ids": batch} for batch in tokens.split(BATCH)]
+    return Trained(model, tokenizer, batches[:4], batches[4:])
+
+
+MODELS: dict[str, Callable[[], Trained]] = {"llama": lambda: language_models.load("llama"), "random": random_llama}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a process left behind.
+
+    Attributes:
+        cpu: seconds of all its threads, user and system.
+        peak: MiB of resident memory.
+        versions: of the packages that matter.
+        output: folder of its files.
+    """
+
+    cpu: float
+    peak: float
+    versions: dict[str, str]
+    output: Path
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What weights are worth.
+
+    Attributes:
+        divergence: from the float model's predictions of held-out tokens, nats per token.
+        perplexity: of these tokens.
+        levels: the largest number of different values in a group.
+    """
+
+    divergence: float
+    perplexity: float
+    levels: int
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and the folder of its jobs."""
+
+    name: str
+    trained: Trained
+    folder: Path
+
+    @cached_property
+    def digest(self) -> str:
+        """Write the checkpoint and the calibration tokens; return what identifies both."""
+        tokens = {"calibration": torch.cat([batch["input_ids"] for batch in self.trained.calibration])}
+        found = hashlib.sha256(save({**self.trained.model.state_dict(), **tokens})).hexdigest()
+        written = self.folder / "digest"
+        if not (written.exists() and written.read_text(encoding="utf-8") == found):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.trained.model.save_pretrained(self.folder / "model")
+            self.trained.tokenizer.save_pretrained(self.folder / "model")
+            save_file(tokens, self.folder / "tokens.safetensors")
+            written.write_text(found, encoding="utf-8")
+        return found
+
+    def run(self, row: Row, round_: int, python: Path) -> Run:
+        """Run a row in a process of its own, or read what it left earlier.
+
+        Raises:
+            RuntimeError: if the process fails; with the end of its log.
+        """
+        slug = "".join(c if c.isalnum() else "-" for c in f"{row.tool} {row.method} {round_}")
+        job = {"model": "model", "tokens": "tokens.safetensors", "output": slug, "batch": BATCH}
+        described = {**job, "tool": row.tool, "options": row.options, "digest": self.digest}
+        text = json.dumps({**described, "source": source() if row.ours else None}, indent=2)
+        path, finished = self.folder / f"{slug}.json", self.folder / slug / "usage.json"
+        if not (finished.exists() and path.read_text(encoding="utf-8") == text):
+            finished.unlink(missing_ok=True)
+            path.write_text(text, encoding="utf-8")
+            usage = _process(python, path)
+            finished.write_text(json.dumps(usage), encoding="utf-8")
+        cpu = json.loads(finished.read_text(encoding="utf-8"))["cpu"]
+        result = json.loads((finished.parent / "result.json").read_text(encoding="utf-8"))
+        return Run(cpu, result["peak_mib"], result["versions"], finished.parent)
+
+    def judge(self, run: Run) -> Judged:
+        """Judge the weights that a run left.
+
+        Raises:
+            RuntimeError: if they are not what this comparison is about, or not what the tool's model computes with.
+        """
+        expected, tensors = self.trained.model.state_dict(), load_file(run.output / "weights.safetensors")
+        quantized = {name: tensor for name, tensor in tensors.items() if name.endswith("_proj.weight")}
+        levels = max(map(_levels, quantized.values()))
+        if levels > LEVELS:
+            raise RuntimeError(f"{run.output.name}: {levels} values in a group")
+        for name, tensor in tensors.items():
+            if name in quantized and abs(tensor.mean() - expected[name].mean()) > SHIFT * tensor.std():
+                raise RuntimeError(f"{run.output.name}: {name} has another mean; its zero points were not understood")
+            if name not in quantized and "norm" not in name and not torch.equal(tensor, expected[name]):
+                raise RuntimeError(f"{run.output.name}: {name} was to stay in float")
+        model = copy.deepcopy(self.trained.model)
+        model.load_state_dict(tensors)
+        with torch.no_grad():
+            logits = model(input_ids=self.trained.calibration[0]["input_ids"][:1]).logits
+        agreement = sqnr(logits, load_file(run.output / "logits.safetensors")["quantized"])
+        if agreement < AGREED:
+            raise RuntimeError(f"{run.output.name}: the tool's model computes something else ({agreement:.0f} dB)")
+        return Judged(self.trained.divergence(model), self.trained.perplexity(model), levels)
+
+
+def _levels(weight: Tensor) -> int:
+    """Return the largest number of different values in a group."""
+    ordered = weight.reshape(-1, GROUP).sort(-1).values
+    return int((ordered.diff(dim=-1) != 0).sum(-1).max()) + 1
+
+
+def source() -> str:
+    """Return what identifies the package that is measured."""
+    files = sorted((ROOT / "quark_fx").rglob("*.py"))
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _process(python: Path, path: Path) -> dict[str, float]:
+    """Run the worker on the job at `path`; return its seconds."""
+    command = [str(python.absolute()), "-m", "benchmarks.peers.language", str(path.absolute())]
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    start = time.perf_counter()
+    with path.with_suffix(".log").open("w", encoding="utf-8") as log, one_core():
+        process = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, **threads}, stdout=log, stderr=subprocess.STDOUT
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        end = path.with_suffix(".log").read_text(encoding="utf-8", errors="replace")[-1500:]
+        raise RuntimeError(f"{' '.join(command)} failed with {process.returncode}:\n{end}")
+    return {"cpu": usage.ru_utime + usage.ru_stime, "wall": time.perf_counter() - start}
+
+
+@dataclass
+class Measured:
+    """A row and its runs."""
+
+    row: Row
+    runs: list[Run] = field(default_factory=list)
+    judged: Judged | None = None
+
+    @property
+    def cpu(self) -> float:
+        """The fewest seconds."""
+        return min(run.cpu for run in self.runs)
+
+    @property
+    def divergence(self) -> float:
+        """That of the first run."""
+        assert self.judged is not None
+        return self.judged.divergence
+
+    def cells(self, reference: float | None) -> list[str]:
+        """Return the row of the table; `reference` are the seconds to divide by."""
+        assert self.judged is not None
+        return [
+            self.row.tool,
+            self.row.method,
+            str(self.judged.levels),
+            f"{self.divergence:.5f}",
+            f"{self.judged.perplexity:.3f}",
+            f"{self.cpu:.1f}",
+            f"{self.cpu / reference:.2f}" if reference else "–",
+            f"{min(run.peak for run in self.runs):.0f}",
+        ]
+
+
+HEADER = (
+    *("tool", "method", "codes in use", "KL divergence", "perplexity", "CPU s", "CPU s / fastest peer's GPTQ"),
+    "peak MiB",
+)
+
+
+def measure(subject: Subject, wanted: Sequence[Row], pythons: dict[str, Path]) -> list[Measured]:
+    """Run all rows, those of several rounds in turn; a row that fails is reported and left out."""
+    found = [Measured(row) for row in wanted if row.tool in pythons]
+    for round_ in range(max(row.rounds for row in wanted)):
+        for one in found:
+            if round_ < one.row.rounds:
+                try:
+                    one.runs.append(subject.run(one.row, round_, pythons[one.row.tool]))
+                    one.judged = one.judged or subject.judge(one.runs[0])
+                except RuntimeError as error:
+                    print(f"{one.row.tool}, {one.row.method}: {error}", file=sys.stderr, flush=True)
+                    continue
+                print(subject.name, *one.cells(None), sep=" | ", flush=True)
+    return sorted((one for one in found if one.judged), key=lambda one: (not one.row.ours, one.row.tool))
+
+
+def section(subject: Subject, measured: Sequence[Measured]) -> str:
+    """Return the table of a model, and what it says of time and divergence."""
+    reference = min((one.cpu for one in measured if one.row.peers_gptq), default=None)
+    shown = table(HEADER, [one.cells(reference) for one in measured])
+    return f"## {TITLES[subject.name]}\n\n{shown}\n\n{verdict(measured)}".rstrip()
+
+
+def verdict(measured: Sequence[Measured]) -> str:
+    """Say how our rows compare with the peers'; nothing without rows of both."""
+    ours = next((one for one in measured if one.row == OURS), None)
+    fastest = min((one for one in measured if one.row.peers_gptq), key=lambda one: one.cpu, default=None)
+    if ours is None or fastest is None:
+        return ""
+    best, theirs = (
+        min((one for one in measured if one.row.ours is mine), key=lambda one: one.divergence) for mine in (True, False)
+    )
+    return textwrap.fill(
+        f"`{OURS.method}` takes {ours.cpu / fastest.cpu:.2f} of the processor time of the fastest GPTQ of a peer "
+        f"({fastest.row}), at {ours.divergence / fastest.divergence:.2f} of its divergence. The smallest divergence is "
+        f"{best.divergence:.5f} here ({best.row.method}; {best.cpu:.1f} s) and {theirs.divergence:.5f} there "
+        f"({theirs.row}; {theirs.cpu:.1f} s).",
+        120,
+    )
+
+
+def main() -> None:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=["llama"])
+    for option in ("--llm-compressor", "--gptqmodel", "--auto-round"):
+        parser.add_argument(option, type=Path, metavar="PYTHON", help="its Python; default: no rows of it")
+    parser.add_argument("--iterations", type=int, default=200, help="of auto-round")
+    parser.add_argument("--only", nargs="+", default=[""], help="rows whose tool and method contain one of these")
+    parser.add_argument("--jobs", type=Path, help="folder for the runs, kept; default: a temporary one")
+    parser.add_argument("--write", action="store_true", help="update docs/language_peers.md")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    peers = {
+        "llm-compressor": arguments.llm_compressor,
+        "GPTQModel": arguments.gptqmodel,
+        "auto-round": arguments.auto_round,
+    }
+    pythons = {"quark_fx": Path(sys.executable)} | {tool: path for tool, path in peers.items() if path is not None}
+    wanted = [
+        row for row in rows(arguments.iterations) if any(part in f"{row.tool} {row.method}" for part in arguments.only)
+    ]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.jobs or Path(temporary)
+        subjects = [Subject(name, MODELS[name](), folder / name) for name in arguments.model]
+        text = page(subjects, [measure(subject, wanted, pythons) for subject in subjects])
+    publish(text, "language_peers.md" if arguments.write else None)
+
+
+TITLES = {
+    "llama": "Trained Llama, 4 layers of 256 channels, 64 windows of 256 tokens",
+    "random": "Llama with random weights, 8 layers of 512 channels, 32 windows of 256 tokens",
+}
+
+
+def page(subjects: Sequence[Subject], measured: Sequence[Sequence[Measured]]) -> str:
+    """Return the page."""
+    sections = "\n\n".join(map(section, subjects, measured))
+    used = sorted({f"{n} {v}" for rows_ in measured for one in rows_ for n, v in one.runs[0].versions.items()})
+    return f"""# Language models at 4 bits, beside other tools
+
+int4 weights in groups of 128, symmetric; embedding and head in float. Every run is a process of its own on one core;
+all read the same checkpoint and the same calibration tokens, in batches of {BATCH}. CPU seconds, user and system, are
+those of the whole process: imports, loading, quantizing, writing the weights. Of `GPTQ()` and llm-compressor's GPTQ the
+faster of two runs in turn counts. The machine was shared with other work: seconds vary by tens of per cent. Peak
+memory is of the process. KL divergence (nats per token, from the float model) and perplexity are of held-out tokens and
+computed by one program, from the dequantized weights that each run leaves; it also checks that no group has more than
+{LEVELS} values, that embedding and head are those of the checkpoint, and that each tool's own model computes with these
+weights. "Codes in use" are the most different values in a group: 15 where the grid is symmetric to the last code.
+
+{sections}
+
+Reproduce with `python -m benchmarks.language_peers --model llama random --llm-compressor llmc/bin/python --gptqmodel
+gptqm/bin/python --auto-round ar/bin/python`.
+
+{textwrap.fill(f"Versions in the environments: {', '.join(used)}.", 120)}
+
+{environment()}
+"""
+
+
+if __name__ == "__main__":
+    main()

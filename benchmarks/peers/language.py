@@ -1,0 +1,232 @@
+"""One tool quantizes one language model in a process of its own; started by `benchmarks.language_peers`.
+
+    peer/bin/python -m benchmarks.peers.language job.json
+
+A peer's environment needs transformers, safetensors and the peer, not quark_fx, which is one of the tools itself. A job
+is a JSON object; paths in it are relative to its own folder.
+
+    model     folder of a `transformers` checkpoint with a tokenizer
+    tokens    safetensors file of `calibration`, token ids `(windows, length)`
+    output    folder to write to, made if missing
+    batch     windows in a calibration batch
+    tool      a key of `TOOLS`
+    options   of that tool
+
+In the output folder a worker writes
+
+    weights.safetensors  the checkpoint's tensors under the same names, float32: weights `scale * code`
+    logits.safetensors   `quantized`: of the first window, by the model as the tool leaves it
+    result.json          `peak_mib` of resident memory and `versions`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from benchmarks.common import one_core
+
+Found = tuple[Mapping[str, Tensor], nn.Module]
+"""The tensors of the checkpoint after quantization, and what computes with them."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job, its tokens read.
+
+    Attributes:
+        folder: of the checkpoint.
+        batches: of token ids, `(windows, length)`.
+        options: of the tool.
+    """
+
+    folder: Path
+    batches: list[Tensor]
+    options: Mapping[str, Any]
+
+    def keywords(self) -> list[dict[str, Tensor]]:
+        """Return the batches as keywords of a model, with masks of ones."""
+        return [{"input_ids": batch, "attention_mask": torch.ones_like(batch)} for batch in self.batches]
+
+    def model(self) -> nn.Module:
+        """Load the checkpoint."""
+        from transformers import AutoModelForCausalLM
+
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+        return model
+
+    def tokenizer(self) -> Any:
+        """Load the tokenizer."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.folder)
+
+
+def quark_fx(job: Job) -> Found:
+    """Quantize with `passes` (names and options) after those of `W4A16_RTN`, and weights of `symmetry`."""
+    import quark_fx as qfx
+    from quark_fx.pass_manager import pass_from_dict
+
+    base = qfx.presets.W4A16_RTN
+    assert base.weight is not None
+    spec = base.weight.replace(symmetry=job.options.get("symmetry", "symmetric"))
+    config = base.replace(weight=spec, passes=(*base.passes, *map(pass_from_dict, job.options["passes"])))
+    model = job.model()
+    qmodel = qfx.quantize(model, config, [{"input_ids": batch} for batch in job.batches], progress=False)
+    eager = qmodel.eager()
+    return {name: _attribute(eager, name) for name in model.state_dict()}, qmodel
+
+
+def _attribute(model: nn.Module, name: str) -> Tensor:
+    owner, _, leaf = name.rpartition(".")
+    found: Tensor = getattr(model.get_submodule(owner), leaf)
+    return found
+
+
+def llm_compressor(job: Job) -> Found:
+    """Run `oneshot` with a recipe of `awq` or not, then `gptq` or not; `arguments` go to `oneshot`."""
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from llmcompressor import oneshot  # type: ignore[import-not-found]
+    from llmcompressor.modifiers.gptq import GPTQModifier  # type: ignore[import-not-found]
+    from llmcompressor.modifiers.quantization import QuantizationModifier  # type: ignore[import-not-found]
+    from llmcompressor.modifiers.transform.awq import AWQModifier  # type: ignore[import-not-found]
+    from llmcompressor.pipelines.cache import IntermediatesCache  # type: ignore[import-not-found]
+
+    # Pinned memory needs an accelerator, and its search pins without asking whether there is one.
+    IntermediatesCache.pin_memory = lambda *_, **__: None
+    target = {"targets": "Linear", "scheme": "W4A16", "ignore": ["lm_head"]}
+    recipe = [AWQModifier()] if job.options.get("awq") else []
+    recipe.append(GPTQModifier(**target) if job.options.get("gptq") else QuantizationModifier(**target))
+    model, batches = job.model(), job.keywords()
+    oneshot(
+        model=model,
+        tokenizer=job.tokenizer(),
+        dataset=torch.utils.data.DataLoader(batches, batch_size=None),  # type: ignore[arg-type]
+        recipe=recipe,
+        num_calibration_samples=len(batches),
+        **job.options.get("arguments", {}),
+    )
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if "_proj.weight_" not in name}
+    for name, module in model.named_modules():
+        scheme = getattr(module, "quantization_scheme", None)
+        if scheme is not None:
+            scales = module.weight_scale, module.weight_zero_point
+            tensors[f"{name}.weight"] = fake_quantize(module.weight, *scales, scheme.weights)
+    return tensors, model
+
+
+def gptqmodel(job: Job) -> Found:
+    """Quantize with the fields of `QuantizeConfig` among the options, `gptaq` for a strength of its own."""
+    # It divides the cores among its pools, and two or less leave none for one of them.
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
+    from gptqmodel import BACKEND, GPTQModel, QuantizeConfig  # type: ignore[import-not-found]
+    from gptqmodel.quantization.config import GPTAQConfig  # type: ignore[import-not-found]
+    from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module  # type: ignore[import-not-found]
+
+    options = dict(job.options)
+    if "gptaq" in options:
+        options["gptaq"] = GPTAQConfig(alpha=options["gptaq"], device="cpu")
+    config = QuantizeConfig(bits=4, group_size=128, device="cpu", offload_to_disk=False, **options)
+    model = GPTQModel.load(str(job.folder), config, dtype=torch.float32, backend=BACKEND.TORCH)
+    rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for batch in job.batches for row in batch]
+    model.quantize(rows, batch_size=len(job.batches[0]), backend=BACKEND.TORCH)
+    found: nn.Module = model.model
+    tensors = {}
+    for name, module in found.named_modules():
+        if hasattr(module, "dequantize_weight"):
+            # Zero points are still those of the checkpoint, less one. Not `post_init`, which compiles the kernels.
+            if module.qzero_format() == 1:
+                convert_gptq_v1_to_v2_format_module(module, bits=4, pack_dtype=torch.int32)
+            module._init_wf_unsqueeze_buffers()
+            module.scales = module.scales.float()
+            tensors[f"{name}.weight"] = module.dequantize_weight().T
+        else:
+            tensors |= {f"{name}.{leaf}": tensor for leaf, tensor in module.named_parameters(recurse=False)}
+    return tensors, found
+
+
+def auto_round(job: Job) -> Found:
+    """Learn the rounding in `iters` steps for each block."""
+    from auto_round import AutoRound  # type: ignore[import-not-found]
+
+    model, batches = job.model(), job.keywords()
+    windows, length = sum(map(len, job.batches)), job.batches[0].shape[1]
+    learner = AutoRound(
+        model,
+        job.tokenizer(),
+        scheme="W4A16",
+        bits=4,
+        group_size=128,
+        sym=True,
+        dataset=batches,
+        nsamples=windows,
+        seqlen=length,
+        batch_size=len(job.batches[0]),
+        device_map="cpu",
+        **job.options,
+    )
+    quantized, _ = learner.quantize()
+    # What it does not quantize comes back in bfloat16, which its checkpoints need not have.
+    kept = {name: tensor for name, tensor in job.model().state_dict().items() if not name.endswith("_proj.weight")}
+    return {**quantized.state_dict(), **kept}, quantized
+
+
+TOOLS: dict[str, tuple[str, Callable[[Job], Found]]] = {
+    "quark_fx": ("quark_fx", quark_fx),
+    "llm-compressor": ("llmcompressor", llm_compressor),
+    "GPTQModel": ("GPTQModel", gptqmodel),
+    "auto-round": ("auto-round", auto_round),
+}
+"""Distribution and worker of each tool."""
+
+
+def peak_mib() -> float:
+    """Return the peak of this process's resident memory; that of `getrusage` begins with its parent's."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def run(path: Path) -> None:
+    """Do the job of the JSON file at `path`."""
+    options = json.loads(path.read_text(encoding="utf-8"))
+    output = path.parent / options["output"]
+    output.mkdir(parents=True, exist_ok=True)
+    tokens = load_file(path.parent / options["tokens"])["calibration"]
+    distribution, quantize = TOOLS[options["tool"]]
+    torch.manual_seed(0)
+    job = Job(path.parent / options["model"], list(tokens.split(options["batch"])), options["options"])
+    tensors, model = quantize(job)
+    with torch.no_grad():
+        logits = model(input_ids=tokens[:1]).logits
+    save_file({n: t.detach().float().contiguous() for n, t in tensors.items()}, output / "weights.safetensors")
+    save_file({"quantized": logits.detach().float()}, output / "logits.safetensors")
+    versions = {name: version(name) for name in (distribution, "torch", "transformers")}
+    result = {"peak_mib": peak_mib(), "versions": versions}
+    (output / "result.json").write_text(json.dumps(result, indent=2), encoding="utf-8")
+
+
+def main() -> None:
+    """Run the job named on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("job", type=Path)
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    with one_core():
+        run(arguments.job)
+
+
+if __name__ == "__main__":
+    main()
