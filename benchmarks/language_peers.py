@@ -279,7 +279,11 @@ def _process(python: Path, path: Path) -> dict[str, float]:
     start = time.perf_counter()
     with path.with_suffix(".log").open("w", encoding="utf-8") as log, one_core():
         process = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, **threads}, stdout=log, stderr=subprocess.STDOUT
+            command,
+            cwd=path.parent,  # where a peer may leave its logs
+            env={**os.environ, **threads, "PYTHONPATH": str(ROOT)},
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
         _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
