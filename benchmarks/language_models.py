@@ -4,8 +4,13 @@
 
 They read the standard library: its docstrings, the source of a quarter of its files and the language reference behind
 `help()`, in tokens of 1,024 byte pairs; every eighth file is held out whole. Vectors of 256 channels, 4 layers, 256
-tokens of context. A model is trained on one thread the first time it is loaded, in a few minutes, and kept in the
-folder named by `QUARK_FX_CACHE` (default: `~/.cache/quark_fx`). The command trains all that are missing.
+tokens of context. After 1.3 million tokens their perplexity on held-out ones is 35 to 56; more than 32 tokens of
+context hardly lower it. Rounding the Llama's weights to the nearest of 4, 3 and 2 bits in groups of 128 raises its
+perplexity by 0.3, 1.2 and 34 %. No channel of the residual stream stands out (the largest is 4.4 times the median), but
+some of the MLPs' do; of the last layers' experts some read one token in 100.
+
+A model is trained on one thread the first time it is loaded, in five to eight minutes, and kept in the folder named by
+`QUARK_FX_CACHE` (default: `~/.cache/quark_fx`). The command trains all that are missing.
 """
 
 from __future__ import annotations
@@ -91,7 +96,9 @@ class Trained:
     def bits_per_byte(self, runnable: Runnable | None = None) -> float:
         """Return `loss` in bits, divided by the mean length of a held-out token in bytes, an end counting none."""
         # Byte-level pairs spell each byte as one character.
-        lengths = torch.tensor([len(t) if t != END else 0 for t in self.tokenizer.convert_ids_to_tokens(range(1024))])
+        lengths = torch.tensor(
+            [0 if t == END else len(t) for t in self.tokenizer.convert_ids_to_tokens(range(VOCABULARY))]
+        )
         tokens = torch.cat([batch["input_ids"][:, 1:] for batch in self.held_out])
         return self.loss(runnable) / math.log(2) / float(lengths[tokens].double().mean())
 
@@ -190,7 +197,7 @@ def data() -> Data:
     starts = torch.randint(len(row) - CONTEXT, (64, 1), generator=torch.Generator().manual_seed(0))
     windows = tokens(judged).unfold(0, CONTEXT, CONTEXT)
     spread = torch.arange(HELD_OUT) * len(windows) // HELD_OUT
-    digest = hashlib.sha256("\0".join([*training, *judged]).encode(errors="surrogatepass")).hexdigest()
+    digest = hashlib.sha256("\0".join([*training, *judged]).encode()).hexdigest()
     return Data(tokenizer, digest, row, row[starts + torch.arange(CONTEXT)], windows[spread])
 
 
@@ -214,7 +221,8 @@ def _documents() -> Iterator[tuple[str, bool]]:
 def _docstrings(source: str) -> str:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, documented)]
-    return "\n\n".join(filter(None, map(ast.get_docstring, nodes)))
+    # An escape may stand for half a surrogate pair, which is no text.
+    return "\n\n".join(filter(None, map(ast.get_docstring, nodes))).encode(errors="replace").decode()
 
 
 def _tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
