@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import StrEnum
-from typing import Any, cast, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch.fx import GraphModule
