@@ -17,6 +17,7 @@ from quark_fx.config import Granularity
 from quark_fx.context import Context
 from quark_fx.errors import ConfigError
 from quark_fx.graph import device_of, parameter, set_parameter, value_of
+from quark_fx.linear_map import linear_map
 from quark_fx.observers import MinMax
 from quark_fx.ops import dequantize, dynamic_qparams, encode, quantize
 from quark_fx.pass_manager import Change, graph_pass
@@ -25,19 +26,23 @@ from quark_fx.qparams import QParams, affine_qparams
 from quark_fx.scale_sites import ScaledInput, ScaleSite, apply_scale, find_scale_sites
 from quark_fx.weights import quantize_tensor
 
-_POSITIONS = 4096
-"""Positions of the tuning batches, about, and of the held-out ones, that strengths are compared on."""
+_POSITIONS = {"tuning": 512, "held_out": 256}
+"""Positions of either, about, that decide whether a site is scaled."""
+
+_CHOICE = 128
+"""Positions, about, that choose between strengths: these differ by less than the best of them gains."""
 
 _BATCHES = 16
-"""Batches they come from, at most: of each at least one whole sample."""
+"""Batches they come from, at most: of each at least one sample, or a window of it."""
 
 _FOLDS = 4
 """Parts of the tuning data, each judged with scales and ranges that were measured on the others."""
 
-_PARTS = ("tuning", "held_out")
-
 _GAIN = 0.85
 """Share of the error that may be left: a smaller gain may be the luck of the samples."""
+
+_GOLDEN = 0.618
+"""Multiples of it fall evenly into the unit interval."""
 
 _SMALLEST, _LARGEST = 1e-4, 1e4
 
@@ -52,7 +57,8 @@ class SmoothQuant:
     be blown up until it is clipped when it does, and only outliers have to move. A site's strength is the one whose
     quantized outputs are nearest to the float ones on the tuning batches, each quarter of them with scales and ranges
     of the others: what equalizes channels to their extremes clips every one of them on data it has not seen. It is
-    kept if that and the held-out batches agree that a good part of the error is gone.
+    chosen by a few samples, and kept if all that are remembered, of the tuning batches and of the held-out ones, agree
+    that a good part of the error is gone.
 
     Args:
         alphas: strengths to choose from; leaving the site alone is always one more.
@@ -103,11 +109,10 @@ class SmoothQuant:
     ) -> bool:
         began = time.perf_counter()
         trial = _Trial(gm, site, planned, seen)
-        errors = {alpha: trial.errors(alpha, ["tuning"])[0] for alpha in self.alphas}
-        best = min(errors, key=lambda alpha: errors[alpha])
-        alone, before = trial.errors(None, ["tuning", "held_out"])
-        (after,) = trial.errors(best, ["held_out"]) if errors[best] < _GAIN * alone else (before,)
-        kept = after < _GAIN * before
+        best = min(self.alphas, key=lambda alpha: trial.errors(alpha, ["choice"]))
+        errors, alone = (trial.errors(alpha, ["tuning", "held_out"]) for alpha in (best, None))
+        kept = all(error < _GAIN * untouched for error, untouched in zip(errors, alone, strict=True))
+        before, after = alone[1], errors[1]
         if kept:
             apply_scale(gm, site, trial.scale(best))
         what = f"alpha {best:g}" if kept else "left: no strength is better on unseen samples"
@@ -139,12 +144,14 @@ class Seen:
     Attributes:
         low: smallest value per fold of the tuning batches and channel, shape (folds, channels).
         high: largest value, likewise.
-        samples: some whole samples of it, by part, each with the fold it is of (`None` if held out).
+        samples: some of it, by part, each with the fold it is of (`None` if held out).
+        divisible: their dimension 0 counts samples.
     """
 
     low: Tensor
     high: Tensor
     samples: dict[str, list[tuple[int | None, Tensor]]]
+    divisible: bool
 
     def range(self, without: int | None) -> tuple[Tensor, Tensor]:
         """Return the smallest and largest value per channel, over all folds or over all but one."""
@@ -157,18 +164,23 @@ class _Watch(nn.Module):
 
     Args:
         axis: dimension of the channels.
-        divisible: dimension 0 counts samples.
         tuning: indices of the batches whose values count for the range; batches come in order.
         held_out: of those that are not tuned on.
+
+    Attributes:
+        divisible: dimension 0 counts samples.
+        windows: for each reader the positions along the dimensions between that it computes one output from; `None`
+            where it needs all of them.
     """
 
-    def __init__(self, axis: int, divisible: bool, tuning: Sequence[int], held_out: Sequence[int]) -> None:
+    def __init__(self, axis: int, tuning: Sequence[int], held_out: Sequence[int]) -> None:
         super().__init__()
-        self.axis, self.divisible = axis, divisible
+        self.axis, self.divisible = axis, True
+        self.windows: list[tuple[int, ...] | None] = []
         self.tuning, self.held_out = list(tuning), list(held_out)
         self.batches = 0
         self.ranges: dict[int, tuple[Tensor, Tensor]] = {}
-        self.samples: dict[str, list[tuple[int | None, Tensor]]] = {part: [] for part in _PARTS}
+        self.samples: dict[str, list[tuple[int | None, Tensor]]] = {part: [] for part in _POSITIONS}
 
     def forward(self, x: Tensor) -> None:
         if self.batches in self.tuning:
@@ -194,10 +206,24 @@ class _Watch(nn.Module):
         every = -(-count // _BATCHES)
         if index % every:
             return
-        positions = _POSITIONS * every / (count * pieces)
+        positions = _POSITIONS[part] * every / (count * pieces)
         each = max(1, x[:1].numel() // x.shape[self.axis])
-        kept = x[: max(1, int(positions // each))] if self.divisible else x
+        kept = self._window(x[: max(1, int(positions // each))], positions, index) if self.divisible else x
         self.samples[part].append((fold, kept.clone()))
+
+    def _window(self, x: Tensor, positions: float, index: int) -> Tensor:
+        """Return about so many positions of one sample, side by side, and of each batch at another place."""
+        dims = [dim for dim in range(1, x.dim()) if dim != self.axis]
+        share = positions * x.shape[self.axis] / x.numel()
+        windows = [window for window in self.windows if window is not None]
+        if share >= 1 or len(windows) < len(self.windows):
+            return x
+        for i, dim in enumerate(dims):
+            least = max(window[i] if window else 1 for window in windows)
+            size = x.shape[dim]
+            kept = min(size, max(least, round(size * share ** (1 / len(dims)))))
+            x = x.narrow(dim, int((size - kept + 1) * (index * _GOLDEN % 1)), kept)
+        return x
 
 
 def _watch(
@@ -209,8 +235,10 @@ def _watch(
     context.require_batches()
     watches: dict[Node, _Watch] = {}
     for scaled in (scaled for site in sites for scaled in site.inputs):
-        watch = watches.setdefault(scaled.value, _Watch(scaled.axis, True, context.tuning, context.held_out))
-        watch.divisible &= scaled.axis > 0 and not _is_stacked(gm, planned[scaled.reader])
+        watch = watches.setdefault(scaled.value, _Watch(scaled.axis, context.tuning, context.held_out))
+        operator = planned[scaled.reader]
+        watch.divisible &= scaled.axis > 0 and not _is_stacked(gm, operator)
+        watch.windows.append(_window(gm, operator))
     with watching(gm, watches.items()):
         run_batches(gm, context)
     home = device_of(gm)
@@ -218,8 +246,20 @@ def _watch(
     for value, watch in watches.items():
         low, high = (torch.stack(found).float().to(home) for found in zip(*watch.ranges.values(), strict=True))
         samples = {part: [(fold, x.to(home)) for fold, x in kept] for part, kept in watch.samples.items()}
-        found[value] = Seen(low, high, samples)
+        positions = sum(x.numel() // x.shape[watch.axis] for _, x in samples["tuning"])
+        samples["choice"] = samples["tuning"][:: max(1, positions // _CHOICE)]
+        found[value] = Seen(low, high, samples, watch.divisible)
     return found
+
+
+def _window(gm: GraphModule, operator: PlannedOperator) -> tuple[int, ...] | None:
+    """Return how many positions along each dimension but samples and channels one output is computed from."""
+    assert operator.row is not None
+    assert operator.weight_node is not None
+    found = linear_map(operator.node, operator.row, value_of(gm, operator.weight_node))
+    if found is None:
+        return None
+    return tuple((size - 1) * step + 1 for size, step in zip(found.kernel, found.dilation, strict=True))
 
 
 def _is_stacked(gm: GraphModule, operator: PlannedOperator) -> bool:
@@ -240,6 +280,12 @@ class _Reader:
     seen: Seen
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)
 
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the operator's outputs, of all inputs at once where that is possible."""
+        joined = self.seen.divisible and len({x.shape[1:] for x in inputs}) == 1
+        with torch.no_grad():
+            return [self.module(x)[0] for x in ([torch.cat(list(inputs))] if joined else inputs)]
+
 
 class _Trial:
     """A site, and what its quantized outputs would be for a scale."""
@@ -248,6 +294,7 @@ class _Trial:
         self, gm: GraphModule, site: ScaleSite, planned: dict[Node, PlannedOperator], seen: dict[Node, Seen]
     ) -> None:
         self.site = site
+        self.scales: dict[tuple[float | None, int | None], Tensor] = {}
         self.weights = [
             (planned[a.node], parameter(gm, a.parameter).detach(), a.labels)
             for a in site.producers
@@ -261,10 +308,14 @@ class _Trial:
             assert node is not None
             module = extract(gm, [scaled.value], [scaled.reader])
             reader = _Reader(scaled, operator, module, parameter(gm, node).detach(), labels[node], seen[scaled.value])
-            with torch.no_grad():
-                for part, samples in reader.seen.samples.items():
-                    reader.outputs[part] = [module(x)[0] for _, x in samples]
+            for part, samples in reader.seen.samples.items():
+                reader.outputs[part] = reader.run([x for _, x in samples])
             self.readers.append(reader)
+        self.largest_weights = torch.zeros(site.channels, device=self.readers[0].weight.device)
+        for reader in self.readers:
+            alike = [dim for dim, size in enumerate(reader.labels.shape) if size == 1]
+            magnitude = reader.weight.abs().float()
+            _raise(self.largest_weights, reader.labels, magnitude.amax(alike, keepdim=True) if alike else magnitude)
 
     def scale(self, alpha: float | None, without: int | None = None) -> Tensor:
         """Return the scales of a strength, shape (channels,); 1 where the activation or the weights are zero.
@@ -273,15 +324,18 @@ class _Trial:
             alpha: the strength; `None` leaves the site alone.
             without: a fold whose values do not count.
         """
-        a, w = (torch.zeros(self.site.channels, device=self.readers[0].weight.device) for _ in range(2))
+        if (alpha, without) not in self.scales:
+            self.scales[alpha, without] = self._scale(alpha, without)
+        return self.scales[alpha, without]
+
+    def _scale(self, alpha: float | None, without: int | None) -> Tensor:
+        w = self.largest_weights
+        a = torch.zeros_like(w)
         if alpha is None:
             return a + 1
         for reader in self.readers:
             low, high = reader.seen.range(without)
             _raise(a, reader.scaled.labels, torch.maximum(-low, high))
-            alike = [dim for dim, size in enumerate(reader.labels.shape) if size == 1]
-            magnitude = reader.weight.abs().float()
-            _raise(w, reader.labels, magnitude.amax(alike, keepdim=True) if alike else magnitude)
         used = (a > 0) & (w > 0)
         if not bool(used.any()):
             return torch.ones_like(a)
@@ -302,9 +356,7 @@ class _Trial:
             assert reader.operator.weight_node is not None
             set_parameter(reader.module, str(reader.operator.weight_node.target), rounded)
             for i, part in enumerate(parts):
-                with torch.no_grad():
-                    got = [reader.module(x)[0] for x in self._activations(reader, alpha, part)]
-                totals[i] += _relative(got, reader.outputs[part])
+                totals[i] += _relative(reader.run(list(self._activations(reader, alpha, part))), reader.outputs[part])
         for operator, weight, labels in self.weights:
             factor = _spread(labels, scale)
             if operator.weight is not None and operator.weight.granularity is Granularity.TENSOR:
