@@ -26,10 +26,10 @@ from quark_fx.qparams import QParams, affine_qparams
 from quark_fx.scale_sites import ScaledInput, ScaleSite, apply_scale, find_scale_sites
 from quark_fx.weights import quantize_tensor
 
-_POSITIONS = {"tuning": 512, "held_out": 256}
+_POSITIONS = {"tuning": 384, "held_out": 192}
 """Positions of either, about, that decide whether a site is scaled."""
 
-_CHOICE = 128
+_CHOICE = 96
 """Positions, about, that choose between strengths: these differ by less than the best of them gains."""
 
 _BATCHES = 16
