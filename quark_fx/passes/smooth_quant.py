@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,9 @@ from quark_fx.scale_sites import ScaledInput, ScaleSite, apply_scale, find_scale
 from quark_fx.weights import quantize_tensor
 
 _POSITIONS = {"tuning": 384, "held_out": 192}
-"""Positions of either, about, that decide whether a site is scaled."""
+"""Positions of either, about, that decide whether a site is scaled; of few data a sixth does, or `_FEWEST`."""
+
+_FEWEST = 128
 
 _CHOICE = 96
 """Positions, about, that choose between strengths: these differ by less than the best of them gains."""
@@ -109,7 +112,7 @@ class SmoothQuant:
     ) -> bool:
         began = time.perf_counter()
         trial = _Trial(gm, site, planned, seen)
-        best = min(self.alphas, key=lambda alpha: trial.errors(alpha, ["choice"]))
+        best = self._strength(trial)
         errors, alone = (trial.errors(alpha, ["tuning", "held_out"]) for alpha in (best, None))
         kept = all(error < _GAIN * untouched for error, untouched in zip(errors, alone, strict=True))
         before, after = alone[1], errors[1]
@@ -119,6 +122,16 @@ class SmoothQuant:
         seconds = time.perf_counter() - began
         context.note(Change(_name(site, planned), what, kept, before, after if kept else before, seconds))
         return kept
+
+    def _strength(self, trial: _Trial) -> float:
+        """Return the best strength: from the middle one upwards, then downwards, while the error falls."""
+        tried = cache(lambda alpha: trial.errors(alpha, ["choice"]))
+        alphas = sorted(self.alphas)
+        at = (len(alphas) - 1) // 2
+        for step in (1, -1):
+            while 0 <= at + step < len(alphas) and tried(alphas[at + step]) < tried(alphas[at]):
+                at += step
+        return alphas[at]
 
 
 def _name(site: ScaleSite, planned: dict[Node, PlannedOperator]) -> str:
@@ -206,8 +219,9 @@ class _Watch(nn.Module):
         every = -(-count // _BATCHES)
         if index % every:
             return
-        positions = _POSITIONS[part] * every / (count * pieces)
         each = max(1, x[:1].numel() // x.shape[self.axis])
+        wanted = min(_POSITIONS[part], max(_FEWEST, each * len(x) * pieces * count // 6))
+        positions = wanted * every / (count * pieces)
         kept = self._window(x[: max(1, int(positions // each))], positions, index) if self.divisible else x
         self.samples[part].append((fold, kept.clone()))
 
