@@ -1,19 +1,22 @@
 """Language models at 4 bits beside llm-compressor, GPTQModel and auto-round: divergence, processor time, memory.
 
-    python -m benchmarks.language_peers [--model llama|random ...] [--llm-compressor llmc/bin/python]
-        [--gptqmodel gptqm/bin/python] [--auto-round ar/bin/python] [--jobs FOLDER] [--write]
+    python -m benchmarks.language_peers [--model llama|random|wide ...] [--quark-fx quark/bin/python]
+        [--llm-compressor llmc/bin/python] [--gptqmodel gptqm/bin/python] [--auto-round ar/bin/python]
+        [--jobs FOLDER] [--write]
 
 int4 weights in groups of 128, symmetric, embedding and head in float; the same checkpoint and the same calibration
 tokens, in batches of 8, for every tool. Each run is a process of its own on one core, ours like the others: CPU seconds
 are those of the whole process, from the first import to the written weights, peak memory is its own. Divergence and
 perplexity are computed here, from the dequantized weights that a run leaves, put into the float model.
 
-`llama` is the trained model of `benchmarks.language_models` with its 64 windows of 256 tokens; `random` has random
-weights, four times the hidden size and twice the layers, and 32 windows of random tokens: it is there for the time.
+`llama` is the trained model of `benchmarks.language_models` with its 64 windows of 256 tokens. `random` and `wide` have
+random weights, 25 and 113 million in their layers, and 32 windows of random tokens: they are there for time and memory,
+of which imports and loading are most for the small one.
 
 A peer runs in an environment of its own (see `benchmarks/peers/language.py`); without its `--` option its rows are left
-out. `--jobs` keeps finished runs: one with the same checkpoint, tokens, options and, if it is ours, source is read
-instead of run. `--write` updates `docs/language_peers.md`.
+out. A build of torch for GPUs takes 300 MiB more than one without: where the peers have the latter, `--quark-fx` is to
+name an environment with the same. `--jobs` keeps finished runs: one with the same checkpoint, tokens, options and, if
+it is ours, source is read instead of run. `--write` updates `docs/language_peers.md`.
 """
 
 from __future__ import annotations
@@ -87,7 +90,7 @@ class Row:
         return f"{self.tool}, {self.method}"
 
 
-QUALITY = {"name": "GPTQ", "asymmetry": 1.0, "fit_scales": True}
+QUALITY = {"name": "GPTQ", "asymmetry": 0.5, "fit_scales": True}
 BEST = {"gptaq": 0.25, "mse": 2.4, "desc_act": True, "static_groups": True, "damp_percent": 0.01}
 
 OURS = Row("quark_fx", "GPTQ()", {"passes": ["GPTQ"]}, 2)
@@ -110,21 +113,19 @@ def rows(iterations: int) -> tuple[Row, ...]:
     return (
         Row("quark_fx", "to nearest", {"passes": []}),
         *COMPARED,
-        Row("quark_fx", "GPTQ(), all 16 codes", {"passes": ["GPTQ"], "symmetry": "symmetric_full"}),
         Row(
             "quark_fx",
-            "GPTQ(asymmetry=1, fit_scales=True), sign-aware",
+            "GPTQ(asymmetry=0.5, fit_scales=True), sign-aware",
             {"passes": [QUALITY], "symmetry": "sign_aware"},
         ),
-        Row("quark_fx", "to nearest, all 16 codes", {"passes": [], "symmetry": "symmetric_full"}),
         Row("quark_fx", "AWQ()", {"passes": ["AWQ"]}),
-        Row("quark_fx", "AWQ(), all 16 codes", {"passes": ["AWQ"], "symmetry": "symmetric_full"}),
         Row("quark_fx", "AWQ(), GPTQ()", {"passes": ["AWQ", "GPTQ"]}),
         Row(
             "quark_fx",
-            "AWQ(), GPTQ(asymmetry=1, fit_scales=True), sign-aware",
+            "AWQ(), GPTQ(asymmetry=0.5, fit_scales=True), sign-aware",
             {"passes": ["AWQ", QUALITY], "symmetry": "sign_aware"},
         ),
+        Row("quark_fx", "AutoRound()", {"passes": ["AutoRound"]}),
         Row("GPTQModel", "GPTAQ, mse=2.4, desc_act, static_groups, damp 0.01", BEST),
         Row("auto-round", f"{iterations} iterations", {"iters": iterations}),
         Row("llm-compressor", "AWQ", {"awq": True}),
@@ -133,15 +134,15 @@ def rows(iterations: int) -> tuple[Row, ...]:
     )
 
 
-def random_llama() -> Trained:
+def random_llama(hidden: int, intermediate: int, layers: int) -> Trained:
     """Return a Llama with random weights, 32 windows of random tokens and as many to judge by."""
     words = Tokenizer(models.WordLevel({str(i): i for i in range(2048)}, unk_token="0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="1")
     config = LlamaConfig(
         vocab_size=2048,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=8,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=4,
         max_position_embeddings=256,
@@ -157,7 +158,11 @@ def random_llama() -> Trained:
     return Trained(model, tokenizer, batches[:4], batches[4:])
 
 
-MODELS: dict[str, Callable[[], Trained]] = {"llama": lambda: language_models.load("llama"), "random": random_llama}
+MODELS: dict[str, Callable[[], Trained]] = {
+    "llama": lambda: language_models.load("llama"),
+    "random": lambda: random_llama(512, 1408, 8),
+    "wide": lambda: random_llama(1536, 4096, 4),
+}
 
 
 @dataclass(frozen=True)
@@ -378,6 +383,7 @@ def main() -> None:
     """Run and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["llama"])
+    parser.add_argument("--quark-fx", type=Path, metavar="PYTHON", help="one with the peers' torch; default: this one")
     for option in ("--llm-compressor", "--gptqmodel", "--auto-round"):
         parser.add_argument(option, type=Path, metavar="PYTHON", help="its Python; default: no rows of it")
     parser.add_argument("--iterations", type=int, default=200, help="of auto-round")
@@ -392,7 +398,9 @@ def main() -> None:
         "GPTQModel": arguments.gptqmodel,
         "auto-round": arguments.auto_round,
     }
-    pythons = {"quark_fx": Path(sys.executable)} | {tool: path for tool, path in peers.items() if path is not None}
+    pythons = {"quark_fx": arguments.quark_fx or Path(sys.executable)} | {
+        tool: path for tool, path in peers.items() if path is not None
+    }
     wanted = [
         row for row in rows(arguments.iterations) if any(part in f"{row.tool} {row.method}" for part in arguments.only)
     ]
@@ -406,6 +414,7 @@ def main() -> None:
 TITLES = {
     "llama": "Trained Llama, 4 layers of 256 channels, 64 windows of 256 tokens",
     "random": "Llama with random weights, 8 layers of 512 channels, 32 windows of 256 tokens",
+    "wide": "Llama with random weights, 4 layers of 1,536 channels, 32 windows of 256 tokens",
 }
 
 
@@ -426,8 +435,8 @@ weights. "Codes in use" are the most different values in a group: 15 where the g
 
 {sections}
 
-Reproduce with `python -m benchmarks.language_peers --model llama random --llm-compressor llmc/bin/python --gptqmodel
-gptqm/bin/python --auto-round ar/bin/python`.
+Reproduce with `python -m benchmarks.language_peers --model llama random wide --quark-fx quark/bin/python
+--llm-compressor llmc/bin/python --gptqmodel gptqm/bin/python --auto-round ar/bin/python`.
 
 {textwrap.fill(f"Versions in the environments: {', '.join(used)}.", 120)}
 

@@ -39,7 +39,7 @@ METHODS: dict[str, tuple[dict[str, Any], Sequence[GraphPass]]] = {
     "GPTQ": (_PLAIN, (GPTQ(),)),
     "asymmetric GPTQ": (_PLAIN, (GPTQ(asymmetry=1.0),)),
     "AWQ + GPTQ": (_PLAIN, (AWQ(), GPTQ())),
-    "best": (_SIGNED, (GPTQ(asymmetry=1.0, fit_scales=True),)),
+    "best": (_SIGNED, (GPTQ(asymmetry=0.5, fit_scales=True),)),
 }
 """Fields of the weights' spec, and passes."""
 
@@ -92,7 +92,7 @@ def page(models: Sequence[str]) -> str:
 
 Perplexity of held-out text, and in brackets the mean divergence (KL, nats per token) of the predictions from the float
 model's. Small models trained here on the text that comes with Python; embeddings and head stay in float. Scales are
-symmetric and use every code (HQQ: asymmetric; *best*: sign-aware, `GPTQ(asymmetry=1.0, fit_scales=True)`). Reproduce
+symmetric and use every code (HQQ: asymmetric; *best*: sign-aware, `GPTQ(asymmetry=0.5, fit_scales=True)`). Reproduce
 with `python -m benchmarks.language_quality`.
 
 {chr(10).join(parts)}

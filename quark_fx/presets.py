@@ -86,7 +86,7 @@ W4A16_AWQ = W4A16_RTN.replace(passes=(*_FUSE, AWQ()))
 """`W4A16_RTN` after AWQ's scales."""
 
 W4A16_BEST = W4A16_RTN.replace(
-    weight=_GROUPS.replace(symmetry=Symmetry.SIGN_AWARE), passes=(*_FUSE, GPTQ(asymmetry=1.0, fit_scales=True))
+    weight=_GROUPS.replace(symmetry=Symmetry.SIGN_AWARE), passes=(*_FUSE, GPTQ(asymmetry=0.5, fit_scales=True))
 )
 """What is most accurate at the bits of `W4A16_RTN`: scales of either sign that fit the data, and GPTQ towards the float
 model's own activations; twice the time of `W4A16_GPTQ`."""

@@ -81,7 +81,7 @@ def quark_fx(job: Job) -> Found:
 
     base = qfx.presets.W4A16_RTN
     assert base.weight is not None
-    spec = base.weight.replace(symmetry=job.options.get("symmetry", "symmetric"))
+    spec = base.weight.replace(symmetry=job.options.get("symmetry", base.weight.symmetry))
     config = base.replace(weight=spec, passes=(*base.passes, *map(pass_from_dict, job.options["passes"])))
     model = job.model()
     qmodel = qfx.quantize(model, config, [{"input_ids": batch} for batch in job.batches], progress=False)

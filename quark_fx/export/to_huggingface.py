@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quark_fx.correspondence import Activation, Correspondence, Source, correspond
-from quark_fx.eager import source_of
 from quark_fx.errors import ExportError
-from quark_fx.export.packing import Matrix, pack, pack_awq, pack_columns
+from quark_fx.export.checkpoint import Layer, each_layer, take_apart
+from quark_fx.export.packing import pack, pack_awq, pack_columns
 from quark_fx.formats import FloatFormat, parse_format
 from quark_fx.model import QuantizedModel
 from quark_fx.qparams import Symmetry
-
-_CLASSES = (nn.Linear, nn.Embedding)
-"""The modules whose weights checkpoint formats hold."""
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A module with a quantized weight."""
-
-    name: str
-    module: nn.Module
-    weight: Matrix
-    input: Activation | None
 
 
 def huggingface(
@@ -67,19 +50,11 @@ def huggingface(
     """
     if format not in _WRITERS:
         raise ExportError(f"unknown checkpoint format {format!r}; choose one of {', '.join(_WRITERS)}")
-    source = source_of(qmodel, model)
-    if not hasattr(source.model, "save_pretrained"):
-        raise ExportError(f"{type(source.model).__name__} is no model of transformers; use qmodel.save(directory)")
-    found = correspond(source, qmodel.graph_module)
-    layers = _layers(source, found)
-    shell: Any = copy.deepcopy(source.model)
-    state = shell.state_dict(keep_vars=True)
-    taken = {n: c.value() for n, c in found.constants.items() if c.is_float and n in state}
-    tensors = {n: t for n, t in state.items() if not t.is_meta} | taken
-    if any(layer.name in _tied(shell) for layer in layers):
-        shell.config.tie_word_embeddings = False
+    checkpoint = take_apart(qmodel, model)
+    shell, layers = checkpoint.shell, checkpoint.layers
     stored, shell.config.quantization_config = _WRITERS[format](layers, _left(shell, layers))
-    tensors |= {name: tensor.clone() for name, tensor in stored.items()}  # tensors that are shared are left out
+    # Tensors that are shared are left out.
+    tensors = checkpoint.tensors | {name: tensor.clone() for name, tensor in stored.items()}
     directory = Path(directory)
     try:
         shell.save_pretrained(directory, state_dict={n: t.detach().contiguous() for n, t in tensors.items()})
@@ -90,67 +65,10 @@ def huggingface(
     return directory
 
 
-def _layers(source: Source, found: Correspondence) -> list[Layer]:
-    """Return the modules with quantized weights, or one error about all that no format holds."""
-    layers, errors = [], []
-    paths = {path: name for name, c in found.constants.items() if not c.is_float for path in [name.rpartition(".")[0]]}
-    for name, constant in found.constants.items():
-        if constant.is_float:
-            continue
-        path, _, leaf = name.rpartition(".")
-        module = source.model.get_submodule(path)
-        try:
-            simple = isinstance(module, _CLASSES) and len(inspect.signature(module.forward).parameters) == 1
-            if leaf != "weight" or not simple:
-                shape = tuple(constant.tensor.shape)
-                raise ExportError(
-                    "checkpoints hold weights of nn.Linear and nn.Embedding with one input, this is the parameter "
-                    f"{leaf} of a {type(module).__name__}, {shape}"
-                )
-            layers.append(Layer(path, module, Matrix.of(constant), found.inputs.get(path)))
-        except ExportError as error:
-            errors.append(f"{name}: {error}")
-    errors += [f"{p}: its activation is quantized and its weight is not" for p in found.inputs if p not in paths]
-    errors += [f"{p}: it is folded into its neighbour" for p in found.identities]
-    if errors:
-        raise _unholdable(errors)
-    if not layers:
-        raise ExportError("no weight is quantized; save the float model instead")
-    return layers
-
-
-def _unholdable(errors: list[str]) -> ExportError:
-    return ExportError(
-        "the checkpoint format cannot hold how these are quantized; exclude them (exclude=, Override) or change "
-        "their specs:\n  " + "\n  ".join(errors)
-    )
-
-
-def _tied(model: nn.Module) -> set[str]:
-    """Return the paths of modules whose weight is that of another one."""
-    named = [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)]
-    counts = Counter(identity for _, identity in named)
-    return {name.rpartition(".")[0] for name, identity in named if counts[identity] > 1}
-
-
 def _left(model: nn.Module, layers: list[Layer]) -> list[str]:
     """Return the linear layers that stay in float."""
     quantized = {layer.name for layer in layers}
     return [n for n, module in model.named_modules() if isinstance(module, nn.Linear) and n not in quantized]
-
-
-def _each(layers: list[Layer], write: Callable[[Layer], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the tensors `write` makes of the layers, or one error about all it refuses."""
-    tensors: dict[str, Tensor] = {}
-    errors = []
-    for layer in layers:
-        try:
-            tensors |= {f"{layer.name}.{part}": tensor for part, tensor in write(layer).items()}
-        except ExportError as error:
-            errors.append(f"{layer.name}: {error}")
-    if errors:
-        raise _unholdable(errors)
-    return tensors
 
 
 def _compressed_tensors(layers: list[Layer], left: list[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -165,7 +83,7 @@ def _compressed_tensors(layers: list[Layer], left: list[str]) -> tuple[dict[str,
         members.setdefault(key, []).append(layer)
         return _compressed(layer, scheme["format"])
 
-    tensors = _each(layers, write)
+    tensors = each_layer(layers, write)
     groups = {}
     common = Counter(key for key, some in members.items() for layer in some if isinstance(layer.module, nn.Linear))
     for index, key in enumerate(members):
@@ -249,7 +167,7 @@ def _uniform(layers: list[Layer], bits: tuple[int, ...], form: str) -> tuple[int
             raise ExportError(f"{form} holds one number of bits and one group size, here {common[0]} and {common[1]}")
         return {}
 
-    _each(layers, check)
+    each_layer(layers, check)
     return common
 
 
@@ -273,7 +191,7 @@ def _gptq(layers: list[Layer], left: list[str], version: int = 1) -> tuple[dict[
             "g_idx": (torch.arange(inputs) // size).to(torch.int32),
         }
 
-    return _each(layers, write), {
+    return each_layer(layers, write), {
         "quant_method": "gptq",
         "bits": bits,
         "group_size": group,
@@ -305,7 +223,7 @@ def _awq(layers: list[Layer], left: list[str]) -> tuple[dict[str, Tensor], dict[
             "scales": layer.weight.half_scales().t().contiguous(),
         }
 
-    return _each(layers, write), {
+    return each_layer(layers, write), {
         "quant_method": "awq",
         "bits": bits,
         "group_size": group,

@@ -1,0 +1,132 @@
+"""What a checkpoint is made of: the layers with quantized weights, and every other tensor."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from quark_fx.correspondence import Activation, Correspondence, Source, correspond
+from quark_fx.eager import source_of
+from quark_fx.errors import ExportError
+from quark_fx.export.packing import Matrix
+from quark_fx.model import QuantizedModel
+
+_CLASSES = (nn.Linear, nn.Embedding)
+"""The modules whose weights checkpoint formats hold."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module with a quantized weight."""
+
+    name: str
+    module: nn.Module
+    weight: Matrix
+    input: Activation | None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A quantized model of transformers, taken apart.
+
+    Attributes:
+        shell: a copy of the float model, for its configuration; its weights are not what is stored.
+        layers: with quantized weights.
+        tensors: the rest of the model's state by name, in float.
+    """
+
+    shell: Any
+    layers: list[Layer]
+    tensors: dict[str, Tensor]
+
+
+def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
+    """Return what a checkpoint of `qmodel` holds.
+
+    Args:
+        qmodel: from `quantize`.
+        model: a float model of the same architecture, if `qmodel` was loaded.
+
+    Raises:
+        ExportError: if no checkpoint format can hold how an operator is quantized (all are listed), or the model is
+            none of transformers.
+    """
+    source = source_of(qmodel, model)
+    if not hasattr(source.model, "save_pretrained"):
+        raise ExportError(f"{type(source.model).__name__} is no model of transformers; use qmodel.save(directory)")
+    found = correspond(source, qmodel.graph_module)
+    layers = _layers(source, found)
+    shell: Any = copy.deepcopy(source.model)
+    state = shell.state_dict(keep_vars=True)
+    taken = {n: c.value() for n, c in found.constants.items() if c.is_float and n in state}
+    tensors = {n: t for n, t in state.items() if not t.is_meta} | taken
+    if any(layer.name in _tied(shell) for layer in layers):
+        shell.config.tie_word_embeddings = False
+    return Checkpoint(shell, layers, tensors)
+
+
+def _layers(source: Source, found: Correspondence) -> list[Layer]:
+    """Return the modules with quantized weights, or one error about all that no format holds."""
+    layers, errors = [], []
+    paths = {path: name for name, c in found.constants.items() if not c.is_float for path in [name.rpartition(".")[0]]}
+    for name, constant in found.constants.items():
+        if constant.is_float:
+            continue
+        path, _, leaf = name.rpartition(".")
+        module = source.model.get_submodule(path)
+        try:
+            simple = isinstance(module, _CLASSES) and len(inspect.signature(module.forward).parameters) == 1
+            if leaf != "weight" or not simple:
+                shape = tuple(constant.tensor.shape)
+                raise ExportError(
+                    "checkpoints hold weights of nn.Linear and nn.Embedding with one input, this is the parameter "
+                    f"{leaf} of a {type(module).__name__}, {shape}"
+                )
+            layers.append(Layer(path, module, Matrix.of(constant), found.inputs.get(path)))
+        except ExportError as error:
+            errors.append(f"{name}: {error}")
+    errors += [f"{p}: its activation is quantized and its weight is not" for p in found.inputs if p not in paths]
+    errors += [f"{p}: it is folded into its neighbour" for p in found.identities]
+    if errors:
+        raise unholdable(errors)
+    if not layers:
+        raise ExportError("no weight is quantized; save the float model instead")
+    return layers
+
+
+def unholdable(errors: list[str]) -> ExportError:
+    """Return the error that lists what a format cannot hold."""
+    return ExportError(
+        "the checkpoint format cannot hold how these are quantized; exclude them (exclude=, Override) or change "
+        "their specs:\n  " + "\n  ".join(errors)
+    )
+
+
+def _tied(model: nn.Module) -> set[str]:
+    """Return the paths of modules whose weight is that of another one."""
+    named = [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)]
+    counts = Counter(identity for _, identity in named)
+    return {name.rpartition(".")[0] for name, identity in named if counts[identity] > 1}
+
+
+def each_layer(layers: list[Layer], write: Callable[[Layer], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the tensors `write` makes of the layers, under their names, or one error about all it refuses."""
+    tensors: dict[str, Tensor] = {}
+    errors = []
+    for layer in layers:
+        try:
+            tensors |= {f"{layer.name}.{part}": tensor for part, tensor in write(layer).items()}
+        except ExportError as error:
+            errors.append(f"{layer.name}: {error}")
+    if errors:
+        raise unholdable(errors)
+    return tensors
+
+
+__all__ = ["Checkpoint", "Layer", "each_layer", "take_apart"]
