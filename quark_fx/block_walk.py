@@ -27,6 +27,7 @@ from quark_fx.graph import (
     target_name,
     tensor_of,
 )
+from quark_fx.memory import give_back
 
 
 @dataclass
@@ -200,6 +201,7 @@ def walk_blocks(
     try:
         bar = tqdm(blocks, desc=label, unit="block", disable=not context.progress, leave=False)
         for index, block in enumerate(bar):
+            give_back()
             part = _lift(reference, block, float_nodes, context.device)
             if side_by_side:
                 streams.shared |= block.shared
@@ -216,7 +218,9 @@ def walk_blocks(
             if context.checkpoint is not None and known is None:
                 context.checkpoint.save(walk, index, run.learned, context.changes[before:])
             if index + 1 < len(blocks):
-                streams.advance("quantized", block, _with_weights(run.module))
+                values = _with_weights(run.module)
+                streams.advance("quantized", block, values)
+                _release(values)
                 streams.forget(set(block.inputs) - set(block.outputs))
     finally:
         streams.forget({name for block in blocks for name in (*block.inputs, *block.outputs)})
@@ -313,6 +317,13 @@ def _with_weights(module: GraphModule) -> GraphModule:
             module.graph.erase_node(node)
     module.recompile()
     return module
+
+
+def _release(module: GraphModule) -> None:
+    """Let go of a module's tensors now: a graph is a cycle, which waits for the garbage collector."""
+    for owner in module.modules():
+        owner._parameters.clear()
+        owner._buffers.clear()
 
 
 __all__ = ["BlockRun", "FloatRun", "relative_error", "run_blocks", "walk_blocks", "walk_float_blocks"]

@@ -10,7 +10,7 @@ wait is done in matrix products.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,9 @@ from quark_fx.quantized_weights import Grid
 
 _LEAF = 16
 """Columns that are rounded one by one before the others hear of them in a product."""
+
+_AT_ONCE = 1 << 22
+"""Weights that are rounded together on a processor, about: more need memory, and fall out of its caches."""
 
 _DAMPING_STEP = 10.0
 """Damping that does not make `H` positive definite is raised by this factor, up to the mean diagonal itself."""
@@ -62,27 +65,28 @@ def factor(h: Tensor, *, damping: float, by_activation: bool) -> Factor:
         raise CalibrationError("what it reads on the calibration data is not finite")
     if by_activation:
         order = diagonal.argsort(dim=-1, descending=True, stable=True)
-        h = h.gather(-2, order.unsqueeze(-1).expand_as(h)).gather(-1, order.unsqueeze(-2).expand_as(h))
-        diagonal = diagonal.gather(-1, order)
     else:
         order = torch.arange(h.shape[-1], device=h.device).expand_as(diagonal)
     # Inputs that are always zero have no curvature of their own: damping rounds them to nearest.
     mean = diagonal.mean(-1, keepdim=True)
     mean = torch.where(mean > 0, mean, 1.0)
+    # The lower triangle of the matrix turned by half a circle is the upper one of the matrix.
+    turned = order.flip(-1)
+    diagonal = diagonal.gather(-1, turned)
+    turned_h = h.gather(-2, turned.unsqueeze(-1).expand_as(h)).gather(-1, turned.unsqueeze(-2).expand_as(h))
     share = damping
     while True:
-        damped = h + torch.diag_embed((share * mean).expand_as(diagonal))
-        # The lower triangle of the matrix turned by half a circle is the upper one of the matrix.
-        lower, failed = torch.linalg.cholesky_ex(damped.flip(-1, -2))
+        turned_h.diagonal(dim1=-2, dim2=-1).copy_(diagonal + share * mean)
+        lower, failed = torch.linalg.cholesky_ex(turned_h)
         if not bool(failed.any()):
             break
         if share >= 1:
             raise CalibrationError("the second moment of what it reads is not positive definite even when damped")
         share = min(1.0, max(share, 1e-4) * _DAMPING_STEP)
+    del turned_h  # matrices of this size are what memory goes to
     upper = lower.flip(-1, -2)
-    pivot = upper.diagonal(dim1=-2, dim2=-1)
-    feedback = (upper / pivot.unsqueeze(-2)).triu(1)
-    return Factor(order, feedback, pivot.square(), share)
+    pivot = upper.diagonal(dim1=-2, dim2=-1).clone()
+    return Factor(order, upper.div_(pivot.unsqueeze(-2)).triu_(1), pivot.square(), share)
 
 
 def round_with_feedback(weight: Tensor, factor: Factor, grid: Grid) -> Tensor:
@@ -99,29 +103,49 @@ def round_with_feedback(weight: Tensor, factor: Factor, grid: Grid) -> Tensor:
     Source:
         Frantar et al. 2023 (GPTQ), algorithm 1.
     """
-    index = factor.order.unsqueeze(-1)
+    codes = torch.empty_like(weight)
+    for groups, rows in _pieces(weight):
+        order, feedback = factor.order[groups], factor.feedback[groups]
+        piece = [p.expand_as(weight)[groups, rows] for p in (weight, grid.scale, grid.zero_point)]
+        codes[groups, rows] = _round_piece(piece, order.unsqueeze(-1), feedback, grid.limits)
+    return codes
+
+
+def _pieces(weight: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield ranges of groups and of rows that are worth rounding at once: they need not know of each other."""
+    groups, rows, inputs = weight.shape
+    most = _AT_ONCE if weight.is_cpu else groups * rows * inputs
+    matrices, lines = max(1, most // (rows * inputs)), max(1, most // inputs)
+    for group in range(0, groups, matrices):
+        for row in range(0, rows, lines if matrices == 1 else rows):
+            yield slice(group, group + matrices), slice(row, row + (lines if matrices == 1 else rows))
+
+
+def _round_piece(piece: Sequence[Tensor], index: Tensor, feedback: Tensor, limits: tuple[int, int]) -> Tensor:
+    """Return the codes of a piece: weight, scale and zero point of shape (groups, rows, inputs)."""
     # Inputs first: a column of the weight is then contiguous.
-    real, scale, zero_point = (_columns(p, weight, index) for p in (weight, grid.scale, grid.zero_point))
-    codes, feedback = torch.empty_like(real), factor.feedback
+    real, scale, zero_point = (p.float().mT.gather(1, index.expand_as(p.mT)) for p in piece)
+    codes = torch.empty_like(real)
     wanted, error = real.clone(), torch.empty_like(real)
     # real - (code - zero_point) * scale, as one product to be subtracted
     offset = torch.addcmul(real, zero_point, scale)
     parts = (wanted, scale.reciprocal(), zero_point, offset, scale, codes, error)
-    round_run, longest = _runs(wanted)
-
-    def visit(first: int, last: int) -> None:
-        """Round the columns from `first` to before `last`, which know of all before them."""
-        if last - first > longest:
-            middle = (first + last) // 2
-            visit(first, middle)
-            wanted[:, middle:last].baddbmm_(feedback[:, first:middle, middle:last].mT, error[:, first:middle])
-            visit(middle, last)
-            return
-        run = slice(first, last)
-        round_run([part[:, run] for part in parts], feedback[:, run, run], grid.limits)
-
-    visit(0, real.shape[1])
+    _round_columns(parts, feedback, limits, 0, real.shape[1])
     return torch.empty_like(codes).scatter_(1, index.expand_as(codes), codes).mT
+
+
+def _round_columns(parts: Sequence[Tensor], feedback: Tensor, limits: tuple[int, int], first: int, last: int) -> None:
+    """Round the columns from `first` to before `last`, which know of all before them."""
+    wanted, error = parts[0], parts[-1]
+    round_run, longest = _runs(wanted)
+    if last - first > longest:
+        middle = (first + last) // 2
+        _round_columns(parts, feedback, limits, first, middle)
+        wanted[:, middle:last].baddbmm_(feedback[:, first:middle, middle:last].mT, error[:, first:middle])
+        _round_columns(parts, feedback, limits, middle, last)
+        return
+    run = slice(first, last)
+    round_run([part[:, run] for part in parts], feedback[:, run, run], limits)
 
 
 def _runs(like: Tensor) -> tuple[Callable[[Sequence[Tensor], Tensor, tuple[int, int]], None], int]:
@@ -142,12 +166,6 @@ def round_run(columns: Sequence[Tensor], feedback: Tensor, limits: tuple[int, in
         torch.addcmul(start, code, step, value=-1, out=left)
         if k + 1 < wanted.shape[1]:
             wanted[:, k + 1 :].baddbmm_(feedback[:, k, k + 1 :, None], error[:, k : k + 1])
-
-
-def _columns(parameter: Tensor, weight: Tensor, index: Tensor) -> Tensor:
-    """Return a parameter of `weight` in float32, inputs first and in the order of rounding."""
-    columns = parameter.float().expand_as(weight).mT
-    return columns.gather(1, index.expand_as(columns))
 
 
 def solve(factor: Factor, right: Tensor) -> Tensor:

@@ -18,11 +18,17 @@ Source: https://onnx.ai/onnx/operators/onnx__QuantizeLinear.html.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from quark_fx.formats import FloatFormat, IntFormat, parse_format
 from quark_fx.qparams import QParams, Scheme, Symmetry
+
+_AT_ONCE = 1 << 20
+"""Values of a constant that are quantized together, about: a few megabytes, which the processor's caches hold."""
 
 
 @torch.library.custom_op("quark_fx::quantize", mutates_args=())
@@ -131,17 +137,46 @@ def spread(parameter: Tensor, x: Tensor, axis: int | None, block_size: int) -> T
 
 def encode(x: Tensor, qparams: QParams, scheme: Scheme, axis: int | None = None, block_size: int = 0) -> Tensor:
     """Quantize `x` like `quantize`, and keep to the codes the *scheme* allows (±127 for symmetric int8)."""
+    codes = torch.empty(x.shape, dtype=scheme.format.dtype, device=x.device)
+    for rows, scale, zero_point in row_pieces(codes, qparams, axis, block_size):
+        codes[rows] = _encode(x[rows], scale, zero_point, scheme, axis, block_size)
+    return codes
+
+
+def _encode(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, axis: int | None, block_size: int) -> Tensor:
     if isinstance(scheme.format, FloatFormat):
-        codes: Tensor = quantize(x, qparams.scale, qparams.zero_point, str(scheme.format), axis, block_size)
+        codes: Tensor = quantize(x, scale, zero_point, str(scheme.format), axis, block_size)
         return codes
     wide = torch.float64 if scheme.format.bits > 16 else torch.float32  # float32 holds every code of 16 bits
-    y = x.to(wide) / spread(qparams.scale, x, axis, block_size)
-    y = y.round_().add_(spread(qparams.zero_point, x, axis, block_size))
-    return y.clamp_(scheme.qmin, scheme.qmax).to(scheme.format.dtype)
+    y = x.to(wide) / spread(scale, x, axis, block_size)
+    y = y.round_().add_(spread(zero_point, x, axis, block_size))
+    return y.clamp_(scheme.qmin, scheme.qmax)
+
+
+def row_pieces(
+    codes: Tensor, qparams: QParams, axis: int | None, block_size: int
+) -> Iterator[tuple[Any, Tensor, Tensor]]:
+    """Yield indices of some rows at a time (dimension 0) and their parameters, so that what is made of a large tensor
+    meanwhile stays small.
+    """
+    count = -(-codes.numel() // _AT_ONCE)
+    apart = count > 1 and codes.dim() > 1 and not (axis == 0 and block_size)
+    if not apart:
+        yield ..., qparams.scale, qparams.zero_point
+        return
+    step = -(-len(codes) // count)
+    for first in range(0, len(codes), step):
+        rows = slice(first, first + step)
+        # Parameters have no rows where they are one for all, or vary along another dimension.
+        scale, zero_point = (
+            p[rows] if p.dim() == codes.dim() or (axis == 0 and p.dim()) else p
+            for p in (qparams.scale, qparams.zero_point)
+        )
+        yield rows, scale, zero_point
 
 
 def _nonzero(scale: Tensor) -> Tensor:
     return torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
 
 
-__all__ = ["dequantize", "dynamic_qparams", "encode", "quantize", "spread"]
+__all__ = ["dequantize", "dynamic_qparams", "encode", "quantize", "row_pieces", "spread"]

@@ -1,11 +1,10 @@
-"""The quantized operators of a block that multiply the same rows, as one product: weights one under the other."""
+"""The quantized operators of a block that multiply the same rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from quark_fx.block_walk import BlockRun
@@ -21,78 +20,68 @@ from quark_fx.second_moment import Entrance, SecondMoment
 
 
 @dataclass(frozen=True)
-class Product:
-    """Operators that read one value and multiply it alike: what is computed of that value serves them all.
-
-    Matrices have the shape (groups, outputs of all operators, inputs).
+class Part:
+    """One operator of a product. Its matrices have the shape (groups, outputs, inputs).
 
     Attributes:
-        run: the block they are in.
-        weights: theirs.
-        mappings: how each multiplies; they differ in how the weight is stored at most.
-        real: the float weights as matrices, float32.
+        run: the block it is in.
+        weight: its own.
+        mapping: how it multiplies.
+        real: the float weight as matrices, float32.
     """
 
     run: BlockRun
-    weights: tuple[QuantizedWeight, ...]
-    mappings: tuple[LinearMap, ...]
+    weight: QuantizedWeight
+    mapping: LinearMap
     real: Tensor
-
-    @property
-    def names(self) -> str:
-        """The modules the operators come from, for messages."""
-        return ", ".join(weight.name for weight in self.weights)
 
     @property
     def limits(self) -> tuple[int, int]:
         """The smallest and the largest code."""
-        return self.weights[0].scheme.qmin, self.weights[0].scheme.qmax
+        return self.weight.scheme.qmin, self.weight.scheme.qmax
 
     def codes(self) -> Tensor:
-        """Return the codes that are stored now, as float32 matrices."""
-        return self._matrices([tensor_of(self.run.module, weight.codes).float() for weight in self.weights])
+        """Return the codes that are stored now, as matrices."""
+        return self.mapping.matrix(tensor_of(self.run.module, self.weight.codes))
 
     def grid(self) -> Grid:
         """Return what the codes stand for, as matrices."""
-        grids = [weight.grid(self.run.module) for weight in self.weights]
-        stored = [tensor_of(self.run.module, weight.codes) for weight in self.weights]
-        scale, zero_point = (
-            self._matrices([p.expand_as(like) for p, like in zip(parameters, stored, strict=True)])
-            for parameters in ([grid.scale for grid in grids], [grid.zero_point for grid in grids])
-        )
+        found, stored = self.weight.grid(self.run.module), tensor_of(self.run.module, self.weight.codes)
+        scale, zero_point = (self.mapping.matrix(p.expand_as(stored)) for p in (found.scale, found.zero_point))
         return Grid(scale, zero_point, self.limits)
 
-    def split(self, matrices: Tensor) -> tuple[Tensor, ...]:
-        """Return the part of each operator."""
-        sizes = [tensor_of(self.run.module, w.codes).numel() // self.real[:, 0].numel() for w in self.weights]
-        return tuple(torch.split(matrices, sizes, 1))
-
     def store(self, codes: Tensor) -> None:
-        """Store the codes of all operators, given as matrices."""
-        for weight, mapping, part in zip(self.weights, self.mappings, self.split(codes), strict=True):
-            old = tensor_of(self.run.module, weight.codes)
-            self.run.store(weight.codes, mapping.restore(part, old).to(old.dtype))
+        """Store codes, given as matrices."""
+        old = tensor_of(self.run.module, self.weight.codes)
+        self.run.store(self.weight.codes, self.mapping.restore(codes, old).to(old.dtype))
 
     def fit_scales(self, h: Tensor) -> None:
         """Shrink and store scales where that brings the outputs nearer, `h` being the moment of what is multiplied.
 
         Scales per tensor, powers of two, and those that a bias follows stay.
         """
-        parts = zip(self.weights, self.mappings, self.split(self.real), strict=True)
-        for weight, mapping, real in parts:
-            scheme, axis = weight.scheme, weight.axis
-            if axis is None or scheme.scale_type is ScaleType.POWER_OF_TWO or weight.bias_scale_follows:
-                continue
-            old = weight.scale(self.run.module)
-            block = weight.block_size if weight.block_size > 0 else real.shape[-1]
-            found = weight.grid(self.run.module)
-            stored = tensor_of(self.run.module, weight.codes)
-            scale, zero_point = (mapping.matrix(p.expand_as(stored)) for p in (found.scale, found.zero_point))
-            ratio = fit_scales(real, h, Grid(scale, zero_point, self.limits), block)
-            # Scales lie as the weight does, with fewer inputs; one per channel as a vector.
-            ratio = mapping.restore(ratio, old) if old.dim() > 1 else ratio.reshape(-1)
-            sign, ideal = old.sign(), (old.abs() * ratio).double()
-            self.run.store(weight.scale_name, sign * constrain_scale(ideal, scheme.scale_type))
+        weight, scheme = self.weight, self.weight.scheme
+        if weight.axis is None or scheme.scale_type is ScaleType.POWER_OF_TWO or weight.bias_scale_follows:
+            return
+        old = weight.scale(self.run.module)
+        block = weight.block_size if weight.block_size > 0 else self.real.shape[-1]
+        ratio = fit_scales(self.real, h, self.grid(), block)
+        # Scales lie as the weight does, with fewer inputs; one per channel as a vector.
+        ratio = self.mapping.restore(ratio, old) if old.dim() > 1 else ratio.reshape(-1)
+        sign, ideal = old.sign(), (old.abs() * ratio).double()
+        self.run.store(weight.scale_name, sign * constrain_scale(ideal, scheme.scale_type))
+
+
+@dataclass(frozen=True)
+class Product:
+    """Operators that read one value and multiply it alike: what is computed of that value serves them all."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def names(self) -> str:
+        """The modules the operators come from, for messages."""
+        return ", ".join(part.weight.name for part in self.parts)
 
     def second_moment(self, context: Context, *, shifted: bool = False) -> SecondMoment:
         """Return the sums over what enters the product, of all calibration batches, everything before quantized.
@@ -102,8 +91,9 @@ class Product:
             shifted: compare with what enters it in float, too; not where data chooses the rows: the float model may
                 route other tokens to an expert than the quantized one, and its rows have no counterparts.
         """
-        weight, mapping, run = self.weights[0], self.mappings[0], self.run
-        groups, _, inputs = self.real.shape
+        first = self.parts[0]
+        weight, mapping, run = first.weight, first.mapping, first.run
+        groups, _, inputs = first.real.shape
         entrance = Entrance(run.module, weight.node, weight.row, mapping, run.inputs)
         reference = None
         if shifted and mapping.offsets is None:
@@ -111,26 +101,20 @@ class Product:
             reference = Entrance(run.reference, real, weight.row, mapping, run.reference_inputs)
         return SecondMoment.measure(context, (groups, inputs), entrance, reference)
 
-    def _matrices(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat([mapping.matrix(t) for mapping, t in zip(self.mappings, tensors, strict=True)], 1)
-
 
 def find_products(run: BlockRun, weights: Iterable[QuantizedWeight], context: Context) -> list[Product]:
     """Return the products of a block in order; an operator that multiplies in an unknown way is noted as left alone."""
-    found: dict[object, list[tuple[QuantizedWeight, LinearMap, Tensor]]] = {}
+    found: dict[object, list[Part]] = {}
     for weight in weights:
         stored = tensor_of(run.reference, weight.weight).detach().float()
         mapping = linear_map(weight.node, weight.row, stored)
         if mapping is None:
             context.note(Change(weight.name, "left: how it multiplies is not known", changed=False))
             continue
-        activation, scheme = argument(weight.node, weight.row.activations[0]), weight.scheme
-        key = activation, replace(mapping, transposed=False), scheme.qmin, scheme.qmax
-        found.setdefault(key, []).append((weight, mapping, mapping.matrix(stored)))
-    return [
-        Product(run, tuple(weights), tuple(mappings), torch.cat(list(matrices), 1))
-        for weights, mappings, matrices in (zip(*parts, strict=True) for parts in found.values())
-    ]
+        activation = argument(weight.node, weight.row.activations[0])
+        part = Part(run, weight, mapping, mapping.matrix(stored))
+        found.setdefault((activation, replace(mapping, transposed=False)), []).append(part)
+    return [Product(tuple(parts)) for parts in found.values()]
 
 
-__all__ = ["Product", "find_products"]
+__all__ = ["Part", "Product", "find_products"]

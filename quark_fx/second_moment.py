@@ -97,7 +97,8 @@ class SecondMoment:
         A matrix of `n` inputs that saw fewer than about `n` rows leaves directions open which its rows do not reach.
         The average of the stack counts as `n` rows more.
         """
-        self.h = self.h.triu() + self.h.triu(1).mT
+        above = self.h.triu(1)
+        self.h.triu_().add_(above.mT)
         if len(self.h) > 1:
             inputs = self.h.shape[-1]
             average = self.h.sum(0) / max(1, int(self.rows.sum())) * inputs

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quark_fx.config import Granularity, TensorSpec
 from quark_fx.formats import IntFormat
-from quark_fx.ops import dequantize, encode
+from quark_fx.ops import dequantize, encode, row_pieces
 from quark_fx.qparams import QParams, ScaleType, constrain_scale
 
 _ROWS_AT_ONCE = 8192
@@ -43,6 +43,19 @@ class QuantizedTensor:
             self.codes, p.scale, p.zero_point, str(self.spec.format), self.axis, self.block_size
         )
         return values
+
+    def sqnr(self, reference: Tensor) -> float:
+        """Return the signal to noise ratio in dB of what the codes stand for."""
+        if self.spec.is_cast:
+            return sqnr(reference, self.dequantize())
+        signal = noise = 0.0
+        for rows, scale, zero_point in row_pieces(self.codes, self.qparams, self.axis, self.block_size):
+            real = reference[rows].float()
+            layout = str(self.spec.format), self.axis, self.block_size
+            lost = dequantize(self.codes[rows], scale, zero_point, *layout).sub_(real)
+            signal += float(torch.linalg.vector_norm(real)) ** 2
+            noise += float(torch.linalg.vector_norm(lost)) ** 2
+        return _decibels(signal, noise)
 
     @property
     def nbytes(self) -> int:
@@ -144,4 +157,8 @@ def sqnr(reference: Tensor, approximation: Tensor) -> float:
     """Return the signal to quantization noise ratio in dB; infinite where nothing was lost."""
     signal = float(torch.linalg.vector_norm(reference.float()))
     noise = float(torch.linalg.vector_norm(reference.float() - approximation.float()))
-    return 20 * math.log10(signal / noise) if noise > 0 and signal > 0 else math.inf
+    return _decibels(signal**2, noise**2)
+
+
+def _decibels(signal: float, noise: float) -> float:
+    return 10 * math.log10(signal / noise) if noise > 0 and signal > 0 else math.inf

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tiny import rand
 from torch import Tensor
 
+from quark_fx import error_feedback
 from quark_fx.error_feedback import factor, round_with_feedback, solve
 from quark_fx.errors import CalibrationError
 from quark_fx.quantized_weights import Grid
@@ -100,6 +101,17 @@ def test_groups_are_independent() -> None:
         alone = factor(h[i : i + 1], damping=0.01, by_activation=True)
         one = Grid(grid.scale[i : i + 1], grid.zero_point[i : i + 1], LIMITS)
         assert torch.equal(together[i : i + 1], round_with_feedback(weight[i : i + 1], alone, one))
+
+
+def test_pieces_are_rounded_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a stack some matrices at once, of a large matrix some rows."""
+    weight, h = rand(3, 8, 20), torch.stack([moment(20, 50, seed) for seed in (0, 5, 9)])
+    found = factor(h, damping=0.01, by_activation=True)
+    whole = round_with_feedback(weight, found, grid_of(weight))
+    for most, pieces in ((2 * 8 * 20, 2), (3 * 20, 9), (1, 24)):
+        monkeypatch.setattr(error_feedback, "_AT_ONCE", most)
+        assert len(list(error_feedback._pieces(weight))) == pieces
+        assert torch.equal(round_with_feedback(weight, found, grid_of(weight)), whole)
 
 
 def test_inputs_that_are_never_there_are_rounded_to_nearest() -> None:

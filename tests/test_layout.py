@@ -17,7 +17,7 @@ PACKAGE = ROOT / "quark_fx"
 LINKS = ("passes", "observers", "export")
 
 LAYERS = (
-    {"errors"},
+    {"errors", "memory"},
     {"formats"},
     {"qparams"},
     {"ops", "observers", "graph", "signature"},

@@ -16,7 +16,7 @@ In the output folder a worker writes
 
     weights.safetensors  the checkpoint's tensors under the same names, float32: weights `scale * code`
     logits.safetensors   `quantized`: of the first window, by the model as the tool leaves it
-    result.json          `peak_mib` of resident memory and `versions`
+    result.json          `peak_mib` of resident memory until it had quantized, and `versions`
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,17 @@ class Job:
         folder: of the checkpoint.
         batches: of token ids, `(windows, length)`.
         options: of the tool.
+        peak: MiB of resident memory, the most until the tool had quantized; taken by `quantized`.
     """
 
     folder: Path
     batches: list[Tensor]
     options: Mapping[str, Any]
+    peak: list[float] = field(default_factory=list)
+
+    def quantized(self) -> None:
+        """Note the peak of memory before weights are taken out of what the tool left."""
+        self.peak.append(peak_mib())
 
     def keywords(self) -> list[dict[str, Tensor]]:
         """Return the batches as keywords of a model, with masks of ones."""
@@ -85,6 +91,7 @@ def quark_fx(job: Job) -> Found:
     config = base.replace(weight=spec, passes=(*base.passes, *map(pass_from_dict, job.options["passes"])))
     model = job.model()
     qmodel = qfx.quantize(model, config, [{"input_ids": batch} for batch in job.batches], progress=False)
+    job.quantized()
     eager = qmodel.eager()
     return {name: _attribute(eager, name) for name in model.state_dict()}, qmodel
 
@@ -118,6 +125,7 @@ def llm_compressor(job: Job) -> Found:
         num_calibration_samples=len(batches),
         **job.options.get("arguments", {}),
     )
+    job.quantized()
     tensors = {name: tensor for name, tensor in model.state_dict().items() if "_proj.weight_" not in name}
     for name, module in model.named_modules():
         scheme = getattr(module, "quantization_scheme", None)
@@ -142,6 +150,7 @@ def gptqmodel(job: Job) -> Found:
     model = GPTQModel.load(str(job.folder), config, dtype=torch.float32, backend=BACKEND.TORCH)
     rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for batch in job.batches for row in batch]
     model.quantize(rows, batch_size=len(job.batches[0]), backend=BACKEND.TORCH)
+    job.quantized()
     found: nn.Module = model.model
     tensors = {}
     for name, module in found.named_modules():
@@ -178,6 +187,7 @@ def auto_round(job: Job) -> Found:
         **job.options,
     )
     quantized, _ = learner.quantize()
+    job.quantized()
     # What it does not quantize comes back in bfloat16, which its checkpoints need not have.
     kept = {name: tensor for name, tensor in job.model().state_dict().items() if not name.endswith("_proj.weight")}
     return {**quantized.state_dict(), **kept}, quantized
@@ -213,7 +223,7 @@ def run(path: Path) -> None:
     save_file({n: t.detach().float().contiguous() for n, t in tensors.items()}, output / "weights.safetensors")
     save_file({"quantized": logits.detach().float()}, output / "logits.safetensors")
     versions = {name: version(name) for name in (distribution, "torch", "transformers")}
-    result = {"peak_mib": peak_mib(), "versions": versions}
+    result = {"peak_mib": job.peak[0], "versions": versions}
     (output / "result.json").write_text(json.dumps(result, indent=2), encoding="utf-8")
 
 

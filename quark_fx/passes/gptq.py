@@ -12,10 +12,10 @@ from torch.fx import GraphModule
 from quark_fx.block_walk import walk_blocks
 from quark_fx.blocks import Unit
 from quark_fx.context import Context
-from quark_fx.error_feedback import factor, round_with_feedback, solve
+from quark_fx.error_feedback import Factor, factor, round_with_feedback, solve
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.pass_manager import Change, Stage, graph_pass
-from quark_fx.products import Product, find_products
+from quark_fx.products import Part, Product, find_products
 from quark_fx.quantized_weights import quantized_weights, shared_tensors
 from quark_fx.reconstruction import note_left_alone
 from quark_fx.second_moment import SecondMoment
@@ -31,7 +31,7 @@ class GPTQ:
 
     Scales do not change on the way (static groups). Every operator sees inputs that everything before it, quantized,
     makes of the data (true sequential), in one forward pass over it. Operators that read one value share its second
-    moment and are solved together; of a stack of experts each has the tokens routed to it, and borrows from the average
+    moment and its factors; of a stack of experts each has the tokens routed to it, and borrows from the average
     of all where they are few. Positions that the data's `attention_mask` leaves out do not count.
 
     Args:
@@ -72,35 +72,39 @@ class GPTQ:
         return sum(change.changed for change in context.changes)
 
     def _round(self, product: Product, context: Context) -> None:
-        start = time.perf_counter()
+        began = time.perf_counter()
         moment = product.second_moment(context, shifted=self.asymmetry > 0)
-        before = product.grid().value(product.codes())
-        if self.fit_scales:
-            product.fit_scales(moment.h)
-        grid, old, target = product.grid(), product.codes(), product.real
         try:
             found = factor(moment.h, damping=self.damping, by_activation=self.by_activation)
         except CalibrationError as error:
             raise CalibrationError(
                 f"{product.names}: {error}; check the calibration data, or exclude the operator"
             ) from error
+        shared = (time.perf_counter() - began) / len(product.parts)
+        for part in product.parts:
+            self._round_part(part, moment, found, context, time.perf_counter() - shared)
+
+    def _round_part(self, part: Part, moment: SecondMoment, found: Factor, context: Context, began: float) -> None:
+        target, nearest = part.real, part.codes()
         if moment.shift is not None:
             target = target + self.asymmetry * solve(found, target @ moment.shift)
-        new = round_with_feedback(target, found, grid)
-        product.store(new)
-        seconds = (time.perf_counter() - start) / len(product.weights)
-        parts = zip(*map(product.split, (old, new, target, before, grid.value(new))), strict=True)
-        for weight, (nearest, chosen, aim, *values) in zip(product.weights, parts, strict=True):
-            share = float((nearest != chosen).float().mean())
-            was, now = (_relative(value, aim, moment.h) for value in values)
-            what = f"{share:.1%} of the codes{_few(moment)}"
-            context.note(Change(weight.name, what, share > 0, was, now, seconds))
+        was = _error(part, target, moment.h)
+        if self.fit_scales:
+            part.fit_scales(moment.h)
+        part.store(round_with_feedback(target, found, part.grid()))
+        share = float((nearest != part.codes()).float().mean())
+        now = _error(part, target, moment.h)
+        what = f"{share:.1%} of the codes{_few(moment)}"
+        context.note(Change(part.weight.name, what, share > 0, was, now, time.perf_counter() - began))
 
 
-def _relative(weight: Tensor, target: Tensor, h: Tensor) -> float:
+def _error(part: Part, target: Tensor, h: Tensor) -> float:
     """Return the squared error of the output over its square, on the quantized inputs, for some output channels."""
     some = slice(None, None, max(1, target.shape[1] // _SAMPLED))
-    noise, signal = (((m @ h) * m).sum() for m in ((weight - target)[:, some], target[:, some]))
+    grid, aim = part.grid(), target[:, some]
+    scale, zero_point = (p.expand_as(target)[:, some] for p in (grid.scale, grid.zero_point))
+    lost = (part.codes()[:, some].float() - zero_point) * scale - aim
+    noise, signal = (((m @ h) * m).sum() for m in (lost, aim))
     return float(noise / signal.clamp_min(torch.finfo(torch.float32).tiny))
 
 

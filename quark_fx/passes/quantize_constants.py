@@ -17,7 +17,7 @@ from quark_fx.operators import argument, set_argument, stored_weight
 from quark_fx.placement import Plan, PlannedOperator
 from quark_fx.qparams import QParams
 from quark_fx.report import Row
-from quark_fx.weights import QuantizedTensor, quantize_tensor, sqnr
+from quark_fx.weights import QuantizedTensor, quantize_tensor
 
 ops = torch.ops.quark_fx
 
@@ -94,7 +94,7 @@ def _quantize_operator(
         activation=str(op.input) if op.input else "",
         original=weight,
         quantized=found.tensor,
-        sqnr=sqnr(weight.detach(), found.tensor.dequantize()),
+        sqnr=found.tensor.sqnr(weight.detach()),
     )
 
 
