@@ -431,11 +431,12 @@ def page(subjects: Sequence[Subject], measured: Sequence[Sequence[Measured]]) ->
 int4 weights in groups of 128, symmetric; embedding and head in float. Every run is a process of its own on one core;
 all read the same checkpoint and the same calibration tokens, in batches of {BATCH}. CPU seconds, user and system, are
 those of the whole process: imports, loading, quantizing, writing the weights. Of `GPTQ()` and llm-compressor's GPTQ the
-faster of two runs in turn counts. The machine was shared with other work: seconds vary by tens of per cent. Peak
-memory is of the process until the tool had quantized. KL divergence (nats per token, from the float model) and perplexity are of held-out tokens and
-computed by one program, from the dequantized weights that each run leaves; it also checks that no group has more than
-{LEVELS} values, that embedding and head are those of the checkpoint, and that each tool's own model computes with these
-weights. "Codes in use" are the most different values in a group: 15 where the grid is symmetric to the last code.
+faster of two runs in turn counts. The machine was shared with other work: seconds vary by tens of per cent. Peak memory
+is of the process until the tool had quantized. KL divergence (nats per token, from the float model) and perplexity are
+of held-out tokens and computed by one program, from the dequantized weights that each run leaves; it also checks that
+no group has more than {LEVELS} values, that embedding and head are those of the checkpoint, and that each tool's own
+model computes with these weights. "Codes in use" are the most different values in a group: 15 where the grid is
+symmetric to the last code.
 
 {sections}
 
