@@ -23,7 +23,7 @@ LAYERS = (
     {"ops", "observers", "graph", "signature"},
     {"operators", "pass_manager"},
     {"specs"},
-    {"config"},
+    {"config", "block_formats"},
     {"normalisation", "capture_errors"},
     {"weights", "placement", "capture", "scale_walk", "scale_rules", "scale_sites"}
     | {"activation_cache", "rounding", "linear_map"},
@@ -156,6 +156,7 @@ def test_the_public_list_is_pinned() -> None:
         "Symmetry",
         "Target",
         "TensorSpec",
+        "block_formats",
         "capture_graph",
         "export",
         "formats",
