@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quark_fx.errors import CalibrationError
-from quark_fx.quantized_weights import Grid
+from quark_fx.grid import Grid
 
 _LEAF = 16
 """Columns that are rounded one by one before the others hear of them in a product."""
@@ -118,13 +118,13 @@ def round_with_feedback(weight: Tensor, factor: Factor, grid: Grid) -> Tensor:
             visit(middle, last)
             return
         run = slice(first, last)
-        round_run([part[:, run] for part in parts], feedback[:, run, run], grid.limits)
+        round_run([part[:, run] for part in parts], feedback[:, run, run], grid)
 
     visit(0, real.shape[1])
     return torch.empty_like(codes).scatter_(1, index.expand_as(codes), codes).mT
 
 
-def _runs(like: Tensor) -> tuple[Callable[[Sequence[Tensor], Tensor, tuple[int, int]], None], int]:
+def _runs(like: Tensor) -> tuple[Callable[[Sequence[Tensor], Tensor, Grid], None], int]:
     """Return what rounds a run of columns where `like` is, and how long one may be."""
     if like.is_cuda and importlib.util.find_spec("triton") is not None:
         kernel = importlib.import_module("quark_fx.error_feedback_kernel")
@@ -132,13 +132,13 @@ def _runs(like: Tensor) -> tuple[Callable[[Sequence[Tensor], Tensor, tuple[int, 
     return round_run, _LEAF
 
 
-def round_run(columns: Sequence[Tensor], feedback: Tensor, limits: tuple[int, int]) -> None:
+def round_run(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> None:
     """Round a run of columns in place, one by one; arguments as `quark_fx.error_feedback_kernel.round_run` has them."""
     wanted, error = columns[0], columns[-1]
     for k, (want, inverse, zero, start, step, code, left) in enumerate(
         zip(*(c.unbind(1) for c in columns), strict=True)
     ):
-        torch.addcmul(zero, want, inverse, out=code).round_().clamp_(*limits)
+        grid.round_(torch.addcmul(zero, want, inverse, out=code))
         torch.addcmul(start, code, step, value=-1, out=left)
         if k + 1 < wanted.shape[1]:
             wanted[:, k + 1 :].baddbmm_(feedback[:, k, k + 1 :, None], error[:, k : k + 1])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,11 +12,12 @@ from torch import Tensor
 from quark_fx.block_walk import BlockRun
 from quark_fx.context import Context
 from quark_fx.graph import named_nodes, tensor_of
+from quark_fx.grid import Grid
 from quark_fx.linear_map import LinearMap, linear_map
 from quark_fx.operators import argument
 from quark_fx.pass_manager import Change
-from quark_fx.qparams import ScaleType, constrain_scale
-from quark_fx.quantized_weights import Grid, QuantizedWeight
+from quark_fx.qparams import ScaleType, constrain_scale, recover_global_scale
+from quark_fx.quantized_weights import QuantizedWeight
 from quark_fx.scale_search import fit_scales
 from quark_fx.second_moment import Entrance, SecondMoment
 
@@ -43,10 +45,9 @@ class Product:
         """The modules the operators come from, for messages."""
         return ", ".join(weight.name for weight in self.weights)
 
-    @property
-    def limits(self) -> tuple[int, int]:
-        """The smallest and the largest code."""
-        return self.weights[0].scheme.qmin, self.weights[0].scheme.qmax
+    def _grid(self, scale: Tensor, zero_point: Tensor) -> Grid:
+        first = self.weights[0]
+        return Grid(scale, zero_point, first.scheme.limits, format=first.float_format)
 
     def codes(self) -> Tensor:
         """Return the codes that are stored now, as float32 matrices."""
@@ -60,7 +61,7 @@ class Product:
             self._matrices([p.expand_as(like) for p, like in zip(parameters, stored, strict=True)])
             for parameters in ([grid.scale for grid in grids], [grid.zero_point for grid in grids])
         )
-        return Grid(scale, zero_point, self.limits)
+        return self._grid(scale, zero_point)
 
     def split(self, matrices: Tensor) -> tuple[Tensor, ...]:
         """Return the part of each operator."""
@@ -73,26 +74,29 @@ class Product:
             old = tensor_of(self.run.module, weight.codes)
             self.run.store(weight.codes, mapping.restore(part, old).to(old.dtype))
 
-    def fit_scales(self, h: Tensor) -> None:
+    def fit_scales(self, h: Tensor) -> list[QuantizedWeight]:
         """Shrink and store scales where that brings the outputs nearer, `h` being the moment of what is multiplied.
 
-        Scales per tensor, powers of two, and those that a bias follows stay.
+        Scales per tensor, powers of two, those of sub-groups, and those that a bias follows stay; the operators that
+        have such are returned.
         """
+        left = []
         parts = zip(self.weights, self.mappings, self.split(self.real), strict=True)
         for weight, mapping, real in parts:
-            scheme, axis = weight.scheme, weight.axis
-            if axis is None or scheme.scale_type is ScaleType.POWER_OF_TWO or weight.bias_scale_follows:
+            if not _fits_scales(weight):
+                left.append(weight)
                 continue
             old = weight.scale(self.run.module)
+            kind, constrain = weight.scheme.scale_type, _constrained(weight, old)
             block = weight.block_size if weight.block_size > 0 else real.shape[-1]
             found = weight.grid(self.run.module)
             stored = tensor_of(self.run.module, weight.codes)
             scale, zero_point = (mapping.matrix(p.expand_as(stored)) for p in (found.scale, found.zero_point))
-            ratio = fit_scales(real, h, Grid(scale, zero_point, self.limits), block)
+            ratio = fit_scales(real, h, self._grid(scale, zero_point), block, constrain if kind.is_8_bit else None)
             # Scales lie as the weight does, with fewer inputs; one per channel as a vector.
             ratio = mapping.restore(ratio, old) if old.dim() > 1 else ratio.reshape(-1)
-            sign, ideal = old.sign(), (old.abs() * ratio).double()
-            self.run.store(weight.scale_name, sign * constrain_scale(ideal, scheme.scale_type))
+            self.run.store(weight.scale_name, old.sign() * constrain((old.abs() * ratio).double()))
+        return left
 
     def second_moment(self, context: Context, *, shifted: bool = False) -> SecondMoment:
         """Return the sums over what enters the product, of all calibration batches, everything before quantized.
@@ -115,6 +119,21 @@ class Product:
         return torch.cat([mapping.matrix(t) for mapping, t in zip(self.mappings, tensors, strict=True)], 1)
 
 
+def _fits_scales(weight: QuantizedWeight) -> bool:
+    """Tell whether each stored scale of a weight may shrink by itself."""
+    spec = weight.operator.weight
+    assert spec is not None
+    free = spec.scale_type is not ScaleType.POWER_OF_TWO and spec.sub_group_size is None
+    return free and weight.axis is not None and not weight.bias_scale_follows
+
+
+def _constrained(weight: QuantizedWeight, stored: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return what makes of wanted scales those of the weight's kind, below the global scale that it has."""
+    kind = weight.scheme.scale_type
+    unit = recover_global_scale(stored) if kind is ScaleType.FP8_E4M3 else None
+    return partial(constrain_scale, scale_type=kind, global_scale=unit)
+
+
 def find_products(run: BlockRun, weights: Iterable[QuantizedWeight], context: Context) -> list[Product]:
     """Return the products of a block in order; an operator that multiplies in an unknown way is noted as left alone."""
     found: dict[object, list[tuple[QuantizedWeight, LinearMap, Tensor]]] = {}
@@ -125,7 +144,7 @@ def find_products(run: BlockRun, weights: Iterable[QuantizedWeight], context: Co
             context.note(Change(weight.name, "left: how it multiplies is not known", changed=False))
             continue
         activation, scheme = argument(weight.node, weight.row.activations[0]), weight.scheme
-        key = activation, replace(mapping, transposed=False), scheme.qmin, scheme.qmax
+        key = activation, replace(mapping, transposed=False), scheme.format, scheme.limits
         found.setdefault(key, []).append((weight, mapping, mapping.matrix(stored)))
     return [
         Product(run, tuple(weights), tuple(mappings), torch.cat(list(matrices), 1))

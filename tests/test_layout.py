@@ -21,7 +21,7 @@ LAYERS = (
     {"formats"},
     {"qparams"},
     {"ops", "observers", "graph", "signature"},
-    {"operators", "pass_manager"},
+    {"operators", "pass_manager", "grid"},
     {"specs"},
     {"config", "block_formats"},
     {"normalisation", "capture_errors"},

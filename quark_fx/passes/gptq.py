@@ -75,8 +75,7 @@ class GPTQ:
         start = time.perf_counter()
         moment = product.second_moment(context, shifted=self.asymmetry > 0)
         before = product.grid().value(product.codes())
-        if self.fit_scales:
-            product.fit_scales(moment.h)
+        left = product.fit_scales(moment.h) if self.fit_scales else []
         grid, old, target = product.grid(), product.codes(), product.real
         try:
             found = factor(moment.h, damping=self.damping, by_activation=self.by_activation)
@@ -93,7 +92,8 @@ class GPTQ:
         for weight, (nearest, chosen, aim, *values) in zip(product.weights, parts, strict=True):
             share = float((nearest != chosen).float().mean())
             was, now = (_relative(value, aim, moment.h) for value in values)
-            what = f"{share:.1%} of the codes{_few(moment)}"
+            stays = "; scales left: not free to change" * any(weight is other for other in left)
+            what = f"{share:.1%} of the codes{stays}{_few(moment)}"
             context.note(Change(weight.name, what, share > 0, was, now, seconds))
 
 
