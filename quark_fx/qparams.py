@@ -315,8 +315,7 @@ def share_scale(own: Tensor, group: Tensor) -> Tensor:
     Source:
         Rouhani et al. 2023, "With Shared Microexponents, A Little Shifting Goes a Long Way", section 3.
     """
-    half = (group / 2).clamp_min(2.0**-127)
-    return torch.minimum(torch.maximum(own, half), group)
+    return torch.minimum(torch.maximum(own, group / 2), group)
 
 
 def _show(bound: Tensor) -> str:

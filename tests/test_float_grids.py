@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from os import environ
 from typing import Any
 
@@ -25,7 +27,9 @@ from quark_fx.graph import tensor_of
 from quark_fx.grid import Grid
 from quark_fx.observers import Mse
 from quark_fx.passes import AWQ, GPTQ, AdaQuant, AdaRound, AutoRound, BiasCorrection
-from quark_fx.qparams import recover_global_scale
+from quark_fx.passes.adaround import SoftRounding
+from quark_fx.passes.autoround import SignRounding
+from quark_fx.qparams import ScaleType, constrain_scale, recover_global_scale
 from quark_fx.rounding import OutputError, round_by_descent
 from quark_fx.scale_search import RATIOS, fit_scales
 from quark_fx.weights import quantize_tensor, sqnr
@@ -172,6 +176,50 @@ def test_scales_of_floats_are_searched_with_their_own_rounding(device: torch.dev
                 lost = levels[(w[:, None] / (step * ratio) - levels).abs().argmin(1)] * step * ratio - w
                 errors.append(float(lost @ h[0, part, part] @ lost))
             assert float(found[0, row, block]) == pytest.approx(RATIOS[errors.index(min(errors))])
+
+
+def test_a_scale_that_may_not_be_stored_is_not_chosen() -> None:
+    """Of powers of two only the scale itself and its half are tried, so what is found is the better of these."""
+    weight, h = rand(1, 40, 16), moment(16, 100)[None]
+    grid = Grid(torch.full((1, 40, 1), 0.5), torch.zeros(1), (-6.0, 6.0), format=FP4_E2M1)
+    kind = partial(constrain_scale, scale_type=ScaleType.E8M0_EVEN)
+    found = fit_scales(weight, h, grid, 16, kind)
+    lost = [weight - g.value(g.round(g.position(weight))) for g in (grid, replace(grid, scale=grid.scale / 2))]
+    whole, half = (torch.linalg.vecdot(error @ h, error) for error in lost)
+    assert torch.equal(found[..., 0] == 0.5, half < whole)
+    assert torch.equal(found[..., 0] == 1.0, half >= whole)
+    assert 0 < int((half < whole).sum()) < 40
+
+
+@floats
+def test_a_soft_code_begins_at_the_float_weight_and_ends_at_a_neighbour(fmt: FloatFormat) -> None:
+    weight = rand(200) * fmt.max / 4
+    grid = replace(grid_of(torch.ones(1), fmt), scale=torch.ones(1))
+    start = grid.round(weight)
+    soft = SoftRounding(grid, weight, start, AdaRound(softness=1.0))
+    inside = (weight - start).abs().clamp(min=fmt.max * 1e-6) > grid.step(start) / 50
+    inside &= (weight - start).abs() < (grid.above(start) - start).minimum(start - grid.below(start)) * 0.49
+    torch.testing.assert_close(soft.weight()[inside], weight[inside], rtol=1e-4, atol=0)
+    assert inside.float().mean() > 0.7
+    assert torch.equal(soft.codes(), start)
+    with torch.no_grad():
+        soft.parameter.neg_()
+    other = torch.where(weight < start, grid.below(start), grid.above(start)).clamp(*grid.limits)
+    assert torch.equal(soft.codes()[inside], other[inside])
+
+
+@floats
+def test_an_offset_of_half_a_step_reaches_the_neighbour(fmt: FloatFormat) -> None:
+    # Between two codes of one binade, where half a step is half a step on either side.
+    codes = fmt.levels().float()
+    codes = codes[(codes > 0) & (codes < fmt.max)]
+    grid = replace(grid_of(torch.ones(1), fmt), scale=torch.ones(1))
+    weight = codes + grid.step(codes) / 4
+    rounding = SignRounding(grid, weight, grid.round(weight), AutoRound())
+    assert torch.equal(rounding.codes(), codes)
+    with torch.no_grad():
+        rounding.offset.fill_(0.5)
+    assert torch.equal(rounding.codes(), grid.above(codes))
 
 
 # The passes.
