@@ -7,7 +7,7 @@
 torch.Size([3, 4])
 """
 
-from quark_fx import export, formats, observers, ops, passes, presets
+from quark_fx import block_formats, export, formats, observers, ops, passes, presets
 from quark_fx.activation_cache import CacheBudget
 from quark_fx.capture import capture_graph
 from quark_fx.config import INHERIT, Granularity, Override, QuantConfig, Target, TensorSpec
@@ -39,6 +39,7 @@ __all__ = [
     "Symmetry",
     "Target",
     "TensorSpec",
+    "block_formats",
     "capture_graph",
     "export",
     "formats",

@@ -157,8 +157,12 @@ class QuantConfig:
                 "weights are known beforehand; drop dynamic=True from `weight`",
             ),
             (
-                any(s.granularity in (Granularity.CHANNEL, Granularity.GROUP) for s in activations),
-                "activations are quantized per tensor or per token; per channel or group is for weights",
+                any(s.granularity is Granularity.CHANNEL for s in activations),
+                "activations are quantized per tensor, token or group; per channel is for weights",
+            ),
+            (
+                any(s.granularity is Granularity.GROUP and not s.dynamic for s in activations),
+                "scales of activations per group are measured at run time; set dynamic=True",
             ),
             (
                 any(s.observer and s.observer.weights_only for s in activations),
@@ -179,6 +183,14 @@ class QuantConfig:
                 f"{bad and bad[0].format} has no ONNX type; use 4, 8 or 16 bits, or target='torch'"
                 if self.target is Target.ONNX
                 else "",
+            ),
+            (
+                self.target is Target.ONNX and any(s and s.scale_type.is_8_bit for s in (weight, *activations)),
+                "scales of 8 bits are not exported to ONNX; use scale_type='float32', or target='torch'",
+            ),
+            (
+                self.target is Target.ONNX and any(s.granularity is Granularity.GROUP for s in activations),
+                "activations in groups are not exported to ONNX; use granularity='token', or target='torch'",
             ),
         ):
             if wrong:
@@ -276,7 +288,9 @@ def matches(pattern: str, name: str, *kinds: str) -> bool:
 
 
 def _onnx_type(fmt: Format) -> bool:
-    return isinstance(fmt, FloatFormat) or fmt.bits in (4, 8, 16)
+    if isinstance(fmt, FloatFormat):
+        return fmt.bits >= 8
+    return fmt.bits in (4, 8, 16) and not fmt.sign_magnitude
 
 
 def _require_spec(name: str, value: Any, other: Any) -> None:

@@ -74,7 +74,10 @@ class Activation:
         scale: static scale, shape `()`; `None` if it is measured at run time.
         zero_point: likewise.
         symmetry: of a range that is measured at run time.
-        per_token: measured for each row of the last dimension.
+        axis: dimension that measured scales vary along, counted from the last (-1); `None` for one scale.
+        block_size: values per measured scale, see `quark_fx.ops`.
+        scale_type: of measured scales.
+        group_size: of them, see `quark_fx.ops.dynamic_qparams`.
         cast: the 16-bit float it is cast to and back.
     """
 
@@ -82,13 +85,31 @@ class Activation:
     scale: Tensor | None = None
     zero_point: Tensor | None = None
     symmetry: str = ""
-    per_token: bool = False
+    axis: int | None = None
+    block_size: int = 0
+    scale_type: str = "float32"
+    group_size: int = 0
     cast: torch.dtype | None = None
+
+    @property
+    def layout(self) -> tuple[int | None, int]:
+        """The granularity, as `quark_fx.ops` has it."""
+        return self.axis, self.block_size
+
+    @property
+    def measurement(self) -> tuple[str, str, int | None, int, str, int]:
+        """The arguments of `quark_fx.ops.dynamic_qparams` behind the tensor."""
+        return self.format, self.symmetry, *self.layout, self.scale_type, self.group_size
+
+    @property
+    def per_token(self) -> bool:
+        """Whether each row of the last dimension is measured."""
+        return self.axis == -1 and self.block_size < 0
 
     def same_as(self, other: Activation) -> bool:
         """Tell whether both round every value alike."""
         tensors = ((self.scale, other.scale), (self.zero_point, other.zero_point))
-        kinds = [(a.format, a.symmetry, a.per_token, a.cast) for a in (self, other)]
+        kinds = [(a.measurement, a.cast) for a in (self, other)]
         return kinds[0] == kinds[1] and all(
             a is b or (a is not None and b is not None and bool((a == b).all())) for a, b in tensors
         )
@@ -299,8 +320,9 @@ class _Walk:
         if is_parameter(scale) and is_parameter(zero_point):
             return value, Activation(fmt, parameter(self.gm, scale), parameter(self.gm, zero_point))
         measured: Any = scale.args[0]
-        _, _, symmetry, per_token = measured.args
-        return value, Activation(fmt, symmetry=symmetry, per_token=per_token)
+        _, _, symmetry, axis, *rest = measured.args
+        from_last = None if axis is None else axis - value_of(self.gm, value).dim()
+        return value, Activation(fmt, None, None, symmetry, from_last, *rest)
 
 
 def _is_constant(node: Node) -> bool:
@@ -483,7 +505,8 @@ def _commutes(node: Node, activation: Activation) -> bool:
         return True
     shapes = [n.meta["val"].shape for n in (node, node.all_input_nodes[0]) if isinstance(n.meta.get("val"), Tensor)]
     same_rows = len(shapes) == 2 and bool(shapes[0][-1:]) and shapes[0][-1] == shapes[1][-1]
-    return target_name(node) in _RESHAPING and (same_rows or not activation.per_token)
+    whole = activation.axis is None or (activation.axis == -1 and same_rows)
+    return target_name(node) in _RESHAPING and whole
 
 
 _RESHAPING = ("aten.reshape.default", "aten.flatten.using_ints", "aten.unflatten.int", "aten.unsqueeze.default")

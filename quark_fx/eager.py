@@ -63,8 +63,8 @@ class RoundInput(nn.Module):
         super().__init__()
         self.register_buffer("scale", _own(activation.scale))
         self.register_buffer("zero_point", _own(activation.zero_point))
-        self.format, self.symmetry = activation.format, activation.symmetry
-        self.per_token, self.cast = activation.per_token, activation.cast
+        self.format, self.cast = activation.format, activation.cast
+        self.layout, self.measurement = activation.layout, activation.measurement
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` rounded, in its dtype."""
@@ -72,10 +72,9 @@ class RoundInput(nn.Module):
             return x.to(self.cast).to(x.dtype)
         scale, zero_point = self.scale, self.zero_point
         if scale is None:
-            scale, zero_point = ops.dynamic_qparams(x, self.format, self.symmetry, self.per_token)
-        layout = (x.dim() - 1, -1) if self.per_token else (None, 0)
-        codes = ops.quantize(x, scale, zero_point, self.format, *layout)
-        value: Tensor = ops.dequantize(codes, scale, zero_point, self.format, *layout, x.dtype)
+            scale, zero_point = ops.dynamic_qparams(x, *self.measurement)
+        codes = ops.quantize(x, scale, zero_point, self.format, *self.layout)
+        value: Tensor = ops.dequantize(codes, scale, zero_point, self.format, *self.layout, x.dtype)
         return value
 
     def hook(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quark_fx.errors import CalibrationError
-from quark_fx.quantized_weights import Grid
+from quark_fx.grid import Grid
 
 _LEAF = 16
 """Columns that are rounded one by one before the others hear of them in a product."""
@@ -107,7 +107,7 @@ def round_with_feedback(weight: Tensor, factor: Factor, grid: Grid) -> Tensor:
     for groups, rows in _pieces(weight):
         order, feedback = factor.order[groups], factor.feedback[groups]
         piece = [p.expand_as(weight)[groups, rows] for p in (weight, grid.scale, grid.zero_point)]
-        codes[groups, rows] = _round_piece(piece, order.unsqueeze(-1), feedback, grid.limits)
+        codes[groups, rows] = _round_piece(piece, order.unsqueeze(-1), feedback, grid)
     return codes
 
 
@@ -121,8 +121,8 @@ def _pieces(weight: Tensor) -> Iterator[tuple[slice, slice]]:
             yield slice(group, group + matrices), slice(row, row + (lines if matrices == 1 else rows))
 
 
-def _round_piece(piece: Sequence[Tensor], index: Tensor, feedback: Tensor, limits: tuple[int, int]) -> Tensor:
-    """Return the codes of a piece: weight, scale and zero point of shape (groups, rows, inputs)."""
+def _round_piece(piece: Sequence[Tensor], index: Tensor, feedback: Tensor, grid: Grid) -> Tensor:
+    """Return the codes, of the grid's kind, of a piece: weight, scale and zero point (groups, rows, inputs)."""
     # Inputs first: a column of the weight is then contiguous.
     real, scale, zero_point = (p.float().mT.gather(1, index.expand_as(p.mT)) for p in piece)
     codes = torch.empty_like(real)
@@ -130,25 +130,25 @@ def _round_piece(piece: Sequence[Tensor], index: Tensor, feedback: Tensor, limit
     # real - (code - zero_point) * scale, as one product to be subtracted
     offset = torch.addcmul(real, zero_point, scale)
     parts = (wanted, scale.reciprocal(), zero_point, offset, scale, codes, error)
-    _round_columns(parts, feedback, limits, 0, real.shape[1])
+    _round_columns(parts, feedback, grid, 0, real.shape[1])
     return torch.empty_like(codes).scatter_(1, index.expand_as(codes), codes).mT
 
 
-def _round_columns(parts: Sequence[Tensor], feedback: Tensor, limits: tuple[int, int], first: int, last: int) -> None:
+def _round_columns(parts: Sequence[Tensor], feedback: Tensor, grid: Grid, first: int, last: int) -> None:
     """Round the columns from `first` to before `last`, which know of all before them."""
     wanted, error = parts[0], parts[-1]
     round_run, longest = _runs(wanted)
     if last - first > longest:
         middle = (first + last) // 2
-        _round_columns(parts, feedback, limits, first, middle)
+        _round_columns(parts, feedback, grid, first, middle)
         wanted[:, middle:last].baddbmm_(feedback[:, first:middle, middle:last].mT, error[:, first:middle])
-        _round_columns(parts, feedback, limits, middle, last)
+        _round_columns(parts, feedback, grid, middle, last)
         return
     run = slice(first, last)
-    round_run([part[:, run] for part in parts], feedback[:, run, run], limits)
+    round_run([part[:, run] for part in parts], feedback[:, run, run], grid)
 
 
-def _runs(like: Tensor) -> tuple[Callable[[Sequence[Tensor], Tensor, tuple[int, int]], None], int]:
+def _runs(like: Tensor) -> tuple[Callable[[Sequence[Tensor], Tensor, Grid], None], int]:
     """Return what rounds a run of columns where `like` is, and how long one may be."""
     if like.is_cuda and importlib.util.find_spec("triton") is not None:
         kernel = importlib.import_module("quark_fx.error_feedback_kernel")
@@ -156,13 +156,13 @@ def _runs(like: Tensor) -> tuple[Callable[[Sequence[Tensor], Tensor, tuple[int, 
     return round_run, _LEAF
 
 
-def round_run(columns: Sequence[Tensor], feedback: Tensor, limits: tuple[int, int]) -> None:
+def round_run(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> None:
     """Round a run of columns in place, one by one; arguments as `quark_fx.error_feedback_kernel.round_run` has them."""
     wanted, error = columns[0], columns[-1]
     for k, (want, inverse, zero, start, step, code, left) in enumerate(
         zip(*(c.unbind(1) for c in columns), strict=True)
     ):
-        torch.addcmul(zero, want, inverse, out=code).round_().clamp_(*limits)
+        grid.round_(torch.addcmul(zero, want, inverse, out=code))
         torch.addcmul(start, code, step, value=-1, out=left)
         if k + 1 < wanted.shape[1]:
             wanted[:, k + 1 :].baddbmm_(feedback[:, k, k + 1 :, None], error[:, k : k + 1])

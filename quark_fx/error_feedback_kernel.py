@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quark_fx.grid import Grid
+
 COLUMNS = 64
 """Columns of a run. Longer ones do not fit into the registers of a block."""
 
@@ -32,6 +34,9 @@ def _round_run(
     count: int,
     low: float,
     high: float,
+    lowest_power: float,
+    highest_power: float,
+    shift: float,
     columns: tl.constexpr,
     rows: tl.constexpr,
 ) -> None:
@@ -51,8 +56,12 @@ def _round_run(
     for j in range(count):
         this = k[:, None] == j
         position = tl.sum(tl.where(this, w * i + z, 0.0), 0)
-        # Adding and taking away 1.5 * 2**23 rounds a float32 of up to 22 bits half to even.
-        code = (tl.minimum(tl.maximum(position, low), high) + 12582912.0) - 12582912.0
+        code = tl.minimum(tl.maximum(position, low), high)
+        # Adding and taking away 1.5 * 2**23 steps rounds a float32 of up to 22 bits half to even. The step of a small
+        # float grows with the power of two below it, which the bits of the exponent alone are.
+        power = (code.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        far = tl.minimum(tl.maximum(power, lowest_power), highest_power) * shift
+        code = (code + far) - far
         code = tl.expand_dims(code, 0)
         left = tl.expand_dims(tl.sum(tl.where(this, b - code * s, 0.0), 0), 0)
         c = tl.where(this, code, c)
@@ -63,20 +72,29 @@ def _round_run(
     tl.store(error + at, e, known)
 
 
-def round_run(columns: Sequence[Tensor], feedback: Tensor, limits: tuple[int, int]) -> None:
+def round_run(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> None:
     """Round a run of columns in place.
 
     Args:
         columns: what is wanted, the reciprocal scale, the zero point, `real + zero_point * scale`, the scale, and where
             codes and errors go; each float32, shape (groups, up to `COLUMNS`, outputs), a slice of a contiguous tensor.
         feedback: of these columns on each other, shape (groups, run, run).
-        limits: smallest and largest code.
+        grid: what codes there are; its scales are not used.
     """
     groups, count, outputs = columns[0].shape
     padding = COLUMNS - count
     square = F.pad(feedback, (0, padding, 0, padding)).contiguous()
     launch: Any = _round_run[triton.cdiv(outputs, _ROWS), groups]
-    launch(*columns, square, outputs, columns[0].stride(0), count, *map(float, limits), columns=COLUMNS, rows=_ROWS)
+    strides = outputs, columns[0].stride(0), count
+    launch(*columns, square, *strides, *map(float, grid.limits), *_steps(grid), columns=COLUMNS, rows=_ROWS)
+
+
+def _steps(grid: Grid) -> tuple[float, float, float]:
+    """Return the powers of two between which steps grow, and 1.5 * 2**23 steps per power."""
+    fmt = grid.format
+    if fmt is None:
+        return 1.0, 1.0, 1.5 * 2.0**23
+    return 2.0**fmt.min_exponent, 2.0**fmt.max_exponent, 1.5 * 2.0 ** (23 - fmt.mantissa)
 
 
 __all__ = ["COLUMNS", "round_run"]

@@ -194,6 +194,20 @@ def channel_dim(row: Operator, weight_rank: int, value_rank: int) -> int:
     return value_rank - 1 - spatial
 
 
+def reduced_dim(row: Operator, position: int, weight_rank: int, value_rank: int) -> int:
+    """Return the dimension of an activation that the operator sums over.
+
+    Args:
+        row: its row.
+        position: of the activation among the arguments.
+        weight_rank: dimensions of the weight; unused for a product of two activations.
+        value_rank: dimensions of the activation.
+    """
+    if row.weight is None and position != row.activations[0]:
+        return max(value_rank - 2, 0)
+    return channel_dim(row, weight_rank, value_rank) if row.kind.startswith("conv") else value_rank - 1
+
+
 def response(node: Node, row: Operator, weight: Tensor, shift: Tensor) -> Tensor | None:
     """Return what each output channel gains when each input channel gains a constant.
 

@@ -22,10 +22,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quark_fx.formats import FloatFormat, IntFormat, parse_format
-from quark_fx.qparams import QParams, Scheme, Symmetry
+from quark_fx.qparams import QParams, ScaleType, Scheme, Symmetry, block_scale, share_scale
 
 _AT_ONCE = 1 << 20
 """Values of a constant that are quantized together, about: a few megabytes, which the processor's caches hold."""
@@ -41,14 +42,16 @@ def quantize(
         x: floating point, any shape.
         scale: float32, shaped by the granularity (module docstring).
         zero_point: int32, the shape of `scale`; ignored by float formats.
-        format: name of a format with integer codes or an 8-bit float.
+        format: name of a format with integer codes or a float of at most 8 bits.
         axis: see the module docstring.
         block_size: see the module docstring.
     """
     fmt = parse_format(format)
     y = x.float() / spread(scale, x, axis, block_size)
     if isinstance(fmt, FloatFormat):
-        return y.clamp_(-fmt.max, fmt.max).to(fmt.dtype)
+        # Of 8 bits, the dtype rounds by itself.
+        y = fmt.round_(y) if fmt.bits < 8 else y.clamp_(-fmt.max, fmt.max)
+        return y.to(fmt.dtype)
     y = y.double() if fmt.bits > 24 else y
     y = y.round_().add_(spread(zero_point, x, axis, block_size))
     return y.nan_to_num_(nan=fmt.qmin).clamp_(fmt.qmin, fmt.qmax).to(fmt.dtype)
@@ -92,26 +95,40 @@ def _(
 
 
 @torch.library.custom_op("quark_fx::dynamic_qparams", mutates_args=())
-def dynamic_qparams(x: Tensor, format: str, symmetry: str, per_token: bool) -> tuple[Tensor, Tensor]:
+def dynamic_qparams(
+    x: Tensor,
+    format: str,
+    symmetry: str,
+    axis: int | None = None,
+    block_size: int = 0,
+    scale_type: str = "float32",
+    group_size: int = 0,
+) -> tuple[Tensor, Tensor]:
     """Return scale (float32) and zero point (int32) of the range of `x`, measured now.
 
     Args:
-        x: floating point, shape `(..., features)`.
-        format: name of a format with integer codes or an 8-bit float.
+        x: floating point, any shape.
+        format: name of a format with integer codes or a float of at most 8 bits.
         symmetry: a `Symmetry` value.
-        per_token: one pair per row, shapes `(..., 1)` (a block of `features` values along the last axis);
-            otherwise one pair, shapes `()`.
+        axis: see the module docstring.
+        block_size: see the module docstring; 0 goes with `axis=None`, for one scale.
+        scale_type: a `ScaleType` value: `"float32"`, or one of 8 bits.
+        group_size: of the groups that blocks of `block_size` share an exponent in, but for one bit; 0 for none.
 
     Source:
-        https://onnx.ai/onnx/operators/onnx__DynamicQuantizeLinear.html, for uint8 per tensor.
+        https://onnx.ai/onnx/operators/onnx__DynamicQuantizeLinear.html, for uint8 per tensor;
+        `quark_fx.qparams.block_scale` for scales of 8 bits.
     """
     x = x.float()
-    if per_token:  # torch.aminmax over a dimension is not vectorised on a CPU
-        low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-    else:
-        low, high = torch.aminmax(x)
-    scheme = Scheme(format=parse_format(format), symmetry=Symmetry(symmetry))
-    low, high = low.clamp(max=0), high.clamp(min=0)
+    scheme = Scheme(format=parse_format(format), symmetry=Symmetry(symmetry), scale_type=ScaleType(scale_type))
+    low, high = _extremes(x, axis, block_size)
+    if scheme.scale_type.is_8_bit:
+        scale = block_scale(torch.maximum(-low, high), scheme)
+        if group_size:
+            low, high = _extremes(x, axis, group_size)
+            group = block_scale(torch.maximum(-low, high), scheme)
+            scale = share_scale(scale, spread(group, scale, axis, group_size // block_size))
+        return scale, torch.full_like(scale, scheme.middle, dtype=torch.int32)
     if scheme.symmetric:
         scale = _nonzero(torch.maximum(-low, high) / scheme.largest)
         return scale, torch.full_like(scale, scheme.middle, dtype=torch.int32)
@@ -121,9 +138,37 @@ def dynamic_qparams(x: Tensor, format: str, symmetry: str, per_token: bool) -> t
 
 
 @dynamic_qparams.register_fake
-def _(x: Tensor, format: str, symmetry: str, per_token: bool) -> tuple[Tensor, Tensor]:
-    shape = (*x.shape[:-1], 1) if per_token else ()
+def _(
+    x: Tensor,
+    format: str,
+    symmetry: str,
+    axis: int | None = None,
+    block_size: int = 0,
+    scale_type: str = "float32",
+    group_size: int = 0,
+) -> tuple[Tensor, Tensor]:
+    shape: list[int] = []
+    if axis is not None:
+        shape = list(x.shape)
+        shape[axis] = 1 if block_size < 0 else (shape[axis] + block_size - 1) // block_size
     return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int32)
+
+
+def _extremes(x: Tensor, axis: int | None, block_size: int) -> tuple[Tensor, Tensor]:
+    """Return the lower and the upper end of the range of each block, with zero in it; shapes as scales have them."""
+    if axis is None:
+        low, high = torch.aminmax(x)
+        return low.clamp(max=0), high.clamp(min=0)
+    if block_size > 0:
+        blocks = -(-x.shape[axis] // block_size)
+        # Zeros fill the last block up: they are in every range.
+        padding = blocks * block_size - x.shape[axis]
+        x = F.pad(x.movedim(axis, -1), (0, padding)).movedim(-1, axis) if padding else x
+        x, axis = x.unflatten(axis, (blocks, block_size)), axis % x.dim() + 1
+    # torch.aminmax over a dimension is not vectorised on a CPU
+    low, high = (x.amin(axis, keepdim=True), x.amax(axis, keepdim=True))
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    return (low.squeeze(axis), high.squeeze(axis)) if block_size > 0 else (low, high)
 
 
 def spread(parameter: Tensor, x: Tensor, axis: int | None, block_size: int) -> Tensor:

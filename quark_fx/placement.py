@@ -25,6 +25,7 @@ from quark_fx.operators import (
     argument,
     clamp_bounds,
     operator_row,
+    reduced_dim,
     stored_weight,
     unsupported_weight,
 )
@@ -82,6 +83,7 @@ class Point:
         readers: the operator arguments that read the quantized value; `None` means every reader does,
             because the value is produced in integers.
         absorbed: clamps between the operator and `value` that saturation may replace.
+        reduced: dimension that its readers sum over, for a spec per group.
     """
 
     value: Node
@@ -89,6 +91,7 @@ class Point:
     source: Node
     readers: set[Node] | None
     absorbed: list[Node] = field(default_factory=list)
+    reduced: int | None = None
 
 
 @dataclass
@@ -96,7 +99,7 @@ class Plan:
     """The operators of a graph and the values to quantize."""
 
     operators: list[PlannedOperator]
-    points: dict[tuple[Node, TensorSpec], Point]
+    points: dict[tuple[Node, TensorSpec, int | None], Point]
 
     @property
     def observed(self) -> dict[tuple[Node, TensorSpec], None]:
@@ -220,7 +223,7 @@ class _Placement:
                     self.arithmetic[node] = output
         self._settle_arithmetic()
 
-    def points(self) -> dict[tuple[Node, TensorSpec], Point]:
+    def points(self) -> dict[tuple[Node, TensorSpec, int | None], Point]:
         produced: dict[Node, Point] = {}
         for node, spec in self._produced().items():
             absorbed, value = [], node
@@ -228,13 +231,13 @@ class _Placement:
                 absorbed.append(user)
                 value = user
             produced[value] = Point(value, spec, _clamped_per_channel(value), None, absorbed)
-        points = {(p.value, p.spec): p for p in produced.values()}
-        for reader, value, spec in self._reads():
+        points = {(p.value, p.spec, p.reduced): p for p in produced.values()}
+        for reader, value, spec, reduced in self._reads():
             origin = self._origin(value, produced)
             if origin is not None and produced[origin].spec == spec:
-                points.setdefault((value, spec), Point(value, spec, origin, None))
+                points.setdefault((value, spec, reduced), Point(value, spec, origin, None))
             else:
-                point = points.setdefault((value, spec), Point(value, spec, value, set()))
+                point = points.setdefault((value, spec, reduced), Point(value, spec, value, set(), reduced=reduced))
                 if point.readers is not None:
                     point.readers.add(reader)
         for point in list(points.values()):
@@ -262,19 +265,26 @@ class _Placement:
                 assert origin is not None
                 produced[origin].source = point.value
 
-    def _reads(self) -> Iterator[tuple[Node, Node, TensorSpec]]:
-        """Yield (operator, activation, spec) for everything that is read in integers."""
+    def _reads(self) -> Iterator[tuple[Node, Node, TensorSpec, int | None]]:
+        """Yield (operator, activation, spec, dimension of its groups) for everything that is read in integers."""
         for node, op in self.readers.items():
             assert op.row is not None
             assert op.input is not None
             for position in op.row.activations:
                 value = argument(node, position)
                 if isinstance(value, Node) and not is_parameter(value):
-                    yield node, value, op.input
+                    yield node, value, op.input, self._reduced(op, position, value)
         for node, spec in self.arithmetic.items():
             for value in node.all_input_nodes:
                 if is_floating(self.gm, value):
-                    yield node, value, spec
+                    yield node, value, spec, None
+
+    def _reduced(self, op: PlannedOperator, position: int, value: Node) -> int | None:
+        """Return the dimension of an activation that groups lie along, `None` for one without groups."""
+        if op.input is None or op.row is None or op.input.granularity is not Granularity.GROUP:
+            return None
+        weight_rank = 0 if op.weight_node is None else value_of(self.gm, op.weight_node).dim()
+        return reduced_dim(op.row, position, weight_rank, value_of(self.gm, value).dim())
 
     def _produced(self) -> dict[Node, TensorSpec]:
         """Return the operators whose own output is in integers."""

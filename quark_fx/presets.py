@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 
-from quark_fx.config import Granularity, Override, QuantConfig, TensorSpec
+from quark_fx import block_formats
+from quark_fx.config import Granularity, Override, QuantConfig, Target, TensorSpec
 from quark_fx.errors import ConfigError
 from quark_fx.formats import BF16 as BFLOAT16
 from quark_fx.formats import FP8_E4M3, INT4, INT8, INT16, INT32, UINT8
@@ -111,6 +112,57 @@ FP8_DYNAMIC = QuantConfig(
     exclude=("op:embedding", "op:head"),
 )
 """E4M3 weights per channel and activations per token at run time; needs no data."""
+
+
+def _block(weight: TensorSpec, *, weight_only: bool = False) -> QuantConfig:
+    """Return a configuration of a block format, for PyTorch: nothing exports it to ONNX."""
+    return QuantConfig(
+        weight=weight,
+        input=None if weight_only else weight.replace(dynamic=True),
+        passes=_FUSE,
+        exclude=("op:embedding", "op:head"),
+        target=Target.TORCH,
+    )
+
+
+MXFP8_E4M3 = _block(block_formats.MXFP8_E4M3)
+"""Microscaling E4M3, weights and activations in blocks of 32, embedding and head in float; needs no data."""
+
+MXFP8_E5M2 = _block(block_formats.MXFP8_E5M2)
+"""Microscaling E5M2, otherwise as `MXFP8_E4M3`."""
+
+MXFP6_E3M2 = _block(block_formats.MXFP6_E3M2)
+"""Microscaling 6-bit floats E3M2, otherwise as `MXFP8_E4M3`."""
+
+MXFP6_E2M3 = _block(block_formats.MXFP6_E2M3)
+"""Microscaling 6-bit floats E2M3, otherwise as `MXFP8_E4M3`."""
+
+MXFP4 = _block(block_formats.MXFP4)
+"""Microscaling 4-bit floats, otherwise as `MXFP8_E4M3`."""
+
+MXFP4_WEIGHT_ONLY = _block(block_formats.MXFP4, weight_only=True)
+"""The weights of `MXFP4`, float activations."""
+
+MXINT8 = _block(block_formats.MXINT8)
+"""Microscaling 8-bit integers, otherwise as `MXFP8_E4M3`."""
+
+NVFP4 = _block(block_formats.NVFP4)
+"""4-bit floats in blocks of 16 with E4M3 scales below one scale per tensor, otherwise as `MXFP8_E4M3`."""
+
+NVFP4_WEIGHT_ONLY = _block(block_formats.NVFP4, weight_only=True)
+"""The weights of `NVFP4`, float activations."""
+
+BFP16 = _block(block_formats.BFP16)
+"""8-bit mantissas in blocks of 8 that share an exponent, otherwise as `MXFP8_E4M3`."""
+
+MX9 = _block(block_formats.MX9)
+"""Shared microexponents, 9 bits a value, otherwise as `MXFP8_E4M3`."""
+
+MX6 = _block(block_formats.MX6)
+"""Shared microexponents, 6 bits a value, otherwise as `MXFP8_E4M3`."""
+
+MX4 = _block(block_formats.MX4)
+"""Shared microexponents, 4 bits a value, otherwise as `MXFP8_E4M3`."""
 
 PRESETS: dict[str, QuantConfig] = {
     name.lower(): value for name, value in list(globals().items()) if isinstance(value, QuantConfig)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
 from quark_fx.block_walk import BlockRun
 from quark_fx.context import Context
 from quark_fx.graph import named_nodes, tensor_of
+from quark_fx.grid import Grid
 from quark_fx.linear_map import LinearMap, linear_map
 from quark_fx.operators import argument
 from quark_fx.pass_manager import Change
-from quark_fx.qparams import ScaleType, constrain_scale
-from quark_fx.quantized_weights import Grid, QuantizedWeight
+from quark_fx.qparams import ScaleType, constrain_scale, recover_global_scale
+from quark_fx.quantized_weights import QuantizedWeight
 from quark_fx.scale_search import fit_scales
 from quark_fx.second_moment import Entrance, SecondMoment
 
@@ -35,11 +37,6 @@ class Part:
     mapping: LinearMap
     real: Tensor
 
-    @property
-    def limits(self) -> tuple[int, int]:
-        """The smallest and the largest code."""
-        return self.weight.scheme.qmin, self.weight.scheme.qmax
-
     def codes(self) -> Tensor:
         """Return the codes that are stored now, as matrices."""
         return self.mapping.matrix(tensor_of(self.run.module, self.weight.codes))
@@ -48,28 +45,29 @@ class Part:
         """Return what the codes stand for, as matrices."""
         found, stored = self.weight.grid(self.run.module), tensor_of(self.run.module, self.weight.codes)
         scale, zero_point = (self.mapping.matrix(p.expand_as(stored)) for p in (found.scale, found.zero_point))
-        return Grid(scale, zero_point, self.limits)
+        return Grid(scale, zero_point, self.weight.scheme.limits, format=self.weight.float_format)
 
     def store(self, codes: Tensor) -> None:
         """Store codes, given as matrices."""
         old = tensor_of(self.run.module, self.weight.codes)
         self.run.store(self.weight.codes, self.mapping.restore(codes, old).to(old.dtype))
 
-    def fit_scales(self, h: Tensor) -> None:
+    def fit_scales(self, h: Tensor) -> bool:
         """Shrink and store scales where that brings the outputs nearer, `h` being the moment of what is multiplied.
 
-        Scales per tensor, powers of two, and those that a bias follows stay.
+        Scales per tensor, powers of two, those of sub-groups, and those that a bias follows stay: then it is false.
         """
-        weight, scheme = self.weight, self.weight.scheme
-        if weight.axis is None or scheme.scale_type is ScaleType.POWER_OF_TWO or weight.bias_scale_follows:
-            return
+        weight = self.weight
+        if not _fits_scales(weight):
+            return False
         old = weight.scale(self.run.module)
+        kind, constrain = weight.scheme.scale_type, _constrained(weight, old)
         block = weight.block_size if weight.block_size > 0 else self.real.shape[-1]
-        ratio = fit_scales(self.real, h, self.grid(), block)
+        ratio = fit_scales(self.real, h, self.grid(), block, constrain if kind.is_8_bit else None)
         # Scales lie as the weight does, with fewer inputs; one per channel as a vector.
         ratio = self.mapping.restore(ratio, old) if old.dim() > 1 else ratio.reshape(-1)
-        sign, ideal = old.sign(), (old.abs() * ratio).double()
-        self.run.store(weight.scale_name, sign * constrain_scale(ideal, scheme.scale_type))
+        self.run.store(weight.scale_name, old.sign() * constrain((old.abs() * ratio).double()))
+        return True
 
 
 @dataclass(frozen=True)
@@ -100,6 +98,21 @@ class Product:
             real = named_nodes(run.reference)[weight.node.name]
             reference = Entrance(run.reference, real, weight.row, mapping, run.reference_inputs)
         return SecondMoment.measure(context, (groups, inputs), entrance, reference)
+
+
+def _fits_scales(weight: QuantizedWeight) -> bool:
+    """Tell whether each stored scale of a weight may shrink by itself."""
+    spec = weight.operator.weight
+    assert spec is not None
+    free = spec.scale_type is not ScaleType.POWER_OF_TWO and spec.sub_group_size is None
+    return free and weight.axis is not None and not weight.bias_scale_follows
+
+
+def _constrained(weight: QuantizedWeight, stored: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return what makes of wanted scales those of the weight's kind, below the global scale that it has."""
+    kind = weight.scheme.scale_type
+    unit = recover_global_scale(stored) if kind is ScaleType.FP8_E4M3 else None
+    return partial(constrain_scale, scale_type=kind, global_scale=unit)
 
 
 def find_products(run: BlockRun, weights: Iterable[QuantizedWeight], context: Context) -> list[Product]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quark_fx.errors import ConfigError
-from quark_fx.formats import FloatFormat, Format, IntFormat
+from quark_fx.formats import FP8_E4M3, FloatFormat, Format, IntFormat
 
 
 class Symmetry(StrEnum):
@@ -34,6 +35,32 @@ class ScaleType(StrEnum):
     """Scales that float16 represents exactly (nearest to the ideal one)."""
     POWER_OF_TWO = "power_of_two"
     """The smallest power of two that is not below the ideal scale: rounding up never overflows the range."""
+    E8M0_FLOOR = "e8m0_floor"
+    """A power of two in 8 bits: the exponent of the largest magnitude, less that of the format's largest value. What
+    lies above that value saturates (OCP Microscaling Formats v1.0, section 6.3)."""
+    E8M0_EVEN = "e8m0_even"
+    """The same, of the largest magnitude rounded half up to the mantissa of the format: it does not saturate where it
+    would round to the next power of two."""
+    E8M0_CEIL = "e8m0_ceil"
+    """The smallest power of two in 8 bits at which nothing saturates."""
+    FP8_E4M3 = "fp8_e4m3"
+    """Two levels: an E4M3 float per group, times one float32 per tensor that maps the largest magnitude of the tensor
+    to the largest E4M3 float (NVIDIA NVFP4)."""
+
+    @property
+    def is_e8m0(self) -> bool:
+        """Whether scales are powers of two in 8 bits, 2**-127 to 2**127."""
+        return self in (ScaleType.E8M0_FLOOR, ScaleType.E8M0_EVEN, ScaleType.E8M0_CEIL)
+
+    @property
+    def is_8_bit(self) -> bool:
+        """Whether one byte holds the scale of a group."""
+        return self.is_e8m0 or self is ScaleType.FP8_E4M3
+
+    @property
+    def bits(self) -> int:
+        """Of a scale when stored."""
+        return 8 if self.is_8_bit else 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,11 +68,19 @@ class Scheme:
     """Everything that decides how a range maps to codes.
 
     A float format that needs a scale is symmetric whatever `symmetry` says: zero is one of its codes.
+
+    Args:
+        format: of the codes.
+        symmetry: how they lie around zero.
+        scale_type: which scales are allowed.
+        global_scale: what scales of `ScaleType.FP8_E4M3` are multiples of, see `global_scale`; by default that of the
+            ranges a call is given.
     """
 
     format: Format
     symmetry: Symmetry = Symmetry.SYMMETRIC
     scale_type: ScaleType = ScaleType.FLOAT32
+    global_scale: float | None = None
 
     @property
     def symmetric(self) -> bool:
@@ -75,6 +110,22 @@ class Scheme:
         if isinstance(self.format, FloatFormat):
             return self.format.max
         return -self.qmin if self.symmetry is Symmetry.SIGN_AWARE else (self.qmax - self.qmin) / 2
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The smallest and the largest code in use."""
+        return (-self.format.max, self.format.max) if isinstance(self.format, FloatFormat) else (self.qmin, self.qmax)
+
+    @property
+    def exponent(self) -> int:
+        """The exponent of the largest value, counted from the zero point: 8 for E4M3, 6 for int8."""
+        fmt = self.format
+        return fmt.max_exponent if isinstance(fmt, FloatFormat) else fmt.bits - 2
+
+    @property
+    def mantissa(self) -> int:
+        """Bits behind the leading one of the largest value."""
+        return self.format.mantissa if isinstance(self.format, FloatFormat) else self.format.bits - 2
 
     def _integer(self) -> IntFormat:
         if not isinstance(self.format, IntFormat):
@@ -133,23 +184,138 @@ def affine_qparams(low: Tensor, high: Tensor, scheme: Scheme) -> QParams:
 
 def symmetric_qparams(amax: Tensor, scheme: Scheme) -> QParams:
     """Map `[-amax, amax]` onto the codes of a symmetric `scheme`; shapes and errors as `affine_qparams`."""
-    scale = constrain_scale(amax.double() / scheme.largest, scheme.scale_type)
+    if scheme.scale_type.is_8_bit:
+        scale = block_scale(amax.float(), scheme)
+    else:
+        scale = constrain_scale(amax.double() / scheme.largest, scheme.scale_type)
     return QParams(scale, torch.full_like(scale, scheme.middle, dtype=torch.int32))
 
 
-def constrain_scale(ideal: Tensor, scale_type: ScaleType) -> Tensor:
+def constrain_scale(ideal: Tensor, scale_type: ScaleType, global_scale: Tensor | float | None = None) -> Tensor:
     """Return the float32 scale of kind `scale_type` for an `ideal` one (float64, non-negative).
 
-    A scale too small for a normal float32 is that of a tensor of zeros, and becomes 1.
+    A scale too small for a normal float32 is that of a tensor of zeros, and becomes 1 (one global scale).
+
+    Args:
+        ideal: any shape.
+        scale_type: powers of two are not below the ideal scale, others the nearest.
+        global_scale: for `ScaleType.FP8_E4M3`; by default that of the largest of the ideal scales.
     """
-    scale = torch.where(ideal < torch.finfo(torch.float32).tiny, 1.0, ideal)
-    if scale_type is ScaleType.POWER_OF_TWO:
+    if scale_type is ScaleType.FP8_E4M3:
+        wanted = ideal.float()
+        unit = _global_scale(wanted.amax() / _E4M3_MAX) if global_scale is None else _like(wanted, global_scale)
+        return _two_level(wanted, wanted / unit, unit)
+    if scale_type.is_e8m0:
+        scale = torch.where(ideal == 0, 1.0, ideal.clamp(2.0**-127, 2.0**127))
+    else:
+        scale = torch.where(ideal < torch.finfo(torch.float32).tiny, 1.0, ideal)
+    if scale_type is ScaleType.POWER_OF_TWO or scale_type.is_e8m0:
         mantissa, exponent = torch.frexp(scale)
         scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).to(exponent.dtype))
     elif scale_type is ScaleType.FLOAT16:
         half = torch.finfo(torch.float16)
         scale = scale.clamp(half.smallest_normal, half.max).half().double()
     return scale.float()
+
+
+def block_scale(amax: Tensor, scheme: Scheme, global_scale: Tensor | None = None) -> Tensor:
+    """Return the scales of blocks whose largest magnitude is `amax`, for a scheme with 8-bit scales.
+
+    Args:
+        amax: float32, any shape, not negative.
+        scheme: symmetric.
+        global_scale: for `ScaleType.FP8_E4M3`, shape `()`, instead of the scheme's.
+
+    Returns:
+        float32, the shape of `amax`. The scale of a block of zeros is 1 (one global scale); of one that holds NaN or
+        infinity it is NaN, and so is all that is dequantized with it.
+
+    Source:
+        OCP Microscaling Formats v1.0, section 6.3; NVIDIA's NVFP4, as TensorRT Model Optimizer computes it.
+    """
+    if scheme.scale_type is ScaleType.FP8_E4M3:
+        given = scheme.global_scale if global_scale is None else global_scale
+        unit = global_scale_of(amax.amax(), scheme) if given is None else _like(amax, given)
+        # A global scale has 20 bits: the product is exact.
+        return _two_level(amax, amax / (scheme.largest * unit), unit)
+    mantissa, exponent = torch.frexp(amax)
+    # amax = mantissa * 2**exponent, with a mantissa of at least a half
+    if scheme.scale_type is ScaleType.E8M0_CEIL:
+        largest, offset = math.frexp(scheme.largest)
+        power = exponent - offset + (mantissa > largest)
+    else:
+        power = exponent - 1 - scheme.exponent
+        if scheme.scale_type is ScaleType.E8M0_EVEN:
+            power = power + (mantissa >= 1 - 2.0 ** -(scheme.mantissa + 2))
+    # Above, the largest value would not be a float32.
+    power = power.clamp(-127, 127 - scheme.exponent).to(torch.int32)
+    # 2**-127 is subnormal.
+    scale = torch.where(power < -126, 1 << 22, (power + 127) << 23).to(torch.int32).view(torch.float32)
+    return torch.where(
+        amax > 0, torch.where(amax < torch.inf, scale, torch.nan), torch.where(amax == 0, 1.0, torch.nan)
+    )
+
+
+_E4M3_MAX, _E4M3_TINY = FP8_E4M3.max, 2.0**-9
+
+
+def global_scale_of(amax: Tensor, scheme: Scheme) -> Tensor:
+    """Return the scale, float32, shape `()`, that E4M3 scales of a tensor of largest magnitude `amax` are multiples of.
+
+    It is `amax / (largest code * 448)`, cut off after 20 bits so that its product with an E4M3 float is exact.
+    """
+    return _global_scale(amax.float() / (scheme.largest * _E4M3_MAX))
+
+
+def recover_global_scale(scale: Tensor) -> Tensor:
+    """Return a float32 of shape `()` whose quotient with every one of `scale` is an E4M3 float, exactly.
+
+    Args:
+        scale: scales of `ScaleType.FP8_E4M3` with one global scale, of one or several tensors; float32.
+
+    Raises:
+        ValueError: if there is none, as for tensors with different global scales.
+    """
+    # The largest scale is one of the E4M3 floats times the global scale; the quotient of an exact product is exact.
+    known: Tensor = scale.unique()
+    codes = FP8_E4M3.levels().to(scale).flip(0)
+    for code in codes[codes > 0]:
+        unit: Tensor = known[-1] / code
+        multiple = known / unit
+        held = multiple.clamp(max=_E4M3_MAX).to(FP8_E4M3.dtype).float()
+        if bool((held == multiple).all()) and bool((held * unit == known).all()):
+            return unit
+    raise ValueError("these scales are no E4M3 floats times one global scale")
+
+
+def _global_scale(ideal: Tensor) -> Tensor:
+    """Return `ideal`, float32, to 20 bits; 1 for zero, and large enough for its products to be normal numbers."""
+    cut = (ideal.view(torch.int32) & -16).view(torch.float32)
+    return torch.where(ideal == 0, 1.0, cut.clamp_min(2.0**-100))
+
+
+def _like(x: Tensor, scale: Tensor | float) -> Tensor:
+    """Return a scale as a tensor: by a Python number, a GPU does not divide exactly."""
+    return torch.as_tensor(scale, dtype=x.dtype, device=x.device)
+
+
+def _two_level(size: Tensor, multiple: Tensor, unit: Tensor) -> Tensor:
+    """Return the multiple of `unit` that E4M3 holds, nearest to `multiple`; one `unit` where `size` is zero."""
+    held = multiple.clamp(_E4M3_TINY, _E4M3_MAX).to(FP8_E4M3.dtype).float()
+    return torch.where(size == 0, 1.0, held) * unit
+
+
+def share_scale(own: Tensor, group: Tensor) -> Tensor:
+    """Return the scales of sub-blocks that share the exponent of their group but for one bit.
+
+    Args:
+        own: what each would have by itself, powers of two.
+        group: of the group it is in, the shape of `own`.
+
+    Source:
+        Rouhani et al. 2023, "With Shared Microexponents, A Little Shifting Goes a Long Way", section 3.
+    """
+    return torch.minimum(torch.maximum(own, group / 2), group)
 
 
 def _show(bound: Tensor) -> str:

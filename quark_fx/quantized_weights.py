@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from quark_fx.formats import INT32, IntFormat, parse_format
+from quark_fx.formats import INT32, FloatFormat, IntFormat, parse_format
 from quark_fx.graph import is_parameter, parameter, target_name, tensor_of
+from quark_fx.grid import Grid
 from quark_fx.operators import Operator, argument, channel_dim
 from quark_fx.ops import spread
 from quark_fx.placement import PlannedOperator
@@ -20,52 +21,8 @@ _DEQUANTIZE = "quark_fx.dequantize.default"
 
 
 @dataclass(frozen=True)
-class Grid:
-    """What the codes of a weight stand for.
-
-    Attributes:
-        scale: float32, broadcastable to the weight.
-        zero_point: likewise.
-        limits: smallest and largest code.
-        axis: dimension the scales vary along, `None` for one scale.
-        block_size: see `quark_fx.ops`.
-        movable: nothing else depends on the scales, and they may take any value.
-    """
-
-    scale: Tensor
-    zero_point: Tensor
-    limits: tuple[int, int]
-    axis: int | None = None
-    block_size: int = 0
-    movable: bool = False
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """The shape of one value per stored scale."""
-        shape = list(self.scale.shape)
-        if self.axis is None:
-            return ()
-        if self.block_size == 0:
-            return (shape[self.axis],)
-        shape[self.axis] = 1 if self.block_size < 0 else -(-shape[self.axis] // self.block_size)
-        return tuple(shape)
-
-    def times(self, ratio: Tensor) -> Grid:
-        """Return the grid with every stored scale multiplied; `ratio` has the shape of `shares`."""
-        return replace(self, scale=self.scale * spread(ratio, self.scale, self.axis, self.block_size))
-
-    def position(self, weight: Tensor) -> Tensor:
-        """Return where `weight` lies on the scale of codes, unrounded."""
-        return weight / self.scale + self.zero_point
-
-    def value(self, codes: Tensor) -> Tensor:
-        """Return the weights that codes, or values between codes, stand for."""
-        return (codes - self.zero_point) * self.scale
-
-
-@dataclass(frozen=True)
 class QuantizedWeight:
-    """One operator whose weight is stored in integer codes.
+    """One operator whose weight is stored in codes.
 
     Attributes:
         operator: how it was planned.
@@ -109,7 +66,12 @@ class QuantizedWeight:
         scale, zero_point = (spread(p.float(), codes, self.axis, self.block_size) for p in (scale, zero_point))
         movable = self.scheme.scale_type is ScaleType.FLOAT32 and not self.bias_scale_follows
         scale, zero_point = scale.expand_as(codes), zero_point.expand_as(codes)
-        return Grid(scale, zero_point, (self.scheme.qmin, self.scheme.qmax), self.axis, self.block_size, movable)
+        return Grid(scale, zero_point, self.scheme.limits, self.axis, self.block_size, movable, self.float_format)
+
+    @property
+    def float_format(self) -> FloatFormat | None:
+        """Whose values the codes are, `None` for whole numbers."""
+        return self.scheme.format if isinstance(self.scheme.format, FloatFormat) else None
 
     @property
     def scale_name(self) -> str:
@@ -198,7 +160,7 @@ class QuantizedWeight:
 
 
 def quantized_weights(gm: GraphModule, plan: Mapping[str, PlannedOperator]) -> list[QuantizedWeight]:
-    """Return the operators of `gm` (a converted graph, or a block of one) whose weights are integer codes, in order.
+    """Return the operators of `gm` (a converted graph, or a block of one) whose weights are codes, in order.
 
     Embeddings are not among them: they multiply nothing.
     """
@@ -213,7 +175,7 @@ def quantized_weights(gm: GraphModule, plan: Mapping[str, PlannedOperator]) -> l
             value = value.args[0]
         if not isinstance(value, Node) or target_name(value) != _DEQUANTIZE:
             continue
-        if not isinstance(operator.weight.format if operator.weight else None, IntFormat):
+        if operator.weight is None:
             continue
         axis, block = value.args[4], value.args[5]
         found.append(QuantizedWeight(operator, node, value, str(operator.weight_node.target), axis, block))  # type: ignore[arg-type]
@@ -235,4 +197,4 @@ def _name(node: object) -> str:
     return str(node.target)
 
 
-__all__ = ["Grid", "QuantizedWeight", "quantized_weights", "shared_tensors"]
+__all__ = ["QuantizedWeight", "quantized_weights", "shared_tensors"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -24,11 +24,12 @@ from quark_fx.context import Context
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.formats import INT32
 from quark_fx.graph import named_nodes, placeholders, tensor_of
+from quark_fx.grid import Grid
 from quark_fx.linear_map import LinearMap, linear_map
 from quark_fx.operators import argument
 from quark_fx.pass_manager import Change
 from quark_fx.qparams import ScaleType
-from quark_fx.quantized_weights import Grid, QuantizedWeight, quantized_weights, shared_tensors
+from quark_fx.quantized_weights import QuantizedWeight, quantized_weights, shared_tensors
 from quark_fx.rounding import OutputError, round_by_descent
 from quark_fx.specs import enum_member
 from quark_fx.trainable import Trainable, activation_scales, trainable_block
@@ -220,7 +221,7 @@ class _Unit:
             best = self._take_steps(begin, best)
         seconds = (time.perf_counter() - start) / len(self.weights)
         learned = self._learned()
-        moved = [float((a != b).float().mean()) for a, b in zip(original.codes, learned.codes, strict=True)]
+        moved = [_share_changed(a, b) for a, b in zip(original.codes, learned.codes, strict=True)]
         pairs = zip(original.biases, learned.biases, strict=True)
         biases = [a is not None and b is not None and not torch.equal(a, b) for a, b in pairs]
         steps = [not torch.equal(a, b) for a, b in zip(ranges, self._weight_scales(), strict=True)]
@@ -263,7 +264,8 @@ class _Unit:
             if mapping is not None and not mapping.stacked and weight.is_plain:
                 scale, zero_point = (mapping.matrix(p.expand_as(real)) for p in (grid.scale, grid.zero_point))
                 error = self._output_error(weight, mapping)
-                codes = round_by_descent(mapping.matrix(real), error, scale, zero_point, grid.limits)
+                matrices = replace(grid, scale=scale, zero_point=zero_point)
+                codes = round_by_descent(mapping.matrix(real), error, matrices)
                 self._store_codes(weight, mapping.restore(codes, real))
         after = self.run.held_out_error()
         if after < before:
@@ -455,6 +457,11 @@ def _mixed(x: Any, real: Any, share: float) -> Any:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return x
     return torch.where(torch.rand(x.shape, device=x.device) < share, real, x)
+
+
+def _share_changed(old: Tensor, new: Tensor) -> float:
+    """Return how many codes differ; 8-bit floats are not compared as they are."""
+    return float((old.float() != new.float()).float().mean())
 
 
 def _copy(tensor: Tensor | None) -> Any:

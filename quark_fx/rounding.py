@@ -7,10 +7,12 @@ view, without a gradient step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from quark_fx.grid import Grid
 
 _BLOCK = 128
 """Inputs whose changes reach the others in one matrix product."""
@@ -57,9 +59,7 @@ class OutputError:
 def round_by_descent(
     weight: Tensor,
     error: OutputError,
-    scale: Tensor,
-    zero_point: Tensor,
-    limits: tuple[int, int],
+    grid: Grid,
     *,
     sweeps: int = 8,
     damping: float = 0.1,
@@ -72,9 +72,7 @@ def round_by_descent(
     Args:
         weight: shape (groups, outputs, inputs).
         error: the quadratic form.
-        scale: float32, broadcastable to `weight`.
-        zero_point: likewise.
-        limits: smallest and largest code.
+        grid: what codes stand for.
         sweeps: at most.
         damping: share of the mean diagonal of `h` that pulls towards `weight`, for directions the data says little of;
             the number of inputs per row is added to it, as few rows leave many such directions.
@@ -87,7 +85,8 @@ def round_by_descent(
     """
     # Inputs first: a column of the weight is then contiguous.
     target = weight.float().mT.contiguous()
-    scale, zero_point = (p.float().expand_as(weight).mT.contiguous() for p in (scale, zero_point))
+    scale, zero_point = (p.float().expand_as(weight).mT.contiguous() for p in (grid.scale, grid.zero_point))
+    grid = replace(grid, scale=scale, zero_point=zero_point)
     diagonal = error.h.diagonal(dim1=-2, dim2=-1)
     damping += target.shape[-2] / error.rows
     pull = (damping * diagonal.mean(-1, keepdim=True)).clamp_min(_LEAST_CURVATURE)
@@ -101,7 +100,7 @@ def round_by_descent(
         gained = torch.zeros((), device=weight.device)
         for start in range(0, target.shape[-2], _BLOCK):
             block = slice(start, start + _BLOCK)
-            change = _round_block(values, codes, slope, h, curvature, (scale, zero_point), limits, block)
+            change = _round_block(values, codes, slope, h, curvature, grid, block)
             gained = gained - (change * (2 * slope[:, block] + h[:, block, block] @ change)).sum()
             slope += h[:, :, block] @ change
         # The first sweep leaves the float weight, and gains nothing.
@@ -116,17 +115,16 @@ def _round_block(
     slope: Tensor,
     h: Tensor,
     curvature: Tensor,
-    grid: tuple[Tensor, Tensor],
-    limits: tuple[int, int],
+    grid: Grid,
     block: slice,
 ) -> Tensor:
     """Move each input of a block to its best code in turn, in place; return the change, (groups, inputs, outputs)."""
-    scale, zero_point = grid
+    scale, zero_point = grid.scale, grid.zero_point
     before, local, inner = values[:, block].clone(), slope[:, block].clone(), h[:, block, block]
     for j in range(before.shape[1]):
         i = block.start + j
         best = values[:, i] - local[:, j] / curvature[:, i]
-        code = (best / scale[:, i]).add_(zero_point[:, i]).round_().clamp_(*limits)
+        code = grid.round_((best / scale[:, i]).add_(zero_point[:, i]))
         value = (code - zero_point[:, i]).mul_(scale[:, i])
         change = value - values[:, i]
         local[:, j + 1 :].baddbmm_(inner[:, j + 1 :, j, None], change.unsqueeze(1))

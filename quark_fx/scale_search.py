@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from quark_fx.quantized_weights import Grid
+from quark_fx.grid import Grid
 
 _CHUNK = 128
 """Inputs whose errors are weighed together. What inputs further apart have in common is left out of the search."""
@@ -16,7 +17,9 @@ RATIOS = tuple(1.0 - 0.05 * step for step in range(11))
 """Shares of the range that are tried, from all of it to half."""
 
 
-def fit_scales(weight: Tensor, h: Tensor, grid: Grid, block: int) -> Tensor:
+def fit_scales(
+    weight: Tensor, h: Tensor, grid: Grid, block: int, allowed: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """Return, per block of inputs and output, the share of the scale whose rounding changes the output least.
 
     The error of a block is `d H d'` with `d` what rounding to nearest takes from its weights: the squared error of the
@@ -27,6 +30,7 @@ def fit_scales(weight: Tensor, h: Tensor, grid: Grid, block: int) -> Tensor:
         h: sum of `x x'`, shape (groups, inputs, inputs).
         grid: what codes stand for now.
         block: inputs that share a scale.
+        allowed: from wanted scales to those that are tried for them; default: the scales themselves.
 
     Returns:
         Shape (groups, outputs, blocks), one of `RATIOS` each.
@@ -45,7 +49,8 @@ def fit_scales(weight: Tensor, h: Tensor, grid: Grid, block: int) -> Tensor:
         for start, stop in itertools.pairwise(edges):
             part = slice(start, stop)
             w, s, z = weight[..., part], scale[..., part] * ratio, zero_point[..., part]
-            lost = (w / s).add_(z).round_().clamp_(*grid.limits).sub_(z).mul_(s).sub_(w)
+            s = s if allowed is None else allowed(s)
+            lost = grid.round_((w / s).add_(z)).sub_(z).mul_(s).sub_(w)
             error[..., start // block] += torch.linalg.vecdot(lost @ h[:, part, part], lost)
         better = error < least
         best, least = torch.where(better, ratio, best), torch.where(better, error, least)

@@ -35,7 +35,7 @@ from quark_fx.signature import Signature
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _GRAPH, _TENSORS = "graph.json", "model.safetensors"
 _PYTHON = {
     **{name: getattr(operator, name) for name in ("getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "neg")},

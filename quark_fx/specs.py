@@ -22,7 +22,8 @@ class Granularity(StrEnum):
     CHANNEL = "channel"
     """One scale per output channel of a weight."""
     GROUP = "group"
-    """One scale per `group_size` weights of an output channel, along the input channels."""
+    """One scale per `group_size` values along what a product sums over: the input channels of a weight; of an
+    activation the last dimension, or the channels of a convolution's, measured at run time."""
     TOKEN = "token"
     """One scale per row of the last dimension of an activation, measured at run time."""
 
@@ -35,6 +36,8 @@ class TensorSpec:
         format: number format of the codes.
         granularity: what shares a scale.
         group_size: values per group, for `Granularity.GROUP` (the last group may be shorter).
+        sub_group_size: values per sub-group, each with its own scale: that of its group or, where it needs no more,
+            half of it (the shared microexponents of MX4, MX6 and MX9).
         symmetry: default: symmetric for signed formats, asymmetric for unsigned ones.
         scale_type: which scales are allowed.
         observer: how the range is found; default `MinMax`, or `Placeholder` for 16-bit floats.
@@ -47,6 +50,7 @@ class TensorSpec:
     format: Format
     granularity: Granularity = Granularity.TENSOR
     group_size: int | None = None
+    sub_group_size: int | None = None
     symmetry: Symmetry | None = None
     scale_type: ScaleType = ScaleType.FLOAT32
     observer: Observer | None = None
@@ -73,6 +77,23 @@ class TensorSpec:
             (
                 self.group_size is not None and self.group_size < 1,
                 f"group_size must be positive, not {self.group_size}",
+            ),
+            (
+                self.sub_group_size is not None
+                and (self.sub_group_size < 1 or not self.group_size or self.group_size % self.sub_group_size != 0),
+                f"sub_group_size={self.sub_group_size} must divide group_size={self.group_size}",
+            ),
+            (
+                self.sub_group_size is not None and not self.scale_type.is_e8m0,
+                "sub-groups halve a power-of-two scale: set scale_type='e8m0_floor'",
+            ),
+            (
+                self.scale_type.is_8_bit and self.symmetry not in (Symmetry.SYMMETRIC, Symmetry.SYMMETRIC_FULL),
+                f"scale_type='{self.scale_type}' has no zero points; set symmetry='symmetric'",
+            ),
+            (
+                self.scale_type is ScaleType.FP8_E4M3 and self.granularity is not Granularity.GROUP,
+                "scale_type='fp8_e4m3' is for scales of groups in a tensor; set granularity='group' and group_size",
             ),
             (
                 isinstance(self.format, FloatFormat) and self.symmetry is Symmetry.ASYMMETRIC,
@@ -102,12 +123,12 @@ class TensorSpec:
                 "per-token scales are measured at run time; set dynamic=True",
             ),
             (
-                self.dynamic and self.granularity not in (Granularity.TENSOR, Granularity.TOKEN),
-                f"a dynamic range is per tensor or per token, not per {self.granularity}",
+                self.dynamic and self.granularity is Granularity.CHANNEL,
+                "a dynamic range is per tensor, token or group, not per channel",
             ),
             (
-                self.dynamic and self.scale_type is not ScaleType.FLOAT32,
-                "a dynamic range has float32 scales; drop scale_type",
+                self.dynamic and self.scale_type is not ScaleType.FLOAT32 and not self.scale_type.is_8_bit,
+                "a dynamic range has float32 scales, or such of 8 bits; drop scale_type",
             ),
             (
                 self.format == UINT32,
@@ -133,6 +154,26 @@ class TensorSpec:
         """Whether the format is reached by a plain cast."""
         return isinstance(self.format, FloatFormat) and not self.format.needs_scale
 
+    @property
+    def block_size(self) -> int | None:
+        """Values per stored scale, for `Granularity.GROUP`."""
+        return self.sub_group_size or self.group_size
+
+    def measurement(self, rank: int, reduced: int) -> tuple[str, str, int | None, int, str, int]:
+        """Return the arguments of `quark_fx.ops.dynamic_qparams` behind the tensor, for a dynamic spec.
+
+        Args:
+            rank: of the activation.
+            reduced: its dimension that is summed over.
+        """
+        axis, block = None, 0
+        if self.granularity is Granularity.TOKEN:
+            axis, block = rank - 1, -1
+        elif self.block_size is not None:
+            axis, block = reduced, self.block_size
+        group = self.group_size if self.sub_group_size and self.group_size else 0
+        return str(self.format), str(self.symmetry), axis, block, str(self.scale_type), group
+
     def replace(self, **changes: Any) -> Self:
         """Return a copy with `changes`, checked again; what followed from the format follows from a new one.
 
@@ -147,13 +188,15 @@ class TensorSpec:
         return replace(self, **changes)
 
     def __str__(self) -> str:
-        shared = {Granularity.TENSOR: "", Granularity.GROUP: f"group {self.group_size}"}
+        group = f"group {self.group_size}" + (f"/{self.sub_group_size}" if self.sub_group_size else "")
+        shared = {Granularity.TENSOR: "", Granularity.GROUP: group}
+        scales = {ScaleType.POWER_OF_TWO: "pow2", ScaleType.FP8_E4M3: "e4m3 scales"}
         return " ".join(
             word
             for word in (
                 str(self.format),
                 shared.get(self.granularity, str(self.granularity)),
-                "pow2" if self.scale_type is ScaleType.POWER_OF_TWO else "",
+                scales.get(self.scale_type, str(self.scale_type) if self.scale_type.is_e8m0 else ""),
                 "dynamic" if self.dynamic else "",
             )
             if word

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from quark_fx.config import Granularity, TensorSpec
 from quark_fx.formats import IntFormat
-from quark_fx.ops import dequantize, encode, row_pieces
-from quark_fx.qparams import QParams, ScaleType, constrain_scale
+from quark_fx.ops import dequantize, encode, row_pieces, spread
+from quark_fx.qparams import QParams, ScaleType, Scheme, constrain_scale, global_scale_of, share_scale
 
 _ROWS_AT_ONCE = 8192
 
@@ -59,13 +61,21 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes when stored: packed codes, float32 scales, and zero points unless all are the format's own."""
+        """Bytes when stored: packed codes, scales of 8 or 32 bits, zero points unless all are the format's own."""
         total = (self.codes.numel() * self.spec.format.bits + 7) // 8
         if self.spec.is_cast:
             return total
         stored = isinstance(self.spec.format, IntFormat) and not self.spec.scheme.symmetric
         points = (self.qparams.zero_point.numel() * self.spec.format.bits + 7) // 8 if stored else 0
-        return total + 4 * self.qparams.scale.numel() + points
+        return total + self._scale_bytes() + points
+
+    def _scale_bytes(self) -> int:
+        spec, count = self.spec, self.qparams.scale.numel()
+        if spec.sub_group_size and spec.group_size and self.axis is not None:
+            blocks = self.qparams.scale.shape[self.axis]
+            groups = count // blocks * -(-self.codes.shape[self.axis] // spec.group_size)
+            return groups + (count + 7) // 8  # a byte per group, and a bit per sub-group
+        return count * spec.scale_type.bits // 8 + 4 * (spec.scale_type is ScaleType.FP8_E4M3)
 
 
 def quantize_tensor(
@@ -76,6 +86,7 @@ def quantize_tensor(
     input_axis: int = 1,
     stacked: bool = False,
     smallest_scale: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> QuantizedTensor:
     """Quantize the constant `x`.
 
@@ -86,6 +97,8 @@ def quantize_tensor(
         input_axis: dimension that groups lie along, for `Granularity.GROUP`.
         stacked: `x` is a stack of matrices (experts): channels of different matrices have their own scales.
         smallest_scale: lower bound of the scales, broadcastable to one value per output channel.
+        amax: the largest magnitude that the global scale of `ScaleType.FP8_E4M3` follows, shape `()`; default: that of
+            `x`. Give tensors that will be joined one.
 
     Raises:
         ValueError: if `x` holds NaN or infinity.
@@ -98,11 +111,26 @@ def quantize_tensor(
         one = torch.ones((), device=x.device)
         return QuantizedTensor(x.to(spec.format.dtype), QParams(one, torch.zeros_like(one).int()), spec, None, 0)
     axis, block = _layout(x, spec, output_axis, input_axis, stacked)
+    scheme = spec.scheme
+    if spec.scale_type is ScaleType.FP8_E4M3:
+        amax = x.detach().abs().amax() if amax is None else amax
+        if not torch.isfinite(amax):
+            raise ValueError("it holds NaN or infinity")
+        scheme = replace(scheme, global_scale=float(global_scale_of(amax, scheme)))
+    observe = partial(_row_qparams, spec=spec, scheme=scheme)
     if block:
-        qparams = _block_qparams(x, spec, axis or 0, block)
+        qparams = _block_qparams(x, observe, axis or 0, block)
+        if spec.sub_group_size and spec.group_size:
+            group = spread(
+                _block_qparams(x, observe, axis or 0, spec.group_size).scale,
+                qparams.scale,
+                axis,
+                spec.group_size // block,
+            )
+            qparams = QParams(share_scale(qparams.scale, group), qparams.zero_point)
     else:
         rows = x.reshape(1, -1) if axis is None else x.movedim(axis, 0).flatten(1)
-        qparams = _row_qparams(rows, spec)
+        qparams = observe(rows)
         if axis is None:
             qparams = QParams(qparams.scale.reshape(()), qparams.zero_point.reshape(()))
     if smallest_scale is not None:
@@ -115,14 +143,14 @@ def _layout(x: Tensor, spec: TensorSpec, output_axis: int, input_axis: int, stac
     if spec.granularity is Granularity.TENSOR:
         return None, 0
     if spec.granularity is Granularity.GROUP:
-        assert spec.group_size is not None
-        return input_axis % x.dim(), min(spec.group_size, x.shape[input_axis])
+        assert spec.block_size is not None
+        return input_axis % x.dim(), min(spec.block_size, x.shape[input_axis])
     if stacked:  # one scale per matrix and output channel
         return input_axis % x.dim(), x.shape[input_axis]
     return output_axis % x.dim(), 0
 
 
-def _block_qparams(x: Tensor, spec: TensorSpec, axis: int, block: int) -> QParams:
+def _block_qparams(x: Tensor, observe: Callable[[Tensor], QParams], axis: int, block: int) -> QParams:
     """Return parameters of blocks of `block` values along `axis`; a shorter last block is observed by itself."""
     moved = x.movedim(axis, -1)
     whole = moved.shape[-1] // block * block
@@ -130,7 +158,7 @@ def _block_qparams(x: Tensor, spec: TensorSpec, axis: int, block: int) -> QParam
     for part, size in ((moved[..., :whole], block), (moved[..., whole:], moved.shape[-1] - whole)):
         if part.numel():
             # Rows are independent; a histogram of each at once would take gigabytes.
-            rows = [_row_qparams(some, spec) for some in part.reshape(-1, size).split(_ROWS_AT_ONCE)]
+            rows = [observe(some) for some in part.reshape(-1, size).split(_ROWS_AT_ONCE)]
             shape = (*moved.shape[:-1], part.shape[-1] // size)
             scale, zero_point = torch.cat([q.scale for q in rows]), torch.cat([q.zero_point for q in rows])
             parts.append((scale.reshape(shape), zero_point.reshape(shape)))
@@ -138,9 +166,9 @@ def _block_qparams(x: Tensor, spec: TensorSpec, axis: int, block: int) -> QParam
     return QParams(scale.contiguous(), zero_point.contiguous())
 
 
-def _row_qparams(rows: Tensor, spec: TensorSpec) -> QParams:
+def _row_qparams(rows: Tensor, spec: TensorSpec, scheme: Scheme) -> QParams:
     assert spec.observer is not None
-    return spec.observer.of_constant(rows, spec.scheme)
+    return spec.observer.of_constant(rows, scheme)
 
 
 def _raise_scale(qparams: QParams, smallest: Tensor, spec: TensorSpec) -> QParams:

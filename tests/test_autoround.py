@@ -11,10 +11,10 @@ from quark_fx import Granularity, QuantConfig, Target, TensorSpec
 from quark_fx.errors import ConfigError
 from quark_fx.formats import INT3
 from quark_fx.graph import stored_tensors
+from quark_fx.grid import Grid
 from quark_fx.passes import AutoRound
 from quark_fx.passes.autoround import SignRounding
 from quark_fx.presets import INT8_STATIC
-from quark_fx.quantized_weights import Grid
 
 WEIGHT = TensorSpec(format=INT3, granularity=Granularity.GROUP, group_size=16)
 CONFIG = QuantConfig(weight=WEIGHT, target=Target.TORCH, exclude=("op:embedding",))

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quark_fx as qfx
+from quark_fx.block_formats import MX9, MXFP4, MXINT8, NVFP4
 from quark_fx.config import INHERIT, Granularity, Override, QuantConfig, Target, TensorSpec, matches
 from quark_fx.errors import ConfigError
-from quark_fx.formats import BF16, FORMATS, FP8_E4M3, FP16, INT3, INT4, INT8, INT16, INT32, UINT8, UINT32
+from quark_fx.formats import BF16, FORMATS, FP8_E4M3, FP16, INT3, INT4, INT8, INT16, INT32, SM8, UINT8, UINT32, Format
 from quark_fx.observers import (
     Entropy,
     MinMax,
@@ -54,16 +55,20 @@ observers = st.one_of(
 
 
 @st.composite
-def specs(draw: st.DrawFn, *, weight: bool = False) -> TensorSpec:
-    fmt = draw(st.sampled_from([f for f in FORMATS.values() if f.bits in (4, 8, 16)]))
+def specs(draw: st.DrawFn, *, weight: bool = False, target: Target = Target.ONNX) -> TensorSpec:
+    any_format, onnx = FORMATS.values(), target is Target.ONNX
+    held = [f for f in any_format if f.bits in (4, 8, 16) and str(f) not in ("sm8", "fp4_e2m1")]
+    fmt = draw(st.sampled_from(held if onnx else [f for f in any_format if f != UINT32]))
     if fmt in (FP16, BF16):
         return TensorSpec(format=fmt)
+    if not onnx and draw(st.booleans()):
+        return draw(block_specs(fmt, weight=weight))
     options: dict[str, Any] = {"format": fmt}
-    if fmt != FP8_E4M3 and str(fmt)[:2] != "fp":
+    if str(fmt)[:2] != "fp":
         signed = weight and str(fmt).startswith("int")
         symmetries = [symmetry for symmetry in Symmetry if signed or symmetry is not Symmetry.SIGN_AWARE]
         options["symmetry"] = draw(st.sampled_from([None, *symmetries]))
-    options["scale_type"] = draw(st.sampled_from(list(ScaleType)))
+    options["scale_type"] = draw(st.sampled_from([kind for kind in ScaleType if not kind.is_8_bit]))
     if options["scale_type"] is ScaleType.POWER_OF_TWO and draw(st.booleans()):
         options["observer"] = draw(st.sampled_from([NonOverflow(), PowerOfTwoMinMse(mode="most_common")]))
     else:
@@ -77,16 +82,30 @@ def specs(draw: st.DrawFn, *, weight: bool = False) -> TensorSpec:
 
 
 @st.composite
+def block_specs(draw: st.DrawFn, fmt: Format, *, weight: bool) -> TensorSpec:
+    kind = draw(st.sampled_from([kind for kind in ScaleType if kind.is_8_bit]))
+    sub = draw(st.none() | st.integers(1, 8)) if kind.is_e8m0 else None
+    return TensorSpec(
+        format=fmt,
+        granularity=Granularity.GROUP,
+        group_size=(sub or 1) * draw(st.integers(1, 64)),
+        sub_group_size=sub,
+        scale_type=kind,
+        symmetry=Symmetry.SYMMETRIC,
+        dynamic=not weight,
+    )
+
+
+@st.composite
 def configs(draw: st.DrawFn) -> QuantConfig:
-    has_input = draw(st.booleans())
-    specified = draw(specs()) if has_input else None
+    has_input, target = draw(st.booleans()), draw(st.sampled_from(list(Target)))
+    specified = draw(specs(target=target)) if has_input else None
+    calibrated = specified is not None and not specified.is_cast and not specified.dynamic
     return QuantConfig(
-        weight=draw(st.none() | specs(weight=True)),
+        weight=draw(st.none() | specs(weight=True, target=target)),
         input=specified,
-        output=draw(st.none() | specs()) if has_input else None,
-        bias=TensorSpec(format=INT32)
-        if specified is not None and not specified.is_cast and draw(st.booleans())
-        else None,
+        output=draw(st.none() | specs(target=target).filter(lambda s: not s.dynamic)) if has_input else None,
+        bias=TensorSpec(format=INT32) if calibrated and draw(st.booleans()) else None,
         passes=(fold_batch_norm,) if draw(st.booleans()) else (),
         overrides=tuple(
             draw(
@@ -94,14 +113,14 @@ def configs(draw: st.DrawFn) -> QuantConfig:
                     st.builds(
                         Override,
                         pattern=st.text("abc.*:", min_size=1, max_size=5),
-                        weight=st.sampled_from([INHERIT, None]) | specs(weight=True),
+                        weight=st.sampled_from([INHERIT, None]) | specs(weight=True, target=target),
                     ),
                     max_size=2,
                 )
             )
         ),
         exclude=tuple(draw(st.lists(st.text("abc.*", min_size=1, max_size=5), max_size=2))),
-        target=draw(st.sampled_from(list(Target))),
+        target=target,
     )
 
 
@@ -140,6 +159,7 @@ def config(**options: Any) -> Callable[[], Any]:
 ACTIVATION = TensorSpec(format=UINT8)
 PER_CHANNEL = TensorSpec(format=INT8, granularity=Granularity.CHANNEL)
 DYNAMIC = ACTIVATION.replace(dynamic=True)
+GROUPS = TensorSpec(format=INT8, granularity=Granularity.GROUP, group_size=16)
 REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "group without size": (spec(format=INT4, granularity=Granularity.GROUP), "give both or neither"),
     "size without group": (spec(format=INT4, group_size=32), "give both or neither"),
@@ -161,15 +181,34 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "power-of-two observer": (spec(format=INT8, observer=NonOverflow()), "set scale_type='power_of_two'"),
     "power-of-two mse": (spec(format=INT8, observer=PowerOfTwoMinMse()), "set scale_type='power_of_two'"),
     "static token": (spec(format=INT8, granularity=Granularity.TOKEN), "set dynamic=True"),
-    "dynamic channel": (spec(format=INT8, granularity=Granularity.CHANNEL, dynamic=True), "per tensor or per token"),
+    "dynamic channel": (spec(format=INT8, granularity=Granularity.CHANNEL, dynamic=True), "per tensor, token or group"),
     "dynamic power of two": (
         spec(format=INT8, dynamic=True, scale_type=ScaleType.POWER_OF_TWO),
         "drop scale_type",
     ),
+    "sub-groups of another size": (lambda: MX9.replace(sub_group_size=3), "=3 must divide group_size=16"),
+    "sub-groups alone": (spec(format=INT8, sub_group_size=2), "=2 must divide group_size=None"),
+    "sub-groups of none": (lambda: MX9.replace(sub_group_size=0), "=0 must divide"),
+    "sub-groups with float scales": (lambda: MX9.replace(scale_type="float32"), "set scale_type='e8m0_floor'"),
+    "sub-groups of e4m3 scales": (lambda: NVFP4.replace(sub_group_size=2), "set scale_type='e8m0_floor'"),
+    "block scales with zero points": (lambda: MXINT8.replace(symmetry="asymmetric"), "set symmetry='symmetric'"),
+    "block scales with signs": (lambda: MXINT8.replace(symmetry="sign_aware"), "set symmetry='symmetric'"),
+    "two levels without groups": (
+        spec(format=INT8, scale_type=ScaleType.FP8_E4M3, granularity=Granularity.CHANNEL),
+        "set granularity='group' and group_size",
+    ),
     "dynamic cast": (spec(format=FP16, dynamic=True), "drop dynamic=True"),
     "uint32": (spec(format=UINT32), "use int32 or uint16"),
     "dynamic weight": (config(weight=DYNAMIC), "drop dynamic=True from `weight`"),
-    "activation per channel": (config(weight=PER_CHANNEL, input=PER_CHANNEL), "per tensor or per token"),
+    "activation per channel": (config(weight=PER_CHANNEL, input=PER_CHANNEL), "per tensor, token or group"),
+    "activation per group": (config(weight=PER_CHANNEL, input=GROUPS), "set dynamic=True"),
+    "block scales for onnx": (config(weight=MXINT8), "scales of 8 bits are not exported to ONNX; .*target='torch'"),
+    "groups for onnx": (
+        config(weight=PER_CHANNEL, input=GROUPS.replace(dynamic=True)),
+        "activations in groups are not exported to ONNX; .*target='torch'",
+    ),
+    "four-bit floats for onnx": (config(weight=MXFP4), "fp4_e2m1 has no ONNX type; .*target='torch'"),
+    "signs and magnitudes for onnx": (config(weight=TensorSpec(format=SM8)), "sm8 has no ONNX type"),
     "output alone": (config(weight=PER_CHANNEL, output=ACTIVATION), "`output` without `input`"),
     "dynamic output": (config(weight=PER_CHANNEL, input=ACTIVATION, output=DYNAMIC), "set output=None"),
     "three bits for onnx": (config(weight=TensorSpec(format=INT3)), "int3 has no ONNX type; .*target='torch'"),

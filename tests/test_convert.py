@@ -357,7 +357,11 @@ def test_a_quantized_model_stays_in_eval_mode() -> None:
         qmodel.train()
 
 
-@pytest.mark.parametrize("config", ["int8_static", "INT8_STATIC", INT8_STATIC, INT8_STATIC.to_dict()], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    ["int8_static", "INT8_STATIC", INT8_STATIC, INT8_STATIC.to_dict()],
+    ids=["lower case", "upper case", "value", "data"],
+)
 def test_a_configuration_may_be_a_name_a_value_or_plain_data(config: Any) -> None:
     assert quantize(linear(), config, [rand(4, 4)]).config == INT8_STATIC
 

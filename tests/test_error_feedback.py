@@ -17,7 +17,7 @@ from torch import Tensor
 from quark_fx import error_feedback
 from quark_fx.error_feedback import factor, round_with_feedback, solve
 from quark_fx.errors import CalibrationError
-from quark_fx.quantized_weights import Grid
+from quark_fx.grid import Grid
 
 LIMITS = (-8, 7)
 
@@ -161,7 +161,7 @@ def test_solve_divides_by_the_damped_moment(by_activation: bool) -> None:
 INTERPRETED = """
 import torch
 from quark_fx import error_feedback, error_feedback_kernel
-from quark_fx.quantized_weights import Grid
+from quark_fx.grid import Grid
 
 torch.manual_seed(0)
 chosen = error_feedback._runs

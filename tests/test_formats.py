@@ -6,17 +6,30 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from devices import on_devices
 
 from quark_fx.errors import ConfigError
 from quark_fx.formats import FORMATS, FloatFormat, IntFormat, parse_format
+from quark_fx.ops import quantize
 
 INTEGERS = [f for f in FORMATS.values() if isinstance(f, IntFormat)]
 FLOATS = [f for f in FORMATS.values() if isinstance(f, FloatFormat)]
+SMALL = [f for f in FLOATS if f.needs_scale]
+ML_DTYPES = {
+    "fp8_e4m3": ml_dtypes.float8_e4m3fn,
+    "fp8_e5m2": ml_dtypes.float8_e5m2,
+    "fp6_e3m2": ml_dtypes.float6_e3m2fn,
+    "fp6_e2m3": ml_dtypes.float6_e2m3fn,
+    "fp4_e2m1": ml_dtypes.float4_e2m1fn,
+}
 
 
 @pytest.mark.parametrize("fmt", INTEGERS, ids=str)
 def test_integer_limits_are_those_of_the_type_called_so(fmt: IntFormat) -> None:
     name = str(fmt)
+    if fmt.sign_magnitude:
+        assert (fmt.qmin, fmt.qmax) == (1 - 2 ** (fmt.bits - 1), 2 ** (fmt.bits - 1) - 1)
+        return
     if fmt.bits == 3:  # no library has it: two's complement by hand
         assert (fmt.qmin, fmt.qmax) == ((-4, 3) if fmt.signed else (0, 7))
         return
@@ -34,16 +47,72 @@ def test_every_code_fits_the_dtype_and_no_smaller_one(fmt: IntFormat) -> None:
 
 
 @pytest.mark.parametrize("fmt", FLOATS, ids=str)
-def test_the_largest_value_of_a_float_format_is_that_of_its_dtype(fmt: FloatFormat) -> None:
-    info = torch.finfo(fmt.dtype)
-    assert fmt.max == info.max
+def test_the_limits_of_a_float_format_are_those_of_the_type_called_so(fmt: FloatFormat) -> None:
+    info = torch.finfo(fmt.dtype) if fmt.bits >= 8 else ml_dtypes.finfo(ML_DTYPES[str(fmt)])
+    assert fmt.max == float(info.max)
     assert fmt.bits == info.bits
-    assert 2.0**-fmt.mantissa == info.eps
+    assert 2.0**-fmt.mantissa == float(info.eps)
+    assert 2.0**fmt.min_exponent == float(info.smallest_normal)
+    assert 2.0**fmt.max_exponent <= fmt.max < 2.0 ** (fmt.max_exponent + 1)
+
+
+@pytest.mark.parametrize("fmt", SMALL, ids=str)
+def test_the_levels_of_a_format_are_the_values_of_all_its_codes(fmt: FloatFormat) -> None:
+    codes = np.arange(1 << fmt.bits, dtype=np.uint8).view(ML_DTYPES[str(fmt)]).astype(np.float64)
+    assert fmt.levels().tolist() == sorted(set(codes[np.isfinite(codes)].tolist()))
+
+
+@pytest.mark.parametrize("fmt", SMALL, ids=str)
+def test_codes_are_held_exactly(fmt: FloatFormat) -> None:
+    levels = fmt.levels()
+    assert torch.equal(levels.float().to(fmt.dtype).double(), levels)
+
+
+def probes(fmt: FloatFormat) -> torch.Tensor:
+    """Every value, every midpoint, their neighbours in float32, subnormals, values beyond the range, and noise."""
+    levels = fmt.levels()
+    known = torch.cat((levels, (levels[1:] + levels[:-1]) / 2)).float()
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(20_000, generator=generator) * 2.0 ** torch.randint(-30, 20, (20_000,), generator=generator)
+    up, down = (torch.nextafter(known, torch.tensor(end)) for end in (torch.inf, -torch.inf))
+    tiny = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-39])
+    return torch.cat((known, up, down, tiny, noise, noise * fmt.max, torch.tensor([torch.inf, -torch.inf, 3e38])))
+
+
+@on_devices
+@pytest.mark.parametrize("fmt", SMALL, ids=str)
+def test_rounding_to_a_small_float_is_that_of_ml_dtypes(fmt: FloatFormat, device: torch.device) -> None:
+    x = probes(fmt)
+    # Some of these types have infinities that saturation never reaches.
+    saturated = x.clamp(-fmt.max, fmt.max).numpy().astype(ML_DTYPES[str(fmt)]).astype(np.float32)
+    got = fmt.round_(x.to(device)).cpu()
+    assert torch.equal(got, torch.from_numpy(saturated))
+    one, zero = torch.ones((), device=device), torch.zeros((), dtype=torch.int32, device=device)
+    codes = quantize(x.to(device), one, zero, str(fmt))
+    assert codes.dtype == fmt.dtype
+    assert torch.equal(codes.float().cpu(), got)
+
+
+@on_devices
+@pytest.mark.parametrize("fmt", SMALL, ids=str)
+def test_rounding_keeps_nan(fmt: FloatFormat, device: torch.device) -> None:
+    x = torch.tensor([torch.nan, 1.0, -torch.nan], device=device)
+    assert fmt.round_(x.clone()).isnan().tolist() == [True, False, True]
+
+
+@on_devices
+@pytest.mark.parametrize("fmt", SMALL, ids=str)
+def test_the_step_is_the_distance_between_neighbours(fmt: FloatFormat, device: torch.device) -> None:
+    levels = fmt.levels().float()
+    positive = levels[levels >= 0]
+    steps = fmt.step(positive[:-1].to(device)).cpu()
+    assert torch.equal(steps, positive.diff())
+    assert torch.equal(fmt.step(-positive[:-1].to(device)).cpu(), steps)
 
 
 @pytest.mark.parametrize("fmt", FLOATS, ids=str)
 def test_only_formats_below_16_bits_need_a_scale(fmt: FloatFormat) -> None:
-    assert fmt.needs_scale == (fmt.dtype.itemsize == 1)
+    assert fmt.needs_scale == (fmt.bits <= 8)
 
 
 @pytest.mark.parametrize(("name", "fmt"), FORMATS.items(), ids=list(FORMATS))

@@ -195,7 +195,7 @@ def test_dynamic_parameters_are_those_of_dynamic_quantize_linear_bit_for_bit(x: 
     tensor = torch.tensor(x)
     if 0 < max(0.0, *x) - min(0.0, *x) < 255 * torch.finfo(torch.float32).tiny:
         return  # a denormal scale: ours is 1
-    scale, zero = dynamic_qparams(tensor, "uint8", "asymmetric", False)
+    scale, zero = dynamic_qparams(tensor, "uint8", "asymmetric")
     codes = quantize(tensor, scale, zero, "uint8")
     expected = dynamic_session().run(None, {"x": tensor.numpy()})
     for got, want in zip((codes, scale, zero), expected, strict=True):
@@ -228,7 +228,7 @@ def test_dynamic_parameters_are_the_static_ones_of_the_same_range(
     for per_token in (False, True):
         low, high = (x.amin(-1, True), x.amax(-1, True)) if per_token else (x.min(), x.max())
         expected = affine_qparams(low, high, scheme)
-        scale, zero = dynamic_qparams(x, name, str(symmetry), per_token)
+        scale, zero = dynamic_qparams(x, name, str(symmetry), *((-1, -1) if per_token else ()))
         assert scale.shape == zero.shape == expected.scale.shape
         # float32 at run time, float64 beforehand: the last bit of the scale may differ.
         torch.testing.assert_close(scale, expected.scale, rtol=2**-22, atol=0)
@@ -240,7 +240,7 @@ def test_dynamic_parameters_are_the_static_ones_of_the_same_range(
 def test_a_token_of_zeros_has_scale_one(device: torch.device) -> None:
     x = torch.zeros(2, 3, device=device)
     x[1] = torch.tensor([-1.0, 0.5, 254.0])
-    scale, zero = dynamic_qparams(x, "uint8", "asymmetric", True)
+    scale, zero = dynamic_qparams(x, "uint8", "asymmetric", 1, -1)
     assert scale.tolist() == [[1.0], [1.0]]
     assert zero.tolist() == [[0], [1]]
 
@@ -291,11 +291,18 @@ def test_the_operators_pass_torchs_own_checks_in_every_memory_layout(layout: str
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("per_token", [False, True])
-def test_dynamic_qparams_passes_torchs_own_checks(per_token: bool) -> None:
-    torch.library.opcheck(
-        ops.dynamic_qparams.default, (torch.randn(2, 3, 4), "uint8", "asymmetric", per_token), test_utils=TESTS
-    )
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("uint8", "asymmetric"),
+        ("uint8", "asymmetric", 2, -1),
+        ("uint8", "asymmetric", -2, 2),
+        ("fp4_e2m1", "symmetric", 2, 3, "fp8_e4m3"),
+        ("sm5", "symmetric", -1, 2, "e8m0_floor", 4),
+    ],
+)
+def test_dynamic_qparams_passes_torchs_own_checks(arguments: tuple[Any, ...]) -> None:
+    torch.library.opcheck(ops.dynamic_qparams.default, (torch.randn(2, 3, 5), *arguments), test_utils=TESTS)
 
 
 @formats

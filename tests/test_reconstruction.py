@@ -29,6 +29,7 @@ from quark_fx.context import Context
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.formats import INT2, INT4, INT8, UINT8, IntFormat
 from quark_fx.graph import parameter, stored_tensors, target_name, tensor_of
+from quark_fx.grid import Grid
 from quark_fx.ops import dequantize
 from quark_fx.ops import quantize as to_codes
 from quark_fx.pass_manager import Change, GraphPass, PassRecord, Promise, Stage
@@ -36,7 +37,7 @@ from quark_fx.passes import AdaQuant, AdaRound, BiasCorrection, CrossLayerEquali
 from quark_fx.passes.adaquant import StraightThrough
 from quark_fx.passes.adaround import SoftRounding
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, XINT8
-from quark_fx.quantized_weights import Grid, quantized_weights
+from quark_fx.quantized_weights import quantized_weights
 from quark_fx.trainable import activation_scales, fake_quantize, trainable_block
 
 W4A8 = INT8_STATIC.replace(weight=TensorSpec(format=INT4, granularity=Granularity.CHANNEL))

@@ -12,6 +12,7 @@ from tiny import calls, cnn, constant, images, mlp, quantize, rand, seeded, toke
 from torch import Tensor, nn
 
 import quark_fx as qfx
+from quark_fx.formats import parse_format
 from quark_fx.pass_manager import Change, PassRecord
 from quark_fx.passes import BiasCorrection
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC, INT8_WEIGHT_ONLY, PRESETS
@@ -56,9 +57,11 @@ def test_the_bytes_are_those_of_what_is_stored(preset: str) -> None:
     for row in qmodel.report():
         weight = weights[f"{row.name}.weight"]
         assert row.bytes_before == weight.numel() * 4
-        bits = 4 if row.weight.startswith("int4") else 16 if preset in ("fp16", "bf16") else 32 if row.reason else 8
-        scale = state.get(f"{row.name}.weight_scale", torch.empty(0))
-        assert row.bytes_after == weight.numel() * bits // 8 + scale.numel() * 4
+        bits = 32 if row.reason else parse_format(row.weight.split()[0]).bits
+        scales = state.get(f"{row.name}.weight_scale", torch.empty(0)).numel()
+        stored = {"e8m0_even": scales, "e4m3 scales": scales + 4, "e8m0_floor": scales // 8 + weight.numel() // 16}
+        kind = next((kind for kind in stored if kind in row.weight), "")
+        assert row.bytes_after == weight.numel() * bits // 8 + stored.get(kind, scales * 4)
     totals = qmodel.report().totals
     assert totals["operators"] == 3
     assert totals["quantized"] == sum(not row.reason for row in qmodel.report())

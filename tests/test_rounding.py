@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from quark_fx import rounding
+from quark_fx.grid import Grid
 from quark_fx.linear_map import LinearMap, linear_map
 from quark_fx.operators import operator_row
 from quark_fx.rounding import OutputError, round_by_descent
@@ -248,7 +249,7 @@ def form_of(x: Tensor, y: Tensor) -> OutputError:
 def descend(weight: Tensor, error: OutputError, scale: Tensor, limits: tuple[int, int], sweeps: int = 8) -> Tensor:
     """Return codes around a zero point of 0."""
     point = torch.zeros(1, device=weight.device)
-    return round_by_descent(weight, error, scale, point, limits, sweeps=sweeps, damping=DAMPING)
+    return round_by_descent(weight, error, Grid(scale, point, limits), sweeps=sweeps, damping=DAMPING)
 
 
 def forms(error: OutputError, weight: Tensor, values: Tensor) -> Tensor:
@@ -403,7 +404,7 @@ def test_weights_on_the_grid_stay() -> None:
     scale = rand(2, 5, 1, seed=2).abs() + 0.1
     _, x, _ = problem(2, 5, inputs=7)
     error = form_of(x, (codes * scale) @ x)
-    assert torch.equal(round_by_descent(codes * scale, error, scale, torch.zeros(1), (-7, 7)), codes)
+    assert torch.equal(round_by_descent(codes * scale, error, Grid(scale, torch.zeros(1), (-7, 7))), codes)
 
 
 def test_the_target_is_the_float_output_not_the_weight() -> None:
@@ -411,7 +412,7 @@ def test_the_target_is_the_float_output_not_the_weight() -> None:
     codes = (rand(1, 5, 7) * 2).round()
     _, x, _ = problem(1, 5, inputs=7, mixed=0.0)
     error = form_of(2 * x, codes @ x)
-    found = round_by_descent(codes, error, torch.full((1,), 0.5), torch.zeros(1), (-127, 127), damping=1e-6)
+    found = round_by_descent(codes, error, Grid(torch.full((1,), 0.5), torch.zeros(1), (-127, 127)), damping=1e-6)
     assert torch.equal(found * 0.5, codes / 2)
 
 
@@ -421,12 +422,12 @@ def test_codes_are_integers_within_limits_around_the_zero_point(low: int, high: 
     weight, x, y = problem(2, 4, inputs=6, seed=seed)
     scale = weight.abs().amax(-1, keepdim=True) / 7
     error = form_of(x, y)
-    codes = round_by_descent(weight, error, scale, torch.zeros(1), (low, high))
+    codes = round_by_descent(weight, error, Grid(scale, torch.zeros(1), (low, high)))
     assert torch.equal(codes, codes.round())
     assert codes.min() >= low
     assert codes.max() <= high
     points = torch.full((2, 1, 1), float(shift))
-    shifted = round_by_descent(weight, error, scale, points, (low + shift, high + shift))
+    shifted = round_by_descent(weight, error, Grid(scale, points, (low + shift, high + shift)))
     assert torch.equal(shifted, codes + shift)
 
 
@@ -435,7 +436,7 @@ def test_each_weight_has_its_own_scale_and_zero_point() -> None:
     scale = rand(2, 4, 6, seed=5).abs() + 0.05
     points = (rand(2, 4, 6, seed=6) * 3).round()
     error = form_of(x, y)
-    codes = round_by_descent(weight, error, scale, points, (-100, 100))
+    codes = round_by_descent(weight, error, Grid(scale, points, (-100, 100)))
     nearest = ((weight / scale).round() + points).clamp(-100, 100)
     assert float(error((codes - points) * scale)) < float(error((nearest - points) * scale))
 
@@ -459,7 +460,7 @@ def test_weights_of_zero_stay_zero_where_others_do_not_need_them() -> None:
     x[:, 5] = 0
     weight[:, :, 5] = 0
     scale = torch.full((1,), 0.2)
-    codes = round_by_descent(weight, form_of(x, weight @ x), scale, torch.zeros(1), (-7, 7))
+    codes = round_by_descent(weight, form_of(x, weight @ x), Grid(scale, torch.zeros(1), (-7, 7)))
     assert not codes[:, 2].any()
     assert not codes[:, :, 5].any()
 

@@ -12,9 +12,9 @@ import quark_fx as qfx
 from quark_fx import Granularity, QuantConfig, Target, TensorSpec
 from quark_fx.formats import INT2, INT4
 from quark_fx.graph import stored_tensors
+from quark_fx.grid import Grid
 from quark_fx.passes import GPTQ
 from quark_fx.qparams import Symmetry
-from quark_fx.quantized_weights import Grid
 from quark_fx.scale_search import RATIOS, fit_scales
 
 

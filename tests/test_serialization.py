@@ -161,7 +161,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_a_newer_version_is_refused(stored: Path) -> None:
     edit(stored, lambda d: d.update(version=99))
-    with pytest.raises(qfx.QuarkError, match="format version 99, this quark_fx reads 1; update quark_fx"):
+    with pytest.raises(qfx.QuarkError, match="format version 99, this quark_fx reads 2; update quark_fx"):
         qfx.load(stored)
 
 

@@ -14,7 +14,7 @@ from onnxscript import opset21
 
 from quark_fx.export.table import lowers
 from quark_fx.formats import IntFormat, parse_format
-from quark_fx.qparams import Scheme, Symmetry
+from quark_fx.qparams import ScaleType, Scheme, Symmetry
 
 op: Any = opset21
 """The operators to build from; untyped, as onnxscript types its operators for scripts, not for tracing."""
@@ -84,16 +84,26 @@ def dequantize(
 
 
 @lowers("quark_fx.dynamic_qparams.default")
-def dynamic_qparams(x: Any, format: str, symmetry: str, per_token: bool) -> Any:
-    """`DynamicQuantizeLinear` where it is what is meant, else its arithmetic spelled out."""
+def dynamic_qparams(
+    x: Any,
+    format: str,
+    symmetry: str,
+    axis: int | None = None,
+    block_size: int = 0,
+    scale_type: str = "float32",
+    group_size: int = 0,
+) -> Any:
+    """`DynamicQuantizeLinear` where it is what is meant, else its arithmetic spelled out, per tensor or row."""
+    assert block_size <= 0, "the export refuses blocks beforehand"
+    assert scale_type == ScaleType.FLOAT32
     scheme = Scheme(format=parse_format(format), symmetry=Symmetry(symmetry))
     x = _float32(x)
-    if format == "uint8" and not scheme.symmetric and not per_token:
+    if format == "uint8" and not scheme.symmetric and axis is None:
         _, scale, zero_point = op.DynamicQuantizeLinear(x)
         return scale, op.Cast(zero_point, to=ir.DataType.INT32)
     zero, tiny = (op.Constant(value_float=v) for v in (0.0, torch.finfo(torch.float32).tiny))
-    axes = {"keepdims": 1} if per_token else {"keepdims": 0}
-    last = (op.Constant(value_ints=[-1]),) if per_token else ()
+    axes = {"keepdims": 0 if axis is None else 1}
+    last = () if axis is None else (op.Constant(value_ints=[axis]),)
     low, high = op.Min(op.ReduceMin(x, *last, **axes), zero), op.Max(op.ReduceMax(x, *last, **axes), zero)
     if scheme.symmetric:
         ideal = op.Div(op.Max(op.Neg(low), high), op.Constant(value_float=float(scheme.largest)))

@@ -16,7 +16,7 @@ from quark_fx.export.checkpoint import Layer, each_layer, take_apart
 from quark_fx.export.packing import pack, pack_awq, pack_columns
 from quark_fx.formats import FloatFormat, parse_format
 from quark_fx.model import QuantizedModel
-from quark_fx.qparams import Symmetry
+from quark_fx.qparams import ScaleType, Symmetry
 
 
 def huggingface(
@@ -107,6 +107,8 @@ def _compressed_tensors(layers: list[Layer], left: list[str]) -> tuple[dict[str,
 
 def _scheme(layer: Layer) -> dict[str, Any]:
     weight, activation = layer.weight, layer.input
+    if weight.is_float and weight.bits < 8:
+        raise ExportError(f"floats of {weight.bits} bits, which this version does not pack; use qmodel.save(directory)")
     if weight.zero_point is not None:
         raise ExportError("zero points of weights, which transformers does not load; use symmetry='symmetric'")
     strategy = "group" if weight.group_size else "tensor" if weight.scale.numel() == 1 else "channel"
@@ -120,6 +122,10 @@ def _scheme(layer: Layer) -> dict[str, Any]:
     fmt = parse_format(activation.format) if activation.format else None
     if fmt is None or fmt.bits != 8 or weight.bits != 8 or isinstance(fmt, FloatFormat) != weight.is_float:
         raise ExportError(f"activations in {fmt or activation.cast} beside this weight; it holds 8 bits of one kind")
+    if activation.block_size > 0 or activation.scale_type != ScaleType.FLOAT32:
+        raise ExportError(
+            "activations in groups, or with scales of 8 bits; it holds float32 scales per tensor or token"
+        )
     zero = activation.zero_point
     middle = 0 if isinstance(fmt, FloatFormat) or fmt.signed else 128
     symmetric = activation.symmetry != Symmetry.ASYMMETRIC if zero is None else int(zero) == middle

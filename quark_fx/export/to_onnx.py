@@ -16,9 +16,10 @@ from quark_fx.export.program import to_exported_program
 from quark_fx.export.runtime import runtime_options
 from quark_fx.export.table import translation_table
 from quark_fx.export.translation import translate
-from quark_fx.formats import IntFormat
+from quark_fx.formats import FloatFormat, IntFormat
 from quark_fx.graph import code_format, describe, results_of, target_name
 from quark_fx.model import QuantizedModel
+from quark_fx.qparams import ScaleType
 
 logger = logging.getLogger(__name__)
 
@@ -169,10 +170,20 @@ def _require_onnx_types(gm: GraphModule) -> None:
     bad = []
     for node in gm.graph.nodes:
         fmt = code_format(node)
-        if isinstance(fmt, IntFormat) and fmt.bits not in (4, 8, 16, 32):
+        signed = isinstance(fmt, IntFormat) and fmt.sign_magnitude
+        narrow = isinstance(fmt, FloatFormat) and fmt.bits < 8
+        if fmt is not None and (fmt.bits not in (4, 8, 16, 32) or signed or narrow):
             bad.append(f"  {fmt}: {describe(node)}")
+        elif target_name(node) == "quark_fx.dynamic_qparams.default" and not _measures_floats(node):
+            bad.append(f"  {node.args[1]} in groups: {describe(node)}")
     if bad:
         raise ExportError("format(s) without an ONNX type:\n" + "\n".join(bad) + "\nUse 4, 8 or 16 bits instead.")
+
+
+def _measures_floats(node: Node) -> bool:
+    """Tell whether a `dynamic_qparams` measures float32 scales per tensor or token."""
+    *_, block, scale_type, _ = node.args
+    return bool(block in (0, -1) and scale_type == ScaleType.FLOAT32)
 
 
 def _require_values(gm: GraphModule) -> None:

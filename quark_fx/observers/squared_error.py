@@ -113,6 +113,4 @@ def _levels(scheme: Scheme, device: torch.device) -> Tensor:
     """Return the values of all codes at scale 1 and zero point 0, increasing, float64."""
     if isinstance(scheme.format, IntFormat):
         return torch.arange(scheme.qmin, scheme.qmax + 1, device=device).double()
-    codes = torch.arange(1 << scheme.format.bits, dtype=torch.uint8).view(scheme.format.dtype).double()
-    finite: Tensor = torch.unique(codes[codes.isfinite()])
-    return finite.to(device)
+    return scheme.format.levels().to(device)

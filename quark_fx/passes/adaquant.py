@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from quark_fx.context import Context
+from quark_fx.grid import Grid
 from quark_fx.pass_manager import Stage, graph_pass
-from quark_fx.quantized_weights import Grid
 from quark_fx.reconstruction import Schedule, reconstruct
 
 
@@ -20,7 +20,8 @@ class StraightThrough:
     def __init__(self, grid: Grid, weight: Tensor, start: Tensor) -> None:
         self.grid = grid
         # As near to the float weight as still rounds to the code it starts at.
-        self.parameter = torch.minimum(torch.maximum(grid.position(weight), start - 0.49), start + 0.49)
+        low, high = start + 0.49 * (grid.below(start) - start), start + 0.49 * (grid.above(start) - start)
+        self.parameter = torch.minimum(torch.maximum(grid.position(weight), low), high)
         self.parameter.requires_grad_()
         self.parameters = (self.parameter,)
 
@@ -28,8 +29,7 @@ class StraightThrough:
 
     def weight(self) -> Tensor:
         """Return the rounded weight."""
-        low, high = self.grid.limits
-        position = self.parameter.clamp(low - 0.5, high + 0.5)
+        position = self.grid.within_reach(self.parameter)
         return self.grid.value(position + (self.codes() - position).detach())
 
     def penalty(self, progress: float) -> Tensor | float:
@@ -38,7 +38,7 @@ class StraightThrough:
 
     def codes(self) -> Tensor:
         """Return the codes it rounds to."""
-        return self.parameter.detach().round().clamp(*self.grid.limits)
+        return self.grid.round(self.parameter)
 
 
 @graph_pass(exact=False, stage=Stage.QUANTIZED)

@@ -10,8 +10,8 @@ from torch.fx import GraphModule
 
 from quark_fx.context import Context
 from quark_fx.errors import ConfigError
+from quark_fx.grid import Grid
 from quark_fx.pass_manager import Stage, graph_pass
-from quark_fx.quantized_weights import Grid
 from quark_fx.reconstruction import Schedule, reconstruct
 
 _ZETA, _GAMMA = 1.1, -0.1
@@ -24,18 +24,20 @@ _STEEPEST, _FLATTEST = 20.0, 2.0
 class SoftRounding:
     """A weight between the code it starts at and the next one on the side where the float weight lies.
 
-    The weight is `floor + h(v)`, with `h` a stretched and cut sigmoid. It begins `softness` of the way from the
-    starting code to the float weight.
+    The weight is `floor + h(v) * gap`, with `gap` the distance of the two codes (1, but for floats) and `h` a stretched
+    and cut sigmoid. It begins `softness` of the way from the starting code to the float weight.
     """
 
     def __init__(self, grid: Grid, weight: Tensor, start: Tensor, options: AdaRound) -> None:
         self.grid, self.options = grid, options
         # Codes that make up for the errors of others may lie more than one step from the weight.
-        real = torch.minimum(torch.maximum(grid.position(weight), start - 1), start + 1)
+        below, above = grid.below(start), grid.above(start)
+        real = torch.minimum(torch.maximum(grid.position(weight), below), above)
         position = start + options.softness * (real - start)
-        self.floor = torch.where(position < start, start - 1, start)
+        self.floor = torch.where(position < start, below, start)
+        self.gap = torch.where(position < start, start, above) - self.floor
         # At 0 and 1 the sigmoid would have no gradient; half way it would not say which code it starts at.
-        h = (position - self.floor).clamp(0.01, 0.99)
+        h = ((position - self.floor) / self.gap).clamp(0.01, 0.99)
         h = torch.where(self.floor < start, h.clamp(min=0.5 + 1e-6), h.clamp(max=0.5 - 1e-6))
         self.parameter = torch.logit((h - _GAMMA) / (_ZETA - _GAMMA)).requires_grad_()
         self.parameters = (self.parameter,)
@@ -44,7 +46,7 @@ class SoftRounding:
 
     def weight(self) -> Tensor:
         """Return the weight with its soft rounding."""
-        return self.grid.value((self.floor + self._h()).clamp(*self.grid.limits))
+        return self.grid.value((self.floor + self._h() * self.gap).clamp(*self.grid.limits))
 
     def penalty(self, progress: float) -> Tensor | float:
         """Return `1 - |2 h - 1| ** beta`, averaged, once the warm start is over; `beta` falls from 20 to 2."""
@@ -56,7 +58,7 @@ class SoftRounding:
 
     def codes(self) -> Tensor:
         """Return the codes on the side that `h` is nearer to."""
-        return (self.floor + (self.parameter.detach() >= 0)).clamp(*self.grid.limits)
+        return (self.floor + (self.parameter.detach() >= 0) * self.gap).clamp(*self.grid.limits)
 
     def _h(self) -> Tensor:
         return (torch.sigmoid(self.parameter) * (_ZETA - _GAMMA) + _GAMMA).clamp(0, 1)

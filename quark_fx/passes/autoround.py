@@ -12,8 +12,9 @@ from torch.fx import GraphModule
 from quark_fx.blocks import Unit
 from quark_fx.context import Context
 from quark_fx.errors import ConfigError
-from quark_fx.pass_manager import Stage, graph_pass
-from quark_fx.quantized_weights import Grid
+from quark_fx.grid import Grid
+from quark_fx.pass_manager import Change, Stage, graph_pass
+from quark_fx.qparams import ScaleType
 from quark_fx.reconstruction import Schedule, reconstruct
 
 
@@ -39,10 +40,8 @@ class SignRounding:
     def weight(self) -> Tensor:
         """Return the rounded weight, with the gradient of one that is not."""
         grid = self._grid()
-        position = self._position(grid)
-        low, high = grid.limits
-        rounded = position + (position.round() - position).detach()
-        return grid.value(rounded.clamp(low, high))
+        position = grid.within_reach(self._position(grid))
+        return grid.value(position + (grid.round(position) - position).detach())
 
     def penalty(self, progress: float) -> Tensor | float:
         """Return 0: the weight is rounded as it is."""
@@ -51,18 +50,19 @@ class SignRounding:
     def codes(self) -> Tensor:
         """Return the codes it rounds to."""
         with torch.no_grad():
-            return self._position(self._grid()).round().clamp(*self.grid.limits)
+            return self.grid.round(self._position(self._grid()))
 
     def _grid(self) -> Grid:
         ratio = self.ratio
         return self.grid if ratio is None else self.grid.times(ratio)
 
     def _position(self, grid: Grid) -> Tensor:
-        return grid.position(self.weights) + self.shift + _within(self.offset, -0.5, 0.5)
+        position = grid.position(self.weights)
+        return position + self.shift + _within(self.offset, -0.5, 0.5) * grid.step(position)
 
 
 def _nearest(grid: Grid, weight: Tensor) -> Tensor:
-    return grid.position(weight).round().clamp(*grid.limits)
+    return grid.round(grid.position(weight))
 
 
 def _within(x: Tensor, low: float, high: float) -> Tensor:
@@ -112,6 +112,10 @@ class AutoRound(Schedule):
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Learn the codes and scales of `gm`; return how many weights changed."""
+        weights = [op.weight for op in context.plan.values() if op.weight is not None and not op.weight.is_cast]
+        if self.ranges and any(spec.scale_type is not ScaleType.FLOAT32 for spec in weights):
+            what = "left: weight scales may not take any value (scale_type)"
+            context.note(Change("ranges", what, changed=False))
 
         def begin(grid: Grid, weight: Tensor, start: Tensor) -> SignRounding:
             return SignRounding(grid, weight, start, self)

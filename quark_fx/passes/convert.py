@@ -44,6 +44,6 @@ def _input_scale(op: PlannedOperator, plan: Plan, qparams: Mapping[tuple[Node, T
     """Return the static scale of the operator's activation, shape `()`, if it has one."""
     if op.row is None or op.input is None or not op.row.activations:
         return None
-    point = plan.points.get((argument(op.node, op.row.activations[0]), op.input))
+    point = plan.points.get((argument(op.node, op.row.activations[0]), op.input, None))
     found = qparams.get((point.source, point.spec)) if point is not None else None
     return found.scale.reshape(()) if found is not None else None

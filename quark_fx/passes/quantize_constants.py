@@ -15,7 +15,7 @@ from quark_fx.formats import INT32, IntFormat
 from quark_fx.graph import call, cast, describe, get_attr, is_parameter, parameter, value_of
 from quark_fx.operators import argument, set_argument, stored_weight
 from quark_fx.placement import Plan, PlannedOperator
-from quark_fx.qparams import QParams
+from quark_fx.qparams import QParams, ScaleType
 from quark_fx.report import Row
 from quark_fx.weights import QuantizedTensor, quantize_tensor
 
@@ -44,13 +44,30 @@ def quantize_constants(
         CalibrationError: if a weight or a bias is not finite; the message names it.
     """
     stored: dict[tuple[str, TensorSpec], _Stored] = {}
-    rows = []
+    rows, joint = [], _joint_magnitudes(gm, plan)
     for op in plan.operators:
         if op.weight_node is None or op.weight is None:
             rows.append(_float_row(gm, op))
             continue
-        rows.append(_quantize_operator(gm, op, input_scales.get(op.node), bias, stored))
+        rows.append(_quantize_operator(gm, op, input_scales.get(op.node), bias, stored, joint.get(op.node)))
     return rows
+
+
+def _joint_magnitudes(gm: GraphModule, plan: Plan) -> dict[Node, Tensor]:
+    """Return the largest magnitude that the weights of a linear operator and of those beside it share.
+
+    Servers fuse linears that read one value (query, key and value), and have one global scale for the result.
+    """
+    groups: dict[object, list[PlannedOperator]] = {}
+    for op in plan.operators:
+        if op.kind == "linear" and op.row and op.weight and op.weight.scale_type is ScaleType.FP8_E4M3:
+            groups.setdefault((argument(op.node, op.row.activations[0]), op.weight), []).append(op)
+    found: dict[Node, Tensor] = {}
+    for group in groups.values():
+        weights = [parameter(gm, op.weight_node).detach() for op in group if op.weight_node is not None]
+        # A weight that several operators read is stored once, for whichever of them comes first.
+        found |= dict.fromkeys((op.node for op in group), torch.stack([w.abs().amax().float() for w in weights]).amax())
+    return found
 
 
 @dataclass(frozen=True)
@@ -67,6 +84,7 @@ def _quantize_operator(
     input_scale: Tensor | None,
     bias_spec: TensorSpec | None,
     stored: dict[tuple[str, TensorSpec], _Stored],
+    amax: Tensor | None,
 ) -> Row:
     assert op.row is not None
     assert op.weight is not None
@@ -82,7 +100,7 @@ def _quantize_operator(
     key = (str(op.weight_node.target), op.weight)
     found = stored.get(key)
     if found is None or (smallest is not None and bool((found.tensor.qparams.scale < smallest).any())):
-        found = stored[key] = _store(gm, key[0], _quantize_weight(op, weight, smallest))
+        found = stored[key] = _store(gm, key[0], _quantize_weight(op, weight, smallest, amax))
     _use_weight(gm, op, found)
     if is_parameter(bias_node) and bias_spec is not None:
         _replace_bias(gm, op, bias_node, bias_spec, found.tensor, int32_scale)
@@ -107,7 +125,9 @@ def _takes_int32_bias(gm: GraphModule, op: PlannedOperator, bias: TensorSpec) ->
     return bias.format == INT32 and kernel and weight
 
 
-def _quantize_weight(op: PlannedOperator, weight: Tensor, smallest_scale: Tensor | None) -> QuantizedTensor:
+def _quantize_weight(
+    op: PlannedOperator, weight: Tensor, smallest_scale: Tensor | None, amax: Tensor | None
+) -> QuantizedTensor:
     assert op.row is not None
     assert op.weight is not None
     assert op.weight_node is not None
@@ -119,6 +139,7 @@ def _quantize_weight(op: PlannedOperator, weight: Tensor, smallest_scale: Tensor
             input_axis=op.row.input_axis,
             stacked=op.row.kind in ("experts", "linear") and weight.dim() > 2,
             smallest_scale=smallest_scale,
+            amax=amax,
         )
     except ValueError as error:
         raise CalibrationError(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch.fx import GraphModule, Node
 
-from quark_fx.config import Granularity, TensorSpec
+from quark_fx.config import TensorSpec
 from quark_fx.formats import IntFormat
 from quark_fx.graph import call, cast, get_attr, value_of
 from quark_fx.operators import clamp_bounds
@@ -45,7 +45,7 @@ def _convert_point(
         if spec.is_cast:
             result = cast(gm, cast(gm, value, spec.format.dtype, value), dtype, value)
         elif spec.dynamic:
-            result = _dynamic(gm, value, spec, dtype)
+            result = _dynamic(gm, point, dtype)
         else:
             assert qparams is not None
             key = point.source, spec
@@ -91,12 +91,12 @@ def _saturates(clamp: Node, qparams: QParams, scheme: Scheme) -> bool:
     )
 
 
-def _dynamic(gm: GraphModule, value: Node, spec: TensorSpec, dtype: torch.dtype) -> Node:
-    per_token = spec.granularity is Granularity.TOKEN
-    measured = call(gm, ops.dynamic_qparams.default, value, str(spec.format), str(spec.symmetry), per_token, like=value)
+def _dynamic(gm: GraphModule, point: Point, dtype: torch.dtype) -> Node:
+    value, rank = point.value, value_of(gm, point.value).dim()
+    measurement = point.spec.measurement(rank, rank - 1 if point.reduced is None else point.reduced)
+    measured = call(gm, ops.dynamic_qparams.default, value, *measurement, like=value)
     scale, zero_point = (_getitem(gm, measured, i) for i in (0, 1))
-    axis, block = (value_of(gm, value).dim() - 1, -1) if per_token else (None, 0)
-    fmt = str(spec.format)
+    fmt, _, axis, block, *_ = measurement
     codes = call(gm, ops.quantize.default, value, scale, zero_point, fmt, axis, block, like=value)
     return call(gm, ops.dequantize.default, codes, scale, zero_point, fmt, axis, block, dtype, like=value)
 

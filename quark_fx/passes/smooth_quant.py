@@ -385,7 +385,7 @@ class _Trial:
         """
         spec, seen = reader.operator.input, reader.seen
         assert spec is not None
-        fmt, per_token = str(spec.format), spec.granularity is Granularity.TOKEN
+        fmt = str(spec.format)
         whole = self._divisor(reader, alpha, None)
         found: dict[int | None, tuple[Tensor, QParams | None]] = {}
         for fold, x in seen.samples[part]:
@@ -394,9 +394,11 @@ class _Trial:
                 found[fold] = divisor, None if spec.dynamic else _range(reader, divisor, fold)
             divisor, qparams = found[fold]
             scaled = _divided(x, divisor, reader)
-            axis, block = (x.dim() - 1, -1) if spec.dynamic and per_token else (None, 0)
+            axis, block = None, 0
             if qparams is None:
-                s, z = dynamic_qparams(scaled, fmt, str(spec.symmetry), per_token)
+                measurement = spec.measurement(x.dim(), reader.scaled.axis)
+                _, _, axis, block, *_ = measurement
+                s, z = dynamic_qparams(scaled, *measurement)
                 codes = quantize(scaled, s, z, fmt, axis, block)
             else:
                 s, z = qparams.scale, qparams.zero_point

@@ -1,0 +1,94 @@
+"""What the codes of a weight stand for, and how a weight is rounded to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quark_fx.formats import FloatFormat
+from quark_fx.ops import spread
+
+_BELOW_ONE = 1 - 2.0**-20
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What the codes of a weight stand for.
+
+    Codes are whole numbers, or the values of a small float; either is held in float32.
+
+    Attributes:
+        scale: float32, broadcastable to the weight.
+        zero_point: likewise.
+        limits: smallest and largest code.
+        axis: dimension the scales vary along, `None` for one scale.
+        block_size: see `quark_fx.ops`.
+        movable: nothing else depends on the scales, and they may take any value.
+        format: whose values the codes are, `None` for whole numbers.
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+    limits: tuple[float, float]
+    axis: int | None = None
+    block_size: int = 0
+    movable: bool = False
+    format: FloatFormat | None = None
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The shape of one value per stored scale."""
+        shape = list(self.scale.shape)
+        if self.axis is None:
+            return ()
+        if self.block_size == 0:
+            return (shape[self.axis],)
+        shape[self.axis] = 1 if self.block_size < 0 else -(-shape[self.axis] // self.block_size)
+        return tuple(shape)
+
+    def times(self, ratio: Tensor) -> Grid:
+        """Return the grid with every stored scale multiplied; `ratio` has the shape of `shares`."""
+        return replace(self, scale=self.scale * spread(ratio, self.scale, self.axis, self.block_size))
+
+    def position(self, weight: Tensor) -> Tensor:
+        """Return where `weight` lies on the scale of codes, unrounded."""
+        return weight / self.scale + self.zero_point
+
+    def value(self, codes: Tensor) -> Tensor:
+        """Return the weights that codes, or values between codes, stand for."""
+        return (codes - self.zero_point) * self.scale
+
+    def round_(self, position: Tensor) -> Tensor:
+        """Replace each position, float32, by the nearest code: half to even, saturating."""
+        if self.format is None:
+            return position.round_().clamp_(*self.limits)
+        return self.format.round_(position)
+
+    def round(self, position: Tensor) -> Tensor:
+        """Return the nearest code of each position, without a gradient."""
+        return self.round_(position.detach().clone())
+
+    def step(self, position: Tensor) -> Tensor:
+        """Return how far apart codes are where a position lies, without a gradient."""
+        if self.format is None:
+            return torch.ones_like(position)
+        return self.format.step(position.detach())
+
+    def above(self, codes: Tensor) -> Tensor:
+        """Return the next code above each, as if there were such a one above the largest."""
+        return codes + self.step(torch.where(codes < 0, codes * _BELOW_ONE, codes))
+
+    def below(self, codes: Tensor) -> Tensor:
+        """Return the next code below each, as if there were such a one below the smallest."""
+        return -self.above(-codes)
+
+    def within_reach(self, position: Tensor) -> Tensor:
+        """Return positions moved to where rounding just does not saturate; the gradient of those it moves is zero."""
+        low, high = self.limits
+        half = 0.5 if self.format is None else float(self.step(position.new_tensor(high))) / 2
+        return position.clamp(low - half, high + half)
+
+
+__all__ = ["Grid"]
