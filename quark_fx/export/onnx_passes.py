@@ -7,10 +7,13 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
+from quark_fx.export.onnx_edit import add_initializer, drop_unused_initializers, erase_unread, replace_node
+
 
 def fold_initializer_casts(model: ir.Model) -> int:
     """Store initializers in the type they are cast to: zero points in that of their codes, int4 codes packed."""
     folded = 0
+    made: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}  # a weight that several casts read is stored once
     for node in list(model.graph):
         source = node.inputs[0] if node.op_type == "Cast" else None
         if source is None or source.const_value is None or not source.is_initializer():
@@ -18,15 +21,16 @@ def fold_initializer_casts(model: ir.Model) -> int:
         dtype = ir.DataType(node.attributes["to"].as_int())
         if not dtype.is_integer():
             continue  # widening a float16 weight would undo its quantization
-        name = source.name if len(source.uses()) == 1 else f"{source.name}_{dtype.name.lower()}"
-        assert name is not None
-        value = model.graph.initializers.get(name) if name != source.name else None
+        value = made.get((source, dtype))
         if value is None:
+            name = source.name if len(source.uses()) == 1 else f"{source.name}_{dtype.name.lower()}"
+            assert name is not None
             values = source.const_value.numpy()
-            value = _initializer(model, name, ir.Tensor(values.astype(dtype.numpy()), dtype=dtype, name=name))
-        _replace(node, value)
+            value = add_initializer(model, name, ir.Tensor(values.astype(dtype.numpy()), dtype=dtype, name=name))
+            made[source, dtype] = value
+        replace_node(node, value)
         folded += 1
-    _drop_unused_initializers(model)
+    drop_unused_initializers(model)
     return folded
 
 
@@ -49,11 +53,11 @@ def settle_zero_points(model: ir.Model) -> int:
         if not blocks and dtype != ir.DataType.INT32 and any(u.node.op_type == "Gemm" for u in node.outputs[0].uses()):
             zeros = np.zeros(scale.shape.numpy(), dtype=dtype.numpy())
             name = f"{node.name}_zero_point"
-            node.replace_input_with(2, _initializer(model, name, ir.Tensor(zeros, dtype=dtype, name=name)))
+            node.replace_input_with(2, add_initializer(model, name, ir.Tensor(zeros, dtype=dtype, name=name)))
         else:
             node.resize_inputs(2)
         settled += 1
-    _drop_unused_initializers(model)
+    drop_unused_initializers(model)
     return settled
 
 
@@ -91,7 +95,7 @@ def transpose_weights(model: ir.Model) -> int:
         if dequantize is None or not _transpose_dequantize(dequantize):
             continue
         if node.op_type == "Transpose":
-            _replace(node, dequantize.outputs[0])
+            replace_node(node, dequantize.outputs[0])
         else:
             node.attributes["transB"] = ir.AttrInt64("transB", 0)
         done += 1
@@ -135,7 +139,7 @@ def fuse_dynamic_quantization(model: ir.Model) -> int:
         for use in list(node.outputs[0].uses()):
             if use.node.op_type == "DequantizeLinear":
                 use.node.replace_input_with(2, producer.outputs[2])
-        _replace(node, producer.outputs[0])
+        replace_node(node, producer.outputs[0])
         fused += 1
     return fused
 
@@ -166,7 +170,7 @@ def split_dynamic_gemms(model: ir.Model) -> int:
         for new in added:
             new.outputs[0].shape, new.outputs[0].type = node.outputs[0].shape, node.outputs[0].type
         model.graph.insert_before(node, added)
-        _replace(node, last.outputs[0])
+        replace_node(node, last.outputs[0])
         done += 1
     return done
 
@@ -200,9 +204,9 @@ def multiply_integers(model: ir.Model) -> int:
         real.outputs[0].dtype = scale.outputs[0].dtype = ir.DataType.FLOAT
         model.graph.insert_before(node, [product, real, scale, result])
         result.outputs[0].shape, result.outputs[0].dtype = node.outputs[0].shape, ir.DataType.FLOAT
-        _replace(node, result.outputs[0])
+        replace_node(node, result.outputs[0])
         done += 1
-    _erase_unread(model)
+    erase_unread(model)
     return done
 
 
@@ -225,6 +229,9 @@ def type_codes(model: ir.Model) -> int:
             if dtype is not None and node.outputs[0].dtype != dtype:
                 node.outputs[0].dtype = dtype
                 typed += 1
+        if node.op_type == "DynamicQuantizeLinear" and node.outputs[0].dtype is None:
+            node.outputs[0].dtype = ir.DataType.UINT8
+            typed += 1
     return typed
 
 
@@ -291,31 +298,3 @@ PASSES: tuple[OnnxPass, ...] = (
     strip_metadata,
 )
 """What runs after translation, in order."""
-
-
-def _initializer(model: ir.Model, name: str, tensor: ir.Tensor) -> ir.Value:
-    value = ir.Value(name=name, shape=ir.Shape(tensor.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
-    model.graph.initializers[name] = value
-    return value
-
-
-def _replace(node: ir.Node, value: ir.Value) -> None:
-    """Let the readers of `node`'s only output read `value`, and remove the node."""
-    output = node.outputs[0]
-    if output.is_graph_output():
-        value.name = output.name
-    ir.convenience.replace_all_uses_with(output, value, replace_graph_outputs=True)
-    assert node.graph is not None
-    node.graph.remove(node, safe=True)
-
-
-def _erase_unread(model: ir.Model) -> None:
-    for node in reversed(list(model.graph)):
-        if not any(value.uses() or value.is_graph_output() for value in node.outputs):
-            model.graph.remove(node, safe=True)
-
-
-def _drop_unused_initializers(model: ir.Model) -> None:
-    for name, value in list(model.graph.initializers.items()):
-        if not value.uses() and not value.is_graph_output():
-            del model.graph.initializers[name]
