@@ -153,8 +153,10 @@ def read_blocks(weight: Weight, *, axis: int) -> Blocks:
     """
     codes, scale, zero_point = (array_of(value) for value in (weight.codes, weight.scale, weight.zero_point))
     bits = _BITS.get(weight.codes.dtype) if weight.codes.dtype is not None else None
-    if codes is None or scale is None or codes.ndim != 2:
+    if codes is None or codes.ndim != 2:
         raise StaysFloatError("it is no constant matrix")
+    if scale is None or (weight.zero_point is not None and zero_point is None):
+        raise StaysFloatError("its scales or zero points are computed")
     if bits is None:
         raise StaysFloatError(f"its codes are {str(weight.codes.dtype).lower()}")
     if scale.ndim and (weight.axis % 2 == axis) == bool(weight.group):
@@ -287,9 +289,24 @@ def _looked_up(node: ir.Node) -> Weight | None:
         return _constant_behind(node.inputs[0])
     if node.op_type == "DequantizeLinear":
         gather = made_by(node.inputs[0], "Gather")
-        codes = gather.inputs[0] if gather is not None else None
-        return _dequantized(node, codes) if codes is not None and array_of(codes) is not None else None
+        return _rows_dequantized(node, gather) if gather is not None else None
     return _rows(node) if node.op_type == "Mul" else None
+
+
+def _rows_dequantized(node: ir.Node, gather: ir.Node) -> Weight | None:
+    """Match the dequantization of looked-up codes, at one scale or at scales looked up as well, several per row."""
+    parameters = []
+    for value in node.inputs[1:]:
+        cast = made_by(value, "Cast")
+        lookup = made_by(value if cast is None else cast.inputs[0], "Gather")
+        if lookup is not None and lookup.inputs[1] is not gather.inputs[1]:
+            return None
+        parameters.append(value if lookup is None else lookup.inputs[0])
+    scale, zero_point = (*parameters, None)[:2]
+    codes, group = gather.inputs[0], node.attributes.get_int("block_size", 0)
+    if codes is None or array_of(codes) is None:
+        return None
+    return Weight(codes, scale, zero_point, axis=1 if group else 0, group=group)
 
 
 def _rows(node: ir.Node) -> Weight | None:

@@ -91,6 +91,20 @@ def drop_unused_initializers(model: ir.Model) -> None:
             del model.graph.initializers[name]
 
 
+def keep_names_apart(model: ir.Model) -> None:
+    """Rename the values inside the graph that are called like an input or output: the user may have chosen those."""
+    graph = model.graph
+    outside = {*graph.inputs, *graph.outputs}
+    inside = [*graph.initializers.values(), *(value for node in graph for value in node.outputs)]
+    taken = {value.name for value in outside}
+    names = taken | {value.name for value in inside}
+    for value in inside:
+        if value not in outside and value.name in taken:
+            candidates = (f"{value.name}_{i}" for i in range(1, 1 << 20))
+            value.name = next(name for name in candidates if name not in names)
+            names.add(value.name)
+
+
 def made_by(value: ir.Value | None, *operators: str) -> ir.Node | None:
     """Return the node that makes `value` if it is one of `operators`."""
     producer = value.producer() if value is not None else None

@@ -9,8 +9,8 @@ from quark_fx.errors import ExportError
 DEFAULT = 21
 """The first opset with 4- and 16-bit codes and blocks; every ONNX Runtime since 1.20 loads it."""
 
-OLDEST, NEWEST = 13, 25
-"""Scales per channel begin with 13; ONNX Runtime 1.31 loads 26, torch translates to 25."""
+OLDEST, NEWEST = 14, 25
+"""The onnx package converts no addition further back; torch translates no further than 25."""
 
 _FIRST_TRANSLATED = 18
 """torch's table of lowerings begins here."""

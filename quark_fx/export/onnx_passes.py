@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from quark_fx.export.onnx_edit import add_initializer, drop_unused_initializers, erase_unread, replace_node
+from quark_fx.export.onnx_edit import add_array, add_initializer, drop_unused_initializers, erase_unread, replace_node
 
 
 def fold_initializer_casts(model: ir.Model) -> int:
@@ -31,6 +31,21 @@ def fold_initializer_casts(model: ir.Model) -> int:
         replace_node(node, value)
         folded += 1
     drop_unused_initializers(model)
+    return folded
+
+
+def fold_cast_likes(model: ir.Model) -> int:
+    """Store a constant in the type of the value it is cast like: the bounds of a clamp, which then alone reads it."""
+    folded = 0
+    for node in list(model.graph):
+        source, like = node.inputs if node.op_type == "CastLike" else (None, None)
+        constant = ir.convenience.get_const_tensor(source) if source is not None else None
+        if constant is None or like is None or like.dtype is None:
+            continue
+        array = constant.numpy().astype(like.dtype.numpy())
+        replace_node(node, add_array(model, f"{node.name}_constant", array))
+        folded += 1
+    erase_unread(model)
     return folded
 
 
@@ -287,6 +302,7 @@ OnnxPass = Callable[[ir.Model], int]
 
 PASSES: tuple[OnnxPass, ...] = (
     fold_initializer_casts,
+    fold_cast_likes,
     type_codes,
     transpose_weights,
     settle_zero_points,

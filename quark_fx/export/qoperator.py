@@ -183,7 +183,7 @@ def _bounds(clamp: ir.Node) -> tuple[float, float] | None:
     bounds = []
     for index, default in ((1, -np.inf), (2, np.inf)):
         value = clamp.inputs[index] if len(clamp.inputs) > index else None
-        array = array_of(value) if value is not None else np.asarray(default)
+        array = np.asarray(default) if value is None else array_of(value)
         if array is None or array.size != 1:
             return None
         bounds.append(float(array.reshape(())))

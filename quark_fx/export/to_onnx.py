@@ -59,7 +59,7 @@ def onnx(
             fuse; `"qoperator"`, operators on integers (`QLinearConv`, `QGemm`, `MatMulInteger`, …);
             `"matmul_nbits"`, weights of 2, 4 or 8 bits for ONNX Runtime's `MatMulNBits` and `GatherBlockQuantized`;
             `"vitis"`, pairs of the vendor's nodes with power-of-two scales, for AMD's compilers.
-        opset: 13 to 25; 21 is the first with 4- and 16-bit codes and scales in blocks, 25 with 2-bit codes.
+        opset: 14 to 25; 21 is the first with 4- and 16-bit codes and scales in blocks, 25 with 2-bit codes.
         domain: of the pairs: `"com.microsoft"` for 4- and 16-bit codes in any opset (`"qdq"`), `"com.amd.quark"` or
             `"com.vai.quantize"` (`"vitis"`).
         accuracy_level: of `"matmul_nbits"`: 0 to 3 compute in float, 4 rounds activations to int8, which is faster.
@@ -113,6 +113,7 @@ def _lowered(
     """Return the ONNX model of a graph in a format and opset, and what the format left in pairs."""
     import onnxscript.optimizer
 
+    from quark_fx.export.onnx_edit import keep_names_apart
     from quark_fx.export.onnx_opset import convert, ir_version, require_types, translated
     from quark_fx.export.onnx_passes import PASSES
 
@@ -123,6 +124,7 @@ def _lowered(
     for p in PASSES:
         p(model)
     kept = chosen.rewrite(model, options)
+    keep_names_apart(model)
     for domain in {node.domain for node in model.graph.all_nodes()} - {""}:
         model.opset_imports.setdefault(domain, 1)
     require_types(model, opset)
