@@ -232,6 +232,7 @@ def test_a_convolutional_network_is_all_integer_operators(fmt: IntFormat, tmp_pa
     assert written["QLinearConv"] == 6
     assert written["QLinearAdd"] == written["QLinearAveragePool"] == written["QGemm"] == written["MaxPool"] == 1
     assert written["Conv"] + written["Add"] + written["AveragePool"] + written["Gemm"] + written["Relu"] == 0
+    assert written["QLinearConcat"] + written["Concat"] == 1
     assert written["Clip"] == (fmt is INT8)  # a symmetric grid has no zero point that performs the relu
     assert qfx.verify(qmodel, path, data, per_node=True).max_steps <= 1
     pairs = qfx.export.onnx(qmodel, tmp_path / "pairs.onnx")
@@ -277,6 +278,81 @@ def test_every_integer_form_computes_what_its_pairs_do(name: str, tmp_path: Path
     assert written["QuantizeLinear"] == written["DequantizeLinear"] == 1  # of input and output
     assert not path.kept
     assert qfx.verify(qmodel, path, images(3), per_node=True).max_steps <= 1
+
+
+@pytest.mark.parametrize("format", ["qdq", "qoperator"])
+@pytest.mark.parametrize("options", [{}, {"padding": 1}, {"padding": 1, "count_include_pad": False}], ids=str)
+@pytest.mark.parametrize("side", [8, 9])
+def test_windows_beyond_the_rim_are_averaged_as_in_torch(
+    side: int, options: dict[str, Any], format: str, tmp_path: Path
+) -> None:
+    """ONNX Runtime's integer kernel counts them wrongly where padding counts: 30 to 60 codes off."""
+    data = [rand(4, 3, side, side, seed=i) for i in range(2)]
+    model = Between(lambda x: F.avg_pool2d(x, 3, 2, ceil_mode=True, **options))
+    qmodel = quantize(seeded(model), INT8_STATIC, data)
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format=format)
+    assert qfx.verify(qmodel, path, data, per_node=True).max_steps <= 1
+    integer = options.get("padding", 0) == 0 or not options.get("count_include_pad", True)
+    assert any(node.kernel == "QLinearAveragePool" for node in path.report().nodes) == integer
+
+
+class Twice(nn.Module):
+    """A weight that is multiplied by both ways: its scales are those of columns for one of them only."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(rows, 40))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight.T) @ self.weight
+
+
+@pytest.mark.parametrize("format", ["qdq", "qoperator"])
+@pytest.mark.parametrize("config", [INT8_STATIC, INT8_DYNAMIC], ids=["static", "dynamic"])
+@pytest.mark.parametrize("rows", [30, 40])
+def test_scales_along_the_axis_that_is_summed_are_not_taken_for_those_of_columns(
+    rows: int, config: QuantConfig, format: str, tmp_path: Path
+) -> None:
+    """ONNX Runtime fuses them into an integer product: an error for 30 rows, 67 steps for 40."""
+    x = rand(2, 5, 40)
+    qmodel = quantize(seeded(Twice(rows)), config, [x])
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format=format)
+    assert qfx.verify(qmodel, path, [x]).max_steps <= 1
+
+
+def test_a_chain_of_products_stays_in_integers(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(40, 40, bias=False), nn.Linear(40, 8, bias=False)), rand(2, 5, 40)
+    qmodel = quantize(seeded(model), INT8_STATIC, [x])
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="qoperator")
+    assert dict(operators(path)) == {"QuantizeLinear": 1, "QLinearMatMul": 1, "MatMulIntegerToFloat": 1}
+    assert qfx.verify(qmodel, path, [x], per_node=True).max_steps <= 1
+
+
+def test_asymmetric_weights_keep_their_zero_points(tmp_path: Path) -> None:
+    config = INT8_STATIC.replace(weight=TensorSpec(format=UINT8, granularity=Granularity.CHANNEL))
+    for name in ("cnn", "ragged", "encoder"):
+        model, data = MODELS[name]
+        qmodel = quantize(model(), config, data())
+        path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="qoperator")
+        assert qfx.verify(qmodel, path, data(3), per_node=True).max_steps <= 1
+
+
+def test_a_vector_that_is_broadcast_or_no_vector_is_added_by_itself(tmp_path: Path) -> None:
+    class Added(nn.Module):
+        def __init__(self, *shape: int) -> None:
+            super().__init__()
+            self.weight, self.added = nn.Parameter(torch.zeros(40, 7)), nn.Parameter(torch.zeros(shape))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight + self.added
+
+    x = rand(2, 5, 40)
+    for shape in ((1,), (5, 7), (5, 1)):
+        for config, format in ((INT4_WEIGHT_ONLY, "matmul_nbits"), (INT8_STATIC, "qoperator")):
+            qmodel = quantize(seeded(Added(*shape)), config, [x])
+            path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format=format)
+            assert operators(path)["Add"] == 1
+            assert qfx.verify(qmodel, path, [x]).max_steps <= 1
 
 
 def test_products_of_activations_are_integer_products(tmp_path: Path) -> None:

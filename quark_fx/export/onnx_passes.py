@@ -7,7 +7,15 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from quark_fx.export.onnx_edit import add_array, add_initializer, drop_unused_initializers, erase_unread, replace_node
+from quark_fx.export.onnx_edit import (
+    add_array,
+    add_initializer,
+    array_of,
+    drop_unused_initializers,
+    erase_unread,
+    made_by,
+    replace_node,
+)
 
 
 def fold_initializer_casts(model: ir.Model) -> int:
@@ -225,6 +233,77 @@ def multiply_integers(model: ir.Model) -> int:
     return done
 
 
+def settle_average_pools(model: ir.Model) -> int:
+    """Keep ONNX Runtime from averages that its integer kernel counts wrongly: windows beyond the rim, padding counted.
+
+    Without padding there is none to count, and the other way of counting is the same. With padding, a maximum of one
+    value between the pool and its quantizer, which changes nothing, keeps the two from being fused.
+    """
+    settled = 0
+    for node in list(model.graph):
+        get = node.attributes.get_int
+        if node.op_type != "AveragePool" or not get("ceil_mode", 0) or not get("count_include_pad", 0):
+            continue
+        if any(node.attributes.get_ints("pads", [0])):
+            if node.outputs[0].is_graph_output():
+                continue
+            same = ir.node("Max", [node.outputs[0]])
+            same.outputs[0].shape, same.outputs[0].type = node.outputs[0].shape, node.outputs[0].type
+            model.graph.insert_after(node, same)
+            ir.convenience.replace_all_uses_with(node.outputs[0], same.outputs[0])
+            same.replace_input_with(0, node.outputs[0])
+        else:
+            node.attributes["count_include_pad"] = ir.AttrInt64("count_include_pad", 0)
+        settled += 1
+    return settled
+
+
+def spell_out_row_scales(model: ir.Model) -> int:
+    """Dequantize a weight by casts and products where its scales vary along the axis that is summed over.
+
+    A weight read both ways has them there for one of its readers. ONNX Runtime fuses `DequantizeLinear` with the
+    product all the same, and takes them for scales of columns.
+    """
+    done = 0
+    for node in list(model.graph):
+        if node.op_type not in ("MatMul", "Gemm") or made_by(node.inputs[0], "DequantizeLinear") is None:
+            continue
+        weight = made_by(node.inputs[1], "DequantizeLinear")
+        if weight is None:
+            continue
+        codes, scale = weight.inputs[:2]
+        summed = 1 if node.attributes.get_int("transB", 0) else 0
+        axis = weight.attributes.get_int("axis", 1)
+        if codes is None or array_of(codes) is None or scale is None or scale.shape is None or len(scale.shape) != 1:
+            continue
+        if codes.shape is None or len(codes.shape) != 2 or axis % 2 != summed:
+            continue
+        node.replace_input_with(1, _spelled_out(model, weight, axis % 2))
+        done += 1
+    erase_unread(model)
+    return done
+
+
+def _spelled_out(model: ir.Model, weight: ir.Node, axis: int) -> ir.Value:
+    """Insert the arithmetic of a `DequantizeLinear` with a scale per index of `axis`, and return its result."""
+    shape = [-1 if dim == axis else 1 for dim in range(2)]
+    parameters = []
+    for value in weight.inputs[1:]:
+        array = array_of(value)
+        assert array is not None
+        array = array.astype(np.float32)
+        parameters.append(add_array(model, f"{weight.name}_parameter", array.reshape(shape) if array.ndim else array))
+    steps = [ir.node("Cast", [weight.inputs[0]], {"to": ir.DataType.FLOAT})]
+    if len(parameters) > 1:
+        steps.append(ir.node("Sub", [steps[-1].outputs[0], parameters[1]]))
+    steps.append(ir.node("Mul", [steps[-1].outputs[0], parameters[0]]))
+    for step in steps:
+        step.outputs[0].shape, step.outputs[0].type = weight.outputs[0].shape, weight.outputs[0].type
+    assert weight.graph is not None
+    weight.graph.insert_after(weight, steps)
+    return steps[-1].outputs[0]
+
+
 def _per_column(dequantize: ir.Node) -> bool:
     scale, codes = dequantize.inputs[1], dequantize.inputs[0]
     if dequantize.attributes.get_int("block_size", 0) or scale is None or codes is None or codes.const_value is None:
@@ -309,6 +388,8 @@ PASSES: tuple[OnnxPass, ...] = (
     split_dynamic_gemms,
     fuse_dynamic_quantization,
     multiply_integers,
+    spell_out_row_scales,
+    settle_average_pools,
     repeat_moved_pairs,
     drop_default_attributes,
     strip_metadata,

@@ -426,4 +426,4 @@ INTEGER_FORMS: dict[str, Callable[[ir.Model, ir.Node], None]] = {
     "Concat": _concat,
     **dict.fromkeys(_MOVERS, _move),
 }
-"""How each ONNX operator is put into integers; raises `StaysFloatError` where it cannot be. Tests iterate over it."""
+"""How each ONNX operator is put into integers; raises `StaysFloatError` where it cannot be."""
