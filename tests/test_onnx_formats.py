@@ -384,6 +384,11 @@ def test_a_bias_on_another_grid_is_moved_to_the_products_only_if_that_is_exact(t
     assert operators(path)["QLinearConv"] == 2
     assert qfx.verify(exact, path, images(3), per_node=True).max_steps == 0
     assert qfx.verify(exact, path, images(3)).max_steps == 0
+    assert XINT8.bias is not None
+    finer = quantize(cnn(), XINT8.replace(bias=XINT8.bias.replace(format=INT16)), images())
+    path = qfx.export.onnx(finer, tmp_path / "m.onnx", format="qoperator")
+    assert any("its bias has a finer scale than the product" in k.reason for k in path.kept)
+    assert qfx.verify(finer, path, images(3), per_node=True).max_steps <= 1
     floating = quantize(cnn(), INT8_STATIC.replace(bias=None), images())
     path = qfx.export.onnx(floating, tmp_path / "m.onnx", format="qoperator")
     assert operators(path)["Conv"] == 2
@@ -558,6 +563,7 @@ def test_the_report_says_what_runs_in_integers_and_why_not(tmp_path: Path) -> No
     kernels = Counter(node.kernel for node in report.quantized)
     assert kernels["QLinearConv"] == 2
     assert kernels["QGemm"] == 1
+    assert sum("MaxPool" in node.kernel for node in report.quantized) == 1  # of codes, which have no type there
     reasons = {node.kernel: node.reason for node in report.floating}
     assert reasons["Add"] == "its output is not quantized"
     assert reasons["ReduceMean"] == "there is no integer ReduceMean"
