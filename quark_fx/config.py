@@ -180,7 +180,7 @@ class QuantConfig:
             (
                 self.target is Target.ONNX
                 and (bad := [s for s in (weight, *activations) if s and not _onnx_type(s.format)]),
-                f"{bad and bad[0].format} has no ONNX type; use 4, 8 or 16 bits, or target='torch'"
+                f"{bad and bad[0].format} has no ONNX type; use 2, 4, 8 or 16 bits, or target='torch'"
                 if self.target is Target.ONNX
                 else "",
             ),
@@ -290,7 +290,7 @@ def matches(pattern: str, name: str, *kinds: str) -> bool:
 def _onnx_type(fmt: Format) -> bool:
     if isinstance(fmt, FloatFormat):
         return fmt.bits >= 8
-    return fmt.bits in (4, 8, 16) and not fmt.sign_magnitude
+    return fmt.bits in (2, 4, 8, 16) and not fmt.sign_magnitude
 
 
 def _require_spec(name: str, value: Any, other: Any) -> None:

@@ -91,7 +91,7 @@ class Report:
             if name in (None, record.name)
             for change in record.changes
         ]
-        return "\n".join(_aligned(header, body, right={3, 4, 5}))
+        return "\n".join(aligned(header, body, right={3, 4, 5}))
 
     @property
     def totals(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class Report:
             )
             for row in self.rows
         ]
-        lines = _aligned(header, body, right={5, 6, 7})
+        lines = aligned(header, body, right={5, 6, 7})
         t = self.totals
         summary = (
             f"{t['quantized']} of {t['operators']} weighted operators quantized; weights "
@@ -177,7 +177,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-def _aligned(header: Sequence[str], body: Sequence[Sequence[str]], right: set[int]) -> list[str]:
+def aligned(header: Sequence[str], body: Sequence[Sequence[str]], right: set[int]) -> list[str]:
     """Return the lines of a table; the columns in `right` are set to the right."""
     widths = [max(len(line[i]) for line in (header, *body)) for i in range(len(header))]
     lines = (header, tuple("─" * w for w in widths), *body)

@@ -112,7 +112,7 @@ def test_strings_mean_their_enum_members_and_formats() -> None:
         (lambda: Override(pattern="a", weight="int8"), "write TensorSpec"),  # type: ignore[arg-type]
         (lambda: TensorSpec(format=UINT8, dynamic=True, observer=Mse()), "drop the observer"),
         (lambda: INT8_STATIC.replace(bias=TensorSpec(format=INT32, observer=Mse())), "drop its other options"),
-        (lambda: QuantConfig(weight=TensorSpec(format=qfx.formats.INT2)), "4, 8 or 16 bits"),
+        (lambda: QuantConfig(weight=TensorSpec(format=qfx.formats.INT3)), "2, 4, 8 or 16 bits"),
         (lambda: QuantConfig.from_yaml("config.yaml"), "pass Path"),
     ],
 )

@@ -7,10 +7,21 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
+from quark_fx.export.onnx_edit import (
+    add_array,
+    add_initializer,
+    array_of,
+    drop_unused_initializers,
+    erase_unread,
+    made_by,
+    replace_node,
+)
+
 
 def fold_initializer_casts(model: ir.Model) -> int:
     """Store initializers in the type they are cast to: zero points in that of their codes, int4 codes packed."""
     folded = 0
+    made: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}  # a weight that several casts read is stored once
     for node in list(model.graph):
         source = node.inputs[0] if node.op_type == "Cast" else None
         if source is None or source.const_value is None or not source.is_initializer():
@@ -18,15 +29,31 @@ def fold_initializer_casts(model: ir.Model) -> int:
         dtype = ir.DataType(node.attributes["to"].as_int())
         if not dtype.is_integer():
             continue  # widening a float16 weight would undo its quantization
-        name = source.name if len(source.uses()) == 1 else f"{source.name}_{dtype.name.lower()}"
-        assert name is not None
-        value = model.graph.initializers.get(name) if name != source.name else None
+        value = made.get((source, dtype))
         if value is None:
+            name = source.name if len(source.uses()) == 1 else f"{source.name}_{dtype.name.lower()}"
+            assert name is not None
             values = source.const_value.numpy()
-            value = _initializer(model, name, ir.Tensor(values.astype(dtype.numpy()), dtype=dtype, name=name))
-        _replace(node, value)
+            value = add_initializer(model, name, ir.Tensor(values.astype(dtype.numpy()), dtype=dtype, name=name))
+            made[source, dtype] = value
+        replace_node(node, value)
         folded += 1
-    _drop_unused_initializers(model)
+    drop_unused_initializers(model)
+    return folded
+
+
+def fold_cast_likes(model: ir.Model) -> int:
+    """Store a constant in the type of the value it is cast like: the bounds of a clamp, which then alone reads it."""
+    folded = 0
+    for node in list(model.graph):
+        source, like = node.inputs if node.op_type == "CastLike" else (None, None)
+        constant = ir.convenience.get_const_tensor(source) if source is not None else None
+        if constant is None or like is None or like.dtype is None:
+            continue
+        array = constant.numpy().astype(like.dtype.numpy())
+        replace_node(node, add_array(model, f"{node.name}_constant", array))
+        folded += 1
+    erase_unread(model)
     return folded
 
 
@@ -49,11 +76,11 @@ def settle_zero_points(model: ir.Model) -> int:
         if not blocks and dtype != ir.DataType.INT32 and any(u.node.op_type == "Gemm" for u in node.outputs[0].uses()):
             zeros = np.zeros(scale.shape.numpy(), dtype=dtype.numpy())
             name = f"{node.name}_zero_point"
-            node.replace_input_with(2, _initializer(model, name, ir.Tensor(zeros, dtype=dtype, name=name)))
+            node.replace_input_with(2, add_initializer(model, name, ir.Tensor(zeros, dtype=dtype, name=name)))
         else:
             node.resize_inputs(2)
         settled += 1
-    _drop_unused_initializers(model)
+    drop_unused_initializers(model)
     return settled
 
 
@@ -91,7 +118,7 @@ def transpose_weights(model: ir.Model) -> int:
         if dequantize is None or not _transpose_dequantize(dequantize):
             continue
         if node.op_type == "Transpose":
-            _replace(node, dequantize.outputs[0])
+            replace_node(node, dequantize.outputs[0])
         else:
             node.attributes["transB"] = ir.AttrInt64("transB", 0)
         done += 1
@@ -135,7 +162,7 @@ def fuse_dynamic_quantization(model: ir.Model) -> int:
         for use in list(node.outputs[0].uses()):
             if use.node.op_type == "DequantizeLinear":
                 use.node.replace_input_with(2, producer.outputs[2])
-        _replace(node, producer.outputs[0])
+        replace_node(node, producer.outputs[0])
         fused += 1
     return fused
 
@@ -166,7 +193,7 @@ def split_dynamic_gemms(model: ir.Model) -> int:
         for new in added:
             new.outputs[0].shape, new.outputs[0].type = node.outputs[0].shape, node.outputs[0].type
         model.graph.insert_before(node, added)
-        _replace(node, last.outputs[0])
+        replace_node(node, last.outputs[0])
         done += 1
     return done
 
@@ -200,10 +227,81 @@ def multiply_integers(model: ir.Model) -> int:
         real.outputs[0].dtype = scale.outputs[0].dtype = ir.DataType.FLOAT
         model.graph.insert_before(node, [product, real, scale, result])
         result.outputs[0].shape, result.outputs[0].dtype = node.outputs[0].shape, ir.DataType.FLOAT
-        _replace(node, result.outputs[0])
+        replace_node(node, result.outputs[0])
         done += 1
-    _erase_unread(model)
+    erase_unread(model)
     return done
+
+
+def settle_average_pools(model: ir.Model) -> int:
+    """Keep ONNX Runtime from averages that its integer kernel counts wrongly: windows beyond the rim, padding counted.
+
+    Without padding there is none to count, and the other way of counting is the same. With padding, a maximum of one
+    value between the pool and its quantizer, which changes nothing, keeps the two from being fused.
+    """
+    settled = 0
+    for node in list(model.graph):
+        get = node.attributes.get_int
+        if node.op_type != "AveragePool" or not get("ceil_mode", 0) or not get("count_include_pad", 0):
+            continue
+        if any(node.attributes.get_ints("pads", [0])):
+            if node.outputs[0].is_graph_output():
+                continue
+            same = ir.node("Max", [node.outputs[0]])
+            same.outputs[0].shape, same.outputs[0].type = node.outputs[0].shape, node.outputs[0].type
+            model.graph.insert_after(node, same)
+            ir.convenience.replace_all_uses_with(node.outputs[0], same.outputs[0])
+            same.replace_input_with(0, node.outputs[0])
+        else:
+            node.attributes["count_include_pad"] = ir.AttrInt64("count_include_pad", 0)
+        settled += 1
+    return settled
+
+
+def spell_out_row_scales(model: ir.Model) -> int:
+    """Dequantize a weight by casts and products where its scales vary along the axis that is summed over.
+
+    A weight read both ways has them there for one of its readers. ONNX Runtime fuses `DequantizeLinear` with the
+    product all the same, and takes them for scales of columns.
+    """
+    done = 0
+    for node in list(model.graph):
+        if node.op_type not in ("MatMul", "Gemm") or made_by(node.inputs[0], "DequantizeLinear") is None:
+            continue
+        weight = made_by(node.inputs[1], "DequantizeLinear")
+        if weight is None:
+            continue
+        codes, scale = weight.inputs[:2]
+        summed = 1 if node.attributes.get_int("transB", 0) else 0
+        axis = weight.attributes.get_int("axis", 1)
+        if codes is None or array_of(codes) is None or scale is None or scale.shape is None or len(scale.shape) != 1:
+            continue
+        if codes.shape is None or len(codes.shape) != 2 or axis % 2 != summed:
+            continue
+        node.replace_input_with(1, _spelled_out(model, weight, axis % 2))
+        done += 1
+    erase_unread(model)
+    return done
+
+
+def _spelled_out(model: ir.Model, weight: ir.Node, axis: int) -> ir.Value:
+    """Insert the arithmetic of a `DequantizeLinear` with a scale per index of `axis`, and return its result."""
+    shape = [-1 if dim == axis else 1 for dim in range(2)]
+    parameters = []
+    for value in weight.inputs[1:]:
+        array = array_of(value)
+        assert array is not None
+        array = array.astype(np.float32)
+        parameters.append(add_array(model, f"{weight.name}_parameter", array.reshape(shape) if array.ndim else array))
+    steps = [ir.node("Cast", [weight.inputs[0]], {"to": ir.DataType.FLOAT})]
+    if len(parameters) > 1:
+        steps.append(ir.node("Sub", [steps[-1].outputs[0], parameters[1]]))
+    steps.append(ir.node("Mul", [steps[-1].outputs[0], parameters[0]]))
+    for step in steps:
+        step.outputs[0].shape, step.outputs[0].type = weight.outputs[0].shape, weight.outputs[0].type
+    assert weight.graph is not None
+    weight.graph.insert_after(weight, steps)
+    return steps[-1].outputs[0]
 
 
 def _per_column(dequantize: ir.Node) -> bool:
@@ -225,6 +323,9 @@ def type_codes(model: ir.Model) -> int:
             if dtype is not None and node.outputs[0].dtype != dtype:
                 node.outputs[0].dtype = dtype
                 typed += 1
+        if node.op_type == "DynamicQuantizeLinear" and node.outputs[0].dtype is None:
+            node.outputs[0].dtype = ir.DataType.UINT8
+            typed += 1
     return typed
 
 
@@ -280,42 +381,17 @@ OnnxPass = Callable[[ir.Model], int]
 
 PASSES: tuple[OnnxPass, ...] = (
     fold_initializer_casts,
+    fold_cast_likes,
     type_codes,
     transpose_weights,
     settle_zero_points,
     split_dynamic_gemms,
     fuse_dynamic_quantization,
     multiply_integers,
+    spell_out_row_scales,
+    settle_average_pools,
     repeat_moved_pairs,
     drop_default_attributes,
     strip_metadata,
 )
 """What runs after translation, in order."""
-
-
-def _initializer(model: ir.Model, name: str, tensor: ir.Tensor) -> ir.Value:
-    value = ir.Value(name=name, shape=ir.Shape(tensor.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
-    model.graph.initializers[name] = value
-    return value
-
-
-def _replace(node: ir.Node, value: ir.Value) -> None:
-    """Let the readers of `node`'s only output read `value`, and remove the node."""
-    output = node.outputs[0]
-    if output.is_graph_output():
-        value.name = output.name
-    ir.convenience.replace_all_uses_with(output, value, replace_graph_outputs=True)
-    assert node.graph is not None
-    node.graph.remove(node, safe=True)
-
-
-def _erase_unread(model: ir.Model) -> None:
-    for node in reversed(list(model.graph)):
-        if not any(value.uses() or value.is_graph_output() for value in node.outputs):
-            model.graph.remove(node, safe=True)
-
-
-def _drop_unused_initializers(model: ir.Model) -> None:
-    for name, value in list(model.graph.initializers.items()):
-        if not value.uses() and not value.is_graph_output():
-            del model.graph.initializers[name]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule, Node
 
 from quark_fx.formats import FloatFormat
 from quark_fx.graph import code_format, target_name
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 
 def runtime_options(gm: GraphModule, *, optimize: bool | None = None) -> Any:
@@ -15,20 +20,53 @@ def runtime_options(gm: GraphModule, *, optimize: bool | None = None) -> Any:
 
     Args:
         gm: the quantized graph.
-        optimize: let ONNX Runtime fuse integer kernels; default: yes, except for 8-bit floats and 4-bit activations,
-            whose fusions its CPU kernels do not implement.
+        optimize: let ONNX Runtime fuse integer kernels; default: as `may_optimize` says.
     """
+    return session_options(optimize=may_optimize(gm) if optimize is None else optimize)
+
+
+def may_optimize(gm: GraphModule) -> bool:
+    """Tell whether ONNX Runtime's CPU kernels implement what it fuses: not 8-bit floats and 4-bit activations."""
+    return not any(_fuses_wrongly(node) for node in gm.graph.nodes)
+
+
+def session_options(*, optimize: bool) -> Any:
+    """Return `onnxruntime.SessionOptions` that keep to the graph's arithmetic."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    if optimize is None:
-        optimize = not any(_fuses_wrongly(node) for node in gm.graph.nodes)
     level = onnxruntime.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
     # Blocked weights are fused to MatMulNBits; its default rounds activations to int8, which is not the graph's maths.
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
     return options
+
+
+def open_session(path: Path, options: Any, edit: Callable[[ir.Model], None] | None = None) -> Any:
+    """Return an `onnxruntime.InferenceSession` of a file on the CPU.
+
+    Args:
+        path: the file. Vendors' quantizers in it are defined by standard operators.
+        options: session options; they may be changed.
+        edit: changes the graph first.
+    """
+    import onnx_ir as ir
+    import onnxruntime
+
+    from quark_fx.export.vitis import PREFIXES, with_reference_functions
+
+    providers = ["CPUExecutionProvider"]
+    model = ir.load(path)
+    if edit is None and not PREFIXES.keys() & model.opset_imports.keys():
+        return onnxruntime.InferenceSession(str(path), options, providers=providers)
+    if edit is not None:
+        edit(model)
+    # The graph is given as bytes, which have no directory to find external data in.
+    folder = str(path.resolve().parent)
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+    source = ir.to_proto(with_reference_functions(model)).SerializeToString()
+    return onnxruntime.InferenceSession(source, options, providers=providers)
 
 
 def _fuses_wrongly(node: Node) -> bool:

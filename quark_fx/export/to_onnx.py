@@ -1,19 +1,21 @@
-"""Lower a quantized graph to an ONNX file in QDQ form."""
+"""Lower a quantized graph to an ONNX file."""
 
 from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import GraphModule, Node
 
 from quark_fx.errors import ExportError
 from quark_fx.export.program import to_exported_program
-from quark_fx.export.runtime import runtime_options
+from quark_fx.export.runtime import may_optimize, open_session, runtime_options
 from quark_fx.export.table import translation_table
 from quark_fx.export.translation import translate
 from quark_fx.formats import FloatFormat, IntFormat
@@ -21,11 +23,14 @@ from quark_fx.graph import code_format, describe, results_of, target_name
 from quark_fx.model import QuantizedModel
 from quark_fx.qparams import ScaleType
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
-OPSET = 21
-"""The first opset with 4- and 16-bit codes and blocks; every ONNX Runtime since 1.20 loads it."""
-IR_VERSION = 10
+    from quark_fx.export.onnx_edit import Kept
+    from quark_fx.export.onnx_file import OnnxFile
+    from quark_fx.export.onnx_formats import FormatOptions, OnnxFormat
+
+logger = logging.getLogger(__name__)
 
 _EXTERNAL = 1_900_000_000
 """Bytes of tensors above which they go to `<name>.data`: a protobuf file ends at 2 GiB."""
@@ -35,68 +40,121 @@ def onnx(
     qmodel: QuantizedModel,
     path: str | os.PathLike[str],
     *,
+    format: str = "qdq",
+    opset: int = 21,
+    domain: str | None = None,
+    accuracy_level: int | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     external_data: bool | None = None,
-) -> Path:
-    """Write `qmodel` as an ONNX model of `QuantizeLinear` / `DequantizeLinear` pairs and integer weights.
+) -> OnnxFile:
+    """Write `qmodel` as an ONNX model with integer weights.
 
-    The file is checked: it passes `onnx.checker`, and ONNX Runtime, where installed, loads and optimises it.
+    The file is checked before it gets its name: it passes `onnx.checker`, and ONNX Runtime, where installed, loads and
+    optimises it. A file of that name is replaced whole or not at all.
 
     Args:
         qmodel: from `quantize`.
         path: the file to write.
+        format: `"qdq"`, pairs of `QuantizeLinear` and `DequantizeLinear` around operators on floats, which runtimes
+            fuse; `"qoperator"`, operators on integers (`QLinearConv`, `QGemm`, `MatMulInteger`, …);
+            `"matmul_nbits"`, weights of 2, 4 or 8 bits for ONNX Runtime's `MatMulNBits` and `GatherBlockQuantized`;
+            `"vitis"`, pairs of the vendor's nodes with power-of-two scales, for AMD's compilers.
+        opset: 14 to 25; 21 is the first with 4- and 16-bit codes and scales in blocks, 25 with 2-bit codes.
+        domain: of the pairs: `"com.microsoft"` for 4- and 16-bit codes in any opset (`"qdq"`), `"com.amd.quark"` or
+            `"com.vai.quantize"` (`"vitis"`).
+        accuracy_level: of `"matmul_nbits"`: 0 to 3 compute in float, 4 rounds activations to int8, which is faster.
         input_names: default: the names of the model's inputs.
         output_names: default: the keys of the model's result, or `output`.
         external_data: store tensors beside the file as `<name>.data`; default: only above 1.9 GB.
 
     Returns:
-        The path written.
+        The path written; its `report()` says which nodes ONNX Runtime runs in integers, its `kept` what the format
+        left in pairs.
 
     Raises:
-        ExportError: if a format has no ONNX type, an operator has no lowering (all are listed, with the
-            user's source lines), the path cannot be written, or the file fails its check.
+        ExportError: if the format cannot hold how the model is quantized or does not know an option, a type needs a
+            newer opset, an operator has no lowering (all are listed, with the user's source lines), the path cannot be
+            written, or the file fails its check.
     """
     try:
-        import onnx_ir as ir
-        import onnxscript.optimizer
+        import onnx_ir  # noqa: F401
 
-        from quark_fx.export.onnx_passes import PASSES
+        from quark_fx.export.onnx_file import OnnxFile
+        from quark_fx.export.onnx_formats import FormatOptions, find_format
+        from quark_fx.export.onnx_opset import require_known
     except ImportError as error:
         raise ExportError(f"ONNX export needs {error.name}: pip install 'quark_fx[onnx]'") from error
     if not isinstance(qmodel, QuantizedModel):
         raise ExportError(f"expected what quantize() returned, not {type(qmodel).__name__}")
-    path = Path(path)
+    chosen, options = find_format(format, FormatOptions(domain=domain, accuracy_level=accuracy_level))
+    require_known(opset)
+    file = OnnxFile(path)
     gm = qmodel.graph_module
     _require_values(gm)
     _require_names("input_names", input_names, qmodel.signature.input_names)
     _require_names("output_names", output_names, qmodel.signature.output_names)
     _require_onnx_types(gm)
-    _require_writable(path)
-    model = _translate(gm, input_names or qmodel.signature.input_names, output_names or qmodel.signature.output_names)
+    _require_writable(file)
+    names = input_names or qmodel.signature.input_names, output_names or qmodel.signature.output_names
+    model, file.kept = _lowered(gm, *names, chosen, options, opset)
+    file.optimize = may_optimize(gm)
+    _write(model, file, external_data, gm)
+    return file
+
+
+def _lowered(
+    gm: GraphModule,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    chosen: OnnxFormat,
+    options: FormatOptions,
+    opset: int,
+) -> tuple[ir.Model, tuple[Kept, ...]]:
+    """Return the ONNX model of a graph in a format and opset, and what the format left in pairs."""
+    import onnxscript.optimizer
+
+    from quark_fx.export.onnx_edit import keep_names_apart
+    from quark_fx.export.onnx_opset import convert, ir_version, require_types, translated
+    from quark_fx.export.onnx_passes import PASSES
+
+    model = _translate(gm, input_names, output_names, translated(opset))
     if any(node.graph is not model.graph for node in model.graph.all_nodes()):
         # torch lowers a few operators (a bag of embeddings) to loops that ONNX Runtime takes only once simplified.
         onnxscript.optimizer.optimize(model)
     for p in PASSES:
         p(model)
-    model.ir_version = IR_VERSION
+    kept = chosen.rewrite(model, options)
+    keep_names_apart(model)
+    for domain in {node.domain for node in model.graph.all_nodes()} - {""}:
+        model.opset_imports.setdefault(domain, 1)
+    require_types(model, opset)
+    model = convert(model, opset)
+    model.ir_version = ir_version(opset)
     model.graph.name = type(gm).__name__
+    return model, kept
+
+
+def _write(model: ir.Model, path: Path, external_data: bool | None, gm: GraphModule) -> None:
+    """Write and check the file under its name in a folder beside, and move it from there."""
+    import onnx_ir as ir
+
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
     external = size > _EXTERNAL if external_data is None else external_data
+    data = f"{path.name}.data" if external else None
     try:
-        ir.save(model, path, external_data=f"{path.name}.data" if external else None)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
+            written = Path(folder, path.name)
+            ir.save(model, written, external_data=data)
+            _check_file(written, gm)
+            for file in (Path(folder, data or ""), written):
+                if file.is_file():
+                    file.replace(path.parent / file.name)
     except OSError as error:
         raise ExportError(f"{path} could not be written: {error}") from error
-    try:
-        _check_file(path, gm)
-    except ExportError:
-        for file in (path, path.with_name(f"{path.name}.data")):
-            file.unlink(missing_ok=True)
-        raise
-    return path
 
 
-def _translate(gm: GraphModule, input_names: Sequence[str], output_names: Sequence[str]):  # type: ignore[no-untyped-def]
+def _translate(gm: GraphModule, input_names: Sequence[str], output_names: Sequence[str], opset: int) -> ir.Model:
     places = [node for node in gm.graph.nodes if node.op == "placeholder"]
     results = results_of(gm)
     names = [name for name, node in zip(input_names, places, strict=True) if _is_tensor(node)]
@@ -106,7 +164,7 @@ def _translate(gm: GraphModule, input_names: Sequence[str], output_names: Sequen
         program = to_exported_program(gm, decomposed=decomposed)
         try:
             with _quiet_exporter():
-                model = translate(program, names, result_names, opset=OPSET)
+                model = translate(program, names, result_names, opset=opset)
         except torch.onnx.OnnxExporterError as error:
             # Some operator has no lowering as it stands: let torch decompose the graph and try again.
             errors.append(error)
@@ -121,7 +179,7 @@ def _is_tensor(node: object) -> bool:
     return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _name_codes(gm: GraphModule, model) -> None:  # type: ignore[no-untyped-def]
+def _name_codes(gm: GraphModule, model: ir.Model) -> None:
     """Name every quantized value in the file as in the graph (a decomposition renames), for `verify`."""
     ours = [node.name for node in gm.graph.nodes if target_name(node) == "quark_fx.quantize.default"]
     theirs = [node.outputs[0] for node in model.graph if node.op_type == "QuantizeLinear"]
@@ -172,12 +230,12 @@ def _require_onnx_types(gm: GraphModule) -> None:
         fmt = code_format(node)
         signed = isinstance(fmt, IntFormat) and fmt.sign_magnitude
         narrow = isinstance(fmt, FloatFormat) and fmt.bits < 8
-        if fmt is not None and (fmt.bits not in (4, 8, 16, 32) or signed or narrow):
+        if fmt is not None and (fmt.bits not in (2, 4, 8, 16, 32) or signed or narrow):
             bad.append(f"  {fmt}: {describe(node)}")
         elif target_name(node) == "quark_fx.dynamic_qparams.default" and not _measures_floats(node):
             bad.append(f"  {node.args[1]} in groups: {describe(node)}")
     if bad:
-        raise ExportError("format(s) without an ONNX type:\n" + "\n".join(bad) + "\nUse 4, 8 or 16 bits instead.")
+        raise ExportError("format(s) without an ONNX type:\n" + "\n".join(bad) + "\nUse 2, 4, 8 or 16 bits instead.")
 
 
 def _measures_floats(node: Node) -> bool:
@@ -203,7 +261,8 @@ def _require_writable(path: Path) -> None:
     directory = path.parent
     if not directory.is_dir():
         raise ExportError(f"{path} cannot be written: the directory {directory} does not exist; create it first")
-    if path.is_dir() or not os.access(path if path.exists() else directory, os.W_OK):
+    # The file is made beside and moved, so that its directory has to be writable, too.
+    if path.is_dir() or not all(os.access(place, os.W_OK) for place in (directory, path) if place.exists()):
         raise ExportError(f"{path} cannot be written: it is a directory or not writable; choose another path")
 
 
@@ -213,7 +272,7 @@ def _check_file(path: Path, gm: GraphModule) -> None:
     try:
         onnx_package.checker.check_model(str(path))
     except onnx_package.checker.ValidationError as error:
-        raise ExportError(f"{path} fails onnx.checker: {error}") from error
+        raise ExportError(f"{path.name} fails onnx.checker: {error}") from error
     try:
         import onnxruntime
     except ImportError:
@@ -221,7 +280,7 @@ def _check_file(path: Path, gm: GraphModule) -> None:
     options = runtime_options(gm)
     options.log_severity_level = 4
     try:
-        onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        open_session(path, options)
     except Exception as error:
         raise ExportError(
             f"{path.name} does not load in ONNX Runtime {onnxruntime.__version__}: {error}{_dtype_hint(gm)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Interpreter, Node
 
 from quark_fx.errors import ExportError
-from quark_fx.export.runtime import runtime_options
+from quark_fx.export.runtime import open_session, runtime_options
 from quark_fx.graph import parameter, results_of, target_name
 from quark_fx.model import QuantizedModel
 from quark_fx.signature import split_batch
@@ -105,15 +105,11 @@ def verify(
     if not Path(path).is_file():
         raise ExportError(f"{path} does not exist; write it with qfx.export.onnx first")
     try:
-        import onnxruntime
+        import onnxruntime  # noqa: F401
     except ImportError as error:
         raise ExportError("verification needs onnxruntime: pip install 'quark_fx[onnx]'") from error
     options = session_options or runtime_options(qmodel.graph_module, optimize=optimize)
-    if per_node:  # the graph is given as bytes, which have no directory to find external data in
-        folder = str(Path(path).resolve().parent)
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
-    source: Any = _with_codes_as_outputs(Path(path), qmodel) if per_node else str(path)
-    session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    session = open_session(Path(path), options, _codes_as_outputs(qmodel) if per_node else None)
     inputs, names = session.get_inputs(), [output.name for output in session.get_outputs()]
     quantizers = _quantizers(qmodel)
     compared = _Comparison(qmodel)
@@ -209,19 +205,14 @@ def _known_steps(qmodel: QuantizedModel) -> dict[str, float]:
     return steps
 
 
-def _with_codes_as_outputs(path: Path, qmodel: QuantizedModel) -> bytes:
-    import onnx_ir as ir
-
-    model = ir.load(path)
+def _codes_as_outputs(qmodel: QuantizedModel) -> Callable[[Any], None]:
+    """Return an edit of an `onnx_ir.Model` that makes every quantized value an output."""
     named = _quantizers(qmodel)
-    for node in model.graph:
-        for value in node.outputs:
+
+    def edit(model: Any) -> None:
+        for value in [value for node in model.graph for value in node.outputs if value.name in named]:
             # numpy has no 4- or 8-bit float types to read codes into; those values are compared at the outputs only.
-            if (
-                value.name in named
-                and value.dtype is not None
-                and value.dtype.is_integer()
-                and value.dtype.itemsize >= 1
-            ):
+            if value.dtype is not None and value.dtype.is_integer() and value.dtype.itemsize >= 1:
                 model.graph.outputs.append(value)
-    return ir.to_proto(model).SerializeToString()  # type: ignore[no-any-return]
+
+    return edit

@@ -103,6 +103,9 @@ class PowerOfTwoMinMse(Observer):
             raise ConfigError(f"offsets are one or more integers from -6 to 6, not {self.offsets}")
         if not 0 < self.percentile <= 100:
             raise ConfigError(f"a percentile lies in (0, 100], not {self.percentile}")
+        for option, mode in (("percentile", "percentile"), ("vote", "most_common"), ("vote_symmetry", "most_common")):
+            if self.mode != mode and getattr(self, option) != type(self).__dataclass_fields__[option].default:
+                raise ConfigError(f"{option} is an option of mode={mode!r}, and means nothing to mode={self.mode!r}")
         if self.bins < 0 or self.bins == 1 or (self.bins and self.mode != "all"):
             raise ConfigError(f'bins is 0, or at least 2 in mode "all", not {self.bins} in mode {self.mode!r}')
         if not isinstance(parse_format(self.vote), IntFormat) or self.vote_symmetry == Symmetry.ASYMMETRIC:

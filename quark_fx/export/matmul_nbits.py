@@ -1,0 +1,364 @@
+"""Weight-only products as `com.microsoft` `MatMulNBits`, embeddings as `GatherBlockQuantized`.
+
+Source of both: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md; what the CPU kernels
+accept beyond it was measured on ONNX Runtime 1.31.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from quark_fx.errors import ExportError
+from quark_fx.export.onnx_edit import (
+    Kept,
+    StaysFloatError,
+    add_array,
+    added_vector,
+    array_of,
+    erase_unread,
+    made_by,
+    put_node,
+    without_trailing_none,
+)
+
+Array = np.ndarray[Any, Any]
+
+_DOMAIN = "com.microsoft"
+_BLOCKS = (16, 32, 64, 128, 256)
+"""Values per scale that the kernels of both operators take."""
+
+_BITS = {ir.DataType[f"{sign}INT{bits}"]: bits for sign in ("", "U") for bits in (2, 4, 8)}
+
+
+def use_matmul_nbits(model: ir.Model, accuracy_level: int) -> tuple[Kept, ...]:
+    """Rewrite every product with and look-up in a weight-only matrix; return the quantized weights that stay.
+
+    Raises:
+        ExportError: if no weight can be rewritten, or one only for the size of its groups.
+    """
+    kept, done = [], 0
+    for node in list(model.graph):
+        table = _looked_up(node)
+        weight = table or _multiplied(node)
+        if weight is None:
+            continue
+        try:
+            if table is not None:
+                _use_gather(model, node, table)
+            else:
+                _use_product(model, node, weight, accuracy_level)
+            done += 1
+        except StaysFloatError as reason:
+            kept.append(Kept(weight.name, node.op_type, str(reason)))
+    erase_unread(model)
+    if not done:
+        why = "".join(f"\n  {k.name} ({k.operator}): {k.reason}" for k in kept) or " none is quantized"
+        raise ExportError(
+            f"format='matmul_nbits' is for weights of 2, 4 or 8 bits and float activations; of this model's{why}\n"
+            "Use format='qdq', or a weight-only configuration such as 'int4_weight_only'."
+        )
+    return tuple(kept)
+
+
+# Weights -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A constant of codes, wherever it is dequantized: before or after rows are looked up.
+
+    Attributes:
+        codes: the constant.
+        scale: its scales.
+        zero_point: its zero points, `None` for zero.
+        axis: of `codes`, along which the scales vary, or along which `group` values share one.
+        group: values that share a scale; 0 for all.
+        turned: transposed on the way to its reader.
+        cast: cast on the way to its reader.
+    """
+
+    codes: ir.Value
+    scale: ir.Value | None
+    zero_point: ir.Value | None
+    axis: int
+    group: int
+    turned: bool = False
+    cast: bool = False
+
+    @property
+    def name(self) -> str:
+        return (self.codes.name or "weight").removesuffix("_int4").removesuffix("_uint4").removesuffix("_codes")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A matrix of unsigned codes with one scale and zero point per block of a row.
+
+    Attributes:
+        codes: integers, shape `(rows, columns)`.
+        scale: float32, shape `(rows, ceil(columns / size))`.
+        zero_point: integers, the shape of `scale`.
+        bits: of a code.
+        size: columns per block.
+    """
+
+    codes: Array
+    scale: Array
+    zero_point: Array
+    bits: int
+    size: int
+
+    @property
+    def packed_zero_point(self) -> Array | None:
+        """The zero points, row by row in bytes; `None` if they are what the kernels assume."""
+        return None if (self.zero_point == 1 << (self.bits - 1)).all() else packed(self.zero_point, self.bits)
+
+    @property
+    def packed_blocks(self) -> Array:
+        """The codes, shape `(rows, blocks, size * bits / 8)`; the last block is filled up."""
+        missing = self.scale.shape[1] * self.size - self.codes.shape[1]
+        return packed(np.pad(self.codes, ((0, 0), (0, missing))), self.bits).reshape(*self.scale.shape, -1)
+
+
+def packed(codes: Array, bits: int) -> Array:
+    """Pack the rows of `codes` into bytes, lowest bits first; the last byte of a row is filled up with zeros."""
+    each = 8 // bits
+    rows, columns = codes.shape
+    codes = np.pad(codes, ((0, 0), (0, -columns % each))).reshape(rows, -1, each)
+    filled: Array = (codes << (np.arange(each) * bits)).sum(-1).astype(np.uint8)
+    return filled
+
+
+def block_size(group: int, columns: int) -> int | None:
+    """Return the block that the kernels can use for groups of `group` columns; `None` if there is none.
+
+    >>> block_size(128, 512), block_size(48, 512), block_size(24, 512), block_size(40, 40)
+    (128, 16, None, 64)
+    """
+    if group >= columns:  # one group a row: the smallest block that holds it, or the largest there is
+        return next((size for size in _BLOCKS if size >= columns), _BLOCKS[-1])
+    return next((size for size in reversed(_BLOCKS) if group % size == 0), None)
+
+
+def read_blocks(weight: Weight, *, axis: int) -> Blocks:
+    """Return a constant matrix as the kernels want it, its rows along `axis`.
+
+    Raises:
+        StaysFloatError: if the kernels do not take it.
+        ExportError: if they would, were its groups of another size.
+    """
+    codes, scale, zero_point = (array_of(value) for value in (weight.codes, weight.scale, weight.zero_point))
+    bits = _BITS.get(weight.codes.dtype) if weight.codes.dtype is not None else None
+    if codes is None or codes.ndim != 2:
+        raise StaysFloatError("it is no constant matrix")
+    if scale is None or (weight.zero_point is not None and zero_point is None):
+        raise StaysFloatError("its scales or zero points are computed")
+    if bits is None:
+        raise StaysFloatError(f"its codes are {str(weight.codes.dtype).lower()}")
+    if scale.ndim and (weight.axis % 2 == axis) == bool(weight.group):
+        raise StaysFloatError("its scales vary along its columns")
+    zero_point = np.zeros_like(scale) if zero_point is None else zero_point
+    if axis == 1:
+        codes, scale, zero_point = codes.T, scale.T, zero_point.T
+    rows, columns = codes.shape
+    group = min(weight.group or columns, columns)
+    size = block_size(group, columns)
+    if size is None:
+        raise ExportError(
+            f"{weight.name}: ONNX Runtime has no weight-only kernel for groups of {group}; use a group_size of 16, 32, "
+            "64, 128, 256 or another multiple of 16, or format='qdq'"
+        )
+    blocks = -(-columns // size)
+    offset = 0 if weight.codes.dtype in _UNSIGNED else 1 << (bits - 1)
+
+    def per_block(values: Array) -> Array:
+        groups = np.broadcast_to(values if values.ndim == 2 else values.reshape(-1, 1), (rows, -(-columns // group)))
+        return groups.repeat(blocks if group == columns else group // size, axis=1)[:, :blocks]
+
+    return Blocks(
+        codes=codes.astype(np.int32) + offset,
+        scale=np.ascontiguousarray(per_block(scale.astype(np.float32))),
+        zero_point=per_block(zero_point.astype(np.int32)) + offset,
+        bits=bits,
+        size=size,
+    )
+
+
+_UNSIGNED = frozenset(dtype for dtype in _BITS if dtype.name.startswith("U"))
+
+
+def _dequantized(node: ir.Node, codes: ir.Value, **path: bool) -> Weight:
+    zero_point = node.inputs[2] if len(node.inputs) > 2 else None
+    axis, group = node.attributes.get_int("axis", 1), node.attributes.get_int("block_size", 0)
+    return Weight(codes, node.inputs[1], zero_point, axis, group, **path)
+
+
+# Products ------------------------------------------------------------------------------------------------------------
+
+
+def _multiplied(node: ir.Node) -> Weight | None:
+    """Return the weight that `node` reads dequantized, perhaps transposed or cast."""
+    if node.op_type in ("Transpose", "Cast"):
+        return None
+    return next((found for value in node.inputs if (found := _constant_behind(value)) is not None), None)
+
+
+def _constant_behind(value: ir.Value | None) -> Weight | None:
+    turned = cast = False
+    while (step := made_by(value, "Transpose", "Cast")) is not None:
+        turned ^= step.op_type == "Transpose"
+        cast |= step.op_type == "Cast"
+        value = step.inputs[0]
+    node = made_by(value, "DequantizeLinear")
+    codes = node.inputs[0] if node is not None else None
+    array = array_of(codes)
+    if node is None or codes is None or array is None or array.ndim < 2:
+        return None
+    return _dequantized(node, codes, turned=turned, cast=cast)
+
+
+def _use_product(model: ir.Model, node: ir.Node, weight: Weight, accuracy_level: int) -> None:
+    x = node.inputs[0]
+    turned = weight.turned ^ _require_plain_product(node)
+    blocks = read_blocks(weight, axis=0 if turned else 1)
+    assert x is not None
+    scale = _in_type_of(x, blocks.scale, weight)
+    bias, last = _bias(model, node, len(blocks.codes))
+    zero_point = blocks.packed_zero_point
+    inputs = [
+        x,
+        add_array(model, f"{weight.name}_blocks", blocks.packed_blocks),
+        add_array(model, f"{weight.name}_block_scales", scale),
+        None if zero_point is None else add_array(model, f"{weight.name}_block_zero_points", zero_point),
+        None,
+        bias,
+    ]
+    rows, columns = blocks.codes.shape
+    attributes = {"K": columns, "N": rows, "bits": blocks.bits, "block_size": blocks.size}
+    attributes |= {"accuracy_level": accuracy_level} if accuracy_level else {}
+    new = ir.node("MatMulNBits", without_trailing_none(inputs), attributes, domain=_DOMAIN, name=node.name)
+    put_node(last, new)
+
+
+def _require_plain_product(node: ir.Node) -> bool:
+    """Return whether the product transposes its weight; raise if it is none the kernel computes."""
+    if node.op_type not in ("MatMul", "Gemm"):
+        raise StaysFloatError(f"ONNX Runtime has no weight-only kernel for {node.op_type}")
+    if _constant_behind(node.inputs[1]) is None:
+        raise StaysFloatError("it is the left factor")
+    activation = made_by(node.inputs[0], "DequantizeLinear")
+    if activation is not None and _looked_up(activation) is None:
+        raise StaysFloatError("its activation is quantized")
+    get = node.attributes.get_float
+    if node.attributes.get_int("transA", 0) or get("alpha", 1.0) != 1 or get("beta", 1.0) != 1:
+        raise StaysFloatError("its Gemm transposes or scales more than the weight")
+    return bool(node.attributes.get_int("transB", 0))
+
+
+def _in_type_of(x: ir.Value, scale: Array, weight: Weight) -> Array:
+    """Return the scales in the type of the activation, which the kernel wants."""
+    if not weight.cast:
+        return scale
+    narrow = scale.astype(np.float16)
+    if x.dtype != ir.DataType.FLOAT16 or not np.array_equal(narrow, scale):
+        raise StaysFloatError("the model is not in float32 and its scales are not float16; set scale_type='float16'")
+    return narrow
+
+
+def _bias(model: ir.Model, node: ir.Node, channels: int) -> tuple[ir.Value | None, ir.Node]:
+    """Return the constant vector added to a product, and the node that adds it."""
+    if node.op_type == "MatMul":
+        return added_vector(model, node, channels)
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    array = array_of(bias)
+    if bias is not None and (array is None or array.shape != (channels,)):
+        raise StaysFloatError("its Gemm adds no constant vector")
+    return bias, node
+
+
+# Embeddings ----------------------------------------------------------------------------------------------------------
+
+
+def _looked_up(node: ir.Node) -> Weight | None:
+    """Return the weight of which `node` gives rows, whether they are dequantized before, after, or spelled out."""
+    if node.op_type == "Gather":
+        return _constant_behind(node.inputs[0])
+    if node.op_type == "DequantizeLinear":
+        gather = made_by(node.inputs[0], "Gather")
+        return _rows_dequantized(node, gather) if gather is not None else None
+    return _rows(node) if node.op_type == "Mul" else None
+
+
+def _rows_dequantized(node: ir.Node, gather: ir.Node) -> Weight | None:
+    """Match the dequantization of looked-up codes, at one scale or at scales looked up as well, several per row."""
+    parameters = []
+    for value in node.inputs[1:]:
+        cast = made_by(value, "Cast")
+        lookup = made_by(value if cast is None else cast.inputs[0], "Gather")
+        if lookup is not None and lookup.inputs[1] is not gather.inputs[1]:
+            return None
+        parameters.append(value if lookup is None else lookup.inputs[0])
+    scale, zero_point = (*parameters, None)[:2]
+    codes, group = gather.inputs[0], node.attributes.get_int("block_size", 0)
+    if codes is None or array_of(codes) is None:
+        return None
+    return Weight(codes, scale, zero_point, axis=1 if group else 0, group=group)
+
+
+def _rows(node: ir.Node) -> Weight | None:
+    """Match `(Cast(Gather(codes)) - Cast(zero_point)) * Gather(scale)`: a scale, and perhaps a zero point, per row."""
+    difference, scale = made_by(node.inputs[0], "Sub"), made_by(node.inputs[1], "Gather")
+    if difference is None or scale is None:
+        return None
+    cast, zero_cast = (made_by(value, "Cast") for value in difference.inputs)
+    codes = made_by(cast.inputs[0], "Gather") if cast is not None else None
+    if codes is None or zero_cast is None or codes.inputs[1] is not scale.inputs[1]:
+        return None
+    zero_point = zero_cast.inputs[0]
+    if (gathered := made_by(zero_point, "Gather")) is not None:
+        zero_point = _unsqueezed(gathered.inputs[0])
+    table, rows = codes.inputs[0], _unsqueezed(scale.inputs[0])
+    if table is None or any(array_of(value) is None for value in (table, rows, zero_point)):
+        return None
+    return Weight(table, rows, zero_point, axis=0, group=0)
+
+
+def _unsqueezed(value: ir.Value | None) -> ir.Value | None:
+    node = made_by(value, "Unsqueeze")
+    return node.inputs[0] if node is not None else value
+
+
+def _gather_of(node: ir.Node) -> ir.Node:
+    """Return the node that looks up codes, or the `Gather` itself that looks up what they stand for."""
+    value = node.inputs[0]
+    while node.op_type != "Gather":
+        producer = value.producer() if value is not None else None
+        assert producer is not None
+        node, value = producer, producer.inputs[0]
+    return node
+
+
+def _use_gather(model: ir.Model, node: ir.Node, weight: Weight) -> None:
+    gather = _gather_of(node)
+    if gather.attributes.get_int("axis", 0) or weight.turned:
+        raise StaysFloatError("it is not looked up by rows")
+    if weight.cast or node.outputs[0].dtype not in (None, ir.DataType.FLOAT):
+        raise StaysFloatError("the model is not in float32")
+    blocks = read_blocks(weight, axis=0)
+    if blocks.codes.shape[1] * blocks.bits % 8:
+        raise StaysFloatError(f"rows of {blocks.codes.shape[1]} codes of {blocks.bits} bits end within a byte")
+    zero_point = blocks.packed_zero_point
+    inputs = [
+        add_array(model, f"{weight.name}_rows", packed(blocks.codes, blocks.bits)),
+        gather.inputs[1],
+        add_array(model, f"{weight.name}_block_scales", blocks.scale),
+        None if zero_point is None else add_array(model, f"{weight.name}_block_zero_points", zero_point),
+    ]
+    attributes = {"bits": blocks.bits, "block_size": blocks.size, "gather_axis": 0, "quantize_axis": 1}
+    name = gather.name
+    new = ir.node("GatherBlockQuantized", without_trailing_none(inputs), attributes, domain=_DOMAIN, name=name)
+    put_node(node, new)

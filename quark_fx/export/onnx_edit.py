@@ -1,0 +1,156 @@
+"""Small edits of an `onnx_ir` graph, and what a rewrite says about the nodes it leaves alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A quantized part of the graph that a format left as `QuantizeLinear` / `DequantizeLinear` pairs.
+
+    Attributes:
+        name: of the weight or node.
+        operator: ONNX operator that reads it.
+        reason: why.
+    """
+
+    name: str
+    operator: str
+    reason: str
+
+
+class StaysFloatError(Exception):
+    """A rewrite cannot express a node; the message is the reason."""
+
+
+def add_initializer(model: ir.Model, name: str, tensor: ir.Tensor) -> ir.Value:
+    """Store `tensor` under `name`, replacing what is there."""
+    value = ir.Value(name=name, shape=ir.Shape(tensor.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    model.graph.initializers[name] = value
+    return value
+
+
+def add_array(model: ir.Model, name: str, array: np.ndarray[Any, Any]) -> ir.Value:
+    """Store an array under `name`, or under `name_1`, … if another array is called that; equal ones are shared."""
+    array = np.asarray(array, order="C")  # ascontiguousarray would make a vector of a scalar
+    for candidate in (name if not i else f"{name}_{i}" for i in range(1 << 20)):
+        known = model.graph.initializers.get(candidate)
+        if known is None:
+            return add_initializer(model, candidate, ir.Tensor(array, name=candidate))
+        stored = array_of(known)
+        if stored is not None and stored.dtype == array.dtype and np.array_equal(stored, array):
+            return known
+    raise AssertionError("unreachable")
+
+
+def replace_node(node: ir.Node, value: ir.Value) -> None:
+    """Let the readers of `node`'s only output read `value`, and remove the node."""
+    output = node.outputs[0]
+    if output.is_graph_output():
+        value.name = output.name
+    ir.convenience.replace_all_uses_with(output, value, replace_graph_outputs=True)
+    assert node.graph is not None
+    node.graph.remove(node, safe=True)
+
+
+def put_node(old: ir.Node, new: ir.Node) -> None:
+    """Let `new` make the only output of `old`, under its name and with its shape and type."""
+    output = new.outputs[0]
+    output.name, output.shape, output.type = old.outputs[0].name, old.outputs[0].shape, old.outputs[0].type
+    assert old.graph is not None
+    old.graph.insert_before(old, [new])
+    replace_node(old, output)
+
+
+def without_trailing_none(inputs: Sequence[ir.Value | None]) -> list[ir.Value | None]:
+    """Return the inputs without the optional ones left out at their end."""
+    kept = list(inputs)
+    while kept and kept[-1] is None:
+        kept.pop()
+    return kept
+
+
+def erase_unread(model: ir.Model) -> None:
+    """Remove the nodes, then the initializers, that nothing reads."""
+    for node in reversed(list(model.graph)):
+        if not any(value.uses() or value.is_graph_output() for value in node.outputs):
+            model.graph.remove(node, safe=True)
+    drop_unused_initializers(model)
+
+
+def drop_unused_initializers(model: ir.Model) -> None:
+    """Remove the initializers that nothing reads."""
+    for name, value in list(model.graph.initializers.items()):
+        if not value.uses() and not value.is_graph_output():
+            del model.graph.initializers[name]
+
+
+def keep_names_apart(model: ir.Model) -> None:
+    """Rename the values inside the graph that are called like an input or output: the user may have chosen those."""
+    graph = model.graph
+    outside = {*graph.inputs, *graph.outputs}
+    inside = [*graph.initializers.values(), *(value for node in graph for value in node.outputs)]
+    taken = {value.name for value in outside}
+    names = taken | {value.name for value in inside}
+    for value in inside:
+        if value not in outside and value.name in taken:
+            candidates = (f"{value.name}_{i}" for i in range(1, 1 << 20))
+            value.name = next(name for name in candidates if name not in names)
+            names.add(value.name)
+
+
+def made_by(value: ir.Value | None, *operators: str) -> ir.Node | None:
+    """Return the node that makes `value` if it is one of `operators`."""
+    producer = value.producer() if value is not None else None
+    return producer if producer is not None and producer.op_type in operators else None
+
+
+def array_of(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
+    """Return the array of a constant value."""
+    return value.const_value.numpy() if value is not None and value.const_value is not None else None
+
+
+def only_reader(value: ir.Value) -> ir.Node | None:
+    """Return the node that alone reads `value`, once; `None` if there is none or the value leaves the graph."""
+    uses = list(value.uses())
+    return uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
+
+
+def added_vector(model: ir.Model, node: ir.Node, channels: int | None) -> tuple[ir.Value | None, ir.Node]:
+    """Return the constant vector that alone is added to what `node` makes, in float, and the node that adds it.
+
+    Args:
+        model: where the vector is stored if it is in integers.
+        node: a product.
+        channels: how long the vector has to be.
+
+    Returns:
+        `None` and `node` itself, if nothing like that is added.
+    """
+    reader = only_reader(node.outputs[0])
+    if reader is None or reader.op_type != "Add":
+        return None, node
+    for value in reader.inputs:
+        array = array_of(value)
+        if value is not None and array is not None and array.shape == (channels,):
+            return value, reader
+        dequantize = made_by(value, "DequantizeLinear")
+        real = _dequantized(dequantize) if dequantize is not None else None
+        if real is not None and real.shape == (channels,):
+            return add_array(model, f"{node.name}_bias", real), reader
+    return None, node
+
+
+def _dequantized(node: ir.Node) -> np.ndarray[Any, Any] | None:
+    """Return what a constant vector is dequantized to, as `DequantizeLinear` computes it."""
+    codes, scale, zero_point = (array_of(value) for value in (*node.inputs, None)[:3])
+    if codes is None or scale is None or codes.ndim != 1:
+        return None
+    whole = codes.astype(np.int64) - (0 if zero_point is None else zero_point.astype(np.int64))
+    return np.asarray(whole.astype(np.float32) * scale)

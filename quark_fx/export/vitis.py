@@ -1,0 +1,75 @@
+"""The nodes of Vitis AI and Quark in place of `QuantizeLinear` and `DequantizeLinear`, for power-of-two scales.
+
+Source: the custom operators of AMD Quark for ONNX (`VitisQuantizeLinear` up to release 0.8, `ExtendedQuantizeLinear`
+since). ONNX Runtime has no kernels for them without that library, so `reference_functions` defines them by the standard
+operators: with those a file runs anywhere, and is compared with torch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from quark_fx.errors import ExportError
+from quark_fx.export.onnx_edit import array_of
+
+PREFIXES = {"com.vai.quantize": "Vitis", "com.amd.quark": "Extended"}
+"""What the operators of each domain are called: this and `QuantizeLinear` or `DequantizeLinear`."""
+
+_PAIRS = ("QuantizeLinear", "DequantizeLinear")
+
+
+def use_vendor_nodes(model: ir.Model, domain: str) -> None:
+    """Rename every quantizer and dequantizer to the vendor's.
+
+    Raises:
+        ExportError: if a scale is no power of two, or is measured at run time; all are listed.
+    """
+    nodes = [node for node in model.graph.all_nodes() if node.op_type in _PAIRS]
+    require_powers_of_two(model, nodes)
+    for node in nodes:
+        node.domain, node.op_type, node.version = domain, f"{PREFIXES[domain]}{node.op_type}", 1
+    model.opset_imports[domain] = 1
+
+
+def require_powers_of_two(model: ir.Model, nodes: list[ir.Node]) -> None:
+    """Raise, naming every scale that is no power of two."""
+    measured = {node.op_type for node in model.graph if node.op_type in ("DynamicQuantizeLinear", "MatMulInteger")}
+    bad = [f"  {name} measures its scale at run time" for name in sorted(measured)]
+    for value in dict.fromkeys(node.inputs[1] for node in nodes):
+        scale = array_of(value)
+        name = value.name if value is not None else None
+        if scale is None:
+            bad.append(f"  {name} is measured at run time")
+        elif (np.abs(np.frexp(scale.astype(np.float64))[0]) != 0.5).any() or (scale <= 0).any():
+            bad.append(f"  {name}: {float(scale.flat[0]):.6g}")
+    bad += ["  no value is quantized"] if not nodes else []
+    bad += [f"  {node.name} has scales in blocks" for node in nodes if node.attributes.get_int("block_size", 0)]
+    if bad:
+        raise ExportError(
+            "format='vitis' is for static power-of-two scales; these are none:\n"
+            + "\n".join(bad)
+            + "\nUse the preset 'xint8' or scale_type='power_of_two', or format='qdq'."
+        )
+
+
+def reference_functions(domain: str, opset: int) -> list[ir.Function]:
+    """Return the vendor's operators as functions of the standard ones."""
+    functions = []
+    for operator in _PAIRS:
+        inputs = [ir.Value(name=name) for name in ("x", "scale", "zero_point")]
+        axis = ir.RefAttr("axis", "axis", ir.AttributeType.INT)
+        node = ir.Node("", operator, inputs, [axis], outputs=[ir.Value(name="y")])
+        graph = ir.Graph(inputs, node.outputs, nodes=[node], opset_imports={"": opset})
+        name = f"{PREFIXES[domain]}{operator}"
+        functions.append(ir.Function(domain, name, graph=graph, attributes=[ir.AttrInt64("axis", 1)]))
+    return functions
+
+
+def with_reference_functions(model: ir.Model) -> ir.Model:
+    """Give `model` definitions of the vendor's operators it uses, so that any runtime computes them."""
+    used = {node.domain for node in model.graph.all_nodes()}
+    for domain in PREFIXES:
+        for function in reference_functions(domain, model.opset_imports[""]) if domain in used else ():
+            model.functions[function.identifier()] = function
+    return model

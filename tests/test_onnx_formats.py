@@ -1,0 +1,604 @@
+"""ONNX formats beside pairs of quantizers: what they hold, that they compute the same, what they refuse."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from networks import Encoder
+from onnx import TensorProto
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+from tiny import cnn, images, quantize, rand, seeded
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import quark_fx as qfx
+from quark_fx.config import Granularity, Override, QuantConfig, TensorSpec
+from quark_fx.export.matmul_nbits import block_size
+from quark_fx.export.onnx_formats import FORMATS
+from quark_fx.export.vitis import PREFIXES
+from quark_fx.formats import INT2, INT4, INT8, INT16, UINT2, UINT4, UINT8, IntFormat
+from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, XINT8
+from quark_fx.qparams import ScaleType, Symmetry
+
+ROUNDING = 255 * 128 * 2**-24
+"""What sums of 128 terms in another order may differ by, in steps of a 255th of the range."""
+
+
+class Tied(nn.Module):
+    """An embedding that is the head, too; 40 columns are no multiple of a group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 40), nn.Linear(40, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.tanh(self.embed(ids)))
+        return logits
+
+
+def ragged() -> nn.Module:
+    return seeded(nn.Sequential(nn.Linear(70, 33), nn.ReLU(), nn.Linear(33, 17), nn.Sigmoid(), nn.Linear(17, 5)))
+
+
+def ids(*sizes: int) -> list[Tensor]:
+    return [torch.randint(0, 20, (n, 5), generator=torch.Generator().manual_seed(n)) for n in sizes or (4, 4)]
+
+
+Data = Callable[..., list[Tensor]]
+MODELS: dict[str, tuple[Callable[[], nn.Module], Data]] = {
+    "cnn": (cnn, images),
+    "encoder": (lambda: seeded(Encoder(32, 4)), lambda *s: [rand(n, 6, 32, seed=n) for n in s or (4, 4)]),
+    "ragged": (ragged, lambda *s: [rand(n, 70, seed=n) for n in s or (4, 4)]),
+    "embedding": (lambda: seeded(Tied()), ids),
+}
+CONFIGS = {"qdq": INT8_STATIC, "qoperator": INT8_STATIC, "matmul_nbits": INT4_WEIGHT_ONLY, "vitis": XINT8}
+
+
+def operators(path: Path) -> Counter[str]:
+    return Counter(node.op_type for node in onnx.load(path).graph.node)
+
+
+def run(path: Path, x: Tensor, *, optimize: bool = True) -> Any:
+    options = onnxruntime.SessionOptions()
+    level = onnxruntime.GraphOptimizationLevel
+    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_format_is_valid_and_agrees_with_torch(format: str, name: str, tmp_path: Path) -> None:
+    model, data = MODELS[name]
+    qmodel = quantize(model(), CONFIGS[format], data())
+    path = qfx.export.onnx(qmodel, tmp_path / "model.onnx", format=format)
+    onnx.checker.check_model(path, full_check=True)
+    bound = ROUNDING if format == "matmul_nbits" else 1
+    for optimize in (True, False):
+        assert qfx.verify(qmodel, path, data(3, 1, 7), optimize=optimize).max_steps <= bound
+    assert qfx.verify(qmodel, path, data(3), per_node=True).max_steps <= 1
+
+
+# MatMulNBits ---------------------------------------------------------------------------------------------------------
+
+
+def linear(spec: TensorSpec, features: int, bias: bool, shape: tuple[int, ...]) -> tuple[qfx.QuantizedModel, Tensor]:
+    x = rand(*shape, features)
+    return quantize(seeded(nn.Linear(features, 9, bias=bias)), QuantConfig(weight=spec), [x]), x
+
+
+@pytest.mark.parametrize("fmt", [INT2, UINT2, INT4, UINT4, INT8, UINT8], ids=str)
+@pytest.mark.parametrize(("group", "block"), [(None, 128), (16, 16), (32, 32), (48, 16), (64, 64), (512, 128)])
+def test_every_width_and_group_size_becomes_one_kernel(
+    fmt: IntFormat, group: int | None, block: int, tmp_path: Path
+) -> None:
+    grouped = {"granularity": Granularity.GROUP if group else Granularity.CHANNEL, "group_size": group}
+    qmodel, x = linear(TensorSpec(format=fmt, **grouped), 70, bool(group), (5,))  # type: ignore[arg-type]
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="matmul_nbits")
+    (node,) = onnx.load(path).graph.node
+    attributes = {a.name: a.i for a in node.attribute}
+    assert node.op_type == "MatMulNBits"
+    assert attributes == {"K": 70, "N": 9, "bits": fmt.bits, "block_size": block}
+    stored_zero_points = len(node.input) > 3 and node.input[3] != ""
+    assert stored_zero_points == (not fmt.signed)  # the symmetric ones are what the kernel assumes
+    expected = qmodel(x).detach()
+    # 70 products in another order.
+    bound = 70 * 2**-23 * (x.abs() @ torch.full((70, 9), float(expected.abs().max()))).max()
+    np.testing.assert_allclose(run(path, x), expected, rtol=0, atol=float(bound))
+    assert qfx.verify(qmodel, path, [x]).max_steps <= ROUNDING
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 3)], ids=["matrix", "sequence"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+def test_a_bias_becomes_the_kernels_own(bias: bool, shape: tuple[int, ...], tmp_path: Path) -> None:
+    qmodel, x = linear(INT4_WEIGHT_ONLY.weight, 70, bias, shape)  # type: ignore[arg-type]
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="matmul_nbits")
+    (node,) = onnx.load(path).graph.node
+    assert len(node.input) == (6 if bias else 3)
+    assert qfx.verify(qmodel, path, [x]).max_steps <= ROUNDING
+
+
+def test_negative_scales_and_asymmetric_signed_codes_are_exact(tmp_path: Path) -> None:
+    for symmetry in (Symmetry.SIGN_AWARE, Symmetry.ASYMMETRIC):
+        spec = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=16, symmetry=symmetry)
+        qmodel, x = linear(spec, 40, True, (5,))
+        path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="matmul_nbits")
+        assert qfx.verify(qmodel, path, [x]).max_steps <= ROUNDING
+
+
+def test_the_accuracy_level_is_the_kernels(tmp_path: Path) -> None:
+    qmodel, x = linear(INT4_WEIGHT_ONLY.weight, 256, True, (5,))  # type: ignore[arg-type]
+    differences = {}
+    for level in (0, 4):
+        path = qfx.export.onnx(qmodel, tmp_path / f"{level}.onnx", format="matmul_nbits", accuracy_level=level)
+        (node,) = onnx.load(path).graph.node
+        assert {a.name: a.i for a in node.attribute}.get("accuracy_level", 0) == level
+        differences[level] = float((torch.from_numpy(run(path, x)) - qmodel(x)).abs().max())
+    assert differences[0] < 1e-5 < differences[4]  # int8 activations are another 4 decimals off
+
+
+def test_group_sizes_without_a_kernel_are_refused_with_those_that_have_one(tmp_path: Path) -> None:
+    spec = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=24)
+    qmodel, _ = linear(spec, 70, True, (5,))
+    with pytest.raises(qfx.ExportError, match=r"weight: .* groups of 24; use a group_size of 16, 32, 64, 128, 256"):
+        qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="matmul_nbits")
+    qfx.export.onnx(qmodel, tmp_path / "m.onnx")  # as pairs it runs
+    assert [block_size(group, 4096) for group in (8, 16, 48, 96, 256, 1024, 4096)] == [None, 16, 16, 32, 256, 256, 256]
+
+
+def test_a_model_in_half_precision_takes_scales_in_half_precision(tmp_path: Path) -> None:
+    model, x = seeded(nn.Linear(64, 3)).half(), rand(6, 64).half()
+    weight = INT4_WEIGHT_ONLY.weight
+    assert weight is not None
+    with pytest.raises(qfx.ExportError, match=r"weight \(MatMul|Gemm\): .* set scale_type='float16'"):
+        qfx.export.onnx(quantize(model, QuantConfig(weight=weight), [x]), tmp_path / "m.onnx", format="matmul_nbits")
+    qmodel = quantize(model, QuantConfig(weight=weight.replace(scale_type=ScaleType.FLOAT16)), [x])
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="matmul_nbits")
+    assert operators(path)["MatMulNBits"] == 1
+    # float16 sums of 64 products, in two orders.
+    np.testing.assert_allclose(run(path, x), qmodel(x).detach(), rtol=0, atol=64 * 2**-11)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "group"])
+@pytest.mark.parametrize("fmt", [INT4, UINT4, INT8, UINT8], ids=str)
+def test_embeddings_are_looked_up_in_codes(fmt: IntFormat, granularity: str, tmp_path: Path) -> None:
+    spec = TensorSpec(
+        format=fmt,
+        granularity=Granularity(granularity),
+        group_size=16 if granularity == "group" else None,
+    )
+    qmodel = quantize(seeded(nn.Embedding(20, 40)), QuantConfig(weight=spec), ids())
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="matmul_nbits")
+    assert dict(operators(path)) == {"GatherBlockQuantized": 1}
+    assert path.stat().st_size < 20 * 40 * fmt.bits / 8 + 20 * 3 * 4 + 20 * 3 + 700  # codes, scales, zero points, graph
+    (x,) = ids(3)
+    np.testing.assert_array_equal(run(path, x), qmodel(x).detach())
+
+
+def test_a_weight_that_is_embedding_and_head_serves_both(tmp_path: Path) -> None:
+    for config in (INT8_WEIGHT_ONLY, INT4_WEIGHT_ONLY.replace(overrides=())):
+        qmodel = quantize(seeded(Tied()), config, ids())
+        path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="matmul_nbits")
+        assert operators(path).keys() == {"GatherBlockQuantized", "Tanh", "MatMulNBits"}
+        assert qfx.verify(qmodel, path, ids(3)).max_steps <= ROUNDING
+
+
+def test_what_stays_in_pairs_is_listed_with_the_reason(tmp_path: Path) -> None:
+    path = qfx.export.onnx(quantize(cnn(), INT4_WEIGHT_ONLY, images()), tmp_path / "m.onnx", format="matmul_nbits")
+    assert [(k.name, k.operator) for k in path.kept] == [("stem.0.weight", "Conv"), ("block.conv.weight", "Conv")]
+    assert all("no weight-only kernel for Conv" in k.reason for k in path.kept)
+    assert "left in pairs: stem.0.weight (Conv): " in str(path.report())
+
+
+# Operators on integers -----------------------------------------------------------------------------------------------
+
+
+class Zoo(nn.Module):
+    """Convolutions with everything between them that has an integer kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1, groups=groups) for groups in (1, 4, 1, 2, 1))
+        self.last, self.head = nn.Conv2d(8, 4, 1), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c, d, e = self.convs
+        x = F.max_pool2d(torch.relu(a(x)), 2)
+        x = torch.sigmoid(b(x)) * F.leaky_relu(c(x), 0.1)
+        x = F.avg_pool2d(d(x) + e(x), 2)
+        x = self.last(torch.cat([x, x * x], 1))
+        logits: Tensor = self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+        return logits
+
+
+@pytest.mark.parametrize("fmt", [UINT8, INT8], ids=str)
+def test_a_convolutional_network_is_all_integer_operators(fmt: IntFormat, tmp_path: Path) -> None:
+    activation = TensorSpec(format=fmt)
+    config = INT8_STATIC.replace(input=activation, output=activation)
+    data = [rand(4, 4, 8, 8, seed=i) for i in range(2)]
+    qmodel = quantize(seeded(Zoo()), config, data)
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="qoperator")
+    written = operators(path)
+    assert written["QLinearConv"] == 6
+    assert written["QLinearAdd"] == written["QLinearAveragePool"] == written["QGemm"] == written["MaxPool"] == 1
+    assert written["Conv"] + written["Add"] + written["AveragePool"] + written["Gemm"] + written["Relu"] == 0
+    assert written["QLinearConcat"] + written["Concat"] == 1
+    assert written["Clip"] == (fmt is INT8)  # a symmetric grid has no zero point that performs the relu
+    assert qfx.verify(qmodel, path, data, per_node=True).max_steps <= 1
+    pairs = qfx.export.onnx(qmodel, tmp_path / "pairs.onnx")
+    step = float(abs(run(pairs, data[0])).max()) / 127
+    for optimize in (True, False):
+        np.testing.assert_allclose(run(path, data[0]), run(pairs, data[0], optimize=optimize), rtol=0, atol=step)
+
+
+class Between(nn.Module):
+    """An operator between two convolutions."""
+
+    def __init__(self, operator: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.operator, self.a, self.b = operator, nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(self.operator(self.a(x)))
+        return out
+
+
+BETWEEN: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "sigmoid": (torch.sigmoid, "QLinearSigmoid"),
+    "leaky_relu": (lambda x: F.leaky_relu(x, 0.1), "QLinearLeakyRelu"),
+    "softmax": (lambda x: torch.softmax(x, -1), "QLinearSoftmax"),
+    "average": (lambda x: F.avg_pool2d(x, 2), "QLinearAveragePool"),
+    "global_average": (lambda x: F.adaptive_avg_pool2d(x, 1), "QLinearGlobalAveragePool"),
+    "add": (lambda x: x + x, "QLinearAdd"),
+    "mul": (lambda x: x * x, "QLinearMul"),
+    "relu6": (F.relu6, "Clip"),
+    "transpose": (lambda x: x.transpose(2, 3), "Transpose"),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_every_integer_form_computes_what_its_pairs_do(name: str, tmp_path: Path) -> None:
+    operator, integer = BETWEEN[name]
+    activation = TensorSpec(format=INT8)
+    config = INT8_STATIC.replace(input=activation, output=activation)
+    qmodel = quantize(seeded(Between(operator)), config, images())
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="qoperator")
+    written = operators(path)
+    assert written[integer] == 1
+    assert written["QuantizeLinear"] == written["DequantizeLinear"] == 1  # of input and output
+    assert not path.kept
+    assert qfx.verify(qmodel, path, images(3), per_node=True).max_steps <= 1
+
+
+@pytest.mark.parametrize("format", ["qdq", "qoperator"])
+@pytest.mark.parametrize("options", [{}, {"padding": 1}, {"padding": 1, "count_include_pad": False}], ids=str)
+@pytest.mark.parametrize("side", [8, 9])
+def test_windows_beyond_the_rim_are_averaged_as_in_torch(
+    side: int, options: dict[str, Any], format: str, tmp_path: Path
+) -> None:
+    """ONNX Runtime's integer kernel counts them wrongly where padding counts: 30 to 60 codes off."""
+    data = [rand(4, 3, side, side, seed=i) for i in range(2)]
+    model = Between(lambda x: F.avg_pool2d(x, 3, 2, ceil_mode=True, **options))
+    qmodel = quantize(seeded(model), INT8_STATIC, data)
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format=format)
+    assert qfx.verify(qmodel, path, data, per_node=True).max_steps <= 1
+    integer = options.get("padding", 0) == 0 or not options.get("count_include_pad", True)
+    assert any(node.kernel == "QLinearAveragePool" for node in path.report().nodes) == integer
+
+
+class Twice(nn.Module):
+    """A weight that is multiplied by both ways: its scales are those of columns for one of them only."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(rows, 40))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight.T) @ self.weight
+
+
+@pytest.mark.parametrize("format", ["qdq", "qoperator"])
+@pytest.mark.parametrize("config", [INT8_STATIC, INT8_DYNAMIC], ids=["static", "dynamic"])
+@pytest.mark.parametrize("rows", [30, 40])
+def test_scales_along_the_axis_that_is_summed_are_not_taken_for_those_of_columns(
+    rows: int, config: QuantConfig, format: str, tmp_path: Path
+) -> None:
+    """ONNX Runtime fuses them into an integer product: an error for 30 rows, 67 steps for 40."""
+    x = rand(2, 5, 40)
+    qmodel = quantize(seeded(Twice(rows)), config, [x])
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format=format)
+    assert qfx.verify(qmodel, path, [x]).max_steps <= 1
+
+
+def test_a_chain_of_products_stays_in_integers(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(40, 40, bias=False), nn.Linear(40, 8, bias=False)), rand(2, 5, 40)
+    qmodel = quantize(seeded(model), INT8_STATIC, [x])
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="qoperator")
+    assert dict(operators(path)) == {"QuantizeLinear": 1, "QLinearMatMul": 1, "MatMulIntegerToFloat": 1}
+    assert qfx.verify(qmodel, path, [x], per_node=True).max_steps <= 1
+
+
+def test_asymmetric_weights_keep_their_zero_points(tmp_path: Path) -> None:
+    config = INT8_STATIC.replace(weight=TensorSpec(format=UINT8, granularity=Granularity.CHANNEL))
+    for name in ("cnn", "ragged", "encoder"):
+        model, data = MODELS[name]
+        qmodel = quantize(model(), config, data())
+        path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="qoperator")
+        assert qfx.verify(qmodel, path, data(3), per_node=True).max_steps <= 1
+
+
+def test_a_vector_that_is_broadcast_or_no_vector_is_added_by_itself(tmp_path: Path) -> None:
+    class Added(nn.Module):
+        def __init__(self, *shape: int) -> None:
+            super().__init__()
+            self.weight, self.added = nn.Parameter(torch.zeros(40, 7)), nn.Parameter(torch.zeros(shape))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight + self.added
+
+    x = rand(2, 5, 40)
+    for shape in ((1,), (5, 7), (5, 1)):
+        for config, format in ((INT4_WEIGHT_ONLY, "matmul_nbits"), (INT8_STATIC, "qoperator")):
+            qmodel = quantize(seeded(Added(*shape)), config, [x])
+            path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format=format)
+            assert operators(path)["Add"] == 1
+            assert qfx.verify(qmodel, path, [x]).max_steps <= 1
+
+
+def test_products_of_activations_are_integer_products(tmp_path: Path) -> None:
+    config = INT8_STATIC.replace(overrides=(Override(pattern="op:matmul", input=TensorSpec(format=UINT8)),))
+
+    class Product(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ x.transpose(1, 2)
+
+    x = rand(2, 5, 8)
+    qmodel = quantize(Product().eval(), config, [x])
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="qoperator")
+    assert operators(path)["MatMulIntegerToFloat"] == 1
+    assert qfx.verify(qmodel, path, [x]).max_steps <= ROUNDING
+
+
+def test_dynamic_activations_are_integer_products_and_convolutions(tmp_path: Path) -> None:
+    qmodel = quantize(cnn(), INT8_DYNAMIC, images())
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="qoperator")
+    written = operators(path)
+    assert (written["ConvInteger"], written["MatMulInteger"], written["DynamicQuantizeLinear"]) == (2, 1, 3)
+    assert written["Conv"] + written["Gemm"] + written["DequantizeLinear"] == 0
+    assert qfx.verify(qmodel, path, images(3)).max_steps <= ROUNDING
+
+
+def test_a_bias_on_another_grid_is_moved_to_the_products_only_if_that_is_exact(tmp_path: Path) -> None:
+    exact = quantize(cnn(), XINT8, images())  # powers of two: a coarser bias is a multiple of the product's step
+    path = qfx.export.onnx(exact, tmp_path / "m.onnx", format="qoperator")
+    assert operators(path)["QLinearConv"] == 2
+    assert qfx.verify(exact, path, images(3), per_node=True).max_steps == 0
+    assert qfx.verify(exact, path, images(3)).max_steps == 0
+    assert XINT8.bias is not None
+    finer = quantize(cnn(), XINT8.replace(bias=XINT8.bias.replace(format=INT16)), images())
+    path = qfx.export.onnx(finer, tmp_path / "m.onnx", format="qoperator")
+    assert any("its bias has a finer scale than the product" in k.reason for k in path.kept)
+    assert qfx.verify(finer, path, images(3), per_node=True).max_steps <= 1
+    floating = quantize(cnn(), INT8_STATIC.replace(bias=None), images())
+    path = qfx.export.onnx(floating, tmp_path / "m.onnx", format="qoperator")
+    assert operators(path)["Conv"] == 2
+    assert any("set bias=TensorSpec(format='int32')" in k.reason for k in path.kept)
+
+
+# The vendor's nodes --------------------------------------------------------------------------------------------------
+
+
+def vendor_kernels(domain: str) -> list[type[OpRun]]:
+    """Return reference kernels of the vendor's operators, written from their description."""
+    prefix = PREFIXES[domain]
+
+    def shaped(parameter: Any, x: Any, axis: int) -> Any:
+        return (
+            parameter.reshape([-1 if d == axis % x.ndim else 1 for d in range(x.ndim)]) if parameter.ndim else parameter
+        )
+
+    def quantize_(self: Any, x: Any, scale: Any, zero_point: Any, axis: int = 1) -> tuple[Any]:
+        info = np.iinfo(zero_point.dtype)
+        codes = np.rint(x / shaped(scale, x, axis)) + shaped(zero_point, x, axis).astype(np.float32)
+        return (np.clip(codes, info.min, info.max).astype(zero_point.dtype),)
+
+    def dequantize_(self: Any, codes: Any, scale: Any, zero_point: Any = None, axis: int = 1) -> tuple[Any]:
+        zero = np.zeros((), np.float32) if zero_point is None else zero_point.astype(np.float32)
+        return ((codes.astype(np.float32) - shaped(zero, codes, axis)) * shaped(scale, codes, axis),)
+
+    kinds = {"QuantizeLinear": quantize_, "DequantizeLinear": dequantize_}
+    return [type(f"{prefix}{name}", (OpRun,), {"op_domain": domain, "_run": body}) for name, body in kinds.items()]
+
+
+@pytest.mark.parametrize("domain", PREFIXES)
+@pytest.mark.parametrize("name", ["cnn", "ragged"])
+def test_the_vendors_nodes_compute_what_torch_does(name: str, domain: str, tmp_path: Path) -> None:
+    model, data = MODELS[name]
+    qmodel = quantize(model(), XINT8, data())
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="vitis", domain=domain, opset=17)
+    stored = onnx.load(path)
+    assert {o.domain: o.version for o in stored.opset_import} == {"": 17, domain: 1}
+    assert not stored.functions
+    assert {n.op_type for n in stored.graph.node if "Quant" in n.op_type or "quant" in n.op_type} == {
+        f"{PREFIXES[domain]}{kind}" for kind in ("QuantizeLinear", "DequantizeLinear")
+    }
+    assert all(n.domain == domain for n in stored.graph.node if n.op_type.startswith(PREFIXES[domain]))
+    (x,) = data(3)
+    # Every value is a multiple of a power of two that float32 holds: reference, ONNX Runtime and torch are equal.
+    got = ReferenceEvaluator(stored, new_ops=vendor_kernels(domain)).run(None, {stored.graph.input[0].name: x.numpy()})
+    np.testing.assert_allclose(np.asarray(got[0]), qmodel(x).detach(), rtol=1e-6, atol=1e-6)
+    assert qfx.verify(qmodel, path, data(3)).max_steps <= ROUNDING
+
+
+def test_the_report_of_the_vendors_nodes_is_the_vendors(tmp_path: Path) -> None:
+    path = qfx.export.onnx(quantize(cnn(), XINT8, images()), tmp_path / "m.onnx", format="vitis")
+    with pytest.raises(qfx.ExportError, match=r"no kernels for com\.amd\.quark"):
+        path.report()
+
+
+# Opsets and domains --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("opset", [14, 17, 18, 19, 20, 21, 23, 25])
+def test_every_opset_agrees_with_torch(opset: int, tmp_path: Path) -> None:
+    qmodel = quantize(cnn(), INT8_STATIC, images())
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", opset=opset)
+    onnx.checker.check_model(path, full_check=True)
+    assert {o.domain: o.version for o in onnx.load(path).opset_import} == {"": opset}
+    assert qfx.verify(qmodel, path, images(3)).max_steps <= 1
+    assert path.report().opset == opset
+
+
+def test_wide_codes_are_in_old_opsets_in_the_contributed_domain(tmp_path: Path) -> None:
+    wide = INT8_STATIC.replace(input=TensorSpec(format=INT16), output=TensorSpec(format=INT16))
+    four = INT8_STATIC.replace(weight=TensorSpec(format=INT4, granularity=Granularity.CHANNEL))
+    for config, code_type in ((wide, TensorProto.INT16), (four, TensorProto.INT4)):
+        qmodel = quantize(cnn(), config, images())
+        path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", opset=17, domain="com.microsoft")
+        model = onnx.load(path)
+        assert {o.domain: o.version for o in model.opset_import} == {"": 17, "com.microsoft": 1}
+        assert code_type in {t.data_type for t in model.graph.initializer}
+        assert qfx.verify(qmodel, path, images(3)).max_steps <= 1
+
+
+def test_two_bits_need_the_newest_opset(tmp_path: Path) -> None:
+    spec = TensorSpec(format=INT2, granularity=Granularity.GROUP, group_size=16)
+    qmodel, x = linear(spec, 64, True, (5,))
+    with pytest.raises(qfx.ExportError, match=r"int2 in blocks needs opset 25\nUse opset=25"):
+        qfx.export.onnx(qmodel, tmp_path / "m.onnx")
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", opset=25)
+    assert qfx.verify(qmodel, path, [x], optimize=False).max_steps <= ROUNDING
+
+
+# Refusals ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (INT8_STATIC, {"format": "tflite"}, "choose one of qdq, qoperator, matmul_nbits, vitis"),
+        (INT8_STATIC, {"accuracy_level": 4}, r"format='qdq' has no accuracy_level; .* of 'matmul_nbits'"),
+        (INT8_STATIC, {"format": "qoperator", "domain": "com.microsoft"}, "'qoperator' has no domain"),
+        (INT8_STATIC, {"domain": "com.amd.quark"}, "choose one of .*'com.microsoft'"),
+        (INT4_WEIGHT_ONLY, {"format": "matmul_nbits", "accuracy_level": 5}, "choose one of"),
+        (INT8_STATIC, {"opset": 13}, "choose one from 14 to 25"),
+        (INT8_STATIC, {"opset": 26}, "choose one from 14 to 25"),
+        (INT4_WEIGHT_ONLY, {"opset": 20}, r"int4 in blocks needs opset 21\nUse opset=21"),
+        (INT4_WEIGHT_ONLY, {"domain": "com.microsoft"}, "scales in blocks"),
+        (INT8_STATIC, {"format": "matmul_nbits"}, r"\.weight \(Conv\).*\n.*head.weight \(Gemm\): its activation is"),
+        (INT8_WEIGHT_ONLY, {"format": "qoperator"}, "one of its inputs is not quantized"),
+        (INT8_STATIC, {"format": "vitis"}, r"static power-of-two scales; these are none:\n  x_quantizer_scale: 0\.0"),
+        (INT8_DYNAMIC, {"format": "vitis"}, "measures its scale at run time"),
+        (INT8_STATIC.replace(input=TensorSpec(format=INT16), output=None), {"opset": 17}, "or domain='com.microsoft'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_and_leaves_the_file_there(
+    config: QuantConfig, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"what was there")
+    with pytest.raises(qfx.ExportError, match=message):
+        qfx.export.onnx(quantize(cnn(), config, images()), path, **options)
+    assert path.read_bytes() == b"what was there"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_fails_its_check_replaces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    qmodel = quantize(ragged(), INT8_STATIC, [rand(4, 70)])
+    path = qfx.export.onnx(qmodel, tmp_path / "model.onnx", external_data=True)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert before.keys() == {"model.onnx", "model.onnx.data"} or before.keys() == {"model.onnx"}
+    with monkeypatch.context() as patched:
+        patched.setattr(onnxruntime, "InferenceSession", lambda *_, **__: 1 / 0)
+        with pytest.raises(qfx.ExportError, match="does not load in ONNX Runtime"):
+            qfx.export.onnx(qmodel, path, format="qoperator", external_data=True)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    qfx.export.onnx(qmodel, path, format="qoperator", external_data=True)
+    assert path.read_bytes() != before["model.onnx"]
+    assert qfx.verify(qmodel, path, [rand(3, 70)]).max_steps <= 1
+
+
+def test_odd_and_repeated_names_are_exported(tmp_path: Path) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module("a/b ü", nn.Linear(32, 32))
+            self.add_module("weight_codes", nn.Linear(32, 32))
+            self.weight_blocks = nn.Parameter(torch.zeros(32))
+            self.weight = nn.Parameter(torch.zeros(32, 32))
+
+        def forward(self, weight_codes: Tensor) -> Tensor:
+            x = getattr(self, "a/b ü")(weight_codes) + self.weight_blocks
+            out: Tensor = F.linear(torch.tanh(self.get_submodule("weight_codes")(x)), self.weight)
+            return out
+
+    for config, format in ((INT4_WEIGHT_ONLY, "matmul_nbits"), (INT8_STATIC, "qoperator"), (XINT8, "vitis")):
+        qmodel = quantize(seeded(Odd()), config, [rand(4, 32)])
+        path = qfx.export.onnx(qmodel, tmp_path / "a b.onnx", format=format, input_names=["weight_blocks"])
+        assert qfx.verify(qmodel, path, [rand(3, 32)]).max_steps <= 1
+
+
+def test_a_four_bit_weight_that_two_operators_read_is_stored_once(tmp_path: Path) -> None:
+    qmodel = quantize(seeded(Tied()), INT4_WEIGHT_ONLY.replace(overrides=()), ids())
+    model = onnx.load(qfx.export.onnx(qmodel, tmp_path / "m.onnx"))
+    assert sum(tuple(t.dims) == (20, 40) for t in model.graph.initializer) == 1
+
+
+# The report ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_says_what_runs_in_integers_and_why_not(tmp_path: Path) -> None:
+    path = qfx.export.onnx(quantize(cnn(), INT8_STATIC, images()), tmp_path / "model.onnx")
+    report = path.report()
+    kernels = Counter(node.kernel for node in report.quantized)
+    assert kernels["QLinearConv"] == 2
+    assert kernels["QGemm"] == 1
+    assert sum("MaxPool" in node.kernel for node in report.quantized) == 1  # of codes, which have no type there
+    reasons = {node.kernel: node.reason for node in report.floating}
+    assert reasons["Add"] == "its output is not quantized"
+    assert reasons["ReduceMean"] == "there is no integer ReduceMean"
+    assert report.bytes == path.stat().st_size
+    assert report.opset == 21
+    assert str(report).splitlines()[-1] == f"opset 21, {report.bytes / 1024:.1f} KiB"
+
+
+@pytest.mark.parametrize(
+    ("config", "kernel", "reason"),
+    [
+        (INT8_WEIGHT_ONLY, "Conv", "not all it reads is quantized"),
+        (INT8_STATIC.replace(input=TensorSpec(format=INT16), output=TensorSpec(format=INT16)), "Conv", "int16"),
+        (INT8_STATIC.replace(output=None), "Conv", "its output is not quantized"),
+        (INT8_STATIC.replace(exclude=("stem.0",)), "Conv", "nothing it reads is quantized"),
+    ],
+)
+def test_a_convolution_in_float_has_its_reason(config: QuantConfig, kernel: str, reason: str, tmp_path: Path) -> None:
+    path = qfx.export.onnx(quantize(cnn(), config, images()), tmp_path / "model.onnx")
+    floating = [node for node in path.report().floating if kernel in node.kernel]
+    assert floating
+    assert reason in floating[0].reason
+
+
+def test_weights_beside_the_file_count(tmp_path: Path) -> None:
+    qmodel = quantize(seeded(nn.Linear(512, 64)), INT8_STATIC, [rand(4, 512)])
+    path = qfx.export.onnx(qmodel, tmp_path / "model.onnx", format="qoperator", external_data=True)
+    report = path.report()
+    assert report.bytes == sum(file.stat().st_size for file in tmp_path.iterdir()) > 512 * 64 > path.stat().st_size
+    assert [node.kernel for node in report.quantized] == ["QGemm"]
+
+
+def test_what_is_returned_is_a_path(tmp_path: Path) -> None:
+    path = qfx.export.onnx(quantize(nn.Linear(4, 3).eval(), INT8_STATIC, [rand(4, 4)]), tmp_path / "model.onnx")
+    assert isinstance(path, Path)
+    assert path == tmp_path / "model.onnx"
+    assert path.with_suffix(".data") == tmp_path / "model.data"
+    assert not path.kept
