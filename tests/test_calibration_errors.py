@@ -43,7 +43,7 @@ def test_a_value_that_becomes_infinite_inside_names_its_operator(preset: str) ->
     assert "aten." in str(caught.value)
 
 
-@pytest.mark.parametrize("data", [[], (), iter([]), DataLoader(TensorDataset(torch.empty(0, 4)))], ids=str)
+@pytest.mark.parametrize("data", [[], (), iter([]), DataLoader(TensorDataset(torch.empty(0, 4)))], ids=type)
 def test_no_batch_at_all_is_refused(data: Any) -> None:
     with pytest.raises(qfx.CalibrationError, match="missing or empty; pass batches of real inputs"):
         quantize(model(), "int8_static", data)
