@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -15,9 +16,10 @@ from tiny import quantize, rand, seeded
 from torch import Tensor, nn
 
 import quark_fx as qfx
-from quark_fx.config import Granularity, Override, QuantConfig, TensorSpec
-from quark_fx.export.packing import pack, pack_awq, pack_columns
-from quark_fx.formats import FP8_E4M3, INT4, INT8, UINT4, UINT8
+from quark_fx.block_formats import MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, NVFP4
+from quark_fx.config import Granularity, Override, QuantConfig, Target, TensorSpec
+from quark_fx.export.packing import Matrix, pack, pack_awq, pack_columns
+from quark_fx.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, INT4, INT8, UINT4, UINT8
 from quark_fx.presets import BF16, FP8_STATIC, INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY
 from quark_fx.qparams import ScaleType, Symmetry
 
@@ -292,3 +294,70 @@ def test_words_hold_codes_where_the_formats_say() -> None:
     assert [hex(int(w) & 0xFFFFFFFF) for w in pack(codes, 4)[:, 0]] == ["0x76543210", "0xfedcba98"]
     assert [hex(int(w) & 0xFFFFFFFF) for w in pack_awq(codes)[:, 0]] == ["0x75316420", "0xfdb9eca8"]
     torch.testing.assert_close(pack_columns(codes.t(), 4), pack(codes, 4).t())
+
+
+SMALL_FLOATS = {
+    "nvfp4-pack-quantized": NVFP4,
+    "mxfp4-pack-quantized": MXFP4,
+    "mxfp6-pack-quantized": MXFP6_E2M3,
+    "mxfp8-quantized": MXFP8_E4M3,
+}
+
+
+def small_floats(spec: TensorSpec) -> QuantConfig:
+    return QuantConfig(weight=spec, exclude=FLOAT_ENDS, target=Target.TORCH)
+
+
+@pytest.mark.parametrize("form", SMALL_FLOATS)
+def test_small_floats_in_groups_are_read_back(form: str, tmp_path: Path) -> None:
+    """Their readers compute in bfloat16, which holds every MX value; NVFP4's product of two scales is rounded."""
+    qmodel = quantized(small_floats(SMALL_FLOATS[form]))
+    qfx.export.huggingface(qmodel, tmp_path)
+    assert quantization(tmp_path)["format"] == form
+    values = transformers.CompressedTensorsConfig(dequantize=True)
+    reader = transformers.AutoModelForCausalLM.from_pretrained
+    read = reader(tmp_path, dtype=torch.bfloat16, quantization_config=values).state_dict()
+    ours = qmodel.eager()
+    names = [name for name in read if name.endswith("_proj.weight")]
+    assert len(names) == 14
+    for name in names:
+        expected = ours.get_submodule(name.removesuffix(".weight")).weight
+        torch.testing.assert_close(read[name].float(), expected, rtol=2**-7 if "nvfp4" in form else 0, atol=0, msg=name)
+    packed = reader(tmp_path, dtype=torch.bfloat16)
+    assert (logits(packed).float() - logits(qmodel)).abs().max() < 0.02 * logits(qmodel).abs().max()
+
+
+def test_linears_that_servers_fuse_share_the_global_scale(tmp_path: Path) -> None:
+    qfx.export.huggingface(quantized(small_floats(NVFP4)), tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    layer = "model.layers.1."
+    for fused in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+        scales = {float(stored[f"{layer}{name}.weight_global_scale"]) for name in fused}
+        assert len(scales) == 1
+    down = stored[f"{layer}mlp.down_proj.weight_scale"]
+    assert down.dtype == torch.float8_e4m3fn
+    assert down.float().max() == 448
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (MXFP6_E3M2, "fp6_e3m2 in groups of 32; it holds fp4_e2m1 in groups of 16 or 32"),
+        (MXFP8_E4M3.replace(group_size=16), "fp8_e4m3 in groups of 16; it holds"),
+        (MXFP8_E4M3.replace(scale_type=ScaleType.FLOAT32), "scales that are no powers of two; use an MX format"),
+        (MXFP4.replace(group_size=16, scale_type=ScaleType.FLOAT32), "no E4M3 floats times one global scale; use"),
+    ],
+    ids=["format", "group", "float scales", "float scales in groups of NVFP4"],
+)
+def test_groups_of_floats_that_have_no_schema_are_refused(weight: TensorSpec, message: str, tmp_path: Path) -> None:
+    with pytest.raises(qfx.ExportError, match=message):
+        qfx.export.huggingface(quantized(small_floats(weight)), tmp_path)
+
+
+def test_patterns_are_the_bits_of_small_floats() -> None:
+    """Against the types of `ml_dtypes`, every code, both zeros among them."""
+    for fmt, kind in ((FP4_E2M1, ml_dtypes.float4_e2m1fn), (FP6_E2M3, ml_dtypes.float6_e2m3fn)):
+        every = np.arange(1 << fmt.bits, dtype=np.uint8)
+        values = torch.from_numpy(every.view(kind).astype(np.float32))[None]
+        matrix = Matrix(values.to(torch.float8_e4m3fn), torch.ones(1, 1), None, fmt, None)
+        assert matrix.patterns()[0].tolist() == every.tolist()

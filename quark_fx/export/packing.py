@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quark_fx.correspondence import Constant
 from quark_fx.errors import ExportError
-from quark_fx.formats import IntFormat, parse_format
+from quark_fx.formats import FloatFormat, Format, IntFormat, parse_format
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output channel, of eight neighbours, in each nibble of a word."""
@@ -20,23 +20,46 @@ class Matrix:
     """A weight of shape (outputs, inputs) in the one layout all checkpoint formats start from.
 
     Attributes:
-        codes: signed integers as int8, or 8-bit floats.
+        codes: signed integers as int8, or floats of at most 8 bits in an 8-bit type.
         scale: float32, shape (outputs, groups); (1, 1) for one scale.
         zero_point: int32, the shape of `scale`; `None` if all are zero.
-        bits: of a code.
+        format: of the codes; unsigned integers are stored as signed ones.
         group_size: inputs per scale; `None` for one scale per output.
     """
 
     codes: Tensor
     scale: Tensor
     zero_point: Tensor | None
-    bits: int
+    format: Format
     group_size: int | None
 
     @property
+    def bits(self) -> int:
+        """Of a code."""
+        return self.format.bits
+
+    @property
     def is_float(self) -> bool:
-        """Whether the codes are 8-bit floats."""
+        """Whether the codes are floats."""
         return self.codes.is_floating_point()
+
+    def patterns(self) -> Tensor:
+        """Return the bits of each code that is a float, its sign first, as an integer."""
+        assert isinstance(self.format, FloatFormat)
+        levels = self.format.levels().float().to(self.codes.device)
+        magnitudes = torch.searchsorted(levels[levels >= 0].contiguous(), self.codes.float().abs().contiguous())
+        return magnitudes | self.codes.float().signbit().long() << self.bits - 1
+
+    def exponents(self) -> Tensor:
+        """Return scales that are powers of two as E8M0: their exponents, counted from -127, uint8.
+
+        Raises:
+            ExportError: if one is no power of two.
+        """
+        mantissa, exponent = torch.frexp(self.scale)
+        if not bool((mantissa == 0.5).all()):
+            raise ExportError(f"{self.format} in groups with scales that are no powers of two; use an MX format")
+        return (exponent - 1 + 127).to(torch.uint8)
 
     @classmethod
     def of(cls, constant: Constant) -> Matrix:
@@ -65,7 +88,7 @@ class Matrix:
             half = 1 << (fmt.bits - 1)
             codes, zero_point = codes.to(torch.int16) - half, zero_point - half
         codes = codes if codes.is_floating_point() else codes.to(torch.int8)
-        return cls(codes, scale, zero_point if bool(zero_point.any()) else None, fmt.bits, group)
+        return cls(codes, scale, zero_point if bool(zero_point.any()) else None, fmt, group)
 
     def value(self) -> Tensor:
         """Return the weight, float32."""

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from quark_fx.errors import ExportError
 from quark_fx.export.checkpoint import Layer, each_layer, take_apart
-from quark_fx.export.packing import pack, pack_awq, pack_columns
-from quark_fx.formats import FloatFormat, parse_format
+from quark_fx.export.packing import Matrix, pack, pack_awq, pack_columns
+from quark_fx.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, FloatFormat, parse_format
 from quark_fx.model import QuantizedModel
-from quark_fx.qparams import ScaleType, Symmetry
+from quark_fx.qparams import ScaleType, Symmetry, recover_global_scale
 
 
 def huggingface(
@@ -36,8 +36,9 @@ def huggingface(
     Args:
         qmodel: from `quantize`.
         directory: made if it does not exist.
-        format: `"compressed-tensors"` (integers up to 8 bits, 8-bit floats, activations), `"gptq"`, `"gptq_v2"` or
-            `"awq"` (weights only, all of one group size).
+        format: `"compressed-tensors"` (integers up to 8 bits, 8-bit floats, activations; weights in NVFP4, MXFP4,
+            MXFP6 E2M3 and MXFP8 E4M3), `"gptq"`, `"gptq_v2"` or `"awq"` (integers, weights only, all of one group
+            size).
         tokenizer: saved beside it.
         model: a float model of the same architecture, if `qmodel` was loaded.
 
@@ -107,13 +108,13 @@ def _compressed_tensors(layers: list[Layer], left: list[str]) -> tuple[dict[str,
 
 def _scheme(layer: Layer) -> dict[str, Any]:
     weight, activation = layer.weight, layer.input
-    if weight.is_float and weight.bits < 8:
-        raise ExportError(f"floats of {weight.bits} bits, which this version does not pack; use qmodel.save(directory)")
     if weight.zero_point is not None:
         raise ExportError("zero points of weights, which transformers does not load; use symmetry='symmetric'")
     strategy = "group" if weight.group_size else "tensor" if weight.scale.numel() == 1 else "channel"
     weights = _arguments(weight.bits, weight.is_float, True, strategy, False)
     weights["group_size"] = weight.group_size
+    if weight.is_float and (weight.group_size or weight.bits < 8):
+        return _block_scheme(layer, weights)
     if activation is None:
         # transformers finds no `weight` of an embedding whose codes are packed, and fails.
         plain = weight.is_float or isinstance(layer.module, nn.Embedding)
@@ -135,6 +136,48 @@ def _scheme(layer: Layer) -> dict[str, Any]:
     return {"weights": weights, "input_activations": inputs, "format": kind}
 
 
+_MICROSCALING = {
+    str(FP4_E2M1): "mxfp4-pack-quantized",
+    str(FP6_E2M3): "mxfp6-pack-quantized",
+    str(FP8_E4M3): "mxfp8-quantized",
+}
+"""The form of a format in groups of 32 with E8M0 scales."""
+
+
+def _block_scheme(layer: Layer, weights: dict[str, Any]) -> dict[str, Any]:
+    """Return the scheme of small floats in groups."""
+    weight = layer.weight
+    if layer.input is not None or not isinstance(layer.module, nn.Linear):
+        raise ExportError(f"{weight.format} in groups, for linear layers with float activations")
+    if weight.group_size == 16 and weight.format == FP4_E2M1:
+        form, strategy, scales = "nvfp4-pack-quantized", "tensor_group", torch.float8_e4m3fn
+    elif weight.group_size == 32 and str(weight.format) in _MICROSCALING:
+        form, strategy, scales = _MICROSCALING[str(weight.format)], "group", torch.uint8
+    else:
+        raise ExportError(
+            f"{weight.format} in groups of {weight.group_size}; it holds fp4_e2m1 in groups of 16 or 32, fp6_e2m3 and "
+            "fp8_e4m3 in groups of 32"
+        )
+    weights |= {"strategy": strategy, "scale_dtype": str(scales)}
+    return {"weights": weights, "input_activations": None, "format": form}
+
+
+def _blocks(weight: Matrix, form: str) -> dict[str, Tensor]:
+    """Return the tensors of small floats in groups."""
+    packed = pack(weight.patterns(), weight.bits).view(torch.uint8)
+    if form == "mxfp8-quantized":
+        return {"weight": weight.codes, "weight_scale": weight.exponents()}
+    if form != "nvfp4-pack-quantized":
+        return {"weight_packed": packed, "weight_scale": weight.exponents()}
+    try:
+        whole = recover_global_scale(weight.scale)
+    except ValueError as error:
+        raise ExportError(f"{error}; use scale_type='fp8_e4m3'") from error
+    # Readers divide by the global scale.
+    scale = (weight.scale / whole).to(torch.float8_e4m3fn)
+    return {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": whole.reshape(1).reciprocal()}
+
+
 def _arguments(bits: int, is_float: bool, symmetric: bool, strategy: str, dynamic: bool) -> dict[str, Any]:
     kind = "float" if is_float else "int"
     return {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": strategy, "dynamic": dynamic}
@@ -142,6 +185,8 @@ def _arguments(bits: int, is_float: bool, symmetric: bool, strategy: str, dynami
 
 def _compressed(layer: Layer, kind: str) -> dict[str, Tensor]:
     weight, activation = layer.weight, layer.input
+    if kind in (*_MICROSCALING.values(), "nvfp4-pack-quantized"):
+        return _blocks(weight, kind)
     scale = weight.scale.reshape(-1) if weight.scale.numel() == 1 else weight.scale
     tensors = {"weight_scale": scale}
     if kind == "pack-quantized":
