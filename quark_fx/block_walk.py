@@ -176,7 +176,8 @@ def walk_blocks(
     """Visit the blocks of a quantized graph in order; each sees what the changes to those before it make of the data.
 
     The float values a block makes are computed before its turn, the quantized ones after it, each once per batch:
-    a walk costs two forward passes over the data at any depth, and holds the values at one cut. Only the tensors of
+    a walk costs two forward passes over the data at any depth, and holds the values at one cut. It ends with the last
+    block that has a quantized weight. Only the tensors of
     the block whose turn it is are on `context.device`. A block that `context.checkpoint` knows comes with its changes
     made, marked as finished.
 
@@ -195,7 +196,7 @@ def walk_blocks(
     context.require_batches()
     reference = context.float_graph
     walk = context.next_walk()
-    blocks = find_blocks(reference, unit)
+    blocks = _learning(find_blocks(reference, unit), context)
     streams = _Streams(reference, context, range(len(context.batches)))
     float_nodes, quantized_nodes = named_nodes(reference), carriers(gm)
     try:
@@ -218,12 +219,20 @@ def walk_blocks(
             if context.checkpoint is not None and known is None:
                 context.checkpoint.save(walk, index, run.learned, context.changes[before:])
             if index + 1 < len(blocks):
+                give_back()
                 values = _with_weights(run.module)
                 streams.advance("quantized", block, values)
                 _release(values)
                 streams.forget(set(block.inputs) - set(block.outputs))
     finally:
         streams.forget({name for block in blocks for name in (*block.inputs, *block.outputs)})
+
+
+def _learning(blocks: Sequence[Block], context: Context) -> Sequence[Block]:
+    """Return the blocks up to the last one with a quantized weight: nobody asks what those after it compute."""
+    weights = {name for name, operator in context.plan.items() if operator.weight is not None}
+    count = max((i for i, block in enumerate(blocks, 1) if not weights.isdisjoint(block.operators)), default=0)
+    return blocks[:count]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from quark_fx.grid import Grid
 _LEAF = 16
 """Columns that are rounded one by one before the others hear of them in a product."""
 
-_AT_ONCE = 1 << 22
+_AT_ONCE = 1 << 20
 """Weights that are rounded together on a processor, about: more need memory, and fall out of its caches."""
 
 _DAMPING_STEP = 10.0

@@ -204,16 +204,18 @@ def run_passes(
     *,
     verify_inputs: tuple[Any, ...] | None = None,
     context: Any = None,
+    in_place: bool = False,
 ) -> tuple[GraphModule, list[PassRecord]]:
     """Run `passes` in order on a copy of `gm` that shares its parameters.
 
     Args:
-        gm: the graph; left as it is.
+        gm: the graph; left as it is, unless `in_place`.
         passes: what to run.
         verify_inputs: a real batch (positional arguments of `gm`). When given, every pass that promises
             to be exact is held to it: the outputs may differ by the rounding of a reordered sum, `1e-4` of
             the largest output in float32, 8 steps of the mantissa in half precision.
         context: a `quark_fx.context.Context`, for the passes that take one.
+        in_place: rewrite `gm` itself, so that nothing keeps the tensors that passes replace.
 
     Returns:
         The rewritten copy and a record of each pass.
@@ -221,7 +223,7 @@ def run_passes(
     Raises:
         PassError: naming the pass, if it left an invalid graph or broke a promise.
     """
-    gm = copy_graph(gm)
+    gm = gm if in_place else copy_graph(gm)
     records = []
     expected = _outputs(gm, verify_inputs) if verify_inputs is not None else None
     for p in passes:

@@ -109,7 +109,7 @@ def quantize(
             rows = convert(gm, plan, qparams, config.bias)
         context.plan = {op.node.name: op for op in plan.operators}
         late = [p for p in config.passes if pass_stage(p) is Stage.QUANTIZED]
-        gm, learned = run_passes(gm, late, context=context)
+        gm, learned = run_passes(gm, late, context=context, in_place=True)
         rows = _with_learned_weights(rows, gm, context) if late else rows
     finally:
         context.cache.close()

@@ -85,13 +85,13 @@ class GPTQ:
             self._round_part(part, moment, found, context, time.perf_counter() - shared)
 
     def _round_part(self, part: Part, moment: SecondMoment, found: Factor, context: Context, began: float) -> None:
-        target, nearest = part.real, part.codes().float()
+        target, nearest = part.real, part.codes()
         if moment.shift is not None:
             target = target + self.asymmetry * solve(found, target @ moment.shift)
         was = _error(part, target, moment.h)
         stays = self.fit_scales and not part.fit_scales(moment.h)
         part.store(round_with_feedback(target, found, part.grid()))
-        share = float((nearest != part.codes().float()).float().mean())
+        share = float((nearest.float() != part.codes().float()).float().mean())
         now = _error(part, target, moment.h)
         what = f"{share:.1%} of the codes{'; scales left: not free to change' * stays}{_few(moment)}"
         context.note(Change(part.weight.name, what, share > 0, was, now, time.perf_counter() - began))
