@@ -20,8 +20,8 @@ from quark_fx.specs import Granularity, TensorSpec
 
 MXFP8_E4M3 = TensorSpec(format=FP8_E4M3, granularity=Granularity.GROUP, group_size=32, scale_type=ScaleType.E8M0_EVEN)
 """8-bit floats, blocks of 32. How the exponent of a block is chosen is no part of the standard: this and the other MX
-formats take the one that does not saturate by rounding; `.replace(scale_type="e8m0_floor")` is the standard's example,
-`"e8m0_ceil"` never saturates."""
+formats take that of the largest magnitude rounded to the element's mantissa (E4M3 still saturates there, above 464/448
+of its largest value); `.replace(scale_type="e8m0_floor")` is the standard's example, `"e8m0_ceil"` never saturates."""
 
 MXFP8_E5M2 = MXFP8_E4M3.replace(format=FP8_E5M2)
 """8-bit floats of more range, blocks of 32."""

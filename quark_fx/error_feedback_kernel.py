@@ -41,7 +41,7 @@ def _round_run(
     rows: tl.constexpr,
 ) -> None:
     """Round `count` columns of `rows` outputs. All but `feedback` are (inputs, outputs), from the first of the run."""
-    group = tl.program_id(1)
+    group = tl.program_id(1).to(tl.int64)
     k = tl.arange(0, columns)
     o = tl.program_id(0) * rows + tl.arange(0, rows)
     known = (k[:, None] < count) & (o[None, :] < outputs)

@@ -279,12 +279,12 @@ def recover_global_scale(scale: Tensor) -> Tensor:
     # The largest scale is one of the E4M3 floats times the global scale; the quotient of an exact product is exact.
     known: Tensor = scale.unique()
     codes = FP8_E4M3.levels().to(scale).flip(0)
-    for code in codes[codes > 0]:
-        unit: Tensor = known[-1] / code
-        multiple = known / unit
-        held = multiple.clamp(max=_E4M3_MAX).to(FP8_E4M3.dtype).float()
-        if bool((held == multiple).all()) and bool((held * unit == known).all()):
-            return unit
+    units: Tensor = known[-1] / codes[codes > 0]
+    multiples = known / units[:, None]
+    held = multiples.clamp(max=_E4M3_MAX).to(FP8_E4M3.dtype).float()
+    exact = ((held == multiples) & (held * units[:, None] == known)).all(1).nonzero()
+    if len(exact):
+        return units[exact[0, 0]]
     raise ValueError("these scales are no E4M3 floats times one global scale")
 
 

@@ -104,6 +104,11 @@ class Schedule:
     patience: int = 5
     seed: int = 0
 
+    @property
+    def rate(self) -> float:
+        """The learning rate of the codes that is used."""
+        return self.learning_rate
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "unit", enum_member(Unit, self.unit))
         counts = (self.iterations, self.batch_size, self.patience, self.seed)
@@ -113,7 +118,7 @@ class Schedule:
             raise ConfigError(f"descent is True or False, not {self.descent!r}")
         if self.batch_size < 1 or self.iterations < 0 or self.patience < 1:
             raise ConfigError(f"batch_size and patience are at least 1, iterations at least 0: {self}")
-        rates = (self.learning_rate, self.scale_rate, self.bias_rate)
+        rates = (self.rate, self.scale_rate, self.bias_rate)
         if not all(0 <= rate < math.inf for rate in rates) or not 0 <= self.drop < 1:
             raise ConfigError(f"rates are finite and not negative, and `drop` is a probability below 1: {self}")
 
@@ -358,9 +363,7 @@ class _Unit:
         self, codes: Sequence[Codes], biases: Sequence[Tensor | None], scales: Mapping[str, Tensor]
     ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
         schedule = self.schedule
-        groups: list[dict[str, Any]] = [
-            {"params": [p for c in codes for p in c.parameters], "lr": schedule.learning_rate}
-        ]
+        groups: list[dict[str, Any]] = [{"params": [p for c in codes for p in c.parameters], "lr": schedule.rate}]
         for bias in (bias for bias in biases if bias is not None):
             size = max(float(bias.detach().abs().mean()), 1e-6)
             groups.append({"params": [bias], "lr": schedule.bias_rate * size})

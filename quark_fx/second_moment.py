@@ -62,7 +62,7 @@ class SecondMoment:
                 kept = context.kept_positions(batch)
                 reals = reference.values(batch, kept) if reference is not None else None
                 moment.add(entrance.mapping, entrance.values(batch, kept), reals)
-        moment.finish()
+        moment.finish(routed=entrance.mapping.offsets is not None)
         return moment
 
     def add(self, mapping: LinearMap, values: Entering, reals: Entering | None = None) -> None:
@@ -91,15 +91,15 @@ class SecondMoment:
             if self.shift is not None:
                 self.shift[group].addmm_((next(exact_rows) - x).T, x)
 
-    def finish(self) -> None:
-        """Mirror the upper triangle, and let groups that saw few rows borrow from the others.
+    def finish(self, *, routed: bool) -> None:
+        """Mirror the upper triangle, and where data chooses rows, let groups that saw few borrow from the others.
 
         A matrix of `n` inputs that saw fewer than about `n` rows leaves directions open which its rows do not reach.
         The average of the stack counts as `n` rows more.
         """
         above = self.h.triu(1)
         self.h.triu_().add_(above.mT)
-        if len(self.h) > 1:
+        if routed:
             inputs = self.h.shape[-1]
             average = self.h.sum(0) / max(1, int(self.rows.sum())) * inputs
             self.h = self.h + average
@@ -113,7 +113,8 @@ class Entering:
         x: its activation.
         output: what it makes, for a convolution.
         offsets: where the rows of each expert end.
-        kept: which positions count, shape of `x` without its last dimension; `None`: all.
+        kept: which positions count, shape of `x` without its last dimension; `None`: all. Rows that are routed to
+            experts all count, those of padding too.
     """
 
     x: Tensor
@@ -131,8 +132,10 @@ class Entering:
             yield from x
         else:
             rows = x.reshape(-1, x.shape[-1])
-            fits = self.kept is not None and self.kept.numel() == len(rows)
-            yield rows[self.kept.flatten()] if self.kept is not None and fits else rows
+            kept = self.kept
+            # Flattened positions are in the order of the mask; those of any other shape may not be.
+            fits = kept is not None and (kept.shape == x.shape[:-1] or (x.dim() == 2 and kept.numel() == len(rows)))
+            yield rows[kept.flatten()] if kept is not None and fits else rows
 
 
 class Entrance:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from devices import on_devices
@@ -96,7 +98,21 @@ def test_scales_that_integer_biases_follow_stay() -> None:
 
 
 def test_the_step_is_one_over_their_number_unless_given() -> None:
-    assert AutoRound(iterations=50).learning_rate == 1 / 50
+    assert AutoRound(iterations=50).rate == 1 / 50
     assert AutoRound(iterations=50, learning_rate=0.1).learning_rate == 0.1
     with pytest.raises(ConfigError, match="smallest_range"):
         AutoRound(smallest_range=0.0)
+
+
+def test_a_step_is_a_sign_however_small_the_gradient() -> None:
+    """Where the square of one is zero in float32 it is no reason to move, let alone a thousand times as far."""
+    moved = torch.nn.Parameter(torch.zeros(4))
+    optimizer, _ = AutoRound().optimizer([{"params": [moved], "lr": 0.01}])
+    moved.grad = torch.tensor([0.0, 1e-25, 1e-6, -1e3])
+    optimizer.step()
+    torch.testing.assert_close(moved.detach(), torch.tensor([0.0, 0.0, -0.01, 0.01]), atol=1e-4, rtol=0)
+
+
+def test_the_learning_rate_follows_the_number_of_steps() -> None:
+    assert dataclasses.replace(AutoRound(), iterations=1000).rate == 0.001
+    assert AutoRound(learning_rate=0.5).rate == 0.5

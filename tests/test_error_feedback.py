@@ -73,8 +73,11 @@ def test_every_decision_is_that_of_the_algorithm(
     clear = margin.amin(1) > 1e-4
     assert clear.float().mean() > 0.2
     assert torch.equal(codes.double()[clear], expected[clear])
-    exact = found.curvature.sum().item()
-    assert exact > 0
+    triangle = found.feedback[0] + torch.eye(inputs, device=device)
+    product = (triangle * found.curvature[0]) @ triangle.mT
+    order = found.order[0]
+    damped = h.to(device) + 0.01 * h.diagonal().mean().to(device) * torch.eye(inputs, device=device)
+    torch.testing.assert_close(product, damped[order][:, order], rtol=0, atol=inputs * 2**-23 * float(damped.max()))
     assert found.damping == 0.01
 
 

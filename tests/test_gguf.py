@@ -61,6 +61,7 @@ def test_transformers_reads_the_same_model(name: str, tmp_path: Path) -> None:
     path = qfx.export.gguf(qmodel, tmp_path / "model.gguf")
     kinds = {t.name: t.tensor_type.name for t in package.GGUFReader(path).tensors}
     assert kinds["blk.1.attn_k.weight"] == name[:4]
+    assert package.GGUFReader(path).fields["general.quantization_version"].contents() == package.GGML_QUANT_VERSION
     assert kinds["token_embd.weight"] == kinds["blk.0.attn_norm.weight"] == "F32"
     torch.testing.assert_close(logits(load(path)), logits(qmodel), rtol=1e-5, atol=1e-5)
 
@@ -151,6 +152,9 @@ def test_quantized_activations_and_unknown_architectures_are_refused(tmp_path: P
     opt = transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, word_embed_proj_dim=32, pad_token_id=0))
     with pytest.raises(ExportError, match=r"no GGUF file holds a model of type opt; known are .*llama"):
         qfx.export.gguf(quantized(config(EXACT["Q8_0"]), seeded(opt)), tmp_path / "model.gguf")
+    scaled = llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0})
+    with pytest.raises(ExportError, match=r"positions are scaled .rope_type 'linear'"):
+        qfx.export.gguf(quantized(config(EXACT["Q8_0"]), scaled), tmp_path / "model.gguf")
     with pytest.raises(ExportError, match="Linear is no model of transformers"):
         qfx.export.gguf(
             quantize(seeded(nn.Linear(32, 4)), config(EXACT["Q8_0"]), [rand(2, 32)]), tmp_path / "model.gguf"
@@ -163,9 +167,13 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         qfx.export.gguf(qmodel, tmp_path / "missing" / "model.gguf")
     path = tmp_path / "model.gguf"
     path.write_bytes(b"old")
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a")))
-    with pytest.raises(ExportError, match="has no merges of byte pairs; pass tokenizer=None"):
-        qfx.export.gguf(qmodel, path, tokenizer=tokenizer)
+    words = Tokenizer(models.WordLevel({"a": 0}, "a"))
+    spaces = Tokenizer(models.BPE({"a": 0, "\u2581": 1, "\u2581a": 2}, [("\u2581", "a")]))
+    spaces.pre_tokenizer = pre_tokenizers.Metaspace()
+    for backend in (words, spaces):
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+        with pytest.raises(ExportError, match="has no merges of byte pairs; pass tokenizer=None"):
+            qfx.export.gguf(qmodel, path, tokenizer=tokenizer)
     assert path.read_bytes() == b"old"
     assert qfx.export.gguf(qmodel, path) == path
     assert list(tmp_path.iterdir()) == [path]

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 import quark_fx as qfx
 from quark_fx import Granularity, QuantConfig, Target, TensorSpec
+from quark_fx.error_feedback import factor
 from quark_fx.errors import CalibrationError, ConfigError
-from quark_fx.formats import INT3, INT4, UINT8
+from quark_fx.formats import INT3, INT4, INT8, UINT8
 from quark_fx.linear_map import LinearMap
 from quark_fx.passes import GPTQ, SmoothQuant
 from quark_fx.presets import PRESETS, W4A16_GPTQ, W4A16_RTN
@@ -123,10 +124,20 @@ def test_padding_does_not_count() -> None:
 def test_operators_that_read_one_value_are_solved_together() -> None:
     """Their codes are those each has alone: rows are independent."""
     model, data = seeded(Attention()), ids(8)
-    together = quantize(model, with_gptq(), data)
-    alone = quantize(model, with_gptq(RTN.replace(exclude=("lift",))), data)
-    rows = {row.name: row for row in together.report()}
-    assert rows["gate"].sqnr == {row.name: row for row in alone.report()}["gate"].sqnr
+    factored: list[int] = []
+
+    def counted(h: Tensor, **options: Any) -> Any:
+        factored.append(h.shape[-1])
+        return factor(h, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quark_fx.passes.gptq.factor", counted)
+        together = quantize(model, with_gptq(), data)
+        count = len(factored)
+        alone = quantize(model, with_gptq(RTN.replace(exclude=("lift",))), data)
+    assert count == len(factored) - count < len(together.report())
+    tensors = [q.graph_module.state_dict()["gate.weight_codes"] for q in (together, alone)]
+    assert torch.equal(*tensors)
 
 
 def test_asymmetry_follows_the_float_model() -> None:
@@ -149,8 +160,16 @@ def test_convolutions_and_quantized_activations_go_the_same_way() -> None:
 
 def test_a_list_of_two_passes_smooths_and_rounds() -> None:
     model, data = seeded(Attention()), ids(8, 8)
-    qmodel = quantize(model, with_gptq(RTN, SmoothQuant()), data)
-    assert [record.name for record in qmodel.report().passes][-2:] == ["SmoothQuant", "GPTQ"]
+    with torch.no_grad():
+        model.into.weight[:, 3] *= 30
+    # Smoothing is for activations in codes.
+    config = RTN.replace(input=TensorSpec(format=INT8, granularity=Granularity.TOKEN, dynamic=True))
+    records = {
+        record.name: record for record in quantize(model, with_gptq(config, SmoothQuant()), data).report().passes
+    }
+    assert list(records)[-2:] == ["SmoothQuant", "GPTQ"]
+    assert records["SmoothQuant"].rewrites > 0
+    assert records["GPTQ"].rewrites > 0
 
 
 def test_a_width_that_the_group_does_not_divide_has_a_shorter_last_group() -> None:
@@ -218,7 +237,7 @@ def test_a_second_moment_is_the_sum_over_rows() -> None:
     moment = SecondMoment.empty(1, 520, torch.device("cpu"), shifted=True)
     for part, exact in zip(x, real, strict=True):
         moment.add(LinearMap(), Entering(part), Entering(exact))
-    moment.finish()
+    moment.finish(routed=False)
     rows, exact = x.reshape(-1, 520), real.reshape(-1, 520)
     torch.testing.assert_close(moment.h[0], rows.T @ rows, rtol=1e-4, atol=1e-3)
     assert moment.shift is not None
@@ -231,7 +250,7 @@ def test_experts_have_their_own_rows_and_borrow_where_they_are_few() -> None:
     mapping = LinearMap(3, stacked=True)
     moment = SecondMoment.empty(3, 8, torch.device("cpu"), shifted=False)
     moment.add(mapping, Entering(x, offsets=ends))
-    moment.finish()
+    moment.finish(routed=True)
     average = x.T @ x / 40 * 8
     assert moment.rows.tolist() == [30, 0, 10]
     torch.testing.assert_close(moment.h[1], average)

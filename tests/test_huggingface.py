@@ -19,7 +19,7 @@ import quark_fx as qfx
 from quark_fx.block_formats import MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, NVFP4
 from quark_fx.config import Granularity, Override, QuantConfig, Target, TensorSpec
 from quark_fx.export.packing import Matrix, pack, pack_awq, pack_columns
-from quark_fx.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, INT4, INT8, UINT4, UINT8
+from quark_fx.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, FP8_E5M2, INT4, INT8, UINT4, UINT8
 from quark_fx.presets import BF16, FP8_STATIC, INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY
 from quark_fx.qparams import ScaleType, Symmetry
 
@@ -167,6 +167,16 @@ REFUSED: dict[str, tuple[str, QuantConfig, str]] = {
         INT4_WEIGHT_ONLY.replace(group_size=48),
         "64 inputs are not a multiple of the group size 48",
     ),
+    "another float": (
+        "compressed-tensors",
+        FP8_STATIC.replace(weight=TensorSpec(format=FP8_E5M2, granularity=Granularity.CHANNEL), exclude=FLOAT_ENDS),
+        "fp8_e5m2; it holds 8-bit floats as fp8_e4m3",
+    ),
+    "activations in another float": (
+        "compressed-tensors",
+        FP8_STATIC.replace(input=TensorSpec(format=FP8_E5M2), output=None, exclude=FLOAT_ENDS),
+        "activations in fp8_e5m2 beside this weight",
+    ),
     "casts": ("compressed-tensors", BF16, "at most 8-bit codes"),
     "mixed kinds": ("compressed-tensors", W8A8.replace(weight=FOURS), "activations in uint8"),
     "activations": ("gptq", W8A8.replace(exclude=FLOAT_ENDS), "no place for quantized activations"),
@@ -256,7 +266,7 @@ def decode(stored: dict[str, Tensor], name: str, form: str, bits: int) -> np.nda
 )
 def test_gptq_and_awq_decode_to_the_weights(form: str, weight: TensorSpec, tmp_path: Path) -> None:
     if form == "awq" and weight.format.bits == 8:
-        return
+        pytest.skip("AWQ holds 4 bits")
     qmodel = quantized(QuantConfig(weight=weight, exclude=(*FLOAT_ENDS, "*.0.mlp.up_proj")))
     qfx.export.huggingface(qmodel, tmp_path, format=form)
     stored, config, eager = load_file(tmp_path / "model.safetensors"), quantization(tmp_path), qmodel.eager()
@@ -328,7 +338,14 @@ def test_small_floats_in_groups_are_read_back(form: str, tmp_path: Path) -> None
 
 
 def test_linears_that_servers_fuse_share_the_global_scale(tmp_path: Path) -> None:
-    qfx.export.huggingface(quantized(small_floats(NVFP4)), tmp_path)
+    """Of linears with weights of different sizes the smaller ones could have one of their own."""
+    model = llama()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight *= 11
+            layer.mlp.up_proj.weight *= 5
+    qmodel = quantized(small_floats(NVFP4), model)
+    qfx.export.huggingface(qmodel, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     layer = "model.layers.1."
     for fused in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):

@@ -66,7 +66,8 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
     state = shell.state_dict(keep_vars=True)
     taken = {n: c.value() for n, c in found.constants.items() if c.is_float and n in state}
     tensors = {n: t for n, t in state.items() if not t.is_meta} | taken
-    if any(layer.name in _tied(shell) for layer in layers):
+    tied = _tied(shell)
+    if any(layer.name in tied for layer in layers):
         shell.config.tie_word_embeddings = False
     return Checkpoint(shell, layers, tensors)
 

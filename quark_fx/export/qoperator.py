@@ -334,8 +334,8 @@ def _gemm(model: ir.Model, node: ir.Node) -> None:
     turned = node.attributes.get_int("transB", 0)
     if b.axis is not None and b.axis % 2 != (0 if turned else 1):
         raise StaysFloatError("its weight has scales along another axis than its output channels")
-    if node.attributes.get_float("beta", 1.0) != 1:
-        raise StaysFloatError("its Gemm scales the bias")
+    if any(node.attributes.get_float(factor, 1.0) != 1 for factor in ("alpha", "beta")):
+        raise StaysFloatError("its Gemm scales the product or the bias")
     _require(a.dtype == ir.DataType.UINT8 or b.dtype == a.dtype, a, b)
     bias = _integer_bias(model, node, a, b)
     inputs = [*a, *b, bias]

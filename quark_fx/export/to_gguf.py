@@ -35,7 +35,8 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
     Args:
         qmodel: from `quantize`. Scales that float16 does not hold are rounded to it; `scale_type="float16"` is exact.
         path: the file to write.
-        tokenizer: a fast tokenizer with byte-level merges, written into the file; llama.cpp needs it.
+        tokenizer: a fast tokenizer with byte-level merges, written into the file; llama.cpp needs it. How it splits
+            text before merging (`tokenizer.ggml.pre`) is written as "default", which llama.cpp may do otherwise.
         model: a float model of the same architecture, if `qmodel` was loaded.
 
     Returns:
@@ -58,6 +59,7 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
     partial = path.with_name(path.name + ".partial")
     try:
         writer = package.GGUFWriter(partial, reader.architecture)
+        writer.add_quantization_version(package.GGML_QUANT_VERSION)
         for key, value in reader.metadata():
             _add(writer, package, key, value)
         if tokenizer is not None:
@@ -109,6 +111,11 @@ class _Reader:
         if architecture is None or keys is None:
             known = ", ".join(sorted(written[name] for name in fields if name in written))
             raise ExportError(f"no GGUF file holds a model of type {kind}; known are {known}")
+        rope = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default")
+        if rope != "default":
+            raise ExportError(
+                f"positions are scaled (rope_type {rope!r}), which is not written yet; choose a checkpoint"
+            )
         processor = reading.TENSOR_PROCESSORS.get(architecture, reading.TensorProcessor)(model.config.to_dict())
         names = reading.get_gguf_hf_weights_map(model, processor)
         return cls(architecture, model.config, keys, names, processor)
@@ -238,7 +245,8 @@ def _add_tokenizer(writer: Any, package: Any, tokenizer: Any, size: int) -> None
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         special = package.SpecialVocab(folder, load_merges=True, n_vocab=size)
-    if not special.merges:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not special.merges or "ByteLevel" not in str(getattr(backend, "pre_tokenizer", "")):
         raise ExportError(f"{type(tokenizer).__name__} has no merges of byte pairs; pass tokenizer=None")
     tokens = {index: token for token, index in tokenizer.get_vocab().items()}
     control = set(tokenizer.all_special_ids)

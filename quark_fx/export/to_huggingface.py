@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quark_fx.errors import ExportError
 from quark_fx.export.checkpoint import Layer, each_layer, take_apart
 from quark_fx.export.packing import Matrix, pack, pack_awq, pack_columns
-from quark_fx.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, FloatFormat, parse_format
+from quark_fx.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, FloatFormat, IntFormat, parse_format
 from quark_fx.model import QuantizedModel
 from quark_fx.qparams import ScaleType, Symmetry, recover_global_scale
 
@@ -85,6 +85,7 @@ def _compressed_tensors(layers: list[Layer], left: list[str]) -> tuple[dict[str,
         return _compressed(layer, scheme["format"])
 
     tensors = each_layer(layers, write)
+    _share_global_scales(tensors)
     groups = {}
     common = Counter(key for key, some in members.items() for layer in some if isinstance(layer.module, nn.Linear))
     for index, key in enumerate(members):
@@ -115,13 +116,16 @@ def _scheme(layer: Layer) -> dict[str, Any]:
     weights["group_size"] = weight.group_size
     if weight.is_float and (weight.group_size or weight.bits < 8):
         return _block_scheme(layer, weights)
+    if weight.is_float and weight.format != FP8_E4M3:
+        raise ExportError(f"{weight.format}; it holds 8-bit floats as {FP8_E4M3} only")
     if activation is None:
         # transformers finds no `weight` of an embedding whose codes are packed, and fails.
         plain = weight.is_float or isinstance(layer.module, nn.Embedding)
         kind = "naive-quantized" if plain else "pack-quantized"
         return {"weights": weights, "input_activations": None, "format": kind}
     fmt = parse_format(activation.format) if activation.format else None
-    if fmt is None or fmt.bits != 8 or weight.bits != 8 or isinstance(fmt, FloatFormat) != weight.is_float:
+    alike = fmt == FP8_E4M3 if weight.is_float else isinstance(fmt, IntFormat) and fmt.bits == weight.bits == 8
+    if fmt is None or not alike:
         raise ExportError(f"activations in {fmt or activation.cast} beside this weight; it holds 8 bits of one kind")
     if activation.block_size > 0 or activation.scale_type != ScaleType.FLOAT32:
         raise ExportError(
@@ -176,6 +180,23 @@ def _blocks(weight: Matrix, form: str) -> dict[str, Tensor]:
     # Readers divide by the global scale.
     scale = (weight.scale / whole).to(torch.float8_e4m3fn)
     return {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": whole.reshape(1).reciprocal()}
+
+
+def _share_global_scales(tensors: dict[str, Tensor]) -> None:
+    """Put layers whose global scales differ by a power of two on the smallest one (readers divide by it).
+
+    Servers fuse layers that read one value, which share one: what is found again of each may lack a power of two.
+    """
+    smallest: dict[float, Tensor] = {}
+    known = {name: tensor for name, tensor in tensors.items() if name.endswith(".weight_global_scale")}
+    for whole in known.values():
+        mantissa = float(torch.frexp(whole)[0])
+        smallest[mantissa] = min(smallest.get(mantissa, whole), whole)
+    for name, whole in known.items():
+        shared, scale = smallest[float(torch.frexp(whole)[0])], name.replace("_global_scale", "_scale")
+        wanted = tensors[scale].float() * (shared / whole)
+        if bool((wanted.to(torch.float8_e4m3fn).float() == wanted).all()):
+            tensors |= {name: shared.clone(), scale: wanted.to(torch.float8_e4m3fn)}
 
 
 def _arguments(bits: int, is_float: bool, symmetric: bool, strategy: str, dynamic: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from quark_fx.errors import ConfigError
 from quark_fx.observers.base import observer
 from quark_fx.observers.minmax import MinMax
-from quark_fx.qparams import QParams, Scheme, affine_qparams, constrain_scale
+from quark_fx.qparams import QParams, ScaleType, Scheme, affine_qparams, constrain_scale
 
 _GROWTH = 1.01
 """Of the penalty, from one iteration to the next."""
@@ -51,6 +51,8 @@ class Hqq(MinMax):
     def of_constant(self, x: Tensor, scheme: Scheme) -> QParams:
         if scheme.symmetric:
             raise ConfigError("observer 'hqq' chooses zero points; use symmetry='asymmetric'")
+        if scheme.scale_type is ScaleType.POWER_OF_TWO:
+            raise ConfigError("observer 'hqq' fits scales, which powers of two are too coarse for; drop scale_type")
         x = x.detach().float()
         start = affine_qparams(x.amin(1), x.amax(1), scheme)
         scale, zero = start.scale.unsqueeze(1), start.zero_point.float().unsqueeze(1)

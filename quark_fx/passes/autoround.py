@@ -100,14 +100,18 @@ class AutoRound(Schedule):
         super().__post_init__()
         if not 0 < self.smallest_range <= 1:
             raise ConfigError(f"smallest_range is above 0 and at most 1: {self}")
-        if not self.learning_rate:
-            object.__setattr__(self, "learning_rate", 1 / max(1, self.iterations))
+
+    @property
+    def rate(self) -> float:
+        """The learning rate, by default one over the number of steps."""
+        return self.learning_rate or 1 / max(1, self.iterations)
 
     def optimizer(
         self, groups: list[dict[str, Any]]
     ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
         """Return steps by sign: those of Adam without memory."""
-        optimizer = torch.optim.Adam(groups, betas=(0.0, 0.0), eps=1e-30, foreach=False)
+        # The square of a smaller gradient is zero in float32: such a one is no reason to move.
+        optimizer = torch.optim.Adam(groups, betas=(0.0, 0.0), eps=1e-20, foreach=False)
         return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, self.iterations)
 
     def __call__(self, gm: GraphModule, context: Context) -> int:

@@ -32,14 +32,13 @@ class GPTQ:
     Scales do not change on the way (static groups). Every operator sees inputs that everything before it, quantized,
     makes of the data (true sequential), in one forward pass over it. Operators that read one value share its second
     moment and its factors; of a stack of experts each has the tokens routed to it, and borrows from the average
-    of all where they are few. Positions that the data's `attention_mask` leaves out do not count.
+    of all where they are few. Positions that the data's `attention_mask` leaves out do not count, but for experts.
 
     Args:
         damping: share of the mean diagonal of the second moment that is added to it.
         by_activation: round the inputs that matter most first (activation order; no trace of it in the result).
         asymmetry: how far the target moves from what the float weight makes of the quantized inputs (0, the paper's)
             to what the float model makes of its own inputs (1), at the cost of a second forward pass.
-
         fit_scales: first shrink each scale to the one that rounding to nearest changes the output least at.
 
     Raises:
@@ -93,7 +92,9 @@ class GPTQ:
         part.store(round_with_feedback(target, found, part.grid()))
         share = float((nearest.float() != part.codes().float()).float().mean())
         now = _error(part, target, moment.h)
-        what = f"{share:.1%} of the codes{'; scales left: not free to change' * stays}{_few(moment)}"
+        left = "; scales left: not free to change" * stays
+        damped = f"; damped by {found.damping:g}" * (found.damping > self.damping)
+        what = f"{share:.1%} of the codes{left}{damped}{_few(moment)}"
         context.note(Change(part.weight.name, what, share > 0, was, now, time.perf_counter() - began))
 
 
