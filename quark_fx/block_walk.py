@@ -158,6 +158,7 @@ class _Streams:
         new = {name for name in block.outputs if name not in block.inputs}
         with torch.no_grad():
             for batch in self.batches:
+                give_back()
                 outputs = module(*self.values(stream, block.inputs, batch))
                 for name, value in zip(block.outputs, outputs, strict=True):
                     if name in new and not (stream == "quantized" and name in self.shared):
@@ -219,7 +220,6 @@ def walk_blocks(
             if context.checkpoint is not None and known is None:
                 context.checkpoint.save(walk, index, run.learned, context.changes[before:])
             if index + 1 < len(blocks):
-                give_back()
                 values = _with_weights(run.module)
                 streams.advance("quantized", block, values)
                 _release(values)

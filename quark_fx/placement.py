@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
 
 from quark_fx.config import Granularity, QuantConfig, TensorSpec, matches
-from quark_fx.errors import ConfigError
-from quark_fx.graph import is_floating, is_parameter, target_name, value_of
+from quark_fx.errors import CalibrationError, ConfigError
+from quark_fx.graph import describe, is_floating, is_parameter, parameter, target_name, value_of
 from quark_fx.operators import (
     ARITHMETIC,
     KINDS,
@@ -194,16 +194,37 @@ def _plan_operator(gm: GraphModule, config: QuantConfig, node: Node, row: Operat
     return PlannedOperator(node, row, name, row.kind, weight, spec, inputs, output, is_head=is_head)
 
 
+def require_finite_weights(gm: GraphModule, operators: Iterable[PlannedOperator]) -> None:
+    """Raise `CalibrationError` for a weight that holds NaN or infinity, with its name."""
+    for operator in operators:
+        node = operator.weight_node if operator.weight is not None else None
+        if node is not None and not bool(parameter(gm, node).isfinite().all()):
+            raise CalibrationError(
+                f"weight {node.target} of {describe(operator.node)} holds NaN or infinity; mend the checkpoint or "
+                "exclude the operator"
+            )
+
+
 def _is_head(node: Node) -> bool:
-    """Tell whether the operator's output leaves the graph, moved at most, and nothing else reads it."""
+    """Tell whether the operator's output leaves the graph, moved or squashed at most, and nothing else reads it."""
     while len(node.users) == 1:
         user = next(iter(node.users))
         if user.op == "output":
             return True
-        if target_name(user) not in MOVING | _CASTS:
+        if target_name(user) not in MOVING | _CASTS | _SQUASHING or user.all_input_nodes != [node]:
             return False
         node = user
     return False
+
+
+_SQUASHING = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("tanh.default", "sigmoid.default", "softmax.int", "log_softmax.int", "clamp.default"),
+        *("mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar"),
+    )
+)
+"""What models do to the values they return, element by element or over classes, by numbers alone."""
 
 
 class _Placement:

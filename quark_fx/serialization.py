@@ -56,9 +56,11 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
     """Write `qmodel` to `directory`, creating it.
 
     Raises:
-        QuarkError: if the directory cannot be written, or the graph holds a call that has no name.
+        QuarkError: if the directory cannot be written or holds a checkpoint, or the graph holds a call without a name.
     """
     gm = qmodel.graph_module
+    if (directory / "config.json").exists() and not (directory / _GRAPH).exists():
+        raise QuarkError(f"{directory} holds a checkpoint, whose tensors would be overwritten; choose another one")
     try:
         signature = _signature_to_dict(qmodel.signature)
     except (NotImplementedError, TypeError) as error:

@@ -328,3 +328,31 @@ def test_every_preset_for_language_models_keeps_the_predictions(preset: str) -> 
 def test_presets_leave_what_a_server_reads_in_float() -> None:
     assert W4A16_RTN.exclude == ("op:embedding", "op:head")
     assert W4A16_GPTQ.weight == W4A16_RTN.weight
+
+
+@pytest.mark.parametrize("preset", [qfx.presets.W4A16_AWQ, qfx.presets.W8A8_DYNAMIC, qfx.presets.W4A16_GPTQ])
+def test_a_weight_that_is_not_a_number_is_named(preset: QuantConfig) -> None:
+    model = seeded(Attention())
+    with torch.no_grad():
+        model.gate.weight[3, 5] = torch.nan
+    with pytest.raises(CalibrationError, match=r"weight gate.weight of .*(NaN or infinity|not finite)"):
+        quantize(model, preset, ids(8, 8))
+
+
+def test_a_head_that_is_squashed_is_a_head() -> None:
+    """Some models bend what they return: `tanh(x / 30) * 30`."""
+
+    class Bent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            bent: Tensor = torch.tanh(self.head(torch.relu(self.body(x))) / 30) * 30
+            return bent
+
+    rows = {
+        row.name: row for row in quantize(seeded(Bent()), RTN.replace(exclude=("op:head",)), [rand(2, 16)]).report()
+    }
+    assert rows["head"].reason == "excluded by 'op:head'"
+    assert not rows["body"].reason

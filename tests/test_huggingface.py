@@ -378,3 +378,25 @@ def test_patterns_are_the_bits_of_small_floats() -> None:
         values = torch.from_numpy(every.view(kind).astype(np.float32))[None]
         matrix = Matrix(values.to(torch.float8_e4m3fn), torch.ones(1, 1), None, fmt, None)
         assert matrix.patterns()[0].tolist() == every.tolist()
+
+
+def test_what_is_there_is_not_broken(tmp_path: Path) -> None:
+    qmodel = quantized(INT4_WEIGHT_ONLY.replace(exclude=FLOAT_ENDS))
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(qfx.ExportError, match="file is a file; choose another directory"):
+        qfx.export.huggingface(qmodel, tmp_path / "file")
+    qmodel.save(tmp_path / "saved")
+    with pytest.raises(qfx.ExportError, match=r"holds a model that qmodel.save wrote"):
+        qfx.export.huggingface(qmodel, tmp_path / "saved")
+    qfx.export.huggingface(qmodel, tmp_path / "checkpoint")
+    with pytest.raises(qfx.QuarkError, match="holds a checkpoint, whose tensors would be overwritten"):
+        qmodel.save(tmp_path / "checkpoint")
+    assert torch.equal(logits(qfx.load(tmp_path / "saved")), logits(qmodel))
+
+
+@pytest.mark.parametrize("form", SMALL_FLOATS)
+def test_checkpoints_of_small_floats_run_as_they_are_loaded(form: str, tmp_path: Path) -> None:
+    qfx.export.huggingface(quantized(small_floats(SMALL_FLOATS[form])), tmp_path)
+    found = logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert found.dtype == torch.bfloat16
+    assert bool(found.isfinite().all())

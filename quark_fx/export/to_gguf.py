@@ -242,6 +242,10 @@ def _add(writer: Any, package: Any, key: str, value: Any) -> None:
 
 def _add_tokenizer(writer: Any, package: Any, tokenizer: Any, size: int) -> None:
     """Write tokens, merges, and which tokens are special; up to `size` tokens."""
+    if len(tokenizer) > size:
+        raise ExportError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model {size}; pass the model's own tokenizer"
+        )
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         special = package.SpecialVocab(folder, load_merges=True, n_vocab=size)

@@ -31,7 +31,8 @@ def huggingface(
 
     Scales stay float32 in compressed-tensors; GPTQ and AWQ store float16. Of an activation whose range is measured at
     run time the checkpoint says only that: transformers divides its largest magnitude by 127.5
-    (`symmetry="symmetric_full"`), other readers by 127.
+    (`symmetry="symmetric_full"`), other readers by 127. Small floats in groups are read in bfloat16. Transformers 5.23
+    does not load compressed-tensors checkpoints with experts, be they in float.
 
     Args:
         qmodel: from `quantize`.
@@ -51,12 +52,18 @@ def huggingface(
     """
     if format not in _WRITERS:
         raise ExportError(f"unknown checkpoint format {format!r}; choose one of {', '.join(_WRITERS)}")
+    directory = Path(directory)
+    if directory.exists() and not directory.is_dir():
+        raise ExportError(f"{directory} is a file; choose another directory")
+    if (directory / "graph.json").exists():
+        raise ExportError(f"{directory} holds a model that qmodel.save wrote, under the same names; choose another one")
     checkpoint = take_apart(qmodel, model)
     shell, layers = checkpoint.shell, checkpoint.layers
     stored, shell.config.quantization_config = _WRITERS[format](layers, _left(shell, layers))
     # Tensors that are shared are left out.
     tensors = checkpoint.tensors | {name: tensor.clone() for name, tensor in stored.items()}
-    directory = Path(directory)
+    if set(_forms(shell.config.quantization_config)) & {*_MICROSCALING.values(), "nvfp4-pack-quantized"}:
+        shell.to(torch.bfloat16)  # what readers decompress these to, and then take for the dtype of the model
     try:
         shell.save_pretrained(directory, state_dict={n: t.detach().contiguous() for n, t in tensors.items()})
         if tokenizer is not None:
@@ -64,6 +71,10 @@ def huggingface(
     except OSError as error:
         raise ExportError(f"{directory} cannot be written: {error}; choose another directory") from error
     return directory
+
+
+def _forms(config: dict[str, Any]) -> list[str]:
+    return [group.get("format", "") for group in config.get("config_groups", {}).values()]
 
 
 def _left(model: nn.Module, layers: list[Layer]) -> list[str]:
@@ -152,7 +163,10 @@ def _block_scheme(layer: Layer, weights: dict[str, Any]) -> dict[str, Any]:
     """Return the scheme of small floats in groups."""
     weight = layer.weight
     if layer.input is not None or not isinstance(layer.module, nn.Linear):
-        raise ExportError(f"{weight.format} in groups, for linear layers with float activations")
+        raise ExportError(
+            f"{weight.format} in groups, which it holds for linear layers with float activations; use input=None, as "
+            "the presets named weight_only do"
+        )
     if weight.group_size == 16 and weight.format == FP4_E2M1:
         form, strategy, scales = "nvfp4-pack-quantized", "tensor_group", torch.float8_e4m3fn
     elif weight.group_size == 32 and str(weight.format) in _MICROSCALING:

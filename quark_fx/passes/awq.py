@@ -19,7 +19,7 @@ from quark_fx.graph import named_nodes, parameter
 from quark_fx.linear_map import LinearMap, linear_map
 from quark_fx.operators import argument
 from quark_fx.pass_manager import Change, copy_graph, graph_pass
-from quark_fx.placement import PlannedOperator, plan_quantization
+from quark_fx.placement import PlannedOperator, plan_quantization, require_finite_weights
 from quark_fx.scale_sites import Absorber, ScaledInput, ScaleSite, apply_scale, find_scale_sites
 from quark_fx.second_moment import Entrance, SecondMoment
 from quark_fx.weights import quantize_tensor
@@ -60,6 +60,7 @@ class AWQ:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the plan of the final graph says it again
             planned = {op.node: op for op in plan_quantization(gm, context.config).operators}
+        require_finite_weights(gm, planned.values())
         analysis = find_scale_sites(gm, explicit=self.explicit)
         for node, reason in analysis.reasons.items():
             if node in planned:

@@ -14,6 +14,7 @@ from quark_fx.blocks import Unit
 from quark_fx.context import Context
 from quark_fx.error_feedback import Factor, factor, round_with_feedback, solve
 from quark_fx.errors import CalibrationError, ConfigError
+from quark_fx.memory import give_back
 from quark_fx.pass_manager import Change, Stage, graph_pass
 from quark_fx.products import Part, Product, find_products
 from quark_fx.quantized_weights import quantized_weights, shared_tensors
@@ -84,13 +85,14 @@ class GPTQ:
             self._round_part(part, moment, found, context, time.perf_counter() - shared)
 
     def _round_part(self, part: Part, moment: SecondMoment, found: Factor, context: Context, began: float) -> None:
+        give_back()
         target, nearest = part.real, part.codes()
         if moment.shift is not None:
             target = target + self.asymmetry * solve(found, target @ moment.shift)
         was = _error(part, target, moment.h)
         stays = self.fit_scales and not part.fit_scales(moment.h)
         part.store(round_with_feedback(target, found, part.grid()))
-        share = float((nearest.float() != part.codes().float()).float().mean())
+        share = float((nearest.view(torch.uint8) != part.codes().view(torch.uint8)).count_nonzero()) / nearest.numel()
         now = _error(part, target, moment.h)
         left = "; scales left: not free to change" * stays
         damped = f"; damped by {found.damping:g}" * (found.damping > self.damping)

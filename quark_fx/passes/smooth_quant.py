@@ -22,7 +22,7 @@ from quark_fx.linear_map import linear_map
 from quark_fx.observers import MinMax
 from quark_fx.ops import dequantize, dynamic_qparams, encode, quantize
 from quark_fx.pass_manager import Change, graph_pass
-from quark_fx.placement import PlannedOperator, plan_quantization
+from quark_fx.placement import PlannedOperator, plan_quantization, require_finite_weights
 from quark_fx.qparams import QParams, affine_qparams
 from quark_fx.scale_sites import ScaledInput, ScaleSite, apply_scale, find_scale_sites
 from quark_fx.weights import quantize_tensor
@@ -86,6 +86,7 @@ class SmoothQuant:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the plan of the final graph says it again
             planned = {op.node: op for op in plan_quantization(gm, context.config).operators}
+        require_finite_weights(gm, planned.values())
         analysis = find_scale_sites(gm, explicit=self.explicit)
         for node, reason in analysis.reasons.items():
             if node in planned:
