@@ -36,17 +36,26 @@ def timed(function: Callable[[], object]) -> Seconds:
 
 
 @contextmanager
-def one_core() -> Iterator[None]:
-    """Bind the process to one core and torch to one thread, so that no pool's idle spinning counts as work."""
+def one_thread() -> Iterator[None]:
+    """Leave torch one thread, so that sums do not depend on the number of cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    if affinity:
-        os.sched_setaffinity(0, {max(affinity)})
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Bind the process to one core and torch to one thread, so that no pool's idle spinning counts as work."""
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    if affinity:
+        os.sched_setaffinity(0, {max(affinity)})
+    try:
+        with one_thread():
+            yield
+    finally:
         if affinity:
             os.sched_setaffinity(0, affinity)
 

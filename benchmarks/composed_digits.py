@@ -15,8 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,7 +26,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.common import table
+from benchmarks.common import one_thread, table
 
 RECIPE = 1
 """Part of the cached files' path: raise it with every change to data, networks or training."""
@@ -268,7 +267,7 @@ def train(network: Callable[[], nn.Module], *, epochs: int, batch: int, rate: fl
     """Build and train a network; the same seed gives the same one on the same kind of processor."""
     digits, classes = data().digits, data().classes
     generator = torch.Generator().manual_seed(1 + seed)
-    with torch.random.fork_rng(devices=[]), _one_thread():
+    with torch.random.fork_rng(devices=[]), one_thread():
         torch.manual_seed(seed)
         model = network().to(memory_format=torch.channels_last).train()
         optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.02)
@@ -282,17 +281,6 @@ def train(network: Callable[[], nn.Module], *, epochs: int, batch: int, rate: fl
                 optimizer.step()
                 schedule.step()
     return model
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Sums do not depend on the number of cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def main() -> None:

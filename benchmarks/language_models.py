@@ -23,7 +23,6 @@ import os
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -48,7 +47,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from benchmarks.common import table
+from benchmarks.common import one_thread, table
 
 RECIPE = 1
 """Part of the cached files' path: raise it with every change to text, tokens, models or training."""
@@ -301,7 +300,7 @@ def train(config: Callable[[], PretrainedConfig], seed: int) -> PreTrainedModel:
     row, generator = data().training, torch.Generator().manual_seed(1 + seed)
     # Twice as fast where the processor has it, many times slower where it does not.
     half = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    with _one_thread():
+    with one_thread():
         model = _build(config, seed).train()
         # Branches that add nothing at first learn faster: perplexity 43.0 instead of 44.5 in the end.
         for name, parameter in model.named_parameters():
@@ -332,17 +331,6 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Sums do not depend on the number of cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def main() -> None:

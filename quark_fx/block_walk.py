@@ -178,9 +178,8 @@ def walk_blocks(
 
     The float values a block makes are computed before its turn, the quantized ones after it, each once per batch:
     a walk costs two forward passes over the data at any depth, and holds the values at one cut. It ends with the last
-    block that has a quantized weight. Only the tensors of
-    the block whose turn it is are on `context.device`. A block that `context.checkpoint` knows comes with its changes
-    made, marked as finished.
+    block that has a quantized weight. Only the tensors of the block whose turn it is are on `context.device`. A block
+    that `context.checkpoint` knows comes with its changes made, marked as finished.
 
     Args:
         gm: the quantized graph, which `BlockRun.store` changes.

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quark_fx.formats import FloatFormat, IntFormat, parse_format
-from quark_fx.qparams import QParams, ScaleType, Scheme, Symmetry, block_scale, share_scale
+from quark_fx.qparams import QParams, ScaleType, Scheme, Symmetry, block_scale, like, share_scale
 
 _AT_ONCE = 1 << 20
 """Values of a constant that are quantized together, about: a few megabytes, which the processor's caches hold."""
@@ -130,9 +130,9 @@ def dynamic_qparams(
             scale = share_scale(scale, spread(group, scale, axis, group_size // block_size))
         return scale, torch.full_like(scale, scheme.middle, dtype=torch.int32)
     if scheme.symmetric:
-        scale = _nonzero(torch.maximum(-low, high) / scheme.largest)
+        scale = _nonzero(torch.maximum(-low, high) / like(low, scheme.largest))
         return scale, torch.full_like(scale, scheme.middle, dtype=torch.int32)
-    scale = _nonzero((high - low) / (scheme.qmax - scheme.qmin))
+    scale = _nonzero((high - low) / like(low, scheme.qmax - scheme.qmin))
     zero_point = (scheme.qmin - low / scale).clamp_(scheme.qmin, scheme.qmax).round_()
     return scale, zero_point.to(torch.int32)
 

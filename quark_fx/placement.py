@@ -211,7 +211,9 @@ def _is_head(node: Node) -> bool:
         user = next(iter(node.users))
         if user.op == "output":
             return True
-        if target_name(user) not in MOVING | _CASTS | _SQUASHING or user.all_input_nodes != [node]:
+        # What moves a value may read a size beside it; what squashes it by another value computes something new.
+        squashed = target_name(user) in _SQUASHING and user.all_input_nodes == [node]
+        if target_name(user) not in MOVING | _CASTS and not squashed:
             return False
         node = user
     return False

@@ -90,7 +90,7 @@ W4A16_BEST = W4A16_RTN.replace(
     weight=_GROUPS.replace(symmetry=Symmetry.SIGN_AWARE), passes=(*_FUSE, GPTQ(asymmetry=0.5, fit_scales=True))
 )
 """What is most accurate at the bits of `W4A16_RTN`: scales of either sign that fit the data, and GPTQ half way
-towards the float model's own activations; one and a half to twice the time of `W4A16_GPTQ`."""
+towards the float model's own activations; 1.4 to 2 times the time of `W4A16_GPTQ`."""
 
 _NO_TOKENS = Override(pattern="op:conv*", input=None)
 """Tokens are rows of the last dimension, which those of an image are not."""

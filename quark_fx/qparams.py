@@ -203,7 +203,7 @@ def constrain_scale(ideal: Tensor, scale_type: ScaleType, global_scale: Tensor |
     """
     if scale_type is ScaleType.FP8_E4M3:
         wanted = ideal.float()
-        unit = _global_scale(wanted.amax() / _E4M3_MAX) if global_scale is None else _like(wanted, global_scale)
+        unit = _global_scale(wanted.amax() / _E4M3_MAX) if global_scale is None else like(wanted, global_scale)
         return _two_level(wanted, wanted / unit, unit)
     if scale_type.is_e8m0:
         scale = torch.where(ideal == 0, 1.0, ideal.clamp(2.0**-127, 2.0**127))
@@ -235,7 +235,7 @@ def block_scale(amax: Tensor, scheme: Scheme, global_scale: Tensor | None = None
     """
     if scheme.scale_type is ScaleType.FP8_E4M3:
         given = scheme.global_scale if global_scale is None else global_scale
-        unit = global_scale_of(amax.amax(), scheme) if given is None else _like(amax, given)
+        unit = global_scale_of(amax.amax(), scheme) if given is None else like(amax, given)
         # A global scale has 20 bits: the product is exact.
         return _two_level(amax, amax / (scheme.largest * unit), unit)
     mantissa, exponent = torch.frexp(amax)
@@ -264,7 +264,7 @@ def global_scale_of(amax: Tensor, scheme: Scheme) -> Tensor:
 
     It is `amax / (largest code * 448)`, cut off after 20 bits so that its product with an E4M3 float is exact.
     """
-    return _global_scale(amax.float() / (scheme.largest * _E4M3_MAX))
+    return _global_scale(amax.float() / like(amax.float(), scheme.largest * _E4M3_MAX))
 
 
 def recover_global_scale(scale: Tensor) -> Tensor:
@@ -280,6 +280,8 @@ def recover_global_scale(scale: Tensor) -> Tensor:
     known: Tensor = scale.unique()
     codes = FP8_E4M3.levels().to(scale).flip(0)
     units: Tensor = known[-1] / codes[codes > 0]
+    if len(known) > len(units):
+        raise ValueError(f"{len(known)} different scales are no E4M3 floats times one global scale")
     multiples = known / units[:, None]
     held = multiples.clamp(max=_E4M3_MAX).to(FP8_E4M3.dtype).float()
     exact = ((held == multiples) & (held * units[:, None] == known)).all(1).nonzero()
@@ -294,8 +296,8 @@ def _global_scale(ideal: Tensor) -> Tensor:
     return torch.where(ideal == 0, 1.0, cut.clamp_min(2.0**-100))
 
 
-def _like(x: Tensor, scale: Tensor | float) -> Tensor:
-    """Return a scale as a tensor: by a Python number, a GPU does not divide exactly."""
+def like(x: Tensor, scale: Tensor | float) -> Tensor:
+    """Return a number as a tensor of the type and device of `x`: by a Python number, a GPU does not divide exactly."""
     return torch.as_tensor(scale, dtype=x.dtype, device=x.device)
 
 

@@ -191,10 +191,17 @@ def shared_tensors(gm: GraphModule) -> set[str]:
     return {name for name, count in readers.items() if count > 1}
 
 
+def share_changed(old: Tensor, new: Tensor) -> float:
+    """Return the share of codes that differ, within 0 and 1."""
+    if old.is_floating_point():  # torch does not compare 8-bit floats
+        old, new = old.float(), new.float()
+    return float((old != new).count_nonzero()) / old.numel()
+
+
 def _name(node: object) -> str:
     assert isinstance(node, Node)
     assert node.op == "get_attr"
     return str(node.target)
 
 
-__all__ = ["QuantizedWeight", "quantized_weights", "shared_tensors"]
+__all__ = ["QuantizedWeight", "quantized_weights", "share_changed", "shared_tensors"]

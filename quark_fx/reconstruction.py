@@ -29,7 +29,7 @@ from quark_fx.linear_map import LinearMap, linear_map
 from quark_fx.operators import argument
 from quark_fx.pass_manager import Change
 from quark_fx.qparams import ScaleType
-from quark_fx.quantized_weights import QuantizedWeight, quantized_weights, shared_tensors
+from quark_fx.quantized_weights import QuantizedWeight, quantized_weights, share_changed, shared_tensors
 from quark_fx.rounding import OutputError, round_by_descent
 from quark_fx.specs import enum_member
 from quark_fx.trainable import Trainable, activation_scales, trainable_block
@@ -226,7 +226,7 @@ class _Unit:
             best = self._take_steps(begin, best)
         seconds = (time.perf_counter() - start) / len(self.weights)
         learned = self._learned()
-        moved = [_share_changed(a, b) for a, b in zip(original.codes, learned.codes, strict=True)]
+        moved = [share_changed(a, b) for a, b in zip(original.codes, learned.codes, strict=True)]
         pairs = zip(original.biases, learned.biases, strict=True)
         biases = [a is not None and b is not None and not torch.equal(a, b) for a, b in pairs]
         steps = [not torch.equal(a, b) for a, b in zip(ranges, self._weight_scales(), strict=True)]
@@ -460,11 +460,6 @@ def _mixed(x: Any, real: Any, share: float) -> Any:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return x
     return torch.where(torch.rand(x.shape, device=x.device) < share, real, x)
-
-
-def _share_changed(old: Tensor, new: Tensor) -> float:
-    """Return how many codes differ; 8-bit floats are not compared as they are."""
-    return float((old.float() != new.float()).float().mean())
 
 
 def _copy(tensor: Tensor | None) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -11,6 +10,8 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from benchmarks.common import one_thread
 
 TRAINING = 900
 """Images to train and calibrate on; the other 897 are held out."""
@@ -129,7 +130,7 @@ def train(network: Callable[[], nn.Module], *, epochs: int, rate: float, seed: i
     data, target = load_digits(return_X_y=True)
     images = torch.from_numpy(data).float().reshape(-1, 1, 8, 8) / 16
     labels = torch.from_numpy(target).long()
-    with torch.random.fork_rng(devices=[]), _one_thread():
+    with torch.random.fork_rng(devices=[]), one_thread():
         torch.manual_seed(seed)
         order = torch.randperm(len(images))
         images, labels = images[order], labels[order]
@@ -146,17 +147,6 @@ def train(network: Callable[[], nn.Module], *, epochs: int, rate: float, seed: i
                 schedule.step()
     calibration = list(images[:TRAINING].split(BATCH))
     return Trained(model.eval(), calibration, images[TRAINING:], labels[TRAINING:])
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Sums do not depend on the number of cores; networks this small are no slower."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 _RECIPES: dict[str, tuple[Callable[[], nn.Module], int, float]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ import quark_fx as qfx
 from quark_fx import Granularity, QuantConfig, Target, TensorSpec
 from quark_fx.error_feedback import factor
 from quark_fx.errors import CalibrationError, ConfigError
-from quark_fx.formats import INT3, INT4, INT8, UINT8
+from quark_fx.formats import INT3, INT4, INT8, INT16, UINT8, IntFormat
 from quark_fx.linear_map import LinearMap
 from quark_fx.passes import GPTQ, SmoothQuant
 from quark_fx.presets import PRESETS, W4A16_GPTQ, W4A16_RTN
@@ -356,3 +356,46 @@ def test_a_head_that_is_squashed_is_a_head() -> None:
     }
     assert rows["head"].reason == "excluded by 'op:head'"
     assert not rows["body"].reason
+
+
+def test_a_head_whose_rows_are_gathered_is_a_head() -> None:
+    """The number of rows is a value of its own, which the reshape reads beside the head's."""
+
+    class Gathered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.relu(self.body(x))).reshape(x.shape[0] * x.shape[1], 8)
+
+    qmodel = quantize(seeded(Gathered()), RTN.replace(exclude=("op:head",)), [rand(2, 5, 16)])
+    rows = {row.name: row for row in qmodel.report()}
+    assert rows["head"].reason == "excluded by 'op:head'"
+    assert not rows["body"].reason
+
+
+class Transposed(nn.Module):
+    """One product with a weight stored `(inputs, outputs)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 24) / 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x @ self.weight
+        return y
+
+
+@pytest.mark.parametrize("format", [INT4, INT16])
+@pytest.mark.parametrize("model", [lambda: nn.Linear(32, 24), Transposed])
+def test_the_share_of_codes_that_moved_is_counted_by_codes(format: IntFormat, model: Callable[[], nn.Module]) -> None:
+    spec = TensorSpec(format=format, granularity=Granularity.CHANNEL)
+    config = QuantConfig(weight=spec, target=Target.TORCH)
+    network, data = seeded(model()), [rand(64, 32) @ rand(32, 32)]
+    nearest, learned = (quantize(network, c, data) for c in (config, with_gptq(config, damping=1e-4)))
+    old, new = ([b for b in m.graph_module.buffers() if b.dim() == 2] for m in (nearest, learned))
+    old, new = ([codes for codes in found if codes.dtype == format.dtype] for found in (old, new))
+    shares = [f"{float((a != b).float().mean()):.1%} of the codes" for a, b in zip(old, new, strict=True)]
+    assert [change.what for change in learned.report().passes[-1].changes] == shares
+    assert shares[0] != "0.0% of the codes"

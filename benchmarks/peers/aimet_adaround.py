@@ -18,13 +18,10 @@ to the layer, and `steps`, the optimisation. Also written: `scales.safetensors`,
 
 from __future__ import annotations
 
-import argparse
 import copy
 import inspect
-import logging
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,8 +41,9 @@ from aimet_torch.utils import get_ordered_list_of_modules  # type: ignore[import
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from benchmarks.common import Seconds, one_core
+from benchmarks.common import Seconds
 from benchmarks.peers import job as jobs
+from benchmarks.peers.worker import work
 
 PREFIX = "adaround"
 
@@ -201,16 +199,5 @@ def _config(job: jobs.Job) -> str:
     return str(get_path_for_target_config(f"default_config{suffix}"))
 
 
-def main() -> None:
-    """Run the job named on the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("job", type=Path)
-    arguments = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    with one_core():
-        run(jobs.read(arguments.job))
-
-
 if __name__ == "__main__":
-    main()
+    work(__doc__, lambda path: run(jobs.read(path)))

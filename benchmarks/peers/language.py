@@ -21,11 +21,8 @@ In the output folder a worker writes
 
 from __future__ import annotations
 
-import argparse
 import json
-import logging
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -36,7 +33,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from benchmarks.common import one_core
+from benchmarks.peers.worker import work
 
 Found = tuple[Mapping[str, Tensor], nn.Module]
 """The tensors of the checkpoint after quantization, and what computes with them."""
@@ -227,16 +224,5 @@ def run(path: Path) -> None:
     (output / "result.json").write_text(json.dumps(result, indent=2), encoding="utf-8")
 
 
-def main() -> None:
-    """Run the job named on the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("job", type=Path)
-    arguments = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    with one_core():
-        run(arguments.job)
-
-
 if __name__ == "__main__":
-    main()
+    work(__doc__, run)

@@ -15,11 +15,7 @@ too, as `errors_with_inputs`.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import logging
-import warnings
-from pathlib import Path
 from typing import Any
 
 import modelopt.torch.quantization as mtq  # type: ignore[import-not-found]
@@ -27,8 +23,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from benchmarks.common import one_core, timed
+from benchmarks.common import timed
 from benchmarks.peers import job as jobs
+from benchmarks.peers.worker import work
 
 
 def run(job: jobs.Job) -> None:
@@ -61,16 +58,5 @@ def _rounded(original: nn.Module, quantized: nn.Module) -> tuple[nn.Module, dict
     return rounded, factors
 
 
-def main() -> None:
-    """Run the job named on the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("job", type=Path)
-    arguments = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    with one_core():
-        run(jobs.read(arguments.job))
-
-
 if __name__ == "__main__":
-    main()
+    work(__doc__, lambda path: run(jobs.read(path)))

@@ -17,7 +17,7 @@ from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.memory import give_back
 from quark_fx.pass_manager import Change, Stage, graph_pass
 from quark_fx.products import Part, Product, find_products
-from quark_fx.quantized_weights import quantized_weights, shared_tensors
+from quark_fx.quantized_weights import quantized_weights, share_changed, shared_tensors
 from quark_fx.reconstruction import note_left_alone
 from quark_fx.second_moment import SecondMoment
 
@@ -92,7 +92,7 @@ class GPTQ:
         was = _error(part, target, moment.h)
         stays = self.fit_scales and not part.fit_scales(moment.h)
         part.store(round_with_feedback(target, found, part.grid()))
-        share = float((nearest.view(torch.uint8) != part.codes().view(torch.uint8)).count_nonzero()) / nearest.numel()
+        share = share_changed(nearest, part.codes())
         now = _error(part, target, moment.h)
         left = "; scales left: not free to change" * stays
         damped = f"; damped by {found.damping:g}" * (found.damping > self.damping)
