@@ -367,7 +367,8 @@ def test_a_head_whose_rows_are_gathered_is_a_head() -> None:
             self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.head(torch.relu(self.body(x))).reshape(x.shape[0] * x.shape[1], 8)
+            rows: Tensor = self.head(torch.relu(self.body(x))).reshape(x.shape[0] * x.shape[1], 8)
+            return rows
 
     qmodel = quantize(seeded(Gathered()), RTN.replace(exclude=("op:head",)), [rand(2, 5, 16)])
     rows = {row.name: row for row in qmodel.report()}
