@@ -11,9 +11,18 @@ from quark_fx import block_formats, export, formats, observers, ops, passes, pre
 from quark_fx.activation_cache import CacheBudget
 from quark_fx.capture import capture_graph
 from quark_fx.config import INHERIT, Granularity, Override, QuantConfig, Target, TensorSpec
-from quark_fx.errors import CalibrationError, CaptureError, ConfigError, ExportError, PassError, QuarkError
+from quark_fx.errors import (
+    CalibrationError,
+    CaptureError,
+    CheckpointError,
+    ConfigError,
+    ExportError,
+    PassError,
+    QuarkError,
+)
 from quark_fx.export import verify
 from quark_fx.model import QuantizedModel
+from quark_fx.open_checkpoint import open_checkpoint
 from quark_fx.pass_manager import graph_pass, run_passes
 from quark_fx.qparams import ScaleType, Scheme, Symmetry
 from quark_fx.quantization import quantize
@@ -26,6 +35,7 @@ __all__ = [
     "CacheBudget",
     "CalibrationError",
     "CaptureError",
+    "CheckpointError",
     "ConfigError",
     "ExportError",
     "Granularity",
@@ -46,6 +56,7 @@ __all__ = [
     "graph_pass",
     "load",
     "observers",
+    "open_checkpoint",
     "ops",
     "passes",
     "presets",

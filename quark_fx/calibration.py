@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -92,7 +92,8 @@ def calibrate(
     watches = observers_of(plan)
     finite: list[Tensor] = []
     sources = [(source, watch) for (source, _), watch in watches.items()]
-    with watching(gm, sources), torch.no_grad(), fast_layout(gm) as lay_out:
+    layout = fast_layout(gm) if context is None else nullcontext(lambda x: x)
+    with watching(gm, sources), torch.no_grad(), layout as lay_out:
         bar = tqdm(batches, desc="calibrate", unit="batch", disable=not progress or context is not None, leave=False)
         for leaves in bar:
             _require_values(leaves, len(finite))
@@ -117,7 +118,7 @@ def calibrate(
 
 def run_batches(gm: GraphModule, context: Context) -> None:
     """Run a graph on every batch for the sake of what watches it; block by block if it lies on another device."""
-    if device_of(gm) != context.device:
+    if context.by_block:
         run_blocks(gm, context)
         return
     with torch.no_grad(), fast_layout(gm) as lay_out:

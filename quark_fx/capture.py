@@ -123,7 +123,7 @@ def _widen_ones(
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
     hugging_face = _is_hugging_face(model) and not args
     try:
-        with torch.no_grad(), _quiet():
+        with torch.no_grad(), quiet():
             if hugging_face and (program := _export_hugging_face(model, kwargs, dynamic_shapes)) is not None:
                 return program
             if dynamic_shapes is None:
@@ -152,14 +152,14 @@ def _export_hugging_face(model: Any, kwargs: dict[str, Any], dynamic_shapes: Any
         dynamic_shapes = pytree.tree_map(
             lambda leaf: dynamic_dimensions(leaf) if isinstance(leaf, Tensor) else None, tensors
         )
-    with _quiet():
+    with quiet():
         config = exporters.DynamoConfig(dynamic=True, dynamic_shapes=dynamic_shapes)
         exported = exporters.DynamoExporter().export(model, dict(kwargs), config=config)
     return exported if isinstance(exported, ExportedProgram) else exported.program
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence logging: torch prints whole graphs about errors that are explained here in a line."""
     previous = logging.root.manager.disable
     logging.disable(logging.ERROR)
@@ -169,4 +169,4 @@ def _quiet() -> Iterator[None]:
         logging.disable(previous)
 
 
-__all__ = ["Captured", "capture_graph", "dynamic_dimensions"]
+__all__ = ["Captured", "capture_graph", "dynamic_dimensions", "quiet"]

@@ -41,6 +41,7 @@ class Context:
         config: what the model is quantized with.
         cache: keeps calibration batches and activations, by budget.
         device: where blocks run; tensors come from the cache on it.
+        by_block: the graph lies elsewhere, on another device or on disk: it is run block by block, never as a whole.
         progress: show progress bars.
         checkpoint: finished blocks, if the run can be resumed.
         float_graph: the graph before conversion, for passes of the quantized stage.
@@ -60,6 +61,7 @@ class Context:
     plan: Mapping[str, PlannedOperator] = field(default_factory=dict)
     batches: list[tuple[int, slice | None]] = field(default_factory=list)
     names: tuple[str, ...] = ()
+    by_block: bool = False
     changes: list[Change] = field(default_factory=list)
     remark: str = ""
     _walks: int = 0

@@ -27,5 +27,9 @@ class PassError(QuarkError):
     """A pass that broke a promise: invalid graph, unmet condition, or a changed function."""
 
 
+class CheckpointError(QuarkError):
+    """A stored model that is damaged, incomplete or not what it says, or a directory without room for one."""
+
+
 class ExportError(QuarkError):
     """A graph that the chosen target cannot express, or an artefact that failed its check."""

@@ -50,7 +50,12 @@ def is_parameter(node: Any) -> TypeGuard[Node]:
 
 
 def set_parameter(gm: GraphModule, name: str, value: Tensor) -> None:
-    """Store `value` under the dotted `name`, replacing what `gm` (not the user's model) holds there."""
+    """Store `value` under the dotted `name`, replacing what `gm` (not the user's model) holds there.
+
+    A graph with a `Shelf` (`gm.meta["shelf"]`) keeps it in a file.
+    """
+    shelf = gm.meta.get("shelf")
+    value = value.detach() if shelf is None else shelf.put(value)
     *path, leaf = name.split(".")
     owner: nn.Module = gm
     for part in path:
@@ -60,7 +65,7 @@ def set_parameter(gm: GraphModule, name: str, value: Tensor) -> None:
     owner._parameters.pop(leaf, None)
     owner._buffers.pop(leaf, None)
     owner.__dict__.pop(leaf, None)
-    owner.register_buffer(leaf, value.detach())
+    owner.register_buffer(leaf, value)
 
 
 def fresh_name(gm: GraphModule, name: str) -> str:

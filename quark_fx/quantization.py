@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -24,12 +25,14 @@ from quark_fx.correspondence import Source
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
 from quark_fx.graph import device_of, own_tensors, placeholders, static_size, tensor_of
 from quark_fx.model import QuantizedModel
+from quark_fx.open_checkpoint import open_checkpoint
 from quark_fx.pass_manager import Stage, copy_graph, needs_context, pass_stage, run_passes
 from quark_fx.passes.convert import convert
 from quark_fx.placement import plan_quantization
 from quark_fx.presets import preset
 from quark_fx.quantized_weights import quantized_weights
 from quark_fx.report import Row
+from quark_fx.shelf import Shelf
 from quark_fx.signature import split_batch
 from quark_fx.weights import sqnr
 
@@ -37,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def quantize(
-    model: nn.Module | ExportedProgram,
+    model: nn.Module | ExportedProgram | str | Path,
     config: str | QuantConfig | Mapping[str, Any] = "int8_static",
     calibration_data: Iterable[Any] | None = None,
     *,
@@ -47,11 +50,12 @@ def quantize(
     device: str | torch.device | None = None,
     cache: CacheBudget | None = None,
     checkpoint: str | Path | None = None,
+    output_dir: str | Path | None = None,
 ) -> QuantizedModel:
     """Quantize any PyTorch model. The model itself is not changed.
 
     Args:
-        model: a module in eval mode, a Hugging Face model, or an `ExportedProgram`.
+        model: a module in eval mode, a Hugging Face model or the directory of its checkpoint, or an `ExportedProgram`.
         config: a preset's name, a `QuantConfig`, or its `to_dict()`.
         calibration_data: batches: tensors, tuples of positional inputs, or mappings of keywords. The
             first one is also what the model is captured with. A configuration without static ranges
@@ -63,18 +67,27 @@ def quantize(
         cache: memory that cached activations may take before they go to disk; default: as much as there is.
         checkpoint: a directory for finished blocks. The same call with the same directory continues where an
             interrupted one stopped, with the same result.
+        output_dir: where to save the result (`QuantizedModel.save`). The model then needs less memory than it has
+            weights: it runs block by block, and what passes make of its weights is kept in files of this directory,
+            like finished blocks, until the result is complete. See `open_checkpoint`.
 
     Returns:
-        A model called like the original.
+        A model called like the original; with `output_dir`, its tensors are read from files when they are used.
 
     Raises:
-        ConfigError: for an unknown preset or option, or a device, cache or checkpoint that cannot be used.
+        ConfigError: for an unknown preset or option, or a device, cache, checkpoint or output that cannot be used.
+        CheckpointError: if the files of a checkpoint are not what they should be, or there is no room for the result.
         CaptureError: if the model cannot be captured.
         CalibrationError: if calibration data or weights are unusable.
         PassError: if a pass broke its promise (`verify=True`).
     """
     config = _resolve(config)
     require_resources(device, cache)
+    shelf = None
+    if output_dir is not None:
+        shelf, checkpoint = _work_directory(Path(output_dir), checkpoint)
+    if isinstance(model, str | Path):
+        model = open_checkpoint(model, scratch=shelf.directory if shelf is not None else None)
     if isinstance(model, QuantizedModel):
         raise ConfigError("the model is quantized already; quantize the float model it came from")
     first, batches = _peek(calibration_data)
@@ -85,11 +98,13 @@ def quantize(
     if verify and first is None:
         raise CalibrationError("verify=True compares the passes on a batch; pass at least one as calibration_data")
     captured = capture_graph(model, first, dynamic_shapes=dynamic_shapes)
+    captured.module.meta["shelf"] = shelf
     home = device_of(captured.module)
     place = home if device is None else torch.empty(0, device=device).device  # with its index
-    learns = place != home or any(needs_context(p) for p in config.passes)
+    by_block = place != home or shelf is not None
+    learns = by_block or any(needs_context(p) for p in config.passes)
     names = captured.signature.input_names
-    context = Context(config, ActivationCache(cache, place), place, progress, names=names)
+    context = Context(config, ActivationCache(cache, place), place, progress, names=names, by_block=by_block)
     try:
         if learns:
             # Read more than once: data that comes from a generator, or in another order each time, is kept.
@@ -103,8 +118,9 @@ def quantize(
         gm, records = run_passes(captured.module, early, verify_inputs=inputs, context=context)
         plan = plan_quantization(gm, config)
         context.float_graph = copy_graph(gm)
-        by_block = context if place != home and context.batches else None
-        qparams = calibrate(gm, plan, flat, progress=progress, context=by_block)
+        qparams = calibrate(
+            gm, plan, flat, progress=progress, context=context if by_block and first is not None else None
+        )
         with torch.no_grad():
             rows = convert(gm, plan, qparams, config.bias)
         context.plan = {op.node.name: op for op in plan.operators}
@@ -117,8 +133,31 @@ def quantize(
         warnings.warn(f"nothing was quantized: {len(rows)} operators stay in float, see report()", stacklevel=2)
     # The copy holds only what the graph reads, and nothing of the user's model.
     source = None if isinstance(model, ExportedProgram) else _source(model, captured, gm)
-    gm = own_tensors(copy_graph(gm))
-    return QuantizedModel(gm, captured.signature, config, rows, [*records, *learned], source)
+    gm = copy_graph(gm) if shelf is not None else own_tensors(copy_graph(gm))
+    qmodel = QuantizedModel(gm, captured.signature, config, rows, [*records, *learned], source)
+    if output_dir is not None:
+        qmodel.save(output_dir)
+        shutil.rmtree(Path(output_dir) / _UNFINISHED)
+    return qmodel
+
+
+_UNFINISHED = "unfinished"
+"""The folder of an output directory that holds what a run needs until it has ended."""
+
+
+def _work_directory(output: Path, checkpoint: str | Path | None) -> tuple[Shelf, str | Path]:
+    """Return where a run with an output directory keeps tensors, and finished blocks.
+
+    Raises:
+        ConfigError: if something else is there already.
+    """
+    others = [file.name for file in output.iterdir() if file.name != _UNFINISHED] if output.is_dir() else []
+    if output.is_file() or others:
+        raise ConfigError(
+            f"output_dir {output} holds {', '.join(sorted(others)[:3]) or 'a file'} already; choose a new directory, "
+            "or the one an interrupted run left"
+        )
+    return Shelf(output / _UNFINISHED), checkpoint or output / _UNFINISHED / "blocks"
 
 
 def _source(model: nn.Module, captured: Captured, gm: GraphModule) -> Source | None:

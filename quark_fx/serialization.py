@@ -13,7 +13,8 @@ import math
 import operator
 import re
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -77,13 +78,31 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
         "inputs": [_value_to_dict(node) for node in gm.graph.nodes if node.op == "placeholder"],
         "nodes": [_node_to_dict(node) for node in gm.graph.nodes],
     }
-    tensors = {name: t.detach().contiguous().clone() for name, t in stored_tensors(gm).items()}
+    partial = [directory / f"{name}.partial" for name in (_TENSORS, _GRAPH)]
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, directory / _TENSORS)
-        (directory / _GRAPH).write_text(json.dumps(document, indent=1))
+        save_file(_apart(stored_tensors(gm)), partial[0])
+        partial[1].write_text(json.dumps(document, indent=1))
+        # The graph makes the directory a model: an interruption leaves the old one, the new one or none.
+        (directory / _GRAPH).unlink(missing_ok=True)
+        partial[0].replace(directory / _TENSORS)
+        partial[1].replace(directory / _GRAPH)
     except (OSError, SafetensorError) as error:
-        raise QuarkError(f"{directory} cannot be written: {error}; choose another directory") from error
+        with suppress(OSError):
+            for file in partial:
+                file.unlink(missing_ok=True)
+        raise QuarkError(f"{directory} cannot be written: {error}; make room or choose another directory") from error
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous tensors none of which shares memory with another, as the file format asks for."""
+    found, seen = {}, set[int]()
+    for name, tensor in tensors.items():
+        own = tensor.detach().contiguous()
+        memory = own.untyped_storage().data_ptr()
+        found[name] = own.clone() if memory in seen or own.untyped_storage().nbytes() != own.nbytes else own
+        seen.add(memory)
+    return found
 
 
 def load(

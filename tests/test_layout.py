@@ -18,7 +18,7 @@ LINKS = ("passes", "observers", "export")
 
 LAYERS = (
     {"errors", "memory"},
-    {"formats"},
+    {"formats", "shelf", "checkpoint_files"},
     {"qparams"},
     {"ops", "observers", "graph", "signature"},
     {"operators", "pass_manager", "grid"},
@@ -33,7 +33,7 @@ LAYERS = (
     {"passes"},
     {"presets", "model"},
     {"eager"},
-    {"serialization", "export"},
+    {"serialization", "export", "open_checkpoint"},
     {"quantization"},
     {"__init__"},
 )
@@ -143,6 +143,7 @@ def test_the_public_list_is_pinned() -> None:
         "CacheBudget",
         "CalibrationError",
         "CaptureError",
+        "CheckpointError",
         "ConfigError",
         "ExportError",
         "Granularity",
@@ -163,6 +164,7 @@ def test_the_public_list_is_pinned() -> None:
         "graph_pass",
         "load",
         "observers",
+        "open_checkpoint",
         "ops",
         "passes",
         "presets",

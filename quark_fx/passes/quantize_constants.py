@@ -13,6 +13,7 @@ from quark_fx.config import Granularity, TensorSpec
 from quark_fx.errors import CalibrationError
 from quark_fx.formats import INT32, IntFormat
 from quark_fx.graph import call, cast, describe, get_attr, is_parameter, parameter, value_of
+from quark_fx.memory import give_back
 from quark_fx.operators import argument, set_argument, stored_weight
 from quark_fx.placement import Plan, PlannedOperator
 from quark_fx.qparams import QParams, ScaleType
@@ -49,6 +50,7 @@ def quantize_constants(
         if op.weight_node is None or op.weight is None:
             rows.append(_float_row(gm, op))
             continue
+        give_back()
         rows.append(_quantize_operator(gm, op, input_scales.get(op.node), bias, stored, joint.get(op.node)))
     return rows
 

@@ -1,0 +1,125 @@
+"""Safetensors files of somebody else, read with suspicion: nothing is unpickled, no path leaves the directory."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from quark_fx.errors import CheckpointError
+
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """The tensors of a checkpoint: by name, the file each is in.
+
+    Attributes:
+        directory: of the files.
+        files: file of each tensor.
+    """
+
+    directory: Path
+    files: dict[str, Path]
+
+    @classmethod
+    def of(cls, path: str | Path) -> CheckpointFiles:
+        """Read the index and the headers of a checkpoint, none of its weights.
+
+        Args:
+            path: a safetensors file, or a directory with `model.safetensors`, with `model.safetensors.index.json` and
+                the shards it names, or with any safetensors files.
+
+        Raises:
+            CheckpointError: if a file is missing, truncated or damaged, the index points outside of the directory or
+                contradicts the shards, or there are pickled weights only.
+        """
+        path = Path(path)
+        if path.is_file():
+            return cls(path.parent, dict.fromkeys(_names(path), path))
+        if not path.is_dir():
+            raise CheckpointError(f"{path} does not exist; pass a directory with safetensors files")
+        if (path / _INDEX).exists():
+            return cls(path, _indexed(path))
+        found = [path / _WHOLE] if (path / _WHOLE).exists() else sorted(path.glob("*.safetensors"))
+        if not found:
+            pickled = any(path.glob("*.bin")) or any(path.glob("*.pt"))
+            why = "only pickled weights, which may run code when they are read" if pickled else "no safetensors file"
+            raise CheckpointError(
+                f"{path} holds {why}; store the model with save_pretrained, or safetensors.torch.save_model"
+            )
+        files: dict[str, Path] = {}
+        for file in found:
+            _add(files, _names(file), file)
+        return cls(path, files)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor, mapped: its values are read when they are used."""
+        return mapped(self.files[name], name)
+
+
+def mapped(file: Path, name: str) -> Tensor:
+    """Return a tensor of a safetensors file; its values are read when they are used.
+
+    Raises:
+        CheckpointError: if the file cannot be read, or has no such tensor.
+    """
+    try:
+        with safe_open(file, "pt") as stored:
+            tensor: Tensor = stored.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    return tensor
+
+
+def _indexed(directory: Path) -> dict[str, Path]:
+    try:
+        table = json.loads((directory / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        named = {str(name): str(file) for name, file in table.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{directory / _INDEX} is damaged: {type(error).__name__}: {error}") from error
+    files: dict[str, Path] = {}
+    for shard in dict.fromkeys(named.values()):
+        # A link may lead out, as in a cache of downloads; a name may not.
+        if Path(shard).name != shard or "\\" in shard or not shard.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{directory / _INDEX} names the shard {shard!r}, which is no safetensors file beside it"
+            )
+        names = _names(directory / shard)
+        expected = {name for name, file in named.items() if file == shard}
+        if missing := sorted(expected - names):
+            raise CheckpointError(
+                f"{directory / shard} lacks {_some(missing)}, which the index says it holds; fetch the shard again"
+            )
+        _add(files, names, directory / shard)
+    if unlisted := sorted(set(files) - set(named)):
+        raise CheckpointError(f"{directory / _INDEX} does not list {_some(unlisted)}, which the shards hold")
+    return files
+
+
+def _add(files: dict[str, Path], names: set[str], file: Path) -> None:
+    if twice := sorted(names & set(files)):
+        raise CheckpointError(f"{file} and {files[twice[0]]} both hold {_some(twice)}; remove one of them")
+    files.update(dict.fromkeys(names, file))
+
+
+def _names(file: Path) -> set[str]:
+    """Return the tensors in a file whose header fits its size."""
+    if not file.exists():
+        raise CheckpointError(f"{file} is missing; fetch it again")
+    try:
+        with safe_open(file, "pt") as stored:
+            return set(stored.keys())
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{file} is damaged or truncated: {error}; fetch it again") from error
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
+
+
+__all__ = ["CheckpointFiles", "mapped"]

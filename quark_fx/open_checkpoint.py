@@ -1,0 +1,136 @@
+"""A model whose weights stay in the files of a checkpoint until they are used."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from quark_fx.capture import quiet
+from quark_fx.checkpoint_files import CheckpointFiles, mapped
+from quark_fx.errors import CheckpointError
+from quark_fx.shelf import Shelf
+
+
+def open_checkpoint(
+    path: str | Path, factory: Callable[[], nn.Module] | None = None, *, scratch: str | Path | None = None
+) -> nn.Module:
+    """Return a model in eval mode whose weights are read from the files when they are used, and never kept.
+
+    Args:
+        path: a safetensors file, or a directory of them; without `factory` a checkpoint of transformers, with its
+            `config.json`. Nothing is unpickled, and no code of the checkpoint is run.
+        factory: makes the model; called without arguments, its parameters take no memory meanwhile.
+        scratch: a directory on a disk with room for weights that the files hold in another form than the model (experts
+            that are stored one by one, another dtype); default: the system's temporary one.
+
+    Raises:
+        CheckpointError: if the files are damaged, or are not those of this model.
+    """
+    files = CheckpointFiles.of(path)
+    shelf = Shelf(scratch or tempfile.gettempdir())
+    model = _pretrained(files, shelf) if factory is None else _made(files, factory, shelf)
+    return model.eval().requires_grad_(False)
+
+
+def _made(files: CheckpointFiles, factory: Callable[[], nn.Module], shelf: Shelf) -> nn.Module:
+    with _library("accelerate").init_empty_weights(include_buffers=False):
+        model = factory()
+    stored = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    tied = {id(stored[name]): name for name in reversed(stored) if name in files.files}
+    found = {name: files.tensor(tied[id(t)]) for name, t in stored.items() if id(t) in tied}
+    if missing := [name for name in stored if name not in found]:
+        raise CheckpointError(
+            f"{files.directory} lacks {len(missing)} of the {len(stored)} tensors of {type(model).__name__}: "
+            f"{', '.join(missing[:3])}; pass the checkpoint of this very model"
+        )
+    _assign(model, found, shelf)
+    return model
+
+
+def _pretrained(files: CheckpointFiles, shelf: Shelf) -> nn.Module:
+    """Return the model that a checkpoint's configuration names, converted by transformers piece by piece."""
+    transformers, accelerate = _library("transformers"), _library("accelerate")
+    kind = _class_of(files.directory, transformers)
+    # What transformers has to convert it writes to this folder; the files are mapped, and gone with the tensors.
+    with tempfile.TemporaryDirectory(dir=shelf.directory) as folder, quiet():
+        try:
+            model: Any = kind.from_pretrained(
+                files.directory,
+                dtype="auto",
+                device_map={"": "disk"},
+                offload_folder=folder,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+            )
+        except Exception as error:  # whatever transformers raises about a checkpoint
+            raise CheckpointError(f"{files.directory} is no checkpoint of {kind.__name__}: {error}") from error
+        index: dict[str, dict[str, str]] = {}
+        for module in model.modules():
+            weights = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
+            index |= weights.dataset.index if weights is not None else {}
+        names = [name for name, p in model.named_parameters(remove_duplicate=False) if p.is_meta]
+        if missing := [name for name in names if name not in index]:
+            raise CheckpointError(f"{files.directory} lacks {', '.join(missing[:3])} ({len(missing)} in all)")
+        accelerate.hooks.remove_hook_from_submodules(model)
+        places = {name: (Path(index[name]["safetensors_file"]), index[name]["weight_name"]) for name in names}
+        tensors = {place: mapped(*place) for place in set(places.values())}
+        _assign(model, {name: tensors[place] for name, place in places.items()}, shelf)
+    return model  # type: ignore[no-any-return]
+
+
+def _assign(model: nn.Module, tensors: dict[str, Tensor], shelf: Shelf) -> None:
+    """Make the tensors the model's parameters and buffers; what is tied stays so.
+
+    Raises:
+        CheckpointError: if one has another shape than the model's.
+    """
+    made: dict[int, Tensor] = {}
+    for name, tensor in tensors.items():
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        old = module._parameters.get(leaf, module._buffers.get(leaf))
+        assert old is not None
+        if tensor.shape != old.shape:
+            raise CheckpointError(
+                f"the checkpoint holds {name} with shape {tuple(tensor.shape)}, and {type(model).__name__} expects "
+                f"{tuple(old.shape)}; pass the checkpoint of this very model"
+            )
+        if id(old) not in made:
+            value = tensor if tensor.dtype == old.dtype else shelf.put(tensor.to(old.dtype))
+            made[id(old)] = nn.Parameter(value, requires_grad=False) if leaf in module._parameters else value.clone()
+        (module._parameters if leaf in module._parameters else module._buffers)[leaf] = made[id(old)]  # type: ignore[assignment]
+
+
+def _class_of(directory: Path, transformers: Any) -> Any:
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        name = str(config["architectures"][0])
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise CheckpointError(
+            f"{directory / 'config.json'} does not say which model this is ({type(error).__name__}: {error}); pass "
+            "open_checkpoint(path, factory) for a model that is none of transformers"
+        ) from error
+    kind = getattr(transformers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise CheckpointError(
+            f"{directory / 'config.json'} names {name!r}, which transformers {transformers.__version__} does not have; "
+            "update transformers, or load the model yourself and pass it to quantize"
+        )
+    return kind
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise CheckpointError(f"reading a checkpoint piece by piece needs {name}: pip install {name}") from error
+
+
+__all__ = ["open_checkpoint"]

@@ -1,0 +1,61 @@
+"""Tensors that live in files and are read when they are needed: for graphs larger than memory."""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quark_fx.errors import CheckpointError
+
+_SMALL = 1 << 16
+"""Bytes below which a tensor stays in memory: a file takes whole pages and an entry of the kernel's tables."""
+
+
+class Shelf:
+    """Puts tensors on disk; the system brings back what is read, and drops it where memory is short.
+
+    The files have no names: their room is free again when the tensor is gone, or the process, however it ended.
+
+    Args:
+        directory: on a disk with room for what is put; made if it does not exist.
+
+    Raises:
+        CheckpointError: if the directory cannot be made.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{directory} cannot be made: {error}; choose another directory") from error
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """Return the same values, contiguous, on the host, backed by a file; a small tensor as it is.
+
+        Writing to the result changes memory, not the file.
+
+        Raises:
+            CheckpointError: if there is no room.
+        """
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.nbytes < _SMALL:
+            return tensor
+        try:
+            with tempfile.TemporaryFile(dir=self.directory) as file:
+                file.write(tensor.flatten().view(torch.uint8).numpy().data)
+                file.flush()
+                pages = mmap.mmap(file.fileno(), tensor.nbytes, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write {tensor.nbytes / 2**20:.1f} MiB to {self.directory}: {error}; make room and run again: "
+                "finished blocks are kept"
+            ) from error
+        return torch.frombuffer(pages, dtype=tensor.dtype).reshape(tensor.shape)
+
+
+__all__ = ["Shelf"]

@@ -1,0 +1,341 @@
+"""Models larger than memory: weights that stay in files, results that are written there, files that lie."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file, save_model
+from test_resume import assert_same, outcome
+from tiny import images, quantize, rand, seeded
+from torch import Tensor, nn
+
+import quark_fx as qfx
+from quark_fx import shelf
+from quark_fx.context import Checkpoint
+from quark_fx.errors import CheckpointError, ConfigError
+from quark_fx.graph import stored_tensors
+from quark_fx.presets import INT8_STATIC, W4A16_AWQ, W4A16_GPTQ
+from quark_fx.shelf import Shelf
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}
+EXPERTS = {**LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8}
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)),
+    "llama, tied": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True)),
+    "qwen3 moe": lambda: transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**EXPERTS)),
+}
+"""A model whose tensors are stored as it has them, one that has one of them twice, one whose experts are stacked."""
+
+IDS = [{"input_ids": torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(i))} for i in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def everything_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors stay in memory otherwise, and all tensors here are small."""
+    monkeypatch.setattr(shelf, "_SMALL", 1)
+
+
+def stored(name: str, directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Write the shards of a model, and return it."""
+    model = seeded(MODELS[name]()).to(dtype)
+    model.save_pretrained(directory, max_shard_size="40KB")
+    return model
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Tell whether a tensor's memory is that of a file."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last, inode = re.match(r"(\w+)-(\w+) \S+ \S+ \S+ (\d+)", line).groups()  # type: ignore[union-attr]
+        if int(first, 16) <= tensor.data_ptr() < int(last, 16):
+            return inode != "0"
+    return False
+
+
+needs_maps = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not tell what is mapped")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(3, 5), (), (0, 4), (70, 90)])
+def test_a_shelf_gives_back_what_was_put(dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path) -> None:
+    tensor = (10 * torch.randn(shape)).to(dtype)
+    found = Shelf(tmp_path / "new").put(tensor.mT if len(shape) > 1 else tensor)
+    assert torch.equal(found, tensor.mT if len(shape) > 1 else tensor)
+    assert found.dtype == dtype
+    assert not list((tmp_path / "new").iterdir()), "the file has a name"
+
+
+@needs_maps
+def test_a_shelf_keeps_nothing_in_memory_but_what_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_mapped(Shelf(tmp_path).put(torch.ones(1000)))
+    monkeypatch.setattr(shelf, "_SMALL", 4001)
+    assert not is_mapped(Shelf(tmp_path).put(torch.ones(1000)))
+
+
+def test_writing_to_what_is_on_a_shelf_harms_nobody(tmp_path: Path) -> None:
+    found = Shelf(tmp_path).put(torch.ones(1000))
+    found[0] = 2
+    assert found[0] == 2
+
+
+@contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """Let no file grow beyond `room` bytes meanwhile."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    with full_disk(2000), pytest.raises(CheckpointError, match=f"cannot write .* MiB to {tmp_path}.* make room"):
+        Shelf(tmp_path).put(torch.ones(1000))
+    with pytest.raises(CheckpointError, match="cannot be made"):
+        Shelf(Path(__file__) / "below")
+
+
+@needs_maps
+@pytest.mark.parametrize("name", MODELS)
+def test_a_checkpoint_is_opened_without_its_weights(name: str, tmp_path: Path) -> None:
+    model = stored(name, tmp_path / "model")
+    found = qfx.open_checkpoint(tmp_path / "model", scratch=tmp_path / "scratch")
+    assert type(found) is type(model)
+    assert not found.training
+    parameters = dict(found.named_parameters())
+    assert parameters.keys() == dict(model.named_parameters()).keys(), "what is tied is one parameter"
+    assert all(is_mapped(p) for p in parameters.values())
+    with torch.no_grad():
+        assert torch.equal(found(**IDS[0]).logits, model(**IDS[0]).logits)
+    assert not list((tmp_path / "scratch").iterdir())
+
+
+class Patches(nn.Module):
+    """A small vision transformer with a buffer of its own and one that is not stored."""
+
+    scale: Tensor
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 4, stride=4)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.norm, self.head = nn.BatchNorm1d(16), nn.Linear(16, 5)
+        self.register_buffer("scale", torch.tensor([2.0]))
+        self.register_buffer("steps", torch.arange(4.0)[:, None], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.patches(x).flatten(2).mT * self.scale + self.steps
+        out: Tensor = self.head(self.norm(self.layer(tokens).mean(1)))
+        return out
+
+
+@needs_maps
+def test_any_model_is_opened_by_its_factory(tmp_path: Path) -> None:
+    model = seeded(Patches())
+    model.scale.fill_(3.0)
+    save_model(model, str(tmp_path / "any name.safetensors"))
+    for path in (tmp_path, tmp_path / "any name.safetensors"):
+        found = qfx.open_checkpoint(path, Patches)
+        assert all(is_mapped(p) for p in found.parameters())
+        with torch.no_grad():
+            assert torch.equal(found(rand(2, 3, 8, 8)), model(rand(2, 3, 8, 8)))
+
+
+def test_weights_of_another_dtype_become_the_model_s(tmp_path: Path) -> None:
+    model = stored("llama", tmp_path)
+    shard = next(tmp_path.glob("*.safetensors"))
+    save_file({name: t.double() for name, t in load_file(shard).items()}, shard, {"format": "pt"})
+    found = qfx.open_checkpoint(tmp_path)
+    assert {p.dtype for p in found.parameters()} == {torch.float32}
+    with torch.no_grad():
+        assert torch.equal(found(**IDS[0]).logits, model(**IDS[0]).logits)
+
+
+CASES: dict[str, tuple[str, Any, torch.dtype]] = {
+    "gptq": ("llama, tied", W4A16_GPTQ, torch.float32),
+    "gptq of bfloat16": ("llama", W4A16_GPTQ, torch.bfloat16),
+    "gptq of experts": ("qwen3 moe", W4A16_GPTQ, torch.float32),
+    "awq": ("llama", W4A16_AWQ, torch.float32),
+    "awq of experts": ("qwen3 moe", W4A16_AWQ, torch.bfloat16),
+}
+
+
+@needs_maps
+@pytest.mark.parametrize("case", CASES)
+def test_streamed_and_in_memory_are_the_same_bits(case: str, tmp_path: Path) -> None:
+    name, config, dtype = CASES[case]
+    stored(name, tmp_path / "model", dtype)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").eval()
+    config = config.replace(weight=config.weight.replace(group_size=16))
+    streamed = quantize(tmp_path / "model", config, IDS, output_dir=tmp_path / "out")  # type: ignore[arg-type]
+    assert_same(outcome(streamed), outcome(quantize(model, config, IDS)))
+    assert all(is_mapped(t) for t in stored_tensors(streamed.graph_module).values() if t.dim() > 1)
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["graph.json", "model.safetensors"]
+    loaded = qfx.load(tmp_path / "out")
+    assert torch.equal(loaded(**IDS[0]).logits, streamed(**IDS[0]).logits)
+
+
+def test_any_model_streams(tmp_path: Path) -> None:
+    save_model(seeded(Patches()), str(tmp_path / "model.safetensors"))
+    model, data = qfx.open_checkpoint(tmp_path, Patches), images(4, 4)
+    streamed = quantize(model, INT8_STATIC, data, output_dir=tmp_path / "out")
+    in_memory = quantize(seeded(Patches()), INT8_STATIC, data)
+    assert_same(outcome(streamed), outcome(in_memory))
+
+
+@pytest.mark.parametrize("finished", [0, 1, 5])
+def test_an_interrupted_stream_is_continued(finished: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored("llama", tmp_path / "model")
+    saved, most, save = list[Any](), finished, Checkpoint.save
+
+    def keep(self: Checkpoint, *args: Any) -> None:
+        if len(saved) == most:
+            raise KeyboardInterrupt
+        saved.append(args[:2])
+        save(self, *args)
+
+    monkeypatch.setattr(Checkpoint, "save", keep)
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        quantize(tmp_path / "model", W4A16_GPTQ, IDS, output_dir=out)  # type: ignore[arg-type]
+    assert [file.name for file in out.iterdir()] == ["unfinished"], "nothing there looks finished"
+    with pytest.raises(qfx.QuarkError, match="holds no readable quantized model"):
+        qfx.load(out)
+    most = -1
+    with pytest.raises(ConfigError, match="belongs to another run, with other data"):
+        quantize(tmp_path / "model", W4A16_GPTQ, IDS[1:], output_dir=out)  # type: ignore[arg-type]
+    continued = quantize(tmp_path / "model", W4A16_GPTQ, IDS, output_dir=out)  # type: ignore[arg-type]
+    undisturbed = quantize(tmp_path / "model", W4A16_GPTQ, IDS, output_dir=tmp_path / "other")  # type: ignore[arg-type]
+    assert_same(outcome(continued), outcome(undisturbed))
+    assert len(saved) == 2 * len(set(saved)), "a finished block was learned again"
+
+
+def test_an_output_directory_that_is_taken_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "graph.json").write_text("mine")
+    with pytest.raises(ConfigError, match=r"output_dir .* holds graph.json already"):
+        quantize(seeded(Patches()), INT8_STATIC, images(4), output_dir=tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["graph.json"]
+
+
+def first_shard(directory: Path) -> Path:
+    return min(directory.glob("*.safetensors"))
+
+
+def change_index(directory: Path, change: Callable[[dict[str, str]], Any]) -> None:
+    file = directory / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    change(index["weight_map"])
+    file.write_text(json.dumps(index))
+
+
+def truncate(directory: Path) -> None:
+    shard = first_shard(directory)
+    shard.write_bytes(shard.read_bytes()[:-1000])
+
+
+def swap_shards(directory: Path) -> None:
+    a, b, *_ = sorted(directory.glob("*.safetensors"))
+    a.rename(directory / "c"), b.rename(a), (directory / "c").rename(b)
+
+
+def hold_twice(directory: Path) -> None:
+    a, b, *_ = sorted(directory.glob("*.safetensors"))
+    save_file(load_file(a) | load_file(b), b, {"format": "pt"})
+
+
+def widen(directory: Path) -> None:
+    shard = first_shard(directory)
+    save_file({name: torch.cat([t, t]) for name, t in load_file(shard).items()}, shard, {"format": "pt"})
+
+
+def drop_tensor(directory: Path) -> None:
+    shard = first_shard(directory)
+    name, *rest = sorted(load_file(shard))
+    save_file({n: t for n, t in load_file(shard).items() if n in rest}, shard, {"format": "pt"})
+    change_index(directory, lambda index: index.pop(name))
+
+
+def pickled(directory: Path) -> None:
+    for file in directory.glob("*.safetensors*"):
+        file.unlink()
+    torch.save({}, directory / "pytorch_model.bin")
+
+
+def configured(directory: Path, **values: Any) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+LIES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (truncate, "is damaged or truncated"),
+    "header": (lambda d: first_shard(d).write_bytes(b"\xff" * 400), "is damaged or truncated"),
+    "empty": (lambda d: first_shard(d).write_bytes(b""), "is damaged or truncated"),
+    "missing": (lambda d: first_shard(d).unlink(), "is missing; fetch it again"),
+    "mislabelled": (swap_shards, r"lacks .*, which the index says it holds"),
+    "twice": (hold_twice, r"both hold"),
+    "unlisted": (lambda d: change_index(d, lambda index: index.popitem()), r"does not list .*, which the shards hold"),
+    "outside": (
+        lambda d: change_index(d, lambda index: index.update({"x": "../../etc/passwd.safetensors"})),
+        r"names the shard '\.\./\.\./etc/passwd.safetensors', which is no safetensors file beside it",
+    ),
+    "absolute": (lambda d: change_index(d, lambda i: i.update({"x": "/etc/passwd.safetensors"})), "names the shard"),
+    "other kind": (lambda d: change_index(d, lambda index: index.update({"x": "shard.bin"})), "names the shard"),
+    "no table": (lambda d: (d / "model.safetensors.index.json").write_text("[]"), "index.json is damaged"),
+    "index": (lambda d: (d / "model.safetensors.index.json").write_text("{"), "index.json is damaged"),
+    "pickled": (pickled, "holds only pickled weights, which may run code"),
+    "no model": (lambda d: (d / "config.json").unlink(), "does not say which model this is"),
+    "class": (lambda d: configured(d, architectures=["Nobody"]), "names 'Nobody', which transformers"),
+    "function": (lambda d: configured(d, architectures=["pipeline"]), "names 'pipeline', which transformers"),
+    "shape": (widen, "is no checkpoint of LlamaForCausalLM|expects"),
+    "tensor": (drop_tensor, "lacks "),
+    "layers": (lambda d: configured(d, num_hidden_layers=3), "lacks .*layers.2"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_files_that_lie_are_named(lie: str, tmp_path: Path) -> None:
+    stored("llama", tmp_path)
+    change, message = LIES[lie]
+    change(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        qfx.open_checkpoint(tmp_path)
+
+
+def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    stored("llama", tmp_path)
+    (tmp_path / "mine.py").write_text("raise SystemExit('run')")
+    configured(tmp_path, auto_map={"AutoModelForCausalLM": "mine.Model", "AutoConfig": "mine.Config"})
+    qfx.open_checkpoint(tmp_path)
+    assert not any(name.rpartition(".")[-1] == "mine" for name in sys.modules)
+
+
+def test_a_factory_of_another_model_is_refused(tmp_path: Path) -> None:
+    save_model(seeded(Patches()), str(tmp_path / "model.safetensors"))
+    with pytest.raises(CheckpointError, match=r"lacks 4 of the 4 tensors of Sequential: 0.weight"):
+        qfx.open_checkpoint(tmp_path, lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+
+    def wide() -> nn.Module:
+        model = Patches()
+        model.head = nn.Linear(16, 7)
+        return model
+
+    with pytest.raises(CheckpointError, match=r"holds head.bias|holds head.weight with shape \(5, 16\)"):
+        qfx.open_checkpoint(tmp_path, wide)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        qfx.open_checkpoint(tmp_path / "nowhere")
