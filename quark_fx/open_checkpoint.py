@@ -79,6 +79,7 @@ def _pretrained(files: CheckpointFiles, shelf: Shelf) -> nn.Module:
         if missing := [name for name in names if name not in index]:
             raise CheckpointError(f"{files.directory} lacks {', '.join(missing[:3])} ({len(missing)} in all)")
         accelerate.hooks.remove_hook_from_submodules(model)
+        del model.hf_device_map  # nothing is elsewhere any more
         places = {name: (Path(index[name]["safetensors_file"]), index[name]["weight_name"]) for name in names}
         tensors = {place: mapped(*place) for place in set(places.values())}
         _assign(model, {name: tensors[place] for name, place in places.items()}, shelf)

@@ -136,6 +136,7 @@ def quantize(
     gm = copy_graph(gm) if shelf is not None else own_tensors(copy_graph(gm))
     qmodel = QuantizedModel(gm, captured.signature, config, rows, [*records, *learned], source)
     if output_dir is not None:
+        del gm.meta["shelf"]
         qmodel.save(output_dir)
         shutil.rmtree(Path(output_dir) / _UNFINISHED)
     return qmodel

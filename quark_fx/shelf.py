@@ -35,7 +35,7 @@ class Shelf:
             raise CheckpointError(f"{directory} cannot be made: {error}; choose another directory") from error
 
     def put(self, tensor: Tensor) -> Tensor:
-        """Return the same values, contiguous, on the host, backed by a file; a small tensor as it is.
+        """Return a contiguous copy on the host, backed by a file unless it is small.
 
         Writing to the result changes memory, not the file.
 
@@ -44,11 +44,12 @@ class Shelf:
         """
         tensor = tensor.detach().cpu().contiguous()
         if tensor.nbytes < _SMALL:
-            return tensor
+            return tensor.clone()
         try:
-            with tempfile.TemporaryFile(dir=self.directory) as file:
-                file.write(tensor.flatten().view(torch.uint8).numpy().data)
-                file.flush()
+            with tempfile.TemporaryFile(dir=self.directory, buffering=0) as file:
+                rest = tensor.flatten().view(torch.uint8).numpy().data
+                while rest:  # one call writes at most 2 GiB
+                    rest = rest[file.write(rest) :]
                 pages = mmap.mmap(file.fileno(), tensor.nbytes, access=mmap.ACCESS_COPY)
         except OSError as error:
             raise CheckpointError(

@@ -16,6 +16,7 @@ from quark_fx.eager import source_of
 from quark_fx.errors import ExportError
 from quark_fx.export.packing import Matrix
 from quark_fx.model import QuantizedModel
+from quark_fx.shelf import Shelf
 
 _CLASSES = (nn.Linear, nn.Embedding)
 """The modules whose weights checkpoint formats hold."""
@@ -116,13 +117,13 @@ def _tied(model: nn.Module) -> set[str]:
     return {name.rpartition(".")[0] for name, identity in named if counts[identity] > 1}
 
 
-def each_layer(layers: list[Layer], write: Callable[[Layer], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the tensors `write` makes of the layers, under their names, or one error about all it refuses."""
+def each_layer(layers: list[Layer], write: Callable[[Layer], dict[str, Tensor]], shelf: Shelf) -> dict[str, Tensor]:
+    """Return the tensors `write` makes of the layers, on the shelf, by name, or one error about all it refuses."""
     tensors: dict[str, Tensor] = {}
     errors = []
     for layer in layers:
         try:
-            tensors |= {f"{layer.name}.{part}": tensor for part, tensor in write(layer).items()}
+            tensors |= {f"{layer.name}.{part}": shelf.put(tensor) for part, tensor in write(layer).items()}
         except ExportError as error:
             errors.append(f"{layer.name}: {error}")
     if errors:

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quark_fx.errors import ExportError
+from quark_fx.errors import CheckpointError, ExportError
 from quark_fx.export.checkpoint import Layer, each_layer, take_apart
 from quark_fx.export.packing import Matrix, pack, pack_awq, pack_columns
 from quark_fx.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, FloatFormat, IntFormat, parse_format
 from quark_fx.model import QuantizedModel
 from quark_fx.qparams import ScaleType, Symmetry, recover_global_scale
+from quark_fx.shelf import Shelf
 
 
 def huggingface(
@@ -59,9 +60,11 @@ def huggingface(
         raise ExportError(f"{directory} holds a model that qmodel.save wrote, under the same names; choose another one")
     checkpoint = take_apart(qmodel, model)
     shell, layers = checkpoint.shell, checkpoint.layers
-    stored, shell.config.quantization_config = _WRITERS[format](layers, _left(shell, layers))
-    # Tensors that are shared are left out.
-    tensors = checkpoint.tensors | {name: tensor.clone() for name, tensor in stored.items()}
+    try:
+        stored, shell.config.quantization_config = _WRITERS[format](layers, _left(shell, layers), Shelf(directory))
+    except CheckpointError as error:
+        raise ExportError(str(error)) from error
+    tensors = checkpoint.tensors | stored
     if set(_forms(shell.config.quantization_config)) & {*_MICROSCALING.values(), "nvfp4-pack-quantized"}:
         shell.to(torch.bfloat16)  # what readers decompress these to, and then take for the dtype of the model
     try:
@@ -83,7 +86,7 @@ def _left(model: nn.Module, layers: list[Layer]) -> list[str]:
     return [n for n, module in model.named_modules() if isinstance(module, nn.Linear) and n not in quantized]
 
 
-def _compressed_tensors(layers: list[Layer], left: list[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _compressed_tensors(layers: list[Layer], left: list[str], shelf: Shelf) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """https://github.com/vllm-project/compressed-tensors: one group of modules for each scheme."""
     schemes: dict[str, dict[str, Any]] = {}
     members: dict[str, list[Layer]] = {}
@@ -95,7 +98,7 @@ def _compressed_tensors(layers: list[Layer], left: list[str]) -> tuple[dict[str,
         members.setdefault(key, []).append(layer)
         return _compressed(layer, scheme["format"])
 
-    tensors = each_layer(layers, write)
+    tensors = each_layer(layers, write, shelf)
     _share_global_scales(tensors)
     groups = {}
     common = Counter(key for key, some in members.items() for layer in some if isinstance(layer.module, nn.Linear))
@@ -238,7 +241,7 @@ def _compressed(layer: Layer, kind: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _uniform(layers: list[Layer], bits: tuple[int, ...], form: str) -> tuple[int, int]:
+def _uniform(layers: list[Layer], bits: tuple[int, ...], form: str, shelf: Shelf) -> tuple[int, int]:
     """Return the bits and group size (-1: all inputs) that all layers have."""
     found = Counter((layer.weight.bits, layer.weight.group_size or -1) for layer in layers)
     (common, _), *_ = found.most_common(1)
@@ -253,13 +256,15 @@ def _uniform(layers: list[Layer], bits: tuple[int, ...], form: str) -> tuple[int
             raise ExportError(f"{form} holds one number of bits and one group size, here {common[0]} and {common[1]}")
         return {}
 
-    each_layer(layers, check)
+    each_layer(layers, check, shelf)
     return common
 
 
-def _gptq(layers: list[Layer], left: list[str], version: int = 1) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _gptq(
+    layers: list[Layer], left: list[str], shelf: Shelf, version: int = 1
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The layout of AutoGPTQ and GPTQModel; version 1 stores the zero point less one."""
-    bits, group = _uniform(layers, (2, 4, 8), "GPTQ")
+    bits, group = _uniform(layers, (2, 4, 8), "GPTQ", shelf)
 
     def write(layer: Layer) -> dict[str, Tensor]:
         weight = layer.weight
@@ -277,7 +282,7 @@ def _gptq(layers: list[Layer], left: list[str], version: int = 1) -> tuple[dict[
             "g_idx": (torch.arange(inputs) // size).to(torch.int32),
         }
 
-    return each_layer(layers, write), {
+    return each_layer(layers, write, shelf), {
         "quant_method": "gptq",
         "bits": bits,
         "group_size": group,
@@ -291,13 +296,13 @@ def _gptq(layers: list[Layer], left: list[str], version: int = 1) -> tuple[dict[
     }
 
 
-def _gptq_v2(layers: list[Layer], left: list[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    return _gptq(layers, left, 2)
+def _gptq_v2(layers: list[Layer], left: list[str], shelf: Shelf) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    return _gptq(layers, left, shelf, 2)
 
 
-def _awq(layers: list[Layer], left: list[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _awq(layers: list[Layer], left: list[str], shelf: Shelf) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The GEMM layout of AutoAWQ."""
-    bits, group = _uniform(layers, (4,), "AWQ")
+    bits, group = _uniform(layers, (4,), "AWQ", shelf)
 
     def write(layer: Layer) -> dict[str, Tensor]:
         codes, zeros = layer.weight.unsigned()
@@ -309,7 +314,7 @@ def _awq(layers: list[Layer], left: list[str]) -> tuple[dict[str, Tensor], dict[
             "scales": layer.weight.half_scales().t().contiguous(),
         }
 
-    return each_layer(layers, write), {
+    return each_layer(layers, write, shelf), {
         "quant_method": "awq",
         "bits": bits,
         "group_size": group,
@@ -319,7 +324,7 @@ def _awq(layers: list[Layer], left: list[str]) -> tuple[dict[str, Tensor], dict[
     }
 
 
-_WRITERS: Mapping[str, Callable[[list[Layer], list[str]], tuple[dict[str, Tensor], dict[str, Any]]]] = {
+_WRITERS: Mapping[str, Callable[[list[Layer], list[str], Shelf], tuple[dict[str, Tensor], dict[str, Any]]]] = {
     "compressed-tensors": _compressed_tensors,
     "gptq": _gptq,
     "gptq_v2": _gptq_v2,
