@@ -24,6 +24,7 @@ from quark_fx.context import Checkpoint, Context, fingerprint, require_resources
 from quark_fx.correspondence import Source
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
 from quark_fx.graph import device_of, own_tensors, placeholders, static_size, tensor_of
+from quark_fx.memory import give_back_at_once
 from quark_fx.model import QuantizedModel
 from quark_fx.open_checkpoint import open_checkpoint
 from quark_fx.pass_manager import Stage, copy_graph, needs_context, pass_stage, run_passes
@@ -86,6 +87,7 @@ def quantize(
     shelf = None
     if output_dir is not None:
         shelf, checkpoint = _work_directory(Path(output_dir), checkpoint)
+        give_back_at_once()
     if isinstance(model, str | Path):
         model = open_checkpoint(model, scratch=shelf.directory if shelf is not None else None)
     if isinstance(model, QuantizedModel):
