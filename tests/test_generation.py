@@ -103,6 +103,22 @@ class Rounded(DynamicCache):  # type: ignore[misc]
         return (keys, values) if first else result
 
 
+def require_same_codes(runs: Any, model: Any, scales: CacheScales) -> None:
+    """Raise if the codes that graphs return are not those of torch's keys and values, but for ties."""
+    rounded, past = Rounded(scales), None
+    for ids, positions in ((PROMPT, torch.arange(9)), (PROMPT[:, :1], torch.tensor([9]))):
+        inputs = {"input_ids": ids, "position_ids": positions.expand(2, -1), "use_cache": True}
+        with torch.no_grad():
+            model(**inputs, past_key_values=rounded)
+        past = runs(**inputs, past_key_values=past).past_key_values
+        for index, (ours, theirs) in enumerate(zip(past.layers, rounded.layers, strict=True)):
+            for kind in ("keys", "values"):
+                expected = scales.quantize(f"past_key_values.layers.{index}.{kind}", getattr(theirs, kind))
+                codes = getattr(ours, kind)
+                assert codes.dtype == torch.int8
+                assert (codes != expected).float().mean() < 0.01
+
+
 # Whole models --------------------------------------------------------------------------------------------------------
 
 
@@ -174,10 +190,7 @@ def test_an_int8_cache_is_what_group_query_attention_reads(fused: SimpleNamespac
         assert use_int8_cache(component.program, scales) == 4
     expected = fused.model.generate(PROMPT[:1], past_key_values=Rounded(scales), **GREEDY)
     model = generator(exported, threads=1)
-    assert (
-        model(input_ids=PROMPT, position_ids=torch.arange(9).expand(2, -1)).past_key_values.layers[0].keys.dtype
-        == torch.int8
-    )
+    require_same_codes(model, fused.model, scales)
     assert torch.equal(model.generate(PROMPT[:1], **GREEDY), expected)
     assert not torch.equal(fused.model.generate(PROMPT[:1], **GREEDY), expected), "else rounding is not seen"
 
@@ -221,7 +234,9 @@ def test_codes_are_appended_to_codes_and_looked_up_as_codes() -> None:
     assert len(past) == 4
     assert set(past.values()) == {ir.DataType.INT8}
     expected = model.generate(PROMPT[:1], past_key_values=Rounded(scales), **GREEDY)
-    assert torch.equal(generator(exported, threads=1).generate(PROMPT[:1], **GREEDY), expected)
+    runs = generator(exported, threads=1)
+    require_same_codes(runs, model, scales)
+    assert torch.equal(runs.generate(PROMPT[:1], **GREEDY), expected)
     assert not torch.equal(model.generate(PROMPT[:1], **GREEDY), expected), "else rounding is not seen"
 
 
@@ -417,11 +432,15 @@ def test_a_cache_is_measured_on_batches_that_are_finite() -> None:
         assert use_cache
         return SimpleNamespace(past_key_values=DynamicCache([(values, -2 * values)]))
 
-    batches = [{"values": torch.tensor([[[[1.0, -3.0]], [[0.0, 2.0]]]])}, {"values": torch.ones(1, 2, 4, 2)}]
+    batches = [
+        {"values": torch.tensor([[[[1.0, -3.0]], [[0.0, 2.0]]]])},
+        {"values": torch.tensor([[[[0.0, -4.0]], [[0.0, 0.0]]]])},
+    ]
     scales = CacheScales.measure(model, batches).scales
-    largest = torch.tensor([[[[1.0, 3.0]], [[1.0, 2.0]]]])
+    largest = torch.tensor([[[[1.0, 4.0]], [[127.0, 2.0]]]])  # a channel without values is scaled by 1
     torch.testing.assert_close(scales["past_key_values.layers.0.keys"], largest / 127)
-    torch.testing.assert_close(scales["past_key_values.layers.0.values"], 2 * largest / 127)
+    twice = torch.tensor([[[[2.0, 8.0]], [[127.0, 4.0]]]])
+    torch.testing.assert_close(scales["past_key_values.layers.0.values"], twice / 127)
     with pytest.raises(CalibrationError, match="pass at least one"):
         CacheScales.measure(model, [])
     with pytest.raises(CalibrationError, match=r"not finite in past_key_values.layers.0.keys"):

@@ -56,7 +56,7 @@ def _rewrite(path: Path, places: Places) -> int:
         known = places.get(digest)
         if known is None:
             own.append((digest, value))
-        elif known.location != tensor.location:
+        else:
             value.const_value = _elsewhere(tensor, known)
             shared += 1
     before = data.stat().st_size if data.exists() else 0
