@@ -10,7 +10,8 @@ import onnx_ir as ir
 from quark_fx.errors import ExportError
 from quark_fx.export.contrib_domain import CONTRIB, use_contrib_domain
 from quark_fx.export.matmul_nbits import use_matmul_nbits
-from quark_fx.export.onnx_edit import Kept
+from quark_fx.export.onnx_edit import Kept, keep_names_apart
+from quark_fx.export.onnx_passes import PASSES
 from quark_fx.export.qoperator import use_integer_operators
 from quark_fx.export.vitis import PREFIXES, use_vendor_nodes
 
@@ -89,3 +90,14 @@ def find_format(name: str, options: FormatOptions) -> tuple[OnnxFormat, FormatOp
             raise ExportError(f"{option}={value!r} is none of format={name!r}; choose one of {choices}")
         filled[option] = choices[0] if value is None else value
     return chosen, FormatOptions(**filled)  # type: ignore[arg-type]
+
+
+def write_in_format(model: ir.Model, chosen: OnnxFormat, options: FormatOptions) -> tuple[Kept, ...]:
+    """Turn a translated graph into one of a format, in place; return what the format left in pairs."""
+    for onnx_pass in PASSES:
+        onnx_pass(model)
+    kept = chosen.rewrite(model, options)
+    keep_names_apart(model)
+    for domain in {node.domain for node in model.graph.all_nodes()} - {""}:
+        model.opset_imports.setdefault(domain, 1)
+    return kept

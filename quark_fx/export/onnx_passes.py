@@ -130,7 +130,7 @@ def _transpose_dequantize(node: ir.Node) -> bool:
     constants = [value for value in node.inputs if value is not None]
     if node.op_type != "DequantizeLinear" or len(node.outputs[0].uses()) != 1:
         return False
-    if any(value.const_value is None or len(value.uses()) != 1 for value in constants):
+    if any(value.const_value is None or not _may_transpose(value) for value in constants):
         return False
     if constants[0].shape is None or constants[0].shape.rank() != 2:
         return False
@@ -147,6 +147,11 @@ def _transpose_dequantize(node: ir.Node) -> bool:
     if (shape := node.outputs[0].shape) is not None:
         node.outputs[0].shape = ir.Shape([shape[1], shape[0]])
     return True
+
+
+def _may_transpose(value: ir.Value) -> bool:
+    """Tell whether nothing else reads a matrix; a scalar or vector that others read as well stays as it is."""
+    return len(value.uses()) == 1 or (value.shape is not None and value.shape.rank() < 2)
 
 
 def fuse_dynamic_quantization(model: ir.Model) -> int:

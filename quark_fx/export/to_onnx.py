@@ -114,20 +114,14 @@ def _lowered(
     """Return the ONNX model of a graph in a format and opset, and what the format left in pairs."""
     import onnxscript.optimizer
 
-    from quark_fx.export.onnx_edit import keep_names_apart
+    from quark_fx.export.onnx_formats import write_in_format
     from quark_fx.export.onnx_opset import convert, ir_version, require_types, translated
-    from quark_fx.export.onnx_passes import PASSES
 
     model = _translate(gm, input_names, output_names, translated(opset))
     if any(node.graph is not model.graph for node in model.graph.all_nodes()):
         # torch lowers a few operators (a bag of embeddings) to loops that ONNX Runtime takes only once simplified.
         onnxscript.optimizer.optimize(model)
-    for p in PASSES:
-        p(model)
-    kept = chosen.rewrite(model, options)
-    keep_names_apart(model)
-    for domain in {node.domain for node in model.graph.all_nodes()} - {""}:
-        model.opset_imports.setdefault(domain, 1)
+    kept = write_in_format(model, chosen, options)
     require_types(model, opset)
     model = convert(model, opset)
     model.ir_version = ir_version(opset)

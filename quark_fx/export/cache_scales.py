@@ -1,0 +1,67 @@
+"""The scales of an int8 KV cache, static, per head and channel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quark_fx.errors import CalibrationError, ExportError
+
+PAST = "past_key_values"
+"""What `transformers` calls a cache."""
+
+
+@dataclass(frozen=True)
+class CacheScales:
+    """What an int8 KV cache multiplies its codes by.
+
+    Attributes:
+        scales: float32, shape `(1, heads, 1, channels)`, by the name `transformers` gives to the keys or values of a
+            layer, such as `past_key_values.layers.0.keys`.
+    """
+
+    scales: Mapping[str, Tensor]
+
+    @classmethod
+    def measure(cls, model: Any, batches: Iterable[Mapping[str, Tensor]]) -> CacheScales:
+        """Return the scales at which 127 stands for the largest magnitude of a channel in `batches`.
+
+        Args:
+            model: of `transformers`, as it will be exported.
+            batches: keywords of its forward, such as `input_ids`. Positions that are padding count as well.
+
+        Raises:
+            CalibrationError: if there are no batches, or values that are not finite.
+            ExportError: if the cache of the model does not consist of keys and values of rank 4.
+        """
+        from transformers.exporters.utils import get_leaf_tensors
+
+        largest: dict[str, Tensor] = {}
+        for batch in batches:
+            with torch.no_grad():
+                cache = model(**batch, use_cache=True).past_key_values
+            for name, value in get_leaf_tensors({PAST: cache}).items():
+                if value.dim() != 4 or not value.is_floating_point():
+                    raise ExportError(f"{name} is no cache of keys or values: {value.dtype}, {tuple(value.shape)}")
+                found = value.float().abs().amax((0, 2), keepdim=True)
+                largest[name] = torch.maximum(largest.get(name, found), found)
+        if not largest:
+            raise CalibrationError("there are no batches to measure the cache on; pass at least one")
+        if bad := [name for name, value in largest.items() if not value.isfinite().all()]:
+            raise CalibrationError(f"values that are not finite in {', '.join(bad)}")
+        return cls({name: torch.where(value > 0, value, 127.0) / 127 for name, value in largest.items()})
+
+    def quantize(self, name: str, x: Tensor) -> Tensor:
+        """Return the int8 codes of keys or values, shape `(batch, heads, tokens, channels)`."""
+        return (x / self.scales[name]).round().clamp(-128, 127).to(torch.int8)
+
+    def round(self, name: str, x: Tensor) -> Tensor:
+        """Return what the codes of `x` stand for."""
+        return self.quantize(name, x) * self.scales[name]
+
+
+__all__ = ["PAST", "CacheScales"]

@@ -1,0 +1,96 @@
+"""Let the graphs of an export read their equal weights from one place on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quark_fx.errors import ExportError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+Places = dict[bytes, "ir.ExternalTensor"]
+"""The tensor on disk that has some bytes, by their digest."""
+
+
+def share_weights(folder: str | os.PathLike[str]) -> int:
+    """Store what the graphs of an export have in common once; return how many bytes that saves.
+
+    The first graph keeps its data file; the others read from there what they share with it, and keep files of their
+    own for the rest. `ExportedModel.from_pretrained` reads the folder as before.
+
+    Args:
+        folder: where `ExportedModel.save_pretrained` wrote ONNX graphs.
+
+    Raises:
+        ExportError: if there are none.
+    """
+    folder = Path(folder)
+    try:
+        manifest = json.loads((folder / "export.json").read_text(encoding="utf-8"))
+        paths = [folder / entry["file"] for entry in manifest["components"].values()]
+    except (OSError, KeyError, ValueError) as error:
+        raise ExportError(f"{folder} holds no export of transformers: {error}") from error
+    if any(path.suffix != ".onnx" for path in paths):
+        raise ExportError(f"the graphs in {folder} are not ONNX: {', '.join(path.name for path in paths)}")
+    places: Places = {}
+    return sum(_rewrite(path, places) for path in paths)
+
+
+def _rewrite(path: Path, places: Places) -> int:
+    """Let a graph read what `places` has from there, and add the rest; return by how many bytes its data shrank."""
+    import onnx_ir as ir
+
+    model, data = ir.load(path), path.with_name(f"{path.name}.data")
+    shared, own = 0, []
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if not isinstance(tensor, ir.ExternalTensor):
+            continue
+        digest = hashlib.sha256(tensor.tobytes()).digest()
+        known = places.get(digest)
+        if known is None:
+            own.append((digest, value))
+        else:
+            value.const_value = _elsewhere(tensor, known)
+            shared += 1
+    before = data.stat().st_size if data.exists() else 0
+    if shared:
+        _save(model, path, data, [value for _, value in own])
+    for digest, value in own:
+        assert isinstance(value.const_value, ir.ExternalTensor)
+        places[digest] = value.const_value
+    return before - (data.stat().st_size if data.exists() else 0)
+
+
+def _save(model: ir.Model, path: Path, data: Path, own: list[ir.Value]) -> None:
+    """Write a graph, and its own tensors to `data`, which is there even if it has none: its readers ask for it."""
+    import onnx_ir as ir
+
+    tensors = [value.const_value for value in own if value.const_value is not None]
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".shared-") as staging:
+        (Path(staging) / data.name).touch()
+        written = ir.external_data.convert_tensors_to_external(tensors, staging, data.name)
+        for value, tensor in zip(own, written, strict=True):
+            assert isinstance(tensor, ir.ExternalTensor)
+            value.const_value = _elsewhere(tensor, tensor, path.parent)
+        ir.save(model, Path(staging) / path.name)
+        for name in (data.name, path.name):
+            (Path(staging) / name).replace(path.parent / name)
+
+
+def _elsewhere(tensor: ir.ExternalTensor, place: ir.ExternalTensor, folder: Path | None = None) -> ir.ExternalTensor:
+    """Return `tensor`, read from where `place` is, in `folder`."""
+    import onnx_ir as ir
+
+    base = place.base_dir if folder is None else folder
+    layout = {"shape": tensor.shape, "name": tensor.name or "", "base_dir": base}
+    return ir.ExternalTensor(place.location, place.offset, place.length, tensor.dtype, **layout)
+
+
+__all__ = ["share_weights"]
