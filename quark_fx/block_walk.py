@@ -223,6 +223,8 @@ def walk_blocks(
                 streams.advance("quantized", block, values)
                 _release(values)
                 streams.forget(set(block.inputs) - set(block.outputs))
+            _release(part)
+            _release(module)
     finally:
         streams.forget({name for block in blocks for name in (*block.inputs, *block.outputs)})
 

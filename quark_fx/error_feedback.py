@@ -26,6 +26,9 @@ _AT_ONCE = 1 << 20
 """Weights that are rounded together on a processor, about: more need memory, and fall out of its caches. A GPU takes
 256 times as many, of which seven copies are a few gigabytes."""
 
+_TURNED = 1024
+"""Rows of a second moment that are permuted at once."""
+
 _DAMPING_STEP = 10.0
 """Damping that does not make `H` positive definite is raised by this factor, up to the mean diagonal itself."""
 
@@ -74,7 +77,11 @@ def factor(h: Tensor, *, damping: float, by_activation: bool) -> Factor:
     # The lower triangle of the matrix turned by half a circle is the upper one of the matrix.
     turned = order.flip(-1)
     diagonal = diagonal.gather(-1, turned)
-    turned_h = h.gather(-2, turned.unsqueeze(-1).expand_as(h)).gather(-1, turned.unsqueeze(-2).expand_as(h))
+    turned_h = torch.empty_like(h)
+    for first in range(0, h.shape[-1], _TURNED):
+        rows = turned[..., first : first + _TURNED, None]
+        some = h.gather(-2, rows.expand(*rows.shape[:-1], h.shape[-1]))
+        turned_h[..., first : first + _TURNED, :] = some.gather(-1, turned.unsqueeze(-2).expand_as(some))
     share = damping
     while True:
         turned_h.diagonal(dim1=-2, dim2=-1).copy_(diagonal + share * mean)

@@ -63,6 +63,8 @@ class QuantizedWeight:
     def grid(self, gm: GraphModule) -> Grid:
         """Return what the codes stand for."""
         codes, scale, zero_point = (parameter(gm, node) for node in self.dequantize.args[:3])  # type: ignore[arg-type]
+        if self.scheme.symmetric:  # one number for all, which takes no memory when it is spread
+            zero_point = zero_point.flatten()[:1].reshape(())
         scale, zero_point = (spread(p.float(), codes, self.axis, self.block_size) for p in (scale, zero_point))
         movable = self.scheme.scale_type is ScaleType.FLOAT32 and not self.bias_scale_follows
         scale, zero_point = scale.expand_as(codes), zero_point.expand_as(codes)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from quark_fx.block_walk import walk_blocks
+from quark_fx.block_walk import BlockRun, walk_blocks
 from quark_fx.blocks import Unit
 from quark_fx.context import Context
 from quark_fx.error_feedback import Factor, factor, round_with_feedback, solve
@@ -66,10 +66,13 @@ class GPTQ:
         walk = walk_blocks(gm, context, unit=Unit.OPERATOR, label="GPTQ", side_by_side=self.asymmetry > 0)
         for run in walk:
             if not run.finished:
-                weights = [w for w in quantized_weights(run.module, context.plan) if w.codes not in shared]
-                for product in find_products(run, weights, context):
-                    self._round(product, context)
+                self._round_block(run, shared, context)
         return sum(change.changed for change in context.changes)
+
+    def _round_block(self, run: BlockRun, shared: set[str], context: Context) -> None:
+        weights = [w for w in quantized_weights(run.module, context.plan) if w.codes not in shared]
+        for product in find_products(run, weights, context):
+            self._round(product, context)
 
     def _round(self, product: Product, context: Context) -> None:
         began = time.perf_counter()

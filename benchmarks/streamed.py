@@ -1,0 +1,225 @@
+"""Quantize checkpoints in a quarter of the memory their weights take, beside the same in memory.
+
+    python -m benchmarks.streamed --folder FOLDER [--model llama moe] [--preset w4a16_gptq w4a16_awq] [--write]
+
+The checkpoints, seeded random weights in bfloat16 in shards of 200 MB, are made in FOLDER and stay there, like the
+figures of each run, so that a measurement can be continued. Every run is a process of its own on one thread. *Streamed*:
+`quantize(directory, ..., output_dir=)` in a control group of Linux whose memory, with what the system keeps of files, is
+limited to a quarter of the checkpoint from before python starts; what exceeds it is killed. *In memory*: the model is
+loaded with `from_pretrained`, quantized and saved without a limit. *Peak*: of the process's own memory (`RssAnon`, seen
+every 10 ms), python, torch and transformers included, which take what the column *before* says. Calibration: 8 x 256
+random tokens.
+
+*Same bits*: for a small model of each shape both runs are compared tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import quark_fx as qfx
+from benchmarks.common import environment, publish, table
+
+VOCABULARY = 32000
+
+_LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": VOCABULARY}
+_EXPERTS = {
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": VOCABULARY,
+}
+
+MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "llama": (
+        lambda: transformers.LlamaConfig(**_LLAMA, hidden_size=2048, intermediate_size=4096, num_hidden_layers=34),
+        lambda: transformers.LlamaConfig(**_LLAMA, hidden_size=256, intermediate_size=512, num_hidden_layers=2),
+    ),
+    "moe": (
+        lambda: transformers.Qwen3MoeConfig(
+            **_EXPERTS, hidden_size=1024, moe_intermediate_size=384, num_attention_heads=16, num_hidden_layers=54
+        ),
+        lambda: transformers.Qwen3MoeConfig(
+            **_EXPERTS, hidden_size=256, moe_intermediate_size=128, num_attention_heads=4, num_hidden_layers=2
+        ),
+    ),
+}
+"""Configuration of each shape, large and small."""
+
+PRESETS = ("w4a16_gptq", "w4a16_awq")
+
+
+def main() -> None:
+    """Make what is missing, measure what is missing, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--preset", nargs="+", choices=PRESETS, default=list(PRESETS))
+    parser.add_argument("--write", action="store_true", help="write docs/streamed.md")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(json.dumps(_run(**json.loads(arguments.child))))
+        return
+    rows = []
+    for name in arguments.model:
+        directories = [_checkpoint(arguments.folder, name, small) for small in (False, True)]
+        for preset in arguments.preset:
+            results = {
+                (small, streamed): _measure(arguments.folder, directory, preset, streamed)
+                for small, directory in zip((False, True), directories, strict=True)
+                for streamed in (True, False)
+            }
+            rows.append(_row(directories, preset, results))
+    header = ("model", "preset", "checkpoint, GiB", "limit, MiB", "peak streamed, MiB", "before", "peak in memory")
+    text = (
+        "# Larger than memory\n\n"
+        "Written by `python -m benchmarks.streamed --folder FOLDER --write`, whose docstring says what is measured.\n\n"
+        f"{table((*header, 'seconds streamed', 'seconds in memory', 'same bits'), rows)}\n\n{environment()}"
+    )
+    publish(text, "streamed.md" if arguments.write else None)
+
+
+def _row(directories: list[Path], preset: str, results: dict[tuple[bool, bool], dict[str, Any]]) -> tuple[str, ...]:
+    large, memory = results[False, True], results[False, False]
+    same = _equal(directories[1], preset)
+    return (
+        directories[0].name,
+        preset,
+        f"{_size(directories[0]) / 2**30:.2f}",
+        f"{large['limit'] / 2**20:.0f}" if large["limit"] else "none",
+        f"{large['peak'] / 2**20:.0f}",
+        f"{large['before'] / 2**20:.0f}",
+        f"{memory['peak'] / 2**20:.0f}",
+        f"{large['seconds']:.0f}",
+        f"{memory['seconds']:.0f}",
+        "yes" if same else "NO",
+    )
+
+
+def _checkpoint(folder: Path, name: str, small: bool) -> Path:
+    """Return the directory of a checkpoint, made if it is missing."""
+    directory = folder / (f"{name}-small" if small else name)
+    if not (directory / "config.json").exists():
+        torch.manual_seed(0)
+        config = MODELS[name][small]()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        unfinished = directory.with_suffix(".unfinished")
+        model.save_pretrained(unfinished, max_shard_size="200MB")
+        unfinished.rename(directory)
+    return directory
+
+
+def _size(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+
+
+def _output(directory: Path, preset: str, streamed: bool) -> Path:
+    return directory.parent / f"{directory.name}-{preset}-{'streamed' if streamed else 'in-memory'}"
+
+
+def _equal(directory: Path, preset: str) -> bool:
+    a, b = (load_file(_output(directory, preset, streamed) / "model.safetensors") for streamed in (True, False))
+    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
+
+
+def _measure(folder: Path, directory: Path, preset: str, streamed: bool) -> dict[str, Any]:
+    """Return the figures of one run in a process of its own, those of an earlier one if there was one."""
+    output = _output(directory, preset, streamed)
+    kept = output.with_suffix(".json")
+    if not kept.exists():
+        shutil.rmtree(output, ignore_errors=True)
+        group = _control_group(_size(directory) // 4) if streamed and not directory.name.endswith("-small") else None
+        job = {"directory": str(directory), "preset": preset, "output": str(output), "streamed": streamed}
+        command = [sys.executable, "-m", "benchmarks.streamed", "--folder", str(folder), "--child", json.dumps(job)]
+        environ = os.environ | {"OMP_NUM_THREADS": "1"}
+        enter = None if group is None else partial(_enter, group)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environ, preexec_fn=enter)
+        if done.returncode:
+            raise SystemExit(f"{output.name} ended with {done.returncode}")
+        figures = json.loads(done.stdout.splitlines()[-1])
+        kept.write_text(json.dumps(figures | {"limit": _size(directory) // 4 if group is not None else None}))
+        if not directory.name.endswith("-small"):
+            shutil.rmtree(output)
+    found: dict[str, Any] = json.loads(kept.read_text())
+    return found
+
+
+def _control_group(limit: int) -> Path | None:
+    """Return a new control group with so much memory, of either version, `None` where that is not allowed."""
+    for root, file in (
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+        ("/sys/fs/cgroup", "memory.max"),
+    ):
+        group = Path(root) / f"quark_fx-{os.getpid()}-{limit}"
+        try:
+            group.mkdir(exist_ok=True)
+            (group / file).write_text(str(limit))
+        except OSError:
+            continue
+        return group
+    return None
+
+
+def _enter(group: Path) -> None:
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def _run(directory: str, preset: str, output: str, streamed: bool) -> dict[str, float]:
+    """Quantize once, here."""
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    data = [{"input_ids": torch.randint(0, VOCABULARY, (2, 256), generator=generator)} for _ in range(4)]
+    watch = _Watch()
+    began = time.perf_counter()
+    if streamed:
+        qfx.quantize(directory, preset, data, output_dir=output)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
+        for p in model.parameters():  # files that are mapped would not count
+            p.data = p.data.clone()
+        qfx.quantize(model, preset, data).save(output)
+    return {"before": watch.before, "peak": watch.peak, "seconds": time.perf_counter() - began}
+
+
+class _Watch:
+    """The peak of this process's own memory since it was made, in bytes."""
+
+    def __init__(self) -> None:
+        self.before = self.peak = self._now()
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def _look(self) -> None:
+        while True:
+            self.peak = max(self.peak, self._now())
+            time.sleep(0.01)
+
+    def _now(self) -> int:
+        found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
+        assert found is not None
+        return int(found[1]) * 1024
+
+
+if __name__ == "__main__":
+    main()
