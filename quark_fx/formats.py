@@ -173,6 +173,13 @@ FORMATS: dict[str, Format] = {
 """Every named format, by its name in configurations and graphs."""
 
 
+def has_onnx_type(fmt: Format) -> bool:
+    """Tell whether quantizers of ONNX have a type for the codes."""
+    if isinstance(fmt, FloatFormat):
+        return fmt.bits >= 8
+    return fmt.bits in (2, 4, 8, 16, 32) and not fmt.sign_magnitude
+
+
 def parse_format(name: str) -> Format:
     """Return the format called `name`, as printed by `str(format)`.
 

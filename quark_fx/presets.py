@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 
 from quark_fx import block_formats
-from quark_fx.config import Granularity, Override, QuantConfig, Target, TensorSpec
+from quark_fx.config import Granularity, Override, QuantConfig, TensorSpec
 from quark_fx.errors import ConfigError
 from quark_fx.formats import BF16 as BFLOAT16
 from quark_fx.formats import FP8_E4M3, INT4, INT8, INT16, INT32, UINT8
@@ -115,13 +115,12 @@ FP8_DYNAMIC = QuantConfig(
 
 
 def _block(weight: TensorSpec, *, weight_only: bool = False) -> QuantConfig:
-    """Return a configuration of a block format, for PyTorch: nothing exports it to ONNX."""
+    """Return a configuration of a block format."""
     return QuantConfig(
         weight=weight,
         input=None if weight_only else weight.replace(dynamic=True),
         passes=_FUSE,
         exclude=("op:embedding", "op:head"),
-        target=Target.TORCH,
     )
 
 

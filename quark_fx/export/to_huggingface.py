@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from quark_fx.errors import ExportError
 from quark_fx.export.checkpoint import Layer, each_layer, take_apart
-from quark_fx.export.packing import Matrix, pack, pack_awq, pack_columns
+from quark_fx.export.packing import Matrix, pack, pack_awq, pack_columns, patterns
 from quark_fx.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, FloatFormat, IntFormat, parse_format
 from quark_fx.model import QuantizedModel
 from quark_fx.qparams import ScaleType, Symmetry, recover_global_scale
@@ -186,7 +186,7 @@ def _block_scheme(layer: Layer, weights: dict[str, Any]) -> dict[str, Any]:
 
 def _blocks(weight: Matrix, form: str) -> dict[str, Tensor]:
     """Return the tensors of small floats in groups."""
-    packed = pack(weight.patterns(), weight.bits).view(torch.uint8)
+    packed = pack(patterns(weight.codes, weight.format), weight.bits).view(torch.uint8)
     if form == "mxfp8-quantized":
         return {"weight": weight.codes, "weight_scale": weight.exponents()}
     if form != _NVFP4:
