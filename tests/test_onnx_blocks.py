@@ -210,6 +210,16 @@ def test_weights_take_the_space_of_their_bits(preset: str, width: int, tmp_path:
     assert stored(qfx.export.onnx(qmodel, tmp_path / "model.onnx")) == expected
 
 
+@pytest.mark.parametrize("preset", BLOCK_PRESETS)
+def test_a_depthwise_weight_has_a_scale_for_each_value_and_no_more(preset: str, tmp_path: Path) -> None:
+    x = rand(2, 8, 6, 6)
+    qmodel = quantize(seeded(nn.Conv2d(8, 8, 3, groups=8, bias=False)), whole(preset), [x])
+    path = qfx.export.onnx(qmodel, tmp_path / "model.onnx")
+    # A global scale, and a byte at most for each code and each scale.
+    assert stored(path) <= 2 * 8 * 9 + 4
+    assert qfx.verify(qmodel, path, [x]).max_steps <= 255 * 9 * 2**-24
+
+
 @pytest.mark.parametrize("preset", ["mxfp4", "mxint8", "mxfp8_e4m3", "nvfp4", "mx9"])
 def test_weights_are_turned_into_floats_when_the_file_is_loaded(preset: str, tmp_path: Path) -> None:
     qmodel = quantize(seeded(nn.Linear(70, 48)), whole(preset).replace(input=None), [rand(2, 70)])

@@ -261,6 +261,8 @@ def _sharing(scale: Tensor, axis: int, block_size: int) -> int:
     if block_size > 4 or not _are_exponents(scale):
         return 1
     for count in _SHARING:
+        if count > scale.shape[axis]:
+            continue  # what fills the group up would take more
         groups = _cut(scale, axis, count, None)
         if bool((groups >= groups.amax(axis + 1, keepdim=True) / 2).all()):
             return count
