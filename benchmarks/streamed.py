@@ -2,13 +2,13 @@
 
     python -m benchmarks.streamed --folder FOLDER [--model llama moe] [--preset w4a16_gptq w4a16_awq] [--write]
 
-The checkpoints, seeded random weights in bfloat16 in shards of 200 MB, are made in FOLDER and stay there, like the
-figures of each run, so that a measurement can be continued. Every run is a process of its own on one thread. *Streamed*:
-`quantize(directory, ..., output_dir=)` in a control group of Linux whose memory, with what the system keeps of files, is
-limited to a quarter of the checkpoint from before python starts; what exceeds it is killed. *In memory*: the model is
-loaded with `from_pretrained`, quantized and saved without a limit. *Peak*: of the process's own memory (`RssAnon`, seen
-every 10 ms), python, torch and transformers included, which take what the column *before* says. Calibration: 8 x 256
-random tokens.
+The checkpoints, seeded random weights in bfloat16 in shards of 200 MB, are made in FOLDER and stay, like the figures of
+each run: a measurement can be continued. Every run is a process of its own on one thread. *Streamed*:
+`quantize(directory, ..., output_dir=)` in a control group of Linux whose memory, what the system keeps of files with
+it, is limited to a quarter of the checkpoint from before python starts; what exceeds it is killed. *In memory*: the model
+is loaded with `from_pretrained`, quantized and saved without a limit. *Peak*: of the process's own memory (`RssAnon`,
+seen every 10 ms), python, torch and transformers included, which take what the column *before* says. Calibration:
+8 x 256 random tokens.
 
 *Same bits*: for a small model of each shape both runs are compared tensor by tensor.
 """

@@ -12,7 +12,7 @@ from typing import Any, Final, Self
 import yaml
 
 from quark_fx.errors import ConfigError
-from quark_fx.formats import INT32, FloatFormat, Format
+from quark_fx.formats import INT32, FloatFormat, has_onnx_type
 from quark_fx.pass_manager import GraphPass, pass_from_dict, pass_to_dict, require_order
 from quark_fx.qparams import Symmetry
 from quark_fx.specs import Granularity, TensorSpec, enum_member, known_fields
@@ -179,18 +179,19 @@ class QuantConfig:
             (output is not None and output.dynamic, "only inputs can be dynamic; set output=None"),
             (
                 self.target is Target.ONNX
-                and (bad := [s for s in (weight, *activations) if s and not _onnx_type(s.format)]),
+                and (bad := [s for s in (weight, *activations) if s and not _exported(s, s is weight)]),
                 f"{bad and bad[0].format} has no ONNX type; use 2, 4, 8 or 16 bits, or target='torch'"
                 if self.target is Target.ONNX
                 else "",
             ),
             (
-                self.target is Target.ONNX and any(s and s.scale_type.is_8_bit for s in (weight, *activations)),
-                "scales of 8 bits are not exported to ONNX; use scale_type='float32', or target='torch'",
+                self.target is Target.ONNX
+                and any(s.scale_type.is_8_bit and s.dynamic and s.group_size is None for s in activations),
+                "scales of 8 bits are measured per group in ONNX; set granularity='group', or target='torch'",
             ),
             (
-                self.target is Target.ONNX and any(s.granularity is Granularity.GROUP for s in activations),
-                "activations in groups are not exported to ONNX; use granularity='token', or target='torch'",
+                self.target is Target.ONNX and any(s.group_size and not s.scheme.symmetric for s in activations),
+                "activations in groups have no zero points in ONNX; set symmetry='symmetric', or target='torch'",
             ),
         ):
             if wrong:
@@ -287,10 +288,13 @@ def matches(pattern: str, name: str, *kinds: str) -> bool:
     return fnmatchcase(name, pattern)
 
 
-def _onnx_type(fmt: Format) -> bool:
-    if isinstance(fmt, FloatFormat):
-        return fmt.bits >= 8
-    return fmt.bits in (2, 4, 8, 16) and not fmt.sign_magnitude
+def _exported(spec: TensorSpec, constant: bool) -> bool:
+    """Tell whether ONNX has a type for the format, or the export builds one, as it does for weights and groups."""
+    fmt = spec.format
+    if has_onnx_type(fmt):
+        return fmt.bits < 32
+    built = isinstance(fmt, FloatFormat) or fmt.sign_magnitude
+    return built and (constant or spec.granularity is Granularity.GROUP)
 
 
 def _require_spec(name: str, value: Any, other: Any) -> None:

@@ -173,12 +173,24 @@ FORMATS: dict[str, Format] = {
 """Every named format, by its name in configurations and graphs."""
 
 
+LONG_NAMES = {"float16": "fp16", "bfloat16": "bf16"}
+"""What torch calls them."""
+
+
+def has_onnx_type(fmt: Format) -> bool:
+    """Tell whether quantizers of ONNX have a type for the codes."""
+    if isinstance(fmt, FloatFormat):
+        return fmt.bits >= 8
+    return fmt.bits in (2, 4, 8, 16, 32) and not fmt.sign_magnitude
+
+
 def parse_format(name: str) -> Format:
-    """Return the format called `name`, as printed by `str(format)`.
+    """Return the format called `name`, as printed by `str(format)` or, of 16-bit floats, as torch names it.
 
     Raises:
         ConfigError: if there is none; the message lists those that exist.
     """
+    name = LONG_NAMES.get(name, name)
     if name not in FORMATS:
         raise ConfigError(f"unknown number format {name!r}; choose one of {', '.join(FORMATS)}")
     return FORMATS[name]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 
 from quark_fx import block_formats
-from quark_fx.config import Granularity, Override, QuantConfig, Target, TensorSpec
+from quark_fx.config import Granularity, Override, QuantConfig, TensorSpec
 from quark_fx.errors import ConfigError
 from quark_fx.formats import BF16 as BFLOAT16
-from quark_fx.formats import FP8_E4M3, INT4, INT8, INT16, INT32, UINT8
+from quark_fx.formats import FP8_E4M3, INT4, INT8, INT16, INT32, LONG_NAMES, UINT8
 from quark_fx.formats import FP16 as FLOAT16
 from quark_fx.observers import Mse, NonOverflow, PowerOfTwoMinMse
 from quark_fx.passes.awq import AWQ
@@ -115,13 +115,12 @@ FP8_DYNAMIC = QuantConfig(
 
 
 def _block(weight: TensorSpec, *, weight_only: bool = False) -> QuantConfig:
-    """Return a configuration of a block format, for PyTorch: nothing exports it to ONNX."""
+    """Return a configuration of a block format."""
     return QuantConfig(
         weight=weight,
         input=None if weight_only else weight.replace(dynamic=True),
         passes=_FUSE,
         exclude=("op:embedding", "op:head"),
-        target=Target.TORCH,
     )
 
 
@@ -171,12 +170,12 @@ PRESETS: dict[str, QuantConfig] = {
 
 
 def preset(name: str) -> QuantConfig:
-    """Return the preset called `name`, in any case.
+    """Return the preset called `name`, in any case; `float16` and `bfloat16` are names, too.
 
     Raises:
         ConfigError: if there is none; the message lists the nearest and all names.
     """
-    found = PRESETS.get(name.lower())
+    found = PRESETS.get(LONG_NAMES.get(name.lower(), name.lower()))
     if found is None:
         near = difflib.get_close_matches(name.lower(), PRESETS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."

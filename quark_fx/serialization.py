@@ -37,7 +37,7 @@ from quark_fx.signature import Signature
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
-_GRAPH, _TENSORS = "graph.json", "model.safetensors"
+GRAPH_FILE, _TENSORS = "graph.json", "model.safetensors"
 _PYTHON = {
     **{name: getattr(operator, name) for name in ("getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "neg")},
     **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "not_", "pow")},
@@ -60,7 +60,7 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
         QuarkError: if the directory cannot be written or holds a checkpoint, or the graph holds a call without a name.
     """
     gm = qmodel.graph_module
-    if (directory / "config.json").exists() and not (directory / _GRAPH).exists():
+    if (directory / "config.json").exists() and not (directory / GRAPH_FILE).exists():
         raise QuarkError(f"{directory} holds a checkpoint, whose tensors would be overwritten; choose another one")
     try:
         signature = _signature_to_dict(qmodel.signature)
@@ -78,15 +78,15 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
         "inputs": [_value_to_dict(node) for node in gm.graph.nodes if node.op == "placeholder"],
         "nodes": [_node_to_dict(node) for node in gm.graph.nodes],
     }
-    partial = [directory / f"{name}.partial" for name in (_TENSORS, _GRAPH)]
+    partial = [directory / f"{name}.partial" for name in (_TENSORS, GRAPH_FILE)]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         save_file(_apart(stored_tensors(gm)), partial[0])
         partial[1].write_text(json.dumps(document, indent=1))
         # The graph makes the directory a model: an interruption leaves the old one, the new one or none.
-        (directory / _GRAPH).unlink(missing_ok=True)
+        (directory / GRAPH_FILE).unlink(missing_ok=True)
         partial[0].replace(directory / _TENSORS)
-        partial[1].replace(directory / _GRAPH)
+        partial[1].replace(directory / GRAPH_FILE)
     except (OSError, SafetensorError) as error:
         with suppress(OSError):
             for file in partial:
@@ -120,13 +120,13 @@ def load(
     """
     directory = Path(directory)
     try:
-        document = json.loads((directory / _GRAPH).read_text())
+        document = json.loads((directory / GRAPH_FILE).read_text())
         with safe_open(directory / _TENSORS, framework="pt", device=str(device)) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError, ValueError) as error:
         raise QuarkError(f"{directory} holds no readable quantized model: {error}") from error
     if not isinstance(document, dict) or "version" not in document:
-        raise QuarkError(f"{directory / _GRAPH} is damaged: it holds no graph")
+        raise QuarkError(f"{directory / GRAPH_FILE} is damaged: it holds no graph")
     if document["version"] != FORMAT_VERSION:
         raise QuarkError(
             f"{directory} has format version {document['version']}, this quark_fx reads {FORMAT_VERSION}; "
@@ -144,7 +144,7 @@ def load(
     except QuarkError:
         raise
     except Exception as error:  # what a damaged graph breaks is anyone's guess
-        raise QuarkError(f"{directory / _GRAPH} is damaged: {type(error).__name__}: {error}") from error
+        raise QuarkError(f"{directory / GRAPH_FILE} is damaged: {type(error).__name__}: {error}") from error
 
 
 def _node_to_dict(node: Node) -> dict[str, Any]:

@@ -58,10 +58,13 @@ observers = st.one_of(
 def specs(draw: st.DrawFn, *, weight: bool = False, target: Target = Target.ONNX) -> TensorSpec:
     any_format, onnx = FORMATS.values(), target is Target.ONNX
     held = [f for f in any_format if f.bits in (4, 8, 16) and str(f) not in ("sm8", "fp4_e2m1")]
+    in_blocks = draw(st.booleans())
+    if onnx and (weight or in_blocks):
+        held += [f for f in any_format if str(f)[:2] == "sm" or str(f)[:3] in ("fp4", "fp6")]
     fmt = draw(st.sampled_from(held if onnx else [f for f in any_format if f != UINT32]))
     if fmt in (FP16, BF16):
         return TensorSpec(format=fmt)
-    if not onnx and draw(st.booleans()):
+    if in_blocks:
         return draw(block_specs(fmt, weight=weight))
     options: dict[str, Any] = {"format": fmt}
     if str(fmt)[:2] != "fp":
@@ -202,13 +205,19 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "dynamic weight": (config(weight=DYNAMIC), "drop dynamic=True from `weight`"),
     "activation per channel": (config(weight=PER_CHANNEL, input=PER_CHANNEL), "per tensor, token or group"),
     "activation per group": (config(weight=PER_CHANNEL, input=GROUPS), "set dynamic=True"),
-    "block scales for onnx": (config(weight=MXINT8), "scales of 8 bits are not exported to ONNX; .*target='torch'"),
-    "groups for onnx": (
-        config(weight=PER_CHANNEL, input=GROUPS.replace(dynamic=True)),
-        "activations in groups are not exported to ONNX; .*target='torch'",
+    "scales of 8 bits per token for onnx": (
+        config(input=MXINT8.replace(granularity="token", group_size=None, dynamic=True)),
+        "scales of 8 bits are measured per group in ONNX; .*target='torch'",
     ),
-    "four-bit floats for onnx": (config(weight=MXFP4), "fp4_e2m1 has no ONNX type; .*target='torch'"),
-    "signs and magnitudes for onnx": (config(weight=TensorSpec(format=SM8)), "sm8 has no ONNX type"),
+    "zero points of groups for onnx": (
+        config(weight=PER_CHANNEL, input=GROUPS.replace(dynamic=True, symmetry="asymmetric")),
+        "activations in groups have no zero points in ONNX; .*target='torch'",
+    ),
+    "four-bit floats for onnx": (
+        config(weight=MXFP4, input=TensorSpec(format=MXFP4.format)),
+        "fp4_e2m1 has no ONNX type; .*target='torch'",
+    ),
+    "signs and magnitudes for onnx": (config(input=TensorSpec(format=SM8)), "sm8 has no ONNX type"),
     "output alone": (config(weight=PER_CHANNEL, output=ACTIVATION), "`output` without `input`"),
     "dynamic output": (config(weight=PER_CHANNEL, input=ACTIVATION, output=DYNAMIC), "set output=None"),
     "three bits for onnx": (config(weight=TensorSpec(format=INT3)), "int3 has no ONNX type; .*target='torch'"),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from quark_fx.block_formats import MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, NVFP4
 from quark_fx.config import Granularity, Override, QuantConfig, Target, TensorSpec
-from quark_fx.export.packing import Matrix, pack, pack_awq, pack_columns
+from quark_fx.export.packing import pack, pack_awq, pack_columns, patterns
 from quark_fx.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, FP8_E5M2, INT4, INT8, UINT4, UINT8
 from quark_fx.presets import BF16, FP8_STATIC, INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY
 from quark_fx.qparams import ScaleType, Symmetry
@@ -376,8 +376,7 @@ def test_patterns_are_the_bits_of_small_floats() -> None:
     for fmt, kind in ((FP4_E2M1, ml_dtypes.float4_e2m1fn), (FP6_E2M3, ml_dtypes.float6_e2m3fn)):
         every = np.arange(1 << fmt.bits, dtype=np.uint8)
         values = torch.from_numpy(every.view(kind).astype(np.float32))[None]
-        matrix = Matrix(values.to(torch.float8_e4m3fn), torch.ones(1, 1), None, fmt, None)
-        assert matrix.patterns()[0].tolist() == every.tolist()
+        assert patterns(values.to(torch.float8_e4m3fn), fmt)[0].tolist() == every.tolist()
 
 
 def test_what_is_there_is_not_broken(tmp_path: Path) -> None:

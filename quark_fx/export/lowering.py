@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from onnxscript import opset21
 
+from quark_fx.export.block_nodes import block_scale, dequantize_blocks, quantize_blocks
+from quark_fx.export.onnx_edit import made_by
 from quark_fx.export.table import lowers
-from quark_fx.formats import IntFormat, parse_format
+from quark_fx.formats import IntFormat, has_onnx_type, parse_format
 from quark_fx.qparams import ScaleType, Scheme, Symmetry
 
 op: Any = opset21
@@ -30,6 +33,8 @@ def onnx_type(format: str) -> ir.DataType:
 def quantize(x: Any, scale: Any, zero_point: Any, format: str, axis: int | None = None, block_size: int = 0) -> Any:
     """`QuantizeLinear` in float32; the cast gives the zero point, and so the codes, the type of the format."""
     x = _float32(x)
+    if made_by(scale, "BlockScale"):
+        return quantize_blocks(x, scale)
     fmt = onnx_type(format)
     if block_size < 0:
         return _quantize_rows(x, scale, zero_point, format)
@@ -69,7 +74,9 @@ def dequantize(
     attributes = {} if axis is None else {"axis": axis, "block_size": block_size}
     fmt = parse_format(format)
     whole = isinstance(fmt, IntFormat)
-    if block_size < 0:
+    if made_by(codes, "QuantizeBlocks") or not has_onnx_type(fmt):
+        y = dequantize_blocks(codes, scale, format=format, axis=axis or 0, block_size=block_size)
+    elif block_size < 0:
         # Spelled out as in `_quantize_rows`; ONNX Runtime would also fuse a blocked `DequantizeLinear` into an integer
         # product that takes one scale, and fail.
         y = op.Cast(codes, to=ir.DataType.FLOAT)
@@ -94,10 +101,13 @@ def dynamic_qparams(
     group_size: int = 0,
 ) -> Any:
     """`DynamicQuantizeLinear` where it is what is meant, else its arithmetic spelled out, per tensor or row."""
-    assert block_size <= 0, "the export refuses blocks beforehand"
-    assert scale_type == ScaleType.FLOAT32
-    scheme = Scheme(format=parse_format(format), symmetry=Symmetry(symmetry))
     x = _float32(x)
+    if block_size > 0:
+        layout = {"axis": axis, "block_size": block_size, "group_size": group_size}
+        scale = block_scale(x, format=format, symmetry=symmetry, scale_type=scale_type, **layout)
+        return scale, op.Constant(value=ir.Tensor(np.zeros((), np.int32)))
+    assert scale_type == ScaleType.FLOAT32, "the export refuses others beforehand"
+    scheme = Scheme(format=parse_format(format), symmetry=Symmetry(symmetry))
     if format == "uint8" and not scheme.symmetric and axis is None:
         _, scale, zero_point = op.DynamicQuantizeLinear(x)
         return scale, op.Cast(zero_point, to=ir.DataType.INT32)

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import torch
 
 from quark_fx.errors import ExportError
+from quark_fx.export.contrib_domain import CONTRIB
 from quark_fx.export.onnx_edit import (
     Kept,
     StaysFloatError,
@@ -24,10 +26,10 @@ from quark_fx.export.onnx_edit import (
     put_node,
     without_trailing_none,
 )
+from quark_fx.export.packing import pack
 
 Array = np.ndarray[Any, Any]
 
-_DOMAIN = "com.microsoft"
 _BLOCKS = (16, 32, 64, 128, 256)
 """Values per scale that the kernels of both operators take."""
 
@@ -126,10 +128,8 @@ class Blocks:
 
 def packed(codes: Array, bits: int) -> Array:
     """Pack the rows of `codes` into bytes, lowest bits first; the last byte of a row is filled up with zeros."""
-    each = 8 // bits
-    rows, columns = codes.shape
-    codes = np.pad(codes, ((0, 0), (0, -columns % each))).reshape(rows, -1, each)
-    filled: Array = (codes << (np.arange(each) * bits)).sum(-1).astype(np.uint8)
+    words = pack(torch.from_numpy(codes), bits)
+    filled: Array = words.view(torch.uint8)[:, : -(-codes.shape[1] * bits // 8)].numpy()
     return filled
 
 
@@ -240,7 +240,7 @@ def _use_product(model: ir.Model, node: ir.Node, weight: Weight, accuracy_level:
     rows, columns = blocks.codes.shape
     attributes = {"K": columns, "N": rows, "bits": blocks.bits, "block_size": blocks.size}
     attributes |= {"accuracy_level": accuracy_level} if accuracy_level else {}
-    new = ir.node("MatMulNBits", without_trailing_none(inputs), attributes, domain=_DOMAIN, name=node.name)
+    new = ir.node("MatMulNBits", without_trailing_none(inputs), attributes, domain=CONTRIB, name=node.name)
     put_node(last, new)
 
 
@@ -360,5 +360,5 @@ def _use_gather(model: ir.Model, node: ir.Node, weight: Weight) -> None:
     ]
     attributes = {"bits": blocks.bits, "block_size": blocks.size, "gather_axis": 0, "quantize_axis": 1}
     name = gather.name
-    new = ir.node("GatherBlockQuantized", without_trailing_none(inputs), attributes, domain=_DOMAIN, name=name)
+    new = ir.node("GatherBlockQuantized", without_trailing_none(inputs), attributes, domain=CONTRIB, name=name)
     put_node(node, new)

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from quark_fx.errors import ExportError
 from quark_fx.export.contrib_domain import CONTRIB, use_contrib_domain
 from quark_fx.export.matmul_nbits import use_matmul_nbits
+from quark_fx.export.onnx_blocks import spell_out_blocks
 from quark_fx.export.onnx_edit import Kept, keep_names_apart
 from quark_fx.export.onnx_passes import PASSES
 from quark_fx.export.qoperator import use_integer_operators
@@ -97,6 +98,7 @@ def write_in_format(model: ir.Model, chosen: OnnxFormat, options: FormatOptions)
     for onnx_pass in PASSES:
         onnx_pass(model)
     kept = chosen.rewrite(model, options)
+    spell_out_blocks(model)
     keep_names_apart(model)
     for domain in {node.domain for node in model.graph.all_nodes()} - {""}:
         model.opset_imports.setdefault(domain, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from quark_fx.errors import ExportError
+from quark_fx.export.block_nodes import DOMAIN
 
 DEFAULT = 21
 """The first opset with 4- and 16-bit codes and blocks; every ONNX Runtime since 1.20 loads it."""
@@ -39,6 +40,9 @@ def require_types(model: ir.Model, opset: int) -> None:
     """Raise, listing them, if quantizers have types or blocks that `opset` does not have."""
     bad, needed = [], 0
     for node in model.graph.all_nodes():
+        if node.domain == DOMAIN and opset < DEFAULT:
+            bad.append(f"  {node.name}: {node.op_type} needs opset {DEFAULT}")
+            needed = max(needed, DEFAULT)
         if node.domain or node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
             continue
         codes = node.outputs[0] if node.op_type == "QuantizeLinear" else node.inputs[0]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
+from quark_fx.export.block_nodes import fuse_block_rounding
 from quark_fx.export.onnx_edit import (
     add_array,
     add_initializer,
@@ -385,6 +386,7 @@ def strip_metadata(model: ir.Model) -> int:
 OnnxPass = Callable[[ir.Model], int]
 
 PASSES: tuple[OnnxPass, ...] = (
+    fuse_block_rounding,
     fold_initializer_casts,
     fold_cast_likes,
     type_codes,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quark_fx.correspondence import Constant
 from quark_fx.errors import ExportError
-from quark_fx.formats import FloatFormat, Format, IntFormat, parse_format
+from quark_fx.formats import Format, IntFormat, parse_format
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output channel, of eight neighbours, in each nibble of a word."""
@@ -42,13 +42,6 @@ class Matrix:
     def is_float(self) -> bool:
         """Whether the codes are floats."""
         return self.codes.is_floating_point()
-
-    def patterns(self) -> Tensor:
-        """Return the bits of each code that is a float, its sign first, as an integer."""
-        assert isinstance(self.format, FloatFormat)
-        levels = self.format.levels().float().to(self.codes.device)
-        magnitudes = torch.searchsorted(levels[levels >= 0].contiguous(), self.codes.float().abs().contiguous())
-        return magnitudes | self.codes.float().signbit().long() << self.bits - 1
 
     def exponents(self) -> Tensor:
         """Return scales that are powers of two as E8M0: their exponents, counted from -127, uint8.
@@ -118,6 +111,33 @@ class Matrix:
         return half
 
 
+def patterns(codes: Tensor, fmt: Format) -> Tensor:
+    """Return codes as integers from 0, int64: the bits of a float, its sign first; whole numbers from the smallest.
+
+    Args:
+        codes: in the dtype of the format, any shape.
+        fmt: of at most 8 bits.
+    """
+    if isinstance(fmt, IntFormat):
+        return codes.long() - fmt.qmin
+    levels = fmt.levels().float().to(codes.device)
+    magnitudes = torch.searchsorted(levels[levels >= 0].contiguous(), codes.float().abs().contiguous())
+    return magnitudes | codes.float().signbit().long() << fmt.bits - 1
+
+
+def pattern_values(fmt: Format) -> Tensor:
+    """Return what each of `patterns` stands for, float32.
+
+    >>> pattern_values(parse_format("fp4_e2m1"))[[1, 7, 9]].tolist()
+    [0.5, 6.0, -0.5]
+    """
+    if isinstance(fmt, IntFormat):
+        return torch.arange(fmt.qmin, fmt.qmax + 1).float()
+    levels = fmt.levels().float()
+    positive = levels[levels >= 0]
+    return torch.cat((positive, -positive))
+
+
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack the last dimension into int32 words: value `i` at the bits from `i * bits` on, the last word filled with 0.
 
@@ -148,4 +168,4 @@ def pack_awq(codes: Tensor) -> Tensor:
     return pack(codes.unflatten(-1, (-1, 8))[..., list(_AWQ_ORDER)].flatten(-2), 4)
 
 
-__all__ = ["Matrix", "pack", "pack_awq", "pack_columns"]
+__all__ = ["Matrix", "pack", "pack_awq", "pack_columns", "pattern_values", "patterns"]

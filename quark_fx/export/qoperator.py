@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quark_fx.errors import ExportError
+from quark_fx.export.contrib_domain import CONTRIB
 from quark_fx.export.onnx_edit import (
     Kept,
     StaysFloatError,
@@ -27,7 +28,6 @@ from quark_fx.export.onnx_edit import (
     put_node,
 )
 
-_CONTRIB = "com.microsoft"
 _EIGHT = (ir.DataType.INT8, ir.DataType.UINT8)
 
 
@@ -315,7 +315,7 @@ def _matmul(model: ir.Model, node: ir.Node) -> None:
         bias, last = added_vector(model, node, _columns(b))
         inputs: list[ir.Value | None] = [a.values, b.values, a.scale, b.scale, a.zero_point, b.zero_point]
         inputs += [] if bias is None else [bias]
-        put_node(last, _node(_CONTRIB, "MatMulIntegerToFloat", node, inputs))
+        put_node(last, _node(CONTRIB, "MatMulIntegerToFloat", node, inputs))
         return
     _require(a.dtype == result.codes.dtype and (a.dtype == ir.DataType.UINT8 or b.dtype == a.dtype), a, b)
     inputs = [*a, *b, *tuple(result.codes)[1:]]
@@ -343,11 +343,11 @@ def _gemm(model: ir.Model, node: ir.Node) -> None:
     try:
         result = _result(model, node)
     except StaysFloatError:
-        put_node(node, _node(_CONTRIB, "QGemm", node, inputs if bias is not None else inputs[:-1], attributes))
+        put_node(node, _node(CONTRIB, "QGemm", node, inputs if bias is not None else inputs[:-1], attributes))
         return
     _require(a.dtype == result.codes.dtype, a, b)
     inputs += tuple(result.codes)[1:]
-    _finish(model, result, _node(_CONTRIB, "QGemm", node, inputs, attributes))
+    _finish(model, result, _node(CONTRIB, "QGemm", node, inputs, attributes))
 
 
 def _binary(model: ir.Model, node: ir.Node) -> None:
@@ -355,7 +355,7 @@ def _binary(model: ir.Model, node: ir.Node) -> None:
     result = _result(model, node)
     _require(a.dtype == b.dtype == result.codes.dtype, a, b)
     inputs = [*a, *b, *tuple(result.codes)[1:]]
-    _finish(model, result, _node(_CONTRIB, f"QLinear{node.op_type}", node, inputs))
+    _finish(model, result, _node(CONTRIB, f"QLinear{node.op_type}", node, inputs))
 
 
 def _unary(model: ir.Model, node: ir.Node) -> None:
@@ -366,7 +366,7 @@ def _unary(model: ir.Model, node: ir.Node) -> None:
     if node.op_type == "Softmax":
         attributes.append(ir.AttrInt64("opset", 13))
     inputs = [*x, *tuple(result.codes)[1:]]
-    _finish(model, result, _node(_CONTRIB, f"QLinear{node.op_type}", node, inputs, attributes))
+    _finish(model, result, _node(CONTRIB, f"QLinear{node.op_type}", node, inputs, attributes))
 
 
 def _pool(model: ir.Model, node: ir.Node) -> None:
@@ -380,7 +380,7 @@ def _concat(model: ir.Model, node: ir.Node) -> None:
     result = _result(model, node)
     _require(all(part.dtype == result.codes.dtype for part in parts), *parts)
     inputs = [*tuple(result.codes)[1:], *(value for part in parts for value in part)]
-    _finish(model, result, _node(_CONTRIB, "QLinearConcat", node, inputs, _attributes(node)))
+    _finish(model, result, _node(CONTRIB, "QLinearConcat", node, inputs, _attributes(node)))
 
 
 def _move(model: ir.Model, node: ir.Node) -> None:

@@ -71,6 +71,6 @@ def open_session(path: Path, options: Any, edit: Callable[[ir.Model], None] | No
 
 def _fuses_wrongly(node: Node) -> bool:
     fmt = code_format(node)
-    if fmt is None:
-        return False
+    if fmt is None or (len(node.args) > 5 and node.args[5]):
+        return False  # nothing is fused with blocks
     return isinstance(fmt, FloatFormat) or (target_name(node) == "quark_fx.quantize.default" and fmt.bits < 8)

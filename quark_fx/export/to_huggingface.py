@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from quark_fx.errors import CheckpointError, ExportError
 from quark_fx.export.checkpoint import Layer, each_layer, take_apart
-from quark_fx.export.packing import Matrix, pack, pack_awq, pack_columns
+from quark_fx.export.packing import Matrix, pack, pack_awq, pack_columns, patterns
 from quark_fx.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, FloatFormat, IntFormat, parse_format
 from quark_fx.model import QuantizedModel
 from quark_fx.qparams import ScaleType, Symmetry, recover_global_scale
+from quark_fx.serialization import GRAPH_FILE
 from quark_fx.shelf import Shelf
 
 
@@ -56,7 +57,7 @@ def huggingface(
     directory = Path(directory)
     if directory.exists() and not directory.is_dir():
         raise ExportError(f"{directory} is a file; choose another directory")
-    if (directory / "graph.json").exists():
+    if (directory / GRAPH_FILE).exists():
         raise ExportError(f"{directory} holds a model that qmodel.save wrote, under the same names; choose another one")
     checkpoint = take_apart(qmodel, model)
     shell, layers = checkpoint.shell, checkpoint.layers
@@ -65,7 +66,7 @@ def huggingface(
     except CheckpointError as error:
         raise ExportError(str(error)) from error
     tensors = checkpoint.tensors | stored
-    if set(_forms(shell.config.quantization_config)) & {*_MICROSCALING.values(), "nvfp4-pack-quantized"}:
+    if set(_forms(shell.config.quantization_config)) & _BLOCK_FORMS:
         shell.to(torch.bfloat16)  # what readers decompress these to, and then take for the dtype of the model
     try:
         shell.save_pretrained(directory, state_dict={n: t.detach().contiguous() for n, t in tensors.items()})
@@ -161,6 +162,9 @@ _MICROSCALING = {
 }
 """The form of a format in groups of 32 with E8M0 scales."""
 
+_NVFP4 = "nvfp4-pack-quantized"
+_BLOCK_FORMS = {*_MICROSCALING.values(), _NVFP4}
+
 
 def _block_scheme(layer: Layer, weights: dict[str, Any]) -> dict[str, Any]:
     """Return the scheme of small floats in groups."""
@@ -171,7 +175,7 @@ def _block_scheme(layer: Layer, weights: dict[str, Any]) -> dict[str, Any]:
             "the presets named weight_only do"
         )
     if weight.group_size == 16 and weight.format == FP4_E2M1:
-        form, strategy, scales = "nvfp4-pack-quantized", "tensor_group", torch.float8_e4m3fn
+        form, strategy, scales = _NVFP4, "tensor_group", torch.float8_e4m3fn
     elif weight.group_size == 32 and str(weight.format) in _MICROSCALING:
         form, strategy, scales = _MICROSCALING[str(weight.format)], "group", torch.uint8
     else:
@@ -185,10 +189,10 @@ def _block_scheme(layer: Layer, weights: dict[str, Any]) -> dict[str, Any]:
 
 def _blocks(weight: Matrix, form: str) -> dict[str, Tensor]:
     """Return the tensors of small floats in groups."""
-    packed = pack(weight.patterns(), weight.bits).view(torch.uint8)
+    packed = pack(patterns(weight.codes, weight.format), weight.bits).view(torch.uint8)
     if form == "mxfp8-quantized":
         return {"weight": weight.codes, "weight_scale": weight.exponents()}
-    if form != "nvfp4-pack-quantized":
+    if form != _NVFP4:
         return {"weight_packed": packed, "weight_scale": weight.exponents()}
     try:
         whole = recover_global_scale(weight.scale)
@@ -223,7 +227,7 @@ def _arguments(bits: int, is_float: bool, symmetric: bool, strategy: str, dynami
 
 def _compressed(layer: Layer, kind: str) -> dict[str, Tensor]:
     weight, activation = layer.weight, layer.input
-    if kind in (*_MICROSCALING.values(), "nvfp4-pack-quantized"):
+    if kind in _BLOCK_FORMS:
         return _blocks(weight, kind)
     scale = weight.scale.reshape(-1) if weight.scale.numel() == 1 else weight.scale
     tensors = {"weight_scale": scale}

@@ -18,10 +18,10 @@ from quark_fx.export.program import to_exported_program
 from quark_fx.export.runtime import may_optimize, open_session, runtime_options
 from quark_fx.export.table import translation_table
 from quark_fx.export.translation import translate
-from quark_fx.formats import FloatFormat, IntFormat
+from quark_fx.formats import FloatFormat, Format, has_onnx_type, parse_format
 from quark_fx.graph import code_format, describe, results_of, target_name
 from quark_fx.model import QuantizedModel
-from quark_fx.qparams import ScaleType
+from quark_fx.qparams import ScaleType, Scheme, Symmetry
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -176,7 +176,7 @@ def _is_tensor(node: object) -> bool:
 def _name_codes(gm: GraphModule, model: ir.Model) -> None:
     """Name every quantized value in the file as in the graph (a decomposition renames), for `verify`."""
     ours = [node.name for node in gm.graph.nodes if target_name(node) == "quark_fx.quantize.default"]
-    theirs = [node.outputs[0] for node in model.graph if node.op_type == "QuantizeLinear"]
+    theirs = [node.outputs[0] for node in model.graph if node.op_type in ("QuantizeLinear", "QuantizeBlocks")]
     if len(ours) == len(theirs):
         for name, value in zip(ours, theirs, strict=True):
             value.name = name
@@ -222,20 +222,27 @@ def _require_onnx_types(gm: GraphModule) -> None:
     bad = []
     for node in gm.graph.nodes:
         fmt = code_format(node)
-        signed = isinstance(fmt, IntFormat) and fmt.sign_magnitude
-        narrow = isinstance(fmt, FloatFormat) and fmt.bits < 8
-        if fmt is not None and (fmt.bits not in (2, 4, 8, 16, 32) or signed or narrow):
+        if fmt is not None and not has_onnx_type(fmt) and not _is_built(node, fmt):
             bad.append(f"  {fmt}: {describe(node)}")
-        elif target_name(node) == "quark_fx.dynamic_qparams.default" and not _measures_floats(node):
-            bad.append(f"  {node.args[1]} in groups: {describe(node)}")
+        elif target_name(node) == "quark_fx.dynamic_qparams.default" and not _is_measured(node):
+            bad.append(f"  {node.args[1]} with zero points, or 8-bit scales, at run time: {describe(node)}")
     if bad:
         raise ExportError("format(s) without an ONNX type:\n" + "\n".join(bad) + "\nUse 2, 4, 8 or 16 bits instead.")
 
 
-def _measures_floats(node: Node) -> bool:
-    """Tell whether a `dynamic_qparams` measures float32 scales per tensor or token."""
-    *_, block, scale_type, _ = node.args
-    return bool(block in (0, -1) and scale_type == ScaleType.FLOAT32)
+def _is_built(node: Node, fmt: Format) -> bool:
+    """Tell whether codes without an ONNX type are a weight's or those of groups, which are built of others."""
+    grouped = target_name(node) == "quark_fx.quantize.default" and len(node.args) > 5 and node.args[5]
+    constant = target_name(node) == "quark_fx.dequantize.default"
+    return bool(grouped or constant) and (isinstance(fmt, FloatFormat) or fmt.sign_magnitude)
+
+
+def _is_measured(node: Node) -> bool:
+    """Tell whether there is a lowering of a `dynamic_qparams`: any but zero points of groups, and lone 8-bit scales."""
+    fmt, symmetry, _, block, scale_type, _ = node.args[1:]
+    if block in (0, -1):
+        return bool(scale_type == ScaleType.FLOAT32)
+    return Scheme(format=parse_format(str(fmt)), symmetry=Symmetry(str(symmetry))).symmetric
 
 
 def _require_values(gm: GraphModule) -> None:

@@ -16,8 +16,10 @@ from torch.fx import Interpreter, Node
 
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime import open_session, runtime_options
+from quark_fx.formats import FloatFormat, parse_format
 from quark_fx.graph import parameter, results_of, target_name
 from quark_fx.model import QuantizedModel
+from quark_fx.ops import spread
 from quark_fx.signature import split_batch
 
 
@@ -111,7 +113,7 @@ def verify(
     options = session_options or runtime_options(qmodel.graph_module, optimize=optimize)
     session = open_session(Path(path), options, _codes_as_outputs(qmodel) if per_node else None)
     inputs, names = session.get_inputs(), [output.name for output in session.get_outputs()]
-    quantizers = _quantizers(qmodel)
+    quantizers = _quantizers(qmodel) if per_node else set()
     compared = _Comparison(qmodel)
     count = 0
     for batch in batches:
@@ -146,11 +148,32 @@ class _Follower(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         value = super().run_node(n)
+        if target_name(n) == "quark_fx.dequantize.default" and isinstance(n.args[0], Node):
+            return self._rounded(n, value)
         theirs = self.codes.get(n.name)
         if theirs is None:
             return value
+        if _in_blocks(n):
+            step = self._steps(n, value)
+            self.compared[n.name] = (value.float() * self._scale(n, value) / step, theirs / step)
+            return value
         self.compared[n.name] = (value, theirs)
         return theirs.to(value)
+
+    def _rounded(self, n: Node, own: Tensor) -> Tensor:
+        """Return what ONNX Runtime rounded to blocks, whose codes it does not show; else the node's own value."""
+        assert isinstance(n.args[0], Node)
+        theirs = self.codes.get(n.args[0].name) if _in_blocks(n.args[0]) else None
+        return own if theirs is None else theirs.to(own)
+
+    def _scale(self, n: Node, codes: Tensor) -> Tensor:
+        scale, axis, block = self.env[n.args[1]], n.args[4], n.args[5]  # type: ignore[index]
+        return spread(scale, codes, axis, block)  # type: ignore[arg-type]
+
+    def _steps(self, n: Node, codes: Tensor) -> Tensor:
+        """Return how far apart values are that can be told apart, where those of `codes` lie."""
+        fmt, scale = parse_format(str(n.args[3])), self._scale(n, codes)
+        return scale * fmt.step(codes.float()) if isinstance(fmt, FloatFormat) else scale
 
 
 class _Comparison:
@@ -188,6 +211,11 @@ class _Comparison:
         )
 
 
+def _in_blocks(n: Node) -> bool:
+    """Tell whether the node quantizes groups, which the file rounds without showing the codes."""
+    return target_name(n) == "quark_fx.quantize.default" and len(n.args) > 5 and int(str(n.args[5])) > 0
+
+
 def _quantizers(qmodel: QuantizedModel) -> set[str]:
     nodes = qmodel.graph_module.graph.nodes
     return {node.name for node in nodes if target_name(node) == "quark_fx.quantize.default"}
@@ -207,12 +235,15 @@ def _known_steps(qmodel: QuantizedModel) -> dict[str, float]:
 
 def _codes_as_outputs(qmodel: QuantizedModel) -> Callable[[Any], None]:
     """Return an edit of an `onnx_ir.Model` that makes every quantized value an output."""
+    import onnx_ir as ir
+
     named = _quantizers(qmodel)
 
     def edit(model: Any) -> None:
         for value in [value for node in model.graph for value in node.outputs if value.name in named]:
             # numpy has no 4- or 8-bit float types to read codes into; those values are compared at the outputs only.
-            if value.dtype is not None and value.dtype.is_integer() and value.dtype.itemsize >= 1:
+            dtype = value.dtype
+            if dtype is not None and (dtype == ir.DataType.FLOAT or (dtype.is_integer() and dtype.itemsize >= 1)):
                 model.graph.outputs.append(value)
 
     return edit

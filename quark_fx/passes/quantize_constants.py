@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -210,7 +210,8 @@ def _store(gm: GraphModule, name: str, quantized: QuantizedTensor) -> _Stored:
         zero = torch.zeros((), dtype=torch.int32, device=p.scale.device)
         parts |= {"scale": p.scale, "zero_point": p.zero_point if bool(p.zero_point.any()) else zero}
     with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
-        return _Stored(quantized, [get_attr(gm, f"{name}_{part}", value) for part, value in parts.items()])
+        nodes = [get_attr(gm, f"{name}_{part}", value) for part, value in parts.items()]
+    return _Stored(replace(quantized, codes=parameter(gm, nodes[0])), nodes)  # those of the graph may be on disk
 
 
 def _dequantize(gm: GraphModule, like: Node, stored: _Stored, dtype: torch.dtype) -> Node:

@@ -1,0 +1,294 @@
+"""Every number format that goes to ONNX on five models: does the file hold, how far from torch, how large, how fast.
+
+    python -m benchmarks.format_matrix [--only vit,llama] [--formats mxfp4] [--write]
+
+ResNet-18 and MobileNetV2 (torchvision, seeded random weights, batch norm statistics of their data) and a reduced vision
+transformer (4 layers of 128 channels, patches of 8) see images of 64 x 64; all-MiniLM-L6-v2 comes with its trained
+weights, the Llama is the one `benchmarks.language_models` trains. Two batches of 4 calibrate, a third is compared.
+Files pass `onnx.checker` with full checks and are loaded by ONNX Runtime; those of a vendor's nodes are run with the
+nodes defined by standard operators, and not timed. Latency is that of the quantized file over the float one's
+(`torch.onnx.export(dynamo=True, optimize=True)`), both run in turn on one thread, the median of the pairs' ratios.
+
+A cell is measured once and kept in the cache folder (`QUARK_FX_CACHE`, default `~/.cache/quark_fx`), so that a run that
+was stopped goes on. `--write` updates `docs/format_matrix.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import torch
+import torchvision
+from torch import Tensor, nn
+
+import quark_fx as qfx
+from benchmarks import language_models
+from benchmarks.common import environment, estimate_batch_norm, images, one_core, publish, table
+from benchmarks.models import float_bytes
+from quark_fx.export.runtime import session_options
+from quark_fx.presets import PRESETS
+from quark_fx.signature import split_batch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+import sentences
+import test_trained as judge
+
+RECIPE = 1
+"""Part of the cells' names: raise it with every change to models, data or what is measured."""
+
+PAIRS = 15
+"""Runs of either file for its latency."""
+
+FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{
+        f"{preset}": (preset, {})
+        for preset in (
+            *("int8_static", "int8_dynamic", "int8_weight_only", "int16_act_int8_weight", "int4_weight_only"),
+            *("fp8_static", "xint8", "fp16", "bf16"),
+        )
+    },
+    "int8_static, qoperator": ("int8_static", {"format": "qoperator"}),
+    "int4_weight_only, matmul_nbits": ("int4_weight_only", {"format": "matmul_nbits"}),
+    "xint8, vitis": ("xint8", {"format": "vitis"}),
+    **{name: (name, {}) for name in PRESETS if name.removesuffix("_weight_only") in qfx.block_formats.BLOCK_FORMATS},
+}
+"""A preset and the options of `export.onnx`, by what the table calls them."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What was measured of one format on one model; `error` alone where it is refused.
+
+    Attributes:
+        error: the first line of the reason.
+        output: largest difference of an output to torch, in steps.
+        value: the same of a quantized value computed from the same codes; `None` if none is shown.
+        worst: which value.
+        share: of that value's elements that differ by more than half a step.
+        bytes: of the file.
+        size: over that of the float file.
+        latency: over that of the float file.
+    """
+
+    error: str = ""
+    output: float | None = None
+    value: float | None = None
+    worst: str = ""
+    share: float | None = None
+    bytes: int = 0
+    size: float | None = None
+    latency: float | None = None
+
+
+Made = tuple[nn.Module, list[Any]]
+
+
+def _vision(make: Callable[[], nn.Module]) -> Made:
+    torch.manual_seed(0)
+    model, batches = make(), images(12, 4, 64, seed=1)
+    estimate_batch_norm(model, batches[:2])
+    return model.eval(), batches
+
+
+def _vit() -> nn.Module:
+    model = torchvision.models.VisionTransformer(64, 8, 4, 4, 128, 512, num_classes=100)
+    nn.init.normal_(model.heads.head.weight, std=128**-0.5)  # zeros, by default
+    module: nn.Module = model
+    return module
+
+
+def _minilm() -> Made:
+    model, tokenizer = judge.encoder()
+    return model, judge.token_batches(tokenizer, sentences.CALIBRATION[:12], 4)
+
+
+def _llama() -> Made:
+    trained = language_models.load("llama")
+    return trained.model, [{"input_ids": batch["input_ids"][:4, :64]} for batch in trained.calibration[:3]]
+
+
+MODELS: dict[str, Callable[[], Made]] = {
+    "resnet18": lambda: _vision(torchvision.models.resnet18),
+    "mobilenet_v2": lambda: _vision(torchvision.models.mobilenet_v2),
+    "vit": lambda: _vision(_vit),
+    "minilm": _minilm,
+    "llama": _llama,
+}
+
+
+@dataclass(frozen=True)
+class Float:
+    """A model, its batches and its float file."""
+
+    model: nn.Module
+    batches: list[Any]
+    path: Path
+    bytes: int
+
+
+@cache
+def prepared(name: str, folder: Path) -> Float:
+    """Make a model and write its float file."""
+    model, batches = MODELS[name]()
+    graph = qfx.capture_graph(model, batches[0]).module
+    path = folder / f"{name}.onnx"
+    size, exported = float_bytes(model, graph, path)
+    assert exported, f"{name} has no float file"
+    return Float(model, batches, path, size)
+
+
+def measure(name: str, preset: str, options: dict[str, Any], folder: Path) -> Cell:
+    """Quantize, export, check, compare and time one model in one format."""
+    given = prepared(name, folder)
+    path = folder / "quantized.onnx"
+    try:
+        qmodel = qfx.quantize(given.model, preset, given.batches[:2], progress=False)
+        file = qfx.export.onnx(qmodel, path, **options)
+    except qfx.QuarkError as error:
+        return Cell(error=" ".join(str(error).split())[:300])
+    onnx.checker.check_model(str(path), full_check=True)
+    held_out = given.batches[2:]
+    output = qfx.verify(qmodel, path, held_out).max_steps
+    outputs = set(qmodel.signature.output_names)
+    values = [d for d in qfx.verify(qmodel, path, held_out, per_node=True).differences if d.name not in outputs]
+    worst = max(values, key=lambda d: d.steps, default=None)
+    size = path.stat().st_size
+    return Cell(
+        output=output,
+        value=worst.steps if worst else None,
+        worst=worst.name if worst and worst.steps else "",
+        share=worst.share if worst else None,
+        bytes=size,
+        size=size / given.bytes,
+        latency=None if options.get("format") == "vitis" else latency(given, qmodel, path, file.optimize),
+    )
+
+
+def latency(given: Float, qmodel: qfx.QuantizedModel, path: Path, optimize: bool) -> float:
+    """Return the median ratio of the quantized file's time to the float file's, run in turn."""
+    leaves = [leaf for leaf in qmodel.signature.flatten(*split_batch(given.batches[2])) if isinstance(leaf, Tensor)]
+
+    def runner(file: Path, optimize: bool) -> Callable[[], object]:
+        options = session_options(optimize=optimize)
+        options.intra_op_num_threads = 1
+        session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+        feed = {i.name: leaf.numpy() for i, leaf in zip(session.get_inputs(), leaves, strict=True)}
+        return lambda: session.run(None, feed)
+
+    ours, theirs = runner(path, optimize), runner(given.path, True)
+    ours(), theirs()
+    return statistics.median(_seconds(ours) / _seconds(theirs) for _ in range(PAIRS))
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _cell_file(name: str, label: str) -> Path:
+    preset, options = FORMATS[label]
+    text = json.dumps([RECIPE, name, PRESETS[preset].to_dict(), options, torch.__version__, onnxruntime.__version__])
+    folder = language_models.cache_folder().parents[1] / "format_matrix"
+    return folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def cells(names: list[str], labels: list[str], *, fresh: bool) -> Iterator[tuple[str, str, Cell | None]]:
+    """Yield every cell, measured now if it is not kept and `fresh`; `None` if it is missing."""
+    with tempfile.TemporaryDirectory() as folder, one_core() if fresh else contextlib.nullcontext():
+        for name in names:
+            for label in labels:
+                file = _cell_file(name, label)
+                if not file.exists() and fresh:
+                    start = time.perf_counter()
+                    cell = measure(name, *FORMATS[label], Path(folder))
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.write_text(json.dumps(asdict(cell)))
+                    print(f"{name}, {label}: {cell}, {time.perf_counter() - start:.0f} s", flush=True)
+                yield name, label, Cell(**json.loads(file.read_text())) if file.exists() else None
+
+
+def _steps(steps: float | None) -> str:
+    if steps is None:
+        return "–"
+    return "0" if steps == 0 else f"{steps:.2g}" if steps >= 0.01 else "< 0.01"
+
+
+def page(results: list[tuple[str, str, Cell | None]]) -> str:
+    """Return the page of the results."""
+    notes: list[str] = []
+    parts = []
+    for name in dict.fromkeys(name for name, _, _ in results):
+        rows = []
+        for _, label, cell in (result for result in results if result[0] == name):
+            if cell is None:
+                rows.append((label, "not measured", "", "", ""))
+            elif cell.error:
+                if cell.error not in notes:
+                    notes.append(cell.error)
+                rows.append((label, f"refused [{notes.index(cell.error) + 1}]", "", "", ""))
+            else:
+                assert cell.size is not None
+                speed = f"{cell.latency:.2f}" if cell.latency else "–"
+                rows.append((label, _steps(cell.output), _steps(cell.value), f"{cell.size:.3f}", speed))
+        header = ("format", "output, steps", "worst value, steps", "size / float", "latency / float")
+        parts.append(f"## {name}\n\n{table(header, rows)}")
+    footnotes = "\n".join(f"{i}. {note}" for i, note in enumerate(notes, 1)) or "None."
+    return f"""# Formats in ONNX
+
+Every preset that goes to ONNX on five models; a row without a name of a format is `format="qdq"`. Every file passes
+`onnx.checker` with full checks and loads in ONNX Runtime; the vendor's nodes run as functions of standard operators.
+ResNet-18 and MobileNetV2 have random weights, images are 64 × 64; `vit` is a vision transformer of 4 layers and 128
+channels; MiniLM is the sentence encoder; the Llama is a small one trained for these measurements. A batch of 4, one
+thread. Reproduce with `python -m benchmarks.format_matrix`.
+
+- *output, steps*: largest difference of an output between ONNX Runtime and torch, in steps of its quantizer or 255ths
+  of its range; differences of values add up on the way there.
+- *worst value, steps*: of the quantized values, each computed from the same codes, the one that differs most. `1`: sums
+  in another order fell on the other side of a tie. `–`: the format shows no codes. Thousands for MXFP8 E5M2 on MiniLM
+  are `Gelu` far below zero, whose kernels differ by a millionth of the largest value of the block: E5M2 resolves 2⁻³².
+- *size*, *latency*: of the file and of a run, over those of the float model's file. The presets of block formats leave
+  embedding and head in float.
+
+{chr(10).join(f"{part}{chr(10)}" for part in parts)}
+## Refused
+
+{footnotes}
+
+{environment()}
+"""
+
+
+def main() -> None:
+    """Measure what is missing, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="models, separated by commas")
+    parser.add_argument("--formats", help="formats, separated by semicolons")
+    parser.add_argument("--kept", action="store_true", help="measure nothing")
+    parser.add_argument("--write", action="store_true", help="update docs/format_matrix.md")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore", UserWarning)
+    names = arguments.only.split(",") if arguments.only else list(MODELS)
+    labels = arguments.formats.split(";") if arguments.formats else list(FORMATS)
+    results = list(cells(names, labels, fresh=not arguments.kept))
+    publish(page(results), "format_matrix.md" if arguments.write else None)
+
+
+if __name__ == "__main__":
+    main()

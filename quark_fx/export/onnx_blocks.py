@@ -1,0 +1,274 @@
+"""Blocks in standard operators: activations rounded at run time, weights stored in their bits.
+
+A weight is stored as codes and scales of their own widths and turned into float32 by nodes that read constants alone,
+so that a runtime does it once, when it loads the file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import Tensor
+
+from quark_fx.errors import ExportError
+from quark_fx.export.block_functions import (
+    exponents_function,
+    float_type,
+    halves_function,
+    round_function,
+    values_function,
+)
+from quark_fx.export.block_nodes import DOMAIN, Rounding
+from quark_fx.export.onnx_edit import add_array, array_of, drop_unused_initializers, put_node
+from quark_fx.export.packing import pack, patterns
+from quark_fx.formats import FP8_E4M3, FP8_E5M2, INT8, FloatFormat, Format, parse_format
+from quark_fx.qparams import recover_global_scale
+
+_SHARING = (16, 8, 4, 2)
+"""Blocks in a group that may share an exponent."""
+
+
+def spell_out_blocks(model: ir.Model) -> int:
+    """Replace what rounds to blocks, and what reads weights in blocks, by functions of standard operators.
+
+    Raises:
+        ExportError: if codes without an ONNX type are not constant.
+    """
+    done = 0
+    for node in list(model.graph):
+        if node.domain == DOMAIN and node.op_type == "RoundBlocks":
+            _spell_out_rounding(model, node)
+        elif weight := _stored_weight(node):
+            _spell_out_weight(model, node, weight)
+        else:
+            continue
+        done += 1
+    if done:
+        drop_unused_initializers(model)
+    return done
+
+
+class _Before:
+    """Inserts nodes before another one."""
+
+    def __init__(self, model: ir.Model, node: ir.Node) -> None:
+        self.model, self.node = model, node
+
+    def __call__(self, operator: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any) -> ir.Value:
+        added = ir.node(operator, list(inputs), attributes, domain=domain)
+        self.model.graph.insert_before(self.node, [added])
+        return added.outputs[0]
+
+    def integers(self, *numbers: int) -> ir.Value:
+        return add_array(self.model, "_".join(["integers", *map(str, numbers)]), np.array(numbers, np.int64))
+
+    def length(self, x: ir.Value, axis: int) -> ir.Value:
+        return self("Shape", x, start=axis, end=axis + 1)
+
+    def function(self, function: ir.Function, *inputs: ir.Value) -> ir.Value:
+        """Call `function`, which is put into the model."""
+        self.model.functions.setdefault(function.identifier(), function)
+        self.model.opset_imports[DOMAIN] = 1
+        return self(function.name, *inputs, domain=DOMAIN)
+
+    @property
+    def opset(self) -> int:
+        return int(self.model.opset_imports[""])
+
+
+# Activations ---------------------------------------------------------------------------------------------------------
+
+
+def _spell_out_rounding(model: ir.Model, node: ir.Node) -> None:
+    """Cut the value into blocks, round these, and put it together."""
+    rounding, do, (x,) = Rounding.of(node), _Before(model, node), node.inputs
+    dims = node.outputs[0].shape
+    assert x is not None
+    assert dims is not None
+    axis, each, shared = rounding.axis % len(dims), rounding.alone, bool(rounding.group_size)
+    size, inner = dims[axis], axis < len(dims) - 1
+    known = size if isinstance(size, int) else None
+    whole = known is not None and known % each == 0
+    length = do.length(x, axis) if known is None else do.integers(known)
+    padded = x if whole else do("Pad", x, _pads(do, length, known, each), None, do.integers(axis))
+    before, within = [0] * axis, (each // rounding.block_size, rounding.block_size) if shared else (each,)
+    behind = (*within, -1) if inner else within
+    if known is not None:
+        shape = do.integers(*before, -(-known // each), *behind)
+    else:
+        count = do("Div", do.length(padded, axis), do.integers(each))
+        shape = do("Concat", do.integers(*before), count, do.integers(*behind), axis=0)
+    function = round_function(rounding.scheme, shared=shared, inner=inner, opset=do.opset)
+    rounded = do.function(function, do("Reshape", padded, shape))
+    together = [rounded, do("Shape", padded)]
+    if whole:
+        put_node(node, ir.node("Reshape", together))
+    else:
+        put_node(node, ir.node("Slice", [do("Reshape", *together), do.integers(0), length, do.integers(axis)]))
+
+
+def _pads(do: _Before, length: ir.Value, known: int | None, each: int) -> ir.Value:
+    """Return what `Pad` adds before and after; the remainder of a negative number is what is missing."""
+    if known is not None:
+        return do.integers(0, -known % each)
+    return do("Concat", do.integers(0), do("Mod", do("Neg", length), do.integers(each)), axis=0)
+
+
+# Weights -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A constant in codes.
+
+    Attributes:
+        name: of its codes in the file.
+        scale_name: of its scales.
+        fmt: of the codes.
+        codes: float32 or int8.
+        scale: float32.
+        axis: dimension the scales vary along.
+        block_size: values with one scale, 0 for one scale per index.
+    """
+
+    name: str
+    scale_name: str
+    fmt: Format
+    codes: Tensor
+    scale: Tensor
+    axis: int
+    block_size: int
+
+
+_PLAIN: dict[ir.DataType | None, Format] = {
+    ir.DataType.INT8: INT8,
+    ir.DataType.FLOAT8E4M3FN: FP8_E4M3,
+    ir.DataType.FLOAT8E5M2: FP8_E5M2,
+}
+
+
+def _stored_weight(node: ir.Node) -> _Weight | None:
+    """Return the weight that the node dequantizes, if that is for this file to spell out."""
+    own = node.domain == DOMAIN and node.op_type == "DequantizeBlocks"
+    if not own and (node.domain or node.op_type != "DequantizeLinear" or len(node.inputs) > 2):
+        return None
+    codes, scale = node.inputs[:2]
+    known, scales = array_of(codes), array_of(scale)
+    if own and (known is None or scales is None):
+        raise ExportError(f"{node.name} reads codes without an ONNX type that are not constant")
+    block, axis = (int(node.attributes.get_int(key, default) or 0) for key, default in (("block_size", 0), ("axis", 1)))
+    if codes is None or scale is None or known is None or scales is None:
+        return None
+    scale_values = torch.from_numpy(scales)
+    fmt: Format | None = None
+    if own:
+        fmt = parse_format(str(node.attributes.get_string("format")))
+    elif block and _are_exponents(scale_values):
+        fmt = _PLAIN.get(codes.dtype)
+    if fmt is None:
+        return None
+    values = torch.from_numpy(known if isinstance(known.dtype.type(0), np.integer) else known.astype(np.float32))
+    return _Weight(str(codes.name), str(scale.name), fmt, values, scale_values, axis % max(values.dim(), 1), block)
+
+
+def _spell_out_weight(model: ir.Model, node: ir.Node, weight: _Weight) -> None:
+    do, axis, size, codes = _Before(model, node), weight.axis, weight.block_size, weight.codes
+    if not size:
+        scale = weight.scale if weight.scale.dim() == 0 else _along(weight.scale, codes.dim(), axis)
+        put_node(node, ir.node("Mul", [_values(do, weight, codes), _scales(do, weight, scale)]))
+        return
+    shared = _sharing(weight.scale, axis, size)
+    blocks = _cut(_cut(codes, axis, size, 0), axis, shared, 0) if shared > 1 else _cut(codes, axis, size, 0)
+    scale = _cut(weight.scale, axis, shared, None) if shared > 1 else weight.scale
+    scale = scale.unsqueeze(axis + 1 + (shared > 1))
+    values = do("Mul", _values(do, weight, blocks), _scales(do, weight, scale, axis if shared > 1 else None))
+    length = codes.shape[axis]
+    padded = list(codes.shape)
+    padded[axis] = -(-length // (size * shared)) * size * shared
+    if padded[axis] == length:
+        put_node(node, ir.node("Reshape", [values, do.integers(*padded)]))
+    else:
+        together = do("Reshape", values, do.integers(*padded))
+        put_node(node, ir.node("Slice", [together, do.integers(0), do.integers(length), do.integers(axis)]))
+
+
+def _along(vector: Tensor, rank: int, axis: int) -> Tensor:
+    return vector.reshape([-1 if dim == axis else 1 for dim in range(rank)])
+
+
+def _cut(x: Tensor, axis: int, size: int, fill: int | None) -> Tensor:
+    """Return `x` with dimension `axis` cut into pieces of `size`, the last filled up, with its last value if `None`."""
+    missing = -x.shape[axis] % size
+    if missing:
+        last = x.narrow(axis, x.shape[axis] - 1, 1)
+        more = last if fill is None else torch.full_like(last, fill)
+        x = torch.cat((x, *[more] * missing), axis)
+    pieces: Tensor = x.unflatten(axis, (-1, size))
+    return pieces
+
+
+def _values(do: _Before, weight: _Weight, codes: Tensor) -> ir.Value:
+    """Store codes and return the float32 values they stand for."""
+    fmt, name, model = weight.fmt, f"{weight.name.removesuffix('_codes')}_{weight.fmt}", do.model
+    if fmt.bits == 8:
+        dtype = float_type(fmt) if isinstance(fmt, FloatFormat) else ir.DataType.INT8
+        return do("Cast", add_array(model, name, codes.numpy().astype(dtype.numpy())), to=ir.DataType.FLOAT)
+    function, found = values_function(fmt, do.opset), patterns(codes, fmt)
+    if fmt.bits == 4:
+        return do.function(function, add_array(model, name, found.numpy().astype(ir.DataType.UINT4.numpy())))
+    return do.function(function, _packed(model, name, found, fmt.bits), do.integers(*codes.shape))
+
+
+def _scales(do: _Before, weight: _Weight, scale: Tensor, groups: int | None = None) -> ir.Value:
+    """Store scales in as few bits as hold them and return them in float32.
+
+    Args:
+        do: where to insert.
+        weight: whose scales.
+        scale: broadcasts over the codes.
+        groups: dimension of groups whose scales, along the one behind, are that of the largest or half of it.
+    """
+    name, model = weight.scale_name, do.model
+    if groups is not None:
+        largest = scale.amax(groups + 1, keepdim=True)
+        bits = _packed(model, f"{name}_halved", (scale < largest).long(), 1)
+        halves = do.function(halves_function(do.opset), bits, do.integers(*scale.shape))
+        return do("Mul", _scales(do, weight, largest), halves)
+    if _are_exponents(scale):
+        exponents = (torch.frexp(scale)[1] + 126).numpy().astype(np.uint8)
+        return do.function(exponents_function(do.opset), add_array(model, f"{name}_e8m0", exponents))
+    try:
+        whole = recover_global_scale(scale)
+    except ValueError:
+        return add_array(model, f"{name}_broadcast", scale.numpy())
+    multiples = (scale / whole).numpy().astype(ir.DataType.FLOAT8E4M3FN.numpy())
+    real = do("Cast", add_array(model, f"{name}_e4m3", multiples), to=ir.DataType.FLOAT)
+    return do("Mul", real, add_array(model, f"{name}_global", whole.numpy()))
+
+
+def _are_exponents(scale: Tensor) -> bool:
+    """Tell whether all are powers of two from 2**-127 to 2**127."""
+    mantissa, exponent = torch.frexp(scale)
+    return bool(((mantissa == 0.5) & (exponent >= -126) & (exponent <= 128)).all())
+
+
+def _sharing(scale: Tensor, axis: int, block_size: int) -> int:
+    """Return how many blocks share an exponent but for one bit; 1 where sharing takes no less space."""
+    if block_size > 4 or not _are_exponents(scale):
+        return 1
+    for count in _SHARING:
+        if count > scale.shape[axis]:
+            continue  # what fills the group up would take more
+        groups = _cut(scale, axis, count, None)
+        if bool((groups >= groups.amax(axis + 1, keepdim=True) / 2).all()):
+            return count
+    return 1
+
+
+def _packed(model: ir.Model, name: str, codes: Tensor, bits: int) -> ir.Value:
+    packed = pack(codes.flatten(), bits).reshape(-1).view(torch.uint8)
+    return add_array(model, name, packed[: -(-codes.numel() * bits // 8)].numpy())
