@@ -26,8 +26,8 @@ _AT_ONCE = 1 << 20
 """Weights that are rounded together on a processor, about: more need memory, and fall out of its caches. A GPU takes
 256 times as many, of which seven copies are a few gigabytes."""
 
-_TURNED = 1024
-"""Rows of a second moment that are permuted at once."""
+_ROWS = 512
+"""Rows of a second moment that are moved at once."""
 
 _DAMPING_STEP = 10.0
 """Damping that does not make `H` positive definite is raised by this factor, up to the mean diagonal itself."""
@@ -77,24 +77,40 @@ def factor(h: Tensor, *, damping: float, by_activation: bool) -> Factor:
     # The lower triangle of the matrix turned by half a circle is the upper one of the matrix.
     turned = order.flip(-1)
     diagonal = diagonal.gather(-1, turned)
-    turned_h = torch.empty_like(h)
-    for first in range(0, h.shape[-1], _TURNED):
-        rows = turned[..., first : first + _TURNED, None]
-        some = h.gather(-2, rows.expand(*rows.shape[:-1], h.shape[-1]))
-        turned_h[..., first : first + _TURNED, :] = some.gather(-1, turned.unsqueeze(-2).expand_as(some))
     share = damping
+    # Matrices of this size are what memory goes to: one beside `h` has to do.
+    found, failed = torch.empty_like(h), torch.empty(h.shape[:-2], dtype=torch.int32, device=h.device)
     while True:
-        turned_h.diagonal(dim1=-2, dim2=-1).copy_(diagonal + share * mean)
-        lower, failed = torch.linalg.cholesky_ex(turned_h)
+        _permute(h, turned, found)
+        found.diagonal(dim1=-2, dim2=-1).copy_(diagonal + share * mean)
+        torch.linalg.cholesky_ex(found, out=(found, failed))
         if not bool(failed.any()):
             break
         if share >= 1:
             raise CalibrationError("the second moment of what it reads is not positive definite even when damped")
         share = min(1.0, max(share, 1e-4) * _DAMPING_STEP)
-    del turned_h  # matrices of this size are what memory goes to
-    upper = lower.flip(-1, -2)
-    pivot = upper.diagonal(dim1=-2, dim2=-1).clone()
-    return Factor(order, upper.div_(pivot.unsqueeze(-2)).triu_(1), pivot.square(), share)
+    _reverse(found.flatten(-2))
+    pivot = found.diagonal(dim1=-2, dim2=-1).clone()
+    return Factor(order, found.div_(pivot.unsqueeze(-2)).triu_(1), pivot.square(), share)
+
+
+def _permute(h: Tensor, order: Tensor, out: Tensor) -> None:
+    """Write the rows and columns of `h` in `order` to `out`, some rows at a time."""
+    for first in range(0, h.shape[-1], _ROWS):
+        rows = order[..., first : first + _ROWS, None]
+        some = h.gather(-2, rows.expand(*rows.shape[:-1], h.shape[-1]))
+        out[..., first : first + _ROWS, :] = some.gather(-1, order.unsqueeze(-2).expand_as(some))
+
+
+def _reverse(x: Tensor) -> None:
+    """Reverse the elements along the last dimension in place, some at a time."""
+    size, some = x.shape[-1], _ROWS << 10
+    for first in range(0, size // 2, some):
+        last = min(first + some, size // 2)
+        front, back = x[..., first:last], x[..., size - last : size - first]
+        kept = front.flip(-1)
+        front.copy_(back.flip(-1))
+        back.copy_(kept)
 
 
 def round_with_feedback(weight: Tensor, factor: Factor, grid: Grid) -> Tensor:
