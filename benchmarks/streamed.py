@@ -1,6 +1,6 @@
-"""Quantize checkpoints in a quarter of the memory their weights take, beside the same in memory.
+r"""Quantize checkpoints in a quarter of the memory their weights take, beside the same in memory.
 
-    python -m benchmarks.streamed --folder FOLDER [--model llama moe] [--preset w4a16_gptq w4a16_awq] \\
+    python -m benchmarks.streamed --folder FOLDER [--model llama moe] [--preset w4a16_gptq w4a16_awq] \
         [--streamed-only] [--write]
 
 The checkpoints, seeded random weights in bfloat16 in shards of 200 MB, are made in FOLDER and stay, like the figures of
@@ -194,7 +194,7 @@ def _run(directory: str, preset: str, output: str, streamed: bool) -> dict[str, 
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     data = [{"input_ids": torch.randint(0, VOCABULARY, (2, 256), generator=generator)} for _ in range(4)]
-    watch = _Watch()
+    watch = Watch()
     began = time.perf_counter()
     if streamed:
         qfx.quantize(directory, preset, data, output_dir=output)
@@ -206,7 +206,7 @@ def _run(directory: str, preset: str, output: str, streamed: bool) -> dict[str, 
     return {"before": watch.before, "peak": watch.peak, "seconds": time.perf_counter() - began}
 
 
-class _Watch:
+class Watch:
     """The peak of this process's own memory since it was made, in bytes."""
 
     def __init__(self) -> None:

@@ -28,6 +28,7 @@ from quark_fx.graph import (
     tensor_of,
 )
 from quark_fx.memory import give_back
+from quark_fx.ranks import on_host
 
 
 @dataclass
@@ -216,7 +217,9 @@ def walk_blocks(
                 context.note(change)
             before = len(context.changes)
             yield run
-            if context.checkpoint is not None and known is None:
+            if known is None:
+                _exchange(run, context, before)
+            if context.checkpoint is not None and known is None and context.ranks.index == 0:
                 context.checkpoint.save(walk, index, run.learned, context.changes[before:])
             if index + 1 < len(blocks):
                 values = _with_weights(run.module)
@@ -227,6 +230,19 @@ def walk_blocks(
             _release(module)
     finally:
         streams.forget({name for block in blocks for name in (*block.inputs, *block.outputs)})
+
+
+def _exchange(run: BlockRun, context: Context, before: int) -> None:
+    """Bring here what other ranks stored and noted in this turn; `before` it there were so many changes."""
+    if context.ranks.alone:
+        return
+    found = context.ranks.gather((on_host(run.learned), context.changes[before:]))
+    for tensors, _ in found[: context.ranks.index] + found[context.ranks.index + 1 :]:
+        for name, value in tensors.items():
+            run.store(name, value)
+    order = {operator.name: position for position, operator in enumerate(context.plan.values())}
+    changes = [change for _, changes in found for change in changes]
+    context.changes[before:] = sorted(changes, key=lambda change: order.get(change.name, len(order)))
 
 
 def _learning(blocks: Sequence[Block], context: Context) -> Sequence[Block]:

@@ -19,6 +19,7 @@ from quark_fx.graph import describe, device_of, is_parameter, parameter, placeho
 from quark_fx.observers import Observer
 from quark_fx.placement import Plan
 from quark_fx.qparams import QParams
+from quark_fx.ranks import ALONE, Ranks
 
 
 class Watch(nn.Module):
@@ -71,6 +72,7 @@ def calibrate(
     *,
     progress: bool = True,
     context: Context | None = None,
+    ranks: Ranks = ALONE,
 ) -> dict[tuple[Node, TensorSpec], QParams]:
     """Observe `batches` and return the parameters of every (source, spec) of the plan.
 
@@ -80,6 +82,7 @@ def calibrate(
         batches: the flat inputs of each calibration batch, of any and of differing batch sizes; read once.
         progress: show a progress bar.
         context: run block by block instead, on the context's device and with its copy of the batches.
+        ranks: who saw the other batches.
 
     Raises:
         CalibrationError: if there is no batch, a batch is empty, or a value is not finite; the message names
@@ -112,6 +115,11 @@ def calibrate(
                     f"calibration batch {batch_index}: input {places[position].target} holds NaN or infinity; remove "
                     "such samples"
                 )
+    seen = ranks.fold(
+        [w.observer for w in watches.values()], lambda a, b: [x.merge(y) for x, y in zip(a, b, strict=True)]
+    )
+    for watch, observer in zip(watches.values(), seen, strict=True):
+        watch.observer = observer
     home = device_of(gm)
     return {key: _qparams(key, watch, home) for key, watch in watches.items()}
 

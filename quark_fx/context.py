@@ -24,6 +24,7 @@ from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.graph import stored_tensors, target_name
 from quark_fx.pass_manager import Change, needs_context
 from quark_fx.placement import PlannedOperator
+from quark_fx.ranks import ALONE, Ranks
 
 _HELD_OUT = 8
 """One batch in eight is kept from tuning, to judge it by."""
@@ -41,6 +42,7 @@ class Context:
         config: what the model is quantized with.
         cache: keeps calibration batches and activations, by budget.
         device: where blocks run; tensors come from the cache on it.
+        ranks: the processes that share the data.
         by_block: the graph lies elsewhere, on another device or on disk: it is run block by block, never as a whole.
         progress: show progress bars.
         checkpoint: finished blocks, if the run can be resumed.
@@ -61,10 +63,12 @@ class Context:
     plan: Mapping[str, PlannedOperator] = field(default_factory=dict)
     batches: list[tuple[int, slice | None]] = field(default_factory=list)
     names: tuple[str, ...] = ()
+    ranks: Ranks = ALONE
     by_block: bool = False
     changes: list[Change] = field(default_factory=list)
     remark: str = ""
     _walks: int = 0
+    _given: int = 0
 
     def add_batches(self, batches: Iterable[Sequence[Any]], *, divisible: bool = False) -> None:
         """Keep the flat inputs of calibration batches.
@@ -97,6 +101,22 @@ class Context:
                 "judged on it, too; pass more batches",
                 stacklevel=3,
             )
+        self._given = len(self.batches)
+        self._keep_share()
+
+    def _keep_share(self) -> None:
+        """Keep the batches of this rank, and nothing of the others'."""
+        if self.ranks.alone or not self.batches:
+            return
+        if self.ranks.count > len(self.batches):
+            raise CalibrationError(
+                f"{len(self.batches)} calibration batches cannot be shared by {self.ranks.count} ranks; pass at least "
+                "one for each, or start fewer"
+            )
+        every, self.batches = self.batches, list(self.ranks.share(self.batches))
+        for batch in {batch for batch, _ in every} - {batch for batch, _ in self.batches}:
+            for position in ("length", *range(self.cache.get(("batch", batch, "length")))):
+                self.cache.drop(("batch", batch, position))
 
     def inputs(self, index: int) -> list[Any]:
         """Return the flat inputs of batch `index`, tensors on the device.
@@ -145,7 +165,7 @@ class Context:
     @property
     def holds_out(self) -> bool:
         """Whether there is data to judge by that is not learned from."""
-        return len(self.batches) != 1
+        return self._given != 1
 
     def note(self, change: Change) -> None:
         """Add a row to the report of the pass that is running."""
@@ -243,6 +263,8 @@ def fingerprint(gm: GraphModule, context: Context) -> dict[str, str]:
     for batch in range(len(context.batches)):
         for position, leaf in enumerate(context.inputs(batch)):
             _update(data, f"batch {batch} {position}", leaf)
+    if not context.ranks.alone:
+        data = hashlib.sha256(repr(context.ranks.gather(data.hexdigest())).encode())
     digests = {"model": model, "configuration": configuration, "data": data}
     return {what: digest.hexdigest()[:32] for what, digest in digests.items()}
 

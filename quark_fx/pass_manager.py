@@ -54,6 +54,7 @@ class Promise:
         ensures: conditions on the graph after.
         stage: the graph it rewrites.
         after: names of passes that, listed as well, have to be listed before it.
+        distributed: it runs on several ranks: it adds up what it measures, and all ranks end with the same graph.
     """
 
     exact: bool = True
@@ -61,6 +62,7 @@ class Promise:
     ensures: tuple[Check, ...] = ()
     stage: Stage = Stage.FLOAT
     after: tuple[str, ...] = ()
+    distributed: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,11 +116,12 @@ def graph_pass(
     ensures: tuple[Check, ...] = (),
     stage: Stage = Stage.FLOAT,
     after: tuple[str, ...] = (),
+    distributed: bool = False,
 ) -> Callable[[P], P]:
     """Register a pass under its name and attach its `Promise`."""
 
     def register(target: P) -> P:
-        target.promise = Promise(exact, requires, ensures, stage, after)  # type: ignore[attr-defined]
+        target.promise = Promise(exact, requires, ensures, stage, after, distributed)  # type: ignore[attr-defined]
         PASSES[target.__name__] = target  # type: ignore[attr-defined]
         return target
 

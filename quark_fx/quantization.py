@@ -27,11 +27,12 @@ from quark_fx.graph import device_of, own_tensors, placeholders, static_size, te
 from quark_fx.memory import give_back_at_once
 from quark_fx.model import QuantizedModel
 from quark_fx.open_checkpoint import open_checkpoint
-from quark_fx.pass_manager import Stage, copy_graph, needs_context, pass_stage, run_passes
+from quark_fx.pass_manager import Promise, Stage, copy_graph, needs_context, pass_name, pass_stage, run_passes
 from quark_fx.passes.convert import convert
 from quark_fx.placement import plan_quantization
 from quark_fx.presets import preset
 from quark_fx.quantized_weights import quantized_weights
+from quark_fx.ranks import Ranks
 from quark_fx.report import Row
 from quark_fx.shelf import Shelf
 from quark_fx.signature import split_batch
@@ -84,6 +85,9 @@ def quantize(
     """
     config = _resolve(config)
     require_resources(device, cache)
+    ranks = Ranks.current()
+    _require_distributed(config, ranks)
+    progress = progress and ranks.index == 0
     shelf = None
     if output_dir is not None:
         shelf, checkpoint = _work_directory(Path(output_dir), checkpoint)
@@ -104,25 +108,26 @@ def quantize(
     home = device_of(captured.module)
     place = home if device is None else torch.empty(0, device=device).device  # with its index
     by_block = place != home or shelf is not None
-    learns = by_block or any(needs_context(p) for p in config.passes)
+    learns = by_block or not ranks.alone or any(needs_context(p) for p in config.passes)
     names = captured.signature.input_names
-    context = Context(config, ActivationCache(cache, place), place, progress, names=names, by_block=by_block)
+    context = Context(
+        config, ActivationCache(cache, place), place, progress, names=names, ranks=ranks, by_block=by_block
+    )
     try:
         if learns:
             # Read more than once: data that comes from a generator, or in another order each time, is kept.
             context.add_batches(_flat_batches(captured, batches), divisible=_divisible(captured))
             batches = ()
         if checkpoint is not None:
-            context.checkpoint = Checkpoint(checkpoint, fingerprint(captured.module, context))
+            context.checkpoint = _shared_checkpoint(checkpoint, fingerprint(captured.module, context), ranks)
         flat = context.whole_batches(home) if learns else _flat_batches(captured, batches)
         inputs = tuple(_flatten(captured, first)) if verify else None
         early = [p for p in config.passes if pass_stage(p) is Stage.FLOAT]
         gm, records = run_passes(captured.module, early, verify_inputs=inputs, context=context)
         plan = plan_quantization(gm, config)
         context.float_graph = copy_graph(gm)
-        qparams = calibrate(
-            gm, plan, flat, progress=progress, context=context if by_block and first is not None else None
-        )
+        blocks = context if by_block and first is not None else None
+        qparams = calibrate(gm, plan, flat, progress=progress, context=blocks, ranks=ranks)
         with torch.no_grad():
             rows = convert(gm, plan, qparams, config.bias)
         context.plan = {op.node.name: op for op in plan.operators}
@@ -139,9 +144,28 @@ def quantize(
     qmodel = QuantizedModel(gm, captured.signature, config, rows, [*records, *learned], source)
     if output_dir is not None:
         del gm.meta["shelf"]
-        qmodel.save(output_dir)
-        shutil.rmtree(Path(output_dir) / _UNFINISHED)
+        if ranks.index == 0:
+            qmodel.save(output_dir)
+            shutil.rmtree(Path(output_dir) / _UNFINISHED)
+        ranks.wait()
     return qmodel
+
+
+def _require_distributed(config: QuantConfig, ranks: Ranks) -> None:
+    """Raise `ConfigError` if a pass would learn something else on every rank."""
+    promises = {pass_name(p): getattr(p, "promise", Promise()) for p in config.passes if needs_context(p)}
+    names = [name for name, promise in promises.items() if not promise.distributed]
+    if names and not ranks.alone:
+        raise ConfigError(
+            f"{', '.join(names)} cannot share data between {ranks.count} ranks; run in one process, or use GPTQ or AWQ"
+        )
+
+
+def _shared_checkpoint(directory: str | Path, fingerprint: Mapping[str, str], ranks: Ranks) -> Checkpoint:
+    """Return a checkpoint whose directory the first rank makes."""
+    found = Checkpoint(directory, fingerprint) if ranks.index == 0 else None
+    ranks.wait()
+    return found or Checkpoint(directory, fingerprint)
 
 
 _UNFINISHED = "unfinished"

@@ -62,6 +62,8 @@ class SecondMoment:
                 kept = context.kept_positions(batch)
                 reals = reference.values(batch, kept) if reference is not None else None
                 moment.add(entrance.mapping, entrance.values(batch, kept), reals)
+        shift = [] if moment.shift is None else [moment.shift]
+        context.ranks.add(moment.h, moment.magnitude, moment.rows, *shift)
         moment.finish(routed=entrance.mapping.offsets is not None)
         return moment
 

@@ -18,7 +18,7 @@ LINKS = ("passes", "observers", "export")
 
 LAYERS = (
     {"errors", "memory"},
-    {"formats", "shelf", "checkpoint_files"},
+    {"formats", "shelf", "checkpoint_files", "ranks"},
     {"qparams"},
     {"ops", "observers", "graph", "signature"},
     {"operators", "pass_manager", "grid"},

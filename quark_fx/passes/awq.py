@@ -28,7 +28,7 @@ _SMALLEST = 1e-4
 """Of an average magnitude: an input that is never there is scaled like one that hardly is."""
 
 
-@graph_pass()
+@graph_pass(distributed=True)
 @dataclass(frozen=True, kw_only=True)
 class AWQ:
     """Multiply weights by `s = a ** r` per input channel and divide what they read by it, where something absorbs that.
@@ -97,6 +97,7 @@ class AWQ:
         coarse = min((step / self.steps for step in range(0, self.steps + 1, 2)), key=error)
         near = [exponent for exponent in (coarse - 1 / self.steps, coarse + 1 / self.steps) if 0 <= exponent <= 1]
         best = min([coarse, *near], key=error)
+        best = context.ranks.gather(best)[0]  # another processor may see a tie otherwise
         changed = best > 0
         if changed:
             apply_scale(gm, site, _scales(magnitude, best))

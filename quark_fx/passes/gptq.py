@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +27,7 @@ _SAMPLED = 64
 """Output channels, about, that the errors in the report are measured on: on all it would cost as much as the rest."""
 
 
-@graph_pass(exact=False, stage=Stage.QUANTIZED)
+@graph_pass(exact=False, stage=Stage.QUANTIZED, distributed=True)
 @dataclass(frozen=True, kw_only=True)
 class GPTQ:
     """Round the weights of matrix products and convolutions so that their outputs, not the weights, are nearest.
@@ -71,20 +73,24 @@ class GPTQ:
 
     def _round_block(self, run: BlockRun, shared: set[str], context: Context) -> None:
         weights = [w for w in quantized_weights(run.module, context.plan) if w.codes not in shared]
+        number = itertools.count()
         for product in find_products(run, weights, context):
-            self._round(product, context)
+            self._round(product, context, number)
 
-    def _round(self, product: Product, context: Context) -> None:
+    def _round(self, product: Product, context: Context, number: Iterator[int]) -> None:
         began = time.perf_counter()
         moment = product.second_moment(context, shifted=self.asymmetry > 0)
+        parts = [part for part, n in zip(product.parts, number, strict=False) if context.ranks.owns(n)]
+        if not parts:
+            return
         try:
             found = factor(moment.h, damping=self.damping, by_activation=self.by_activation)
         except CalibrationError as error:
             raise CalibrationError(
                 f"{product.names}: {error}; check the calibration data, or exclude the operator"
             ) from error
-        shared = (time.perf_counter() - began) / len(product.parts)
-        for part in product.parts:
+        shared = (time.perf_counter() - began) / len(parts)
+        for part in parts:
             self._round_part(part, moment, found, context, time.perf_counter() - shared)
 
     def _round_part(self, part: Part, moment: SecondMoment, found: Factor, context: Context, began: float) -> None:

@@ -1,0 +1,102 @@
+"""One model quantized by one, two and four processes.
+
+    python -m benchmarks.ranked [--write]
+
+GPTQ (`w4a16_gptq`) of the trained Llama of `benchmarks.language_models` and its calibration data, on gloo. Each
+process runs on one thread; they share the cores of one machine, so that seconds are those of its processor, and the time
+that a rank waits for others does not count. *Batches* and *rounded*: what a rank has of the data and of the weights.
+*Peak*: of its own memory (`RssAnon`). *Codes that differ* from those of one process: sums are added in another order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.multiprocessing.spawn import spawn
+
+import quark_fx as qfx
+from benchmarks.common import environment, publish, table
+from benchmarks.language_models import load
+from benchmarks.streamed import Watch
+from quark_fx.passes import GPTQ
+from quark_fx.ranks import Ranks
+
+COUNTS = (1, 2, 4)
+
+
+def main() -> None:
+    """Quantize with each number of processes and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write docs/ranked.md")
+    arguments = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for count in COUNTS:
+            (folder / "meet").unlink(missing_ok=True)
+            spawn(_rank, (count, folder), nprocs=count)
+        alone = _codes(folder / "1-0")
+        for count in COUNTS:
+            for rank in range(count):
+                figures: dict[str, Any] = torch.load(folder / f"{count}-{rank}.pt")
+                rows.append(
+                    (
+                        count,
+                        rank,
+                        figures["batches"],
+                        figures["rounded"],
+                        f"{figures['seconds']:.1f}",
+                        f"{figures['peak'] / 2**20:.0f}",
+                        f"{_differ(_codes(folder / f'{count}-{rank}'), alone):.3%}",
+                    )
+                )
+    header = ("processes", "rank", "batches", "rounded", "processor, s", "peak, MiB", "codes that differ")
+    text = (
+        "# Several processes\n\nWritten by `python -m benchmarks.ranked --write`, whose docstring says what is measured.\n\n"
+        f"{table(header, rows)}\n\n{environment()}"
+    )
+    publish(text, "ranked.md" if arguments.write else None)
+
+
+def _rank(rank: int, count: int, folder: Path) -> None:
+    """Quantize as one of `count` processes."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=count)
+    found = load("llama")
+    rounded, round_part = [0], GPTQ._round_part
+
+    def counting(self: GPTQ, *args: Any) -> None:
+        rounded[0] += 1
+        round_part(self, *args)
+
+    GPTQ._round_part = counting  # type: ignore[method-assign]
+    watch, began = Watch(), time.process_time()
+    qmodel = qfx.quantize(found.model, "w4a16_gptq", found.calibration, progress=False)
+    seconds = time.process_time() - began
+    peak = watch.peak
+    qmodel.save(folder / f"{count}-{rank}")
+    batches = len(Ranks(rank, count).share(found.calibration))
+    figures = {"batches": batches, "rounded": rounded[0], "seconds": seconds, "peak": peak}
+    torch.save(figures, folder / f"{count}-{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _codes(directory: Path) -> torch.Tensor:
+    tensors = load_file(directory / "model.safetensors")
+    return torch.cat([t.flatten() for name, t in sorted(tensors.items()) if name.endswith("_codes")])
+
+
+def _differ(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a != b).float().mean())
+
+
+if __name__ == "__main__":
+    main()

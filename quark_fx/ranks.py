@@ -1,0 +1,104 @@
+"""Several processes that quantize one model: each has a share of the data, and all have the result.
+
+Every process makes the same calls (`torchrun --nproc-per-node N script.py`). Sums over the data are added up before
+they are used, so that the result is that of one process up to the order of summation; what is computed of them is
+divided.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from quark_fx.errors import QuarkError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a job, and which of them this one is.
+
+    Attributes:
+        index: of this process, from 0.
+        count: how many there are.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    @classmethod
+    def current(cls) -> Ranks:
+        """Return those of the job this process was started in; `torchrun` is enough.
+
+        Raises:
+            QuarkError: if the processes do not find each other.
+        """
+        if not dist.is_available():
+            return cls()
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
+            try:
+                dist.init_process_group()
+            except (RuntimeError, ValueError) as error:
+                raise QuarkError(f"the ranks that the environment names do not find each other: {error}") from error
+        return cls(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else cls()
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one process."""
+        return self.count == 1
+
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        """Return this process's run of `items`: in the order of the processes, the runs are all of them."""
+        return items[len(items) * self.index // self.count : len(items) * (self.index + 1) // self.count]
+
+    def owns(self, number: int) -> bool:
+        """Tell whether the `number`-th piece of work is this process's."""
+        return number % self.count == self.index
+
+    def add(self, *tensors: Tensor) -> None:
+        """Replace each tensor by its sum over the processes; all get the same bits."""
+        if not self.alone:
+            self._together(lambda: [dist.all_reduce(tensor) for tensor in tensors])
+
+    def gather(self, value: T) -> list[T]:
+        """Return what each process passed, in their order."""
+        if self.alone:
+            return [value]
+        found: list[Any] = [None] * self.count
+        self._together(lambda: dist.all_gather_object(found, value))
+        return found
+
+    def fold(self, value: T, merge: Callable[[T, T], T]) -> T:
+        """Return what all processes passed, merged in their order."""
+        return reduce(merge, self.gather(value))
+
+    def wait(self) -> None:
+        """Return when all processes are here."""
+        self.gather(None)
+
+    def _together(self, collective: Callable[[], object]) -> None:
+        try:
+            collective()
+        except RuntimeError as error:
+            raise QuarkError(
+                f"rank {self.index} of {self.count} lost another rank ({str(error).splitlines()[0]}); torchrun names "
+                "the one that ended first. Start the job again: checkpoint= and output_dir= keep finished blocks"
+            ) from error
+
+
+def on_host(value: Any) -> Any:
+    """Return a mapping of tensors on the host, as processes pass them to each other."""
+    return {name: tensor.detach().cpu() if isinstance(tensor, Tensor) else tensor for name, tensor in value.items()}
+
+
+ALONE = Ranks()
+"""One process."""
+
+__all__ = ["ALONE", "Ranks", "on_host"]
