@@ -3,9 +3,10 @@
     python -m benchmarks.ranked [--write]
 
 GPTQ (`w4a16_gptq`) of the trained Llama of `benchmarks.language_models` and its calibration data, on gloo. Each
-process runs on one thread; they share the cores of one machine, so that seconds are those of its processor, and the time
-that a rank waits for others does not count. *Batches* and *rounded*: what a rank has of the data and of the weights.
-*Peak*: of its own memory (`RssAnon`). *Codes that differ* from those of one process: sums are added in another order.
+process runs on one thread; they share the cores of one machine, so that seconds are those of its processor. *Batches*
+and *rounded*: what a rank has of the data and of the weights. *Peak*: of its own memory (`RssAnon`). *Codes that differ*
+from those of one process: sums are added in another order, and the last bit of one may move one code, which everything
+after it answers to; *perplexity* on held-out text tells whether that matters.
 """
 
 from __future__ import annotations
@@ -55,11 +56,13 @@ def main() -> None:
                         f"{figures['seconds']:.1f}",
                         f"{figures['peak'] / 2**20:.0f}",
                         f"{_differ(_codes(folder / f'{count}-{rank}'), alone):.3%}",
+                        f"{_perplexity(folder / f'{count}-{rank}'):.3f}",
                     )
                 )
-    header = ("processes", "rank", "batches", "rounded", "processor, s", "peak, MiB", "codes that differ")
+    header = ("processes", "rank", "batches", "rounded", "processor, s", "peak, MiB", "codes that differ", "perplexity")
     text = (
-        "# Several processes\n\nWritten by `python -m benchmarks.ranked --write`, whose docstring says what is measured.\n\n"
+        "# Several processes\n\n"
+        "Written by `python -m benchmarks.ranked --write`, whose docstring says what is measured.\n\n"
         f"{table(header, rows)}\n\n{environment()}"
     )
     publish(text, "ranked.md" if arguments.write else None)
@@ -76,7 +79,7 @@ def _rank(rank: int, count: int, folder: Path) -> None:
         rounded[0] += 1
         round_part(self, *args)
 
-    GPTQ._round_part = counting  # type: ignore[method-assign]
+    GPTQ._round_part = counting  # type: ignore
     watch, began = Watch(), time.process_time()
     qmodel = qfx.quantize(found.model, "w4a16_gptq", found.calibration, progress=False)
     seconds = time.process_time() - began
@@ -92,6 +95,15 @@ def _rank(rank: int, count: int, folder: Path) -> None:
 def _codes(directory: Path) -> torch.Tensor:
     tensors = load_file(directory / "model.safetensors")
     return torch.cat([t.flatten() for name, t in sorted(tensors.items()) if name.endswith("_codes")])
+
+
+def _perplexity(directory: Path) -> float:
+    qmodel, losses = qfx.load(directory), []
+    with torch.no_grad():
+        for batch in load("llama").held_out[:4]:
+            logits, ids = qmodel(**batch).logits, batch["input_ids"]
+            losses.append(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()))
+    return float(torch.stack(losses).mean().exp())
 
 
 def _differ(a: torch.Tensor, b: torch.Tensor) -> float:
