@@ -182,7 +182,7 @@ class _Settling:
     def _lower_all(self) -> bool:
         # A chain of limits takes as many rounds as it has links; with floors on all factors, every circle ends.
         rounds = 2 * len(self.limits) + 8
-        while self.chased or (rounds and min(self.position.values()) > -_FAR):
+        while self.chased or (rounds and min(self.position.values(), default=0) > -_FAR):
             lowered = sum(self._lower(limit) for limit in self.limits)
             if not lowered:
                 return True

@@ -104,6 +104,10 @@ def test_a_dense_block_raises_a_weight_rather_than_sink() -> None:
     assert settle(system).positions == {"i": 4, "w": 0, "o": 4}
 
 
+def test_nothing_to_settle() -> None:
+    assert settle(System({})) == Settled({}, {})
+
+
 def test_rules_that_are_off_change_nothing() -> None:
     system = System({"i": 7, "w": 14, "o": 2, "b": -9}, products=[Product("i", "w", "b", "o")], rules=frozenset())
     assert settle(system).positions == system.positions
