@@ -158,6 +158,16 @@ def test_averages_are_multiplied(function: Function, factor: float) -> None:
     torch.testing.assert_close(gm(X)[0], function(X) * factor, rtol=0, atol=0)
 
 
+def test_pools_that_stay_say_why() -> None:
+    layers = {"a": torch.nn.Conv2d(3, 4, 1), "b": torch.nn.Conv2d(4, 4, 1)}
+    model = build(lambda m, x: m.b(F.avg_pool2d(F.avg_pool2d(m.a(x), (3, 2)), 2)), **layers)
+    changes = next(r for r in quantize(model, XINT8, [X]).report().passes if r.name == "use_dpu_averages").changes
+    assert [(c.what, c.changed) for c in changes] == [
+        ("left: its kernel is not square, or varies", False),
+        ("left: it is exact", False),
+    ]
+
+
 def test_a_pool_of_exact_sums_is_that_of_the_device() -> None:
     """`sum * 7 / 2**6`, which is what the shifter computes, up to the rounding of two float products."""
     codes = torch.randint(-128, 128, (1, 1, 12, 12), generator=torch.Generator().manual_seed(0)).float()
@@ -209,8 +219,9 @@ def test_the_preset_says_what_it_rewrote() -> None:
         return out
 
     layers = {"a": torch.nn.Conv2d(3, 4, 1), "b": torch.nn.Conv2d(4, 4, 1), "c": torch.nn.Conv2d(4, 4, 1)}
-    report = quantize(build(forward, **layers), XINT8, [X]).report()
+    report = quantize(build(forward, **layers), XINT8, [X], verify=True).report()
     said = {record.name: [change.what for change in record.changes] for record in report.passes}
+    assert all(record.rewrites == sum(c.changed for c in record.changes) for record in report.passes if record.changes)
     assert said["use_dpu_averages"] == [f"multiplied by {nearest_shift(144)}"]
     assert said["use_dpu_slopes"] == ["slope 0.1 → 0.101562"]
     assert said["use_dpu_hard_sigmoids"] == ["multiplied by 1.00012"]

@@ -36,15 +36,22 @@ def use_dpu_averages(gm: GraphModule, context: Context | None = None) -> int:
         if not is_average(node) or [target_name(user) for user in node.users] == ["aten.mul.Scalar"]:
             continue
         factor = _factor(gm, node)
-        what = f"multiplied by {factor}" if factor is not None else "left: its kernel is not square, or varies"
         if context is not None:
-            context.note(Change(module_name(node), what, factor is not None))
+            context.note(_change(node, factor))
         if factor is not None and factor != 1.0:
             with gm.graph.inserting_after(node):
                 scaled = call(gm, torch.ops.aten.mul.Scalar, node, factor, like=node)
             node.replace_all_uses_with(scaled, delete_user_cb=lambda user, scaled=scaled: user is not scaled)
             done += 1
     return done
+
+
+def _change(node: Node, factor: float | None) -> Change:
+    if factor is None:
+        return Change(module_name(node), "left: its kernel is not square, or varies", changed=False)
+    if factor == 1.0:
+        return Change(module_name(node), "left: it is exact", changed=False)
+    return Change(module_name(node), f"multiplied by {factor}")
 
 
 def _factor(gm: GraphModule, node: Node) -> float | None:
