@@ -277,9 +277,7 @@ class _Placement:
             user = next(iter(value.users))
             if clamp_bounds(user) is not None:
                 absorbed.append(user)
-            elif self._goes_on(value, user):
-                absorbed = []
-            else:
+            elif not self._goes_on(value, user):
                 break
             value = user
         return value, absorbed

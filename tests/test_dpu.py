@@ -63,6 +63,10 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "difference": lambda: build(
         lambda m, x: m.c((y := m.a(x)) - m.b(y)), **convs(a=(3, 4, 3), b=(4, 4, 1), c=(4, 4, 1))
     ),
+    "sum at the end": lambda: build(lambda m, x: (y := m.a(x)) + m.b(y), **convs(a=(3, 4, 3), b=(4, 4, 1))),
+    "leaky sum": lambda: build(
+        lambda m, x: m.c(F.leaky_relu((y := m.a(x)) + m.b(y))), **convs(a=(3, 4, 3), b=(4, 4, 1), c=(4, 4, 1))
+    ),
     "leaky": lambda: build(lambda m, x: m.b(F.leaky_relu(m.a(x), 0.1)), **convs(a=(3, 4, 3), b=(4, 4, 1))),
     "hard swish": lambda: build(lambda m, x: m.b(F.hardswish(m.a(x))), **convs(a=(3, 4, 3), b=(4, 4, 1))),
     "hard swish beside another": lambda: build(
@@ -142,6 +146,7 @@ BINDING: dict[str, tuple[str, str, Callable[[nn.Module], Any]]] = {
     "read of a difference": ("difference", "read", lambda m: scale(m, "b", 2.0**-14, 2.0**-14)),
     "cut": ("leaky", "cut", tiny_weights_beside_a_large_bias),
     "bias": ("pad", "bias", tiny_weights_beside_a_large_bias),
+    "bias before a leaky relu": ("leaky", "bias", lambda m: scale(m, "a", 1, 2.0**-12)),
     "hard sigmoid": ("hard swish", "hard_sigmoid", lambda m: scale(m, "a", 300, 300)),
     "swish": ("hard swish beside another", "swish", tiny_swish_beside_large_values),
 }
@@ -197,6 +202,17 @@ def test_a_weight_of_two_operators_has_two_scales_if_they_need_them(tmp_path: Pa
     assert qfx.verify(qmodel, path, image(4)).max_steps == 0
 
 
+def test_a_difference_may_be_finer_than_what_it_is_of() -> None:
+    """`y - 511/512 y` is 9 bits finer, which the compiler minds of sums only."""
+    model = NETWORKS["difference"]()
+    with torch.no_grad():
+        model.get_parameter("b.weight").copy_(torch.eye(4)[:, :, None, None] * (1 - 2.0**-9))
+        model.get_parameter("b.bias").zero_()
+    report = quantize(model, XINT8, image()).report()
+    record = next(r for r in report.passes if r.name == "AlignShifts")
+    assert not [c for c in record.changes if "write" in c.what]
+
+
 def test_rules_can_be_left_out(tmp_path: Path) -> None:
     model = NETWORKS["concat"]()
     scale(model, "b", 40)
@@ -243,10 +259,11 @@ def test_what_is_weight_only_has_no_shifts() -> None:
     assert next(r for r in report.passes if r.name == "AlignShifts").rewrites == 0
 
 
-def test_a_leaky_relu_is_rounded_once() -> None:
-    qmodel = quantize(NETWORKS["leaky"](), XINT8, image())
+@pytest.mark.parametrize(("name", "before"), [("leaky", "aten.conv2d.default"), ("leaky sum", "aten.add.Tensor")])
+def test_a_leaky_relu_is_rounded_once(name: str, before: str) -> None:
+    qmodel = quantize(NETWORKS[name](), XINT8, image())
     leaky = calls(qmodel, "aten.leaky_relu")[0]
-    assert target_name(leaky.args[0]) == "aten.conv2d.default"  # type: ignore[arg-type]
+    assert target_name(leaky.args[0]) == before  # type: ignore[arg-type]
     assert [target_name(user) for user in leaky.users] == ["quark_fx.quantize.default"]
 
 

@@ -128,7 +128,7 @@ def test_a_pool_over_sizes_that_vary_is_left() -> None:
     ("side", "factor"),
     [
         *((1, 1), (2, 1), (3, 63 / 64), (4, 1), (5, 250 / 256), (6, 252 / 256), (7, 1029 / 1024), (14, 4116 / 4096)),
-        *((8, 1), (10, 100 * 41 / 4096), (256, 1)),
+        *((8, 1), (10, 100 * 41 / 4096), (256, 1), (300, 1)),
     ],
 )
 def test_the_factor_of_a_square_pool(side: int, factor: float) -> None:
