@@ -40,6 +40,8 @@ import test_trained as judge
 
 _PER_TENSOR = INT8_STATIC.replace(weight=TensorSpec(format=INT8))
 _POWER_OF_TWO = XINT8.weight
+_SHIFTED = XINT8.replace(passes=INT8_STATIC.passes, target=Target.ONNX)
+"""Power-of-two scales alone, without what is peculiar to a DPU."""
 
 
 def _with_activations(config: QuantConfig, spec: TensorSpec | None) -> QuantConfig:
@@ -61,8 +63,8 @@ def _low(weight: IntFormat, activation: IntFormat, observer: Observer) -> QuantC
 CONFIGS: dict[str, QuantConfig] = {
     "W8A8 per tensor": _PER_TENSOR,
     "W8A8 per tensor, MSE": _with_activations(_PER_TENSOR, TensorSpec(format=UINT8, observer=Mse())),
-    "W8A8 power of two": XINT8,
-    "W8A8 power of two, MSE": _with_activations(XINT8, _POWER_OF_TWO),
+    "W8A8 power of two": _SHIFTED,
+    "W8A8 power of two, MSE": _with_activations(_SHIFTED, _POWER_OF_TWO),
     "W4A8": _low(INT4, UINT8, Mse()),
     "W4A4, min-max": _low(INT4, UINT4, MinMax()),
     "W4A4": _low(INT4, UINT4, Mse()),

@@ -3,10 +3,10 @@
     python -m benchmarks.ranked [--write]
 
 GPTQ (`w4a16_gptq`) of the trained Llama of `benchmarks.language_models` and its calibration data, on gloo. Each
-process runs on one thread; they share the cores of one machine, so that seconds are those of its processor. *Batches*
-and *rounded*: what a rank has of the data and of the weights. *Peak*: of its own memory (`RssAnon`). *Codes that differ*
-from those of one process: sums are added in another order, and the last bit of one may move one code, which everything
-after it answers to; *perplexity* on held-out text tells whether that matters.
+process runs on one thread; they share the cores of one machine, so that seconds are those of its processor.
+*Batches* and *rounded*: what a rank has of the data and of the weights. *Peak*: of its own memory (`RssAnon`).
+*Codes that differ* from those of one process: sums are added in another order, and the last bit of one may move one
+code, which everything after it answers to; *perplexity* on held-out text tells whether that matters.
 """
 
 from __future__ import annotations

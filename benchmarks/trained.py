@@ -1,11 +1,11 @@
 """What quantization costs in accuracy: every preset on trained networks, in torch and in ONNX Runtime.
 
-    python -m benchmarks.trained [--write]
+    python -m benchmarks.trained [--presets xint8 ...] [--write]
 
 The networks are those of the tests: a residual, a depthwise and an attention network trained on scikit-learn's digits
 (accuracy on 897 held-out images), and the sentence encoder all-MiniLM-L6-v2 (mean cosine between the embeddings of 64
-held-out sentences before and after). Nothing is measured on what it was calibrated with. `--write` updates
-`docs/trained.md`.
+held-out sentences before and after). Nothing is measured on what it was calibrated with. `xint8, unaligned` is the
+preset without `AlignShifts`. `--write` updates `docs/trained.md`; rows of presets that were not measured stay.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 import quark_fx as qfx
-from benchmarks.common import environment, publish, table
-from quark_fx.presets import PRESETS
+from benchmarks.common import DOCS, environment, publish, table
+from quark_fx.config import QuantConfig
+from quark_fx.pass_manager import pass_name
+from quark_fx.presets import PRESETS, XINT8
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -30,11 +32,14 @@ import sentences
 import test_trained as judge
 from networks import NETWORKS, trained
 
+UNALIGNED = XINT8.replace(passes=tuple(p for p in XINT8.passes if pass_name(p) != "AlignShifts"))
+CONFIGS: dict[str, QuantConfig] = PRESETS | {"xint8, unaligned": UNALIGNED}
+
 
 def digits(name: str, preset: str, folder: Path) -> tuple[float, float]:
     """Return the accuracy in percent of a network in torch and in ONNX Runtime."""
     network = trained(name)
-    qmodel = qfx.quantize(network.model, preset, network.calibration, progress=False)
+    qmodel = qfx.quantize(network.model, CONFIGS[preset], network.calibration, progress=False)
     run = judge.onnx_runtime(qfx.export.onnx(qmodel, folder / "model.onnx"), optimize=preset != "fp8_static")
     return network.accuracy(qmodel), network.accuracy(lambda x: run(x)[0])
 
@@ -50,7 +55,7 @@ def sentence_similarity(preset: str, folder: Path) -> tuple[float, float]:
         found = [judge.embedding(run(batch), batch) for batch in held_out]
         return float(torch.cat([(a * b).sum(1) for a, b in zip(expected, found, strict=True)]).mean())
 
-    qmodel = qfx.quantize(model, preset, judge.token_batches(tokenizer, sentences.CALIBRATION), progress=False)
+    qmodel = qfx.quantize(model, CONFIGS[preset], judge.token_batches(tokenizer, sentences.CALIBRATION), progress=False)
     run = judge.onnx_runtime(qfx.export.onnx(qmodel, folder / "model.onnx"), optimize=preset != "fp8_static")
     names = qmodel.signature.input_names
     return (
@@ -59,20 +64,32 @@ def sentence_similarity(preset: str, folder: Path) -> tuple[float, float]:
     )
 
 
+def merged(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the rows and, where they are of some presets only, those of the page for the others."""
+    page = DOCS / "trained.md"
+    lines = page.read_text(encoding="utf-8").splitlines() if page.exists() else []
+    table = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines if line.startswith("|")]
+    known = {row[0]: row for row in table[2:]} | {row[0]: row for row in rows}
+    return [known[name] for name in ("float", *CONFIGS) if name in known]
+
+
 def main() -> None:
     """Measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="update docs/trained.md")
+    parser.add_argument("--presets", nargs="*", default=list(CONFIGS), choices=list(CONFIGS), metavar="PRESET")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
     floats = [f"{trained(name).accuracy(trained(name).model):.2f}" for name in NETWORKS]
-    rows = [("float", *floats, "1")]
+    rows: list[tuple[str, ...]] = [("float", *floats, "1")]
     with tempfile.TemporaryDirectory() as folder:
-        for preset in PRESETS:
+        for preset in arguments.presets:
             pairs = [digits(name, preset, Path(folder)) for name in NETWORKS]
             cosine = sentence_similarity(preset, Path(folder))
             rows.append((preset, *(f"{a:.2f} / {b:.2f}" for a, b in pairs), "{:.4f} / {:.4f}".format(*cosine)))
             print(*rows[-1], flush=True)
+    if arguments.write:
+        rows = merged(rows)
     header = ("preset", *(f"{name}, %" for name in NETWORKS), "MiniLM, cosine")
     page = f"""# Accuracy on trained networks
 

@@ -17,7 +17,7 @@ from quark_fx.context import Context
 from quark_fx.errors import CalibrationError
 from quark_fx.graph import describe, device_of, is_parameter, parameter, placeholders, set_parameter, target_name
 from quark_fx.observers import Observer
-from quark_fx.placement import Plan
+from quark_fx.placement import Plan, require_finite_weights
 from quark_fx.qparams import QParams
 from quark_fx.ranks import ALONE, Ranks
 
@@ -121,7 +121,11 @@ def calibrate(
     for watch, observer in zip(watches.values(), seen, strict=True):
         watch.observer = observer
     home = device_of(gm)
-    return {key: _qparams(key, watch, home) for key, watch in watches.items()}
+    try:
+        return {key: _qparams(key, watch, home) for key, watch in watches.items()}
+    except CalibrationError:
+        require_finite_weights(gm, plan.operators)  # which say more than what was made with them
+        raise
 
 
 def run_batches(gm: GraphModule, context: Context) -> None:

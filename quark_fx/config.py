@@ -12,9 +12,9 @@ from typing import Any, Final, Self
 import yaml
 
 from quark_fx.errors import ConfigError
-from quark_fx.formats import INT32, FloatFormat, has_onnx_type
-from quark_fx.pass_manager import GraphPass, pass_from_dict, pass_to_dict, require_order
-from quark_fx.qparams import Symmetry
+from quark_fx.formats import INT32, FloatFormat, IntFormat, has_onnx_type
+from quark_fx.pass_manager import GraphPass, pass_from_dict, pass_name, pass_targets, pass_to_dict, require_order
+from quark_fx.qparams import ScaleType, Symmetry
 from quark_fx.specs import Granularity, TensorSpec, enum_member, known_fields
 
 
@@ -24,6 +24,8 @@ class Target(StrEnum):
     ONNX = "onnx"
     TORCH = "torch"
     """Anything the graph can express, to be run by PyTorch."""
+    DPU = "dpu"
+    """AMD's DPU, by way of ONNX: it multiplies by shifts, and rounds what every operator makes."""
 
 
 class _Inherit:
@@ -139,6 +141,14 @@ class QuantConfig:
             raise ConfigError("an integer bias needs statically quantized inputs; set `input`, or bias=None")
         if self.bias is not None and self.bias.format == INT32 and self.bias != TensorSpec(format=INT32):
             raise ConfigError("an INT32 bias takes its scale from input and weight; drop its other options")
+        if self.target is Target.DPU and self.bias is not None and not _shifts(self.bias):
+            raise ConfigError(f"`bias`: {_NO_SHIFT}")
+        for p in self.passes:
+            if (targets := pass_targets(p)) and self.target not in targets:
+                raise ConfigError(
+                    f"pass {pass_name(p)} is for target={' or '.join(map(repr, map(str, targets)))}, not "
+                    f"'{self.target}'; set the target, or drop the pass"
+                )
 
     def _specs(self) -> OperatorSpecs:
         return OperatorSpecs(weight=self.weight, input=self.input, output=self.output)
@@ -151,6 +161,7 @@ class QuantConfig:
         where = f" (override {override.pattern!r})" if override else ""
         weight, input, output = specs.weight, specs.input, specs.output
         activations = [spec for spec in (input, output) if spec is not None]
+        onnx = self.target is not Target.TORCH
         for wrong, message in (
             (
                 weight is not None and weight.dynamic,
@@ -178,19 +189,19 @@ class QuantConfig:
             ),
             (output is not None and output.dynamic, "only inputs can be dynamic; set output=None"),
             (
-                self.target is Target.ONNX
-                and (bad := [s for s in (weight, *activations) if s and not _exported(s, s is weight)]),
-                f"{bad and bad[0].format} has no ONNX type; use 2, 4, 8 or 16 bits, or target='torch'"
-                if self.target is Target.ONNX
-                else "",
+                onnx and (bad := [s for s in (weight, *activations) if s and not _exported(s, s is weight)]),
+                f"{bad and bad[0].format} has no ONNX type; use 2, 4, 8 or 16 bits, or target='torch'" if onnx else "",
             ),
             (
-                self.target is Target.ONNX
-                and any(s.scale_type.is_8_bit and s.dynamic and s.group_size is None for s in activations),
+                self.target is Target.DPU and any(s and not _shifts(s) for s in (weight, *activations)),
+                _NO_SHIFT,
+            ),
+            (
+                onnx and any(s.scale_type.is_8_bit and s.dynamic and s.group_size is None for s in activations),
                 "scales of 8 bits are measured per group in ONNX; set granularity='group', or target='torch'",
             ),
             (
-                self.target is Target.ONNX and any(s.group_size and not s.scheme.symmetric for s in activations),
+                onnx and any(s.group_size and not s.scheme.symmetric for s in activations),
                 "activations in groups have no zero points in ONNX; set symmetry='symmetric', or target='torch'",
             ),
         ):
@@ -295,6 +306,23 @@ def _exported(spec: TensorSpec, constant: bool) -> bool:
         return fmt.bits < 32
     built = isinstance(fmt, FloatFormat) or fmt.sign_magnitude
     return built and (constant or spec.granularity is Granularity.GROUP)
+
+
+_NO_SHIFT = (
+    "a DPU multiplies by shifts: scale_type='power_of_two', symmetric integers, one static scale per tensor "
+    "(as the preset 'xint8'), or another target"
+)
+
+
+def _shifts(spec: TensorSpec) -> bool:
+    """Tell whether the scale of a spec is a number of shifts."""
+    return (
+        spec.scale_type is ScaleType.POWER_OF_TWO
+        and spec.symmetry in (Symmetry.SYMMETRIC, Symmetry.SYMMETRIC_FULL)
+        and isinstance(spec.format, IntFormat)
+        and spec.granularity is Granularity.TENSOR
+        and not spec.dynamic
+    )
 
 
 def _require_spec(name: str, value: Any, other: Any) -> None:

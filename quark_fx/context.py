@@ -16,14 +16,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from quark_fx.activation_cache import ActivationCache, CacheBudget
-from quark_fx.config import QuantConfig
+from quark_fx.config import QuantConfig, TensorSpec
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.graph import stored_tensors, target_name
 from quark_fx.pass_manager import Change, needs_context
-from quark_fx.placement import PlannedOperator
+from quark_fx.placement import Plan, PlannedOperator
+from quark_fx.qparams import QParams
 from quark_fx.ranks import ALONE, Ranks
 
 _HELD_OUT = 8
@@ -32,6 +33,22 @@ _HELD_OUT = 8
 
 _MASK = "attention_mask"
 """The input that says which positions are no padding, as Hugging Face models call it; shape (batch, tokens)."""
+
+
+@dataclass
+class Calibrated:
+    """What calibration found, for passes between it and conversion to change.
+
+    Attributes:
+        plan: how the float graph will be quantized.
+        values: parameters of activations, by the node that was observed and its spec.
+        constants: parameters of weights and biases that are settled before they are rounded, by operator and position
+            of the argument; the others are found by their observers.
+    """
+
+    plan: Plan
+    values: dict[tuple[Node, TensorSpec], QParams]
+    constants: dict[tuple[Node, int], QParams] = field(default_factory=dict)
 
 
 @dataclass
@@ -48,6 +65,7 @@ class Context:
         checkpoint: finished blocks, if the run can be resumed.
         float_graph: the graph before conversion, for passes of the quantized stage.
         plan: how each operator of it is quantized, by the name of its node.
+        calibrated: the plan and its scales, for passes between calibration and conversion.
         names: of the flat inputs, in order.
         changes: what the pass that is running noted so far.
         remark: what the pass that is running says could be done besides.
@@ -62,6 +80,7 @@ class Context:
     float_graph: GraphModule | None = None
     plan: Mapping[str, PlannedOperator] = field(default_factory=dict)
     batches: list[tuple[int, slice | None]] = field(default_factory=list)
+    calibrated: Calibrated | None = None
     names: tuple[str, ...] = ()
     ranks: Ranks = ALONE
     by_block: bool = False
@@ -300,4 +319,4 @@ def require_resources(device: str | torch.device | None, cache: CacheBudget | No
             ) from error
 
 
-__all__ = ["CacheBudget", "Checkpoint", "Context", "fingerprint", "require_resources"]
+__all__ = ["CacheBudget", "Calibrated", "Checkpoint", "Context", "fingerprint", "require_resources"]

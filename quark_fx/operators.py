@@ -107,6 +107,23 @@ ARITHMETIC = frozenset(
 """Operators with integer kernels that are worth it only between quantized operators: a residual add of a
 convolutional network qualifies, that of a transformer (whose output is normalised in float) does not."""
 
+_AVERAGES = frozenset(
+    {
+        *("aten.avg_pool1d.default", "aten.avg_pool2d.default", "aten.adaptive_avg_pool2d.default"),
+        "aten.mean.dim",
+    }
+)
+
+DPU_ARITHMETIC = (
+    ARITHMETIC
+    | _AVERAGES
+    | {
+        *("aten.sub.Tensor", "aten.leaky_relu.default", "aten.hardsigmoid.default"),
+        *("aten.pad.default", "aten.constant_pad_nd.default"),
+    }
+)
+"""Operators that a DPU computes on codes, and rounds the result of, whatever reads it."""
+
 
 def operator_row(node: Node) -> Operator | None:
     """Return the row of a node, `None` if it has no weights and is no product of activations."""
@@ -166,6 +183,26 @@ def _permutation(node: Node) -> tuple[int, ...] | None:
         dims[a], dims[b] = dims[b], dims[a]
         return tuple(dims)
     return None
+
+
+def is_average(node: Node) -> bool:
+    """Tell whether the node is a mean or a pool of averages."""
+    return target_name(node) in _AVERAGES
+
+
+def continues(node: Node, user: Node) -> bool:
+    """Tell whether a DPU computes `user` on what it has of `node` before that is rounded.
+
+    So it does a leaky relu, and the factor that makes up for its arithmetic after an average or a hard sigmoid.
+    """
+    if len(node.users) != 1 or user.args[:1] != (node,):
+        return False
+    name = target_name(node)
+    if target_name(user) == "aten.mul.Scalar":
+        return is_average(node) or name == "aten.hardsigmoid.default"
+    return target_name(user) == "aten.leaky_relu.default" and (
+        operator_row(node) is not None or is_average(node) or name in ("aten.add.Tensor", "aten.mul.Scalar")
+    )
 
 
 def argument(node: Node, position: int) -> Any:

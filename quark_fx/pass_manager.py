@@ -5,7 +5,8 @@ A pass rewrites the graph it is given and returns how often it did. It is a func
 the caller's model: a pass adds a new attribute (`quark_fx.graph.set_parameter`), it never writes into one.
 
 A pass with a parameter called `context` gets the `Context` of the run: calibration data, cache, where to note what it
-changed. One whose `stage` is `QUANTIZED` runs after conversion, on the graph of codes, next to the float graph.
+changed. One whose `stage` is `CALIBRATED` runs between calibration and conversion and changes scales, not the graph;
+one whose `stage` is `QUANTIZED` runs after conversion, on the graph of codes, next to the float graph.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class Stage(StrEnum):
 
     FLOAT = "float"
     """The captured graph, before anything is quantized."""
+    CALIBRATED = "calibrated"
+    """The same graph with the plan and the scales it was calibrated to, which can be changed yet."""
     QUANTIZED = "quantized"
     """The graph of codes, after calibration and conversion."""
 
@@ -55,6 +58,7 @@ class Promise:
         stage: the graph it rewrites.
         after: names of passes that, listed as well, have to be listed before it.
         distributed: it runs on several ranks: it adds up what it measures, and all ranks end with the same graph.
+        targets: what it is for, `quark_fx.Target` values; empty for anything.
     """
 
     exact: bool = True
@@ -63,6 +67,7 @@ class Promise:
     stage: Stage = Stage.FLOAT
     after: tuple[str, ...] = ()
     distributed: bool = False
+    targets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,11 +122,12 @@ def graph_pass(
     stage: Stage = Stage.FLOAT,
     after: tuple[str, ...] = (),
     distributed: bool = False,
+    targets: tuple[str, ...] = (),
 ) -> Callable[[P], P]:
     """Register a pass under its name and attach its `Promise`."""
 
     def register(target: P) -> P:
-        target.promise = Promise(exact, requires, ensures, stage, after, distributed)  # type: ignore[attr-defined]
+        target.promise = Promise(exact, requires, ensures, stage, after, distributed, targets)  # type: ignore[attr-defined]
         PASSES[target.__name__] = target  # type: ignore[attr-defined]
         return target
 
@@ -139,15 +145,21 @@ def pass_stage(p: GraphPass) -> Stage:
     return promise.stage
 
 
+def pass_targets(p: GraphPass) -> tuple[str, ...]:
+    """Return the targets a pass is for, none if it is for any."""
+    promise: Promise = getattr(p, "promise", Promise())
+    return promise.targets
+
+
 def require_order(passes: Sequence[GraphPass]) -> None:
     """Raise `ConfigError` if a pass is listed before one that has to run first; the message names both."""
     for late, p in enumerate(passes):
         for early in passes[:late]:
             before: Promise = getattr(early, "promise", Promise())
-            if [pass_stage(early), pass_stage(p)] == [Stage.QUANTIZED, Stage.FLOAT]:
+            if pass_stage(early) is Stage.QUANTIZED and pass_stage(p) is not Stage.QUANTIZED:
                 raise ConfigError(
-                    f"pass {pass_name(p)} rewrites the float graph and is listed after {pass_name(early)}, which runs "
-                    "on the quantized one; list it before"
+                    f"pass {pass_name(p)} rewrites the {pass_stage(p)} graph and is listed after {pass_name(early)}, "
+                    "which runs on the quantized one; list it before"
                 )
             if pass_name(p) in before.after:
                 raise ConfigError(

@@ -2,7 +2,7 @@
 
 The rules follow what runs: an integer kernel needs its inputs in integers; a convolution also its output;
 data movement keeps the codes of its input; additions and pools run in integers only between quantized
-operators. No rule asks what model it is in.
+operators; for a DPU, wherever their inputs are integers. No rule asks what model it is in.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
 
-from quark_fx.config import Granularity, QuantConfig, TensorSpec, matches
+from quark_fx.config import Granularity, QuantConfig, Target, TensorSpec, matches
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.graph import describe, is_floating, is_parameter, parameter, target_name, value_of
 from quark_fx.operators import (
     ARITHMETIC,
+    DPU_ARITHMETIC,
     KINDS,
     MOVING,
     Operator,
     argument,
     clamp_bounds,
+    continues,
     operator_row,
     reduced_dim,
     stored_weight,
@@ -96,10 +98,17 @@ class Point:
 
 @dataclass
 class Plan:
-    """The operators of a graph and the values to quantize."""
+    """The operators of a graph and the values to quantize.
+
+    Attributes:
+        operators: every weighted one.
+        points: by value, spec and `Point.reduced`.
+        outputs: for each operator whose output is in integers, the value that is rounded: it, or what follows it.
+    """
 
     operators: list[PlannedOperator]
     points: dict[tuple[Node, TensorSpec, int | None], Point]
+    outputs: dict[Node, Node] = field(default_factory=dict)
 
     @property
     def observed(self) -> dict[tuple[Node, TensorSpec], None]:
@@ -118,7 +127,8 @@ def plan_quantization(gm: GraphModule, config: QuantConfig) -> Plan:
     """
     operators = list(_operators(gm, config))
     _warn_unmatched(config, operators)
-    return Plan(operators, _Placement(gm, config, operators).points())
+    placement = _Placement(gm, config, operators)
+    return Plan(operators, placement.points(), placement.outputs)
 
 
 def module_name(node: Node, weight: Node | None = None) -> str:
@@ -195,14 +205,16 @@ def _plan_operator(gm: GraphModule, config: QuantConfig, node: Node, row: Operat
 
 
 def require_finite_weights(gm: GraphModule, operators: Iterable[PlannedOperator]) -> None:
-    """Raise `CalibrationError` for a weight that holds NaN or infinity, with its name."""
+    """Raise `CalibrationError` for a weight or bias that holds NaN or infinity, with its name."""
     for operator in operators:
-        node = operator.weight_node if operator.weight is not None else None
-        if node is not None and not bool(parameter(gm, node).isfinite().all()):
-            raise CalibrationError(
-                f"weight {node.target} of {describe(operator.node)} holds NaN or infinity; mend the checkpoint or "
-                "exclude the operator"
-            )
+        bias = argument(operator.node, operator.row.bias) if operator.row and operator.row.bias is not None else None
+        constants = (("weight", operator.weight_node), ("bias", bias)) if operator.weight is not None else ()
+        for what, node in constants:
+            if is_parameter(node) and not bool(parameter(gm, node).isfinite().all()):
+                raise CalibrationError(
+                    f"{what} {node.target} of {describe(operator.node)} holds NaN or infinity; mend the checkpoint or "
+                    "exclude the operator"
+                )
 
 
 def _is_head(node: Node) -> bool:
@@ -236,9 +248,11 @@ class _Placement:
         self.gm = gm
         self.planned = {op.node: op for op in operators if not op.reason}
         self.readers = {op.node: op for op in self.planned.values() if op.input is not None}
+        self.dpu = config.target is Target.DPU
+        self.outputs: dict[Node, Node] = {}
         self.arithmetic: dict[Node, TensorSpec] = {}
         for node in gm.graph.nodes:
-            if target_name(node) in ARITHMETIC and is_floating(gm, node):
+            if self._computes(node) and is_floating(gm, node):
                 kind = target_name(node).split(".")[1]
                 name = module_name(node)
                 output = config.specs_for(name, kind).output
@@ -246,13 +260,33 @@ class _Placement:
                     self.arithmetic[node] = output
         self._settle_arithmetic()
 
+    def _computes(self, node: Node) -> bool:
+        """Tell whether an operator without weights may run in integers."""
+        if not self.dpu:
+            return target_name(node) in ARITHMETIC
+        return target_name(node) in DPU_ARITHMETIC or (bool(node.args) and self._goes_on(node.args[0], node))
+
+    def _goes_on(self, value: object, user: Node) -> bool:
+        """Tell whether `user` belongs to the operator that makes `value`, with nothing rounded between them."""
+        return self.dpu and isinstance(value, Node) and continues(value, user)
+
+    def _rounded(self, node: Node) -> tuple[Node, list[Node]]:
+        """Return the value that an operator's output is rounded as, and the clamps right before."""
+        absorbed, value = [], node
+        while len(value.users) == 1:
+            user = next(iter(value.users))
+            if clamp_bounds(user) is not None:
+                absorbed.append(user)
+            elif not self._goes_on(value, user):
+                break
+            value = user
+        return value, absorbed
+
     def points(self) -> dict[tuple[Node, TensorSpec, int | None], Point]:
         produced: dict[Node, Point] = {}
         for node, spec in self._produced().items():
-            absorbed, value = [], node
-            while len(value.users) == 1 and clamp_bounds(user := next(iter(value.users))) is not None:
-                absorbed.append(user)
-                value = user
+            value, absorbed = self._rounded(node)
+            self.outputs[node] = value
             produced[value] = Point(value, spec, _clamped_per_channel(value), None, absorbed)
         points = {(p.value, p.spec, p.reduced): p for p in produced.values()}
         for reader, value, spec, reduced in self._reads():
@@ -299,7 +333,7 @@ class _Placement:
                     yield node, value, op.input, self._reduced(op, position, value)
         for node, spec in self.arithmetic.items():
             for value in node.all_input_nodes:
-                if is_floating(self.gm, value):
+                if is_floating(self.gm, value) and not self._goes_on(value, node):
                     yield node, value, spec, None
 
     def _reduced(self, op: PlannedOperator, position: int, value: Node) -> int | None:
@@ -317,7 +351,13 @@ class _Placement:
     def _output_in_integers(self, op: PlannedOperator) -> bool:
         if op.output is None or op.row is None or op.output.is_cast:
             return False
-        return op.row.integer_output or self._wanted(op.node)
+        return op.row.integer_output or self._shifts(op) or self._wanted(op.node)
+
+    def _shifts(self, op: PlannedOperator) -> bool:
+        """Tell whether a DPU computes the operator: a convolution, or a product of two dimensions."""
+        return self.dpu and (
+            op.kind.startswith("conv") or (op.kind == "linear" and value_of(self.gm, op.node).dim() == 2)
+        )
 
     def _origin(self, value: Node, produced: dict[Node, Point]) -> Node | None:
         """Return the value produced in integers that data movement makes `value` of, if there is one."""
@@ -335,7 +375,7 @@ class _Placement:
             dropped = [
                 node
                 for node in self.arithmetic
-                if not self._wanted(node)
+                if not (self.dpu or self._wanted(node))
                 or not all(self._available(v) for v in node.all_input_nodes if is_floating(self.gm, v))
             ]
             if not dropped:
@@ -378,7 +418,7 @@ def _clamped_per_channel(value: Node) -> Node:
 def _warn_unmatched(config: QuantConfig, operators: list[PlannedOperator]) -> None:
     names = sorted({op.name for op in operators} | {f"op:{kind}" for op in operators for kind in op.kinds})
     for pattern in dict.fromkeys(config.patterns):
-        kinds = {name.split(".")[1] for name in ARITHMETIC} | KINDS | {HEAD}
+        kinds = {name.split(".")[1] for name in DPU_ARITHMETIC} | KINDS | {HEAD}
         if any(matches(pattern, op.name, *op.kinds) for op in operators):
             continue
         if pattern.startswith("op:") and any(matches(pattern, "", kind) for kind in kinds):

@@ -5,17 +5,25 @@ from __future__ import annotations
 import difflib
 
 from quark_fx import block_formats
-from quark_fx.config import Granularity, Override, QuantConfig, TensorSpec
+from quark_fx.config import Granularity, Override, QuantConfig, Target, TensorSpec
 from quark_fx.errors import ConfigError
 from quark_fx.formats import BF16 as BFLOAT16
 from quark_fx.formats import FP8_E4M3, INT4, INT8, INT16, INT32, LONG_NAMES, UINT8
 from quark_fx.formats import FP16 as FLOAT16
 from quark_fx.observers import Mse, NonOverflow, PowerOfTwoMinMse
+from quark_fx.passes.align_shifts import AlignShifts
 from quark_fx.passes.awq import AWQ
+from quark_fx.passes.dpu_average import use_dpu_averages
+from quark_fx.passes.dpu_hard_sigmoid import use_dpu_hard_sigmoids
+from quark_fx.passes.dpu_leaky_relu import use_dpu_slopes
 from quark_fx.passes.fold_batch_norm import fold_batch_norm
 from quark_fx.passes.fold_constants import fold_constants
+from quark_fx.passes.global_mean import pool_means
 from quark_fx.passes.gptq import GPTQ
+from quark_fx.passes.large_pool import SplitLargePools
 from quark_fx.passes.smooth_quant import SmoothQuant
+from quark_fx.passes.split_to_slice import slice_splits
+from quark_fx.passes.swish import spell_out_swish
 from quark_fx.qparams import ScaleType, Symmetry
 
 _FUSE = (fold_constants, fold_batch_norm)
@@ -71,9 +79,21 @@ XINT8 = QuantConfig(
     input=_POWER_OF_TWO.replace(observer=NonOverflow()),
     output=_POWER_OF_TWO.replace(observer=NonOverflow()),
     bias=_POWER_OF_TWO,
-    passes=_FUSE,
+    passes=(
+        *_FUSE,
+        pool_means,
+        SplitLargePools(),
+        slice_splits,
+        spell_out_swish,
+        use_dpu_averages,
+        use_dpu_slopes,
+        use_dpu_hard_sigmoids,
+        AlignShifts(),
+    ),
+    target=Target.DPU,
 )
-"""int8 everywhere, per tensor, with power-of-two scales: for accelerators that shift instead of multiply."""
+"""int8 everywhere, per tensor, with power-of-two scales: for accelerators that shift instead of multiply. Where values
+are rounded, and which scales go together, is what a DPU can do (`docs/dpu.md`)."""
 
 _GROUPS = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=128, symmetry=Symmetry.SYMMETRIC_FULL)
 

@@ -20,7 +20,7 @@ from quark_fx.activation_cache import ActivationCache, CacheBudget
 from quark_fx.calibration import calibrate
 from quark_fx.capture import Captured, capture_graph
 from quark_fx.config import QuantConfig
-from quark_fx.context import Checkpoint, Context, fingerprint, require_resources
+from quark_fx.context import Calibrated, Checkpoint, Context, fingerprint, require_resources
 from quark_fx.correspondence import Source
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
 from quark_fx.graph import device_of, own_tensors, placeholders, static_size, tensor_of
@@ -128,8 +128,11 @@ def quantize(
         context.float_graph = copy_graph(gm)
         blocks = context if by_block and first is not None else None
         qparams = calibrate(gm, plan, flat, progress=progress, context=blocks, ranks=ranks)
+        context.calibrated = Calibrated(plan, qparams)
+        middle = [p for p in config.passes if pass_stage(p) is Stage.CALIBRATED]
+        gm, settled = run_passes(gm, middle, context=context, in_place=True)
         with torch.no_grad():
-            rows = convert(gm, plan, qparams, config.bias)
+            rows = convert(gm, plan, context.calibrated.values, config.bias, context.calibrated.constants)
         context.plan = {op.node.name: op for op in plan.operators}
         late = [p for p in config.passes if pass_stage(p) is Stage.QUANTIZED]
         gm, learned = run_passes(gm, late, context=context, in_place=True)
@@ -141,7 +144,7 @@ def quantize(
     # The copy holds only what the graph reads, and nothing of the user's model.
     source = None if isinstance(model, ExportedProgram) else _source(model, captured, gm)
     gm = copy_graph(gm) if shelf is not None else own_tensors(copy_graph(gm))
-    qmodel = QuantizedModel(gm, captured.signature, config, rows, [*records, *learned], source)
+    qmodel = QuantizedModel(gm, captured.signature, config, rows, [*records, *settled, *learned], source)
     if output_dir is not None:
         del gm.meta["shelf"]
         if ranks.index == 0:

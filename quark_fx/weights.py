@@ -87,6 +87,7 @@ def quantize_tensor(
     stacked: bool = False,
     smallest_scale: Tensor | None = None,
     amax: Tensor | None = None,
+    qparams: QParams | None = None,
 ) -> QuantizedTensor:
     """Quantize the constant `x`.
 
@@ -99,6 +100,7 @@ def quantize_tensor(
         smallest_scale: lower bound of the scales, broadcastable to one value per output channel.
         amax: the largest magnitude that the global scale of `ScaleType.FP8_E4M3` follows, shape `()`; default: that of
             `x`. Give tensors that will be joined one.
+        qparams: what to use instead of what the observer finds, shaped by the granularity.
 
     Raises:
         ValueError: if `x` holds NaN or infinity.
@@ -111,6 +113,15 @@ def quantize_tensor(
         one = torch.ones((), device=x.device)
         return QuantizedTensor(x.to(spec.format.dtype), QParams(one, torch.zeros_like(one).int()), spec, None, 0)
     axis, block = _layout(x, spec, output_axis, input_axis, stacked)
+    if qparams is None:
+        qparams = _observed(x, spec, axis, block, amax)
+    if smallest_scale is not None:
+        qparams = _raise_scale(qparams, smallest_scale, spec)
+    return QuantizedTensor(encode(x, qparams, spec.scheme, axis, block), qparams, spec, axis, block)
+
+
+def _observed(x: Tensor, spec: TensorSpec, axis: int | None, block: int, amax: Tensor | None) -> QParams:
+    """Return what the observer of the spec finds."""
     scheme = spec.scheme
     if spec.scale_type is ScaleType.FP8_E4M3:
         amax = x.detach().abs().amax() if amax is None else amax
@@ -133,9 +144,7 @@ def quantize_tensor(
         qparams = observe(rows)
         if axis is None:
             qparams = QParams(qparams.scale.reshape(()), qparams.zero_point.reshape(()))
-    if smallest_scale is not None:
-        qparams = _raise_scale(qparams, smallest_scale, spec)
-    return QuantizedTensor(encode(x, qparams, spec.scheme, axis, block), qparams, spec, axis, block)
+    return qparams
 
 
 def _layout(x: Tensor, spec: TensorSpec, output_axis: int, input_axis: int, stacked: bool) -> tuple[int | None, int]:

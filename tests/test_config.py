@@ -26,7 +26,15 @@ from quark_fx.observers import (
     Placeholder,
     PowerOfTwoMinMse,
 )
-from quark_fx.passes import AbsorbHighBias, CrossLayerEqualization, fold_batch_norm, fold_constants
+from quark_fx.passes import (
+    AbsorbHighBias,
+    AdaRound,
+    AlignShifts,
+    CrossLayerEqualization,
+    SplitLargePools,
+    fold_batch_norm,
+    fold_constants,
+)
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC, PRESETS, XINT8, preset
 from quark_fx.qparams import ScaleType, Symmetry
 
@@ -56,6 +64,10 @@ observers = st.one_of(
 
 @st.composite
 def specs(draw: st.DrawFn, *, weight: bool = False, target: Target = Target.ONNX) -> TensorSpec:
+    if target is Target.DPU:
+        symmetry = draw(st.sampled_from([Symmetry.SYMMETRIC, Symmetry.SYMMETRIC_FULL]))
+        narrow = draw(st.sampled_from([INT8, UINT8]))
+        return TensorSpec(format=narrow, symmetry=symmetry, scale_type=ScaleType.POWER_OF_TWO)
     any_format, onnx = FORMATS.values(), target is Target.ONNX
     held = [f for f in any_format if f.bits in (4, 8, 16) and str(f) not in ("sm8", "fp4_e2m1")]
     in_blocks = draw(st.booleans())
@@ -99,6 +111,10 @@ def block_specs(draw: st.DrawFn, fmt: Format, *, weight: bool) -> TensorSpec:
     )
 
 
+def biases(target: Target) -> st.SearchStrategy[TensorSpec | None]:
+    return st.none() | (specs(target=target) if target is Target.DPU else st.just(TensorSpec(format=INT32)))
+
+
 @st.composite
 def configs(draw: st.DrawFn) -> QuantConfig:
     has_input, target = draw(st.booleans()), draw(st.sampled_from(list(Target)))
@@ -108,7 +124,7 @@ def configs(draw: st.DrawFn) -> QuantConfig:
         weight=draw(st.none() | specs(weight=True, target=target)),
         input=specified,
         output=draw(st.none() | specs(target=target).filter(lambda s: not s.dynamic)) if has_input else None,
-        bias=TensorSpec(format=INT32) if calibrated and draw(st.booleans()) else None,
+        bias=draw(biases(target)) if calibrated else None,
         passes=(fold_batch_norm,) if draw(st.booleans()) else (),
         overrides=tuple(
             draw(
@@ -162,6 +178,7 @@ def config(**options: Any) -> Callable[[], Any]:
 ACTIVATION = TensorSpec(format=UINT8)
 PER_CHANNEL = TensorSpec(format=INT8, granularity=Granularity.CHANNEL)
 DYNAMIC = ACTIVATION.replace(dynamic=True)
+SHIFTED = TensorSpec(format=INT8, scale_type=ScaleType.POWER_OF_TWO)
 GROUPS = TensorSpec(format=INT8, granularity=Granularity.GROUP, group_size=16)
 REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "group without size": (spec(format=INT4, granularity=Granularity.GROUP), "give both or neither"),
@@ -233,6 +250,36 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         config(input=ACTIVATION, output=ACTIVATION, overrides=(Override(pattern="head", input=None),)),
         r"`output` without `input`.*\(override 'head'\)",
     ),
+    "float scales for a dpu": (
+        lambda: XINT8.replace(weight=TensorSpec(format=INT8)),
+        "a DPU multiplies by shifts: scale_type='power_of_two'",
+    ),
+    "zero points for a dpu": (lambda: XINT8.replace(input=SHIFTED.replace(format=UINT8)), "symmetric integers"),
+    "channels for a dpu": (lambda: XINT8.replace(weight=SHIFTED.replace(granularity="channel")), "per tensor"),
+    "signed scales for a dpu": (lambda: XINT8.replace(weight=SHIFTED.replace(symmetry="sign_aware")), "symmetric"),
+    "float scales of an override for a dpu": (
+        lambda: XINT8.replace(overrides=(Override(pattern="head", weight=TensorSpec(format=INT8)),)),
+        r"a DPU multiplies by shifts.*\(override 'head'\)",
+    ),
+    "an int32 bias for a dpu": (lambda: XINT8.replace(bias=TensorSpec(format=INT32)), "`bias`: a DPU multiplies by"),
+    "shifts of another target": (
+        lambda: XINT8.replace(target="onnx"),
+        "pass AlignShifts is for target='dpu', not 'onnx'; set the target, or drop the pass",
+    ),
+    "shifts of float scales": (
+        lambda: INT8_STATIC.replace(passes=(AlignShifts(),)),
+        "pass AlignShifts is for target='dpu', not 'onnx'",
+    ),
+    "shifts of asymmetric scales": (
+        lambda: INT8_STATIC.replace(passes=(AlignShifts(),), target="dpu"),
+        "a DPU multiplies by shifts",
+    ),
+    "an unknown rule": (lambda: AlignShifts(rules=("concta",)), "unknown rule 'concta'; choose from concat, pool"),
+    "pools of nothing": (lambda: SplitLargePools(largest=0), "at least one value, not largest=0"),
+    "shifts after learning": (
+        lambda: XINT8.replace(passes=(AdaRound(), AlignShifts())),
+        "AlignShifts rewrites the calibrated graph and is listed after AdaRound",
+    ),
     "group size without weight": (lambda: QuantConfig().replace(group_size=32), "this configuration has no `weight`"),
     "unknown field": (
         lambda: INT8_STATIC.replace(wieght=None),
@@ -257,7 +304,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "unknown target": (
         lambda: QuantConfig.from_dict({"target": "tpu"}),
-        "unknown Target 'tpu'; choose one of onnx, torch",
+        "unknown Target 'tpu'; choose one of onnx, torch, dpu",
     ),
     "unknown observer": (
         lambda: TensorSpec.from_dict({"format": "int8", "observer": "minmix"}),

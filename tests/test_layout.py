@@ -21,7 +21,7 @@ LAYERS = (
     {"formats", "shelf", "checkpoint_files", "ranks"},
     {"qparams"},
     {"ops", "observers", "graph", "signature"},
-    {"operators", "pass_manager", "grid"},
+    {"operators", "pass_manager", "grid", "shifts"},
     {"specs"},
     {"config", "block_formats"},
     {"normalisation", "capture_errors"},

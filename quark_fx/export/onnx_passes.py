@@ -336,7 +336,7 @@ def type_codes(model: ir.Model) -> int:
 
 
 _SIGNED = frozenset({ir.DataType.INT4, ir.DataType.INT8, ir.DataType.INT16})
-_MOVES = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "MaxPool"})
+_MOVES = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "MaxPool", "Slice"})
 
 
 def repeat_moved_pairs(model: ir.Model) -> int:

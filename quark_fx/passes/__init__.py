@@ -3,14 +3,23 @@
 from quark_fx.passes.absorb_high_bias import AbsorbHighBias
 from quark_fx.passes.adaquant import AdaQuant
 from quark_fx.passes.adaround import AdaRound
+from quark_fx.passes.align_shifts import AlignShifts
 from quark_fx.passes.autoround import AutoRound
 from quark_fx.passes.awq import AWQ
 from quark_fx.passes.bias_correction import BiasCorrection
 from quark_fx.passes.cross_layer_equalization import CrossLayerEqualization
+from quark_fx.passes.dpu_average import use_dpu_averages
+from quark_fx.passes.dpu_hard_sigmoid import use_dpu_hard_sigmoids
+from quark_fx.passes.dpu_leaky_relu import use_dpu_slopes
 from quark_fx.passes.fold_batch_norm import fold_batch_norm
 from quark_fx.passes.fold_constants import fold_constants
+from quark_fx.passes.global_mean import pool_means
 from quark_fx.passes.gptq import GPTQ
+from quark_fx.passes.hard_sigmoid import harden_sigmoids
+from quark_fx.passes.large_pool import SplitLargePools
 from quark_fx.passes.smooth_quant import SmoothQuant
+from quark_fx.passes.split_to_slice import slice_splits
+from quark_fx.passes.swish import spell_out_swish
 
 __all__ = [
     "AWQ",
@@ -18,10 +27,19 @@ __all__ = [
     "AbsorbHighBias",
     "AdaQuant",
     "AdaRound",
+    "AlignShifts",
     "AutoRound",
     "BiasCorrection",
     "CrossLayerEqualization",
     "SmoothQuant",
+    "SplitLargePools",
     "fold_batch_norm",
     "fold_constants",
+    "harden_sigmoids",
+    "pool_means",
+    "slice_splits",
+    "spell_out_swish",
+    "use_dpu_averages",
+    "use_dpu_hard_sigmoids",
+    "use_dpu_slopes",
 ]

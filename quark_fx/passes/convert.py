@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -18,7 +19,11 @@ from quark_fx.report import Row
 
 
 def convert(
-    gm: GraphModule, plan: Plan, qparams: Mapping[tuple[Node, TensorSpec], QParams], bias: TensorSpec | None
+    gm: GraphModule,
+    plan: Plan,
+    qparams: Mapping[tuple[Node, TensorSpec], QParams],
+    bias: TensorSpec | None,
+    settled: Mapping[tuple[Node, int], QParams] = MappingProxyType({}),
 ) -> list[Row]:
     """Rewrite `gm` so that it computes in the plan's formats; return one report row per weighted operator.
 
@@ -27,13 +32,14 @@ def convert(
         plan: from `plan_quantization`.
         qparams: from `calibrate`.
         bias: spec of the biases, `None` keeps them in float.
+        settled: parameters of weights and biases that are known already, by operator and position of the argument.
 
     Raises:
         CalibrationError: if a weight is not finite; the message names it.
     """
     scales = {op.node: scale for op in plan.operators if (scale := _input_scale(op, plan, qparams)) is not None}
     quantize_values(gm, plan, qparams)
-    rows = quantize_constants(gm, plan, scales, bias)
+    rows = quantize_constants(gm, plan, scales, bias, settled)
     erase_dead(gm)
     gm.graph.lint()
     gm.recompile()

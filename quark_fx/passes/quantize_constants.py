@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -24,7 +25,11 @@ ops = torch.ops.quark_fx
 
 
 def quantize_constants(
-    gm: GraphModule, plan: Plan, input_scales: Mapping[Node, Tensor], bias: TensorSpec | None
+    gm: GraphModule,
+    plan: Plan,
+    input_scales: Mapping[Node, Tensor],
+    bias: TensorSpec | None,
+    settled: Mapping[tuple[Node, int], QParams] = MappingProxyType({}),
 ) -> list[Row]:
     """Replace the weights and biases of the plan's operators by codes behind a `dequantize`.
 
@@ -37,6 +42,7 @@ def quantize_constants(
         plan: from `plan_quantization`.
         input_scales: static scale, shape `()`, of the operators whose activation has one.
         bias: spec of the biases, `None` keeps them in float.
+        settled: parameters of weights and biases that are known already, by operator and position of the argument.
 
     Returns:
         One report row per operator of the plan.
@@ -44,14 +50,15 @@ def quantize_constants(
     Raises:
         CalibrationError: if a weight or a bias is not finite; the message names it.
     """
-    stored: dict[tuple[str, TensorSpec], _Stored] = {}
+    stored: dict[_Key, _Stored] = {}
     rows, joint = [], _joint_magnitudes(gm, plan)
     for op in plan.operators:
         if op.weight_node is None or op.weight is None:
             rows.append(_float_row(gm, op))
             continue
         give_back()
-        rows.append(_quantize_operator(gm, op, input_scales.get(op.node), bias, stored, joint.get(op.node)))
+        known = {position: found for (node, position), found in settled.items() if node is op.node}
+        rows.append(_quantize_operator(gm, op, input_scales.get(op.node), bias, stored, joint.get(op.node), known))
     return rows
 
 
@@ -72,6 +79,10 @@ def _joint_magnitudes(gm: GraphModule, plan: Plan) -> dict[Node, Tensor]:
     return found
 
 
+_Key = tuple[str, TensorSpec, float | None]
+"""A weight is stored once for each spec and, where that is settled beforehand, scale it is read with."""
+
+
 @dataclass(frozen=True)
 class _Stored:
     """A quantized constant and the nodes that read its codes, scale and zero point."""
@@ -85,10 +96,12 @@ def _quantize_operator(
     op: PlannedOperator,
     input_scale: Tensor | None,
     bias_spec: TensorSpec | None,
-    stored: dict[tuple[str, TensorSpec], _Stored],
+    stored: dict[_Key, _Stored],
     amax: Tensor | None,
+    settled: Mapping[int, QParams],
 ) -> Row:
     assert op.row is not None
+    assert op.row.weight is not None
     assert op.weight is not None
     assert op.weight_node is not None
     weight = parameter(gm, op.weight_node)
@@ -99,13 +112,15 @@ def _quantize_operator(
         # Below this scale the int32 bias would overflow (a channel of nearly zero weights with a large bias).
         smallest = parameter(gm, bias_node).detach().abs().float() / (int32_scale * 0.999 * INT32.qmax)
 
-    key = (str(op.weight_node.target), op.weight)
+    known = settled.get(op.row.weight)
+    key = (str(op.weight_node.target), op.weight, None if known is None else float(known.scale))
     found = stored.get(key)
     if found is None or (smallest is not None and bool((found.tensor.qparams.scale < smallest).any())):
-        found = stored[key] = _store(gm, key[0], _quantize_weight(op, weight, smallest, amax))
+        found = stored[key] = _store(gm, key[0], _quantize_weight(op, weight, smallest, amax, known))
     _use_weight(gm, op, found)
     if is_parameter(bias_node) and bias_spec is not None:
-        _replace_bias(gm, op, bias_node, bias_spec, found.tensor, int32_scale)
+        own = settled.get(op.row.bias) if op.row.bias is not None else None
+        _replace_bias(gm, op, bias_node, bias_spec, found.tensor, int32_scale, own)
     return Row.of_quantized(
         name=op.name,
         parameter=str(op.weight_node.target),
@@ -128,7 +143,11 @@ def _takes_int32_bias(gm: GraphModule, op: PlannedOperator, bias: TensorSpec) ->
 
 
 def _quantize_weight(
-    op: PlannedOperator, weight: Tensor, smallest_scale: Tensor | None, amax: Tensor | None
+    op: PlannedOperator,
+    weight: Tensor,
+    smallest_scale: Tensor | None,
+    amax: Tensor | None,
+    qparams: QParams | None,
 ) -> QuantizedTensor:
     assert op.row is not None
     assert op.weight is not None
@@ -142,6 +161,7 @@ def _quantize_weight(
             stacked=op.row.kind in ("experts", "linear") and weight.dim() > 2,
             smallest_scale=smallest_scale,
             amax=amax,
+            qparams=qparams,
         )
     except ValueError as error:
         raise CalibrationError(
@@ -174,6 +194,7 @@ def _replace_bias(
     spec: TensorSpec,
     weight: QuantizedTensor,
     input_scale: Tensor | None,
+    qparams: QParams | None,
 ) -> None:
     """Let the operator read codes instead of its bias; one without quantized inputs stays in float."""
     assert op.row is not None
@@ -187,7 +208,7 @@ def _replace_bias(
     if op.input is None:
         return
     if spec.format != INT32:
-        codes = quantize_tensor(bias, spec)
+        codes = quantize_tensor(bias, spec, qparams=qparams)
     elif input_scale is not None:
         codes = _int32_bias(bias, spec, (input_scale * weight.qparams.scale).float())
     else:

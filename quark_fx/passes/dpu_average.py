@@ -1,0 +1,100 @@
+"""Averages as a DPU computes them: a sum, a multiplication by an integer and a shift."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.fx import GraphModule, Node
+
+from quark_fx.context import Context
+from quark_fx.graph import call, static_size, target_name, value_of
+from quark_fx.operators import argument, is_average
+from quark_fx.pass_manager import Change, graph_pass
+from quark_fx.placement import module_name
+
+_SQUARES = {3: (7, 6), 5: (10, 8), 6: (7, 8), 7: (21, 10), 14: (21, 12)}
+"""For a square kernel by its side: `1 / side**2` is taken for `a / 2**b`."""
+
+_WIDEST = 255
+"""The largest side whose factor is known."""
+
+
+@graph_pass(exact=False, after=("pool_means", "SplitLargePools"))
+def use_dpu_averages(gm: GraphModule, context: Context | None = None) -> int:
+    """Multiply every average of `n` values by `n * a / 2**b`, where a DPU multiplies their sum by `a / 2**b`.
+
+    The factor is within 1 % of 1 for the kernels networks have: 63/64 for 3×3, 1029/1024 for 7×7.
+
+    Returns how many were rewritten. Kernels that are not square and sizes that vary are left, and noted.
+
+    Source:
+        AMD Quark for ONNX, `ConvertAvgPoolToDPUVersion` and `ConvertReduceMeanToDPUVersion`.
+    """
+    done = 0
+    for node in list(gm.graph.nodes):
+        if not is_average(node) or [target_name(user) for user in node.users] == ["aten.mul.Scalar"]:
+            continue
+        factor = _factor(gm, node)
+        if context is not None:
+            context.note(_change(node, factor))
+        if factor is not None and factor != 1.0:
+            with gm.graph.inserting_after(node):
+                scaled = call(gm, torch.ops.aten.mul.Scalar, node, factor, like=node)
+            node.replace_all_uses_with(scaled, delete_user_cb=lambda user, scaled=scaled: user is not scaled)
+            done += 1
+    return done
+
+
+def _change(node: Node, factor: float | None) -> Change:
+    if factor is None:
+        return Change(module_name(node), "left: its kernel is not square, or varies", changed=False)
+    if factor == 1.0:
+        return Change(module_name(node), "left: it is exact", changed=False)
+    return Change(module_name(node), f"multiplied by {factor}")
+
+
+def _factor(gm: GraphModule, node: Node) -> float | None:
+    """Return what a DPU's average is of the exact one; `None` if it is not known."""
+    shape = [static_size(size) for size in value_of(gm, argument(node, 0)).shape]
+    name = target_name(node)
+    if name == "aten.mean.dim":
+        sizes = [shape[dim] for dim in argument(node, 1) or range(len(shape))]
+        return None if None in sizes else nearest_shift(math.prod(size for size in sizes if size))
+    if name == "aten.avg_pool2d.default":
+        kernel: list[int | None] = list(argument(node, 1))
+        kernel = kernel * 2 if len(kernel) == 1 else kernel
+        if argument(node, 6) is not None:
+            return None  # it is divided by another number than that of its values
+    elif name == "aten.adaptive_avg_pool2d.default" and list(argument(node, 1)) == [1, 1]:
+        kernel = shape[-2:]
+    else:
+        return None
+    side = kernel[0]
+    return None if side is None or side != kernel[1] else square_factor(side)
+
+
+def square_factor(side: int) -> float:
+    """Return the factor for a square kernel; 1 beyond 255.
+
+    >>> square_factor(3), square_factor(7), square_factor(2)
+    (0.984375, 1.0048828125, 1.0)
+    """
+    if side > _WIDEST:
+        return 1.0
+    if side in _SQUARES:
+        multiplier, shift = _SQUARES[side]
+        return float(side * side * multiplier / 2**shift)
+    return nearest_shift(side * side)
+
+
+def nearest_shift(count: int) -> float:
+    """Return `count * a / 2**b` with the `a / 2**b` nearest to `1 / count`, `b` below 7 bits more than `count` has.
+
+    >>> nearest_shift(16), nearest_shift(12)
+    (1.0, 1.001953125)
+    """
+    shifts = range(7 + math.ceil(math.log2(count)))
+    candidates = [round(2**shift / count) * 0.5**shift for shift in shifts]
+    nearest: float = min(candidates, key=lambda c: abs(c - 1 / count))
+    return count * nearest

@@ -1,0 +1,227 @@
+"""Rewrites to the arithmetic of a DPU: what each computes, and what it leaves alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_placement import build
+from tiny import calls, quantize, rand
+from torch import Tensor
+from torch.fx import GraphModule
+
+import quark_fx as qfx
+from quark_fx.pass_manager import GraphPass, run_passes
+from quark_fx.passes import (
+    SplitLargePools,
+    harden_sigmoids,
+    pool_means,
+    slice_splits,
+    spell_out_swish,
+    use_dpu_averages,
+    use_dpu_hard_sigmoids,
+    use_dpu_slopes,
+)
+from quark_fx.passes.dpu_average import nearest_shift, square_factor
+from quark_fx.presets import XINT8
+
+Function = Callable[[Tensor], Any]
+X = rand(2, 3, 12, 12)
+
+
+def rewritten(function: Function, *passes: GraphPass, x: Tensor = X, **options: Any) -> tuple[GraphModule, list[int]]:
+    """Return the graph of a function after some passes, and how often each rewrote."""
+    graph = qfx.capture_graph(build(lambda m, x: function(x)), x, **options).module
+    after, records = run_passes(graph, passes, verify_inputs=(x,))
+    return after, [record.rewrites for record in records]
+
+
+def names(gm: GraphModule) -> list[str]:
+    return [str(node.target) for node in calls(gm, "aten.")]
+
+
+EXACT: dict[str, tuple[GraphPass, Function, list[str]]] = {
+    "a mean over height and width": (
+        pool_means,
+        lambda x: x.mean((2, 3), keepdim=True),
+        ["aten.adaptive_avg_pool2d.default"],
+    ),
+    "a mean over width and height, without them": (
+        pool_means,
+        lambda x: x.mean((-1, -2)),
+        ["aten.adaptive_avg_pool2d.default", "aten.squeeze.dims"],
+    ),
+    "a large pool": (
+        SplitLargePools(largest=100),
+        lambda x: F.adaptive_avg_pool2d(x, 1),
+        ["aten.avg_pool2d.default", "aten.adaptive_avg_pool2d.default"],
+    ),
+    "a split": (
+        slice_splits,
+        lambda x: [part.relu() for part in x.split((1, 2), dim=1)],
+        ["aten.slice.Tensor", "aten.slice.Tensor", "aten.relu.default", "aten.relu.default"],
+    ),
+    "a chunk of which one part is read": (slice_splits, lambda x: x.chunk(5, -1)[3], ["aten.slice.Tensor"]),
+    "a hard swish": (spell_out_swish, F.hardswish, ["aten.hardsigmoid.default", "aten.mul.Tensor"]),
+    "a swish": (spell_out_swish, F.silu, ["aten.sigmoid.default", "aten.mul.Tensor"]),
+}
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_exact_rewrites_are_exact(case: str) -> None:
+    rewrite, function, after = EXACT[case]
+    for x in (X, X * 50):
+        gm, counts = rewritten(function, rewrite, x=x)
+        assert counts == [1]
+        assert names(gm) == after
+        expected = function(x)
+        for got, wanted in zip(gm(x), expected if isinstance(expected, list) else [expected], strict=True):
+            # A reordered sum of 144 values, or another order of the same three operations.
+            torch.testing.assert_close(
+                got, wanted, rtol=0, atol=16 * torch.finfo(torch.float32).eps * float(x.abs().max())
+            )
+
+
+LEFT: dict[str, tuple[GraphPass, Function]] = {
+    "a mean over channels": (pool_means, lambda x: x.mean((1, 2))),
+    "a mean over rows of matrices": (pool_means, lambda x: x.flatten(2).mean((1, 2))),
+    "a mean in another type": (pool_means, lambda x: x.mean((2, 3), dtype=torch.float64)),
+    "a pool that is small enough": (SplitLargePools(largest=144), lambda x: F.adaptive_avg_pool2d(x, 1)),
+    "a pool to several values": (SplitLargePools(largest=1), lambda x: F.adaptive_avg_pool2d(x, 3)),
+    "a prime pool": (SplitLargePools(largest=100), lambda x: F.adaptive_avg_pool2d(x[:, :, :11, :11], 1)),
+    "a pool that is too large in two parts": (SplitLargePools(largest=8), lambda x: F.adaptive_avg_pool2d(x, 1)),
+    "a pool whose factor is 1": (use_dpu_averages, lambda x: F.avg_pool2d(x, 2)),
+    "a pool that is not square": (use_dpu_averages, lambda x: F.avg_pool2d(x, (3, 2))),
+    "a pool with another divisor": (use_dpu_averages, lambda x: F.avg_pool2d(x, 3, divisor_override=5)),
+    "a pool to several values of one kernel": (use_dpu_averages, lambda x: F.adaptive_avg_pool2d(x, 3)),
+    "a slope of 26/256": (use_dpu_slopes, lambda x: F.leaky_relu(x, 26 / 256)),
+    "a relu": (use_dpu_slopes, F.relu),
+    "a sigmoid, where hard ones are meant": (use_dpu_hard_sigmoids, torch.sigmoid),
+    "a tanh": (harden_sigmoids, torch.tanh),
+    "a gelu": (spell_out_swish, F.gelu),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_is_left(case: str) -> None:
+    rewrite, function = LEFT[case]
+    before = names(rewritten(function)[0])
+    gm, counts = rewritten(function, rewrite)
+    assert counts == [0]
+    assert names(gm) == before
+
+
+def test_a_pool_over_sizes_that_vary_is_left() -> None:
+    free = ({2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC},)
+    passes = (SplitLargePools(largest=1), use_dpu_averages)
+    assert rewritten(lambda x: F.adaptive_avg_pool2d(x, 1), *passes, dynamic_shapes=free)[1] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("side", "factor"),
+    [
+        *((1, 1), (2, 1), (3, 63 / 64), (4, 1), (5, 250 / 256), (6, 252 / 256), (7, 1029 / 1024), (14, 4116 / 4096)),
+        *((8, 1), (10, 100 * 41 / 4096), (256, 1), (300, 1)),
+    ],
+)
+def test_the_factor_of_a_square_pool(side: int, factor: float) -> None:
+    assert square_factor(side) == factor
+
+
+@given(count=st.integers(1, 4000))
+@settings(max_examples=200, deadline=None)
+def test_a_reciprocal_is_the_nearest_that_shifts_can_do(count: int) -> None:
+    shifts = range(7 + math.ceil(math.log2(count)))
+    errors = [abs(Fraction(round(Fraction(2**n, count)), 2**n) - Fraction(1, count)) for n in shifts]
+    assert abs(Fraction(nearest_shift(count)) / count - Fraction(1, count)) <= min(errors) + Fraction(1, 2**60)
+
+
+@pytest.mark.parametrize(
+    ("function", "factor"),
+    [
+        (lambda x: F.avg_pool2d(x, 3), 63 / 64),
+        (lambda x: F.avg_pool2d(x, 7, stride=1, padding=2), 1029 / 1024),
+        (lambda x: F.adaptive_avg_pool2d(x, 1), nearest_shift(144)),
+        (lambda x: x.mean(1), nearest_shift(3)),
+    ],
+)
+def test_averages_are_multiplied(function: Function, factor: float) -> None:
+    gm, counts = rewritten(function, use_dpu_averages, use_dpu_averages)
+    assert counts == [1, 0]  # once, however often it is asked for
+    torch.testing.assert_close(gm(X)[0], function(X) * factor, rtol=0, atol=0)
+
+
+def test_pools_that_stay_say_why() -> None:
+    layers = {"a": torch.nn.Conv2d(3, 4, 1), "b": torch.nn.Conv2d(4, 4, 1)}
+    model = build(lambda m, x: m.b(F.avg_pool2d(F.avg_pool2d(m.a(x), (3, 2)), 2)), **layers)
+    changes = next(r for r in quantize(model, XINT8, [X]).report().passes if r.name == "use_dpu_averages").changes
+    assert [(c.what, c.changed) for c in changes] == [
+        ("left: its kernel is not square, or varies", False),
+        ("left: it is exact", False),
+    ]
+
+
+def test_a_pool_of_exact_sums_is_that_of_the_device() -> None:
+    """`sum * 7 / 2**6`, which is what the shifter computes, up to the rounding of two float products."""
+    codes = torch.randint(-128, 128, (1, 1, 12, 12), generator=torch.Generator().manual_seed(0)).float()
+    gm, _ = rewritten(lambda x: F.avg_pool2d(x, 3), use_dpu_averages, x=codes)
+    torch.testing.assert_close(gm(codes)[0], F.avg_pool2d(codes, 3, divisor_override=1) * 7 / 64, rtol=2.5e-7, atol=0)
+
+
+@pytest.mark.parametrize(("slope", "rounded"), [(0.1, 26 / 256), (0.01, 3 / 256), (0.2, 51 / 256), (0.3, 77 / 256)])
+def test_slopes_have_8_bits(slope: float, rounded: float) -> None:
+    gm, counts = rewritten(lambda x: F.leaky_relu(x, slope), use_dpu_slopes)
+    assert counts == [1]
+    torch.testing.assert_close(gm(X)[0], F.leaky_relu(X, rounded), rtol=0, atol=0)
+
+
+def test_the_default_slope_counts_too() -> None:
+    gm, counts = rewritten(F.leaky_relu, use_dpu_slopes)
+    assert counts == [1]
+    torch.testing.assert_close(gm(X)[0], F.leaky_relu(X, 3 / 256), rtol=0, atol=0)
+
+
+def test_a_sigmoid_becomes_lines() -> None:
+    x = torch.linspace(-8, 8, 100_001)
+    gm, counts = rewritten(torch.sigmoid, harden_sigmoids, x=x)
+    assert counts == [1]
+    assert torch.equal(gm(x)[0], F.hardsigmoid(x))
+    gap = (gm(x)[0] - x.sigmoid()).abs()
+    assert float(gap.max()) == pytest.approx(0.0692, abs=1e-4)
+    assert abs(float(x[gap.argmax()])) == pytest.approx(1.317, abs=0.001)
+
+
+def test_a_hard_sigmoid_has_a_sixth_of_14_bits() -> None:
+    gm, counts = rewritten(F.hardsigmoid, use_dpu_hard_sigmoids, use_dpu_hard_sigmoids)
+    assert counts == [1, 0]
+    torch.testing.assert_close(gm(X)[0], F.hardsigmoid(X) * (2731 / 16384 * 6), rtol=0, atol=0)
+
+
+def test_the_factor_of_the_user_stays() -> None:
+    gm, counts = rewritten(lambda x: torch.mul(F.hardsigmoid(x), 2.0), use_dpu_hard_sigmoids)
+    assert counts == [1]
+    torch.testing.assert_close(gm(X)[0], F.hardsigmoid(X) * (2731 / 16384 * 6) * 2, rtol=0, atol=0)
+
+
+def test_the_preset_says_what_it_rewrote() -> None:
+    """A squeeze-and-excite block, whose pool and gate are the device's."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = F.leaky_relu(m.a(x), 0.1)
+        out: Tensor = m.c(y * F.hardsigmoid(m.b(y.mean((2, 3), keepdim=True))))
+        return out
+
+    layers = {"a": torch.nn.Conv2d(3, 4, 1), "b": torch.nn.Conv2d(4, 4, 1), "c": torch.nn.Conv2d(4, 4, 1)}
+    report = quantize(build(forward, **layers), XINT8, [X], verify=True).report()
+    said = {record.name: [change.what for change in record.changes] for record in report.passes}
+    assert all(record.rewrites == sum(c.changed for c in record.changes) for record in report.passes if record.changes)
+    assert said["use_dpu_averages"] == [f"multiplied by {nearest_shift(144)}"]
+    assert said["use_dpu_slopes"] == ["slope 0.1 → 0.101562"]
+    assert said["use_dpu_hard_sigmoids"] == ["multiplied by 1.00012"]
