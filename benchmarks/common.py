@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import statistics
@@ -114,7 +115,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def environment() -> str:
     """Return versions, processor and its load in one line."""
-    packages = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    packages = ", ".join(f"{name} {version(name)}" for name in PACKAGES if importlib.util.find_spec(name) is not None)
     # Where others used the machine too, absolute times say little; ratios of neighbours still do.
     load = f", load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     return f"Python {platform.python_version()}, {packages}; {_processor()}, {os.cpu_count()} cores{load}."
