@@ -81,7 +81,7 @@ def _rank(rank: int, count: int, folder: Path) -> None:
 
     GPTQ._round_part = counting  # type: ignore
     watch, began = Watch(), time.process_time()
-    qmodel = qfx.quantize(found.model, "w4a16_gptq", found.calibration, progress=False)
+    qmodel = qfx.quantize(found.model, "w4a16_gptq", found.calibration, progress=False, distributed=True)
     seconds = time.process_time() - began
     peak = watch.peak
     qmodel.save(folder / f"{count}-{rank}")

@@ -43,7 +43,7 @@ class CheckpointFiles:
             return cls(path.parent, dict.fromkeys(_names(path), path))
         if not path.is_dir():
             raise CheckpointError(f"{path} does not exist; pass a directory with safetensors files")
-        if (path / _INDEX).exists():
+        if (path / _INDEX).exists() and not (path / _WHOLE).exists():  # the order of transformers
             return cls(path, _indexed(path))
         found = [path / _WHOLE] if (path / _WHOLE).exists() else sorted(path.glob("*.safetensors"))
         if not found:

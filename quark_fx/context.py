@@ -114,17 +114,20 @@ class Context:
             if len(sizes) == 1 and (size := sizes.pop()) > 1:
                 kept = size - max(1, size // _HELD_OUT)
                 self.batches = [(0, slice(0, kept)), (0, slice(kept, size))]
+        self._given = len(self.batches)
         if not self.holds_out and any(needs_context(p) for p in self.config.passes):
             warnings.warn(
                 "the calibration data is one sample, or one batch that cannot be divided: what passes learn from it is "
                 "judged on it, too; pass more batches",
                 stacklevel=3,
             )
-        self._given = len(self.batches)
-        self._keep_share()
 
-    def _keep_share(self) -> None:
-        """Keep the batches of this rank, and nothing of the others'."""
+    def keep_share(self) -> None:
+        """Keep the batches of this rank, and nothing of the others'.
+
+        Raises:
+            CalibrationError: if there are fewer batches than ranks.
+        """
         if self.ranks.alone or not self.batches:
             return
         if self.ranks.count > len(self.batches):
@@ -282,10 +285,9 @@ def fingerprint(gm: GraphModule, context: Context) -> dict[str, str]:
     for batch in range(len(context.batches)):
         for position, leaf in enumerate(context.inputs(batch)):
             _update(data, f"batch {batch} {position}", leaf)
-    if not context.ranks.alone:
-        data = hashlib.sha256(repr(context.ranks.gather(data.hexdigest())).encode())
     digests = {"model": model, "configuration": configuration, "data": data}
-    return {what: digest.hexdigest()[:32] for what, digest in digests.items()}
+    ranks = {} if context.ranks.alone else {"number of ranks": str(context.ranks.count)}
+    return {what: digest.hexdigest()[:32] for what, digest in digests.items()} | ranks
 
 
 def _update(digest: Any, name: str, value: Any) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,8 @@ def open_checkpoint(
 def _made(files: CheckpointFiles, factory: Callable[[], nn.Module], shelf: Shelf) -> nn.Module:
     with _library("accelerate").init_empty_weights(include_buffers=False):
         model = factory()
+    if not isinstance(model, nn.Module):
+        raise CheckpointError(f"factory returned {type(model).__name__}; it has to make an nn.Module")
     stored = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     tied = {id(stored[name]): name for name in reversed(stored) if name in files.files}
     found = {name: files.tensor(tied[id(t)]) for name, t in stored.items() if id(t) in tied}
@@ -49,8 +53,18 @@ def _made(files: CheckpointFiles, factory: Callable[[], nn.Module], shelf: Shelf
             f"{files.directory} lacks {len(missing)} of the {len(stored)} tensors of {type(model).__name__}: "
             f"{', '.join(missing[:3])}; pass the checkpoint of this very model"
         )
+    _warn_unused(files, sorted(files.files.keys() - stored.keys()))
     _assign(model, found, shelf)
     return model
+
+
+def _warn_unused(files: CheckpointFiles, names: list[str]) -> None:
+    if names:
+        warnings.warn(
+            f"{files.directory} holds {len(names)} tensors that the model does not have: {', '.join(names[:3])}; is it "
+            "the checkpoint of this very model?",
+            stacklevel=4,
+        )
 
 
 def _pretrained(files: CheckpointFiles, shelf: Shelf) -> nn.Module:
@@ -60,7 +74,7 @@ def _pretrained(files: CheckpointFiles, shelf: Shelf) -> nn.Module:
     # What transformers has to convert it writes to this folder; the files are mapped, and gone with the tensors.
     with tempfile.TemporaryDirectory(dir=shelf.directory) as folder, quiet():
         try:
-            model: Any = kind.from_pretrained(
+            model, found = kind.from_pretrained(
                 files.directory,
                 dtype="auto",
                 device_map={"": "disk"},
@@ -68,6 +82,7 @@ def _pretrained(files: CheckpointFiles, shelf: Shelf) -> nn.Module:
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
+                output_loading_info=True,
             )
         except Exception as error:  # whatever transformers raises about a checkpoint
             raise CheckpointError(f"{files.directory} is no checkpoint of {kind.__name__}: {error}") from error
@@ -83,6 +98,7 @@ def _pretrained(files: CheckpointFiles, shelf: Shelf) -> nn.Module:
         places = {name: (Path(index[name]["safetensors_file"]), index[name]["weight_name"]) for name in names}
         tensors = {place: mapped(*place) for place in set(places.values())}
         _assign(model, {name: tensors[place] for name, place in places.items()}, shelf)
+    _warn_unused(files, sorted(found["unexpected_keys"]))
     return model  # type: ignore[no-any-return]
 
 
@@ -92,7 +108,7 @@ def _assign(model: nn.Module, tensors: dict[str, Tensor], shelf: Shelf) -> None:
     Raises:
         CheckpointError: if one has another shape than the model's.
     """
-    made: dict[int, Tensor] = {}
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the old one, whose identity would be another's otherwise
     for name, tensor in tensors.items():
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
@@ -105,19 +121,25 @@ def _assign(model: nn.Module, tensors: dict[str, Tensor], shelf: Shelf) -> None:
             )
         if id(old) not in made:
             value = tensor if tensor.dtype == old.dtype else shelf.put(tensor.to(old.dtype))
-            made[id(old)] = nn.Parameter(value, requires_grad=False) if leaf in module._parameters else value.clone()
-        (module._parameters if leaf in module._parameters else module._buffers)[leaf] = made[id(old)]  # type: ignore[assignment]
+            new = nn.Parameter(value, requires_grad=False) if leaf in module._parameters else value.clone()
+            made[id(old)], made[id(new)] = (new, old), (new, new)
+        (module._parameters if leaf in module._parameters else module._buffers)[leaf] = made[id(old)][0]  # type: ignore[assignment]
 
 
 def _class_of(directory: Path, transformers: Any) -> Any:
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        text = (directory / "config.json").read_text(encoding="utf-8")
+        config = json.loads(text)
         name = str(config["architectures"][0])
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise CheckpointError(
             f"{directory / 'config.json'} does not say which model this is ({type(error).__name__}: {error}); pass "
             "open_checkpoint(path, factory) for a model that is none of transformers"
         ) from error
+    if kernel := re.search(r'attn_implementation"\s*:\s*"([^"]*/[^"]*)"', text):
+        raise CheckpointError(
+            f"{directory / 'config.json'} asks for code to be fetched: {kernel[1]}; remove that entry"
+        )
     kind = getattr(transformers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise CheckpointError(

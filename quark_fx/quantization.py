@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from quark_fx.activation_cache import ActivationCache, CacheBudget
 from quark_fx.calibration import calibrate
 from quark_fx.capture import Captured, capture_graph
+from quark_fx.checkpoint_files import CheckpointFiles
 from quark_fx.config import QuantConfig
 from quark_fx.context import Calibrated, Checkpoint, Context, fingerprint, require_resources
 from quark_fx.correspondence import Source
@@ -32,8 +33,9 @@ from quark_fx.passes.convert import convert
 from quark_fx.placement import plan_quantization
 from quark_fx.presets import preset
 from quark_fx.quantized_weights import quantized_weights
-from quark_fx.ranks import Ranks
+from quark_fx.ranks import ALONE, Ranks
 from quark_fx.report import Row
+from quark_fx.serialization import GRAPH_FILE, TENSOR_FILE
 from quark_fx.shelf import Shelf
 from quark_fx.signature import split_batch
 from quark_fx.weights import sqnr
@@ -53,6 +55,7 @@ def quantize(
     cache: CacheBudget | None = None,
     checkpoint: str | Path | None = None,
     output_dir: str | Path | None = None,
+    distributed: bool = False,
 ) -> QuantizedModel:
     """Quantize any PyTorch model. The model itself is not changed.
 
@@ -72,6 +75,8 @@ def quantize(
         output_dir: where to save the result (`QuantizedModel.save`). The model then needs less memory than it has
             weights: it runs block by block, and what passes make of its weights is kept in files of this directory,
             like finished blocks, until the result is complete. See `open_checkpoint`.
+        distributed: all processes of a job make this call, with the same arguments, and share the work: the process
+            group is the one there is, or that of torchrun's environment. Directories are on a file system they share.
 
     Returns:
         A model called like the original; with `output_dir`, its tensors are read from files when they are used.
@@ -85,9 +90,11 @@ def quantize(
     """
     config = _resolve(config)
     require_resources(device, cache)
-    ranks = Ranks.current()
+    ranks = Ranks.current() if distributed else ALONE
     _require_distributed(config, ranks)
     progress = progress and ranks.index == 0
+    if isinstance(model, str | Path):
+        CheckpointFiles.of(model)  # before anything is made
     shelf = None
     if output_dir is not None:
         shelf, checkpoint = _work_directory(Path(output_dir), checkpoint)
@@ -118,8 +125,11 @@ def quantize(
             # Read more than once: data that comes from a generator, or in another order each time, is kept.
             context.add_batches(_flat_batches(captured, batches), divisible=_divisible(captured))
             batches = ()
-        if checkpoint is not None:
-            context.checkpoint = _shared_checkpoint(checkpoint, fingerprint(captured.module, context), ranks)
+        if checkpoint is not None or not ranks.alone:
+            run = fingerprint(captured.module, context)
+            ranks.require_same(run)
+            context.keep_share()
+            context.checkpoint = _shared_checkpoint(checkpoint, run, ranks) if checkpoint is not None else None
         flat = context.whole_batches(home) if learns else _flat_batches(captured, batches)
         inputs = tuple(_flatten(captured, first)) if verify else None
         early = [p for p in config.passes if pass_stage(p) is Stage.FLOAT]
@@ -181,7 +191,12 @@ def _work_directory(output: Path, checkpoint: str | Path | None) -> tuple[Shelf,
     Raises:
         ConfigError: if something else is there already.
     """
-    others = [file.name for file in output.iterdir() if file.name != _UNFINISHED] if output.is_dir() else []
+    own = {_UNFINISHED}
+    if (output / _UNFINISHED).is_dir() and not (output / GRAPH_FILE).exists():
+        own |= {TENSOR_FILE, f"{TENSOR_FILE}.partial", f"{GRAPH_FILE}.partial"}  # interrupted while it was saved
+    if checkpoint is not None and Path(checkpoint).parent == output:
+        own.add(Path(checkpoint).name)
+    others = [file.name for file in output.iterdir() if file.name not in own] if output.is_dir() else []
     if output.is_file() or others:
         raise ConfigError(
             f"output_dir {output} holds {', '.join(sorted(others)[:3]) or 'a file'} already; choose a new directory, "

@@ -8,7 +8,7 @@ divided.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from quark_fx.errors import QuarkError
+from quark_fx.errors import ConfigError, QuarkError
 
 T = TypeVar("T")
 
@@ -79,6 +79,15 @@ class Ranks:
         """Return what all processes passed, merged in their order."""
         return reduce(merge, self.gather(value))
 
+    def require_same(self, values: Mapping[str, str]) -> None:
+        """Raise `ConfigError` if the processes do not have the same values; the message says what differs."""
+        others = self.gather(dict(values))
+        if differ := [what for what in values if len({other.get(what) for other in others}) > 1]:
+            raise ConfigError(
+                f"the ranks do not quantize the same thing: they have another {' and '.join(differ)} each; give all of "
+                "them the same model (seed it), configuration and data (not shuffled, and whole: it is divided here)"
+            )
+
     def wait(self) -> None:
         """Return when all processes are here."""
         self.gather(None)
@@ -88,8 +97,8 @@ class Ranks:
             collective()
         except RuntimeError as error:
             raise QuarkError(
-                f"rank {self.index} of {self.count} lost another rank ({str(error).splitlines()[0]}); torchrun names "
-                "the one that ended first. Start the job again: checkpoint= and output_dir= keep finished blocks"
+                f"rank {self.index} of {self.count} cannot reach the others ({str(error).splitlines()[0]}); if one "
+                "ended, torchrun names it. Start the job again: checkpoint= and output_dir= keep finished blocks"
             ) from error
 
 

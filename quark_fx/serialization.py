@@ -37,7 +37,7 @@ from quark_fx.signature import Signature
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
-GRAPH_FILE, _TENSORS = "graph.json", "model.safetensors"
+GRAPH_FILE, TENSOR_FILE = "graph.json", "model.safetensors"
 _PYTHON = {
     **{name: getattr(operator, name) for name in ("getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "neg")},
     **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "not_", "pow")},
@@ -78,14 +78,14 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
         "inputs": [_value_to_dict(node) for node in gm.graph.nodes if node.op == "placeholder"],
         "nodes": [_node_to_dict(node) for node in gm.graph.nodes],
     }
-    partial = [directory / f"{name}.partial" for name in (_TENSORS, GRAPH_FILE)]
+    partial = [directory / f"{name}.partial" for name in (TENSOR_FILE, GRAPH_FILE)]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         save_file(_apart(stored_tensors(gm)), partial[0])
         partial[1].write_text(json.dumps(document, indent=1))
         # The graph makes the directory a model: an interruption leaves the old one, the new one or none.
         (directory / GRAPH_FILE).unlink(missing_ok=True)
-        partial[0].replace(directory / _TENSORS)
+        partial[0].replace(directory / TENSOR_FILE)
         partial[1].replace(directory / GRAPH_FILE)
     except (OSError, SafetensorError) as error:
         with suppress(OSError):
@@ -121,7 +121,7 @@ def load(
     directory = Path(directory)
     try:
         document = json.loads((directory / GRAPH_FILE).read_text())
-        with safe_open(directory / _TENSORS, framework="pt", device=str(device)) as file:
+        with safe_open(directory / TENSOR_FILE, framework="pt", device=str(device)) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError, ValueError) as error:
         raise QuarkError(f"{directory} holds no readable quantized model: {error}") from error

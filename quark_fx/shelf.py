@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import tempfile
 from pathlib import Path
 
@@ -18,7 +17,8 @@ _SMALL = 1 << 16
 class Shelf:
     """Puts tensors on disk; the system brings back what is read, and drops it where memory is short.
 
-    The files have no names: their room is free again when the tensor is gone, or the process, however it ended.
+    The files have no names any more when they are used: their room is free again when the tensor is gone, or the process,
+    however it ended.
 
     Args:
         directory: on a disk with room for what is put; made if it does not exist.
@@ -46,17 +46,17 @@ class Shelf:
         if tensor.nbytes < _SMALL:
             return tensor.clone()
         try:
-            with tempfile.TemporaryFile(dir=self.directory, buffering=0) as file:
+            with tempfile.NamedTemporaryFile(dir=self.directory, buffering=0) as file:
                 rest = tensor.flatten().view(torch.uint8).numpy().data
                 while rest:  # one call writes at most 2 GiB
                     rest = rest[file.write(rest) :]
-                pages = mmap.mmap(file.fileno(), tensor.nbytes, access=mmap.ACCESS_COPY)
-        except OSError as error:
+                # Unlike Python's, torch's mapping keeps no file open: a model has more tensors than a process may.
+                pages = torch.from_file(file.name, shared=False, size=tensor.nbytes, dtype=torch.uint8)
+        except (OSError, RuntimeError) as error:
             raise CheckpointError(
-                f"cannot write {tensor.nbytes / 2**20:.1f} MiB to {self.directory}: {error}; make room and run again: "
-                "finished blocks are kept"
+                f"cannot write {tensor.nbytes / 2**20:.1f} MiB to {self.directory}: {error}; make room and run again"
             ) from error
-        return torch.frombuffer(pages, dtype=tensor.dtype).reshape(tensor.shape)
+        return pages.view(tensor.dtype).reshape(tensor.shape)
 
 
 __all__ = ["Shelf"]

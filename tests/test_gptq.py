@@ -400,3 +400,8 @@ def test_the_share_of_codes_that_moved_is_counted_by_codes(format: IntFormat, mo
     shares = [f"{float((a != b).float().mean()):.1%} of the codes" for a, b in zip(old, new, strict=True)]
     assert [change.what for change in learned.report().passes[-1].changes] == shares
     assert shares[0] != "0.0% of the codes"
+
+
+def test_learning_from_one_sample_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="what passes learn from it is judged on it"):
+        quantize(seeded(nn.Linear(8, 8)), with_gptq(), [rand(1, 8)])

@@ -94,14 +94,14 @@ def quantize_all(folder: Path) -> None:
     """Quantize with every configuration; save what each rank has."""
     ranks = Ranks.current()
     for name, config in CONFIGS.items():
-        qmodel = quantize(seeded(Twice()), config, batches())
+        qmodel = quantize(seeded(Twice()), config, batches(), distributed=True)
         qmodel.save(folder / f"{name} {ranks.index}")
 
 
 def exact(folder: Path) -> None:
     """Quantize a layer whose sums are exact in any order."""
     data = [batch.round() for batch in batches()]
-    qmodel = quantize(seeded(nn.Linear(16, 48)), CONFIGS["gptq"], data)
+    qmodel = quantize(seeded(nn.Linear(16, 48)), CONFIGS["gptq"], data, distributed=True)
     torch.save(outcome(qmodel), folder / f"exact-{Ranks.current().index}.pt")
 
 
@@ -139,7 +139,7 @@ def test_where_sums_are_exact_the_bits_are_those_of_one_process(count: int, tmp_
 
 
 def streamed(folder: Path) -> None:
-    quantize(seeded(Twice()), CONFIGS["gptq"], batches(), output_dir=folder / "out")
+    quantize(seeded(Twice()), CONFIGS["gptq"], batches(), output_dir=folder / "out", distributed=True)
 
 
 def interrupted(folder: Path) -> None:
@@ -153,7 +153,7 @@ def interrupted(folder: Path) -> None:
             os._exit(7)
 
     Checkpoint.save = keep  # type: ignore
-    with pytest.raises(qfx.QuarkError, match=r"rank 1 of 2 lost another rank .*Start the job again"):
+    with pytest.raises(qfx.QuarkError, match=r"rank 1 of 2 cannot reach the others .*Start the job again"):
         streamed(folder)
     (folder / "told").touch()
 
@@ -174,9 +174,38 @@ def test_a_rank_that_dies_ends_the_job_which_continues(tmp_path: Path) -> None:
 
 def refuse(folder: Path) -> None:
     with pytest.raises(qfx.ConfigError, match="AdaRound cannot share data between 2 ranks"):
-        quantize(seeded(Twice()), INT8_STATIC.replace(passes=(AdaRound(),)), batches())
+        quantize(seeded(Twice()), INT8_STATIC.replace(passes=(AdaRound(),)), batches(), distributed=True)
     with pytest.raises(qfx.CalibrationError, match="1 calibration batches cannot be shared by 2 ranks"):
-        quantize(seeded(Twice()), CONFIGS["gptq"], [torch.ones(1, 6, 16)])
+        quantize(seeded(Twice()), CONFIGS["gptq"], [torch.ones(1, 6, 16)], distributed=True)
+
+
+def disagree(folder: Path) -> None:
+    ranks = Ranks.current()
+    with pytest.raises(qfx.ConfigError, match="they have another model each"):
+        quantize(seeded(Twice(), seed=ranks.index), CONFIGS["gptq"], batches(), distributed=True)
+    with pytest.raises(qfx.ConfigError, match="they have another data each"):
+        quantize(seeded(Twice()), CONFIGS["gptq"], batches(4 + ranks.index), distributed=True)
+    quantize(seeded(Twice(), seed=ranks.index), CONFIGS["gptq"], batches())  # each for itself
+
+
+def test_ranks_that_disagree_are_told(tmp_path: Path) -> None:
+    run(2, tmp_path, disagree)
+
+
+def count_rounded(folder: Path) -> None:
+    rounded, round_part = [0], GPTQ._round_part
+
+    def counting(self: GPTQ, *args: Any) -> None:
+        rounded[0] += 1
+        round_part(self, *args)
+
+    GPTQ._round_part = counting  # type: ignore
+    quantize(seeded(Twice()), CONFIGS["gptq"], batches(), distributed=True)
+    assert rounded[0] == 3  # of six weights
+
+
+def test_rounding_is_divided(tmp_path: Path) -> None:
+    run(2, tmp_path, count_rounded)
 
 
 def test_what_cannot_be_shared_is_refused(tmp_path: Path) -> None:

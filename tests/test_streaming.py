@@ -21,7 +21,7 @@ from tiny import images, quantize, rand, seeded
 from torch import Tensor, nn
 
 import quark_fx as qfx
-from quark_fx import shelf
+from quark_fx import serialization, shelf
 from quark_fx.context import Checkpoint
 from quark_fx.errors import CheckpointError, ConfigError
 from quark_fx.graph import stored_tensors
@@ -226,6 +226,56 @@ def test_an_interrupted_stream_is_continued(finished: int, tmp_path: Path, monke
     assert len(saved) == 2 * len(set(saved)), "a finished block was learned again"
 
 
+def test_an_interruption_while_saving_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored("llama", tmp_path / "model")
+    out, save = tmp_path / "out", save_file
+
+    def stop(tensors: Any, file: Path) -> None:
+        save(tensors, file)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serialization, "save_file", stop)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(tmp_path / "model", W4A16_GPTQ, IDS, output_dir=out)  # type: ignore[arg-type]
+    assert sorted(file.name for file in out.iterdir()) == ["model.safetensors.partial", "unfinished"]
+    monkeypatch.setattr(serialization, "save_file", save)
+    quantize(tmp_path / "model", W4A16_GPTQ, IDS, output_dir=out)  # type: ignore[arg-type]
+    assert sorted(file.name for file in out.iterdir()) == ["graph.json", "model.safetensors"]
+
+
+def test_a_shelf_keeps_no_file_open(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+    try:
+        kept = [Shelf(tmp_path).put(torch.full((100,), float(i))) for i in range(300)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert [float(t[-1]) for t in kept] == list(range(300))
+
+
+def test_modules_that_are_there_twice_have_their_own_weights(tmp_path: Path) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+            self.b = self.a
+
+    model = seeded(Both())
+    save_model(model, str(tmp_path / "model.safetensors"))
+    found = qfx.open_checkpoint(tmp_path, Both)
+    assert all(torch.equal(p, q) for p, q in zip(found.parameters(), model.parameters(), strict=True))
+
+
+def test_tensors_that_the_model_does_not_have_are_named(tmp_path: Path) -> None:
+    stored("llama", tmp_path / "model")
+    configured(tmp_path / "model", num_hidden_layers=1)
+    with pytest.warns(UserWarning, match=r"holds 9 tensors that the model does not have: model.layers.1"):
+        qfx.open_checkpoint(tmp_path / "model")
+    save_model(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), str(tmp_path / "three.safetensors"))
+    with pytest.warns(UserWarning, match="holds 2 tensors that the model does not have: 2.bias, 2.weight"):
+        qfx.open_checkpoint(tmp_path / "three.safetensors", lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+
+
 def test_an_output_directory_that_is_taken_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "graph.json").write_text("mine")
     with pytest.raises(ConfigError, match=r"output_dir .* holds graph.json already"):
@@ -302,6 +352,7 @@ LIES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no model": (lambda d: (d / "config.json").unlink(), "does not say which model this is"),
     "class": (lambda d: configured(d, architectures=["Nobody"]), "names 'Nobody', which transformers"),
     "function": (lambda d: configured(d, architectures=["pipeline"]), "names 'pipeline', which transformers"),
+    "kernel": (lambda d: configured(d, attn_implementation="some/kernel"), "asks for code to be fetched: some/kernel"),
     "shape": (widen, "is no checkpoint of LlamaForCausalLM|expects"),
     "tensor": (drop_tensor, "lacks "),
     "layers": (lambda d: configured(d, num_hidden_layers=3), "lacks .*layers.2"),
@@ -337,5 +388,8 @@ def test_a_factory_of_another_model_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match=r"holds head.bias|holds head.weight with shape \(5, 16\)"):
         qfx.open_checkpoint(tmp_path, wide)
+    with pytest.raises(CheckpointError, match="factory returned NoneType; it has to make an nn.Module"):
+        qfx.open_checkpoint(tmp_path, lambda: None)  # type: ignore[arg-type,return-value]
     with pytest.raises(CheckpointError, match="does not exist"):
-        qfx.open_checkpoint(tmp_path / "nowhere")
+        quantize(tmp_path / "nowhere", W4A16_GPTQ, IDS, output_dir=tmp_path / "out")  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()

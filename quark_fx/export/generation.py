@@ -77,7 +77,7 @@ class GenerationQuantizer:
         from quark_fx.export.onnx_opset import ir_version, require_types
         from quark_fx.export.traced_weights import PREPARATIONS, look_up_codes
 
-        if not any(node.op_type == "DequantizeLinear" for node in model.graph):
+        if not any(node.op_type in ("DequantizeLinear", "DequantizeBlocks") for node in model.graph):
             raise ExportError(
                 "this graph has no quantized weights: export `qmodel.eager()`, where `qmodel` is what quantize() "
                 "returned for a configuration with integers or 8-bit floats"

@@ -66,14 +66,14 @@ class GPTQ:
         note_left_alone(gm, context)
         shared = shared_tensors(gm)
         walk = walk_blocks(gm, context, unit=Unit.OPERATOR, label="GPTQ", side_by_side=self.asymmetry > 0)
+        number = itertools.count()
         for run in walk:
             if not run.finished:
-                self._round_block(run, shared, context)
+                self._round_block(run, shared, context, number)
         return sum(change.changed for change in context.changes)
 
-    def _round_block(self, run: BlockRun, shared: set[str], context: Context) -> None:
+    def _round_block(self, run: BlockRun, shared: set[str], context: Context, number: Iterator[int]) -> None:
         weights = [w for w in quantized_weights(run.module, context.plan) if w.codes not in shared]
-        number = itertools.count()
         for product in find_products(run, weights, context):
             self._round(product, context, number)
 
