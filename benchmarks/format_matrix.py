@@ -252,7 +252,8 @@ def page(results: list[tuple[str, str, Cell | None]]) -> str:
     footnotes = "\n".join(f"{i}. {note}" for i, note in enumerate(notes, 1)) or "None."
     return f"""# Formats in ONNX
 
-Every preset that goes to ONNX on five models; a row without a name of a format is `format="qdq"`. Every file passes
+Every number format that goes to ONNX on five models; a row without a name of a format is `format="qdq"`. Every file
+passes
 `onnx.checker` with full checks and loads in ONNX Runtime; the vendor's nodes run as functions of standard operators.
 ResNet-18 and MobileNetV2 have random weights, images are 64 × 64; `vit` is a vision transformer of 4 layers and 128
 channels; MiniLM is the sentence encoder; the Llama is a small one trained for these measurements. A batch of 4, one

@@ -17,8 +17,8 @@ _SMALL = 1 << 16
 class Shelf:
     """Puts tensors on disk; the system brings back what is read, and drops it where memory is short.
 
-    The files have no names any more when they are used: their room is free again when the tensor is gone, or the process,
-    however it ended.
+    The files have no names any more when they are used: their room is free again when the tensor is gone, or the
+    process, however it ended.
 
     Args:
         directory: on a disk with room for what is put; made if it does not exist.

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
@@ -302,6 +303,16 @@ def test_looked_up_rows_are_dequantized_alone(axis: int | None, shifted: bool) -
     np.testing.assert_array_equal(_run(model, ids=ids), expected)
 
 
+@pytest.mark.parametrize("dtype", [ml_dtypes.int4, ml_dtypes.uint4, ml_dtypes.float8_e4m3fn])
+def test_codes_that_no_runtime_looks_up_are_left(dtype: Any) -> None:
+    constants = [_stored("codes", np.ones((7, 5), dtype)), _stored("scale", np.float32(0.5))]
+    table = ir.node("DequantizeLinear", constants)
+    index = _input("ids", [2, 3], ir.DataType.INT64)
+    model = _model([index], [table, ir.node("Gather", [table.outputs[0], index])], constants)
+    assert look_up_codes(model) == 0
+    assert operators(model)["DequantizeLinear"] == 1
+
+
 @pytest.mark.parametrize("turned", [0, 1])
 @pytest.mark.parametrize("alpha", [1.0, 0.25])
 def test_a_fused_product_is_split_where_its_weight_is_quantized(turned: int, alpha: float) -> None:
@@ -421,6 +432,14 @@ def test_a_cache_that_was_not_measured_or_does_not_grow_is_refused() -> None:
         use_int8_cache(_cached("layers.5.keys", "Concat"), scales)
     with pytest.raises(ExportError, match="is made by Add; an int8 cache is for caches that grow"):
         use_int8_cache(_cached("layers.0.keys", "Add"), scales)
+    along_heads = _cached("layers.0.keys", "Concat")
+    along_heads.graph[0].attributes["axis"] = ir.AttrInt64("axis", 1)
+    with pytest.raises(ExportError, match="is made by Concat; an int8 cache is for caches that grow"):
+        use_int8_cache(along_heads, scales)
+    half = _cached("layers.0.keys", "Concat")
+    half.graph.outputs[0].dtype = ir.DataType.FLOAT16
+    with pytest.raises(ExportError, match="is FLOAT16; an int8 cache is for float32 models"):
+        use_int8_cache(half, scales)
     apart = _cached("layers.0.keys", "Concat")
     apart.graph.append(ir.node("Neg", [apart.graph.inputs[0]]))
     with pytest.raises(ExportError, match="is read apart from being appended to"):

@@ -24,7 +24,9 @@ def use_int8_cache(model: ir.Model, cache: CacheScales) -> int:
     if unknown := sorted((taken.keys() | given.keys()) ^ cache.scales.keys()):
         raise ExportError(f"the graph and the measured cache differ in {', '.join(unknown)}; measure this model's")
     for name, output in given.items():
-        scale = add_array(model, f"{name}_scale", cache.scales[name].numpy().astype(np.float32))
+        scale = add_array(model, f"{name}_scale", cache.scales[name].numpy(force=True).astype(np.float32))
+        if output.dtype != ir.DataType.FLOAT:
+            raise ExportError(f"{name} is {output.dtype}; an int8 cache is for float32 models: quantize model.float()")
         past = taken.get(name)
         node = output.producer()
         if past is None:
@@ -33,11 +35,16 @@ def use_int8_cache(model: ir.Model, cache: CacheScales) -> int:
             raise ExportError(f"{name} is read apart from being appended to; an int8 cache is for caches that grow")
         elif node.op_type == "GroupQueryAttention":
             _attend_to_codes(node, past, output, scale)
-        elif node.op_type == "Concat" and len(node.inputs) == 2 and node.inputs[0] is past:
+        elif node.op_type == "Concat" and len(node.inputs) == 2 and node.inputs[0] is past and _appends(node):
             _append_codes(node, past, output, scale)
         else:
             raise ExportError(f"{name} is made by {node.op_type}; an int8 cache is for caches that grow")
     return len(given)
+
+
+def _appends(node: ir.Node) -> bool:
+    """Tell whether a concatenation of `(batch, heads, tokens, channels)` is along tokens."""
+    return node.attributes.get_int("axis") in (2, -2)
 
 
 def _leaf(value: ir.Value) -> str:

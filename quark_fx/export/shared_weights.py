@@ -47,6 +47,11 @@ def _rewrite(path: Path, places: Places) -> int:
     import onnx_ir as ir
 
     model, data = ir.load(path), path.with_name(f"{path.name}.data")
+    inner = [value.name for graph in model.graph.subgraphs() for value in graph.initializers.values()]
+    if inner:
+        raise ExportError(
+            f"{path} holds tensors in inner graphs ({inner[0]}), which cannot be shared; leave it as it is"
+        )
     shared, own = 0, []
     for value in model.graph.initializers.values():
         tensor = value.const_value

@@ -77,7 +77,7 @@ def look_up_codes(model: ir.Model) -> int:
         codes = array_of(table.inputs[0])
         scales = [array_of(value) for value in table.inputs[1:]]
         rows = all(s is not None and (not s.ndim or table.attributes.get_int("axis", 1) == 0) for s in scales)
-        if codes is None or codes.ndim != 2 or codes.dtype.itemsize != 1 or not rows:
+        if codes is None or codes.ndim != 2 or codes.dtype not in (np.int8, np.uint8) or not rows:
             continue
         _look_up(model, node, table)
         done += 1

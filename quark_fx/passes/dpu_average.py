@@ -92,7 +92,7 @@ def nearest_shift(count: int) -> float:
     """Return `count * a / 2**b` with the `a / 2**b` nearest to `1 / count`, `b` below 7 bits more than `count` has.
 
     >>> nearest_shift(16), nearest_shift(12)
-    (1.0, 1.001953125)
+    (1.0, 0.99609375)
     """
     shifts = range(7 + math.ceil(math.log2(count)))
     candidates = [round(2**shift / count) * 0.5**shift for shift in shifts]
