@@ -28,7 +28,6 @@ from quark_fx.graph import (
     tensor_of,
 )
 from quark_fx.memory import give_back
-from quark_fx.ranks import on_host
 
 
 @dataclass
@@ -236,7 +235,8 @@ def _exchange(run: BlockRun, context: Context, before: int) -> None:
     """Bring here what other ranks stored and noted in this turn; `before` it there were so many changes."""
     if context.ranks.alone:
         return
-    found = context.ranks.gather((on_host(run.learned), context.changes[before:]))
+    learned = {name: value.cpu() for name, value in run.learned.items()}
+    found = context.ranks.gather((learned, context.changes[before:]))
     for tensors, _ in found[: context.ranks.index] + found[context.ranks.index + 1 :]:
         for name, value in tensors.items():
             run.store(name, value)

@@ -129,7 +129,7 @@ def calibrate(
 
 
 def run_batches(gm: GraphModule, context: Context) -> None:
-    """Run a graph on every batch for the sake of what watches it; block by block if it lies on another device."""
+    """Run a graph on every batch for the sake of what watches it; block by block if it lies elsewhere."""
     if context.by_block:
         run_blocks(gm, context)
         return

@@ -102,12 +102,7 @@ class Ranks:
             ) from error
 
 
-def on_host(value: Any) -> Any:
-    """Return a mapping of tensors on the host, as processes pass them to each other."""
-    return {name: tensor.detach().cpu() if isinstance(tensor, Tensor) else tensor for name, tensor in value.items()}
-
-
 ALONE = Ranks()
 """One process."""
 
-__all__ = ["ALONE", "Ranks", "on_host"]
+__all__ = ["ALONE", "Ranks"]

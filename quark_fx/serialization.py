@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from quark_fx.capture import quiet
 from quark_fx.config import QuantConfig
 from quark_fx.errors import QuarkError
 from quark_fx.graph import restore_values, set_parameter, static_size, stored_tensors
@@ -278,7 +279,8 @@ def _restore(gm: GraphModule, inputs: list[dict[str, Any] | None], device: torch
         )
         dynamic.append([i for i, d in enumerate(shape) if not isinstance(d, int)])
     try:
-        restore_values(gm, examples, dynamic)
+        with quiet():  # torch prints what is told here
+            restore_values(gm, examples, dynamic)
     except Exception as error:  # whatever an operator without symbolic shapes (a recurrent one) raises
         logger.debug("shapes could not be restored, so the model runs but cannot be exported: %s", error)
         restore_values(gm, examples, [()] * len(dynamic))  # raises if the graph itself is at fault

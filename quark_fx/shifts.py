@@ -100,7 +100,8 @@ def settle(system: System) -> Settled:
     """Return positions near those of `system` that satisfy all of it.
 
     Positions are lowered, which costs bits but cuts nothing off, wherever that meets a limit. Raised are only those
-    below a floor, those that a floor holds up, and weights and biases whose output cannot be lowered. Limits that chase
+    below a floor, those that a floor holds up, and weights and biases whose output cannot be lowered, or was not within
+    two rounds over the products, which long chains of sums may need more of. Limits that chase
     each other in a circle (a tensor tied to what is made of it) get floors of zero for the factors of their products,
     with which lowering ends.
     """
