@@ -305,6 +305,36 @@ def test_two_linears_of_one_input_measure_it_once(tmp_path: Path) -> None:
     assert kernels(path)["MatMulIntegerToFloat"] == 2
 
 
+class Residual(nn.Module):
+    """A normalisation of a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(32, 32), nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x + self.linear(x))
+        return y
+
+
+def test_a_dimension_that_a_weight_settles_is_a_number(tmp_path: Path) -> None:
+    path, _ = exported(quantize(seeded(Residual()), "int8_static", [rand(4, 6, 32)]), tmp_path)
+    (given,) = session(path).get_inputs()
+    assert [isinstance(size, str) for size in given.shape] == [True, True, False]
+    assert given.shape[2] == 32
+
+
+@pytest.mark.parametrize("format", ["qdq", "qoperator"])
+def test_a_sum_is_not_fused_with_its_norm_by_a_slower_kernel(format: str, tmp_path: Path) -> None:
+    data = [rand(4, 6, 32, seed=seed) for seed in (1, 2)]
+    qmodel = quantize(seeded(Residual()), "int8_static", data)
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format=format)
+    run = kernels(path)
+    assert run["LayerNormalization"] == 1
+    assert not run["SkipLayerNormalization"]
+    assert qfx.verify(qmodel, path, data).max_steps <= 1
+
+
 @pytest.mark.parametrize("shape", [(4, 64), (2, 3, 64)], ids=["matrix", "sequence"])
 def test_int4_linears_become_matmul_n_bits(shape: tuple[int, ...], tmp_path: Path) -> None:
     model = seeded(nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 8, bias=False)))

@@ -12,7 +12,7 @@ from quark_fx.export.contrib_domain import CONTRIB, use_contrib_domain
 from quark_fx.export.matmul_nbits import use_matmul_nbits
 from quark_fx.export.onnx_blocks import spell_out_blocks
 from quark_fx.export.onnx_edit import Kept, keep_names_apart
-from quark_fx.export.onnx_passes import PASSES
+from quark_fx.export.onnx_passes import PASSES, keep_sums_from_norms
 from quark_fx.export.qoperator import use_integer_operators
 from quark_fx.export.vitis import PREFIXES, use_vendor_nodes
 
@@ -98,6 +98,8 @@ def write_in_format(model: ir.Model, chosen: OnnxFormat, options: FormatOptions)
     for onnx_pass in PASSES:
         onnx_pass(model)
     kept = chosen.rewrite(model, options)
+    if chosen.runs:
+        keep_sums_from_norms(model)
     spell_out_blocks(model)
     keep_names_apart(model)
     for domain in {node.domain for node in model.graph.all_nodes()} - {""}:
