@@ -1,27 +1,34 @@
 """Kill runs at random moments, continue them, and compare with a run that nothing happened to.
 
-    python -m benchmarks.interrupted [--kills 20] [--seed 0]
+    python -m benchmarks.interrupted [--kills 20] [--seed 0] [--streamed] [--full-disks 5]
 
 The first half of a narrow MobileNetV2 with random weights and images of 64 x 64 is quantized to `int8_static` with
 corrected biases and learned rounding, in a process of its own, with a checkpoint directory. When it has finished a
 random number of blocks it is killed (`SIGKILL`), a random time later, up to that of two blocks; then the same call is
 made again. *Identical*: every tensor of the result bit by bit, every row of the report, and every change a pass noted
 but for its seconds. Needs a system that can fork.
+
+`--streamed`: instead a small Llama and its shards, streamed with GPTQ to an output directory; and, where this process
+may mount one, runs into a disk of random size that is too small, which is then made larger.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import multiprocessing
 import random
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,6 +36,7 @@ from typing import Any
 
 import torch
 import torchvision
+import transformers
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -41,6 +49,12 @@ from quark_fx.presets import INT8_STATIC
 
 CONFIG = INT8_STATIC.replace(passes=(*INT8_STATIC.passes, BiasCorrection(), AdaRound(iterations=10, batch_size=4)))
 
+BLOCKS = 17
+"""Blocks that a streamed run finishes, all before the head. When it has ended they are gone."""
+
+LARGEST = 9 << 20
+"""Bytes that a streamed run takes on disk, about."""
+
 STAGES = [[1, 16, 1, 1], [6, 24, 2, 2], [6, 32, 3, 2]]
 """Expansion, channels, number and stride of the inverted residuals."""
 
@@ -50,7 +64,7 @@ class Kill:
     """One run that was killed and continued.
 
     Attributes:
-        after: seconds from the call to the kill; `None` where the run was faster.
+        after: seconds from the call to the kill.
         aim: finished blocks after which it was to be killed.
         blocks: finished blocks that it left.
         partial: files that it left half written.
@@ -58,7 +72,7 @@ class Kill:
         identical: whether it ended as the undisturbed run did.
     """
 
-    after: float | None
+    after: float
     aim: int
     blocks: int
     partial: int
@@ -74,6 +88,27 @@ def model_and_data() -> tuple[nn.Module, list[Tensor]]:
     return model, batches
 
 
+def checkpoint(folder: Path) -> Path:
+    """Write the checkpoint of a small Llama."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4
+    )
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="1MB")
+    return folder
+
+
+def quantized(directory: Path, source: Path | None) -> qfx.QuantizedModel:
+    """Do a run: stream the checkpoint `source` to `directory`, or with none keep finished blocks of a network there."""
+    if source is not None:
+        data = [
+            {"input_ids": torch.randint(0, 1000, (4, 64), generator=torch.Generator().manual_seed(i))} for i in range(4)
+        ]
+        return qfx.quantize(source, "w4a16_gptq", data, progress=False, output_dir=directory)
+    model, batches = model_and_data()
+    return qfx.quantize(model, CONFIG, batches, progress=False, checkpoint=directory)
+
+
 def digest(qmodel: qfx.QuantizedModel) -> str:
     """Return what identifies the result of a run: tensors and report, but not the time it took."""
     found = hashlib.sha256()
@@ -86,25 +121,31 @@ def digest(qmodel: qfx.QuantizedModel) -> str:
     return found.hexdigest()
 
 
-def work(directory: Path, began: Connection, result: Path) -> None:
-    """Do a run in this process; say on `began` when it begins, and write its seconds and digest to `result`."""
+def work(directory: Path, source: Path | None, began: Connection, result: Path) -> None:
+    """Do a run in this process; say on `began` when it begins, and write its seconds and digest to `result`.
+
+    Of one that fails it is the error.
+    """
     torch.set_num_threads(1)
     tqdm.set_lock(threading.RLock())  # the default one is a semaphore that would outlive a kill
-    model, batches = model_and_data()
     began.send(None)
     start = time.perf_counter()
-    qmodel = qfx.quantize(model, CONFIG, batches, progress=False, checkpoint=directory)
-    seconds = time.perf_counter() - start
-    result.write_text(json.dumps([seconds, digest(qmodel)]))
+    try:
+        found = digest(quantized(directory, source))
+    except qfx.QuarkError as error:
+        found = f"{type(error).__name__}: {error}"
+    result.write_text(json.dumps([time.perf_counter() - start, found]))
 
 
 class Runs:
     """Starts runs in processes forked from one that has imported everything."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, source: Path | None) -> None:
+        self.folder, self.source = folder, source
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["benchmarks.common", "quark_fx", "torchvision", "torch._dynamo"])
+        self.context.set_forkserver_preload(
+            ["benchmarks.common", "quark_fx", "torchvision", "transformers", "torch._dynamo"]
+        )
         self.count = 0
 
     def start(self, directory: Path) -> tuple[Any, Path]:
@@ -112,7 +153,7 @@ class Runs:
         self.count += 1
         result = self.folder / f"result-{self.count}.json"
         receive, send = self.context.Pipe(duplex=False)
-        process = self.context.Process(target=work, args=(directory, send, result))
+        process = self.context.Process(target=work, args=(directory, self.source, send, result))
         process.start()
         send.close()
         receive.recv()
@@ -125,8 +166,8 @@ class Runs:
         seconds, found = json.loads(result.read_text())
         return seconds, found
 
-    def kill(self, directory: Path, aim: int, delay: float, expected: str) -> Kill:
-        """Do a run, kill it some seconds after it has finished `aim` blocks, and do it again."""
+    def kill(self, directory: Path, aim: int, delay: float, expected: str) -> Kill | None:
+        """Do a run, kill it some time after it finished `aim` blocks, do it again; `None` if it was faster."""
         process, _ = self.start(directory)
         start = time.perf_counter()
         while finished(directory) < aim and process.exitcode is None:
@@ -135,22 +176,53 @@ class Runs:
         after = time.perf_counter() - start
         process.kill()
         process.join()
-        blocks, partial = finished(directory), len(list(directory.glob("*.partial")))
+        blocks, partial = finished(directory), len(list(directory.rglob("*.partial")))
+        if process.exitcode != -signal.SIGKILL:
+            return None
         seconds, found = self.finish(directory)
-        killed = process.exitcode == -signal.SIGKILL
-        return Kill(after if killed else None, aim, blocks, partial, seconds, found == expected)
+        return Kill(after, aim, blocks, partial, seconds, found == expected)
 
 
 def finished(directory: Path) -> int:
     """Return how many blocks a run has finished."""
-    return len(list(directory.glob("*.safetensors")))
+    return len(list(directory.rglob("pass-*.safetensors")))
+
+
+@contextmanager
+def disk(folder: Path, size: int) -> Iterator[Path | None]:
+    """Mount a disk of `size` bytes at `folder`, meanwhile; `None` where that is not allowed."""
+    folder.mkdir()
+    options = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(options, check=False, capture_output=True).returncode:
+        yield None
+        return
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill_disks(runs: Runs, sizes: Sequence[int], expected: str) -> str:
+    """Run into full disks, make room, and say how that ended."""
+    rows = []
+    for number, size in enumerate(sizes):
+        with disk(runs.folder / f"disk-{number}", size) as folder:
+            if folder is None:
+                return "No disk may be mounted here: full ones were not tried."
+            _, first = runs.finish(folder / "output")
+            blocks = finished(folder)
+            subprocess.run(["mount", "-o", f"remount,size={1 << 30}", str(folder)], check=True)
+            _, second = runs.finish(folder / "output")
+        named = "finished before" if first == expected else first.replace(str(folder), "…")[:80]
+        rows.append((f"{size / 2**20:.1f}", named, blocks, "yes" if second == expected else "NO"))
+    return table(("disk, MiB", "error", "blocks finished", "identical with room"), rows)
 
 
 def page(kills: Sequence[Kill], blocks: int, undisturbed: Sequence[float]) -> str:
     """Return the table and what it comes to."""
     rows = [
         (
-            "finished before" if kill.after is None else f"{kill.after:.2f}",
+            f"{kill.after:.2f}",
             kill.aim,
             f"{kill.blocks} of {blocks}",
             kill.partial,
@@ -177,22 +249,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--streamed", action="store_true", help="a checkpoint, to an output directory")
+    parser.add_argument("--full-disks", type=int, default=5, help="of streamed runs")
     arguments = parser.parse_args()
     draw = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as folder:
-        runs = Runs(Path(folder))
+        runs = Runs(Path(folder), checkpoint(Path(folder) / "checkpoint") if arguments.streamed else None)
         complete = [runs.finish(Path(folder) / f"complete-{i}") for i in range(3)]
         undisturbed, (expected, *others) = [seconds for seconds, _ in complete], [found for _, found in complete]
         assert {*others} == {expected}, "undisturbed runs differ from each other"
-        blocks = finished(Path(folder) / "complete-0")
+        blocks = BLOCKS if arguments.streamed else finished(Path(folder) / "complete-0")
         longest = 2 * min(undisturbed) / blocks
-        moments = [(draw.randrange(blocks), draw.uniform(0, longest)) for _ in range(arguments.kills)]
-        kills = [
-            runs.kill(Path(folder) / f"killed-{i}", *moment, expected)
-            for i, moment in enumerate(tqdm(moments, desc="kills", unit="run"))
-        ]
+        kills: list[Kill] = []
+        bar, tries = tqdm(total=arguments.kills, desc="kills", unit="run"), itertools.count()
+        while len(kills) < arguments.kills:
+            moment = draw.randrange(blocks), draw.uniform(0, longest)
+            kill = runs.kill(Path(folder) / f"killed-{next(tries)}", *moment, expected)
+            if kill is not None:
+                kills.append(kill)
+                bar.update()
+        sizes = [draw.randrange(1 << 20, LARGEST) for _ in range(arguments.full_disks * arguments.streamed)]
+        filled = fill_disks(runs, sizes, expected)
     print(page(kills, blocks, undisturbed))
-    return int(not all(kill.identical for kill in kills))
+    if arguments.streamed:
+        print(filled)
+    return int("NO" in filled or not all(kill.identical for kill in kills))
 
 
 if __name__ == "__main__":

@@ -23,9 +23,8 @@ from safetensors.torch import load_file
 from torch.multiprocessing.spawn import spawn
 
 import quark_fx as qfx
-from benchmarks.common import environment, publish, table
+from benchmarks.common import Watch, environment, publish, table
 from benchmarks.language_models import load
-from benchmarks.streamed import Watch
 from quark_fx.passes import GPTQ
 from quark_fx.ranks import Ranks
 
@@ -80,13 +79,13 @@ def _rank(rank: int, count: int, folder: Path) -> None:
         round_part(self, *args)
 
     GPTQ._round_part = counting  # type: ignore
-    watch, began = Watch(), time.process_time()
-    qmodel = qfx.quantize(found.model, "w4a16_gptq", found.calibration, progress=False, distributed=True)
+    began = time.process_time()
+    with Watch() as watch:
+        qmodel = qfx.quantize(found.model, "w4a16_gptq", found.calibration, progress=False, distributed=True)
     seconds = time.process_time() - began
-    peak = watch.peak
     qmodel.save(folder / f"{count}-{rank}")
     batches = len(Ranks(rank, count).share(found.calibration))
-    figures = {"batches": batches, "rounded": rounded[0], "seconds": seconds, "peak": peak}
+    figures = {"batches": batches, "rounded": rounded[0], "seconds": seconds, "peak": watch.peak}
     torch.save(figures, folder / f"{count}-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -19,11 +19,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -35,7 +33,7 @@ import transformers
 from safetensors.torch import load_file
 
 import quark_fx as qfx
-from benchmarks.common import environment, publish, table
+from benchmarks.common import Watch, environment, publish, table
 
 VOCABULARY = 32000
 
@@ -194,34 +192,16 @@ def _run(directory: str, preset: str, output: str, streamed: bool) -> dict[str, 
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     data = [{"input_ids": torch.randint(0, VOCABULARY, (2, 256), generator=generator)} for _ in range(4)]
-    watch = Watch()
     began = time.perf_counter()
-    if streamed:
-        qfx.quantize(directory, preset, data, output_dir=output)
-    else:
-        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
-        for p in model.parameters():  # files that are mapped would not count
-            p.data = p.data.clone()
-        qfx.quantize(model, preset, data).save(output)
+    with Watch() as watch:
+        if streamed:
+            qfx.quantize(directory, preset, data, output_dir=output)
+        else:
+            model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
+            for p in model.parameters():  # files that are mapped would not count
+                p.data = p.data.clone()
+            qfx.quantize(model, preset, data).save(output)
     return {"before": watch.before, "peak": watch.peak, "seconds": time.perf_counter() - began}
-
-
-class Watch:
-    """The peak of this process's own memory since it was made, in bytes."""
-
-    def __init__(self) -> None:
-        self.before = self.peak = self._now()
-        threading.Thread(target=self._look, daemon=True).start()
-
-    def _look(self) -> None:
-        while True:
-            self.peak = max(self.peak, self._now())
-            time.sleep(0.01)
-
-    def _now(self) -> int:
-        found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
-        assert found is not None
-        return int(found[1]) * 1024
 
 
 if __name__ == "__main__":

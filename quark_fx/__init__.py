@@ -25,7 +25,8 @@ from quark_fx.model import QuantizedModel
 from quark_fx.open_checkpoint import open_checkpoint
 from quark_fx.pass_manager import graph_pass, run_passes
 from quark_fx.qparams import ScaleType, Scheme, Symmetry
-from quark_fx.quantization import quantize
+from quark_fx.quantization import predict, quantize
+from quark_fx.resources import Resources
 from quark_fx.serialization import load
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ __all__ = [
     "QuantConfig",
     "QuantizedModel",
     "QuarkError",
+    "Resources",
     "ScaleType",
     "Scheme",
     "Symmetry",
@@ -59,6 +61,7 @@ __all__ = [
     "open_checkpoint",
     "ops",
     "passes",
+    "predict",
     "presets",
     "quantize",
     "run_passes",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,12 @@ class ActivationCache:
             value.unlink()
         elif isinstance(value, Tensor):
             self._used["host" if value.is_cpu else "device"] -= value.nbytes
+
+    def limit_further(self, more: int) -> None:
+        """Let the host keep `more` bytes than it does now, and no more than its budget."""
+        limit = self._used["host"] + more
+        given = self.budget.host_bytes
+        self.budget = replace(self.budget, host_bytes=limit if given is None else min(limit, given))
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._values

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -220,13 +220,7 @@ def extract(
         outputs: what it returns, as a tuple. Everything else they depend on is constant.
         watches: calls without readers, of which those come along whose argument the module has.
     """
-    needed: set[Node] = set()
-    pending = [node for node in outputs if node not in inputs]
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending.extend(source for source in node.all_input_nodes if source not in inputs)
+    needed = _needed(inputs, outputs)
     needed.update(node for node in watches if node.args[0] in needed or node.args[0] in inputs)
     graph = torch.fx.Graph()
     copied: dict[Node, Node] = {}
@@ -243,10 +237,27 @@ def extract(
     return block
 
 
+def between(gm: GraphModule, inputs: Collection[Node], outputs: Iterable[Node]) -> list[Node]:
+    """Return, in graph order, what `outputs` are computed from, as far back as `inputs`, which are left out."""
+    needed = _needed(inputs, outputs)
+    return [node for node in gm.graph.nodes if node in needed]
+
+
+def _needed(inputs: Collection[Node], outputs: Iterable[Node]) -> set[Node]:
+    needed: set[Node] = set()
+    pending = [node for node in outputs if node not in inputs]
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending.extend(source for source in node.all_input_nodes if source not in inputs)
+    return needed
+
+
 def carriers(gm: GraphModule) -> Mapping[str, Node]:
     """Return the nodes of a graph by name; for a value produced in integers, the one that carries its real value."""
     named = {node.name: node for node in gm.graph.nodes}
     return named | {node.meta["carries"]: node for node in gm.graph.nodes if "carries" in node.meta}
 
 
-__all__ = ["Block", "Unit", "carriers", "extract", "find_blocks"]
+__all__ = ["Block", "Unit", "between", "carriers", "extract", "find_blocks"]

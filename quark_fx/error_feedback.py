@@ -26,6 +26,9 @@ _AT_ONCE = 1 << 20
 """Weights that are rounded together on a processor, about: more need memory, and fall out of its caches. A GPU takes
 256 times as many, of which seven copies are a few gigabytes."""
 
+_ARRAYS = 9
+"""Arrays of the size of a piece that there are at once while it is rounded."""
+
 _ROWS = 512
 """Rows of a second moment that are moved at once."""
 
@@ -145,6 +148,11 @@ def _pieces(weight: Tensor) -> Iterator[tuple[slice, slice]]:
             yield slice(group, group + matrices), slice(row, row + (lines if matrices == 1 else rows))
 
 
+def working_bytes(values: int) -> int:
+    """Return the bytes that rounding a weight of so many values on a processor takes, beside its codes."""
+    return 4 * _ARRAYS * min(values, _AT_ONCE)
+
+
 def _round_piece(piece: Sequence[Tensor], index: Tensor, feedback: Tensor, grid: Grid) -> Tensor:
     """Return the codes, of the grid's kind, of a piece: weight, scale and zero point (groups, rows, inputs)."""
     # Inputs first: a column of the weight is then contiguous.
@@ -204,4 +212,4 @@ def solve(factor: Factor, right: Tensor) -> Tensor:
     return torch.empty_like(x).scatter_(-1, columns, x)
 
 
-__all__ = ["Factor", "factor", "round_with_feedback", "solve"]
+__all__ = ["Factor", "factor", "round_with_feedback", "solve", "working_bytes"]

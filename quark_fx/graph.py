@@ -151,10 +151,17 @@ def device_of(gm: GraphModule) -> torch.device:
     return next((tensor.device for tensor in stored_tensors(gm).values()), torch.device("cpu"))
 
 
-def own_tensors(gm: GraphModule) -> GraphModule:
-    """Give `gm` its own copy of every tensor it reads, and return it."""
+def own_tensors(gm: GraphModule, shared: Iterable[Tensor] | None = None) -> GraphModule:
+    """Give `gm` its own copy of every tensor it reads, and return it.
+
+    Args:
+        gm: a graph.
+        shared: copy only what shares memory with these, default everything.
+    """
+    memory = None if shared is None else {tensor.untyped_storage().data_ptr() for tensor in shared}
     for name, tensor in stored_tensors(gm).items():
-        set_parameter(gm, name, tensor.detach().clone())
+        if memory is None or tensor.untyped_storage().data_ptr() in memory:
+            set_parameter(gm, name, tensor.detach().clone())
     return gm
 
 

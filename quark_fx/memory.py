@@ -6,6 +6,7 @@ import ctypes
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -49,6 +50,16 @@ def give_back_at_once() -> None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
+def occupied() -> int:
+    """Return the bytes of memory that are this process's own (files it maps are not), 0 where the system hides them."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return 0
+    found = next((line for line in lines if line.startswith("RssAnon:")), "RssAnon: 0")
+    return int(found.split()[1]) << 10
+
+
 _M_MMAP_THRESHOLD = -3
 
 
@@ -64,4 +75,4 @@ _PAUSE = 100
 
 _trim = _Trim(_function("malloc_trim"))
 
-__all__ = ["give_back", "give_back_at_once"]
+__all__ = ["give_back", "give_back_at_once", "occupied"]

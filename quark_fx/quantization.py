@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import logging
 import shutil
+import sys
+import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
+from tqdm.auto import tqdm
 
 from quark_fx.activation_cache import ActivationCache, CacheBudget
 from quark_fx.calibration import calibrate
@@ -24,17 +28,27 @@ from quark_fx.config import QuantConfig
 from quark_fx.context import Calibrated, Checkpoint, Context, fingerprint, require_resources
 from quark_fx.correspondence import Source
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
-from quark_fx.graph import device_of, own_tensors, placeholders, static_size, tensor_of
+from quark_fx.graph import device_of, own_tensors, placeholders, static_size, stored_tensors, tensor_of
 from quark_fx.memory import give_back_at_once
 from quark_fx.model import QuantizedModel
 from quark_fx.open_checkpoint import open_checkpoint
-from quark_fx.pass_manager import Promise, Stage, copy_graph, needs_context, pass_name, pass_stage, run_passes
+from quark_fx.pass_manager import (
+    PassRecord,
+    Promise,
+    Stage,
+    copy_graph,
+    needs_context,
+    pass_name,
+    pass_stage,
+    run_passes,
+)
 from quark_fx.passes.convert import convert
 from quark_fx.placement import plan_quantization
 from quark_fx.presets import preset
 from quark_fx.quantized_weights import quantized_weights
 from quark_fx.ranks import ALONE, Ranks
 from quark_fx.report import Row
+from quark_fx.resources import Resources, expect, parse_bytes, require_room
 from quark_fx.serialization import GRAPH_FILE, TENSOR_FILE
 from quark_fx.shelf import Shelf
 from quark_fx.signature import split_batch
@@ -56,6 +70,8 @@ def quantize(
     checkpoint: str | Path | None = None,
     output_dir: str | Path | None = None,
     distributed: bool = False,
+    memory: int | str | None = None,
+    disk: int | str | None = None,
 ) -> QuantizedModel:
     """Quantize any PyTorch model. The model itself is not changed.
 
@@ -77,12 +93,16 @@ def quantize(
             like finished blocks, until the result is complete. See `open_checkpoint`.
         distributed: all processes of a job make this call, with the same arguments, and share the work: the process
             group is the one there is, or that of torchrun's environment. Directories are on a file system they share.
+        memory: what the process may take, in bytes or as `"6GiB"`: activations that do not fit go to disk, and a run
+            that is expected to need more is refused before it begins. See `predict`.
+        disk: what the files of a run with `output_dir` may take at once, likewise.
 
     Returns:
         A model called like the original; with `output_dir`, its tensors are read from files when they are used.
 
     Raises:
-        ConfigError: for an unknown preset or option, or a device, cache, checkpoint or output that cannot be used.
+        ConfigError: for an unknown preset or option, a device, cache, checkpoint or output that cannot be used, or a
+            budget that is too small.
         CheckpointError: if the files of a checkpoint are not what they should be, or there is no room for the result.
         CaptureError: if the model cannot be captured.
         CalibrationError: if calibration data or weights are unusable.
@@ -90,78 +110,199 @@ def quantize(
     """
     config = _resolve(config)
     require_resources(device, cache)
+    _require_path(output_dir)
+    memory, disk = parse_bytes(memory, "memory"), parse_bytes(disk, "disk")
     ranks = Ranks.current() if distributed else ALONE
     _require_distributed(config, ranks)
     progress = progress and ranks.index == 0
     if isinstance(model, str | Path):
         CheckpointFiles.of(model)  # before anything is made
-    shelf = None
-    if output_dir is not None:
-        shelf, checkpoint = _work_directory(Path(output_dir), checkpoint)
+    if output_dir is not None or memory is not None:
         give_back_at_once()
-    if isinstance(model, str | Path):
-        model = open_checkpoint(model, scratch=shelf.directory if shelf is not None else None)
+    with _work_directory(output_dir, checkpoint, ranks) as (shelf, checkpoint):
+        if isinstance(model, str | Path):
+            model = open_checkpoint(model, scratch=shelf.directory if shelf is not None else None)
+        first, batches = _peek(calibration_data)
+        if verify and first is None:
+            raise CalibrationError("verify=True compares the passes on a batch; pass at least one as calibration_data")
+        captured, context, batches = _begun(
+            model, config, first, batches, dynamic_shapes, device, cache, shelf, ranks, keep=memory is not None
+        )
+        context.progress = progress
+        inputs = tuple(_flatten(captured, first)) if verify else None
+        with closing(context.cache):
+            gm, rows, records = _transformed(captured, context, batches, inputs, checkpoint, memory, disk)
+        if rows and all(row.reason for row in rows):
+            warnings.warn(f"nothing was quantized: {len(rows)} operators stay in float, see report()", stacklevel=2)
+        # The copy holds only what the graph reads, and nothing of the user's model.
+        source = None if isinstance(model, ExportedProgram) else _source(model, captured, gm)
+        gm = copy_graph(gm)
+        if shelf is None:
+            own_tensors(gm, stored_tensors(captured.module).values())
+        qmodel = QuantizedModel(gm, captured.signature, config, rows, records, source)
+        if output_dir is not None:
+            del gm.meta["shelf"]
+            if ranks.index == 0:
+                qmodel.save(output_dir)
+                shutil.rmtree(Path(output_dir) / _UNFINISHED)
+            ranks.wait()
+    return qmodel
+
+
+def _transformed(
+    captured: Captured,
+    context: Context,
+    batches: Iterable[Any],
+    verify_inputs: tuple[Any, ...] | None,
+    checkpoint: str | Path | None,
+    memory: int | None,
+    disk: int | None,
+) -> tuple[GraphModule, list[Row], list[PassRecord]]:
+    """Run the passes of each stage, calibration and conversion between them; return the graph and what to report.
+
+    Args:
+        captured: the model.
+        context: of the run.
+        batches: the calibration data, unless the context has it.
+        verify_inputs: what exact passes are held to.
+        checkpoint: where finished blocks are kept.
+        memory: that may be taken.
+        disk: that may be taken.
+    """
+    config, progress, ranks, shelf = context.config, context.progress, context.ranks, captured.module.meta["shelf"]
+    early = [p for p in config.passes if pass_stage(p) is Stage.FLOAT]
+    rewrites = list(itertools.takewhile(lambda p: not needs_context(p), early))
+    gm, records = run_passes(captured.module, rewrites, verify_inputs=verify_inputs, context=context)
+    learns = bool(context.batches)
+    if learns:
+        expected = expect(gm, config, context, config.passes[len(rewrites) :], shelf=shelf is not None)
+        require_room(expected, memory, disk)
+        if memory is not None:
+            context.cache.limit_further(memory - expected.within(0))
+        if progress:
+            tqdm.write(str(expected), file=sys.stderr)
+    if checkpoint is not None or not ranks.alone:
+        run = fingerprint(captured.module, context)
+        ranks.require_same(run)
+        context.keep_share()
+        context.checkpoint = _shared_checkpoint(checkpoint, run, ranks) if checkpoint is not None else None
+    gm, scaled = run_passes(gm, early[len(rewrites) :], verify_inputs=verify_inputs, context=context, in_place=True)
+    plan = plan_quantization(gm, config)
+    context.float_graph = copy_graph(gm)
+    home = device_of(captured.module)
+    flat = context.whole_batches(home) if learns else _flat_batches(captured, batches)
+    blocks = context if context.by_block and learns else None
+    qparams = calibrate(gm, plan, flat, progress=progress, context=blocks, ranks=ranks)
+    context.calibrated = Calibrated(plan, qparams)
+    middle = [p for p in config.passes if pass_stage(p) is Stage.CALIBRATED]
+    gm, settled = run_passes(gm, middle, context=context, in_place=True)
+    with torch.no_grad():
+        rows = convert(gm, plan, context.calibrated.values, config.bias, context.calibrated.constants)
+    context.plan = {op.node.name: op for op in plan.operators}
+    late = [p for p in config.passes if pass_stage(p) is Stage.QUANTIZED]
+    gm, learned = run_passes(gm, late, context=context, in_place=True)
+    rows = _with_learned_weights(rows, gm, context) if late else rows
+    return gm, rows, [*records, *scaled, *settled, *learned]
+
+
+def predict(
+    model: nn.Module | ExportedProgram | str | Path,
+    config: str | QuantConfig | Mapping[str, Any] = "int8_static",
+    calibration_data: Iterable[Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    device: str | torch.device | None = None,
+    streamed: bool = False,
+) -> Resources:
+    """Return what `quantize` is expected to take, without running the model: arguments are its.
+
+    Args:
+        model: as for `quantize`.
+        config: as for `quantize`.
+        calibration_data: all of the batches that will be used.
+        dynamic_shapes: as for `quantize`.
+        device: as for `quantize`.
+        streamed: with an `output_dir`.
+
+    Returns:
+        Peaks of memory and disk, and a lower bound of the time. Memory is that of a run with a budget (`memory=`) or an
+        `output_dir`, which gives back at once what it does not need; others take up to a half more.
+
+    Raises:
+        QuarkError: as `quantize` does, for what can be known beforehand.
+    """
+    config = _resolve(config)
+    require_resources(device, None)
+    with tempfile.TemporaryDirectory() as folder:
+        shelf = Shelf(folder) if streamed else None
+        if isinstance(model, str | Path):
+            model = open_checkpoint(model, scratch=folder)
+        first, batches = _peek(calibration_data)
+        captured, context, batches = _begun(
+            model, config, first, batches, dynamic_shapes, device, None, shelf, ALONE, keep=True
+        )
+        try:
+            rewrites = list(itertools.takewhile(lambda p: not needs_context(p), config.passes))
+            early = [p for p in rewrites if pass_stage(p) is Stage.FLOAT]
+            gm, _ = run_passes(captured.module, early, context=context)
+            return expect(gm, config, context, config.passes[len(early) :], shelf=streamed)
+        finally:
+            context.cache.close()
+
+
+def _begun(
+    model: nn.Module | ExportedProgram,
+    config: QuantConfig,
+    first: Any,
+    batches: Iterable[Any],
+    dynamic_shapes: Any,
+    device: str | torch.device | None,
+    cache: CacheBudget | None,
+    shelf: Shelf | None,
+    ranks: Ranks,
+    *,
+    keep: bool,
+) -> tuple[Captured, Context, Iterable[Any]]:
+    """Capture the model; return it, the context with the batches if it is to keep them, and otherwise the batches.
+
+    Batches that are read more than once are kept in any case: data may come from a generator, or in another order each
+    time.
+
+    Raises:
+        ConfigError: if the model is quantized already.
+        CalibrationError: if there is no batch, or one is unusable.
+    """
     if isinstance(model, QuantizedModel):
         raise ConfigError("the model is quantized already; quantize the float model it came from")
-    first, batches = _peek(calibration_data)
     if first is None and not isinstance(model, ExportedProgram):
         raise CalibrationError(
             "calibration_data is missing or empty; pass batches of real inputs (the first is used to capture the model)"
         )
-    if verify and first is None:
-        raise CalibrationError("verify=True compares the passes on a batch; pass at least one as calibration_data")
     captured = capture_graph(model, first, dynamic_shapes=dynamic_shapes)
     captured.module.meta["shelf"] = shelf
     home = device_of(captured.module)
     place = home if device is None else torch.empty(0, device=device).device  # with its index
+    if shelf is not None and home.type != "cpu":
+        raise ConfigError(
+            f"a run with output_dir reads weights from files of the host, and the model is on {home}; load it on the "
+            f'CPU and pass device="{home}", where its blocks then run'
+        )
     by_block = place != home or shelf is not None
-    learns = by_block or not ranks.alone or any(needs_context(p) for p in config.passes)
     names = captured.signature.input_names
-    context = Context(
-        config, ActivationCache(cache, place), place, progress, names=names, ranks=ranks, by_block=by_block
-    )
-    try:
-        if learns:
-            # Read more than once: data that comes from a generator, or in another order each time, is kept.
+    context = Context(config, ActivationCache(cache, place), place, names=names, ranks=ranks, by_block=by_block)
+    if keep or by_block or not ranks.alone or any(needs_context(p) for p in config.passes):
+        try:
             context.add_batches(_flat_batches(captured, batches), divisible=_divisible(captured))
-            batches = ()
-        if checkpoint is not None or not ranks.alone:
-            run = fingerprint(captured.module, context)
-            ranks.require_same(run)
-            context.keep_share()
-            context.checkpoint = _shared_checkpoint(checkpoint, run, ranks) if checkpoint is not None else None
-        flat = context.whole_batches(home) if learns else _flat_batches(captured, batches)
-        inputs = tuple(_flatten(captured, first)) if verify else None
-        early = [p for p in config.passes if pass_stage(p) is Stage.FLOAT]
-        gm, records = run_passes(captured.module, early, verify_inputs=inputs, context=context)
-        plan = plan_quantization(gm, config)
-        context.float_graph = copy_graph(gm)
-        blocks = context if by_block and first is not None else None
-        qparams = calibrate(gm, plan, flat, progress=progress, context=blocks, ranks=ranks)
-        context.calibrated = Calibrated(plan, qparams)
-        middle = [p for p in config.passes if pass_stage(p) is Stage.CALIBRATED]
-        gm, settled = run_passes(gm, middle, context=context, in_place=True)
-        with torch.no_grad():
-            rows = convert(gm, plan, context.calibrated.values, config.bias, context.calibrated.constants)
-        context.plan = {op.node.name: op for op in plan.operators}
-        late = [p for p in config.passes if pass_stage(p) is Stage.QUANTIZED]
-        gm, learned = run_passes(gm, late, context=context, in_place=True)
-        rows = _with_learned_weights(rows, gm, context) if late else rows
-    finally:
-        context.cache.close()
-    if rows and all(row.reason for row in rows):
-        warnings.warn(f"nothing was quantized: {len(rows)} operators stay in float, see report()", stacklevel=2)
-    # The copy holds only what the graph reads, and nothing of the user's model.
-    source = None if isinstance(model, ExportedProgram) else _source(model, captured, gm)
-    gm = copy_graph(gm) if shelf is not None else own_tensors(copy_graph(gm))
-    qmodel = QuantizedModel(gm, captured.signature, config, rows, [*records, *settled, *learned], source)
-    if output_dir is not None:
-        del gm.meta["shelf"]
-        if ranks.index == 0:
-            qmodel.save(output_dir)
-            shutil.rmtree(Path(output_dir) / _UNFINISHED)
-        ranks.wait()
-    return qmodel
+        except BaseException:
+            context.cache.close()
+            raise
+        batches = ()
+    return captured, context, batches
+
+
+def _require_path(output: str | Path | None) -> None:
+    if output is not None and not isinstance(output, str | Path):
+        raise ConfigError(f"output_dir is the path of a directory, not {output!r}")
 
 
 def _require_distributed(config: QuantConfig, ranks: Ranks) -> None:
@@ -184,13 +325,38 @@ def _shared_checkpoint(directory: str | Path, fingerprint: Mapping[str, str], ra
 _UNFINISHED = "unfinished"
 """The folder of an output directory that holds what a run needs until it has ended."""
 
+_BLOCKS = "blocks"
+"""The folder in it for finished blocks."""
 
-def _work_directory(output: Path, checkpoint: str | Path | None) -> tuple[Shelf, str | Path]:
-    """Return where a run with an output directory keeps tensors, and finished blocks.
+
+@contextmanager
+def _work_directory(
+    output: str | Path | None, checkpoint: str | Path | None, ranks: Ranks
+) -> Iterator[tuple[Shelf | None, str | Path | None]]:
+    """Yield where a run with an output directory keeps tensors, and where any run keeps finished blocks.
+
+    A run that fails before it has finished a block leaves nothing.
 
     Raises:
         ConfigError: if something else is there already.
     """
+    if output is None:
+        yield None, checkpoint
+        return
+    output = Path(output)
+    _require_ours(output, checkpoint)
+    new, unfinished = not output.exists(), output / _UNFINISHED
+    try:
+        yield Shelf(unfinished), checkpoint or unfinished / _BLOCKS
+    except BaseException:
+        if ranks.alone and not any(unfinished.rglob("*.safetensors")):
+            shutil.rmtree(unfinished, ignore_errors=True)
+            if new and not any(output.iterdir()):
+                output.rmdir()
+        raise
+
+
+def _require_ours(output: Path, checkpoint: str | Path | None) -> None:
     own = {_UNFINISHED}
     if (output / _UNFINISHED).is_dir() and not (output / GRAPH_FILE).exists():
         own |= {TENSOR_FILE, f"{TENSOR_FILE}.partial", f"{GRAPH_FILE}.partial"}  # interrupted while it was saved
@@ -202,7 +368,6 @@ def _work_directory(output: Path, checkpoint: str | Path | None) -> tuple[Shelf,
             f"output_dir {output} holds {', '.join(sorted(others)[:3]) or 'a file'} already; choose a new directory, "
             "or the one an interrupted run left"
         )
-    return Shelf(output / _UNFINISHED), checkpoint or output / _UNFINISHED / "blocks"
 
 
 def _source(model: nn.Module, captured: Captured, gm: GraphModule) -> Source | None:

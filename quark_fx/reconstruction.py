@@ -31,8 +31,12 @@ from quark_fx.pass_manager import Change
 from quark_fx.qparams import ScaleType
 from quark_fx.quantized_weights import QuantizedWeight, quantized_weights, share_changed, shared_tensors
 from quark_fx.rounding import OutputError, round_by_descent
+from quark_fx.sizes import FLOAT32, BlockSize, Need, Sizes
 from quark_fx.specs import enum_member
 from quark_fx.trainable import Trainable, activation_scales, trainable_block
+
+_LEARNED_COPIES = 6
+"""Copies of a weight while it is learned: real, parameter, gradient, two moments of the optimizer, and rounded."""
 
 _EVALUATIONS = 20
 """Looks at the held-out batches during the steps of one unit."""
@@ -121,6 +125,19 @@ class Schedule:
         rates = (self.rate, self.scale_rate, self.bias_rate)
         if not all(0 <= rate < math.inf for rate in rates) or not 0 <= self.drop < 1:
             raise ConfigError(f"rates are finite and not negative, and `drop` is a probability below 1: {self}")
+
+    def needs(self, sizes: Sizes) -> Need:
+        """Return what a run takes: a gradient's values, and of each weight what it is learned through."""
+
+        def turn(block: BlockSize) -> int:
+            descent = (3 * m.moment + FLOAT32 * m.groups * m.inputs * min(m.rows, _ROWS) for m in block.matrices)
+            steps = 2 * block.every_value + _LEARNED_COPIES * block.weights
+            return max((steps, *descent))
+
+        def work(block: BlockSize) -> int:
+            return 3 * self.iterations * block.operations
+
+        return sizes.walk(self.unit, turn, streams=2, work=work)
 
     def optimizer(
         self, groups: list[dict[str, Any]]

@@ -22,7 +22,11 @@ from quark_fx.pass_manager import Change, copy_graph, graph_pass
 from quark_fx.placement import PlannedOperator, plan_quantization, require_finite_weights
 from quark_fx.scale_sites import Absorber, ScaledInput, ScaleSite, apply_scale, find_scale_sites
 from quark_fx.second_moment import Entrance, SecondMoment
+from quark_fx.sizes import FLOAT32, BlockSize, Need, Sizes
 from quark_fx.weights import quantize_tensor
+
+_COPIES = 7
+"""Of a weight in float32 while an exponent is tried: it, scaled, rounded, what is lost, products with the moment."""
 
 _SMALLEST = 1e-4
 """Of an average magnitude: an input that is never there is scaled like one that hardly is."""
@@ -82,6 +86,22 @@ class AWQ:
             for site, searches in ready:
                 self._scale(gm, site, searches, context)
         return sum(change.changed for change in context.changes)
+
+    def needs(self, sizes: Sizes) -> Need:
+        """Return what a run takes: second moments of two sites, and copies of the weight an exponent is tried on."""
+
+        def turn(block: BlockSize) -> int:
+            moments = sorted((m.moment for m in block.matrices), reverse=True)
+            tried = max((FLOAT32 * _COPIES * m.values for m in block.matrices), default=0)
+            return sum(moments[:2]) + max(tried, block.forward)
+
+        def work(block: BlockSize) -> int:
+            tries = self.steps // 2 + 3
+            moments = (m.inputs * m.inputs * m.rows * sizes.batches for m in block.matrices)
+            return sum(moments) + sum(4 * tries * m.values * m.inputs for m in block.matrices)
+
+        scaled = sum(m.values * m.itemsize for m in sizes.matrices.values())
+        return sizes.walk(Unit.OPERATOR, turn, held=scaled, work=work)
 
     def _scale(self, gm: GraphModule, site: ScaleSite, searches: Sequence[_Search], context: Context) -> None:
         start = time.perf_counter()

@@ -17,6 +17,7 @@ from quark_fx.graph import is_parameter, named_nodes, parameter, placeholders, s
 from quark_fx.operators import argument, channel_dim, clamp_bounds, operator_row, response
 from quark_fx.pass_manager import Change, Stage, graph_pass
 from quark_fx.quantized_weights import QuantizedWeight, quantized_weights, shared_tensors
+from quark_fx.sizes import Need, Sizes
 from quark_fx.specs import enum_member
 
 
@@ -71,6 +72,12 @@ class BiasCorrection:
                     if weight.node.name in names:
                         _correct_on_data(run, weight, context)
         return sum(change.changed for change in context.changes)
+
+    def needs(self, sizes: Sizes) -> Need:
+        """Return what a run takes: one block at a time, in float and in codes."""
+        if self.means is Means.ANALYTIC:
+            return Need()
+        return sizes.walk(Unit.OPERATOR, lambda block: 2 * block.forward, streams=2)
 
 
 def _correct_on_data(run: BlockRun, weight: QuantizedWeight, context: Context) -> None:

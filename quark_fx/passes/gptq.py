@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from quark_fx.block_walk import BlockRun, walk_blocks
 from quark_fx.blocks import Unit
 from quark_fx.context import Context
-from quark_fx.error_feedback import Factor, factor, round_with_feedback, solve
+from quark_fx.error_feedback import Factor, factor, round_with_feedback, solve, working_bytes
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.memory import give_back
 from quark_fx.pass_manager import Change, Stage, graph_pass
@@ -22,6 +22,7 @@ from quark_fx.products import Part, Product, find_products
 from quark_fx.quantized_weights import quantized_weights, share_changed, shared_tensors
 from quark_fx.reconstruction import note_left_alone
 from quark_fx.second_moment import SecondMoment
+from quark_fx.sizes import FLOAT32, BlockSize, Need, Sizes
 
 _SAMPLED = 64
 """Output channels, about, that the errors in the report are measured on: on all it would cost as much as the rest."""
@@ -71,6 +72,22 @@ class GPTQ:
             if not run.finished:
                 self._round_block(run, shared, context, number)
         return sum(change.changed for change in context.changes)
+
+    def needs(self, sizes: Sizes) -> Need:
+        """Return what a run takes: the second moment of a product, its factor, and a piece of a weight at work."""
+        moments = 3 if self.asymmetry else 2
+
+        def turn(block: BlockSize) -> int:
+            real = sum(m.float_copy for m in block.matrices)
+            measured = (m.moment + block.forward + FLOAT32 * m.rows * m.inputs for m in block.matrices)
+            rounded = (moments * m.moment + FLOAT32 * m.values + working_bytes(m.values) for m in block.matrices)
+            return real + max((*measured, *rounded), default=0)
+
+        def work(block: BlockSize) -> int:
+            return sum(m.inputs * (m.inputs * m.rows * sizes.batches + 2 * m.values) for m in block.matrices)
+
+        streams = 2 if self.asymmetry else 1
+        return sizes.walk(Unit.OPERATOR, turn, streams=streams, work=work)
 
     def _round_block(self, run: BlockRun, shared: set[str], context: Context, number: Iterator[int]) -> None:
         weights = [w for w in quantized_weights(run.module, context.plan) if w.codes not in shared]

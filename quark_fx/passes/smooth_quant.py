@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from quark_fx.blocks import extract
+from quark_fx.blocks import Unit, extract
 from quark_fx.calibration import run_batches, watching
 from quark_fx.config import Granularity
 from quark_fx.context import Context
@@ -25,6 +25,7 @@ from quark_fx.pass_manager import Change, graph_pass
 from quark_fx.placement import PlannedOperator, plan_quantization, require_finite_weights
 from quark_fx.qparams import QParams, affine_qparams
 from quark_fx.scale_sites import ScaledInput, ScaleSite, apply_scale, find_scale_sites
+from quark_fx.sizes import FLOAT32, Moment, Need, Sizes
 from quark_fx.weights import quantize_tensor
 
 _POSITIONS = {"tuning": 384, "held_out": 192}
@@ -102,6 +103,15 @@ class SmoothQuant:
                 context.note(Change(_name(site, planned), reason, changed=False))
         seen = _watch(gm, sites, planned, context)
         return sum(self._smooth(gm, site, planned, seen, context) for site in sites)
+
+    def needs(self, sizes: Sizes) -> Need:
+        """Return what a run takes: the samples of what all sites read, and one forward pass."""
+        read = {op.node.args[0]: sizes.matrices.get(op.node.name) for op in sizes.operators if _is_read_in_codes(op)}
+        most = sum(_POSITIONS.values())
+        sampled = (FLOAT32 * min(sizes.batches * m.rows, most) * m.groups * m.inputs for m in read.values() if m)
+        scaled = sum(m.values * m.itemsize for m in sizes.matrices.values())
+        operations = sizes.batches * sum(block.operations for block in sizes.blocks(Unit.BLOCK))
+        return Need((Moment(sum(sampled) + sizes.forward),), held=scaled, operations=operations)
 
     def _smooth(
         self,

@@ -1,0 +1,233 @@
+"""What a run will take, foretold from shapes, and a budget that it keeps."""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from tqdm.auto import tqdm
+
+from quark_fx.blocks import Unit
+from quark_fx.config import QuantConfig
+from quark_fx.context import Context
+from quark_fx.errors import ConfigError
+from quark_fx.graph import is_parameter, placeholders, target_name, value_of
+from quark_fx.memory import occupied
+from quark_fx.operators import argument
+from quark_fx.pass_manager import GraphPass, Stage, needs_context, pass_name, pass_stage
+from quark_fx.placement import Plan, plan_quantization
+from quark_fx.sizes import Moment, Need, Sizes, peak
+
+_PROBE = 512
+"""Rows and columns of the product that shows how fast the device is."""
+
+_UNITS = {
+    f"{letter}{binary}B": (1024 if binary else 1000) ** power
+    for power, letter in enumerate("KMGT", 1)
+    for binary in ("", "i")
+} | {"": 1}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a run is expected to take: bytes by which its peak is about as high, and seconds that it takes at least.
+
+    Attributes:
+        before: memory of the process when the prediction was made.
+        stages: name of each stage, what was held when it begins, and what it needs.
+        device: memory of the device that blocks run on, 0 where that is the host.
+        disk: of a streamed run: what its files take at most, at once.
+        seconds: of the floating-point operations at the speed of a matrix product, measured now.
+        streamed: what passes make is kept in files.
+        unknown: passes that do not say what they need, and do not count.
+    """
+
+    before: int
+    stages: tuple[tuple[str, int, Need], ...]
+    device: int
+    disk: int
+    seconds: float
+    streamed: bool
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def host(self) -> int:
+        """The peak of the process's own memory, with all cached activations in it."""
+        return self.within(None)
+
+    @property
+    def largest(self) -> str:
+        """The stage with the peak."""
+        return max(self.stages, key=lambda stage: self._peak(stage, None))[0]
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks all stages visit together."""
+        return sum(need.blocks for _, _, need in self.stages)
+
+    def within(self, cache: int | None) -> int:
+        """Return the peak if at most so many bytes of cached activations are in memory at once, the others on disk."""
+        return max((self._peak(stage, cache) for stage in self.stages), default=self.before)
+
+    def _peak(self, stage: tuple[str, int, Need], cache: int | None) -> int:
+        _, held, need = stage
+        moments = [replace(m, working=0) for m in need.moments] if self.device else need.moments
+        return self.before + held + peak(moments, cache)
+
+    def room_for_cache(self, memory: int) -> int | None:
+        """Return how many bytes of cached activations fit into a budget, `None` if the rest of the run does not."""
+        room = memory - self.within(0)
+        return room if room >= 0 else None
+
+    def __str__(self) -> str:
+        parts = [f"about {_text(self.host)} of memory, of which {_text(self.before)} are taken"]
+        least = self.within(0)
+        parts += [f"{_text(least)} with activations on disk"] * (least < 0.95 * self.host)
+        parts += [f"{_text(self.device)} on the device"] * (self.device > 0)
+        parts += [f"{_text(self.disk)} on disk"] * self.streamed
+        each = f" in {self.blocks} blocks" * (self.blocks > 0)
+        parts.append(f"at least {tqdm.format_interval(self.seconds)}{each}")
+        unknown = f" (without {', '.join(self.unknown)}, which do not say)" if self.unknown else ""
+        return f"expected: {'; '.join(parts)}{unknown}"
+
+
+def expect(
+    gm: GraphModule, config: QuantConfig, context: Context, passes: Sequence[GraphPass], *, shelf: bool
+) -> Resources:
+    """Return what the rest of a run is expected to take.
+
+    Args:
+        gm: the graph when it has been rewritten as far as it is without data.
+        config: of the run.
+        context: with the calibration batches.
+        passes: those that are still to run, in order.
+        shelf: what passes make is kept in files.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the run says it again
+        plan = plan_quantization(gm, config)
+    sizes = Sizes(gm, plan.operators, -(-len(context.batches) // context.ranks.count), _growth(gm, context))
+    home = next((t.device for t in (value_of(gm, n) for n in gm.graph.nodes if is_parameter(n))), context.device)
+    stages, held = [], 0
+    for name, need in _stages(sizes, plan, context, passes):
+        if name != "result" or not shelf:  # which stays in files
+            stages.append((name, 0 if shelf else held, need))
+        held += need.held
+    on_device = context.device.type != "cpu"
+    device = 0
+    if on_device:
+        device = max(held + peak([replace(m, cached=0) for m in need.moments]) for _, held, need in stages)
+        device += (
+            _allocated(context.device) if home == context.device else max(b.weights for b in sizes.blocks(Unit.BLOCK))
+        )
+    learned = sizes.codes if any(need.blocks and not need.held for _, _, need in stages) else 0
+    files = sizes.codes + sizes.floats
+    disk = held + learned + files if shelf else 0
+    rate = _speed(context.device)
+    seconds = sum(need.operations for _, _, need in stages) / rate
+    unknown = tuple(pass_name(p) for p in passes if needs_context(p) and not hasattr(p, "needs"))
+    return Resources(occupied(), tuple(stages), device, disk, seconds, shelf, unknown)
+
+
+def _stages(sizes: Sizes, plan: Plan, context: Context, passes: Sequence[GraphPass]) -> Iterator[tuple[str, Need]]:
+    """Yield what each stage needs, in order."""
+    declared = {p: p.needs(sizes) for p in passes if hasattr(p, "needs")}
+    for p, need in declared.items():
+        if pass_stage(p) is Stage.FLOAT:
+            yield pass_name(p), need
+    if plan.observed:
+        yield "calibrate", _calibration(sizes, context)
+    yield "convert", Need((Moment(sizes.codes),), held=sizes.codes)
+    for p, need in declared.items():
+        if pass_stage(p) is not Stage.FLOAT:
+            yield pass_name(p), need
+    # The result owns what it shares with the model.
+    yield "result", Need((Moment(sizes.floats),))
+
+
+def _calibration(sizes: Sizes, context: Context) -> Need:
+    if context.by_block:
+        return sizes.walk(Unit.BLOCK, lambda block: 0, to_end=True)
+    operations = sum(block.operations for block in sizes.blocks(Unit.BLOCK)) * sizes.batches
+    return Need((Moment(sizes.forward + _laid_out(sizes)),), operations=operations)
+
+
+def _laid_out(sizes: Sizes) -> int:
+    """Return the bytes of convolutions' weights that are laid out anew while batches run."""
+    nodes = [node for node in sizes.gm.graph.nodes if target_name(node).startswith("aten.conv2d.")]
+    weights = {w for node in nodes if is_parameter(w := argument(node, 1)) and max(value_of(sizes.gm, w).shape[2:]) > 1}
+    return sum(value_of(sizes.gm, w).nbytes for w in weights)
+
+
+def _growth(gm: GraphModule, context: Context) -> float:
+    """Return how much larger the largest batch is than the one the graph was captured with."""
+    sizes = Sizes(gm, (), 1)
+    captured = sum(sizes.count(node) for node in placeholders(gm))
+    largest = max(
+        (sum(x.numel() for x in context.inputs(b) if isinstance(x, Tensor)) for b in range(len(context.batches))),
+        default=captured,
+    )
+    return max(1.0, largest / max(1, captured))
+
+
+def _allocated(device: torch.device) -> int:
+    module: Any = torch.get_device_module(device)
+    return int(module.memory_allocated(device)) if hasattr(module, "memory_allocated") else 0
+
+
+def _speed(device: torch.device) -> float:
+    """Return the floating-point operations per second of a matrix product in float32."""
+    a = torch.ones(_PROBE, _PROBE, device=device)
+    best = float("inf")
+    for _ in range(3):
+        began = time.perf_counter()
+        float((a @ a)[0, 0])  # waits for the device
+        best = min(best, time.perf_counter() - began)
+    return 2 * _PROBE**3 / best
+
+
+def parse_bytes(given: int | str | None, name: str) -> int | None:
+    """Return a number of bytes, given as one or as text with a unit.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    if given is None or (isinstance(given, int) and not isinstance(given, bool) and given > 0):
+        return given
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[KMGT]i?B)?)\s*", given) if isinstance(given, str) else None
+    if match is None:
+        raise ConfigError(f'{name} is a number of bytes or text like "6GiB" or "800 MB", not {given!r}')
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def require_room(found: Resources, memory: int | None, disk: int | None) -> None:
+    """Raise `ConfigError`, saying what would fit, if a run does not keep its budget even with its cache on disk."""
+    if memory is not None and found.room_for_cache(memory) is None:
+        least = found.within(0)
+        ways = [f'memory="{_text(least)}" or more']
+        ways += [] if found.streamed else ["output_dir=..., which keeps results in files"]
+        raise ConfigError(
+            f"memory={_text(memory)} is not enough: {found.largest} needs about {_text(least)}, of which "
+            f"{_text(found.before)} are taken already; give {', or '.join(ways)}, or pass batches of fewer samples"
+        )
+    if disk is not None and found.disk > disk:
+        raise ConfigError(
+            f"disk={_text(disk)} is not enough: files of this run take about {_text(found.disk)} at once; give as much"
+        )
+
+
+def _text(size: int) -> str:
+    for unit in ("GiB", "MiB"):
+        if size >= _UNITS[unit]:
+            return f"{size / _UNITS[unit]:.1f} {unit}"
+    return f"{size / 1024:.0f} KiB"
+
+
+__all__ = ["Resources", "expect", "parse_bytes", "require_room"]
