@@ -30,7 +30,7 @@ from quark_fx.passes import (
     use_dpu_slopes,
 )
 from quark_fx.passes.dpu_average import nearest_shift, square_factor
-from quark_fx.presets import XINT8
+from quark_fx.presets import INT8_STATIC, XINT8
 
 Function = Callable[[Tensor], Any]
 X = rand(2, 3, 12, 12)
@@ -158,14 +158,60 @@ def test_averages_are_multiplied(function: Function, factor: float) -> None:
     torch.testing.assert_close(gm(X)[0], function(X) * factor, rtol=0, atol=0)
 
 
-def test_pools_that_stay_say_why() -> None:
-    layers = {"a": torch.nn.Conv2d(3, 4, 1), "b": torch.nn.Conv2d(4, 4, 1)}
-    model = build(lambda m, x: m.b(F.avg_pool2d(F.avg_pool2d(m.a(x), (3, 2)), 2)), **layers)
-    changes = next(r for r in quantize(model, XINT8, [X]).report().passes if r.name == "use_dpu_averages").changes
-    assert [(c.what, c.changed) for c in changes] == [
-        ("left: its kernel is not square, or varies", False),
-        ("left: it is exact", False),
-    ]
+def noted(function: Function, rewrite: GraphPass, **options: Any) -> list[tuple[str, bool]]:
+    """Return what a pass notes about a function of the output of a convolution."""
+    model = build(lambda m, x: function(m.a(x)), a=torch.nn.Conv2d(3, 4, 1))
+    config = INT8_STATIC.replace(passes=(rewrite,))
+    return [(c.what, c.changed) for c in quantize(model, config, [X], **options).report().passes[0].changes]
+
+
+FREE = {"dynamic_shapes": ({2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC},)}
+REASONS: dict[str, tuple[Function, GraphPass, dict[str, Any], str]] = {
+    "not square": (lambda x: F.avg_pool2d(x, (3, 2)), use_dpu_averages, {}, "its kernel of 3×2 is not square"),
+    "exact": (lambda x: F.avg_pool2d(x, 2), use_dpu_averages, {}, "it is exact"),
+    "divisor": (
+        lambda x: F.avg_pool2d(x, 3, divisor_override=5), use_dpu_averages, {}, "it divides 3×3 values by 5",
+    ),
+    "adaptive": (lambda x: F.adaptive_avg_pool2d(x, 5), use_dpu_averages, {}, "an adaptive pool to several values"),
+    "one dimension": (lambda x: F.avg_pool1d(x.flatten(2), 3), use_dpu_averages, {}, "a pool over one dimension"),
+    "global, not square": (
+        lambda x: F.adaptive_avg_pool2d(x[..., :7], 1), use_dpu_averages, {}, "its kernel of 12×7 is not square",
+    ),
+    "size of a pool": (lambda x: F.adaptive_avg_pool2d(x, 1), use_dpu_averages, FREE, "the size varies"),
+    "size of a mean": (lambda x: x.mean((2, 3)), use_dpu_averages, FREE, "the size varies"),
+    "mean, exact": (lambda x: x.mean(1), use_dpu_averages, {}, "it is exact"),
+    "large, sizes vary": (
+        lambda x: F.adaptive_avg_pool2d(x, 1), SplitLargePools(largest=9), FREE, "a pool over sizes that vary",
+    ),
+    "large, prime": (
+        lambda x: F.adaptive_avg_pool2d(x[..., :11, :7], 1), SplitLargePools(largest=9), {},
+        "pool 11×7, whose sides have no divisors",
+    ),
+    "large twice": (
+        lambda x: F.adaptive_avg_pool2d(x, 1), SplitLargePools(largest=9), {},
+        "pool 12×12, of which 4×4 values remain after windows of 3×3",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_pools_that_stay_say_why(case: str) -> None:
+    function, rewrite, options, reason = REASONS[case]
+    assert noted(function, rewrite, **options) == [(f"left: {reason}", False)]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.avg_pool2d(x, 3, padding=1, count_include_pad=False),
+        lambda x: F.avg_pool2d(x, 3, stride=2, ceil_mode=True),
+        lambda x: F.avg_pool2d(x, 3, divisor_override=9),
+    ],
+)
+def test_pools_over_the_border_have_the_factor_of_their_kernel(function: Function) -> None:
+    gm, counts = rewritten(function, use_dpu_averages)
+    assert counts == [1]
+    torch.testing.assert_close(gm(X)[0], function(X) * (63 / 64), rtol=0, atol=0)
 
 
 def test_a_pool_of_exact_sums_is_that_of_the_device() -> None:
