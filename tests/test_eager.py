@@ -600,3 +600,12 @@ def test_what_the_walk_finds_is_plain_data() -> None:
     found = correspond(qmodel.source, qmodel.graph_module)
     assert set(found.rounding.inputs) == {*(f"layers.{i}.parts.{p}" for i in (0, 1) for p in ("in-0", "out_0")), "head"}
     assert {c.format for name, c in found.constants.items() if name.endswith("weight") and not c.is_float} == {"int8"}
+
+
+def test_a_checkpoint_holds_no_rewritten_module(tmp_path: Path) -> None:
+    ids = torch.arange(1, 13).reshape(2, 6)
+    qmodel = quantize(llama(), XINT8, [{"input_ids": ids}])
+    with torch.no_grad():
+        torch.testing.assert_close(qmodel.eager()(input_ids=ids).logits, qmodel(input_ids=ids).logits, rtol=0, atol=0)
+    with pytest.raises(qfx.ExportError, match=r"mlp\.act_fn: a pass rewrote"):
+        qfx.export.huggingface(qmodel, tmp_path / "checkpoint")
