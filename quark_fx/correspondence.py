@@ -19,9 +19,21 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from quark_fx.errors import QuarkError
-from quark_fx.graph import describe, is_parameter, parameter, results_of, stored_tensors, target_name, value_of
-from quark_fx.operators import MOVING, argument, clamp_bounds, operator_row
+from quark_fx.graph import (
+    describe,
+    is_parameter,
+    module_calls,
+    module_path,
+    parameter,
+    results_of,
+    stored_tensors,
+    target_name,
+    value_of,
+)
+from quark_fx.module_slices import ModuleCall, ModuleSlice, calls_without_parameters, slice_of
+from quark_fx.operators import argument, clamp_bounds, operator_row
 from quark_fx.ops import dequantize
+from quark_fx.rounded_modules import Activation, RoundedModules, place_rounding
 
 _QUANTIZE, _DEQUANTIZE, _CAST = "quark_fx.quantize.default", "quark_fx.dequantize.default", "aten._to_copy.default"
 _EMBEDDING, _BATCH_NORM = "aten.embedding.default", "aten.batch_norm.default"
@@ -66,56 +78,6 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class Activation:
-    """How an activation is rounded.
-
-    Attributes:
-        format: name of the format, empty for a cast.
-        scale: static scale, shape `()`; `None` if it is measured at run time.
-        zero_point: likewise.
-        symmetry: of a range that is measured at run time.
-        axis: dimension that measured scales vary along, counted from the last (-1); `None` for one scale.
-        block_size: values per measured scale, see `quark_fx.ops`.
-        scale_type: of measured scales.
-        group_size: of them, see `quark_fx.ops.dynamic_qparams`.
-        cast: the 16-bit float it is cast to and back.
-    """
-
-    format: str = ""
-    scale: Tensor | None = None
-    zero_point: Tensor | None = None
-    symmetry: str = ""
-    axis: int | None = None
-    block_size: int = 0
-    scale_type: str = "float32"
-    group_size: int = 0
-    cast: torch.dtype | None = None
-
-    @property
-    def layout(self) -> tuple[int | None, int]:
-        """The granularity, as `quark_fx.ops` has it."""
-        return self.axis, self.block_size
-
-    @property
-    def measurement(self) -> tuple[str, str, int | None, int, str, int]:
-        """The arguments of `quark_fx.ops.dynamic_qparams` behind the tensor."""
-        return self.format, self.symmetry, *self.layout, self.scale_type, self.group_size
-
-    @property
-    def per_token(self) -> bool:
-        """Whether each row of the last dimension is measured."""
-        return self.axis == -1 and self.block_size < 0
-
-    def same_as(self, other: Activation) -> bool:
-        """Tell whether both round every value alike."""
-        tensors = ((self.scale, other.scale), (self.zero_point, other.zero_point))
-        kinds = [(a.measurement, a.cast) for a in (self, other)]
-        return kinds[0] == kinds[1] and all(
-            a is b or (a is not None and b is not None and bool((a == b).all())) for a, b in tensors
-        )
-
-
-@dataclass(frozen=True)
 class Source:
     """The model that was quantized: its modules, and the graph that was captured.
 
@@ -144,8 +106,21 @@ class Source:
                 memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
         graph = Graph()
         graph.output(graph.graph_copy(captured.graph, {}))
+        _name_modules_once(model, graph)
         constants = {n: t for n, t in stored_tensors(captured).items() if n not in named}
         return cls(copy.deepcopy(model, memo), graph, constants)
+
+
+def _name_modules_once(model: nn.Module, graph: Graph) -> None:
+    """Let calls of a module with parameters that has several names carry the first: it is one module, called often."""
+    first: dict[int, str] = {}
+    names = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        shared = next(module.parameters(), None) is not None
+        names[path] = first.setdefault(id(module), path) if shared else path
+    for node in graph.nodes:
+        stack = node.meta.get("nn_module_stack") or {}
+        node.meta["nn_module_stack"] = {key: (names.get(path, path), kind) for key, (path, kind) in stack.items()}
 
 
 @dataclass
@@ -154,13 +129,15 @@ class Correspondence:
 
     Attributes:
         constants: by the name of a parameter or buffer, what it is in the quantized graph.
-        inputs: by module path, how the module's floating-point input is rounded.
+        rounding: the modules that round what they read or make.
         identities: paths of batch norms that are folded into operators.
+        slices: by the path of a module that a pass rewrote, what computes its call now.
     """
 
     constants: dict[str, Constant] = field(default_factory=dict)
-    inputs: dict[str, Activation] = field(default_factory=dict)
+    rounding: RoundedModules = field(default_factory=RoundedModules)
     identities: set[str] = field(default_factory=set)
+    slices: dict[str, tuple[ModuleCall, ModuleSlice]] = field(default_factory=dict)
 
 
 def correspond(source: Source, quantized: GraphModule) -> Correspondence:
@@ -171,9 +148,9 @@ def correspond(source: Source, quantized: GraphModule) -> Correspondence:
     """
     walk = _Walk(source, quantized)
     walk.run()
-    found = Correspondence(identities=walk.identities)
+    found = Correspondence(identities=walk.identities, slices=walk.slices)
     _place_constants(source, walk, found)
-    _place_inputs(walk, found)
+    found.rounding = place_rounding(source.graph, walk.rounded)
     return found
 
 
@@ -188,6 +165,9 @@ class _Walk:
         self.identities: set[str] = set()
         self.folded: list[tuple[Node, Node, Constant]] = []
         self.pending: list[tuple[Any, Any, Node]] = []
+        self.calls = calls_without_parameters(source.graph)
+        self.slices: dict[str, tuple[ModuleCall, ModuleSlice]] = {}
+        self.partners: dict[Node, Node] = {}
 
     def run(self) -> None:
         output = next(iter(reversed(self.source.graph.nodes)))
@@ -200,7 +180,7 @@ class _Walk:
             if not isinstance(theirs, Node):
                 self._pair_values(ours, theirs, reader)
             elif not isinstance(ours, Node):
-                raise _differs(theirs, ours)
+                raise self._differs(theirs, ours)
             elif not self._read(ours, theirs, reader) and (ours, theirs) not in seen:
                 seen.add((ours, theirs))
                 self._pair_calls(ours, theirs, reader)
@@ -208,24 +188,24 @@ class _Walk:
     def _pair_values(self, ours: Any, theirs: Any, reader: Node) -> None:
         if isinstance(theirs, tuple | list):
             if not isinstance(ours, tuple | list) or len(ours) != len(theirs):
-                raise _differs(reader, ours)
+                raise self._differs(reader, ours)
             self.pending += [(a, b, reader) for a, b in zip(ours, theirs, strict=True)]
         elif isinstance(theirs, slice):
             self._pair_values([ours.start, ours.stop, ours.step], [theirs.start, theirs.stop, theirs.step], reader)
         elif theirs is None and isinstance(ours, Node) and (added := self._constant(ours)) is not None:
             row = operator_row(reader)
             if row is None or row.bias is None:
-                raise _differs(reader, ours)
+                raise self._differs(reader, ours)
             self.readers.setdefault(f"{module_path(reader)}.bias".lstrip("."), {})[reader] = added
         elif type(ours) is not type(theirs) or ours != theirs:
-            raise _differs(reader, ours)
+            raise self._differs(reader, ours)
 
     def _read(self, ours: Node, theirs: Node, reader: Node) -> bool:
         """Note a constant or a rounded activation that `reader` reads; tell whether there was one."""
         if theirs.op == "get_attr":
             constant = self._constant(ours)
             if constant is None:
-                raise _differs(theirs, ours)
+                raise self._differs(theirs, ours)
             self.readers.setdefault(str(theirs.target), {})[reader] = constant
             return True
         weight = theirs.args[0] if target_name(theirs) == _EMBEDDING else None
@@ -238,7 +218,7 @@ class _Walk:
             value, activation = found
             known = self.rounded.setdefault((theirs, reader), activation)
             if not known.same_as(activation):
-                raise _differs(theirs, ours)
+                raise self._differs(theirs, ours)
             while clamp_bounds(theirs) is not None and target_name(value) != target_name(theirs):
                 theirs = theirs.args[0]  # type: ignore[assignment]
             self.pending.append((value, theirs, reader))
@@ -250,15 +230,18 @@ class _Walk:
         return False
 
     def _pair_calls(self, ours: Node, theirs: Node, reader: Node) -> None:
+        self.partners[theirs] = ours
+        if self._replace_module(ours, theirs):
+            return
         if target_name(theirs) == _BATCH_NORM != target_name(ours):
             path = module_path(theirs)
-            if [n for n in self.source.graph.nodes if path in _stack(n).values()] != [theirs]:
-                raise _differs(theirs, ours)  # the module does more, or several times
+            if [n for n in self.source.graph.nodes if path in module_calls(n).values()] != [theirs]:
+                raise self._differs(theirs, ours)  # the module does more, or several times
             self.identities.add(path)
             self.pending.append((ours, theirs.args[0], reader))
             return
         if theirs.op != "call_function" or ours.op != theirs.op or ours.target != theirs.target:
-            raise _differs(theirs, ours)
+            raise self._differs(theirs, ours)
         schema = getattr(theirs.target, "_schema", None)
         count = len(schema.arguments) if schema is not None else max(len(ours.args), len(theirs.args))
         if target_name(theirs) == _EMBEDDING:
@@ -267,6 +250,19 @@ class _Walk:
             default = schema.arguments[position].default_value if schema is not None else None
             a, b = (argument(n, position) if schema is not None else n.args[position] for n in (ours, theirs))
             self.pending.append((default if a is None else a, default if b is None else b, theirs))
+
+    def _replace_module(self, ours: Node, theirs: Node) -> bool:
+        """Note the slice that computes a whole call of a module in another way; tell whether there is one."""
+        call = self.calls.get(theirs)
+        if call is None or self._count(call.path) > 1:
+            return False
+        piece = slice_of(ours, call.path)
+        if piece is None or piece.computes(call):
+            return False
+        if self.slices.setdefault(call.path, (call, piece)) != (call, piece):
+            raise self._differs(theirs, ours)
+        self.pending += [(piece.entry, call.entry, user) for user in call.readers]
+        return True
 
     def _constant(self, node: Node) -> Constant | None:
         if node.op == "get_attr":
@@ -324,33 +320,54 @@ class _Walk:
         from_last = None if axis is None else axis - value_of(self.gm, value).dim()
         return value, Activation(fmt, None, None, symmetry, from_last, *rest)
 
+    def _count(self, path: str) -> int:
+        """Return how often a module is called."""
+        return len({key for n in self.source.graph.nodes for key, p in module_calls(n).items() if p == path})
+
+    def _differs(self, theirs: Node, ours: Any) -> QuarkError:
+        return _differs(theirs, ours, self.partners.get(theirs), self._count(module_path(theirs)))
+
 
 def _is_constant(node: Node) -> bool:
     inputs = node.all_input_nodes
     return node.op == "call_function" and bool(inputs) and all(n.op == "get_attr" or _is_constant(n) for n in inputs)
 
 
-def _differs(theirs: Node, ours: Any) -> QuarkError:
-    if isinstance(ours, Node) and target_name(ours) == "aten.mul.Tensor" != target_name(theirs):
-        return QuarkError(
-            f"{describe(theirs)} is read through a multiplication that a pass inserted, which no module of the model "
-            "performs; call the quantized model itself, or quantize without explicit=True"
-        )
+_EXPLICIT = ("SmoothQuant", "AWQ")
+"""Passes that insert multiplications, as an option."""
+
+
+def _differs(theirs: Node, ours: Any, partner: Node | None = None, calls: int = 1) -> QuarkError:
+    """Return the error for an operator that no module computes.
+
+    Args:
+        theirs: the operator of the captured graph.
+        ours: what the quantized graph has in its place, or in the place of one of its arguments.
+        partner: the operator of the quantized graph whose argument that is.
+        calls: of the module that computes the operator.
+    """
+    made = ours if isinstance(ours, Node) else partner
+    by = made.meta.get("made_by", "") if made is not None else ""
     what = target_name(ours) if isinstance(ours, Node) else repr(ours)
+    if by in _EXPLICIT:
+        return QuarkError(
+            f"{describe(theirs)} is read through a multiplication that pass {by} inserted, which no module of the "
+            f"model performs; call the quantized model itself, or quantize without explicit=True of {by}"
+        )
+    path = module_path(theirs)
+    if not by:
+        remedy = "quantize without the pass that rewrites it"
+    elif calls > 1:
+        remedy = f"give each of the {calls} calls of module {path} a module of its own"
+    else:
+        remedy = (
+            "let a module that computes nothing else, from one input, call it (as `nn.SiLU` does for `silu`), or "
+            f"quantize without {by}"
+        )
     return QuarkError(
-        f"{describe(theirs)} became {what} in the quantized graph, which no module of the model computes; call the "
-        "quantized model itself, or quantize without the pass that rewrites it"
+        f"{describe(theirs)} became {what} in the quantized graph{f' (pass {by})' if by else ''}, which no module of "
+        f"the model computes; call the quantized model itself, or {remedy}"
     )
-
-
-def module_path(node: Node) -> str:
-    """Return the path of the innermost module whose forward made the node."""
-    return next(reversed(_stack(node).values()), "")
-
-
-def _stack(node: Node) -> dict[str, str]:
-    """Return the calls of modules the node is part of, outermost first: a key for each call, and the path."""
-    return {k: path for k, (path, _) in (node.meta.get("nn_module_stack") or {}).items() if not k.startswith("_empty")}
 
 
 def _place_constants(source: Source, walk: _Walk, found: Correspondence) -> None:
@@ -397,7 +414,7 @@ def _shaped(constant: Constant, like: Tensor | None, reader: Node) -> Constant:
 
 def _alias(aliases: list[str], reader: Node) -> str:
     """Return the name under which `reader` knows a tied parameter: that of a module it is part of."""
-    for path in reversed(_stack(reader).values()):
+    for path in reversed(module_calls(reader).values()):
         own = [alias for alias in aliases if alias.rpartition(".")[0] == path]
         if len(own) == 1:
             return own[0]
@@ -441,73 +458,3 @@ def _unfold(
         )
     unfolded = Constant((f"{base.target} of {constant.names[0]}",), value, value.dtype)
     constants[str(base.target)] = _shaped(unfolded, tensors[str(base.target)], reader)
-
-
-def _place_inputs(walk: _Walk, found: Correspondence) -> None:
-    """Find the modules whose own inputs are the rounded activations."""
-    calls: dict[str, set[str]] = {}
-    regions: dict[str, list[Node]] = {}
-    for node in walk.source.graph.nodes:
-        for key, path in _stack(node).items():
-            calls.setdefault(path, set()).add(key)
-            regions.setdefault(key, []).append(node)
-    hooked: dict[str, set[str]] = {}
-    for (value, reader), activation in walk.rounded.items():
-        kept = activation.scale is not None or activation.cast is not None
-        if kept and _commutes(reader, activation) and _all_round(reader, reader.users, activation, walk.rounded):
-            continue  # moved, and rounded again to the same codes
-        key, path = next(reversed(_stack(reader).items()), ("", ""))
-        entry = value
-        while key in _stack(entry) and _commutes(entry, activation) and len(entry.all_input_nodes) == 1:
-            entry = entry.all_input_nodes[0]
-        region = regions.get(key, [])
-        entering = {n for node in region for n in node.all_input_nodes if key not in _stack(n) and _is_activation(n)}
-        inside = [user for user in entry.users if key in _stack(user)]
-        if entering != {entry} or not _all_round(entry, inside, activation, walk.rounded):
-            raise _not_an_input(reader, path)
-        hooked.setdefault(path, set()).add(key)
-        if not found.inputs.setdefault(path, activation).same_as(activation):
-            raise _not_an_input(reader, path)
-    for _, reader in walk.rounded:
-        path = module_path(reader)
-        if hooked.get(path, calls.get(path)) != calls.get(path):
-            raise _not_an_input(reader, path)
-
-
-def _not_an_input(reader: Node, path: str) -> QuarkError:
-    return QuarkError(
-        f"{describe(reader)} reads a rounded activation that is not the only input of its module ({path or 'the model'}"
-        "), or not in every call of it; call the quantized model itself, or keep that activation in float with "
-        f"Override(pattern=..., input=None, output=None)"
-    )
-
-
-def _all_round(value: Node, users: Any, activation: Activation, rounded: Mapping[Any, Activation]) -> bool:
-    """Tell whether all of `users` read `value` rounded like `activation`, perhaps after moving it."""
-    return bool(users) and all(
-        rounded[value, user].same_as(activation)
-        if (value, user) in rounded
-        else _commutes(user, activation) and _all_round(user, user.users, activation, rounded)
-        for user in users
-    )
-
-
-def _is_activation(node: Node) -> bool:
-    value = node.meta.get("val")
-    return node.op != "get_attr" and isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _commutes(node: Node, activation: Activation) -> bool:
-    """Tell whether rounding before the node is rounding after it."""
-    if target_name(node) not in MOVING:
-        return False
-    if activation.scale is not None or activation.cast is not None:
-        return True
-    shapes = [n.meta["val"].shape for n in (node, node.all_input_nodes[0]) if isinstance(n.meta.get("val"), Tensor)]
-    same_rows = len(shapes) == 2 and bool(shapes[0][-1:]) and shapes[0][-1] == shapes[1][-1]
-    whole = activation.axis is None or (activation.axis == -1 and same_rows)
-    return target_name(node) in _RESHAPING and whole
-
-
-_RESHAPING = ("aten.reshape.default", "aten.flatten.using_ints", "aten.unflatten.int", "aten.unsqueeze.default")
-"""Data movement that keeps the order of values."""

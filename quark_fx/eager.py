@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from quark_fx.capture import capture_graph
-from quark_fx.correspondence import Activation, Constant, Source, correspond
+from quark_fx.correspondence import Constant, Source, correspond
 from quark_fx.errors import QuarkError
-from quark_fx.graph import placeholders
+from quark_fx.graph import describe, placeholders
 from quark_fx.model import QuantizedModel
+from quark_fx.module_slices import ModuleCall
+from quark_fx.rounded_modules import Activation
+
+logger = logging.getLogger(__name__)
 
 ops = torch.ops.quark_fx
 
@@ -49,8 +56,8 @@ class Dequantize(nn.Module):
         return self
 
 
-class RoundInput(nn.Module):
-    """Sends the floating-point input of a module through `quantize` and `dequantize`, as a forward pre-hook.
+class Round(nn.Module):
+    """Sends the floating-point input or result of a module through `quantize` and `dequantize`, as a hook.
 
     Args:
         activation: how; a static scale and zero point become buffers.
@@ -77,29 +84,66 @@ class RoundInput(nn.Module):
         value: Tensor = ops.dequantize(codes, scale, zero_point, self.format, *self.layout, x.dtype)
         return value
 
-    def hook(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Round the one floating-point tensor among the arguments of `module`."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        found = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        if len(found) != 1:
-            raise QuarkError(
-                f"{type(module).__name__} was quantized for one floating-point input, and this call has {len(found)}; "
-                "call the quantized model itself"
-            )
-        leaves[found[0]] = self(leaves[found[0]])
-        return pytree.tree_unflatten(leaves, spec)
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Round the one floating-point tensor among the arguments of `module`: a forward pre-hook."""
+        return _with_floating(self, (args, kwargs), f"{type(module).__name__} was quantized for one input")
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RoundInput:
+    def after(self, module: nn.Module, args: Any, result: Any) -> Any:
+        """Round the one floating-point tensor in the result of `module`: a forward hook."""
+        return _with_floating(self, result, f"{type(module).__name__} was quantized for one result")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Round:
         _require_float32(fn)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
 
+class Rewritten(nn.Module):
+    """Computes what the quantized graph has in the place of a module without parameters.
+
+    Args:
+        graph_module: of one input, the module's floating-point one; other arguments are as captured.
+    """
+
+    def __init__(self, graph_module: GraphModule) -> None:
+        super().__init__()
+        self.graph_module = graph_module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the result for the one floating-point tensor among the arguments."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        return self.graph_module(leaves[_floating(leaves, "a rewritten module has one input")])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rewritten:
+        _require_float32(fn)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+def _with_floating(change: Callable[[Tensor], Tensor], values: Any, expected: str) -> Any:
+    """Return `values` with the one floating-point tensor in them changed."""
+    leaves, spec = pytree.tree_flatten(values)
+    index = _floating(leaves, expected)
+    leaves[index] = change(leaves[index])
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _floating(leaves: Sequence[Any], expected: str) -> int:
+    """Return the index of the one floating-point tensor."""
+    found = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    if len(found) != 1:
+        raise QuarkError(
+            f"{expected}, and this call has {len(found)} floating-point ones; call the quantized model itself"
+        )
+    return found[0]
+
+
 def eager(qmodel: QuantizedModel, model: nn.Module | None = None) -> nn.Module:
     """Return the model `qmodel` was made of, of the same class, that computes what `qmodel` computes.
 
-    Its quantized parameters are parametrizations of codes, its rounded activations forward pre-hooks.
-    `torch.nn.utils.parametrize.cached()` keeps the values of the weights while it is active.
+    Its quantized parameters are parametrizations of codes, its rounded activations hooks of the modules that read or
+    make them. A module without parameters that a pass rewrote is replaced by one that computes what the pass made of
+    it. `torch.nn.utils.parametrize.cached()` keeps the values of the weights while it is active.
 
     Args:
         qmodel: from `quantize` or `load`.
@@ -116,14 +160,27 @@ def eager(qmodel: QuantizedModel, model: nn.Module | None = None) -> nn.Module:
     for path in found.identities:
         owner, _, leaf = path.rpartition(".")
         setattr(result.get_submodule(owner), leaf, nn.Identity().eval())
+    installed: dict[tuple[int, str], tuple[str, ...]] = {}
     for name, constant in found.constants.items():
         owner, _, leaf = name.rpartition(".")
-        _install(result.get_submodule(owner), leaf, constant, shared)
-    for path, activation in found.inputs.items():
+        module = result.get_submodule(owner)
+        if installed.setdefault((id(module), leaf), constant.names) != constant.names:
+            raise QuarkError(f"{name} is stored in several ways; give all operators that read it the same specs")
+        if not parametrize.is_parametrized(module, leaf):
+            _install(module, leaf, constant, shared)
+    _part({*found.slices, *found.rounding.inputs, *found.rounding.outputs}, result)
+    for path, (call, piece) in found.slices.items():
+        _require_tensor(result.get_submodule(path), call)
+        owner, _, leaf = path.rpartition(".")
+        setattr(result.get_submodule(owner), leaf, Rewritten(piece.module(qmodel.graph_module)))
+    for path, activation in found.rounding.inputs.items():
         module = result.get_submodule(path)
-        rounding = RoundInput(activation)
-        module.add_module("round_input", rounding)
-        module.register_forward_pre_hook(rounding.hook, with_kwargs=True)
+        module.add_module("round_input", rounding := Round(activation))
+        module.register_forward_pre_hook(rounding.before, with_kwargs=True)
+    for path, activation in found.rounding.outputs.items():
+        module = result.get_submodule(path)
+        module.add_module("round_output", rounding := Round(activation))
+        module.register_forward_hook(rounding.after)
     if missing := [name for name, p in result.named_parameters() if p.is_meta]:
         raise QuarkError(f"the quantized graph does not hold {', '.join(missing)}; pass eager(model)")
     return result.eval()
@@ -158,6 +215,31 @@ def _example(qmodel: QuantizedModel, index: int) -> Any:
     return torch.zeros(sizes, dtype=qmodel.signature.input_dtypes[index])
 
 
+def _part(paths: Collection[str], model: nn.Module) -> None:
+    """Give each of `paths` a module of its own where a module without parameters has several names."""
+    names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    for path in paths:
+        module = model.get_submodule(path)
+        if names[id(module)] > 1 and next(module.parameters(), None) is None:
+            owner, _, leaf = path.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, copy.deepcopy(module))
+
+
+def _require_tensor(module: nn.Module, call: ModuleCall) -> None:
+    """Raise unless a module returns the tensor alone that its call computes."""
+    sizes = [d if isinstance(d, int) else d.node.hint for d in call.entry.meta["val"].shape]
+    try:
+        result = copy.deepcopy(module)(torch.empty(sizes, dtype=call.entry.meta["val"].dtype, device="meta"))
+    except Exception as error:  # whatever the module's own code raises without its other arguments
+        logger.debug("module %s does not run on its input alone: %s", call.path, error)
+        result = None
+    if not isinstance(result, Tensor):
+        raise QuarkError(
+            f"module {call.path}, which a pass rewrote, does not map one tensor to one tensor; call the quantized "
+            f"model itself, or let a module that does compute {describe(call.result)}"
+        )
+
+
 def _install(owner: nn.Module, leaf: str, constant: Constant, shared: dict[tuple[str, ...], nn.Parameter]) -> None:
     """Make `constant` the parameter or buffer `leaf` of `owner`."""
     if leaf in owner._buffers:
@@ -181,4 +263,4 @@ def _require_float32(fn: Callable[[Tensor], Tensor]) -> None:
         raise RuntimeError("the scales of a quantized model are float32; convert the model before quantizing it")
 
 
-__all__ = ["Dequantize", "RoundInput", "eager", "source_of"]
+__all__ = ["Dequantize", "Rewritten", "Round", "eager", "source_of"]

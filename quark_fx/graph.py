@@ -222,6 +222,22 @@ def describe(node: Node) -> str:
     return f"{target_name(node)} at %{node.name} ({source_line(node)}{f', module {module}' if module else ''})"
 
 
+def module_calls(node: Node) -> dict[str, str]:
+    """Return the calls of modules the node is part of, outermost first: a key for each call, and the path."""
+    return {k: path for k, (path, _) in (node.meta.get("nn_module_stack") or {}).items() if not k.startswith("_empty")}
+
+
+def module_path(node: Node) -> str:
+    """Return the path of the innermost module whose forward made the node."""
+    return next(reversed(module_calls(node).values()), "")
+
+
+def is_activation(node: Node) -> bool:
+    """Tell whether the node makes a floating-point tensor that is no parameter."""
+    value = node.meta.get("val")
+    return node.op != "get_attr" and isinstance(value, Tensor) and value.is_floating_point()
+
+
 def erase_dead(gm: GraphModule) -> int:
     """Erase calls and attribute reads nobody uses; return how many."""
     dead = 0

@@ -19,7 +19,7 @@ from enum import StrEnum
 from typing import Any, Self, TypeVar, cast
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from quark_fx.errors import ConfigError, PassError
@@ -223,6 +223,8 @@ def run_passes(
 ) -> tuple[GraphModule, list[PassRecord]]:
     """Run `passes` in order on a copy of `gm` that shares its parameters.
 
+    Nodes that a pass adds or changes are marked with its name (`meta["made_by"]`).
+
     Args:
         gm: the graph; left as it is, unless `in_place`.
         passes: what to run.
@@ -252,8 +254,12 @@ def run_passes(
                 raise ConfigError(
                     f"pass {name} learns from data; run it through `quantize`, or give `run_passes` a context"
                 )
+            before = {node: _operation(node) for node in gm.graph.nodes}
             rewrites = p(gm, context=context) if takes_context(p) else p(gm)
             _lint(gm, name)
+            for node in gm.graph.nodes:
+                if before.get(node) != _operation(node):
+                    node.meta["made_by"] = name
             for check in promise.ensures:
                 check(gm)
         except Exception as error:
@@ -271,6 +277,11 @@ def run_passes(
             changes, context.remark, remark = tuple(context.take_changes()), "", context.remark
             records.append(PassRecord(name, rewrites, seconds, changes, context.holds_out, remark))
     return gm, records
+
+
+def _operation(node: Node) -> tuple[Any, ...]:
+    """Return what a node does, whatever it reads."""
+    return node.target, *(a for a in node.args if not isinstance(a, Node | tuple | list))
 
 
 def _lint(gm: GraphModule, name: str) -> None:

@@ -156,6 +156,8 @@ def _node_to_dict(node: Node) -> dict[str, Any]:
         data["kwargs"] = {k: _encode(v) for k, v in node.kwargs.items()}
     if stack := node.meta.get("nn_module_stack"):
         data["module"] = next((path for path, _ in reversed(list(stack.values())) if path), "")
+    if name := node.meta.get("made_by"):
+        data["made_by"] = name
     return data
 
 
@@ -250,6 +252,8 @@ def _graph_from_dict(
         node = graph.create_node(data["op"], target, args, kwargs, name=data["name"])
         node.meta["stack_trace"] = ""  # the user's paths are not stored
         node.meta["nn_module_stack"] = {"": (data.get("module", ""), "")}
+        if "made_by" in data:
+            node.meta["made_by"] = data["made_by"]
         nodes[data["name"]] = node
     gm = GraphModule(holder, graph, class_name="CapturedGraph")
     _restore(gm, document["inputs"], device)

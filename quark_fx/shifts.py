@@ -27,8 +27,8 @@ SIGMOID_INPUT, SIGMOID_OUTPUT, SIGMOID_SHIFT = (0, 15), 7, 14
 FREE_BITS = 16
 """Of an accumulator of 24 bits, above 8 of the bias: a bias may be as much finer than the output."""
 
-_FAR = 1 << 10
-"""More than the positions of a float's range: lowering that got here does not end."""
+_FAR = 1 << 8
+"""Below the positions of all floats: lowering that got here does not end."""
 
 
 @dataclass(frozen=True)
@@ -99,28 +99,54 @@ class Settled:
 def settle(system: System) -> Settled:
     """Return positions near those of `system` that satisfy all of it.
 
-    Positions are lowered, which costs bits but cuts nothing off, wherever that meets a limit. Raised are only those
-    below a floor, those that a floor holds up, and weights and biases whose output cannot be lowered, or was not within
-    two rounds over the products, which long chains of sums may need more of. Limits that chase
-    each other in a circle (a tensor tied to what is made of it) get floors of zero for the factors of their products,
-    with which lowering ends.
+    Positions are lowered, which costs bits but cuts nothing off, wherever that meets a limit, and none so far that it
+    could be higher with all others as they are. Raised are those below a floor or held up by one, and weights and
+    biases whose output cannot be lowered: it is tied to the input, has a floor, or is read again by what makes the
+    input, so that lowering chases itself in a circle. Limits among activations that do so (a tensor tied to what is
+    made of it) get floors of zero for the factors of their products, with which lowering ends.
+
+    It ends: positions only go down, each time by one at least, until all holds or one is below any that a float has.
+    Then the coarsest weight of the outputs lowered last is raised by a bit, taken back later where it was not needed,
+    or the factors get their floors, which happens once.
     """
-    settling = _Settling(system, chased=False)
-    if not settling.settle_activations():
-        settling = _Settling(system, chased=True)
-        settling.settle_activations()
+    chased, bits = False, Counter[int]()
+    while (settling := _settled(system, chased, bits)).stuck:
+        if settling.chasing:
+            weights = {n: system.positions[system.products[n].weight] + bits[n] for n in settling.chasing}
+            bits[min(weights, key=lambda n: weights[n])] += 1
+        else:
+            chased = True
+    for index in list(bits):
+        while bits[index] and not (other := _settled(system, chased, bits - Counter([index]))).stuck:
+            bits, settling = bits - Counter([index]), other
+    settling.raise_again()
     for product in system.products:
         settling.settle_product(product)
     return settling.result()
 
 
-class _Settling:
-    """The state of `settle`: positions of groups of tied tensors."""
+def _settled(system: System, chased: bool, bits: Counter[int]) -> _Settling:
+    settling = _Settling(system, chased, bits)
+    settling.settle_activations()
+    return settling
 
-    def __init__(self, system: System, chased: bool) -> None:
-        self.system, self.chased = system, chased
+
+class _Settling:
+    """The state of `settle`: positions of groups of tied tensors.
+
+    Attributes:
+        chased: factors of products of activations have floors.
+        bits: by the index of a product, how far its weight will be raised.
+        stuck: lowering did not end.
+        chasing: indices of products whose output was lowered last.
+    """
+
+    def __init__(self, system: System, chased: bool, bits: Counter[int]) -> None:
+        self.system, self.chased, self.bits = system, chased, bits
+        self.stuck, self.chasing = False, set[int]()
         self.group = _groups(system)
-        self.position = {g: min(system.positions[v] for v in vs) for g, vs in _members(self.group).items()}
+        self.calibrated = {g: min(system.positions[v] for v in vs) for g, vs in _members(self.group).items()}
+        self.position = dict(self.calibrated)
         self.reasons: dict[Name, list[str]] = {}
         self.floor: dict[Name, int] = {}
         self.limits = [self._cancelled(limit) for limit in system.limits]
@@ -158,7 +184,9 @@ class _Settling:
                 if not all(g in self.floor for g in limit.plus) or not limit.minus:
                     continue
                 needed = sum(self.floor[g] for g in limit.plus) - limit.bound
-                others = sorted(limit.minus, key=lambda g: self.position[g])
+                if sum(self.floor.get(g, -math.inf) for g in limit.minus) >= needed:
+                    continue
+                others = sorted(limit.minus, key=lambda g: (g not in self.floor, self.position[g]))
                 for g in others[:-1]:
                     news |= self._hold(g, min(0, needed), limit.rule)
                 held = sum(self.floor[g] for g in others[:-1])
@@ -172,23 +200,62 @@ class _Settling:
         if rule not in reasons:
             reasons.append(rule)
 
-    def settle_activations(self) -> bool:
-        """Lower activations until all their limits hold, outputs finer than their products too; tell if that ended."""
-        ended = self._lower_all()
-        for _ in range(2 if "cut" in self.system.rules else 0):
-            for product in self.system.products:
-                ended = ended and (not self._coarsen_output(product) or self._lower_all())
-        return ended
+    def settle_activations(self) -> None:
+        """Lower activations until all their limits hold, and outputs until they fit their products."""
+        self.stuck = not self._lower_all()
+        while not self.stuck and (lowered := self._coarsen_outputs()):
+            self.chasing = lowered
+            self.stuck = not self._lower_all() or min(self.position.values()) < -_FAR
 
     def _lower_all(self) -> bool:
-        # A chain of limits takes as many rounds as it has links; with floors on all factors, every circle ends.
-        rounds = 2 * len(self.limits) + 8
-        while self.chased or (rounds and min(self.position.values(), default=0) > -_FAR):
-            lowered = sum(self._lower(limit) for limit in self.limits)
-            if not lowered:
-                return True
-            rounds -= 1
-        return False
+        """Lower until all limits hold; tell if that ended. With floors on all factors, every circle does."""
+        while sum(self._lower(limit) for limit in self.limits):
+            if not self.chased and min(self.position.values()) < -_FAR:
+                return False
+        return True
+
+    def _coarsen_outputs(self) -> set[int]:
+        """Lower outputs finer than their products, which have bits that say nothing; return whose were."""
+        lowered = set()
+        for index, product in enumerate(self.system.products):
+            o = self.group[product.output]
+            fitting, rule = self._fitting_output(index)
+            fitting = max(fitting, self.floor.get(o, fitting))
+            if fitting < self.position[o]:
+                self._move(o, int(fitting), rule)
+                lowered.add(index)
+        return lowered
+
+    def _fitting_output(self, index: int) -> tuple[float, str]:
+        """Return the highest position of an output for which weight and bias need no raising, and the rule."""
+        product = self.system.products[index]
+        i, w, o = (self.group[v] for v in (product.input, product.weight, product.output))
+        if "cut" not in self.system.rules or i == o:
+            return math.inf, "cut"  # no position of the output helps
+        fitting = self.position[w] + self.bits[index] + self.position[i] - CUT[0], "cut"
+        if product.bias is None or "bias" not in self.system.rules:
+            return fitting
+        return min(fitting, (self.position[self.group[product.bias]] + BIAS, "bias"))
+
+    def raise_again(self) -> None:
+        """Raise what was lowered further than the others need as they are now. Ends, as nothing passes calibration."""
+        limits: dict[Name, list[Limit]] = {}
+        for limit in self.limits:
+            for g in set(limit.plus):
+                limits.setdefault(g, []).append(limit)
+        makers: dict[Name, list[int]] = {}
+        for index, product in enumerate(self.system.products):
+            makers.setdefault(self.group[product.output], []).append(index)
+        raised = True
+        while raised:
+            raised = False
+            for g, position in self.position.items():
+                rooms = [self.calibrated[g] - position]
+                rooms += [-self._excess(limit) // limit.plus.count(g) for limit in limits.get(g, ())]
+                rooms += [self._fitting_output(index)[0] - position for index in makers.get(g, ())]
+                if (room := min(rooms)) > 0:
+                    self.position[g] += int(room)
+                    raised = True
 
     def _lower(self, limit: Limit) -> bool:
         changed = False
@@ -203,17 +270,7 @@ class _Settling:
 
     def _excess(self, limit: Limit) -> int:
         plus, minus = (sum(self.position[g] for g in side) for side in (limit.plus, limit.minus))
-        return plus - minus - limit.bound
-
-    def _coarsen_output(self, product: Product) -> bool:
-        """Lower an output that is finer than its products, which has bits that say nothing; tell whether it was."""
-        i, w, o = (self.group[v] for v in (product.input, product.weight, product.output))
-        wanted = self.position[w] + self.position[i] - CUT[0]
-        wanted = max(wanted, self.floor.get(o, wanted))
-        if i == o or self.position[o] <= wanted:
-            return False
-        self._move(o, wanted, "cut")
-        return True
+        return int(plus - minus - limit.bound)
 
     def settle_product(self, product: Product) -> None:
         """Choose the positions of weight and bias; whatever input and output are, there are some."""

@@ -26,11 +26,13 @@ from quark_fx.passes import (
     slice_splits,
     spell_out_swish,
     use_dpu_averages,
+    use_dpu_clips,
     use_dpu_hard_sigmoids,
     use_dpu_slopes,
+    use_dpu_softmax,
 )
 from quark_fx.passes.dpu_average import nearest_shift, square_factor
-from quark_fx.presets import XINT8
+from quark_fx.presets import INT8_STATIC, XINT8
 
 Function = Callable[[Tensor], Any]
 X = rand(2, 3, 12, 12)
@@ -103,6 +105,10 @@ LEFT: dict[str, tuple[GraphPass, Function]] = {
     "a pool to several values of one kernel": (use_dpu_averages, lambda x: F.adaptive_avg_pool2d(x, 3)),
     "a slope of 26/256": (use_dpu_slopes, lambda x: F.leaky_relu(x, 26 / 256)),
     "a relu": (use_dpu_slopes, F.relu),
+    "a relu, for clips": (use_dpu_clips, F.relu),
+    "a relu6": (use_dpu_clips, F.relu6),
+    "a clip to integers": (use_dpu_clips, lambda x: x.clamp(-3, 127)),
+    "a clip to tensors": (use_dpu_clips, lambda x: x.clamp(x.mean() - 0.5, x.mean() + 0.5)),
     "a sigmoid, where hard ones are meant": (use_dpu_hard_sigmoids, torch.sigmoid),
     "a tanh": (harden_sigmoids, torch.tanh),
     "a gelu": (spell_out_swish, F.gelu),
@@ -158,14 +164,60 @@ def test_averages_are_multiplied(function: Function, factor: float) -> None:
     torch.testing.assert_close(gm(X)[0], function(X) * factor, rtol=0, atol=0)
 
 
-def test_pools_that_stay_say_why() -> None:
-    layers = {"a": torch.nn.Conv2d(3, 4, 1), "b": torch.nn.Conv2d(4, 4, 1)}
-    model = build(lambda m, x: m.b(F.avg_pool2d(F.avg_pool2d(m.a(x), (3, 2)), 2)), **layers)
-    changes = next(r for r in quantize(model, XINT8, [X]).report().passes if r.name == "use_dpu_averages").changes
-    assert [(c.what, c.changed) for c in changes] == [
-        ("left: its kernel is not square, or varies", False),
-        ("left: it is exact", False),
-    ]
+def noted(function: Function, rewrite: GraphPass, **options: Any) -> list[tuple[str, bool]]:
+    """Return what a pass notes about a function of the output of a convolution."""
+    model = build(lambda m, x: function(m.a(x)), a=torch.nn.Conv2d(3, 4, 1))
+    config = INT8_STATIC.replace(passes=(rewrite,))
+    return [(c.what, c.changed) for c in quantize(model, config, [X], **options).report().passes[0].changes]
+
+
+FREE = {"dynamic_shapes": ({2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC},)}
+REASONS: dict[str, tuple[Function, GraphPass, dict[str, Any], str]] = {
+    "not square": (lambda x: F.avg_pool2d(x, (3, 2)), use_dpu_averages, {}, "its kernel of 3×2 is not square"),
+    "exact": (lambda x: F.avg_pool2d(x, 2), use_dpu_averages, {}, "it is exact"),
+    "divisor": (
+        lambda x: F.avg_pool2d(x, 3, divisor_override=5), use_dpu_averages, {}, "it divides 3×3 values by 5",
+    ),
+    "adaptive": (lambda x: F.adaptive_avg_pool2d(x, 5), use_dpu_averages, {}, "an adaptive pool to several values"),
+    "one dimension": (lambda x: F.avg_pool1d(x.flatten(2), 3), use_dpu_averages, {}, "a pool over one dimension"),
+    "global, not square": (
+        lambda x: F.adaptive_avg_pool2d(x[..., :7], 1), use_dpu_averages, {}, "its kernel of 12×7 is not square",
+    ),
+    "size of a pool": (lambda x: F.adaptive_avg_pool2d(x, 1), use_dpu_averages, FREE, "the size varies"),
+    "size of a mean": (lambda x: x.mean((2, 3)), use_dpu_averages, FREE, "the size varies"),
+    "mean, exact": (lambda x: x.mean(1), use_dpu_averages, {}, "it is exact"),
+    "large, sizes vary": (
+        lambda x: F.adaptive_avg_pool2d(x, 1), SplitLargePools(largest=9), FREE, "a pool over sizes that vary",
+    ),
+    "large, prime": (
+        lambda x: F.adaptive_avg_pool2d(x[..., :11, :7], 1), SplitLargePools(largest=9), {},
+        "pool 11×7, whose sides have no divisors",
+    ),
+    "large twice": (
+        lambda x: F.adaptive_avg_pool2d(x, 1), SplitLargePools(largest=9), {},
+        "pool 12×12, of which 4×4 values remain after windows of 3×3",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_pools_that_stay_say_why(case: str) -> None:
+    function, rewrite, options, reason = REASONS[case]
+    assert noted(function, rewrite, **options) == [(f"left: {reason}", False)]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.avg_pool2d(x, 3, padding=1, count_include_pad=False),
+        lambda x: F.avg_pool2d(x, 3, stride=2, ceil_mode=True),
+        lambda x: F.avg_pool2d(x, 3, divisor_override=9),
+    ],
+)
+def test_pools_over_the_border_have_the_factor_of_their_kernel(function: Function) -> None:
+    gm, counts = rewritten(function, use_dpu_averages)
+    assert counts == [1]
+    torch.testing.assert_close(gm(X)[0], function(X) * (63 / 64), rtol=0, atol=0)
 
 
 def test_a_pool_of_exact_sums_is_that_of_the_device() -> None:
@@ -208,6 +260,65 @@ def test_the_factor_of_the_user_stays() -> None:
     gm, counts = rewritten(lambda x: torch.mul(F.hardsigmoid(x), 2.0), use_dpu_hard_sigmoids)
     assert counts == [1]
     torch.testing.assert_close(gm(X)[0], F.hardsigmoid(X) * (2731 / 16384 * 6) * 2, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("function", "low", "high"),
+    [
+        (lambda x: x.clamp(-0.4, 6.4), 0, 6),
+        (lambda x: (x * 100).clamp(-0.6, 500), -1, 127),
+        (lambda x: (x * 100).clamp(min=-1.5), -2, 127),
+        (lambda x: (x * 100).clamp(max=2.5), -128, 2),
+        (lambda x: F.hardtanh(x * 3, -2.2, 2.7), -2, 3),
+    ],
+)
+def test_bounds_of_clips_are_integers_of_8_bits(function: Function, low: int, high: int) -> None:
+    gm, counts = rewritten(function, use_dpu_clips, use_dpu_clips)
+    assert counts == [1, 0]
+    clips = calls(gm, "aten.clamp")
+    assert [clip.args[1:] for clip in clips] == [(low, high)]
+    out = gm(X * 10)[0]
+    assert (float(out.min()), float(out.max())) == (low, high)
+
+
+def softmax_of_a_dpu(x: Tensor, dim: int) -> Tensor:
+    """The chain of `SimulateDPUSoftmax`, on tensors of bfloat16."""
+    half = torch.bfloat16
+    x = x.to(half)
+    whole = torch.floor(x * torch.tensor(1 / math.log(2), dtype=half))
+    rest = (x - whole * torch.tensor(math.log(2), dtype=half)).float()
+    power = (rest * 0.21875 + 0.486328125).to(half).float()
+    power = (rest * power + 1).to(half).float()
+    exponential = torch.pow(torch.tensor(2.0, dtype=half), whole) * (rest * power + 1).to(half)
+    return (exponential / exponential.float().sum(dim, keepdim=True).to(half)).float()
+
+
+@pytest.mark.parametrize("dim", [1, -1])
+@pytest.mark.parametrize("scale", [0.1, 3.0, 20.0])
+def test_a_softmax_is_a_polynomial_in_bfloat16(dim: int, scale: float) -> None:
+    x = X * scale
+    gm, counts = rewritten(lambda x: torch.softmax(x, dim), use_dpu_softmax, x=x)
+    assert counts == [1]
+    torch.testing.assert_close(gm(x)[0], softmax_of_a_dpu(x, dim), rtol=0, atol=0)
+    # `n log 2` is off by 2**-8.6 of itself for the constant and 2**-9 for the product; a polynomial and a sum by 2**-7.
+    # What moves all exponentials by up to d moves a share p by 2 d p (1 - p) at most, which is d / 2.
+    off = float(x.abs().max()) * 2**-7 + 2**-6
+    assert float((gm(x)[0] - torch.softmax(x.bfloat16().float(), dim)).abs().max()) < off / 2
+
+
+def test_a_softmax_of_another_type_is_left() -> None:
+    for function in (lambda x: torch.softmax(x, 1, dtype=torch.float64), lambda x: torch.log_softmax(x, 1)):
+        assert rewritten(function, use_dpu_softmax)[1] == [0]
+
+
+def test_clips_and_softmax_run_in_onnx_runtime(tmp_path: Any) -> None:
+    layers = {"a": torch.nn.Conv2d(3, 4, 1), "b": torch.nn.Linear(4, 5)}
+    model = build(lambda m, x: torch.softmax(m.b(m.a(x).clamp(-0.6, 2.4).mean((2, 3))), 1), **layers)
+    config = XINT8.replace(passes=(use_dpu_clips, use_dpu_softmax, *XINT8.passes))
+    qmodel = quantize(model, config, [X])
+    path = qfx.export.onnx(qmodel, tmp_path / "model.onnx")
+    assert qfx.verify(qmodel, path, [X]).max_steps == 0
+    assert {record.name: record.rewrites for record in qmodel.report().passes}["use_dpu_softmax"] == 1
 
 
 def test_the_preset_says_what_it_rewrote() -> None:

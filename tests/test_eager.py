@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from tiny import images, quantize, rand, seeded, tokens
+from tiny import Residual, calls, images, quantize, rand, seeded, tokens
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
 import quark_fx as qfx
 from quark_fx.config import Granularity, Override, QuantConfig, Target, TensorSpec
 from quark_fx.correspondence import correspond
+from quark_fx.eager import Rewritten
 from quark_fx.formats import FP8_E4M3, INT4, INT8
 from quark_fx.graph import target_name
-from quark_fx.passes import AWQ, CrossLayerEqualization, SmoothQuant
-from quark_fx.presets import BF16, FP8_STATIC, INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY
+from quark_fx.pass_manager import pass_name
+from quark_fx.passes import AWQ, CrossLayerEqualization, SmoothQuant, harden_sigmoids
+from quark_fx.presets import BF16, FP8_STATIC, INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, XINT8
 
 PER_TOKEN = INT8_DYNAMIC.replace(input=TensorSpec(format=INT8, granularity=Granularity.TOKEN, dynamic=True))
 
@@ -217,6 +221,248 @@ def test_a_multiplication_that_a_pass_inserted_is_refused_by_name() -> None:
         qmodel.eager()
 
 
+class Around(nn.Module):
+    """A convolution, something without parameters, another convolution."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.a, self.act, self.b = nn.Conv2d(3, 4, 3), act, nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.act(self.a(x)))  # type: ignore[no-any-return]
+
+
+class Apply(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+REWRITTEN: dict[str, Callable[[], nn.Module]] = {
+    "silu": nn.SiLU,
+    "hardswish": lambda: nn.Hardswish(inplace=True),
+    "hardsigmoid": nn.Hardsigmoid,
+    "leaky_relu": lambda: nn.LeakyReLU(0.1),
+    "avg_pool2d": lambda: nn.AvgPool2d(3),
+    "adaptive_avg_pool2d": lambda: nn.AdaptiveAvgPool2d(1),
+    "relu": nn.ReLU,
+    "relu6": nn.ReLU6,
+    "several": lambda: Apply(lambda x: torch.tanh(F.silu(x) * 2) + x),
+}
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_a_rewrite_stays_in_its_module(name: str, tmp_path: Path) -> None:
+    model = seeded(Around(REWRITTEN[name]()))
+    qmodel = quantize(model, XINT8, images())
+    eager: Any = qmodel.eager()
+    assert isinstance(eager.act, Rewritten) == (name not in ("relu", "relu6"))
+    require_same(qmodel, eager, *images(4, 1))
+    require_same(qmodel, copy.deepcopy(eager), images()[0])
+    qmodel.save(tmp_path)
+    require_same(qmodel, qfx.load(tmp_path).eager(seeded(Around(REWRITTEN[name]()), 7)), *images(4, 1))
+    assert type(model.act) is type(REWRITTEN[name]())
+
+
+def test_a_rewritten_module_is_exported_and_keeps_its_dtype() -> None:
+    qmodel = quantize(seeded(Around(nn.SiLU())), XINT8, images())
+    eager = qmodel.eager()
+    names = [target_name(node) for node in torch.export.export(eager, (images()[0],)).graph.nodes]
+    assert names.count("aten.sigmoid.default") == 1
+    # input, convolution, sigmoid where there is none for a DPU: none, product, result
+    assert names.count("quark_fx.quantize.default") == len(calls(qmodel, "quark_fx.quantize"))
+    with pytest.raises(RuntimeError, match="before quantizing"):
+        eager.act.half()
+
+
+FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "silu": (F.silu, "spell_out_swish"),
+    "hardswish": (F.hardswish, "spell_out_swish"),
+    "hardsigmoid": (F.hardsigmoid, "use_dpu_hard_sigmoids"),
+    "leaky_relu": (lambda x: F.leaky_relu(x, 0.1), "use_dpu_slopes"),
+    "avg_pool2d": (lambda x: F.avg_pool2d(x, 3), "use_dpu_averages"),
+}
+
+
+class InLine(Around):
+    """What is between the convolutions is called in their own module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(nn.Identity())
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.function(self.a(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_rewrite_that_has_no_module_is_refused_with_ways_out_that_work(name: str) -> None:
+    function, made_by = FUNCTIONS[name]
+    model = seeded(InLine(function))
+    with pytest.raises(qfx.QuarkError, match=rf"aten\.{name}.*test_eager\.py:\d+.*pass {made_by}.*without {made_by}"):
+        quantize(model, XINT8, images()).eager()
+    for way_out, config in (
+        (seeded(Around(Apply(function))), XINT8),  # "let a module that computes nothing else call it"
+        (model, XINT8.replace(passes=tuple(p for p in XINT8.passes if pass_name(p) != made_by))),
+    ):
+        qmodel = quantize(way_out, config, images())
+        require_same(qmodel, qmodel.eager(), *images(4, 1))
+
+
+class Twice(Around):
+    """One activation module, called twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.b(self.act(self.a(x))))  # type: ignore[no-any-return]
+
+
+def test_a_rewritten_module_that_is_called_twice_is_refused(tmp_path: Path) -> None:
+    qmodel = quantize(seeded(Twice(nn.SiLU())), XINT8, images())
+    with pytest.raises(qfx.QuarkError, match="give each of the 2 calls of module act a module of its own"):
+        qmodel.eager()
+    qmodel.save(tmp_path)
+    with pytest.raises(qfx.QuarkError, match=r"pass spell_out_swish.*each of the 2 calls"):
+        qfx.load(tmp_path).eager(seeded(Twice(nn.SiLU())))
+    apart = seeded(nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(), nn.Conv2d(4, 4, 1), nn.SiLU()))
+    qmodel = quantize(apart, XINT8, images())
+    require_same(qmodel, qmodel.eager(), *images(4, 1))
+
+
+@pytest.mark.parametrize("config", [INT8_STATIC, XINT8], ids=["int8", "xint8"])
+@pytest.mark.parametrize("act", [nn.SiLU, nn.ReLU, nn.Tanh])
+def test_a_module_of_two_names_is_two(act: type[nn.Module], config: QuantConfig) -> None:
+    shared = act()
+    first, second = (nn.Sequential(nn.Conv2d(n, 4, 3), shared) for n in (3, 4))
+    qmodel = quantize(seeded(nn.Sequential(first, second, nn.Conv2d(4, 4, 1))), config, images())
+    require_same(qmodel, qmodel.eager(), *images(4, 1))
+
+
+def test_a_weighted_module_of_two_names_is_one() -> None:
+    class Named(Shared):
+        def __init__(self) -> None:
+            super().__init__()
+            self.again = self.layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.again(torch.tanh(self.layer(x)))  # type: ignore[no-any-return]
+
+    model = seeded(Named())
+    for config in (INT8_WEIGHT_ONLY, PER_TOKEN):
+        qmodel = quantize(model, config, [rand(4, 8)])
+        require_same(qmodel, qmodel.eager(), rand(3, 8))
+    with pytest.raises(qfx.QuarkError, match=r"linear.*every call"):
+        quantize(model, INT8_STATIC.replace(bias=None), [rand(4, 8)]).eager()
+
+
+def test_a_rewritten_module_that_returns_more_is_refused() -> None:
+    class Pair(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.act(self.a(x))[0])  # type: ignore[no-any-return]
+
+    qmodel = quantize(seeded(Pair(Apply(lambda x: (F.silu(x), None)))), XINT8, images())
+    with pytest.raises(qfx.QuarkError, match=r"module act.*one tensor to one tensor.*aten\.silu"):
+        qmodel.eager()
+
+
+@pytest.mark.parametrize("config", [INT8_STATIC, XINT8], ids=["int8", "xint8"])
+def test_a_convolutional_network_rounds_what_its_modules_make(config: QuantConfig) -> None:
+    """Sums of a residual block read two activations: the modules before round them."""
+    layers = (nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2), Residual(4), Residual(4))
+    model = seeded(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)))
+    qmodel = quantize(model, config, images())
+    eager = qmodel.eager()
+    assert [name for name, _ in eager.named_modules() if name.endswith("round_output")]
+    require_same(qmodel, eager, *images(4, 1))
+
+
+def test_a_sum_among_several_results_is_refused() -> None:
+    class Both(Around):
+        def forward(self, x: Tensor) -> Any:
+            y = self.act(self.a(x))
+            return y + self.b(y), y
+
+    with pytest.raises(qfx.QuarkError, match="nor the only result of a module"):
+        quantize(seeded(Both(nn.ReLU())), XINT8, images()).eager()
+
+
+def test_a_result_that_is_also_read_in_float_is_not_rounded() -> None:
+    model = seeded(nn.Sequential(nn.Tanh(), Functional(), nn.Linear(8, 8)))
+    with pytest.raises(qfx.QuarkError, match=r"aten\.linear.*module 1.*nor the only result"):
+        quantize(model, INT8_STATIC, [rand(4, 8)]).eager()
+
+
+def test_a_result_that_its_module_reads_itself_is_not_rounded_for_it() -> None:
+    class Choice(Functional):
+        def forward(self, x: Tensor) -> Any:
+            y = torch.tanh(x)
+            return y, F.linear(y, self.matrix).argmax(-1)
+
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.choice, self.head = Choice(), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Any:
+            y, index = self.choice(x)
+            return self.head(y), index
+
+    with pytest.raises(qfx.QuarkError, match=r"aten\.linear.*module choice.*nor the only result"):
+        quantize(seeded(Chosen()), INT8_STATIC, [rand(4, 8)]).eager()
+
+
+def test_a_module_that_makes_two_rounded_values_is_refused() -> None:
+    class Sum(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.act(self.a(x))
+            return torch.relu(y + self.act(self.b(y)))
+
+    with pytest.raises(qfx.QuarkError, match=r"aten\.add.*a module that is called once"):
+        quantize(seeded(Sum(nn.ReLU())), XINT8, images()).eager()
+
+
+def test_an_operator_in_the_place_of_another_is_a_rewrite() -> None:
+    config = INT8_STATIC.replace(passes=(*INT8_STATIC.passes, harden_sigmoids))
+    qmodel = quantize(seeded(Around(nn.Sigmoid())), config, images())
+    require_same(qmodel, qmodel.eager(), *images(4, 1))
+
+
+def test_a_module_of_which_one_call_is_rewritten_is_refused() -> None:
+    """Of 2×2 values the average is exact, of 6×6 it is not."""
+
+    class Pools(Around):
+        swapped = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            both = [self.b(self.act(F.max_pool2d(y, 3))), self.b(self.act(y))]
+            return both[self.swapped] + both[not self.swapped]  # type: ignore[no-any-return]
+
+    for swapped in (False, True):
+        model = seeded(Pools(nn.AdaptiveAvgPool2d(1)))
+        model.swapped = swapped
+        with pytest.raises(qfx.QuarkError, match="give each of the 2 calls of module act"):
+            quantize(model, XINT8, images()).eager()
+
+
+def test_a_split_is_no_module_of_one_result() -> None:
+    class Split(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = self.act(self.a(x))
+            return self.b(torch.cat([second, first], 1))  # type: ignore[no-any-return]
+
+    model = seeded(Split(Apply(lambda x: x.chunk(2, 1))))
+    with pytest.raises(qfx.QuarkError, match=r"pass slice_splits.*without slice_splits"):
+        quantize(model, XINT8, images()).eager()
+    whole = XINT8.replace(passes=tuple(p for p in XINT8.passes if pass_name(p) != "slice_splits"))
+    qmodel = quantize(model, whole, images())
+    require_same(qmodel, qmodel.eager(), *images(4, 1))
+
+
 def test_folded_batch_norms_disappear_into_convolutions_with_or_without_bias() -> None:
     layers = (nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
     model = seeded(nn.Sequential(*layers, nn.Flatten(), nn.Linear(64, 3)))
@@ -352,5 +598,14 @@ def test_what_the_walk_finds_is_plain_data() -> None:
     qmodel = quantize(language(), INT8_STATIC, tokens())
     assert qmodel.source is not None
     found = correspond(qmodel.source, qmodel.graph_module)
-    assert set(found.inputs) == {*(f"layers.{i}.parts.{p}" for i in (0, 1) for p in ("in-0", "out_0")), "head"}
+    assert set(found.rounding.inputs) == {*(f"layers.{i}.parts.{p}" for i in (0, 1) for p in ("in-0", "out_0")), "head"}
     assert {c.format for name, c in found.constants.items() if name.endswith("weight") and not c.is_float} == {"int8"}
+
+
+def test_a_checkpoint_holds_no_rewritten_module(tmp_path: Path) -> None:
+    ids = torch.arange(1, 13).reshape(2, 6)
+    qmodel = quantize(llama(), XINT8, [{"input_ids": ids}])
+    with torch.no_grad():
+        torch.testing.assert_close(qmodel.eager()(input_ids=ids).logits, qmodel(input_ids=ids).logits, rtol=0, atol=0)
+    with pytest.raises(qfx.ExportError, match=r"mlp\.act_fn: a pass rewrote"):
+        qfx.export.huggingface(qmodel, tmp_path / "checkpoint")

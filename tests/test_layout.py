@@ -27,7 +27,7 @@ LAYERS = (
     {"normalisation", "capture_errors"},
     {"weights", "placement", "capture", "scale_walk", "scale_rules", "scale_sites"}
     | {"activation_cache", "rounding", "linear_map"},
-    {"report", "blocks", "context", "quantized_weights", "correspondence"},
+    {"report", "blocks", "context", "quantized_weights", "correspondence", "module_slices", "rounded_modules"},
     {"sizes"},
     {"block_walk", "error_feedback", "error_feedback_kernel", "scale_search", "second_moment"},
     {"calibration", "trainable", "reconstruction", "products"},

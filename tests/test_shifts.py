@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from itertools import combinations
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -49,7 +50,7 @@ CASES: dict[str, tuple[Settled, dict[Hashable, int]]] = {
     "bias: 24 bits finer than the output, 16 allowed": (product(7, 8, 0, 24), {"i": 7, "w": 8, "o": 0, "b": 16}),
     "bias: finer than the product by what the cut leaves": (product(7, 8, 5, 21), {"i": 7, "w": 8, "o": 5, "b": 21}),
     "bias: none finer before a leaky relu": (product(7, 8, 5, 21, leaky=True), {"i": 7, "w": 8, "o": 5, "b": 15}),
-    "bias and cut: a weight for both": (product(0, 30, 20, 4), {"i": 0, "w": 20, "o": 20, "b": 5}),
+    "bias and cut: an output 16 bits finer than the bias": (product(0, 30, 20, 4), {"i": 0, "w": 19, "o": 19, "b": 4}),
     "hard sigmoid: an input of range 512": (sigmoid(-2, 7), {"x": 0, "y": 7}),
     "hard sigmoid: an input of range 2**-9": (sigmoid(16, 7), {"x": 15, "y": 7}),
     "hard sigmoid: an output that reaches 1": (sigmoid(4, 6), {"x": 4, "y": 7}),
@@ -102,6 +103,61 @@ def test_a_dense_block_raises_a_weight_rather_than_sink() -> None:
     """`cat([x, conv(x)])` with weights beyond 128: the output cannot be coarser than the input it is tied to."""
     system = System({"i": 4, "w": -2, "o": 5}, ties=[("concat", ("i", "o"))], products=[Product("i", "w", None, "o")])
     assert settle(system).positions == {"i": 4, "w": 0, "o": 4}
+
+
+def chain(weights: list[int]) -> System:
+    """Return `y = x + f(x)`, `z = y + g(y)`, …: what is made is added to what it is made of; the last product first."""
+    system = System({("x", 0): 0}, limits=[])
+    for n, weight in enumerate(weights):
+        system.positions |= {("w", n): weight, ("o", n): 12, ("x", n + 1): 0}
+        system.products.insert(0, Product(("x", n), ("w", n), None, ("o", n)))
+        system.limits += shifts.sum_limits((("x", n), ("o", n)), ("x", n + 1), ADD)
+    return system
+
+
+def test_a_long_chain_of_sums_lowers_outputs() -> None:
+    """Each weight of -3 lowers what is made of it, and so do all that follow."""
+    system = System({("x", n): 0 for n in range(9)} | {("w", n): -3 for n in range(8)})
+    for n in reversed(range(8)):
+        system.products.append(Product(("x", n), ("w", n), None, ("x", n + 1)))
+    assert settle(system).positions == system.positions | {("x", n): -3 * n for n in range(9)}
+
+
+def test_a_sum_with_its_input_lowers_the_output_not_the_weight() -> None:
+    settled = settle(chain([-3] * 6)).positions
+    assert [settled["w", n] for n in range(6)] == [-3] * 6
+    assert [settled["o", n] - settled["x", n] for n in range(6)] == [-3] * 6
+
+
+def test_of_a_circle_the_coarsest_weight_is_raised() -> None:
+    """Times 2**4 and 2**6, and back to what it is tied to: what is lowered would be lowered for itself."""
+    products = [Product("i", "v", None, "m"), Product("m", "w", None, "o")]
+    system = System({"i": 4, "v": -4, "m": 9, "w": -6, "o": 5}, ties=[("concat", ("i", "o"))], products=products)
+    assert settle(system).positions == {"i": 4, "v": 0, "m": 4, "w": 0, "o": 4}
+    assert settle(system).reasons["w"] == ("cut",)
+
+
+def test_what_follows_a_circle_keeps_its_weight() -> None:
+    """The last weight is the coarsest, and its output can be lowered; the first is raised as far as it has to be."""
+    products = [Product("i", "v", None, "o"), Product("o", "w", None, "p")]
+    system = System({"i": 4, "v": -9, "o": 5, "w": -20, "p": 3}, limits=shifts.sum_limits("io", None, ADD))
+    system.products = products
+    assert settle(system).positions == {"i": 4, "v": -7, "o": -3, "w": -20, "p": -23}
+
+
+def test_what_was_lowered_too_far_is_raised_again() -> None:
+    """`x` makes room in `x * y` first, `y` has to be lowered by more: `x` gets its bits back."""
+    limits = [*shifts.product_limits(("x", "y"), "p", "write", 32), shifts.Limit("read", ("y",), ("z",), 7)]
+    settled = settle(System({"x": 25, "y": 20, "p": 0, "z": -7}, limits=limits)).positions
+    assert settled == {"x": 25, "y": 0, "p": 0, "z": -7}
+
+
+def test_a_factor_that_a_floor_holds_up_spares_the_other() -> None:
+    """`x` is tied to what a hard sigmoid makes, at 7 at least: `y` may be as low as -7 for a product at 0."""
+    limits = shifts.product_limits(("x", "y"), "p", "write", 32)
+    for y, x in ((7, 7), (-2, 7)):
+        system = System({"x": x, "y": y, "p": 0}, limits=limits, floors=[("hard_sigmoid", "x", 7), ("any", "p", 0)])
+        assert settle(system).positions == {"x": x, "y": y, "p": 0}
 
 
 def test_nothing_to_settle() -> None:
@@ -160,6 +216,77 @@ def test_random_graphs_satisfy_everything(system: System) -> None:
         if op.bias is not None:
             lowest = 0 if op.leaky else min(0, -(24 - (8 + cut)))
             assert lowest <= p[op.weight] + p[op.input] - p[op.bias] <= 15
+
+
+@given(system=graphs())
+@settings(max_examples=300, deadline=None)
+def test_no_activation_is_lower_than_the_others_need(system: System) -> None:
+    """Each that was lowered breaks a limit, or raises a weight or bias, if it and what it is tied to get a bit back."""
+    p = settle(system).positions
+    tied = {v: {v} for v in p}
+    for _, group in system.ties:
+        union = set().union(*(tied[v] for v in group))
+        tied |= dict.fromkeys(union, union)
+    constants = {v for op in system.products for v in (op.weight, op.bias)}
+    for v in set(p) - constants:
+        if p[v] >= min(system.positions[u] for u in tied[v]):
+            continue
+        higher = p | {u: p[u] + 1 for u in tied[v]}
+        broken: list[Any] = [
+            limit
+            for limit in system.limits
+            if sum(higher[u] for u in limit.plus) - sum(higher[u] for u in limit.minus) > limit.bound
+        ]
+        for op in system.products:
+            known = max(system.positions[op.weight], p[op.weight]) + higher[op.input] - higher[op.output] < 0
+            known |= op.bias is not None and higher[op.output] - system.positions[op.bias] > shifts.BIAS
+            broken += [op] if known and op.output in tied[v] and op.input not in tied[v] else []
+        assert broken, v
+
+
+@st.composite
+def sums_and_products(draw: st.DrawFn) -> System:
+    """Draw operators whose limits are all between two tensors, which have a highest solution."""
+    position = st.integers(-25, 40)
+    system = System({0: draw(position)})
+    for out in range(1, draw(st.integers(2, 14))):
+        a, b = (draw(st.integers(0, out - 1)) for _ in range(2))
+        system.positions |= {out: draw(position)}
+        if draw(st.booleans()):
+            system.limits += shifts.sum_limits((a, b), out, ADD)
+        else:
+            system.positions["w", out] = draw(st.integers(-9, 20))
+            system.products.append(Product(a, ("w", out), None, out))
+    draw(st.randoms()).shuffle(system.products)
+    return system
+
+
+def highest_solution(system: System) -> dict[Hashable, int] | None:
+    """Return the highest positions that need no weight raised, by shortest paths; `None` if there are none."""
+    edges = [(limit.plus[0], limit.minus[0], limit.bound) for limit in system.limits]
+    edges += [(op.output, op.input, system.positions[op.weight]) for op in system.products]
+    p = dict(system.positions)
+    for _ in range(len(p) + 1):
+        lowered = [(a, p[b] + bound) for a, b, bound in edges if p[a] > p[b] + bound]
+        for a, bound in lowered:
+            p[a] = min(p[a], bound)
+        if not lowered:
+            return {v: n for v, n in p.items() if isinstance(v, int)}
+    return None
+
+
+@given(system=sums_and_products())
+@settings(max_examples=300, deadline=None)
+def test_positions_are_the_highest_there_are_and_no_weight_is_raised_without_need(system: System) -> None:
+    settled, highest = settle(system).positions, highest_solution(system)
+    raised = [op for op in system.products if settled[op.weight] > system.positions[op.weight]]
+    assert bool(raised) == (highest is None)
+    if highest is not None:
+        assert {v: settled[v] for v in highest} == highest
+    for op in raised:
+        weights = {other.weight: max(settled[other.weight], system.positions[other.weight]) for other in raised}
+        lower = system.positions | weights | {op.weight: weights[op.weight] - 1}
+        assert highest_solution(System(lower, limits=system.limits, products=system.products)) is None
 
 
 @given(system=graphs())

@@ -11,11 +11,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quark_fx.correspondence import Activation, Correspondence, Source, correspond
+from quark_fx.correspondence import Correspondence, Source, correspond
 from quark_fx.eager import source_of
 from quark_fx.errors import ExportError
 from quark_fx.export.packing import Matrix
 from quark_fx.model import QuantizedModel
+from quark_fx.rounded_modules import Activation
 from quark_fx.shelf import Shelf
 
 _CLASSES = (nn.Linear, nn.Embedding)
@@ -90,10 +91,14 @@ def _layers(source: Source, found: Correspondence) -> list[Layer]:
                     "checkpoints hold weights of nn.Linear and nn.Embedding with one input, this is the parameter "
                     f"{leaf} of a {type(module).__name__}, {shape}"
                 )
-            layers.append(Layer(path, module, Matrix.of(constant), found.inputs.get(path)))
+            layers.append(Layer(path, module, Matrix.of(constant), found.rounding.inputs.get(path)))
         except ExportError as error:
             errors.append(f"{name}: {error}")
-    errors += [f"{p}: its activation is quantized and its weight is not" for p in found.inputs if p not in paths]
+    errors += [
+        f"{p}: its activation is quantized and its weight is not" for p in found.rounding.inputs if p not in paths
+    ]
+    errors += [f"{p or 'the model'}: its result is quantized" for p in found.rounding.outputs]
+    errors += [f"{p}: a pass rewrote what it computes" for p in found.slices]
     errors += [f"{p}: it is folded into its neighbour" for p in found.identities]
     if errors:
         raise unholdable(errors)

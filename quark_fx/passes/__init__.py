@@ -9,8 +9,10 @@ from quark_fx.passes.awq import AWQ
 from quark_fx.passes.bias_correction import BiasCorrection
 from quark_fx.passes.cross_layer_equalization import CrossLayerEqualization
 from quark_fx.passes.dpu_average import use_dpu_averages
+from quark_fx.passes.dpu_clip import use_dpu_clips
 from quark_fx.passes.dpu_hard_sigmoid import use_dpu_hard_sigmoids
 from quark_fx.passes.dpu_leaky_relu import use_dpu_slopes
+from quark_fx.passes.dpu_softmax import use_dpu_softmax
 from quark_fx.passes.fold_batch_norm import fold_batch_norm
 from quark_fx.passes.fold_constants import fold_constants
 from quark_fx.passes.global_mean import pool_means
@@ -40,6 +42,8 @@ __all__ = [
     "slice_splits",
     "spell_out_swish",
     "use_dpu_averages",
+    "use_dpu_clips",
     "use_dpu_hard_sigmoids",
     "use_dpu_slopes",
+    "use_dpu_softmax",
 ]

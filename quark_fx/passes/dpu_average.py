@@ -26,7 +26,10 @@ def use_dpu_averages(gm: GraphModule, context: Context | None = None) -> int:
 
     The factor is within 1 % of 1 for the kernels networks have: 63/64 for 3×3, 1029/1024 for 7×7.
 
-    Returns how many were rewritten. Kernels that are not square and sizes that vary are left, and noted.
+    The factor is that of the kernel: of windows that reach over the border, where `count_include_pad=False` or
+    `ceil_mode` divide by fewer, it is an approximation, the one Quark makes.
+
+    Returns how many were rewritten. Those that are left are noted, with the reason.
 
     Source:
         AMD Quark for ONNX, `ConvertAvgPoolToDPUVersion` and `ConvertReduceMeanToDPUVersion`.
@@ -36,9 +39,10 @@ def use_dpu_averages(gm: GraphModule, context: Context | None = None) -> int:
         if not is_average(node) or [target_name(user) for user in node.users] == ["aten.mul.Scalar"]:
             continue
         factor = _factor(gm, node)
+        what = factor if isinstance(factor, str) else f"multiplied by {factor}"
         if context is not None:
-            context.note(_change(node, factor))
-        if factor is not None and factor != 1.0:
+            context.note(Change(module_name(node), what, not isinstance(factor, str)))
+        if not isinstance(factor, str):
             with gm.graph.inserting_after(node):
                 scaled = call(gm, torch.ops.aten.mul.Scalar, node, factor, like=node)
             node.replace_all_uses_with(scaled, delete_user_cb=lambda user, scaled=scaled: user is not scaled)
@@ -46,32 +50,35 @@ def use_dpu_averages(gm: GraphModule, context: Context | None = None) -> int:
     return done
 
 
-def _change(node: Node, factor: float | None) -> Change:
-    if factor is None:
-        return Change(module_name(node), "left: its kernel is not square, or varies", changed=False)
-    if factor == 1.0:
-        return Change(module_name(node), "left: it is exact", changed=False)
-    return Change(module_name(node), f"multiplied by {factor}")
-
-
-def _factor(gm: GraphModule, node: Node) -> float | None:
-    """Return what a DPU's average is of the exact one; `None` if it is not known."""
+def _factor(gm: GraphModule, node: Node) -> float | str:
+    """Return what a DPU's average is of the exact one, or why it is left."""
     shape = [static_size(size) for size in value_of(gm, argument(node, 0)).shape]
     name = target_name(node)
     if name == "aten.mean.dim":
         sizes = [shape[dim] for dim in argument(node, 1) or range(len(shape))]
-        return None if None in sizes else nearest_shift(math.prod(size for size in sizes if size))
+        known = [size for size in sizes if size is not None]
+        return _noted(nearest_shift(math.prod(known))) if len(known) == len(sizes) else "left: the size varies"
     if name == "aten.avg_pool2d.default":
-        kernel: list[int | None] = list(argument(node, 1))
-        kernel = kernel * 2 if len(kernel) == 1 else kernel
-        if argument(node, 6) is not None:
-            return None  # it is divided by another number than that of its values
-    elif name == "aten.adaptive_avg_pool2d.default" and list(argument(node, 1)) == [1, 1]:
-        kernel = shape[-2:]
-    else:
-        return None
-    side = kernel[0]
-    return None if side is None or side != kernel[1] else square_factor(side)
+        kernel, divisor = argument(node, 1), argument(node, 6)
+        if divisor not in (None, kernel[0] * kernel[-1]):
+            return f"left: it divides {kernel[0]}×{kernel[-1]} values by {divisor}"
+        return _of_kernel(kernel[0], kernel[-1])
+    if name != "aten.adaptive_avg_pool2d.default":
+        return "left: a pool over one dimension"
+    if list(argument(node, 1)) != [1, 1]:
+        return "left: an adaptive pool to several values"
+    height, width = shape[-2:]
+    if height is None or width is None:
+        return "left: the size varies"
+    return _of_kernel(height, width)
+
+
+def _of_kernel(height: int, width: int) -> float | str:
+    return _noted(square_factor(height)) if height == width else f"left: its kernel of {height}×{width} is not square"
+
+
+def _noted(factor: float) -> float | str:
+    return "left: it is exact" if factor == 1.0 else factor
 
 
 def square_factor(side: int) -> float:

@@ -48,24 +48,33 @@ class SplitLargePools:
         for node in list(gm.graph.nodes):
             if target_name(node) != "aten.adaptive_avg_pool2d.default" or list(argument(node, 1)) != [1, 1]:
                 continue
-            sides = [static_size(size) for size in value_of(gm, node.args[0]).shape[-2:]]
-            if None not in sides and math.prod(s for s in sides if s) <= self.largest:
+            height, width = (static_size(size) for size in value_of(gm, node.args[0]).shape[-2:])
+            if height is not None and width is not None and height * width <= self.largest:
                 continue
-            windows = [_divisor(side) for side in sides if side]
-            rest = [side // window for side, window in zip(sides, windows, strict=False) if side]
-            fits = None not in sides and max(math.prod(windows), math.prod(rest)) <= self.largest
-            if context is not None:
-                what = f"{sides[0]}×{sides[1]}" if None not in sides else "over sizes that vary"
-                rewritten = (
-                    f"split into {windows[0]}×{windows[1]} and {rest[0]}×{rest[1]}" if fits else "left: no divisors"
-                )
-                context.note(Change(module_name(node), f"pool {what} {rewritten}", fits))
-            if fits:
+            windows = self._windows(height, width)
+            what = windows if isinstance(windows, str) else f"pool {height}×{width} split into windows of "
+            if not isinstance(windows, str):
+                what += "×".join(map(str, windows))
                 with gm.graph.inserting_before(node):
                     small = call(gm, _aten.avg_pool2d.default, node.args[0], windows, windows, like=node)
                 node.replace_input_with(node.args[0], small)
                 done += 1
+            if context is not None:
+                context.note(Change(module_name(node), what, not isinstance(windows, str)))
         return done
+
+    def _windows(self, height: int | None, width: int | None) -> list[int] | str:
+        """Return the sides of the windows of the first pool, or why there is none."""
+        if height is None or width is None:
+            return "left: a pool over sizes that vary"
+        windows = [_divisor(height), _divisor(width)]
+        rest = [height // windows[0], width // windows[1]]
+        if max(math.prod(windows), math.prod(rest)) <= self.largest:
+            return windows
+        if windows == [1, 1]:
+            return f"left: pool {height}×{width}, whose sides have no divisors"
+        remain = f"{rest[0]}×{rest[1]} values remain after windows of {windows[0]}×{windows[1]}"
+        return f"left: pool {height}×{width}, of which {remain}"
 
 
 def _divisor(side: int) -> int:
