@@ -134,6 +134,8 @@ def _write(model: ir.Model, path: Path, external_data: bool | None, gm: GraphMod
     """Write and check the file under its name in a folder beside, and move it from there."""
     import onnx_ir as ir
 
+    from quark_fx.export.whole_files import put_in_place
+
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
     external = size > _EXTERNAL if external_data is None else external_data
     data = f"{path.name}.data" if external else None
@@ -142,9 +144,7 @@ def _write(model: ir.Model, path: Path, external_data: bool | None, gm: GraphMod
             written = Path(folder, path.name)
             ir.save(model, written, external_data=data)
             _check_file(written, gm)
-            for file in (Path(folder, data or ""), written):
-                if file.is_file():
-                    file.replace(path.parent / file.name)
+            put_in_place(written, path)
     except OSError as error:
         raise ExportError(f"{path} could not be written: {error}") from error
 
