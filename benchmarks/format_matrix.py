@@ -25,7 +25,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from benchmarks import language_models
 from benchmarks.common import environment, estimate_batch_norm, images, one_core, publish, table
 from benchmarks.models import float_bytes
 from quark_fx.export.runtime import session_options
+from quark_fx.formats import FORMATS as NUMBER_FORMATS
 from quark_fx.presets import PRESETS
 from quark_fx.signature import split_batch
 
@@ -55,20 +56,88 @@ RECIPE = 1
 PAIRS = 15
 """Runs of either file for its latency."""
 
-FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+
+@dataclass(frozen=True)
+class Format:
+    """A row of the table.
+
+    Attributes:
+        preset: the configuration it starts from.
+        options: of `export.onnx`.
+        changes: to the specs of weights and inputs.
+        models: which have the row; `None` for all.
+    """
+
+    preset: str
+    options: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)
+    models: tuple[str, ...] | None = None
+
+    @property
+    def config(self) -> qfx.QuantConfig:
+        """The configuration."""
+        config = PRESETS[self.preset]
+        specs = {"weight": config.weight, "input": config.input} if self.changes else {}
+        return config.replace(**{name: spec and spec.replace(**self.changes) for name, spec in specs.items()})
+
+
+_BLOCKS = [name for name in PRESETS if name.removesuffix("_weight_only") in qfx.block_formats.BLOCK_FORMATS]
+_VITIS, _SOME = {"format": "vitis"}, ("vit",)
+_FLOOR = {"scale_type": "e8m0_floor"}
+
+FORMATS: dict[str, Format] = {
     **{
-        f"{preset}": (preset, {})
+        preset: Format(preset)
         for preset in (
             *("int8_static", "int8_dynamic", "int8_weight_only", "int16_act_int8_weight", "int4_weight_only"),
             *("fp8_static", "xint8", "fp16", "bf16"),
         )
     },
-    "int8_static, qoperator": ("int8_static", {"format": "qoperator"}),
-    "int4_weight_only, matmul_nbits": ("int4_weight_only", {"format": "matmul_nbits"}),
-    "xint8, vitis": ("xint8", {"format": "vitis"}),
-    **{name: (name, {}) for name in PRESETS if name.removesuffix("_weight_only") in qfx.block_formats.BLOCK_FORMATS},
+    "int8_static, qoperator": Format("int8_static", {"format": "qoperator"}),
+    "int4_weight_only, matmul_nbits": Format("int4_weight_only", {"format": "matmul_nbits"}),
+    "xint8, vitis": Format("xint8", _VITIS),
+    **{name: Format(name) for name in _BLOCKS},
+    **{
+        f"{name}, vitis": Format(name, _VITIS, models=("resnet18", "vit"))
+        for name in ("bfp16", "mx9", "mx6", "mx4", "mxint8")
+    },
+    **{
+        f"{name} e8m0_floor, vitis": Format(name, _VITIS, _FLOOR, ("resnet18", "vit"))
+        for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8")
+    },
+    **{preset: Format(preset, models=_SOME) for preset in ("w4a16_rtn", "w8a8_dynamic", "fp8_dynamic")},
+    **{
+        f"int8_weight_only {fmt}": Format(
+            "int8_weight_only", {"opset": 25} if "2" in fmt else {}, {"format": fmt}, _SOME
+        )
+        for fmt in ("int2", "uint2", "uint4", "uint8", "int16", "uint16")
+    },
 }
-"""A preset and the options of `export.onnx`, by what the table calls them."""
+"""The rows, by what the table calls them."""
+
+ELSEWHERE = {
+    **dict.fromkeys(("int3", "uint3"), "ONNX has no type; the configuration refuses them"),
+    "int32": "of biases: in `int8_static`",
+    "uint32": "its zero points do not fit int32; the configuration refuses it",
+    "int8_static_mse": "other scales than `int8_static`",
+    **dict.fromkeys(("w4a16_gptq", "w4a16_awq", "w4a16_best"), "other codes and scales than `w4a16_rtn`"),
+}
+"""Why a number format or a preset has no row."""
+
+
+def without_row() -> dict[str, str]:
+    """Return every number format and every preset that has no row, with the reason.
+
+    Raises:
+        KeyError: if one has neither.
+    """
+    used = {row.preset for row in FORMATS.values() if not row.changes}
+    for row in FORMATS.values():
+        config = row.config
+        overrides = [spec for override in config.overrides for spec in (override.weight, override.input)]
+        specs = (config.weight, config.input, config.output, *overrides)
+        used |= {str(spec.format) for spec in specs if isinstance(spec, qfx.TensorSpec)}
+    return {name: ELSEWHERE[name] for name in (*NUMBER_FORMATS, *PRESETS) if name not in used}
 
 
 @dataclass(frozen=True)
@@ -153,13 +222,13 @@ def prepared(name: str, folder: Path) -> Float:
     return Float(model, batches, path, size)
 
 
-def measure(name: str, preset: str, options: dict[str, Any], folder: Path) -> Cell:
+def measure(name: str, row: Format, folder: Path) -> Cell:
     """Quantize, export, check, compare and time one model in one format."""
     given = prepared(name, folder)
     path = folder / "quantized.onnx"
     try:
-        qmodel = qfx.quantize(given.model, preset, given.batches[:2], progress=False)
-        file = qfx.export.onnx(qmodel, path, **options)
+        qmodel = qfx.quantize(given.model, row.config, given.batches[:2], progress=False)
+        file = qfx.export.onnx(qmodel, path, **row.options)
     except qfx.QuarkError as error:
         return Cell(error=" ".join(str(error).split())[:300])
     onnx.checker.check_model(str(path), full_check=True)
@@ -176,7 +245,7 @@ def measure(name: str, preset: str, options: dict[str, Any], folder: Path) -> Ce
         share=worst.share if worst else None,
         bytes=size,
         size=size / given.bytes,
-        latency=None if options.get("format") == "vitis" else latency(given, qmodel, path, file.optimize),
+        latency=None if row.options.get("format") == "vitis" else latency(given, qmodel, path, file.optimize),
     )
 
 
@@ -203,8 +272,8 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def _cell_file(name: str, label: str) -> Path:
-    preset, options = FORMATS[label]
-    text = json.dumps([RECIPE, name, PRESETS[preset].to_dict(), options, torch.__version__, onnxruntime.__version__])
+    row = FORMATS[label]
+    text = json.dumps([RECIPE, name, row.config.to_dict(), row.options, torch.__version__, onnxruntime.__version__])
     folder = language_models.cache_folder().parents[1] / "format_matrix"
     return folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
@@ -214,10 +283,12 @@ def cells(names: list[str], labels: list[str], *, fresh: bool) -> Iterator[tuple
     with tempfile.TemporaryDirectory() as folder, one_core() if fresh else contextlib.nullcontext():
         for name in names:
             for label in labels:
+                if name not in (FORMATS[label].models or MODELS):
+                    continue
                 file = _cell_file(name, label)
                 if not file.exists() and fresh:
                     start = time.perf_counter()
-                    cell = measure(name, *FORMATS[label], Path(folder))
+                    cell = measure(name, FORMATS[label], Path(folder))
                     file.parent.mkdir(parents=True, exist_ok=True)
                     file.write_text(json.dumps(asdict(cell)))
                     print(f"{name}, {label}: {cell}, {time.perf_counter() - start:.0f} s", flush=True)
@@ -250,10 +321,14 @@ def page(results: list[tuple[str, str, Cell | None]]) -> str:
         header = ("format", "output, steps", "worst value, steps", "size / float", "latency / float")
         parts.append(f"## {name}\n\n{table(header, rows)}")
     footnotes = "\n".join(f"{i}. {note}" for i, note in enumerate(notes, 1)) or "None."
+    reasons: dict[str, list[str]] = {}
+    for missing, reason in without_row().items():
+        reasons.setdefault(reason, []).append(f"`{missing}`")
+    absent = "\n".join(f"- {', '.join(names)}: {reason}." for reason, names in reasons.items())
     return f"""# Formats in ONNX
 
-Every number format that goes to ONNX on five models; a row without a name of a format is `format="qdq"`. Every file
-passes
+Every number format that goes to ONNX; a row without a name of a format is `format="qdq"`. The rows up to `mx4` are
+measured on five models, the others on one or two. Every file passes
 `onnx.checker` with full checks and loads in ONNX Runtime; the vendor's nodes run as functions of standard operators.
 ResNet-18 and MobileNetV2 have random weights, images are 64 × 64; `vit` is a vision transformer of 4 layers and 128
 channels; MiniLM is the sentence encoder; the Llama is a small one trained for these measurements. A batch of 4, one
@@ -271,6 +346,12 @@ thread. Reproduce with `python -m benchmarks.format_matrix`.
 ## Refused
 
 {footnotes}
+
+## Without a row
+
+{absent}
+
+A cell is measured once and kept; the load average is that when this page was written.
 
 {environment()}
 """

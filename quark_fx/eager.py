@@ -249,7 +249,12 @@ def _install(owner: nn.Module, leaf: str, constant: Constant, shared: dict[tuple
     learns = constant.is_float and old is not None and old.requires_grad
     if constant.names not in shared:
         shared[constant.names] = nn.Parameter(constant.tensor.clone(), learns)
-    owner._parameters[leaf] = shared[constant.names]
+    if not constant.is_float and constant.tensor.is_floating_point():
+        # transformers takes the type of the first parameter that is a float for that of the model.
+        del owner._parameters[leaf]
+        owner.register_buffer(leaf, shared[constant.names].data)
+    else:
+        owner._parameters[leaf] = shared[constant.names]
     if not constant.is_float:
         parametrize.register_parametrization(owner, leaf, Dequantize(constant), unsafe=True)
 

@@ -69,6 +69,7 @@ ELEMENTS = {
     "fp6_e2m3": (*to_levels(ml_dtypes.float6_e2m3fn), 2, 3),
     "fp4_e2m1": (*to_levels(ml_dtypes.float4_e2m1fn), 2, 1),
     "int8": (*to_integers(-127, 127), 6, 6),
+    "int8 full": (*to_integers(-128, 127), 6, 6),
 }
 
 
@@ -125,10 +126,10 @@ def shared_microexponents(row: Row, mantissa: int) -> list[float]:
     return result
 
 
-def block_floating_point(row: Row, *, raised: bool) -> list[float]:
-    """8 values share an exponent; where rounding exceeds 127 it is raised by one, or the value saturates."""
+def block_floating_point(row: Row, *, raised: bool, size: int = 8) -> list[float]:
+    """`size` values share an exponent; where rounding exceeds 127 it is raised by one, or the value saturates."""
     result: list[float] = []
-    for block in blocks(row, 8):
+    for block in blocks(row, size):
         amax = max(abs(x) for x in block)
         if not math.isfinite(amax) or any(math.isnan(x) for x in block):
             result += [math.nan] * len(block)

@@ -18,6 +18,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
+from interruptions import interrupted
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -40,6 +41,7 @@ from quark_fx.export.int8_cache import use_int8_cache
 from quark_fx.export.onnx_generator import _options
 from quark_fx.export.runtime import session_options
 from quark_fx.export.traced_weights import look_up_codes, split_fused_products
+from quark_fx.presets import INT4_WEIGHT_ONLY
 
 SHARED: dict[str, Any] = {"vocab_size": 96, "max_position_embeddings": 96, "bos_token_id": 0, "eos_token_id": 0}
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 32, "min_new_tokens": 32}
@@ -179,6 +181,49 @@ def test_equal_weights_of_two_graphs_take_their_space_once(fused: SimpleNamespac
     for name in exported.components:
         session = onnxruntime.InferenceSession(tmp_path / f"{name}.onnx")
         np.testing.assert_array_equal(session.run(None, {})[0], large.numpy())
+
+
+def test_a_graph_is_replaced_with_its_data_or_not_at_all(fused: SimpleNamespace, tmp_path: Path) -> None:
+    expected = fused.model.generate(PROMPT, **GREEDY)
+    for moment in range(32):
+        folder = tmp_path / str(moment)
+        fused.exported.save_pretrained(folder)
+        with interrupted(moment) as steps:
+            share_weights(folder)
+        model = generator(ExportedModel.from_pretrained(folder), threads=1)
+        assert torch.equal(model.generate(PROMPT, **GREEDY), expected)
+        share_weights(folder)  # goes on where it was
+        assert len(list(folder.glob("*.onnx*"))) + len(list(folder.glob(".decode*"))) == 4
+        if not steps.exceeded:
+            break
+    assert moment > 4
+
+
+def test_embeddings_in_eight_bit_floats_generate() -> None:
+    model = eager(llama, "fp8_static")
+    assert model.dtype == torch.float32, "transformers makes caches and masks of this type"
+    expected = model.generate(PROMPT, **GREEDY)
+    assert torch.equal(model.generate(PROMPT, **GREEDY, cache_implementation="static"), expected)
+
+
+def test_a_tied_table_of_codes_is_stored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = llama()
+    config.tie_word_embeddings = True
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+    qmodel = qfx.quantize(model, INT4_WEIGHT_ONLY.replace(overrides=()), [{"input_ids": PROMPT}])
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="matmul_nbits")
+    after = path.stat().st_size
+    assert qfx.verify(qmodel, path, [{"input_ids": PROMPT}]).max_steps < 0.1
+    again: Any = qmodel.eager()
+    runs = generator(export(again, GenerationQuantizer("matmul_nbits"), "cpu"), threads=1)
+    assert torch.equal(runs.generate(PROMPT[:1], **GREEDY), again.generate(PROMPT[:1], **GREEDY))
+    monkeypatch.setattr("quark_fx.export.matmul_nbits._share_tables", lambda model: None)
+    before = qfx.export.onnx(qmodel, tmp_path / "apart.onnx", format="matmul_nbits").stat().st_size
+    table = 96 * 64 // 2
+    print(f"a tied Llama of {before} bytes takes {after}")
+    assert before - after > 0.9 * table
 
 
 def test_an_int8_cache_is_what_group_query_attention_reads(fused: SimpleNamespace) -> None:
@@ -327,6 +372,22 @@ def test_a_fused_product_is_split_where_its_weight_is_quantized(turned: int, alp
     expected = _run(model, x=feed)
     assert split_fused_products(model) == 1
     assert not operators(model)["FusedMatMul"]
+    np.testing.assert_array_equal(_run(model, x=feed), expected)
+
+
+@pytest.mark.parametrize("turned", [0, 1])
+def test_a_fused_product_with_a_stack_of_weights_is_split(turned: int) -> None:
+    draw = np.random.default_rng(0)
+    shape = (2, 5, 4) if turned else (2, 4, 5)
+    constants = [_stored("codes", draw.integers(-9, 9, shape, np.int8)), _stored("scale", np.float32(0.5))]
+    weight = ir.node("DequantizeLinear", constants)
+    x = _input("x", [2, 3, 4])
+    attributes = {"transB": turned, "alpha": 0.5}
+    product = ir.node("FusedMatMul", [x, weight.outputs[0]], attributes, domain="com.microsoft", name="product")
+    model = _model([x], [weight, product], constants)
+    feed = draw.integers(-9, 9, (2, 3, 4)).astype(np.float32)
+    expected = _run(model, x=feed)
+    assert split_fused_products(model) == 1
     np.testing.assert_array_equal(_run(model, x=feed), expected)
 
 

@@ -21,7 +21,10 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from quark_fx.block_formats import BFP16, BLOCK_FORMATS, MX6, MX9, MXFP4, MXINT8, NVFP4
 from quark_fx.config import Granularity, QuantConfig, TensorSpec
+from quark_fx.export.block_nodes import DOMAIN
+from quark_fx.export.onnx_blocks import stored_weight
 from quark_fx.export.onnx_formats import FORMATS, FormatOptions
+from quark_fx.export.runtime import open_session, session_options
 from quark_fx.export.to_onnx import _lowered
 from quark_fx.formats import FP4_E2M1, FP8_E4M3, INT8, UINT8
 from quark_fx.ops import dequantize, dynamic_qparams
@@ -335,8 +338,56 @@ def test_codes_that_go_elsewhere_are_refused() -> None:
             codes: Tensor = to_codes(x, scale, zero_point, "int8", 1, 16)
             return codes
 
-    with pytest.raises(qfx.ExportError, match="read by other operators than dequantize"):
+    with pytest.raises(
+        qfx.ExportError, match=r"read by other operators than dequantize(.|\n)*dequantize them first, or"
+    ):
         lowered(Codes(), rand(2, 32))
+
+
+class Twice(nn.Module):
+    """Codes that are turned into values twice, both of which leave the graph."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scale, zero_point = dynamic_qparams(x, "int8", "symmetric", 1, 16, "e8m0_floor", 0)
+        codes = to_codes(x, scale, zero_point, "int8", 1, 16)
+        first = dequantize(codes, scale, zero_point, "int8", 1, 16)
+        second = dequantize(codes, scale, zero_point, "int8", 1, 16)
+        return first, second, first + 2 * second
+
+
+@pytest.mark.parametrize("format", ["qdq", "vitis"])
+def test_codes_may_be_turned_into_values_twice(format: str, tmp_path: Path) -> None:
+    x, path = rand(3, 40), tmp_path / "twice.onnx"
+    captured = qfx.capture_graph(Twice().eval(), x, dynamic_shapes=({},))
+    options = FormatOptions(domain="com.amd.quark" if format == "vitis" else None)
+    model = _lowered(captured.module, ["x"], ["first", "second", "sum"], FORMATS[format], options, 21)[0]
+    assert sum(node.op_type in ("Round_int8_e8m0_floor", "MXQuantizeDequantize") for node in model.graph) == 1
+    ir.save(model, path)
+    onnx.checker.check_model(path, full_check=True)
+    got = open_session(path, session_options(optimize=True)).run(None, {"x": x.numpy()})
+    for ours, theirs in zip(got, Twice()(x), strict=True):
+        assert_same(torch.from_numpy(ours), theirs)
+
+
+def test_codes_measured_by_another_scale_are_not_fused() -> None:
+    class Other(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            scale, zero_point = dynamic_qparams(x, "int8", "symmetric", 1, 16, "e8m0_floor", 0)
+            ceil, _ = dynamic_qparams(x, "int8", "symmetric", 1, 16, "e8m0_ceil", 0)
+            value: Tensor = dequantize(to_codes(x, scale, zero_point, "int8", 1, 16), ceil, zero_point, "int8", 1, 16)
+            return value
+
+    with pytest.raises(qfx.ExportError, match="read by other operators than dequantize"):
+        lowered(Other(), rand(2, 32))
+
+
+def test_codes_that_are_computed_are_refused_with_what_to_do() -> None:
+    graph_codes = ir.Value(name="codes", type=ir.TensorType(ir.DataType.FLOAT8E4M3FN), shape=ir.Shape([2, 32]))
+    scale = ir.Value(name="scale", const_value=ir.tensor(np.ones((2, 1), np.float32)))
+    attributes = {"format": "fp4_e2m1", "axis": 1, "block_size": 32}
+    node = ir.node("DequantizeBlocks", [graph_codes, scale], attributes, domain=DOMAIN, name="values")
+    with pytest.raises(qfx.ExportError, match=r"values reads codes .* not constant; quantize that weight to 2, 4, 8"):
+        stored_weight(node)
 
 
 @pytest.mark.parametrize("opset", [17, 20])

@@ -12,6 +12,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from interruptions import interrupted
 from networks import Encoder
 from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
@@ -36,9 +37,9 @@ ROUNDING = 255 * 128 * 2**-24
 class Tied(nn.Module):
     """An embedding that is the head, too; 40 columns are no multiple of a group."""
 
-    def __init__(self) -> None:
+    def __init__(self, columns: int = 40) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(20, 40), nn.Linear(40, 20, bias=False)
+        self.embed, self.head = nn.Embedding(20, columns), nn.Linear(columns, 20, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -528,6 +529,27 @@ def test_a_file_that_fails_its_check_replaces_nothing(tmp_path: Path, monkeypatc
     assert qfx.verify(qmodel, path, [rand(3, 70)]).max_steps <= 1
 
 
+def test_a_file_is_replaced_with_its_data_or_not_at_all(tmp_path: Path) -> None:
+    data, path = [rand(4, 70)], tmp_path / "model.onnx"
+    old = quantize(ragged(), INT8_STATIC, data)
+    new = quantize(seeded(ragged(), 1), INT8_STATIC, data)
+    expected = []
+    for qmodel in (old, new):
+        qfx.export.onnx(qmodel, path, external_data=True)
+        expected.append(run(path, data[0]))
+    seen = set()
+    for moment in range(32):
+        qfx.export.onnx(old, path, external_data=True)
+        with interrupted(moment) as steps:
+            qfx.export.onnx(new, path, external_data=True)
+        seen.add([bool((run(path, data[0]) == y).all()) for y in expected].index(True))
+        if not steps.exceeded:
+            break
+    assert seen == {0, 1}
+    assert moment > 4
+    assert {file.name for file in tmp_path.iterdir()} == {"model.onnx", "model.onnx.data"}
+
+
 def test_odd_and_repeated_names_are_exported(tmp_path: Path) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -546,6 +568,22 @@ def test_odd_and_repeated_names_are_exported(tmp_path: Path) -> None:
         qmodel = quantize(seeded(Odd()), config, [rand(4, 32)])
         path = qfx.export.onnx(qmodel, tmp_path / "a b.onnx", format=format, input_names=["weight_blocks"])
         assert qfx.verify(qmodel, path, [rand(3, 32)]).max_steps <= 1
+
+
+@pytest.mark.parametrize("bits", [INT4, INT8], ids=str)
+@pytest.mark.parametrize("columns", [64, 40])
+def test_the_look_up_of_a_tied_table_reads_the_bytes_of_the_head(bits: IntFormat, columns: int, tmp_path: Path) -> None:
+    """Unless the last block of a row has to be filled up, which products want and look-ups do not."""
+    config = INT4_WEIGHT_ONLY.replace(
+        weight=TensorSpec(format=bits, granularity=Granularity.GROUP, group_size=16), overrides=()
+    )
+    qmodel = quantize(seeded(Tied(columns)), config, ids())
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="matmul_nbits")
+    assert operators(path)["MatMulNBits"] == operators(path)["GatherBlockQuantized"] == 1
+    tables = [t for t in onnx.load(path).graph.initializer if t.data_type == TensorProto.UINT8]
+    assert len(tables) == (1 if columns == 64 else 2)
+    for optimize in (True, False):
+        assert qfx.verify(qmodel, path, ids(3), optimize=optimize).max_steps <= ROUNDING
 
 
 def test_a_four_bit_weight_that_two_operators_read_is_stored_once(tmp_path: Path) -> None:

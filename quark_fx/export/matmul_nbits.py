@@ -56,6 +56,7 @@ def use_matmul_nbits(model: ir.Model, accuracy_level: int) -> tuple[Kept, ...]:
             done += 1
         except StaysFloatError as reason:
             kept.append(Kept(weight.name, node.op_type, str(reason)))
+    _share_tables(model)
     erase_unread(model)
     if not done:
         why = "".join(f"\n  {k.name} ({k.operator}): {k.reason}" for k in kept) or " none is quantized"
@@ -362,3 +363,20 @@ def _use_gather(model: ir.Model, node: ir.Node, weight: Weight) -> None:
     name = gather.name
     new = ir.node("GatherBlockQuantized", without_trailing_none(inputs), attributes, domain=CONTRIB, name=name)
     put_node(node, new)
+
+
+def _share_tables(model: ir.Model) -> None:
+    """Let a look-up read the bytes of a product with the same matrix, which the kernels want in another shape."""
+    products = [node.inputs[1] for node in model.graph if node.op_type == "MatMulNBits"]
+    for node in [node for node in model.graph if node.op_type == "GatherBlockQuantized"]:
+        rows = array_of(node.inputs[0])
+        for blocks in products:
+            stored = array_of(blocks)
+            if rows is None or stored is None or rows.size != stored.size or len(rows) != len(stored):
+                continue
+            if np.array_equal(rows, stored.reshape(rows.shape)):
+                shape = add_array(model, f"{node.name}_shape", np.array(rows.shape, np.int64))
+                flat = ir.node("Reshape", [blocks, shape])
+                model.graph.insert_before(node, [flat])
+                node.replace_input_with(0, flat.outputs[0])
+                break

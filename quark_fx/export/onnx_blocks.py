@@ -6,6 +6,7 @@ so that a runtime does it once, when it loads the file.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +24,10 @@ from quark_fx.export.block_functions import (
     values_function,
 )
 from quark_fx.export.block_nodes import DOMAIN, Rounding
-from quark_fx.export.onnx_edit import add_array, array_of, drop_unused_initializers, put_node
+from quark_fx.export.onnx_edit import add_array, array_of, drop_unused_initializers, erase_unread, made_by, put_node
 from quark_fx.export.packing import pack, patterns
 from quark_fx.formats import FP8_E4M3, FP8_E5M2, INT8, FloatFormat, Format, parse_format
+from quark_fx.ops import spread
 from quark_fx.qparams import recover_global_scale
 
 _SHARING = (16, 8, 4, 2)
@@ -39,10 +41,11 @@ def spell_out_blocks(model: ir.Model) -> int:
         ExportError: if codes without an ONNX type are not constant.
     """
     done = 0
+    look_up_values(model, _is_better_dequantized)
     for node in list(model.graph):
         if node.domain == DOMAIN and node.op_type == "RoundBlocks":
-            _spell_out_rounding(model, node)
-        elif weight := _stored_weight(node):
+            spell_out_rounding(model, node)
+        elif weight := stored_weight(node):
             _spell_out_weight(model, node, weight)
         else:
             continue
@@ -50,6 +53,49 @@ def spell_out_blocks(model: ir.Model) -> int:
     if done:
         drop_unused_initializers(model)
     return done
+
+
+def look_up_values(model: ir.Model, wanted: Callable[[ir.Node, ir.Value], bool]) -> int:
+    """Look rows up in what a table of codes in blocks stands for, not in the codes.
+
+    Args:
+        model: the graph.
+        wanted: whether to do so for a node that dequantizes rows of a table of codes.
+    """
+    done = 0
+    for node in list(model.graph):
+        gathers = [gather for value in node.inputs if (gather := made_by(value, "Gather")) is not None]
+        if node.op_type not in ("DequantizeBlocks", "DequantizeLinear") or not node.attributes.get_int("block_size", 0):
+            continue
+        if len(gathers) < len(node.inputs) or len({gather.inputs[1] for gather in gathers}) > 1:
+            continue
+        table = gathers[0].inputs[0]
+        known = all(array_of(g.inputs[0]) is not None and not g.attributes.get_int("axis", 0) for g in gathers)
+        if known and table is not None and wanted(node, table):
+            _dequantize_before(model, node, gathers)
+            done += 1
+    return done
+
+
+def _is_better_dequantized(node: ir.Node, table: ir.Value) -> bool:
+    """Tell whether the codes have no ONNX type to be looked up in, or are stored otherwise for another reader."""
+    readers = [use.node for use in table.uses() if use.node.op_type != "Gather"]
+    return node.domain == DOMAIN or any(stored_weight(reader) is not None for reader in readers)
+
+
+def _dequantize_before(model: ir.Model, node: ir.Node, gathers: list[ir.Node]) -> None:
+    """Swap a node that dequantizes rows and those that look them up, in the codes and in the scales."""
+    table, rows = gathers[0].inputs[0], node.outputs[0].shape
+    assert table is not None
+    assert table.shape is not None
+    assert rows is not None
+    axis = int(node.attributes.get_int("axis", 1) or 0) % len(rows) - (len(rows) - len(table.shape))
+    attributes = [*(a for a in node.attributes.values() if a.name != "axis"), ir.AttrInt64("axis", axis)]
+    values = ir.Node(node.domain, node.op_type, [gather.inputs[0] for gather in gathers], attributes, name=node.name)
+    values.outputs[0].shape, values.outputs[0].type = table.shape, node.outputs[0].type
+    model.graph.insert_before(node, [values])
+    put_node(node, ir.node("Gather", [values.outputs[0], gathers[0].inputs[1]], {"axis": 0}))
+    erase_unread(model)
 
 
 class _Before:
@@ -83,8 +129,8 @@ class _Before:
 # Activations ---------------------------------------------------------------------------------------------------------
 
 
-def _spell_out_rounding(model: ir.Model, node: ir.Node) -> None:
-    """Cut the value into blocks, round these, and put it together."""
+def spell_out_rounding(model: ir.Model, node: ir.Node) -> None:
+    """Put functions of standard operators in the place of a `RoundBlocks`: cut into blocks, round, put together."""
     rounding, do, (x,) = Rounding.of(node), _Before(model, node), node.inputs
     dims = node.outputs[0].shape
     assert x is not None
@@ -122,7 +168,7 @@ def _pads(do: _Before, length: ir.Value, known: int | None, each: int) -> ir.Val
 
 
 @dataclass(frozen=True)
-class _Weight:
+class StoredWeight:
     """A constant in codes.
 
     Attributes:
@@ -143,6 +189,11 @@ class _Weight:
     axis: int
     block_size: int
 
+    @property
+    def values(self) -> Tensor:
+        """What the codes stand for, float32."""
+        return self.codes.float() * spread(self.scale, self.codes, self.axis, self.block_size)
+
 
 _PLAIN: dict[ir.DataType | None, Format] = {
     ir.DataType.INT8: INT8,
@@ -151,7 +202,7 @@ _PLAIN: dict[ir.DataType | None, Format] = {
 }
 
 
-def _stored_weight(node: ir.Node) -> _Weight | None:
+def stored_weight(node: ir.Node) -> StoredWeight | None:
     """Return the weight that the node dequantizes, if that is for this file to spell out."""
     own = node.domain == DOMAIN and node.op_type == "DequantizeBlocks"
     if not own and (node.domain or node.op_type != "DequantizeLinear" or len(node.inputs) > 2):
@@ -159,7 +210,10 @@ def _stored_weight(node: ir.Node) -> _Weight | None:
     codes, scale = node.inputs[:2]
     known, scales = array_of(codes), array_of(scale)
     if own and (known is None or scales is None):
-        raise ExportError(f"{node.name} reads codes without an ONNX type that are not constant")
+        raise ExportError(
+            f"{node.name} reads codes without an ONNX type that are not constant; quantize that weight to 2, 4, 8 or "
+            "16 bits, or leave its operator in float with QuantConfig(exclude=...)"
+        )
     block, axis = (int(node.attributes.get_int(key, default) or 0) for key, default in (("block_size", 0), ("axis", 1)))
     if codes is None or scale is None or known is None or scales is None:
         return None
@@ -172,10 +226,10 @@ def _stored_weight(node: ir.Node) -> _Weight | None:
     if fmt is None:
         return None
     values = torch.from_numpy(known if isinstance(known.dtype.type(0), np.integer) else known.astype(np.float32))
-    return _Weight(str(codes.name), str(scale.name), fmt, values, scale_values, axis % max(values.dim(), 1), block)
+    return StoredWeight(str(codes.name), str(scale.name), fmt, values, scale_values, axis % max(values.dim(), 1), block)
 
 
-def _spell_out_weight(model: ir.Model, node: ir.Node, weight: _Weight) -> None:
+def _spell_out_weight(model: ir.Model, node: ir.Node, weight: StoredWeight) -> None:
     do, axis, size, codes = _Before(model, node), weight.axis, weight.block_size, weight.codes
     if not size:
         scale = weight.scale if weight.scale.dim() == 0 else _along(weight.scale, codes.dim(), axis)
@@ -211,7 +265,7 @@ def _cut(x: Tensor, axis: int, size: int, fill: int | None) -> Tensor:
     return pieces
 
 
-def _values(do: _Before, weight: _Weight, codes: Tensor) -> ir.Value:
+def _values(do: _Before, weight: StoredWeight, codes: Tensor) -> ir.Value:
     """Store codes and return the float32 values they stand for."""
     fmt, name, model = weight.fmt, f"{weight.name.removesuffix('_codes')}_{weight.fmt}", do.model
     if fmt.bits == 8:
@@ -223,7 +277,7 @@ def _values(do: _Before, weight: _Weight, codes: Tensor) -> ir.Value:
     return do.function(function, _packed(model, name, found, fmt.bits), do.integers(*codes.shape))
 
 
-def _scales(do: _Before, weight: _Weight, scale: Tensor, groups: int | None = None) -> ir.Value:
+def _scales(do: _Before, weight: StoredWeight, scale: Tensor, groups: int | None = None) -> ir.Value:
     """Store scales in as few bits as hold them and return them in float32.
 
     Args:

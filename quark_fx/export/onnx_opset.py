@@ -86,6 +86,13 @@ def convert(model: ir.Model, opset: int) -> ir.Model:
         raise ExportError(f"the model has no form in opset {opset}: {error}; use opset={DEFAULT}") from error
 
 
+def raised(model: ir.Model) -> ir.Model:
+    """Return `model`, of an older opset, in `DEFAULT`."""
+    import onnx
+
+    return ir.from_proto(onnx.version_converter.convert_version(ir.to_proto(model), DEFAULT))
+
+
 def ir_version(opset: int) -> int:
     """Return the version of the file format: at least 10, which every ONNX Runtime since 1.18 loads."""
     import onnx

@@ -22,7 +22,8 @@ def share_weights(folder: str | os.PathLike[str]) -> int:
     """Store what the graphs of an export have in common once; return how many bytes that saves.
 
     The first graph keeps its data file; the others read from there what they share with it, and keep files of their
-    own for the rest. `ExportedModel.from_pretrained` reads the folder as before.
+    own for the rest. `ExportedModel.from_pretrained` reads the folder as before. Each graph is replaced whole, with its
+    data, or not at all.
 
     Args:
         folder: where `ExportedModel.save_pretrained` wrote ONNX graphs.
@@ -46,6 +47,8 @@ def _rewrite(path: Path, places: Places) -> int:
     """Let a graph read what `places` has from there, and add the rest; return by how many bytes its data shrank."""
     import onnx_ir as ir
 
+    from quark_fx.export.whole_files import relocated
+
     model, data = ir.load(path), path.with_name(f"{path.name}.data")
     inner = [value.name for graph in model.graph.subgraphs() for value in graph.initializers.values()]
     if inner:
@@ -62,7 +65,7 @@ def _rewrite(path: Path, places: Places) -> int:
         if known is None:
             own.append((digest, value))
         else:
-            value.const_value = _elsewhere(tensor, known)
+            value.const_value = relocated(tensor, known.location, known, known.base_dir)
             shared += 1
     before = data.stat().st_size if data.exists() else 0
     if shared:
@@ -77,25 +80,17 @@ def _save(model: ir.Model, path: Path, data: Path, own: list[ir.Value]) -> None:
     """Write a graph, and its own tensors to `data`, which is there even if it has none: its readers ask for it."""
     import onnx_ir as ir
 
+    from quark_fx.export.whole_files import put_in_place, relocated
+
     tensors = [value.const_value for value in own if value.const_value is not None]
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".shared-") as staging:
         (Path(staging) / data.name).touch()
         written = ir.external_data.convert_tensors_to_external(tensors, staging, data.name)
         for value, tensor in zip(own, written, strict=True):
             assert isinstance(tensor, ir.ExternalTensor)
-            value.const_value = _elsewhere(tensor, tensor, path.parent)
+            value.const_value = relocated(tensor, data.name, tensor, path.parent)
         ir.save(model, Path(staging) / path.name)
-        for name in (data.name, path.name):
-            (Path(staging) / name).replace(path.parent / name)
-
-
-def _elsewhere(tensor: ir.ExternalTensor, place: ir.ExternalTensor, folder: Path | None = None) -> ir.ExternalTensor:
-    """Return `tensor`, read from where `place` is, in `folder`."""
-    import onnx_ir as ir
-
-    base = place.base_dir if folder is None else folder
-    layout = {"shape": tensor.shape, "name": tensor.name or "", "base_dir": base}
-    return ir.ExternalTensor(place.location, place.offset, place.length, tensor.dtype, **layout)
+        put_in_place(Path(staging) / path.name, path)
 
 
 __all__ = ["share_weights"]

@@ -59,10 +59,11 @@ def onnx(
         format: `"qdq"`, pairs of `QuantizeLinear` and `DequantizeLinear` around operators on floats, which runtimes
             fuse; `"qoperator"`, operators on integers (`QLinearConv`, `QGemm`, `MatMulInteger`, …);
             `"matmul_nbits"`, weights of 2, 4 or 8 bits for ONNX Runtime's `MatMulNBits` and `GatherBlockQuantized`;
-            `"vitis"`, pairs of the vendor's nodes with power-of-two scales, for AMD's compilers.
+            `"vitis"`, pairs of the vendor's nodes with power-of-two scales, and one for a tensor in blocks, for AMD's
+            compilers.
         opset: 14 to 25; 21 is the first with 4- and 16-bit codes and scales in blocks, 25 with 2-bit codes.
-        domain: of the pairs: `"com.microsoft"` for 4- and 16-bit codes in any opset (`"qdq"`), `"com.amd.quark"` or
-            `"com.vai.quantize"` (`"vitis"`).
+        domain: of the pairs, or of the vendor's nodes: `"com.microsoft"` for 4- and 16-bit codes in any opset
+            (`"qdq"`), `"com.amd.quark"` or `"com.vai.quantize"` (`"vitis"`).
         accuracy_level: of `"matmul_nbits"`: 0 to 3 compute in float, 4 rounds activations to int8, which is faster.
         input_names: default: the names of the model's inputs.
         output_names: default: the keys of the model's result, or `output`.
@@ -133,6 +134,8 @@ def _write(model: ir.Model, path: Path, external_data: bool | None, gm: GraphMod
     """Write and check the file under its name in a folder beside, and move it from there."""
     import onnx_ir as ir
 
+    from quark_fx.export.whole_files import put_in_place
+
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
     external = size > _EXTERNAL if external_data is None else external_data
     data = f"{path.name}.data" if external else None
@@ -141,9 +144,7 @@ def _write(model: ir.Model, path: Path, external_data: bool | None, gm: GraphMod
             written = Path(folder, path.name)
             ir.save(model, written, external_data=data)
             _check_file(written, gm)
-            for file in (Path(folder, data or ""), written):
-                if file.is_file():
-                    file.replace(path.parent / file.name)
+            put_in_place(written, path)
     except OSError as error:
         raise ExportError(f"{path} could not be written: {error}") from error
 

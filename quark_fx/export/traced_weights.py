@@ -35,21 +35,26 @@ def split_fused_products(model: ir.Model) -> int:
     done = 0
     for node in list(model.graph):
         get = node.attributes.get_int
-        if node.op_type != "FusedMatMul" or made_by(node.inputs[1], "DequantizeLinear") is None:
-            continue
-        if any(get(name, 0) for name in ("transA", "transBatchA", "transBatchB")):
-            continue
-        _split(model, node)
+        weight = made_by(node.inputs[1], "DequantizeLinear") if node.op_type == "FusedMatMul" else None
+        rank = _rank(weight.inputs[0]) if weight is not None else 0
+        if rank < 2 or any(get(name, 0) for name in ("transA", "transBatchA", "transBatchB")):
+            continue  # a vector is not transposed
+        _split(model, node, rank)
         done += 1
     return done
 
 
-def _split(model: ir.Model, node: ir.Node) -> None:
+def _rank(value: ir.Value | None) -> int:
+    """Return the number of dimensions; 0 if it is not known."""
+    return value.shape.rank() if value is not None and value.shape is not None else 0
+
+
+def _split(model: ir.Model, node: ir.Node, rank: int) -> None:
+    """Put a `MatMul` in the place of `node`, whose weight has `rank` dimensions, and what it does besides around it."""
     x, weight = node.inputs[:2]
-    assert weight is not None
     steps = []
     if node.attributes.get_int("transB", 0):
-        steps.append(ir.node("Transpose", [weight], {"perm": [1, 0]}))
+        steps.append(ir.node("Transpose", [weight], {"perm": [*range(rank - 2), rank - 1, rank - 2]}))
         weight = steps[-1].outputs[0]
     product = ir.node("MatMul", [x, weight], name=node.name)
     alpha = node.attributes.get_float("alpha", 1.0)

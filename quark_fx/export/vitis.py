@@ -1,5 +1,7 @@
 """The nodes of Vitis AI and Quark in place of `QuantizeLinear` and `DequantizeLinear`, for power-of-two scales.
 
+Those of blocks are in `vitis_blocks`.
+
 Source: the custom operators of AMD Quark for ONNX (`VitisQuantizeLinear` up to release 0.8, `ExtendedQuantizeLinear`
 since). ONNX Runtime has no kernels for them without that library, so `reference_functions` defines them by the standard
 operators: with those a file runs anywhere, and is compared with torch.
@@ -12,6 +14,8 @@ import onnx_ir as ir
 
 from quark_fx.errors import ExportError
 from quark_fx.export.onnx_edit import array_of
+from quark_fx.export.onnx_opset import DEFAULT, raised
+from quark_fx.export.vitis_blocks import has_block_nodes, spell_out_block_nodes, use_block_nodes
 
 PREFIXES = {"com.vai.quantize": "Vitis", "com.amd.quark": "Extended"}
 """What the operators of each domain are called: this and `QuantizeLinear` or `DequantizeLinear`."""
@@ -20,20 +24,22 @@ _PAIRS = ("QuantizeLinear", "DequantizeLinear")
 
 
 def use_vendor_nodes(model: ir.Model, domain: str) -> None:
-    """Rename every quantizer and dequantizer to the vendor's.
+    """Rename every quantizer and dequantizer to the vendor's, and put its nodes where values are rounded to blocks.
 
     Raises:
-        ExportError: if a scale is no power of two, or is measured at run time; all are listed.
+        ExportError: if a scale is no power of two, or is measured at run time, or the vendor has no node for a kind of
+            blocks; all are listed.
     """
+    blocks = use_block_nodes(model, domain)
     nodes = [node for node in model.graph.all_nodes() if node.op_type in _PAIRS]
-    require_powers_of_two(model, nodes)
+    require_powers_of_two(model, nodes, allow_none=bool(blocks))
     for node in nodes:
         node.domain, node.op_type, node.version = domain, f"{PREFIXES[domain]}{node.op_type}", 1
     model.opset_imports[domain] = 1
 
 
-def require_powers_of_two(model: ir.Model, nodes: list[ir.Node]) -> None:
-    """Raise, naming every scale that is no power of two."""
+def require_powers_of_two(model: ir.Model, nodes: list[ir.Node], *, allow_none: bool) -> None:
+    """Raise, naming every scale of `nodes` that is no power of two."""
     measured = {node.op_type for node in model.graph if node.op_type in ("DynamicQuantizeLinear", "MatMulInteger")}
     bad = [f"  {name} measures its scale at run time" for name in sorted(measured)]
     for value in dict.fromkeys(node.inputs[1] for node in nodes):
@@ -43,7 +49,7 @@ def require_powers_of_two(model: ir.Model, nodes: list[ir.Node]) -> None:
             bad.append(f"  {name} is measured at run time")
         elif (np.abs(np.frexp(scale.astype(np.float64))[0]) != 0.5).any() or (scale <= 0).any():
             bad.append(f"  {name}: {float(scale.flat[0]):.6g}")
-    bad += ["  no value is quantized"] if not nodes else []
+    bad += ["  no value is quantized"] if not nodes and not allow_none else []
     bad += [f"  {node.name} has scales in blocks" for node in nodes if node.attributes.get_int("block_size", 0)]
     if bad:
         raise ExportError(
@@ -67,7 +73,13 @@ def reference_functions(domain: str, opset: int) -> list[ir.Function]:
 
 
 def with_reference_functions(model: ir.Model) -> ir.Model:
-    """Give `model` definitions of the vendor's operators it uses, so that any runtime computes them."""
+    """Return `model` with definitions of the vendor's operators it uses, so that any runtime computes them.
+
+    Those of blocks need opset 21; a model in an older one is converted.
+    """
+    if has_block_nodes(model):
+        model = model if model.opset_imports[""] >= DEFAULT else raised(model)
+        spell_out_block_nodes(model)
     used = {node.domain for node in model.graph.all_nodes()}
     for domain in PREFIXES:
         for function in reference_functions(domain, model.opset_imports[""]) if domain in used else ():
