@@ -39,7 +39,8 @@ class Chain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.relu(self.up(x))
-        return self.down(y.reshape(-1, 32)) + x
+        z: Tensor = self.down(y.reshape(-1, 32)) + x
+        return z
 
 
 def sizes(model: nn.Module, x: Tensor, config: qfx.QuantConfig = INT8_STATIC, batches: int = 3) -> Sizes:
