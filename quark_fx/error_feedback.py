@@ -26,6 +26,9 @@ _AT_ONCE = 1 << 20
 """Weights that are rounded together on a processor, about: more need memory, and fall out of its caches. A GPU takes
 256 times as many, of which seven copies are a few gigabytes."""
 
+_FACTORED = 1 << 22
+"""Elements of the second moments, about, that are factored together."""
+
 _ARRAYS = 9
 """Arrays of the size of a piece that there are at once while it is rounded."""
 
@@ -116,21 +119,29 @@ def _reverse(x: Tensor) -> None:
         back.copy_(kept)
 
 
-def round_with_feedback(weight: Tensor, factor: Factor, grid: Grid) -> Tensor:
+def at_once(h: Tensor) -> list[slice]:
+    """Return which matrices of a stack `h`, shape (groups, inputs, inputs), are worth factoring together."""
+    groups, inputs, _ = h.shape
+    most = max(1, (_FACTORED if h.is_cpu else _FACTORED << 6) // inputs**2)
+    return [slice(first, first + most) for first in range(0, groups, most)]
+
+
+def round_with_feedback(weight: Tensor, factor: Factor, grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
     """Choose codes for `weight`, column by column.
 
     Args:
         weight: shape (groups, outputs, inputs).
         factor: of the second moment of what it multiplies.
         grid: what codes stand for; it does not change on the way (static groups).
+        dtype: of the result, one that holds all codes.
 
     Returns:
-        Codes in float32, the shape of `weight`.
+        Codes, the shape of `weight`.
 
     Source:
         Frantar et al. 2023 (GPTQ), algorithm 1.
     """
-    codes = torch.empty_like(weight)
+    codes = torch.empty_like(weight, dtype=dtype)
     for groups, rows in _pieces(weight):
         order, feedback = factor.order[groups], factor.feedback[groups]
         piece = [p.expand_as(weight)[groups, rows] for p in (weight, grid.scale, grid.zero_point)]
@@ -148,9 +159,12 @@ def _pieces(weight: Tensor) -> Iterator[tuple[slice, slice]]:
             yield slice(group, group + matrices), slice(row, row + (lines if matrices == 1 else rows))
 
 
-def working_bytes(values: int) -> int:
-    """Return the bytes that rounding a weight of so many values on a processor takes, beside its codes."""
-    return 4 * _ARRAYS * min(values, _AT_ONCE)
+def working_bytes(groups: int, outputs: int, inputs: int) -> int:
+    """Return the bytes that rounding a weight of this shape on a processor takes, beside the second moment."""
+    together = min(groups, max(1, _FACTORED // inputs**2))
+    values = outputs * inputs
+    # The factor, spread scales, codes as they are made and as they are stored, and a piece at work.
+    return 4 * together * (inputs**2 + values) + 2 * groups * values + 4 * _ARRAYS * min(together * values, _AT_ONCE)
 
 
 def _round_piece(piece: Sequence[Tensor], index: Tensor, feedback: Tensor, grid: Grid) -> Tensor:
@@ -212,4 +226,4 @@ def solve(factor: Factor, right: Tensor) -> Tensor:
     return torch.empty_like(x).scatter_(-1, columns, x)
 
 
-__all__ = ["Factor", "factor", "round_with_feedback", "solve", "working_bytes"]
+__all__ = ["Factor", "at_once", "factor", "round_with_feedback", "solve", "working_bytes"]

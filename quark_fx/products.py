@@ -29,7 +29,7 @@ class Part:
         run: the block it is in.
         weight: its own.
         mapping: how it multiplies.
-        real: the float weight as matrices, float32.
+        real: the float weight as matrices.
     """
 
     run: BlockRun
@@ -41,16 +41,19 @@ class Part:
         """Return the codes that are stored now, as matrices."""
         return self.mapping.matrix(tensor_of(self.run.module, self.weight.codes))
 
-    def grid(self) -> Grid:
-        """Return what the codes stand for, as matrices."""
-        found, stored = self.weight.grid(self.run.module), tensor_of(self.run.module, self.weight.codes)
+    def grid(self, matrices: slice = slice(None)) -> Grid:
+        """Return what the codes stand for, as matrices; of a stack, those of `matrices`."""
+        stored = tensor_of(self.run.module, self.weight.codes)
+        if self.mapping.stacked:
+            stored = stored[matrices]
+        found = self.weight.grid(self.run.module, matrices if self.mapping.stacked else slice(None))
         scale, zero_point = (self.mapping.matrix(p.expand_as(stored)) for p in (found.scale, found.zero_point))
         return Grid(scale, zero_point, self.weight.scheme.limits, format=self.weight.float_format)
 
     def store(self, codes: Tensor) -> None:
         """Store codes, given as matrices."""
         old = tensor_of(self.run.module, self.weight.codes)
-        self.run.store(self.weight.codes, self.mapping.restore(codes, old).to(old.dtype))
+        self.run.store(self.weight.codes, self.mapping.restore(codes.to(old.dtype), old))
 
     def fit_scales(self, h: Tensor) -> bool:
         """Shrink and store scales where that brings the outputs nearer, `h` being the moment of what is multiplied.
@@ -63,7 +66,7 @@ class Part:
         old = weight.scale(self.run.module)
         kind, constrain = weight.scheme.scale_type, _constrained(weight, old)
         block = weight.block_size if weight.block_size > 0 else self.real.shape[-1]
-        ratio = fit_scales(self.real, h, self.grid(), block, constrain if kind.is_8_bit else None)
+        ratio = fit_scales(self.real.float(), h, self.grid(), block, constrain if kind.is_8_bit else None)
         # Scales lie as the weight does, with fewer inputs; one per channel as a vector.
         ratio = self.mapping.restore(ratio, old) if old.dim() > 1 else ratio.reshape(-1)
         self.run.store(weight.scale_name, old.sign() * constrain((old.abs() * ratio).double()))
@@ -119,7 +122,7 @@ def find_products(run: BlockRun, weights: Iterable[QuantizedWeight], context: Co
     """Return the products of a block in order; an operator that multiplies in an unknown way is noted as left alone."""
     found: dict[object, list[Part]] = {}
     for weight in weights:
-        stored = tensor_of(run.reference, weight.weight).detach().float()
+        stored = tensor_of(run.reference, weight.weight).detach()
         mapping = linear_map(weight.node, weight.row, stored)
         if mapping is None:
             context.note(Change(weight.name, "left: how it multiplies is not known", changed=False))

@@ -52,7 +52,6 @@ from quark_fx.resources import Resources, expect, parse_bytes, require_room
 from quark_fx.serialization import GRAPH_FILE, TENSOR_FILE
 from quark_fx.shelf import Shelf
 from quark_fx.signature import split_batch
-from quark_fx.weights import sqnr
 
 logger = logging.getLogger(__name__)
 
@@ -383,8 +382,7 @@ def _with_learned_weights(rows: list[Row], gm: GraphModule, context: Context) ->
     assert context.float_graph is not None
     noise = {}
     for weight in quantized_weights(gm, context.plan):
-        real = tensor_of(context.float_graph, weight.weight).detach()
-        noise[weight.name, weight.weight] = sqnr(real, weight.value(gm).to(real.device))
+        noise[weight.name, weight.weight] = weight.sqnr(gm, tensor_of(context.float_graph, weight.weight).detach())
     return [replace(row, sqnr=noise.get((row.name, row.parameter), row.sqnr)) for row in rows]
 
 

@@ -15,7 +15,8 @@ from quark_fx.grid import Grid
 from quark_fx.operators import Operator, argument, channel_dim
 from quark_fx.ops import spread
 from quark_fx.placement import PlannedOperator
-from quark_fx.qparams import ScaleType, Scheme
+from quark_fx.qparams import QParams, ScaleType, Scheme
+from quark_fx.weights import QuantizedTensor
 
 _DEQUANTIZE = "quark_fx.dequantize.default"
 
@@ -60,9 +61,13 @@ class QuantizedWeight:
         """Name of the tensor of codes."""
         return _name(self.dequantize.args[0])
 
-    def grid(self, gm: GraphModule) -> Grid:
-        """Return what the codes stand for."""
+    def grid(self, gm: GraphModule, matrices: slice = slice(None)) -> Grid:
+        """Return what the codes stand for; of a stack of matrices, those of `matrices`."""
         codes, scale, zero_point = (parameter(gm, node) for node in self.dequantize.args[:3])  # type: ignore[arg-type]
+        stacked = len(codes)
+        codes, scale, zero_point = (
+            p[matrices] if p.dim() == codes.dim() > 2 and len(p) == stacked else p for p in (codes, scale, zero_point)
+        )
         if self.scheme.symmetric:  # one number for all, which takes no memory when it is spread
             zero_point = zero_point.flatten()[:1].reshape(())
         scale, zero_point = (spread(p.float(), codes, self.axis, self.block_size) for p in (scale, zero_point))
@@ -87,6 +92,14 @@ class QuantizedWeight:
     def value(self, gm: GraphModule) -> Tensor:
         """Return the weight the operator multiplies by now, float32."""
         return self.grid(gm).value(tensor_of(gm, self.codes).float())
+
+    def sqnr(self, gm: GraphModule, real: Tensor) -> float:
+        """Return the signal to noise ratio in dB of what the codes stand for, `real` being the float weight."""
+        assert self.operator.weight is not None
+        parameters = (parameter(gm, node).to(real.device) for node in self.dequantize.args[:3])  # type: ignore[arg-type]
+        codes, scale, zero_point = parameters
+        stored = QuantizedTensor(codes, QParams(scale, zero_point), self.operator.weight, self.axis, self.block_size)
+        return stored.sqnr(real)
 
     def channel_dim(self, output: Tensor) -> int:
         """Return the dimension of the operator's output that counts output channels."""

@@ -116,7 +116,7 @@ def expect(
     sizes = Sizes(gm, plan.operators, -(-len(context.batches) // context.ranks.count), _growth(gm, context))
     home = next((t.device for t in (value_of(gm, n) for n in gm.graph.nodes if is_parameter(n))), context.device)
     stages, held = [], 0
-    for name, need in _stages(sizes, plan, context, passes):
+    for name, need in _stages(sizes, plan, context, passes, shelf=shelf):
         if name != "result" or not shelf:  # which stays in files
             stages.append((name, 0 if shelf else held, need))
         held += need.held
@@ -136,7 +136,9 @@ def expect(
     return Resources(occupied(), tuple(stages), device, disk, seconds, shelf, unknown)
 
 
-def _stages(sizes: Sizes, plan: Plan, context: Context, passes: Sequence[GraphPass]) -> Iterator[tuple[str, Need]]:
+def _stages(
+    sizes: Sizes, plan: Plan, context: Context, passes: Sequence[GraphPass], *, shelf: bool
+) -> Iterator[tuple[str, Need]]:
     """Yield what each stage needs, in order."""
     declared = {p: p.needs(sizes) for p in passes if hasattr(p, "needs")}
     for p, need in declared.items():
@@ -144,7 +146,7 @@ def _stages(sizes: Sizes, plan: Plan, context: Context, passes: Sequence[GraphPa
             yield pass_name(p), need
     if plan.observed:
         yield "calibrate", _calibration(sizes, context)
-    yield "convert", Need((Moment(sizes.codes),), held=sizes.codes)
+    yield "convert", Need((Moment(sizes.largest_codes if shelf else sizes.codes),), held=sizes.codes)
     for p, need in declared.items():
         if pass_stage(p) is not Stage.FLOAT:
             yield pass_name(p), need

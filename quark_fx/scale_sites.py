@@ -20,6 +20,9 @@ from quark_fx.operators import Operator, argument, operator_row, set_argument, s
 from quark_fx.scale_rules import given_bounds, input_axis, input_labels, visit, weight_sharer
 from quark_fx.scale_walk import Components, Walk
 
+_AT_ONCE = 1 << 20
+"""Elements of a parameter that are rescaled together, about."""
+
 
 @dataclass(frozen=True, eq=False)
 class Absorber:
@@ -322,7 +325,16 @@ def _scaled(value: Tensor, labels: Tensor, factor: Tensor) -> Tensor:
     wide = torch.promote_types(value.dtype, torch.promote_types(factor.dtype, torch.float32))
     labels, factor = labels.to(value.device), factor.to(value.device)
     per_element = torch.where(labels >= 0, factor[labels.clamp(min=0)], 1).to(wide)
-    return (value.detach().to(wide) * per_element).to(value.dtype)
+    shape = torch.broadcast_shapes(value.shape, per_element.shape)
+    value, per_element = value.detach().expand(shape), per_element.expand(shape)
+    result = torch.empty(shape, dtype=value.dtype, device=value.device)
+    if not shape:
+        return result.copy_(value.to(wide) * per_element)
+    rows = max(1, _AT_ONCE * shape[0] // max(1, result.numel()))
+    for first in range(0, shape[0], rows):  # a copy of a large weight in float32 would be larger still
+        some = slice(first, first + rows)
+        result[some] = value[some].to(wide) * per_element[some]
+    return result
 
 
 def _rescale_statistics(producer: Absorber, factor: Tensor) -> None:

@@ -99,12 +99,14 @@ class SecondMoment:
         A matrix of `n` inputs that saw fewer than about `n` rows leaves directions open which its rows do not reach.
         The average of the stack counts as `n` rows more.
         """
-        above = self.h.triu(1)
-        self.h.triu_().add_(above.mT)
+        inputs = self.h.shape[-1]
+        for start in range(0, inputs, _TILE):  # a copy of a stack of matrices would be large
+            tile, rest = slice(start, start + _TILE), slice(start + _TILE, None)
+            self.h[:, rest, tile] = self.h[:, tile, rest].mT
+            corner = self.h[:, tile, tile]
+            corner.copy_(corner.triu() + corner.triu(1).mT)
         if routed:
-            inputs = self.h.shape[-1]
-            average = self.h.sum(0) / max(1, int(self.rows.sum())) * inputs
-            self.h = self.h + average
+            self.h += self.h.sum(0) / max(1, int(self.rows.sum())) * inputs
 
 
 @dataclass(frozen=True)

@@ -79,9 +79,9 @@ class Matrices:
         return FLOAT32 * self.groups * self.inputs**2
 
     @property
-    def float_copy(self) -> int:
-        """Bytes of it in float32, unless it is."""
-        return 0 if self.itemsize == FLOAT32 else FLOAT32 * self.values
+    def target(self) -> int:
+        """Bytes of another weight of its shape in float32."""
+        return FLOAT32 * self.values
 
 
 @dataclass(frozen=True)
@@ -198,8 +198,18 @@ class Sizes:
     @cached_property
     def codes(self) -> int:
         """Bytes of all codes and scales."""
-        weights = {op.weight_node: op for op in self.operators if op.weight is not None and op.weight_node is not None}
-        return sum(_stored(value_of(self.gm, node), op) for node, op in weights.items())
+        return sum(self._stored)
+
+    @property
+    def largest_codes(self) -> int:
+        """Bytes of the codes and scales of the largest weight."""
+        return max(self._stored, default=0)
+
+    @cached_property
+    def _stored(self) -> list[int]:
+        coded = ((op, op.weight_node) for op in self.operators if op.weight is not None)
+        weights = {node.target: (op, node) for op, node in coded if node is not None}
+        return [_stored(value_of(self.gm, node), op) for op, node in weights.values()]
 
     @cached_property
     def floats(self) -> int:

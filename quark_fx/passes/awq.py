@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from quark_fx.block_walk import FloatRun, walk_float_blocks
 from quark_fx.blocks import Unit
+from quark_fx.config import Granularity
 from quark_fx.context import Context
 from quark_fx.errors import ConfigError
 from quark_fx.graph import named_nodes, parameter
@@ -20,6 +22,7 @@ from quark_fx.linear_map import LinearMap, linear_map
 from quark_fx.operators import argument
 from quark_fx.pass_manager import Change, copy_graph, graph_pass
 from quark_fx.placement import PlannedOperator, plan_quantization, require_finite_weights
+from quark_fx.qparams import ScaleType
 from quark_fx.scale_sites import Absorber, ScaledInput, ScaleSite, apply_scale, find_scale_sites
 from quark_fx.second_moment import Entrance, SecondMoment
 from quark_fx.sizes import FLOAT32, BlockSize, Need, Sizes
@@ -27,6 +30,9 @@ from quark_fx.weights import quantize_tensor
 
 _COPIES = 7
 """Of a weight in float32 while an exponent is tried: it, scaled, rounded, what is lost, products with the moment."""
+
+_AT_ONCE = 1 << 20
+"""Weights that an exponent is tried on together, about."""
 
 _SMALLEST = 1e-4
 """Of an average magnitude: an input that is never there is scaled like one that hardly is."""
@@ -92,13 +98,13 @@ class AWQ:
 
         def turn(block: BlockSize) -> int:
             moments = sorted((m.moment for m in block.matrices), reverse=True)
-            tried = max((FLOAT32 * _COPIES * m.values for m in block.matrices), default=0)
+            tried = max((FLOAT32 * _COPIES * min(m.values, _AT_ONCE) + m.target for m in block.matrices), default=0)
             return sum(moments[:2]) + max(tried, block.forward)
 
         def work(block: BlockSize) -> int:
             tries = self.steps // 2 + 3
             moments = (m.inputs * m.inputs * m.rows * sizes.batches for m in block.matrices)
-            return sum(moments) + sum(4 * tries * m.values * m.inputs for m in block.matrices)
+            return sum(moments) + sum(2 * tries * m.values * m.inputs for m in block.matrices)
 
         scaled = sum(m.values * m.itemsize for m in sizes.matrices.values())
         return sizes.walk(Unit.OPERATOR, turn, held=scaled, work=work)
@@ -138,6 +144,7 @@ class _Search:
         absorber: its weight.
         shape: groups and inputs of it as matrices.
         moment: of what it reads, once the data has been there.
+        signal: the squared output of the weight as it is, once it was needed.
     """
 
     scaled: ScaledInput
@@ -146,6 +153,7 @@ class _Search:
     absorber: Absorber
     shape: tuple[int, int]
     moment: SecondMoment | None = None
+    signal: Tensor | None = None
 
     @property
     def h(self) -> Tensor:
@@ -158,20 +166,39 @@ class _Search:
         op = self.operator
         assert op.row is not None
         assert op.weight is not None
-        weight = parameter(gm, self.absorber.parameter).detach().to(self.h.device).float()
+        weight = parameter(gm, self.absorber.parameter).detach().to(self.h.device)
         labels = self.absorber.labels.to(weight.device)
-        factor = torch.where(labels >= 0, scale[labels.clamp(min=0)], 1.0)
+        factor = torch.where(labels >= 0, scale[labels.clamp(min=0)], 1.0).expand_as(weight)
+        axes = op.row.output_axis, op.row.input_axis
         stacked = op.row.kind in ("experts", "linear") and weight.dim() > 2
-        rounded = quantize_tensor(
-            weight * factor,
-            op.weight,
-            output_axis=op.row.output_axis,
-            input_axis=op.row.input_axis,
-            stacked=stacked,
-        ).dequantize()
-        lost, real = self.mapping.matrix(rounded / factor - weight), self.mapping.matrix(weight)
-        noise, signal = (((m @ self.h) * m).sum() for m in (lost, real))
-        return float(noise / signal.clamp_min(torch.finfo(torch.float32).tiny))
+        noise, signal = torch.zeros(2, device=weight.device)
+        amax = (weight * factor).abs().amax().float() if op.weight.scale_type is ScaleType.FP8_E4M3 else None
+        for piece, h in self._pieces(weight):
+            real, s = weight[piece].float(), factor[piece]
+            rounded = quantize_tensor(
+                real * s, op.weight, output_axis=axes[0], input_axis=axes[1], stacked=stacked, amax=amax
+            )
+            lost = self.mapping.matrix(rounded.dequantize().div_(s).sub_(real))
+            noise += ((lost @ h) * lost).sum()
+            if self.signal is None:
+                real = self.mapping.matrix(real)
+                signal += ((real @ h) * real).sum()
+        if self.signal is None:
+            self.signal = signal.clamp_min(torch.finfo(torch.float32).tiny)
+        return float(noise / self.signal)
+
+    def _pieces(self, weight: Tensor) -> Iterator[tuple[Any, Tensor]]:
+        """Yield parts of a weight whose scales do not depend on each other, and the moments of what they multiply."""
+        row, spec = self.operator.row, self.operator.weight
+        assert row is not None
+        assert spec is not None
+        axis = 0 if self.mapping.stacked else row.output_axis % weight.dim()
+        apart = spec.granularity is not Granularity.TENSOR and (self.mapping.stacked or self.mapping.groups == 1)
+        size = weight.shape[axis]
+        step = max(1, _AT_ONCE * size // weight.numel()) if apart else size
+        for first in range(0, size, step):
+            part = slice(first, first + step)
+            yield (slice(None),) * axis + (part,), self.h[part] if self.mapping.stacked else self.h
 
 
 def _search(

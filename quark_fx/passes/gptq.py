@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from quark_fx.block_walk import BlockRun, walk_blocks
 from quark_fx.blocks import Unit
 from quark_fx.context import Context
-from quark_fx.error_feedback import Factor, factor, round_with_feedback, solve, working_bytes
+from quark_fx.error_feedback import Factor, at_once, factor, round_with_feedback, solve, working_bytes
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.memory import give_back
 from quark_fx.pass_manager import Change, Stage, graph_pass
@@ -75,13 +75,13 @@ class GPTQ:
 
     def needs(self, sizes: Sizes) -> Need:
         """Return what a run takes: the second moment of a product, its factor, and a piece of a weight at work."""
-        moments = 3 if self.asymmetry else 2
+        moments = 2 if self.asymmetry else 1
 
         def turn(block: BlockSize) -> int:
-            real = sum(m.float_copy for m in block.matrices)
-            measured = (m.moment + block.forward + FLOAT32 * m.rows * m.inputs for m in block.matrices)
-            rounded = (moments * m.moment + FLOAT32 * m.values + working_bytes(m.values) for m in block.matrices)
-            return real + max((*measured, *rounded), default=0)
+            measured = (moments * m.moment + block.forward + FLOAT32 * m.rows * m.inputs for m in block.matrices)
+            shapes = ((m, working_bytes(m.groups, m.outputs, m.inputs)) for m in block.matrices)
+            rounded = (moments * m.moment + working + bool(self.asymmetry) * m.target for m, working in shapes)
+            return max((*measured, *rounded), default=0)
 
         def work(block: BlockSize) -> int:
             return sum(m.inputs * (m.inputs * m.rows * sizes.batches + 2 * m.values) for m in block.matrices)
@@ -100,28 +100,47 @@ class GPTQ:
         parts = [part for part, n in zip(product.parts, number, strict=False) if context.ranks.owns(n)]
         if not parts:
             return
+        stack = parts[0].mapping.stacked and moment.shift is None
+        slices = at_once(moment.h) if stack else [slice(None)]
+        # What serves all parts is made once; the factors of a long stack, which would fill the memory, as they come.
+        common = self._factor(product, moment.h) if len(slices) == 1 else None
+        shared = (time.perf_counter() - began) / len(parts)
+        for part in parts:
+            factors = (common or self._factor(product, moment.h[matrices]) for matrices in slices)
+            self._round_part(part, moment, zip(slices, factors, strict=True), context, time.perf_counter() - shared)
+
+    def _factor(self, product: Product, h: Tensor) -> Factor:
         try:
-            found = factor(moment.h, damping=self.damping, by_activation=self.by_activation)
+            return factor(h, damping=self.damping, by_activation=self.by_activation)
         except CalibrationError as error:
             raise CalibrationError(
                 f"{product.names}: {error}; check the calibration data, or exclude the operator"
             ) from error
-        shared = (time.perf_counter() - began) / len(parts)
-        for part in parts:
-            self._round_part(part, moment, found, context, time.perf_counter() - shared)
 
-    def _round_part(self, part: Part, moment: SecondMoment, found: Factor, context: Context, began: float) -> None:
+    def _round_part(
+        self,
+        part: Part,
+        moment: SecondMoment,
+        factors: Iterable[tuple[slice, Factor]],
+        context: Context,
+        began: float,
+    ) -> None:
         give_back()
         target, nearest = part.real, part.codes()
         if moment.shift is not None:
-            target = target + self.asymmetry * solve(found, target @ moment.shift)
+            factors = list(factors)  # of all matrices at once
+            target = target + self.asymmetry * solve(factors[0][1], target.float() @ moment.shift)
         was = _error(part, target, moment.h)
         stays = self.fit_scales and not part.fit_scales(moment.h)
-        part.store(round_with_feedback(target, found, part.grid()))
+        codes, damping = torch.empty_like(nearest), 0.0
+        for matrices, found in factors:
+            codes[matrices] = round_with_feedback(target[matrices], found, part.grid(matrices), codes.dtype)
+            damping = max(damping, found.damping)
+        part.store(codes)
         share = share_changed(nearest, part.codes())
         now = _error(part, target, moment.h)
         left = "; scales left: not free to change" * stays
-        damped = f"; damped by {found.damping:g}" * (found.damping > self.damping)
+        damped = f"; damped by {damping:g}" * (damping > self.damping)
         what = f"{share:.1%} of the codes{left}{damped}{_few(moment)}"
         context.note(Change(part.weight.name, what, share > 0, was, now, time.perf_counter() - began))
 
@@ -132,7 +151,7 @@ def _error(part: Part, target: Tensor, h: Tensor) -> float:
     grid, aim = part.grid(), target[:, some]
     scale, zero_point = (p.expand_as(target)[:, some] for p in (grid.scale, grid.zero_point))
     lost = (part.codes()[:, some].float() - zero_point) * scale - aim
-    noise, signal = (((m @ h) * m).sum() for m in (lost, aim))
+    noise, signal = (((m @ h) * m).sum() for m in (lost, aim.float()))
     return float(noise / signal.clamp_min(torch.finfo(torch.float32).tiny))
 
 
