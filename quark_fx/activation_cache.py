@@ -92,6 +92,7 @@ class ActivationCache:
     def drop(self, key: Hashable) -> None:
         """Forget `key`, if it is known."""
         value = self._values.pop(key, None)
+        self._strides.pop(key, None)
         if isinstance(value, Path):
             value.unlink()
         elif isinstance(value, Tensor):
@@ -109,6 +110,7 @@ class ActivationCache:
     def close(self) -> None:
         """Forget everything and remove the files."""
         self._values.clear()
+        self._strides.clear()
         self._used = {"device": 0, "host": 0}
         if self._folder is not None:
             self._folder.cleanup()

@@ -297,6 +297,7 @@ def walk_float_blocks(
         for index, block in enumerate(
             tqdm(blocks, desc=label, unit="block", disable=not context.progress, leave=False)
         ):
+            give_back()
             streams.shared |= block.shared
             part = _lift(gm, block, nodes, context.device, watches.values())
             yield FloatRun(block, part, streams)
@@ -304,6 +305,7 @@ def walk_float_blocks(
                 streams.advance("float", block, part)
             # What enters a block was watched where it was made.
             watches = {name: node for name, node in watches.items() if name not in named_nodes(part)}
+            _release(part)
             streams.forget(set(block.inputs) - set(block.outputs))
     finally:
         streams.forget({name for block in blocks for name in (*block.inputs, *block.outputs)})

@@ -75,10 +75,14 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return `(codes - zero_point) * scale`, computed in float32 and then cast to `dtype`; inverse of `quantize`."""
-    values = codes.to(torch.float32)
-    if isinstance(parse_format(format), IntFormat):
-        values = values.sub_(spread(zero_point, codes, axis, block_size))
-    return values.mul_(spread(scale, codes, axis, block_size)).to(dtype)
+    result = torch.empty_like(codes, dtype=dtype)
+    # The float32 values of a large weight beside its spread scales would take several times what the result does.
+    for rows, some_scale, some_point in row_pieces(codes, QParams(scale, zero_point), axis, block_size):
+        values = codes[rows].to(torch.float32)
+        if isinstance(parse_format(format), IntFormat):
+            values = values.sub_(spread(some_point, values, axis, block_size))
+        result[rows] = values.mul_(spread(some_scale, values, axis, block_size))
+    return result
 
 
 @dequantize.register_fake
@@ -204,7 +208,7 @@ def row_pieces(
     """Yield indices of some rows at a time (dimension 0) and their parameters, so that what is made of a large tensor
     meanwhile stays small.
     """
-    count = -(-codes.numel() // _AT_ONCE)
+    count = -(-codes.numel() // (_AT_ONCE if codes.is_cpu else _AT_ONCE << 8))
     apart = count > 1 and codes.dim() > 1 and not (axis == 0 and block_size)
     if not apart:
         yield ..., qparams.scale, qparams.zero_point
@@ -214,7 +218,7 @@ def row_pieces(
         rows = slice(first, first + step)
         # Parameters have no rows where they are one for all, or vary along another dimension.
         scale, zero_point = (
-            p[rows] if p.dim() == codes.dim() or (axis == 0 and p.dim()) else p
+            p[rows] if p.dim() in (codes.dim(), axis == 0) and p.dim() and len(p) == len(codes) else p
             for p in (qparams.scale, qparams.zero_point)
         )
         yield rows, scale, zero_point

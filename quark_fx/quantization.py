@@ -9,7 +9,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from quark_fx.context import Calibrated, Checkpoint, Context, fingerprint, requi
 from quark_fx.correspondence import Source
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
 from quark_fx.graph import device_of, own_tensors, placeholders, static_size, stored_tensors, tensor_of
-from quark_fx.memory import give_back_at_once
+from quark_fx.memory import give_back_at_once, occupied
 from quark_fx.model import QuantizedModel
 from quark_fx.open_checkpoint import open_checkpoint
 from quark_fx.pass_manager import (
@@ -48,7 +48,7 @@ from quark_fx.presets import preset
 from quark_fx.quantized_weights import quantized_weights
 from quark_fx.ranks import ALONE, Ranks
 from quark_fx.report import Row
-from quark_fx.resources import Resources, expect, parse_bytes, require_room
+from quark_fx.resources import Resources, count_values, expect, parse_bytes, require_room
 from quark_fx.serialization import GRAPH_FILE, TENSOR_FILE
 from quark_fx.shelf import Shelf
 from quark_fx.signature import split_batch
@@ -125,7 +125,7 @@ def quantize(
         if verify and first is None:
             raise CalibrationError("verify=True compares the passes on a batch; pass at least one as calibration_data")
         captured, context, batches = _begun(
-            model, config, first, batches, dynamic_shapes, device, cache, shelf, ranks, keep=memory is not None
+            model, config, first, batches, dynamic_shapes, device, cache, shelf, ranks, memory=memory
         )
         context.progress = progress
         inputs = tuple(_flatten(captured, first)) if verify else None
@@ -141,6 +141,7 @@ def quantize(
         qmodel = QuantizedModel(gm, captured.signature, config, rows, records, source)
         if output_dir is not None:
             del gm.meta["shelf"]
+            ranks.wait()  # for those that still put things in the folder which goes
             if ranks.index == 0:
                 qmodel.save(output_dir)
                 shutil.rmtree(Path(output_dir) / _UNFINISHED)
@@ -173,12 +174,12 @@ def _transformed(
     rewrites = list(itertools.takewhile(lambda p: not needs_context(p), early))
     gm, records = run_passes(captured.module, rewrites, verify_inputs=verify_inputs, context=context)
     learns = bool(context.batches)
-    if learns:
+    if memory is not None or disk is not None or (learns and progress):
         expected = expect(gm, config, context, config.passes[len(rewrites) :], shelf=shelf is not None)
         require_room(expected, memory, disk)
         if memory is not None:
             context.cache.limit_further(memory - expected.within(0))
-        if progress:
+        if learns and progress:
             tqdm.write(str(expected), file=sys.stderr)
     if checkpoint is not None or not ranks.alone:
         run = fingerprint(captured.module, context)
@@ -237,14 +238,13 @@ def predict(
         if isinstance(model, str | Path):
             model = open_checkpoint(model, scratch=folder)
         first, batches = _peek(calibration_data)
-        captured, context, batches = _begun(
-            model, config, first, batches, dynamic_shapes, device, None, shelf, ALONE, keep=True
-        )
+        captured, context, batches = _begun(model, config, first, batches, dynamic_shapes, device, None, shelf, ALONE)
         try:
+            counts = [count_values(leaves) for leaves in _flat_batches(captured, batches)]
             rewrites = list(itertools.takewhile(lambda p: not needs_context(p), config.passes))
             early = [p for p in rewrites if pass_stage(p) is Stage.FLOAT]
             gm, _ = run_passes(captured.module, early, context=context)
-            return expect(gm, config, context, config.passes[len(early) :], shelf=streamed)
+            return expect(gm, config, context, config.passes[len(early) :], shelf=streamed, counts=counts)
         finally:
             context.cache.close()
 
@@ -260,12 +260,11 @@ def _begun(
     shelf: Shelf | None,
     ranks: Ranks,
     *,
-    keep: bool,
+    memory: int | None = None,
 ) -> tuple[Captured, Context, Iterable[Any]]:
-    """Capture the model; return it, the context with the batches if it is to keep them, and otherwise the batches.
+    """Capture the model; return it, the context, and the batches, unless they are read more than once and kept there.
 
-    Batches that are read more than once are kept in any case: data may come from a generator, or in another order each
-    time.
+    Data may come from a generator, or in another order each time.
 
     Raises:
         ConfigError: if the model is quantized already.
@@ -289,7 +288,11 @@ def _begun(
     by_block = place != home or shelf is not None
     names = captured.signature.input_names
     context = Context(config, ActivationCache(cache, place), place, names=names, ranks=ranks, by_block=by_block)
-    if keep or by_block or not ranks.alone or any(needs_context(p) for p in config.passes):
+    if shelf is not None and context.cache.budget.directory is None:
+        context.cache.budget = replace(context.cache.budget, directory=shelf.directory)
+    if memory is not None:
+        context.cache.limit_further(max(0, memory - occupied()) // 2)  # what data may take before the rest is known
+    if by_block or not ranks.alone or any(needs_context(p) for p in config.passes):
         try:
             context.add_batches(_flat_batches(captured, batches), divisible=_divisible(captured))
         except BaseException:
@@ -344,21 +347,23 @@ def _work_directory(
         return
     output = Path(output)
     _require_ours(output, checkpoint)
-    new, unfinished = not output.exists(), output / _UNFINISHED
+    unfinished = output / _UNFINISHED
+    made = [folder for folder in (output, *output.parents) if not folder.exists()]
     try:
         yield Shelf(unfinished), checkpoint or unfinished / _BLOCKS
     except BaseException:
-        if ranks.alone and not any(unfinished.rglob("*.safetensors")):
+        if ranks.index == 0 and not any(unfinished.rglob("*.safetensors")):
             shutil.rmtree(unfinished, ignore_errors=True)
-            if new and not any(output.iterdir()):
-                output.rmdir()
+            with suppress(OSError):  # something else is in it, or it could not be made
+                for folder in made:
+                    folder.rmdir()
         raise
 
 
 def _require_ours(output: Path, checkpoint: str | Path | None) -> None:
     own = {_UNFINISHED}
-    if (output / _UNFINISHED).is_dir() and not (output / GRAPH_FILE).exists():
-        own |= {TENSOR_FILE, f"{TENSOR_FILE}.partial", f"{GRAPH_FILE}.partial"}  # interrupted while it was saved
+    if (output / _UNFINISHED).is_dir():  # interrupted while it was saved, or the folder emptied
+        own |= {TENSOR_FILE, GRAPH_FILE, f"{TENSOR_FILE}.partial", f"{GRAPH_FILE}.partial"}
     if checkpoint is not None and Path(checkpoint).parent == output:
         own.add(Path(checkpoint).name)
     others = [file.name for file in output.iterdir() if file.name not in own] if output.is_dir() else []

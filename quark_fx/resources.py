@@ -25,14 +25,21 @@ from quark_fx.pass_manager import GraphPass, Stage, needs_context, pass_name, pa
 from quark_fx.placement import Plan, plan_quantization
 from quark_fx.sizes import Moment, Need, Sizes, peak
 
-_PROBE = 512
-"""Rows and columns of the product that shows how fast the device is."""
+_PROBE, _LARGE_PROBE = 512, 8192
+"""Rows and columns of the product that shows how fast a processor is, and an accelerator."""
+
+_MARGIN = 1.03
+"""Advice is above what is expected by this factor: the process has grown a little when it is followed."""
 
 _UNITS = {
     f"{letter}{binary}B": (1024 if binary else 1000) ** power
     for power, letter in enumerate("KMGT", 1)
     for binary in ("", "i")
 } | {"": 1}
+
+
+_AT_HOME = ("convert", "result")
+"""Stages that run where the model is."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,7 @@ class Resources:
         disk: of a streamed run: what its files take at most, at once.
         seconds: of the floating-point operations at the speed of a matrix product, measured now.
         streamed: what passes make is kept in files.
+        resident: the model lies on the device.
         unknown: passes that do not say what they need, and do not count.
     """
 
@@ -55,6 +63,7 @@ class Resources:
     disk: int
     seconds: float
     streamed: bool
+    resident: bool = False
     unknown: tuple[str, ...] = ()
 
     @property
@@ -77,9 +86,11 @@ class Resources:
         return max((self._peak(stage, cache) for stage in self.stages), default=self.before)
 
     def _peak(self, stage: tuple[str, int, Need], cache: int | None) -> int:
-        _, held, need = stage
-        moments = [replace(m, working=0) for m in need.moments] if self.device else need.moments
-        return self.before + held + peak(moments, cache)
+        name, held, need = stage
+        moments = need.moments
+        if self.device and (self.resident or name not in _AT_HOME):
+            moments = tuple(replace(m, working=0, read=0) for m in moments)
+        return self.before + (0 if self.resident else held) + peak(moments, cache)
 
     def room_for_cache(self, memory: int) -> int | None:
         """Return how many bytes of cached activations fit into a budget, `None` if the rest of the run does not."""
@@ -99,55 +110,61 @@ class Resources:
 
 
 def expect(
-    gm: GraphModule, config: QuantConfig, context: Context, passes: Sequence[GraphPass], *, shelf: bool
+    gm: GraphModule,
+    config: QuantConfig,
+    context: Context,
+    passes: Sequence[GraphPass],
+    *,
+    shelf: bool,
+    counts: Sequence[int] = (),
 ) -> Resources:
     """Return what the rest of a run is expected to take.
 
     Args:
         gm: the graph when it has been rewritten as far as it is without data.
         config: of the run.
-        context: with the calibration batches.
+        context: with the calibration batches, if they are kept.
         passes: those that are still to run, in order.
         shelf: what passes make is kept in files.
+        counts: how many values each batch has, if they are not kept; default: one batch like that it was captured with.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the run says it again
         plan = plan_quantization(gm, config)
-    sizes = Sizes(gm, plan.operators, -(-len(context.batches) // context.ranks.count), _growth(gm, context))
+    growth, batches = _batches(gm, context, counts)
+    sizes = Sizes(gm, plan.operators, batches / context.ranks.count, growth)
     home = next((t.device for t in (value_of(gm, n) for n in gm.graph.nodes if is_parameter(n))), context.device)
     stages, held = [], 0
     for name, need in _stages(sizes, plan, context, passes, shelf=shelf):
         if name != "result" or not shelf:  # which stays in files
             stages.append((name, 0 if shelf else held, need))
         held += need.held
-    on_device = context.device.type != "cpu"
-    device = 0
-    if on_device:
-        device = max(held + peak([replace(m, cached=0) for m in need.moments]) for _, held, need in stages)
-        device += (
-            _allocated(context.device) if home == context.device else max(b.weights for b in sizes.blocks(Unit.BLOCK))
-        )
-    learned = sizes.codes if any(need.blocks and not need.held for _, _, need in stages) else 0
+    device, resident = 0, home == context.device and home.type != "cpu"
+    if context.device.type != "cpu":
+        device = max(held * resident + peak(replace(m, cached=0) for m in need.moments) for _, held, need in stages)
+        lifted = max(block.weights for block in sizes.blocks(Unit.BLOCK))
+        device += _allocated(context.device) if resident else lifted
+    learned = sizes.codes * sum(pass_stage(p) is Stage.QUANTIZED and hasattr(p, "needs") for p in passes)
     files = sizes.codes + sizes.floats
     disk = held + learned + files if shelf else 0
     rate = _speed(context.device)
     seconds = sum(need.operations for _, _, need in stages) / rate
     unknown = tuple(pass_name(p) for p in passes if needs_context(p) and not hasattr(p, "needs"))
-    return Resources(occupied(), tuple(stages), device, disk, seconds, shelf, unknown)
+    return Resources(occupied(), tuple(stages), device, disk, seconds, shelf, resident, unknown)
 
 
 def _stages(
     sizes: Sizes, plan: Plan, context: Context, passes: Sequence[GraphPass], *, shelf: bool
 ) -> Iterator[tuple[str, Need]]:
     """Yield what each stage needs, in order."""
-    declared = {p: p.needs(sizes) for p in passes if hasattr(p, "needs")}
-    for p, need in declared.items():
+    declared = [(p, p.needs(sizes)) for p in passes if hasattr(p, "needs")]
+    for p, need in declared:
         if pass_stage(p) is Stage.FLOAT:
             yield pass_name(p), need
     if plan.observed:
         yield "calibrate", _calibration(sizes, context)
     yield "convert", Need((Moment(sizes.largest_codes if shelf else sizes.codes),), held=sizes.codes)
-    for p, need in declared.items():
+    for p, need in declared:
         if pass_stage(p) is not Stage.FLOAT:
             yield pass_name(p), need
     # The result owns what it shares with the model.
@@ -157,7 +174,7 @@ def _stages(
 def _calibration(sizes: Sizes, context: Context) -> Need:
     if context.by_block:
         return sizes.walk(Unit.BLOCK, lambda block: 0, to_end=True)
-    operations = sum(block.operations for block in sizes.blocks(Unit.BLOCK)) * sizes.batches
+    operations = int(sum(block.operations for block in sizes.blocks(Unit.BLOCK)) * sizes.batches)
     return Need((Moment(sizes.forward + _laid_out(sizes)),), operations=operations)
 
 
@@ -168,15 +185,22 @@ def _laid_out(sizes: Sizes) -> int:
     return sum(value_of(sizes.gm, w).nbytes for w in weights)
 
 
-def _growth(gm: GraphModule, context: Context) -> float:
-    """Return how much larger the largest batch is than the one the graph was captured with."""
+def _batches(gm: GraphModule, context: Context, given: Sequence[int]) -> tuple[float, float]:
+    """Return how much larger the largest batch is than that the graph was captured with, and how many such there are.
+
+    A batch of one sample is captured as two.
+    """
     sizes = Sizes(gm, (), 1)
-    captured = sum(sizes.count(node) for node in placeholders(gm))
-    largest = max(
-        (sum(x.numel() for x in context.inputs(b) if isinstance(x, Tensor)) for b in range(len(context.batches))),
-        default=captured,
-    )
-    return max(1.0, largest / max(1, captured))
+    captured = max(1, sum(sizes.count(node) for node in placeholders(gm)))
+    kept = range(len(context.batches))
+    counts = [count_values(context.inputs(batch)) for batch in kept] or given or [captured]
+    largest = max(1, *counts)
+    return largest / captured, sum(counts) / largest
+
+
+def count_values(leaves: Sequence[Any]) -> int:
+    """Return how many values the tensors of a batch have."""
+    return sum(x.numel() for x in leaves if isinstance(x, Tensor))
 
 
 def _allocated(device: torch.device) -> int:
@@ -186,13 +210,14 @@ def _allocated(device: torch.device) -> int:
 
 def _speed(device: torch.device) -> float:
     """Return the floating-point operations per second of a matrix product in float32."""
-    a = torch.ones(_PROBE, _PROBE, device=device)
+    size = _PROBE if device.type == "cpu" else _LARGE_PROBE
+    a = torch.ones(size, size, device=device)
     best = float("inf")
     for _ in range(3):
         began = time.perf_counter()
         float((a @ a)[0, 0])  # waits for the device
         best = min(best, time.perf_counter() - began)
-    return 2 * _PROBE**3 / best
+    return 2 * size**3 / best
 
 
 def parse_bytes(given: int | str | None, name: str) -> int | None:
@@ -206,14 +231,20 @@ def parse_bytes(given: int | str | None, name: str) -> int | None:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[KMGT]i?B)?)\s*", given) if isinstance(given, str) else None
     if match is None:
         raise ConfigError(f'{name} is a number of bytes or text like "6GiB" or "800 MB", not {given!r}')
-    return int(float(match[1]) * _UNITS[match[2]])
+    if not (size := int(float(match[1]) * _UNITS[match[2]])):
+        raise ConfigError(f"{name} is more than nothing, not {given!r}")
+    return size
 
 
 def require_room(found: Resources, memory: int | None, disk: int | None) -> None:
     """Raise `ConfigError`, saying what would fit, if a run does not keep its budget even with its cache on disk."""
+    if memory is not None and not found.before:
+        raise ConfigError("memory= needs a system that says what a process occupies (/proc/self/status); leave it out")
+    if disk is not None and not found.streamed:
+        raise ConfigError("disk= is the budget of a run with output_dir=; give one, or leave disk= out")
     if memory is not None and found.room_for_cache(memory) is None:
         least = found.within(0)
-        ways = [f'memory="{_text(least)}" or more']
+        ways = [f'memory="{_text(_MARGIN * least)}" or more']
         ways += [] if found.streamed else ["output_dir=..., which keeps results in files"]
         raise ConfigError(
             f"memory={_text(memory)} is not enough: {found.largest} needs about {_text(least)}, of which "
@@ -221,15 +252,16 @@ def require_room(found: Resources, memory: int | None, disk: int | None) -> None
         )
     if disk is not None and found.disk > disk:
         raise ConfigError(
-            f"disk={_text(disk)} is not enough: files of this run take about {_text(found.disk)} at once; give as much"
+            f"disk={_text(disk)} is not enough: files of this run take about {_text(found.disk)} at once; "
+            f'give disk="{_text(_MARGIN * found.disk)}"'
         )
 
 
-def _text(size: int) -> str:
-    for unit in ("GiB", "MiB"):
+def _text(size: float) -> str:
+    for unit, digits in (("GiB", 2), ("MiB", 1)):
         if size >= _UNITS[unit]:
-            return f"{size / _UNITS[unit]:.1f} {unit}"
-    return f"{size / 1024:.0f} KiB"
+            return f"{size / _UNITS[unit]:.{digits}f} {unit}"
+    return f"{size / 1024:.1f} KiB"
 
 
-__all__ = ["Resources", "expect", "parse_bytes", "require_room"]
+__all__ = ["Resources", "count_values", "expect", "parse_bytes", "require_room"]

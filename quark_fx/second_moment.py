@@ -41,7 +41,7 @@ class SecondMoment:
     def empty(cls, groups: int, inputs: int, device: torch.device, *, shifted: bool) -> SecondMoment:
         """Return the sums over no rows."""
         h = torch.zeros(groups, inputs, inputs, device=device)
-        rows = torch.zeros(groups, dtype=torch.int64)
+        rows = torch.zeros(groups, dtype=torch.int64, device=device)
         return cls(h, torch.zeros_like(h) if shifted else None, torch.zeros(groups, inputs, device=device), rows)
 
     @classmethod

@@ -29,10 +29,12 @@ class Moment:
     Attributes:
         working: on the device that blocks run on.
         cached: activations, which may lie elsewhere.
+        read: of those, what is read back at once where they do.
     """
 
     working: int
     cached: int = 0
+    read: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class BlockSize:
     Attributes:
         matrices: of its operators that get codes.
         forward: bytes of its values at the peak of a run on one batch, without what enters it.
+        entrances: the same of a run as far as what its operators read.
         every_value: bytes of all of them together, as a gradient needs them.
         entering: bytes that enter, of one batch, but for inputs of the model.
         leaving: bytes that leave and did not enter, of one batch.
@@ -99,6 +102,7 @@ class BlockSize:
 
     matrices: tuple[Matrices, ...]
     forward: int
+    entrances: int
     every_value: int
     entering: int
     leaving: int
@@ -117,13 +121,13 @@ class Sizes:
     Args:
         gm: the graph.
         operators: how it will be quantized.
-        batches: how many there will be.
+        batches: how many of the size of the largest there would be, all together.
         growth: values of the largest batch over those of the batch the graph was captured with.
     """
 
     gm: GraphModule
     operators: Sequence[PlannedOperator]
-    batches: int
+    batches: float
     growth: float = 1.0
     _blocks: dict[Unit, tuple[BlockSize, ...]] = field(default_factory=dict)
 
@@ -234,10 +238,12 @@ class Sizes:
     def _block(self, block: Block, nodes: dict[str, Node]) -> BlockSize:
         inputs, outputs = ([nodes[name] for name in names] for names in (block.inputs, block.outputs))
         inside = between(self.gm, inputs, outputs)
+        read = [node for name in block.operators if isinstance(node := nodes[name].args[0], Node)]
         given = set(placeholders(self.gm))
         return BlockSize(
             matrices=tuple(self.matrices[name] for name in block.operators if name in self.matrices),
             forward=self.live(inside, outputs),
+            entrances=self.live(between(self.gm, inputs, read), read),
             every_value=sum(self.nbytes(node) for node in inside),
             entering=sum(self._whole(node) for node in inputs if node not in given),
             leaving=sum(self._whole(node) for node in outputs if node not in inputs),
@@ -267,7 +273,7 @@ class Sizes:
         streams: int = 1,
         held: int = 0,
         to_end: bool = False,
-        work: Callable[[BlockSize], int] = lambda block: 0,
+        work: Callable[[BlockSize], float] = lambda block: 0,
     ) -> Need:
         """Return what a walk over the blocks takes (`quark_fx.block_walk`).
 
@@ -284,11 +290,12 @@ class Sizes:
             blocks = blocks[: max((i for i, block in enumerate(blocks, 1) if block.matrices), default=0)]
         for index, block in enumerate(blocks):
             times = self.batches * streams
-            moments.append(Moment(turn(block), times * block.entering))
+            read = 2 * block.entering  # from a file, and as it lay in memory
+            moments.append(Moment(turn(block), int(times * block.entering), read))
             if to_end or index + 1 < len(blocks):
-                left = times * (block.entering + block.leaving)
-                moments.append(Moment(block.weights + block.forward, left))
-        operations = sum(streams * self.batches * block.operations + work(block) for block in blocks)
+                left = int(times * (block.entering + block.leaving))
+                moments.append(Moment(block.weights + block.forward, left, read))
+        operations = int(sum(streams * self.batches * block.operations + work(block) for block in blocks))
         return Need(tuple(moments) or (Moment(0),), held, operations, len(blocks))
 
 
@@ -310,7 +317,13 @@ def _stored(weight: Tensor, op: PlannedOperator) -> int:
 
 def peak(moments: Iterable[Moment], cache: int | None = None) -> int:
     """Return the largest sum of a moment's bytes where at most `cache` of the cached ones are in memory."""
-    return max((m.working + (m.cached if cache is None else min(m.cached, cache)) for m in moments), default=0)
+    return max((m.working + _in_memory(m, cache) for m in moments), default=0)
+
+
+def _in_memory(moment: Moment, cache: int | None) -> int:
+    if cache is None or moment.cached <= cache:
+        return moment.cached
+    return cache + min(moment.read, moment.cached)
 
 
 __all__ = ["FLOAT32", "BlockSize", "Matrices", "Moment", "Need", "Sizes", "peak"]

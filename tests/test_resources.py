@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,33 @@ def test_larger_batches_are_counted_as_they_are() -> None:
     assert [moment.working for moment in peaks] == [512, 1536]
 
 
+def test_a_batch_of_one_is_counted_as_one() -> None:
+    """It is captured as two."""
+    found = qfx.predict(Chain().eval(), "int8_static", [rand(1, 8)])
+    assert next(need for name, _, need in found.stages if name == "calibrate").moments[0].working == 256
+
+
+def test_small_batches_are_not_counted_as_the_largest() -> None:
+    alike, unlike = (
+        qfx.predict(seeded(Chain()), W4A16_GPTQ, data)
+        for data in ([rand(64, 8)] * 3, [rand(64, 8), rand(4, 8), rand(4, 8)])
+    )
+    most = [max(m.cached for name, _, need in found.stages for m in need.moments) for found in (alike, unlike)]
+    assert most[1] / most[0] == pytest.approx(72 / 192, abs=0.01)
+
+
+def test_every_pass_counts_be_it_listed_twice() -> None:
+    config = W4A16_GPTQ.replace(passes=(*W4A16_GPTQ.passes, *W4A16_GPTQ.passes[-1:]))
+    names = [name for name, _, _ in qfx.predict(seeded(Chain()), config, [rand(4, 8)] * 2).stages]
+    assert names == ["convert", "GPTQ", "GPTQ", "result"]
+
+
+def test_a_batch_that_is_read_back_counts_where_the_cache_lies_elsewhere() -> None:
+    assert peak([Moment(10, 100, read=40)]) == 110
+    assert peak([Moment(10, 100, read=40)], 100) == 110
+    assert peak([Moment(10, 100, read=40)], 30) == 80
+
+
 def test_the_peak_is_the_largest_moment_and_the_cache_may_lie_elsewhere() -> None:
     moments = (Moment(10, 100), Moment(60, 20))
     assert peak(moments) == 110
@@ -107,8 +135,11 @@ name, job = sys.argv[1:]
 layers = [torch.nn.Linear(1024, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 1024), torch.nn.ReLU()]
 model = torch.nn.Sequential(*layers, torch.nn.Linear(1024, 64)).eval()
 data = [torch.randn(8192, 1024) for _ in range(2)]
-if job == "predict":
+memory = "1TiB"
+if job != "measure":
     found = qfx.predict(model, name, data)
+    memory = found.within(0) + (80 << 20)
+if job == "predict":
     print(json.dumps([found.before, found.host]))
     sys.exit()
 highest, done = [0], threading.Event()
@@ -117,27 +148,37 @@ def watch():
         highest[0] = max(highest[0], occupied())
 thread = threading.Thread(target=watch)
 thread.start()
-qfx.quantize(model, name, data, progress=False, memory="1TiB")
+qfx.quantize(model, name, data, progress=False, memory=memory)
 done.set()
 thread.join()
-print(json.dumps([0, highest[0]]))
+print(json.dumps([memory if job == "tight" else 0, highest[0]]))
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell what a process occupies")
+def _ask(preset: str, job: str) -> list[int]:
+    command = [sys.executable, "-c", _MEASURE, preset, job]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    found: list[int] = json.loads(subprocess.check_output(command, text=True, env=environ))
+    return found
+
+
+needs_status = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system hides what is occupied")
+
+
+@needs_status
 @pytest.mark.parametrize("preset", ["int8_static", "w4a16_gptq"])
 def test_the_peak_is_as_foretold(preset: str) -> None:
-    def ask(job: str) -> list[int]:
-        command = [sys.executable, "-c", _MEASURE, preset, job]
-        environ = os.environ | {"OMP_NUM_THREADS": "1"}
-        found: list[int] = json.loads(subprocess.check_output(command, text=True, env=environ))
-        return found
-
-    (before, told), (_, seen) = ask("predict"), ask("measure")
+    (before, told), (_, seen) = _ask(preset, "predict"), _ask(preset, "measure")
     assert told / seen == pytest.approx(1, abs=0.15)
     # Most of it is there before: what the run adds is the harder part.
     assert (told - before) / (seen - before) == pytest.approx(1, abs=0.3)
     assert told - before > 100 << 20
+
+
+@needs_status
+def test_a_budget_without_room_for_activations_is_kept() -> None:
+    budget, seen = _ask("w4a16_gptq", "tight")
+    assert seen < budget
 
 
 @pytest.mark.parametrize(
@@ -159,9 +200,28 @@ def test_a_budget_that_is_too_small_is_refused_with_one_that_fits(tmp_path: Path
     with pytest.raises(ConfigError, match=r"memory=1.0 MiB is not enough: \w+ needs about .* output_dir=") as error:
         quantize(seeded(Chain()), W4A16_GPTQ, data, memory="1MiB")
     assert "are taken already" in str(error.value)
-    with pytest.raises(ConfigError, match=r"disk=1 KiB is not enough: files of this run take about \d+ KiB at once"):
+    with pytest.raises(ConfigError, match=r"disk=1.0 KiB is not enough: files of this run take about .* at once"):
         quantize(seeded(Chain()), W4A16_GPTQ, data, output_dir=tmp_path / "new", disk=1024)
     assert not (tmp_path / "new").exists(), "a run that did nothing left something"
+    with pytest.raises(ConfigError, match="disk= is the budget of a run with output_dir="):
+        quantize(seeded(Chain()), "int8_static", data, disk=1 << 30)
+
+
+def test_a_run_that_does_not_keep_its_data_keeps_its_budget() -> None:
+    program = torch.export.export(seeded(Chain()), (rand(4, 8),))
+    with pytest.raises(ConfigError, match=r"memory=1.0 MiB is not enough"):
+        qfx.quantize(program, "int8_weight_only", memory="1MiB", progress=False)
+
+
+@pytest.mark.parametrize("budget", ["memory", "disk"])
+def test_the_budget_that_is_advised_is_enough(budget: str, tmp_path: Path) -> None:
+    data, given = [rand(4, 8), rand(4, 8)], {budget: 1024, "output_dir": tmp_path / "a" / "b"}
+    with pytest.raises(ConfigError, match="is not enough") as error:
+        quantize(seeded(Chain()), W4A16_GPTQ, data, **given)
+    assert not (tmp_path / "a").exists()
+    advised = re.search(f'{budget}="([^"]+)"', str(error.value))
+    assert advised is not None
+    quantize(seeded(Chain()), W4A16_GPTQ, data, **{**given, budget: advised[1]})
 
 
 def test_a_budget_sends_activations_to_disk_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

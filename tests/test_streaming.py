@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -227,6 +228,24 @@ def test_an_interrupted_stream_is_continued(finished: int, tmp_path: Path, monke
     undisturbed = quantize(tmp_path / "model", W4A16_GPTQ, IDS, output_dir=tmp_path / "other")  # type: ignore[arg-type]
     assert_same(outcome(continued), outcome(undisturbed))
     assert len(saved) == 2 * len(set(saved)), "a finished block was learned again"
+
+
+def test_an_interruption_after_saving_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored("llama", tmp_path / "model")
+    out = tmp_path / "out"
+
+    def stop(*_: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quark_fx.quantization.shutil", SimpleNamespace(rmtree=stop))
+    with pytest.raises(KeyboardInterrupt):
+        quantize(tmp_path / "model", W4A16_GPTQ, IDS, output_dir=out)  # type: ignore[arg-type]
+    monkeypatch.undo()
+    assert {file.name for file in out.iterdir()} == {"graph.json", "model.safetensors", "unfinished"}
+    continued = quantize(tmp_path / "model", W4A16_GPTQ, IDS, output_dir=out)  # type: ignore[arg-type]
+    assert {file.name for file in out.iterdir()} == {"graph.json", "model.safetensors"}
+    undisturbed = quantize(tmp_path / "model", W4A16_GPTQ, IDS, output_dir=tmp_path / "other")  # type: ignore[arg-type]
+    assert_same(outcome(continued), outcome(undisturbed))
 
 
 def test_an_interruption_while_saving_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

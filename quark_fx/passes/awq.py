@@ -99,9 +99,9 @@ class AWQ:
         def turn(block: BlockSize) -> int:
             moments = sorted((m.moment for m in block.matrices), reverse=True)
             tried = max((FLOAT32 * _COPIES * min(m.values, _AT_ONCE) + m.target for m in block.matrices), default=0)
-            return sum(moments[:2]) + max(tried, block.forward)
+            return sum(moments[:2]) + max(tried, block.entrances)
 
-        def work(block: BlockSize) -> int:
+        def work(block: BlockSize) -> float:
             tries = self.steps // 2 + 3
             moments = (m.inputs * m.inputs * m.rows * sizes.batches for m in block.matrices)
             return sum(moments) + sum(2 * tries * m.values * m.inputs for m in block.matrices)

@@ -78,12 +78,15 @@ class GPTQ:
         moments = 2 if self.asymmetry else 1
 
         def turn(block: BlockSize) -> int:
-            measured = (moments * m.moment + block.forward + FLOAT32 * m.rows * m.inputs for m in block.matrices)
+            # Rows of another dtype are copied.
+            copied = (FLOAT32 * m.rows * m.inputs * (m.itemsize != FLOAT32) for m in block.matrices)
+            pairs = zip(block.matrices, copied, strict=True)
+            measured = (moments * m.moment + block.entrances + rows for m, rows in pairs)
             shapes = ((m, working_bytes(m.groups, m.outputs, m.inputs)) for m in block.matrices)
             rounded = (moments * m.moment + working + bool(self.asymmetry) * m.target for m, working in shapes)
             return max((*measured, *rounded), default=0)
 
-        def work(block: BlockSize) -> int:
+        def work(block: BlockSize) -> float:
             return sum(m.inputs * (m.inputs * m.rows * sizes.batches + 2 * m.values) for m in block.matrices)
 
         streams = 2 if self.asymmetry else 1
@@ -147,11 +150,14 @@ class GPTQ:
 
 def _error(part: Part, target: Tensor, h: Tensor) -> float:
     """Return the squared error of the output over its square, on the quantized inputs, for some output channels."""
-    some = slice(None, None, max(1, target.shape[1] // _SAMPLED))
-    grid, aim = part.grid(), target[:, some]
-    scale, zero_point = (p.expand_as(target)[:, some] for p in (grid.scale, grid.zero_point))
-    lost = (part.codes()[:, some].float() - zero_point) * scale - aim
-    noise, signal = (((m @ h) * m).sum() for m in (lost, aim.float()))
+    some, codes = slice(None, None, max(1, target.shape[1] // _SAMPLED)), part.codes()
+    noise, signal = torch.zeros(2, device=h.device)
+    for matrices in [slice(i, i + 1) for i in range(len(h))] if part.mapping.stacked else [slice(None)]:
+        grid, aim = part.grid(matrices), target[matrices, some]
+        scale, zero_point = (p.expand_as(target[matrices])[:, some] for p in (grid.scale, grid.zero_point))
+        lost = (codes[matrices, some].float() - zero_point) * scale - aim
+        noise += ((lost @ h[matrices]) * lost).sum()
+        signal += ((aim.float() @ h[matrices]) * aim).sum()
     return float(noise / signal.clamp_min(torch.finfo(torch.float32).tiny))
 
 

@@ -109,9 +109,12 @@ class SmoothQuant:
         read = {op.node.args[0]: sizes.matrices.get(op.node.name) for op in sizes.operators if _is_read_in_codes(op)}
         most = sum(_POSITIONS.values())
         sampled = (FLOAT32 * min(sizes.batches * m.rows, most) * m.groups * m.inputs for m in read.values() if m)
+        seen = int(sum(sampled))
+        # A trial: the weight scaled, rounded and as it was, and what both make of the samples.
+        tried = max((3 * m.target + 2 * FLOAT32 * most * m.groups * m.outputs for m in read.values() if m), default=0)
         scaled = sum(m.values * m.itemsize for m in sizes.matrices.values())
-        operations = sizes.batches * sum(block.operations for block in sizes.blocks(Unit.BLOCK))
-        return Need((Moment(sum(sampled) + sizes.forward),), held=scaled, operations=operations)
+        operations = int(sizes.batches * sum(block.operations for block in sizes.blocks(Unit.BLOCK)))
+        return Need((Moment(seen + max(sizes.forward, scaled + tried)),), held=scaled, operations=operations)
 
     def _smooth(
         self,
