@@ -27,6 +27,7 @@ from quark_fx.export.matmul_nbits import block_size
 from quark_fx.export.onnx_formats import FORMATS
 from quark_fx.export.vitis import PREFIXES
 from quark_fx.formats import INT2, INT4, INT8, INT16, UINT2, UINT4, UINT8, IntFormat
+from quark_fx.presets import BFP16 as BFP16_PRESET
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, XINT8
 from quark_fx.qparams import ScaleType, Symmetry
 
@@ -394,6 +395,78 @@ def test_a_bias_on_another_grid_is_moved_to_the_products_only_if_that_is_exact(t
     path = qfx.export.onnx(floating, tmp_path / "m.onnx", format="qoperator")
     assert operators(path)["Conv"] == 2
     assert any("set bias=TensorSpec(format='int32')" in k.reason for k in path.kept)
+
+
+class Biasless(nn.Module):
+    """Two convolutions without a bias, or a convolution and a transposed one."""
+
+    def __init__(self, rank: int, *, groups: int = 1, transposed: bool = False) -> None:
+        super().__init__()
+        conv: Any = getattr(nn, f"Conv{rank}d")
+        last: Any = getattr(nn, f"ConvTranspose{rank}d") if transposed else conv
+        self.a = conv(3, 8, 3, padding=1, bias=False)
+        self.b = last(8, 8, 3, groups=groups, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(torch.relu(self.a(x)))
+        return out
+
+
+BIASLESS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "one dimension": (lambda: Biasless(1), 1),
+    "two dimensions": (lambda: Biasless(2), 2),
+    "three dimensions": (lambda: Biasless(3), 3),
+    "groups": (lambda: Biasless(2, groups=4), 2),
+    "depthwise": (lambda: Biasless(2, groups=8), 2),
+    "transposed": (lambda: Biasless(2, transposed=True), 2),
+}
+
+
+@pytest.mark.parametrize("name", BIASLESS)
+@pytest.mark.parametrize(("format", "config"), [("qdq", INT8_STATIC), ("vitis", XINT8), ("vitis", BFP16_PRESET)])
+def test_a_convolution_without_a_bias_is_written_without_one(
+    format: str, config: QuantConfig, name: str, tmp_path: Path
+) -> None:
+    model, rank = BIASLESS[name]
+    data = [rand(2, 3, *[6] * rank, seed=i) for i in range(2)]
+    qmodel = quantize(seeded(model()), config, data)
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format=format)
+    nodes = onnx.load(path).graph.node
+    assert not {"Shape", "Expand", "Constant"} & {n.op_type for n in nodes}
+    assert [len(n.input) for n in nodes if n.op_type.startswith("Conv")] == [2, 2]
+    assert qfx.verify(qmodel, path, data, per_node=True).max_steps <= 1
+
+
+@pytest.mark.parametrize("name", BIASLESS)
+@pytest.mark.parametrize(
+    ("config", "operator"), [(INT8_STATIC, "QLinearConv"), (INT8_DYNAMIC, "ConvInteger"), (XINT8, "QLinearConv")]
+)
+def test_a_convolution_without_a_bias_is_an_integer_one(
+    config: QuantConfig, operator: str, name: str, tmp_path: Path
+) -> None:
+    model, rank = BIASLESS[name]
+    data = [rand(2, 3, *[6] * rank, seed=i) for i in range(2)]
+    qmodel = quantize(seeded(model()), config, data)
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="qoperator")
+    transposed = int(name == "transposed")  # has no integer form
+    assert operators(path)[operator] == 2 - transposed
+    assert [k.operator for k in path.kept] == ["ConvTranspose"] * transposed
+    assert qfx.verify(qmodel, path, data).max_steps <= 1
+
+
+def test_who_asks_for_a_shape_is_not_listed_as_left_in_pairs(tmp_path: Path) -> None:
+    class Like(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.conv(x)
+            return self.conv(x), torch.full_like(y, 0.5)
+
+    path = qfx.export.onnx(quantize(seeded(Like()), INT8_STATIC, images()), tmp_path / "m.onnx", format="qoperator")
+    assert operators(path)["Shape"]
+    assert not path.kept
 
 
 # The vendor's nodes --------------------------------------------------------------------------------------------------

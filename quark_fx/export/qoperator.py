@@ -61,7 +61,7 @@ def use_integer_operators(model: ir.Model) -> tuple[Kept, ...]:
     return tuple(kept)
 
 
-_PLUMBING = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast"})
+_PLUMBING = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast", "Shape"})
 
 
 def _no_form(model: ir.Model, node: ir.Node) -> None:
