@@ -365,9 +365,14 @@ def _per_column(dequantize: ir.Node) -> bool:
 
 
 def type_codes(model: ir.Model) -> int:
-    """Give every `QuantizeLinear` output the type its zero point says: torch holds 4-bit codes in bytes."""
+    """Give every `QuantizeLinear` output the type its zero point says: torch holds 4-bit codes in bytes.
+
+    So too the codes that casts make, of a row at a time.
+    """
     typed = 0
     for node in model.graph:
+        if node.op_type == "Cast":
+            node.outputs[0].dtype = ir.DataType(node.attributes["to"].as_int())
         if node.op_type == "QuantizeLinear" and len(node.inputs) > 2 and node.inputs[2] is not None:
             dtype = node.inputs[2].dtype
             if dtype is not None and node.outputs[0].dtype != dtype:

@@ -19,7 +19,7 @@ from quark_fx.export.runtime import open_session, runtime_options
 from quark_fx.formats import FloatFormat, parse_format
 from quark_fx.graph import parameter, results_of, target_name
 from quark_fx.model import QuantizedModel
-from quark_fx.ops import spread
+from quark_fx.ops import dequantize, spread
 from quark_fx.signature import split_batch
 
 
@@ -154,8 +154,9 @@ class _Follower(Interpreter):
         if theirs is None:
             return value
         if _in_blocks(n):
-            step = self._steps(n, value)
-            self.compared[n.name] = (value.float() * self._scale(n, value) / step, theirs / step)
+            step, (_, scale, zero_point, *layout) = self._steps(n, value), n.args
+            own = dequantize(value, self.env[scale], self.env[zero_point], *layout)  # type: ignore[index,arg-type]
+            self.compared[n.name] = (own / step, theirs / step)
             return value
         self.compared[n.name] = (value, theirs)
         return theirs.to(value)
