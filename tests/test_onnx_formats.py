@@ -28,7 +28,7 @@ from quark_fx.export.onnx_formats import FORMATS
 from quark_fx.export.vitis import PREFIXES
 from quark_fx.formats import INT2, INT4, INT8, INT16, UINT2, UINT4, UINT8, IntFormat
 from quark_fx.presets import BFP16 as BFP16_PRESET
-from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, XINT8
+from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, PRESETS, XINT8
 from quark_fx.qparams import ScaleType, Symmetry
 
 ROUNDING = 255 * 128 * 2**-24
@@ -147,6 +147,10 @@ def test_the_accuracy_level_is_the_kernels(tmp_path: Path) -> None:
         assert {a.name: a.i for a in node.attribute}.get("accuracy_level", 0) == level
         differences[level] = float((torch.from_numpy(run(path, x)) - qmodel(x)).abs().max())
     assert differences[0] < 1e-5 < differences[4]  # int8 activations are another 4 decimals off
+    table = quantize(seeded(nn.Sequential(nn.Embedding(20, 32), nn.Tanh())), INT4_WEIGHT_ONLY, ids())
+    with pytest.raises(qfx.ExportError, match="accuracy_level=4 is of products, of which none"):
+        qfx.export.onnx(table, tmp_path / "table.onnx", format="matmul_nbits", accuracy_level=4)
+    qfx.export.onnx(table, tmp_path / "table.onnx", format="matmul_nbits")
 
 
 def test_group_sizes_without_a_kernel_are_refused_with_those_that_have_one(tmp_path: Path) -> None:
@@ -514,6 +518,18 @@ def test_the_vendors_nodes_compute_what_torch_does(name: str, domain: str, tmp_p
     assert qfx.verify(qmodel, path, data(3)).max_steps <= ROUNDING
 
 
+@pytest.mark.parametrize(
+    ("fmt", "opset"), [(INT16, 14), (INT16, 17), (INT16, 20), (INT4, 17), (INT2, 17), (INT2, 21)], ids=str
+)
+def test_the_vendors_nodes_have_every_width_in_every_opset(fmt: IntFormat, opset: int, tmp_path: Path) -> None:
+    spec = TensorSpec(format=fmt, scale_type=ScaleType.POWER_OF_TWO)
+    data = [rand(4, 70)]
+    qmodel = quantize(ragged(), QuantConfig(weight=spec, input=spec.replace(format=INT16)), data)
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="vitis", opset=opset)
+    assert {o.domain: o.version for o in onnx.load(path).opset_import} == {"": opset, "com.amd.quark": 1}
+    assert qfx.verify(qmodel, path, data, per_node=True).max_steps <= 1
+
+
 def test_the_report_of_the_vendors_nodes_is_the_vendors(tmp_path: Path) -> None:
     path = qfx.export.onnx(quantize(cnn(), XINT8, images()), tmp_path / "m.onnx", format="vitis")
     with pytest.raises(qfx.ExportError, match=r"no kernels for com\.amd\.quark"):
@@ -569,6 +585,7 @@ def test_two_bits_need_the_newest_opset(tmp_path: Path) -> None:
         (INT8_STATIC, {"opset": 26}, "choose one from 14 to 25"),
         (INT4_WEIGHT_ONLY, {"opset": 20}, r"int4 in blocks needs opset 21\nUse opset=21"),
         (INT4_WEIGHT_ONLY, {"domain": "com.microsoft"}, "scales in blocks"),
+        *((PRESETS[name], {"domain": "com.microsoft"}, "has none in pairs; drop it") for name in ("mxfp4", "bf16")),
         (INT8_STATIC, {"format": "matmul_nbits"}, r"\.weight \(Conv\).*\n.*head.weight \(Gemm\): its activation is"),
         (INT8_WEIGHT_ONLY, {"format": "qoperator"}, "one of its inputs is not quantized"),
         (INT8_STATIC, {"format": "vitis"}, r"static power-of-two scales; these are none:\n  x_quantizer_scale: 0\.0"),

@@ -40,7 +40,8 @@ def use_matmul_nbits(model: ir.Model, accuracy_level: int) -> tuple[Kept, ...]:
     """Rewrite every product with and look-up in a weight-only matrix; return the quantized weights that stay.
 
     Raises:
-        ExportError: if no weight can be rewritten, or one only for the size of its groups.
+        ExportError: if no weight can be rewritten, or one only for the size of its groups, or `accuracy_level` means
+            nothing to those that are.
     """
     kept, done = [], 0
     for node in list(model.graph):
@@ -64,6 +65,8 @@ def use_matmul_nbits(model: ir.Model, accuracy_level: int) -> tuple[Kept, ...]:
             f"format='matmul_nbits' is for weights of 2, 4 or 8 bits and float activations; of this model's{why}\n"
             "Use format='qdq', or a weight-only configuration such as 'int4_weight_only'."
         )
+    if accuracy_level and not any(node.op_type == "MatMulNBits" for node in model.graph):
+        raise ExportError(f"accuracy_level={accuracy_level} is of products, of which none is written; drop it")
     return tuple(kept)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import onnx_ir as ir
 
 from quark_fx.errors import ExportError
@@ -103,11 +105,18 @@ def convert(model: ir.Model, opset: int) -> ir.Model:
         raise ExportError(f"the model has no form in opset {opset}: {error}; use opset={DEFAULT}") from error
 
 
-def raised(model: ir.Model) -> ir.Model:
-    """Return `model`, of an older opset, in `DEFAULT`."""
+def raised(model: ir.Model, opset: int = DEFAULT) -> ir.Model:
+    """Return `model` in `opset`, if its own is older."""
+    if model.opset_imports[""] >= opset:
+        return model
     import onnx
 
-    return ir.from_proto(onnx.version_converter.convert_version(ir.to_proto(model), DEFAULT))
+    return ir.from_proto(onnx.version_converter.convert_version(ir.to_proto(model), opset))
+
+
+def first_with(dtypes: Iterable[ir.DataType | None]) -> int:
+    """Return the first opset whose quantizers have codes of all of `dtypes`."""
+    return max((_SINCE.get(dtype, OLDEST) for dtype in dtypes if dtype is not None), default=OLDEST)
 
 
 def ir_version(opset: int) -> int:

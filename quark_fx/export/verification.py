@@ -155,7 +155,7 @@ class _Follower(Interpreter):
             return value
         if _in_blocks(n):
             step, (_, scale, zero_point, *layout) = self._steps(n, value), n.args
-            own = dequantize(value, self.env[scale], self.env[zero_point], *layout)  # type: ignore[index,arg-type]
+            own = dequantize(value, self.env[scale], self.env[zero_point], *layout)  # type: ignore[index]
             self.compared[n.name] = (own / step, theirs / step)
             return value
         self.compared[n.name] = (value, theirs)
