@@ -640,6 +640,75 @@ def test_a_file_is_replaced_with_its_data_or_not_at_all(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir()} == {"model.onnx", "model.onnx.data"}
 
 
+def test_data_that_the_new_file_does_not_read_go(tmp_path: Path) -> None:
+    data, path = [rand(4, 70)], tmp_path / "model [1].onnx"
+    old, new = (quantize(seeded(ragged(), seed), INT8_STATIC, data) for seed in (0, 1))
+    expected: list[Any] = []
+    for qmodel, beside in ((new, False), (old, True)):
+        file = qfx.export.onnx(qmodel, path, external_data=beside)
+        expected.insert(0, run(path, data[0]))
+        assert file.report().bytes == sum(place.stat().st_size for place in tmp_path.iterdir())
+    seen = set()
+    for moment in range(32):
+        qfx.export.onnx(old, path, external_data=True)
+        with interrupted(moment) as steps:
+            file = qfx.export.onnx(new, path, external_data=False)
+        seen.add([bool((run(path, data[0]) == y).all()) for y in expected].index(True))
+        if not steps.exceeded:
+            break
+    assert seen == {0, 1}
+    assert [place.name for place in tmp_path.iterdir()] == [path.name]
+    assert file.report().bytes == path.stat().st_size
+
+
+def test_a_first_export_may_be_interrupted(tmp_path: Path) -> None:
+    qmodel = quantize(ragged(), INT8_STATIC, [rand(4, 70)])
+    for moment in range(32):
+        path = tmp_path / str(moment) / "model.onnx"
+        path.parent.mkdir()
+        with interrupted(moment) as steps:
+            qfx.export.onnx(qmodel, path, external_data=True)
+        qfx.export.onnx(qmodel, path, external_data=True)
+        assert {file.name for file in path.parent.iterdir()} == {"model.onnx", "model.onnx.data"}
+        assert qfx.verify(qmodel, path, [rand(3, 70)]).max_steps <= 1
+        if not steps.exceeded:
+            break
+    assert moment > 3
+
+
+@pytest.mark.parametrize("graph", [None, b"no graph", "other"])
+def test_a_file_that_is_no_data_of_the_graphs_stays(graph: bytes | str | None, tmp_path: Path) -> None:
+    qmodel, path, notes = quantize(ragged(), INT8_STATIC, [rand(4, 70)]), tmp_path / "m.onnx", tmp_path / "m.onnx.data"
+    if isinstance(graph, bytes):
+        path.write_bytes(graph)
+    elif graph:
+        qfx.export.onnx(qmodel, path)
+    before = path.read_bytes() if path.exists() else None
+    notes.write_text("mine")
+    with pytest.raises(qfx.ExportError, match=r"m\.onnx\.data is no data of m\.onnx's, and would be replaced; move it"):
+        qfx.export.onnx(qmodel, path, external_data=True)
+    assert before == (path.read_bytes() if path.exists() else None)
+    file = qfx.export.onnx(qmodel, path, external_data=False)
+    assert notes.read_text() == "mine"
+    assert file.report().bytes == path.stat().st_size
+    assert {place.name for place in tmp_path.iterdir()} == {"m.onnx", "m.onnx.data"}
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_is_followed(there: bool, tmp_path: Path) -> None:
+    link, target = tmp_path / "link.onnx", tmp_path / "elsewhere" / "model.onnx"
+    target.parent.mkdir()
+    if there:
+        target.write_bytes(b"old")
+    link.symlink_to(target)
+    qmodel = quantize(ragged(), INT8_STATIC, [rand(4, 70)])
+    file = qfx.export.onnx(qmodel, link, external_data=True)
+    assert link.is_symlink()
+    assert file == target
+    assert {place.name for place in target.parent.iterdir()} == {"model.onnx", "model.onnx.data"}
+    assert qfx.verify(qmodel, file, [rand(3, 70)]).max_steps <= 1
+
+
 def test_odd_and_repeated_names_are_exported(tmp_path: Path) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:

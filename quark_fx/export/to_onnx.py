@@ -70,8 +70,8 @@ def onnx(
         external_data: store tensors beside the file as `<name>.data`; default: only above 1.9 GB.
 
     Returns:
-        The path written; its `report()` says which nodes ONNX Runtime runs in integers, its `kept` what the format
-        left in pairs.
+        The path written, of a link what it points to; its `report()` says which nodes ONNX Runtime runs in integers,
+        its `kept` what the format left in pairs.
 
     Raises:
         ExportError: if the format cannot hold how the model is quantized or does not know an option, a type needs a
@@ -91,6 +91,8 @@ def onnx(
     chosen, options = find_format(format, FormatOptions(domain=domain, accuracy_level=accuracy_level))
     require_known(opset)
     file = OnnxFile(path)
+    if file.is_symlink():  # else it would be replaced, and what it points to stay as it was
+        file = OnnxFile(file.resolve())
     gm = qmodel.graph_module
     _require_values(gm)
     _require_names("input_names", input_names, qmodel.signature.input_names)
