@@ -162,6 +162,27 @@ def test_group_sizes_without_a_kernel_are_refused_with_those_that_have_one(tmp_p
     assert [block_size(group, 4096) for group in (8, 16, 48, 96, 256, 1024, 4096)] == [None, 16, 16, 32, 256, 256, 256]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("format", "config", "reason", "times"),
+    [
+        ("qoperator", INT8_STATIC, "(Gemm): the model computes in {}; quantize model.float()", 2),
+        ("qoperator", INT8_DYNAMIC, "(Gemm): the model computes in {}; quantize model.float()", 2),
+        ("qoperator", INT8_WEIGHT_ONLY, "no activation is quantized", 1),
+        ("matmul_nbits", INT8_STATIC, "(Gemm): its activation is quantized", 2),
+        ("matmul_nbits", INT8_WEIGHT_ONLY, "(Gemm): the model computes in {}", 2),
+    ],
+)
+def test_a_model_in_half_precision_is_refused_for_what_it_is(
+    format: str, config: QuantConfig, reason: str, times: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = seeded(nn.Sequential(nn.Linear(64, 16), nn.GELU(), nn.Linear(16, 8))).to(dtype)
+    qmodel = quantize(model, config, [rand(4, 64).to(dtype)])
+    with pytest.raises(qfx.ExportError) as refused:
+        qfx.export.onnx(qmodel, tmp_path / "m.onnx", format=format)
+    assert str(refused.value).count(reason.format(str(dtype).removeprefix("torch."))) == times
+
+
 def test_a_model_in_half_precision_takes_scales_in_half_precision(tmp_path: Path) -> None:
     model, x = seeded(nn.Linear(64, 3)).half(), rand(6, 64).half()
     weight = INT4_WEIGHT_ONLY.weight
@@ -585,6 +606,7 @@ def test_two_bits_need_the_newest_opset(tmp_path: Path) -> None:
         (INT8_STATIC, {"opset": 26}, "choose one from 14 to 25"),
         (INT4_WEIGHT_ONLY, {"opset": 20}, r"int4 in blocks needs opset 21\nUse opset=21"),
         (INT4_WEIGHT_ONLY, {"domain": "com.microsoft"}, "scales in blocks"),
+        (PRESETS["mxfp4"], {"format": "matmul_nbits"}, r"weights none is in integers \(see qmodel.report\(\)\)\nUse"),
         *((PRESETS[name], {"domain": "com.microsoft"}, "has none in pairs; drop it") for name in ("mxfp4", "bf16")),
         (INT8_STATIC, {"format": "matmul_nbits"}, r"\.weight \(Conv\).*\n.*head.weight \(Gemm\): its activation is"),
         (INT8_WEIGHT_ONLY, {"format": "qoperator"}, "one of its inputs is not quantized"),
