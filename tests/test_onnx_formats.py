@@ -604,6 +604,13 @@ def test_two_bits_need_the_newest_opset(tmp_path: Path) -> None:
         (INT4_WEIGHT_ONLY, {"format": "matmul_nbits", "accuracy_level": 5}, "choose one of"),
         (INT8_STATIC, {"opset": 13}, "choose one from 14 to 25"),
         (INT8_STATIC, {"opset": 26}, "choose one from 14 to 25"),
+        *((INT8_STATIC, {"opset": opset}, "choose one from 14 to 25") for opset in ("17", 17.0, True, None)),
+        (INT4_WEIGHT_ONLY, {"format": "matmul_nbits", "accuracy_level": True}, "accuracy_level=True is none of"),
+        (INT8_STATIC, {"input_names": "x"}, "input_names is a list of names, not 'x'"),
+        (INT8_STATIC, {"input_names": [""]}, r"input_names is a list of names, not \[''\]"),
+        (INT8_STATIC, {"output_names": [1]}, r"output_names is a list of names, not \[1\]"),
+        (INT8_STATIC, {"input_names": ["x", "y"]}, r"input_names has 2 name\(s\), the model 1: x"),
+        (INT8_STATIC, {"input_names": ["a"], "output_names": ["a"]}, "two inputs or outputs are called a; set"),
         (INT4_WEIGHT_ONLY, {"opset": 20}, r"int4 in blocks needs opset 21\nUse opset=21"),
         (INT4_WEIGHT_ONLY, {"domain": "com.microsoft"}, "scales in blocks"),
         (PRESETS["mxfp4"], {"format": "matmul_nbits"}, r"weights none is in integers \(see qmodel.report\(\)\)\nUse"),
@@ -624,6 +631,15 @@ def test_what_does_not_go_together_is_refused_and_leaves_the_file_there(
         qfx.export.onnx(quantize(cnn(), config, images()), path, **options)
     assert path.read_bytes() == b"what was there"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_has_no_older_form_is_sent_to_the_opset_it_is_translated_at(tmp_path: Path) -> None:
+    model = seeded(nn.Sequential(nn.ReflectionPad2d(1), nn.Conv2d(3, 4, 3)))
+    qmodel = quantize(model, INT8_STATIC, images())
+    with pytest.raises(qfx.ExportError, match=r"no form in opset 17: No Adapter [^/]* for Pad; use opset=18$"):
+        qfx.export.onnx(qmodel, tmp_path / "m.onnx", opset=17)
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", opset=18)
+    assert qfx.verify(qmodel, path, images(3)).max_steps <= 1
 
 
 def test_a_file_that_fails_its_check_replaces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

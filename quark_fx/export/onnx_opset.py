@@ -34,8 +34,10 @@ _CONTRIB_TYPES = frozenset(dtype for dtype, since in _SINCE.items() if since == 
 
 def require_known(opset: int) -> None:
     """Raise if no graph can be written in `opset`."""
-    if not OLDEST <= opset <= NEWEST:
-        raise ExportError(f"opset {opset} cannot be written; choose one from {OLDEST} to {NEWEST} (default: {DEFAULT})")
+    if type(opset) is not int or not OLDEST <= opset <= NEWEST:
+        raise ExportError(
+            f"opset {opset!r} cannot be written; choose one from {OLDEST} to {NEWEST} (default: {DEFAULT})"
+        )
 
 
 def translated(opset: int) -> int:
@@ -102,7 +104,8 @@ def convert(model: ir.Model, opset: int) -> ir.Model:
     try:
         return ir.from_proto(onnx.version_converter.convert_version(ir.to_proto(model), opset))
     except (RuntimeError, ValueError, onnx.version_converter.ConvertError) as error:
-        raise ExportError(f"the model has no form in opset {opset}: {error}; use opset={DEFAULT}") from error
+        cause = str(error).rpartition("failed: ")[2]
+        raise ExportError(f"the model has no form in opset {opset}: {cause}; use opset={_FIRST_TRANSLATED}") from error
 
 
 def raised(model: ir.Model, opset: int = DEFAULT) -> ir.Model:

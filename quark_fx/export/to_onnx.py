@@ -100,6 +100,7 @@ def onnx(
     _require_onnx_types(gm)
     _require_writable(file)
     names = input_names or qmodel.signature.input_names, output_names or qmodel.signature.output_names
+    _require_apart([*names[0], *names[1]])
     model, file.kept = _lowered(gm, *names, chosen, options, opset)
     file.optimize = may_optimize(gm)
     _write(model, file, external_data, gm)
@@ -257,8 +258,20 @@ def _require_values(gm: GraphModule) -> None:
 
 
 def _require_names(option: str, given: Sequence[str] | None, own: Sequence[str]) -> None:
-    if given is not None and len(given) != len(own):
+    if given is None:
+        return
+    if isinstance(given, str) or any(not isinstance(name, str) or not name for name in given):
+        raise ExportError(f"{option} is a list of names, not {given!r}")
+    if len(given) != len(own):
         raise ExportError(f"{option} has {len(given)} name(s), the model {len(own)}: {', '.join(own)}")
+
+
+def _require_apart(names: Sequence[str]) -> None:
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ExportError(
+            f"two inputs or outputs are called {', '.join(sorted(twice))}; set input_names or output_names"
+        )
 
 
 def _require_writable(path: Path) -> None:
