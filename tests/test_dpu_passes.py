@@ -270,6 +270,8 @@ def test_the_factor_of_the_user_stays() -> None:
         (lambda x: (x * 100).clamp(min=-1.5), -2, 127),
         (lambda x: (x * 100).clamp(max=2.5), -128, 2),
         (lambda x: F.hardtanh(x * 3, -2.2, 2.7), -2, 3),
+        (lambda x: (x * 100).clamp(0.0, math.inf), 0, 127),
+        (lambda x: (x * 100).clamp(-math.inf, 2.5), -128, 2),
     ],
 )
 def test_bounds_of_clips_are_integers_of_8_bits(function: Function, low: int, high: int) -> None:

@@ -202,6 +202,24 @@ def test_per_token_scales_are_exported(tmp_path: Path) -> None:
         assert qfx.verify(qmodel, path, data).max_steps <= 1
 
 
+@pytest.mark.parametrize("granularity", ["tensor", "token"])
+@pytest.mark.parametrize("symmetry", ["symmetric", "symmetric_full", "asymmetric"])
+@pytest.mark.parametrize(("fmt", "opset"), [("int4", 21), ("uint4", 21), ("int2", 25), ("uint2", 25)])
+def test_codes_of_less_than_a_byte_may_be_measured_at_run_time(
+    fmt: str, opset: int, symmetry: str, granularity: str, tmp_path: Path
+) -> None:
+    spec = TensorSpec.from_dict({"format": fmt, "symmetry": symmetry, "granularity": granularity, "dynamic": True})
+    data = [rand(3, 8), rand(1, 8, seed=3) * 1e3]
+    qmodel = quantize(seeded(nn.Linear(8, 4)), INT8_DYNAMIC.replace(input=spec), data)
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", opset=opset)
+    assert qfx.verify(qmodel, path, data).max_steps <= 1
+    # Nor would the contributed domain do: the zero point or the codes are cast.
+    for domain in (None, "com.microsoft") if opset == 21 else (None,):
+        with pytest.raises(qfx.ExportError, match=rf"a cast to {fmt} needs opset {opset}\n") as refused:
+            qfx.export.onnx(qmodel, path, opset=opset - 4, domain=domain)
+        assert "com.microsoft" not in str(refused.value)
+
+
 @pytest.mark.parametrize("fmt", [INT4, UINT4], ids=str)
 @pytest.mark.parametrize("features", [33, 70])
 def test_ragged_groups_are_exported(fmt: Any, features: int, tmp_path: Path) -> None:

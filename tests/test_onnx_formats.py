@@ -27,7 +27,8 @@ from quark_fx.export.matmul_nbits import block_size
 from quark_fx.export.onnx_formats import FORMATS
 from quark_fx.export.vitis import PREFIXES
 from quark_fx.formats import INT2, INT4, INT8, INT16, UINT2, UINT4, UINT8, IntFormat
-from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, XINT8
+from quark_fx.presets import BFP16 as BFP16_PRESET
+from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, PRESETS, XINT8
 from quark_fx.qparams import ScaleType, Symmetry
 
 ROUNDING = 255 * 128 * 2**-24
@@ -146,6 +147,10 @@ def test_the_accuracy_level_is_the_kernels(tmp_path: Path) -> None:
         assert {a.name: a.i for a in node.attribute}.get("accuracy_level", 0) == level
         differences[level] = float((torch.from_numpy(run(path, x)) - qmodel(x)).abs().max())
     assert differences[0] < 1e-5 < differences[4]  # int8 activations are another 4 decimals off
+    table = quantize(seeded(nn.Sequential(nn.Embedding(20, 32), nn.Tanh())), INT4_WEIGHT_ONLY, ids())
+    with pytest.raises(qfx.ExportError, match="accuracy_level=4 is of products, of which none"):
+        qfx.export.onnx(table, tmp_path / "table.onnx", format="matmul_nbits", accuracy_level=4)
+    qfx.export.onnx(table, tmp_path / "table.onnx", format="matmul_nbits")
 
 
 def test_group_sizes_without_a_kernel_are_refused_with_those_that_have_one(tmp_path: Path) -> None:
@@ -155,6 +160,27 @@ def test_group_sizes_without_a_kernel_are_refused_with_those_that_have_one(tmp_p
         qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="matmul_nbits")
     qfx.export.onnx(qmodel, tmp_path / "m.onnx")  # as pairs it runs
     assert [block_size(group, 4096) for group in (8, 16, 48, 96, 256, 1024, 4096)] == [None, 16, 16, 32, 256, 256, 256]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("format", "config", "reason", "times"),
+    [
+        ("qoperator", INT8_STATIC, "(Gemm): the model computes in {}; quantize model.float()", 2),
+        ("qoperator", INT8_DYNAMIC, "(Gemm): the model computes in {}; quantize model.float()", 2),
+        ("qoperator", INT8_WEIGHT_ONLY, "no activation is quantized", 1),
+        ("matmul_nbits", INT8_STATIC, "(Gemm): its activation is quantized", 2),
+        ("matmul_nbits", INT8_WEIGHT_ONLY, "(Gemm): the model computes in {}", 2),
+    ],
+)
+def test_a_model_in_half_precision_is_refused_for_what_it_is(
+    format: str, config: QuantConfig, reason: str, times: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = seeded(nn.Sequential(nn.Linear(64, 16), nn.GELU(), nn.Linear(16, 8))).to(dtype)
+    qmodel = quantize(model, config, [rand(4, 64).to(dtype)])
+    with pytest.raises(qfx.ExportError) as refused:
+        qfx.export.onnx(qmodel, tmp_path / "m.onnx", format=format)
+    assert str(refused.value).count(reason.format(str(dtype).removeprefix("torch."))) == times
 
 
 def test_a_model_in_half_precision_takes_scales_in_half_precision(tmp_path: Path) -> None:
@@ -396,6 +422,78 @@ def test_a_bias_on_another_grid_is_moved_to_the_products_only_if_that_is_exact(t
     assert any("set bias=TensorSpec(format='int32')" in k.reason for k in path.kept)
 
 
+class Biasless(nn.Module):
+    """Two convolutions without a bias, or a convolution and a transposed one."""
+
+    def __init__(self, rank: int, *, groups: int = 1, transposed: bool = False) -> None:
+        super().__init__()
+        conv: Any = getattr(nn, f"Conv{rank}d")
+        last: Any = getattr(nn, f"ConvTranspose{rank}d") if transposed else conv
+        self.a = conv(3, 8, 3, padding=1, bias=False)
+        self.b = last(8, 8, 3, groups=groups, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(torch.relu(self.a(x)))
+        return out
+
+
+BIASLESS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "one dimension": (lambda: Biasless(1), 1),
+    "two dimensions": (lambda: Biasless(2), 2),
+    "three dimensions": (lambda: Biasless(3), 3),
+    "groups": (lambda: Biasless(2, groups=4), 2),
+    "depthwise": (lambda: Biasless(2, groups=8), 2),
+    "transposed": (lambda: Biasless(2, transposed=True), 2),
+}
+
+
+@pytest.mark.parametrize("name", BIASLESS)
+@pytest.mark.parametrize(("format", "config"), [("qdq", INT8_STATIC), ("vitis", XINT8), ("vitis", BFP16_PRESET)])
+def test_a_convolution_without_a_bias_is_written_without_one(
+    format: str, config: QuantConfig, name: str, tmp_path: Path
+) -> None:
+    model, rank = BIASLESS[name]
+    data = [rand(2, 3, *[6] * rank, seed=i) for i in range(2)]
+    qmodel = quantize(seeded(model()), config, data)
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format=format)
+    nodes = onnx.load(path).graph.node
+    assert not {"Shape", "Expand", "Constant"} & {n.op_type for n in nodes}
+    assert [len(n.input) for n in nodes if n.op_type.startswith("Conv")] == [2, 2]
+    assert qfx.verify(qmodel, path, data, per_node=True).max_steps <= 1
+
+
+@pytest.mark.parametrize("name", BIASLESS)
+@pytest.mark.parametrize(
+    ("config", "operator"), [(INT8_STATIC, "QLinearConv"), (INT8_DYNAMIC, "ConvInteger"), (XINT8, "QLinearConv")]
+)
+def test_a_convolution_without_a_bias_is_an_integer_one(
+    config: QuantConfig, operator: str, name: str, tmp_path: Path
+) -> None:
+    model, rank = BIASLESS[name]
+    data = [rand(2, 3, *[6] * rank, seed=i) for i in range(2)]
+    qmodel = quantize(seeded(model()), config, data)
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="qoperator")
+    transposed = int(name == "transposed")  # has no integer form
+    assert operators(path)[operator] == 2 - transposed
+    assert [k.operator for k in path.kept] == ["ConvTranspose"] * transposed
+    assert qfx.verify(qmodel, path, data).max_steps <= 1
+
+
+def test_who_asks_for_a_shape_is_not_listed_as_left_in_pairs(tmp_path: Path) -> None:
+    class Like(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.conv(x)
+            return self.conv(x), torch.full_like(y, 0.5)
+
+    path = qfx.export.onnx(quantize(seeded(Like()), INT8_STATIC, images()), tmp_path / "m.onnx", format="qoperator")
+    assert operators(path)["Shape"]
+    assert not path.kept
+
+
 # The vendor's nodes --------------------------------------------------------------------------------------------------
 
 
@@ -439,6 +537,18 @@ def test_the_vendors_nodes_compute_what_torch_does(name: str, domain: str, tmp_p
     got = ReferenceEvaluator(stored, new_ops=vendor_kernels(domain)).run(None, {stored.graph.input[0].name: x.numpy()})
     np.testing.assert_allclose(np.asarray(got[0]), qmodel(x).detach(), rtol=1e-6, atol=1e-6)
     assert qfx.verify(qmodel, path, data(3)).max_steps <= ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("fmt", "opset"), [(INT16, 14), (INT16, 17), (INT16, 20), (INT4, 17), (INT2, 17), (INT2, 21)], ids=str
+)
+def test_the_vendors_nodes_have_every_width_in_every_opset(fmt: IntFormat, opset: int, tmp_path: Path) -> None:
+    spec = TensorSpec(format=fmt, scale_type=ScaleType.POWER_OF_TWO)
+    data = [rand(4, 70)]
+    qmodel = quantize(ragged(), QuantConfig(weight=spec, input=spec.replace(format=INT16)), data)
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="vitis", opset=opset)
+    assert {o.domain: o.version for o in onnx.load(path).opset_import} == {"": opset, "com.amd.quark": 1}
+    assert qfx.verify(qmodel, path, data, per_node=True).max_steps <= 1
 
 
 def test_the_report_of_the_vendors_nodes_is_the_vendors(tmp_path: Path) -> None:
@@ -494,8 +604,17 @@ def test_two_bits_need_the_newest_opset(tmp_path: Path) -> None:
         (INT4_WEIGHT_ONLY, {"format": "matmul_nbits", "accuracy_level": 5}, "choose one of"),
         (INT8_STATIC, {"opset": 13}, "choose one from 14 to 25"),
         (INT8_STATIC, {"opset": 26}, "choose one from 14 to 25"),
+        *((INT8_STATIC, {"opset": opset}, "choose one from 14 to 25") for opset in ("17", 17.0, True, None)),
+        (INT4_WEIGHT_ONLY, {"format": "matmul_nbits", "accuracy_level": True}, "accuracy_level=True is none of"),
+        (INT8_STATIC, {"input_names": "x"}, "input_names is a list of names, not 'x'"),
+        (INT8_STATIC, {"input_names": [""]}, r"input_names is a list of names, not \[''\]"),
+        (INT8_STATIC, {"output_names": [1]}, r"output_names is a list of names, not \[1\]"),
+        (INT8_STATIC, {"input_names": ["x", "y"]}, r"input_names has 2 name\(s\), the model 1: x"),
+        (INT8_STATIC, {"input_names": ["a"], "output_names": ["a"]}, "two inputs or outputs are called a; set"),
         (INT4_WEIGHT_ONLY, {"opset": 20}, r"int4 in blocks needs opset 21\nUse opset=21"),
         (INT4_WEIGHT_ONLY, {"domain": "com.microsoft"}, "scales in blocks"),
+        (PRESETS["mxfp4"], {"format": "matmul_nbits"}, r"weights none is in integers \(see qmodel.report\(\)\)\nUse"),
+        *((PRESETS[name], {"domain": "com.microsoft"}, "has none in pairs; drop it") for name in ("mxfp4", "bf16")),
         (INT8_STATIC, {"format": "matmul_nbits"}, r"\.weight \(Conv\).*\n.*head.weight \(Gemm\): its activation is"),
         (INT8_WEIGHT_ONLY, {"format": "qoperator"}, "one of its inputs is not quantized"),
         (INT8_STATIC, {"format": "vitis"}, r"static power-of-two scales; these are none:\n  x_quantizer_scale: 0\.0"),
@@ -512,6 +631,15 @@ def test_what_does_not_go_together_is_refused_and_leaves_the_file_there(
         qfx.export.onnx(quantize(cnn(), config, images()), path, **options)
     assert path.read_bytes() == b"what was there"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_has_no_older_form_is_sent_to_the_opset_it_is_translated_at(tmp_path: Path) -> None:
+    model = seeded(nn.Sequential(nn.ReflectionPad2d(1), nn.Conv2d(3, 4, 3)))
+    qmodel = quantize(model, INT8_STATIC, images())
+    with pytest.raises(qfx.ExportError, match=r"no form in opset 17: No Adapter [^/]* for Pad; use opset=18$"):
+        qfx.export.onnx(qmodel, tmp_path / "m.onnx", opset=17)
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", opset=18)
+    assert qfx.verify(qmodel, path, images(3)).max_steps <= 1
 
 
 def test_a_file_that_fails_its_check_replaces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -548,6 +676,75 @@ def test_a_file_is_replaced_with_its_data_or_not_at_all(tmp_path: Path) -> None:
     assert seen == {0, 1}
     assert moment > 4
     assert {file.name for file in tmp_path.iterdir()} == {"model.onnx", "model.onnx.data"}
+
+
+def test_data_that_the_new_file_does_not_read_go(tmp_path: Path) -> None:
+    data, path = [rand(4, 70)], tmp_path / "model [1].onnx"
+    old, new = (quantize(seeded(ragged(), seed), INT8_STATIC, data) for seed in (0, 1))
+    expected: list[Any] = []
+    for qmodel, beside in ((new, False), (old, True)):
+        file = qfx.export.onnx(qmodel, path, external_data=beside)
+        expected.insert(0, run(path, data[0]))
+        assert file.report().bytes == sum(place.stat().st_size for place in tmp_path.iterdir())
+    seen = set()
+    for moment in range(32):
+        qfx.export.onnx(old, path, external_data=True)
+        with interrupted(moment) as steps:
+            file = qfx.export.onnx(new, path, external_data=False)
+        seen.add([bool((run(path, data[0]) == y).all()) for y in expected].index(True))
+        if not steps.exceeded:
+            break
+    assert seen == {0, 1}
+    assert [place.name for place in tmp_path.iterdir()] == [path.name]
+    assert file.report().bytes == path.stat().st_size
+
+
+def test_a_first_export_may_be_interrupted(tmp_path: Path) -> None:
+    qmodel = quantize(ragged(), INT8_STATIC, [rand(4, 70)])
+    for moment in range(32):
+        path = tmp_path / str(moment) / "model.onnx"
+        path.parent.mkdir()
+        with interrupted(moment) as steps:
+            qfx.export.onnx(qmodel, path, external_data=True)
+        qfx.export.onnx(qmodel, path, external_data=True)
+        assert {file.name for file in path.parent.iterdir()} == {"model.onnx", "model.onnx.data"}
+        assert qfx.verify(qmodel, path, [rand(3, 70)]).max_steps <= 1
+        if not steps.exceeded:
+            break
+    assert moment > 3
+
+
+@pytest.mark.parametrize("graph", [None, b"no graph", "other"])
+def test_a_file_that_is_no_data_of_the_graphs_stays(graph: bytes | str | None, tmp_path: Path) -> None:
+    qmodel, path, notes = quantize(ragged(), INT8_STATIC, [rand(4, 70)]), tmp_path / "m.onnx", tmp_path / "m.onnx.data"
+    if isinstance(graph, bytes):
+        path.write_bytes(graph)
+    elif graph:
+        qfx.export.onnx(qmodel, path)
+    before = path.read_bytes() if path.exists() else None
+    notes.write_text("mine")
+    with pytest.raises(qfx.ExportError, match=r"m\.onnx\.data is no data of m\.onnx's, and would be replaced; move it"):
+        qfx.export.onnx(qmodel, path, external_data=True)
+    assert before == (path.read_bytes() if path.exists() else None)
+    file = qfx.export.onnx(qmodel, path, external_data=False)
+    assert notes.read_text() == "mine"
+    assert file.report().bytes == path.stat().st_size
+    assert {place.name for place in tmp_path.iterdir()} == {"m.onnx", "m.onnx.data"}
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_is_followed(there: bool, tmp_path: Path) -> None:
+    link, target = tmp_path / "link.onnx", tmp_path / "elsewhere" / "model.onnx"
+    target.parent.mkdir()
+    if there:
+        target.write_bytes(b"old")
+    link.symlink_to(target)
+    qmodel = quantize(ragged(), INT8_STATIC, [rand(4, 70)])
+    file = qfx.export.onnx(qmodel, link, external_data=True)
+    assert link.is_symlink()
+    assert file == target
+    assert {place.name for place in target.parent.iterdir()} == {"model.onnx", "model.onnx.data"}
+    assert qfx.verify(qmodel, file, [rand(3, 70)]).max_steps <= 1
 
 
 def test_odd_and_repeated_names_are_exported(tmp_path: Path) -> None:

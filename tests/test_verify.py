@@ -16,7 +16,10 @@ from tiny import calls, cnn, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 
 import quark_fx as qfx
+from quark_fx.config import TensorSpec
 from quark_fx.export.verification import Difference
+from quark_fx.presets import INT8_DYNAMIC, INT8_STATIC
+from quark_fx.qparams import Symmetry
 
 
 @pytest.fixture
@@ -83,6 +86,43 @@ def test_per_node_works_for_every_kind_of_quantizer(preset: str, tmp_path: Path)
     qmodel = quantize(mlp(), preset, tokens())
     path = qfx.export.onnx(qmodel, tmp_path / "mlp.onnx")
     assert qfx.verify(qmodel, path, tokens(3), per_node=True, optimize=False).max_steps <= 1
+
+
+@pytest.mark.parametrize("fmt", ["uint8", "uint4"])
+def test_unsigned_symmetric_codes_in_dynamic_groups_are_compared_by_value(fmt: str, tmp_path: Path) -> None:
+    spec = TensorSpec.from_dict({"format": fmt, "granularity": "group", "group_size": 16, "dynamic": True})
+    spec = spec.replace(symmetry=Symmetry.SYMMETRIC)
+    qmodel = quantize(seeded(nn.Linear(40, 4)), INT8_DYNAMIC.replace(input=spec), [rand(4, 40)])
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx")
+    result = qfx.verify(qmodel, path, [rand(3, 40)], per_node=True)
+    (rounded, output) = result.differences
+    assert rounded.steps == 0
+    assert output.steps <= 255 * 40 * 2**-24  # sums of 40 products in another order
+
+
+@pytest.mark.parametrize("fmt", ["int4", "fp8_e4m3"])
+def test_what_cannot_be_compared_is_named(fmt: str, tmp_path: Path) -> None:
+    spec = TensorSpec.from_dict({"format": fmt})
+    qmodel = quantize(seeded(nn.Linear(8, 4)), INT8_STATIC.replace(input=spec, output=spec), [rand(4, 8)])
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx")
+    result = qfx.verify(qmodel, path, [rand(4, 8)], per_node=True)
+    quantizers = tuple(node.name for node in calls(qmodel, "quark_fx.quantize"))
+    assert [d.name for d in result.differences] == ["output"]
+    assert result.skipped == quantizers
+    assert str(result).splitlines()[-1] == f"not compared: {', '.join(quantizers)}"
+    assert qfx.verify(qmodel, path, [rand(4, 8)]).skipped == ()
+
+
+def test_an_output_may_be_called_like_a_quantizer(tmp_path: Path) -> None:
+    qmodel = quantize(mlp(), "int8_static", tokens())
+    first, *others = [node.name for node in calls(qmodel, "quark_fx.quantize")]
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", output_names=[first])
+    result = qfx.verify(qmodel, path, tokens(3), per_node=True)
+    assert result.skipped == (first,)
+    assert [d.name for d in result.differences] == [*others, first]
+    assert result.max_steps <= 1
+    assert result[first].step == pytest.approx(qfx.verify(qmodel, path, tokens(3))[first].step)
+    assert result[first].step < 1
 
 
 def test_the_table_has_a_line_per_value(exported: tuple[qfx.QuantizedModel, Path]) -> None:

@@ -13,9 +13,10 @@ def use_contrib_domain(model: ir.Model) -> None:
     """Move every quantizer and dequantizer to `com.microsoft`, whose kernels know 4- and 16-bit codes in any opset.
 
     Raises:
-        ExportError: for what they do not know: scales in blocks, 8-bit floats, 2-bit codes. All are listed.
+        ExportError: for what they do not know: scales in blocks, 8-bit floats, 2-bit codes. All are listed. And if
+            there is no quantizer.
     """
-    bad = []
+    bad, moved = [], 0
     for node in model.graph.all_nodes():
         if node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
             continue
@@ -26,6 +27,9 @@ def use_contrib_domain(model: ir.Model) -> None:
         elif dtype is not None and (not dtype.is_integer() or dtype.itemsize < 0.5):
             bad.append(f"  {node.name}: {dtype.name.lower()}")
         node.domain, node.version = CONTRIB, 1
+        moved += 1
     if bad:
         raise ExportError(f"domain='{CONTRIB}' has no kernel for\n" + "\n".join(bad) + "\nDrop it, with opset=21.")
+    if not moved:
+        raise ExportError(f"domain='{CONTRIB}' is of quantizers, and this model has none in pairs; drop it")
     model.opset_imports[CONTRIB] = 1

@@ -40,7 +40,8 @@ def use_matmul_nbits(model: ir.Model, accuracy_level: int) -> tuple[Kept, ...]:
     """Rewrite every product with and look-up in a weight-only matrix; return the quantized weights that stay.
 
     Raises:
-        ExportError: if no weight can be rewritten, or one only for the size of its groups.
+        ExportError: if no weight can be rewritten, or one only for the size of its groups, or `accuracy_level` means
+            nothing to those that are.
     """
     kept, done = [], 0
     for node in list(model.graph):
@@ -59,11 +60,14 @@ def use_matmul_nbits(model: ir.Model, accuracy_level: int) -> tuple[Kept, ...]:
     _share_tables(model)
     erase_unread(model)
     if not done:
-        why = "".join(f"\n  {k.name} ({k.operator}): {k.reason}" for k in kept) or " none is quantized"
+        why = "".join(f"\n  {k.name} ({k.operator}): {k.reason}" for k in kept)
         raise ExportError(
-            f"format='matmul_nbits' is for weights of 2, 4 or 8 bits and float activations; of this model's{why}\n"
+            "format='matmul_nbits' is for weights of 2, 4 or 8 bits and float activations; of this model's weights"
+            f"{why or ' none is in integers (see qmodel.report())'}\n"
             "Use format='qdq', or a weight-only configuration such as 'int4_weight_only'."
         )
+    if accuracy_level and not any(node.op_type == "MatMulNBits" for node in model.graph):
+        raise ExportError(f"accuracy_level={accuracy_level} is of products, of which none is written; drop it")
     return tuple(kept)
 
 
@@ -251,7 +255,8 @@ def _require_plain_product(node: ir.Node) -> bool:
         raise StaysFloatError(f"ONNX Runtime has no weight-only kernel for {node.op_type}")
     if _constant_behind(node.inputs[1]) is None:
         raise StaysFloatError("it is the left factor")
-    activation = made_by(node.inputs[0], "DequantizeLinear")
+    cast = made_by(node.inputs[0], "Cast")
+    activation = made_by(node.inputs[0] if cast is None else cast.inputs[0], "DequantizeLinear")
     if activation is not None and _looked_up(activation) is None:
         raise StaysFloatError("its activation is quantized")
     get = node.attributes.get_float
@@ -264,9 +269,11 @@ def _in_type_of(x: ir.Value, scale: Array, weight: Weight) -> Array:
     """Return the scales in the type of the activation, which the kernel wants."""
     if not weight.cast:
         return scale
+    if x.dtype is not None and x.dtype != ir.DataType.FLOAT16:
+        raise StaysFloatError(f"the model computes in {x.dtype.name.lower()}; quantize model.float()")
     narrow = scale.astype(np.float16)
-    if x.dtype != ir.DataType.FLOAT16 or not np.array_equal(narrow, scale):
-        raise StaysFloatError("the model is not in float32 and its scales are not float16; set scale_type='float16'")
+    if x.dtype is None or not np.array_equal(narrow, scale):
+        raise StaysFloatError("the model computes in float16 and its scales are not; set scale_type='float16'")
     return narrow
 
 
@@ -348,7 +355,7 @@ def _use_gather(model: ir.Model, node: ir.Node, weight: Weight) -> None:
     if gather.attributes.get_int("axis", 0) or weight.turned:
         raise StaysFloatError("it is not looked up by rows")
     if weight.cast or node.outputs[0].dtype not in (None, ir.DataType.FLOAT):
-        raise StaysFloatError("the model is not in float32")
+        raise StaysFloatError("the model does not compute in float32; quantize model.float()")
     blocks = read_blocks(weight, axis=0)
     if blocks.codes.shape[1] * blocks.bits % 8:
         raise StaysFloatError(f"rows of {blocks.codes.shape[1]} codes of {blocks.bits} bits end within a byte")

@@ -111,6 +111,17 @@ def made_by(value: ir.Value | None, *operators: str) -> ir.Node | None:
     return producer if producer is not None and producer.op_type in operators else None
 
 
+def narrowed(value: ir.Value | None) -> str | None:
+    """Return, as a reason, that a dequantized activation is cast to a half; `None` if it is not."""
+    cast = made_by(value, "Cast")
+    if cast is None or made_by(cast.inputs[0], "DequantizeLinear") is None:
+        return None
+    dtype = ir.DataType(cast.attributes["to"].as_int())
+    if not dtype.is_floating_point() or dtype == ir.DataType.FLOAT:
+        return None
+    return f"the model computes in {dtype.name.lower()}; quantize model.float()"
+
+
 def array_of(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
     """Return the array of a constant value."""
     return value.const_value.numpy() if value is not None and value.const_value is not None else None

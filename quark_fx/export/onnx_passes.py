@@ -59,6 +59,22 @@ def fold_cast_likes(model: ir.Model) -> int:
     return folded
 
 
+def drop_zero_biases(model: ir.Model) -> int:
+    """Drop the bias that torch writes for a convolution without one: zeros as many as the dequantized weight has rows.
+
+    It would be computed at run time, and no constant to who looks for one; the weight would have a second reader.
+    """
+    dropped = 0
+    for node in model.graph:
+        zeros = made_by(node.inputs[2], "Expand") if node.op_type == "Conv" and len(node.inputs) > 2 else None
+        constant = ir.convenience.get_const_tensor(zeros.inputs[0]) if zeros is not None and zeros.inputs[0] else None
+        if constant is not None and not constant.numpy().any():
+            node.resize_inputs(2)
+            dropped += 1
+    erase_unread(model)
+    return dropped
+
+
 def settle_zero_points(model: ir.Model) -> int:
     """Drop zero points that are the default (zero) where the scale is an array.
 
@@ -349,9 +365,14 @@ def _per_column(dequantize: ir.Node) -> bool:
 
 
 def type_codes(model: ir.Model) -> int:
-    """Give every `QuantizeLinear` output the type its zero point says: torch holds 4-bit codes in bytes."""
+    """Give every `QuantizeLinear` output the type its zero point says: torch holds 4-bit codes in bytes.
+
+    So too the codes that casts make, of a row at a time.
+    """
     typed = 0
     for node in model.graph:
+        if node.op_type == "Cast":
+            node.outputs[0].dtype = ir.DataType(node.attributes["to"].as_int())
         if node.op_type == "QuantizeLinear" and len(node.inputs) > 2 and node.inputs[2] is not None:
             dtype = node.inputs[2].dtype
             if dtype is not None and node.outputs[0].dtype != dtype:
@@ -418,6 +439,7 @@ PASSES: tuple[OnnxPass, ...] = (
     fuse_block_rounding,
     fold_initializer_casts,
     fold_cast_likes,
+    drop_zero_biases,
     type_codes,
     transpose_weights,
     settle_zero_points,

@@ -24,6 +24,7 @@ from quark_fx.export.onnx_edit import (
     array_of,
     erase_unread,
     made_by,
+    narrowed,
     only_reader,
     put_node,
 )
@@ -40,9 +41,11 @@ def use_integer_operators(model: ir.Model) -> tuple[Kept, ...]:
     reasons: dict[ir.Node, str] = {}
     done = 0
     for node in list(model.graph):
-        if node.op_type in _PLUMBING or not any(
-            made_by(value, "DequantizeLinear", "Transpose") for value in node.inputs
-        ):
+        if node.op_type in _PLUMBING:
+            continue
+        if (narrow := narrowed(node.inputs[0] if node.inputs else None)) is not None:
+            reasons[node] = narrow
+        if not any(made_by(value, "DequantizeLinear", "Transpose") for value in node.inputs):
             continue
         try:
             INTEGER_FORMS.get(node.op_type, _no_form)(model, node)
@@ -61,7 +64,7 @@ def use_integer_operators(model: ir.Model) -> tuple[Kept, ...]:
     return tuple(kept)
 
 
-_PLUMBING = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast"})
+_PLUMBING = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast", "Shape"})
 
 
 def _no_form(model: ir.Model, node: ir.Node) -> None:

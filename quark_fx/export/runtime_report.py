@@ -16,6 +16,7 @@ from quark_fx.errors import ExportError
 from quark_fx.export.onnx_edit import Kept
 from quark_fx.export.runtime import open_session, session_options
 from quark_fx.export.vitis import PREFIXES
+from quark_fx.export.whole_files import data_files
 from quark_fx.report import aligned
 
 
@@ -107,12 +108,8 @@ def runtime_report(path: Path, *, kept: Iterable[Kept] = (), optimize: bool = Tr
         _infer_types(run)
         nodes = tuple(_described(node) for node in run.graph if not _is_plumbing(node))
         conversions = sum(node.op_type in _CONVERSIONS for node in run.graph)
-    return RuntimeReport(nodes, tuple(kept), conversions, original.opset_imports[""], _size(path))
-
-
-def _size(path: Path) -> int:
-    data = path.with_name(f"{path.name}.data")
-    return path.stat().st_size + (data.stat().st_size if data.exists() else 0)
+    size = sum(file.stat().st_size for file in (path, *data_files(original, path.parent)))
+    return RuntimeReport(nodes, tuple(kept), conversions, original.opset_imports[""], size)
 
 
 _CONVERSIONS = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast"})

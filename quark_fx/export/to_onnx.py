@@ -70,8 +70,8 @@ def onnx(
         external_data: store tensors beside the file as `<name>.data`; default: only above 1.9 GB.
 
     Returns:
-        The path written; its `report()` says which nodes ONNX Runtime runs in integers, its `kept` what the format
-        left in pairs.
+        The path written, of a link what it points to; its `report()` says which nodes ONNX Runtime runs in integers,
+        its `kept` what the format left in pairs.
 
     Raises:
         ExportError: if the format cannot hold how the model is quantized or does not know an option, a type needs a
@@ -91,6 +91,8 @@ def onnx(
     chosen, options = find_format(format, FormatOptions(domain=domain, accuracy_level=accuracy_level))
     require_known(opset)
     file = OnnxFile(path)
+    if file.is_symlink():  # else it would be replaced, and what it points to stay as it was
+        file = OnnxFile(file.resolve())
     gm = qmodel.graph_module
     _require_values(gm)
     _require_names("input_names", input_names, qmodel.signature.input_names)
@@ -98,6 +100,7 @@ def onnx(
     _require_onnx_types(gm)
     _require_writable(file)
     names = input_names or qmodel.signature.input_names, output_names or qmodel.signature.output_names
+    _require_apart([*names[0], *names[1]])
     model, file.kept = _lowered(gm, *names, chosen, options, opset)
     file.optimize = may_optimize(gm)
     _write(model, file, external_data, gm)
@@ -255,8 +258,20 @@ def _require_values(gm: GraphModule) -> None:
 
 
 def _require_names(option: str, given: Sequence[str] | None, own: Sequence[str]) -> None:
-    if given is not None and len(given) != len(own):
+    if given is None:
+        return
+    if isinstance(given, str) or any(not isinstance(name, str) or not name for name in given):
+        raise ExportError(f"{option} is a list of names, not {given!r}")
+    if len(given) != len(own):
         raise ExportError(f"{option} has {len(given)} name(s), the model {len(own)}: {', '.join(own)}")
+
+
+def _require_apart(names: Sequence[str]) -> None:
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ExportError(
+            f"two inputs or outputs are called {', '.join(sorted(twice))}; set input_names or output_names"
+        )
 
 
 def _require_writable(path: Path) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,8 +20,11 @@ from quark_fx.export.runtime import open_session, runtime_options
 from quark_fx.formats import FloatFormat, parse_format
 from quark_fx.graph import parameter, results_of, target_name
 from quark_fx.model import QuantizedModel
-from quark_fx.ops import spread
+from quark_fx.ops import dequantize, spread
 from quark_fx.signature import split_batch
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,16 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verification:
-    """The differences of every output (or node), in graph order. `str` of it is a table."""
+    """The differences of every output (or node), in graph order. `str` of it is a table.
+
+    Attributes:
+        differences: of what was compared.
+        skipped: quantized values that could not be compared by themselves: ONNX Runtime gives out no codes of 4 bits
+            or of 8-bit floats, and none that a kernel keeps to itself.
+    """
 
     differences: tuple[Difference, ...]
+    skipped: tuple[str, ...] = ()
 
     @property
     def max_steps(self) -> float:
@@ -69,7 +80,8 @@ class Verification:
             f"{d.name.ljust(width)}  {d.max_abs:10.3g}  {d.step:10.3g}  {d.steps:7.3f}  {d.share:8.2%}  {d.sqnr:8.1f}"
             for d in self.differences
         ]
-        return "\n".join([header, *lines])
+        skipped = [f"not compared: {', '.join(self.skipped)}"] if self.skipped else []
+        return "\n".join([header, *lines, *skipped])
 
 
 def verify(
@@ -85,8 +97,8 @@ def verify(
 
     Two correct kernels may round a value that lies between two codes differently, and a deep network
     carries such a flip along: the difference of an output then says little about the operators. With
-    `per_node` every quantized value is compared by itself: torch computes it from the codes ONNX Runtime
-    computed before it, so each kernel is held to its own arithmetic.
+    `per_node` every quantized value whose codes can be read is compared by itself: torch computes it from the codes
+    ONNX Runtime computed before it, so each kernel is held to its own arithmetic. The others are `skipped`.
 
     Args:
         qmodel: what was exported.
@@ -111,10 +123,10 @@ def verify(
     except ImportError as error:
         raise ExportError("verification needs onnxruntime: pip install 'quark_fx[onnx]'") from error
     options = session_options or runtime_options(qmodel.graph_module, optimize=optimize)
-    session = open_session(Path(path), options, _codes_as_outputs(qmodel) if per_node else None)
+    quantizers, shown = _quantizers(qmodel) if per_node else [], set[str]()
+    session = open_session(Path(path), options, partial(_show_codes, quantizers, shown) if per_node else None)
     inputs, names = session.get_inputs(), [output.name for output in session.get_outputs()]
-    quantizers = _quantizers(qmodel) if per_node else set()
-    compared = _Comparison(qmodel)
+    compared = _Comparison(qmodel, shown)
     count = 0
     for batch in batches:
         leaves = qmodel.signature.flatten(*split_batch(batch))
@@ -123,7 +135,7 @@ def verify(
             raise ExportError(f"{path} has {len(inputs)} inputs, the model {len(feed)}: it is not this model's export")
         feeds = {i.name: leaf.numpy(force=True) for i, leaf in zip(inputs, feed, strict=True)}
         results = dict(zip(names, session.run(names, feeds), strict=True))
-        codes = {name: torch.from_numpy(value) for name, value in results.items() if name in quantizers}
+        codes = {name: torch.from_numpy(value) for name, value in results.items() if name in shown}
         with torch.no_grad():
             follower = _Follower(qmodel.graph_module, codes)
             expected = [value for value in follower.run(*leaves) if isinstance(value, Tensor)]
@@ -135,7 +147,7 @@ def verify(
         count += 1
     if not count:
         raise ExportError("no batch to verify with; pass at least one")
-    return compared.result()
+    return Verification(compared.differences(), tuple(name for name in quantizers if name not in shown))
 
 
 class _Follower(Interpreter):
@@ -154,8 +166,9 @@ class _Follower(Interpreter):
         if theirs is None:
             return value
         if _in_blocks(n):
-            step = self._steps(n, value)
-            self.compared[n.name] = (value.float() * self._scale(n, value) / step, theirs / step)
+            step, (_, scale, zero_point, *layout) = self._steps(n, value), n.args
+            own = dequantize(value, self.env[scale], self.env[zero_point], *layout)  # type: ignore[index]
+            self.compared[n.name] = (own / step, theirs / step)
             return value
         self.compared[n.name] = (value, theirs)
         return theirs.to(value)
@@ -179,8 +192,8 @@ class _Follower(Interpreter):
 class _Comparison:
     """Accumulates differences over batches."""
 
-    def __init__(self, qmodel: QuantizedModel) -> None:
-        self.steps = _known_steps(qmodel)
+    def __init__(self, qmodel: QuantizedModel, codes: Iterable[str]) -> None:
+        self.steps = _known_steps(qmodel) | dict.fromkeys(codes, 1.0)
         self.pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def add(self, name: str, expected: Tensor, got: Tensor) -> None:
@@ -190,8 +203,8 @@ class _Comparison:
         pair = (expected.detach().cpu().double().flatten(), got.cpu().double().flatten())
         self.pairs.setdefault(name, []).append(pair)
 
-    def result(self) -> Verification:
-        return Verification(tuple(self._difference(name, pairs) for name, pairs in self.pairs.items()))
+    def differences(self) -> tuple[Difference, ...]:
+        return tuple(self._difference(name, pairs) for name, pairs in self.pairs.items())
 
     def _difference(self, name: str, pairs: list[tuple[Tensor, Tensor]]) -> Difference:
         a, b = (torch.cat(side) for side in zip(*pairs, strict=True))
@@ -216,15 +229,14 @@ def _in_blocks(n: Node) -> bool:
     return target_name(n) == "quark_fx.quantize.default" and len(n.args) > 5 and int(str(n.args[5])) > 0
 
 
-def _quantizers(qmodel: QuantizedModel) -> set[str]:
+def _quantizers(qmodel: QuantizedModel) -> list[str]:
     nodes = qmodel.graph_module.graph.nodes
-    return {node.name for node in nodes if target_name(node) == "quark_fx.quantize.default"}
+    return [node.name for node in nodes if target_name(node) == "quark_fx.quantize.default"]
 
 
 def _known_steps(qmodel: QuantizedModel) -> dict[str, float]:
-    """Return the step of every code (1) and of every output that is dequantized with one static scale."""
-    gm = qmodel.graph_module
-    steps = dict.fromkeys(_quantizers(qmodel), 1.0)
+    """Return the step of every output that is dequantized with one static scale."""
+    gm, steps = qmodel.graph_module, {}
     for name, node in zip(qmodel.signature.output_names, results_of(gm), strict=True):
         if isinstance(node, Node) and target_name(node) == "quark_fx.dequantize.default":
             scale: Any = node.args[1]
@@ -233,17 +245,17 @@ def _known_steps(qmodel: QuantizedModel) -> dict[str, float]:
     return steps
 
 
-def _codes_as_outputs(qmodel: QuantizedModel) -> Callable[[Any], None]:
-    """Return an edit of an `onnx_ir.Model` that makes every quantized value an output."""
+def _show_codes(quantizers: list[str], shown: set[str], model: ir.Model) -> None:
+    """Make the codes of `quantizers` outputs of a graph, and add to `shown` those that it has and numpy has types for.
+
+    An output may be called like one of them: it is not taken for codes.
+    """
     import onnx_ir as ir
 
-    named = _quantizers(qmodel)
-
-    def edit(model: Any) -> None:
-        for value in [value for node in model.graph for value in node.outputs if value.name in named]:
-            # numpy has no 4- or 8-bit float types to read codes into; those values are compared at the outputs only.
-            dtype = value.dtype
-            if dtype is not None and (dtype == ir.DataType.FLOAT or (dtype.is_integer() and dtype.itemsize >= 1)):
-                model.graph.outputs.append(value)
-
-    return edit
+    for value in [value for node in model.graph for value in node.outputs]:
+        # numpy has no 4- or 8-bit float types to read codes into.
+        dtype = value.dtype
+        read = dtype is not None and (dtype == ir.DataType.FLOAT or (dtype.is_integer() and dtype.itemsize >= 1))
+        if read and value.name is not None and value.name in quantizers and not value.is_graph_output():
+            model.graph.outputs.append(value)
+            shown.add(value.name)

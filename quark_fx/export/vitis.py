@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from quark_fx.errors import ExportError
 from quark_fx.export.onnx_edit import array_of
-from quark_fx.export.onnx_opset import DEFAULT, raised
+from quark_fx.export.onnx_opset import first_with, raised
 from quark_fx.export.vitis_blocks import has_block_nodes, spell_out_block_nodes, use_block_nodes
 
 PREFIXES = {"com.vai.quantize": "Vitis", "com.amd.quark": "Extended"}
@@ -75,10 +75,13 @@ def reference_functions(domain: str, opset: int) -> list[ir.Function]:
 def with_reference_functions(model: ir.Model) -> ir.Model:
     """Return `model` with definitions of the vendor's operators it uses, so that any runtime computes them.
 
-    Those of blocks need opset 21; a model in an older one is converted.
+    Those of blocks need opset 21, those of wide and narrow codes that of the standard quantizers; a model in an older
+    one is converted.
     """
+    pairs = [node for node in model.graph.all_nodes() if node.op_type.endswith(_PAIRS) and node.domain in PREFIXES]
+    model = raised(model, first_with(v.dtype for node in pairs for v in (*node.inputs, *node.outputs) if v is not None))
     if has_block_nodes(model):
-        model = model if model.opset_imports[""] >= DEFAULT else raised(model)
+        model = raised(model)
         spell_out_block_nodes(model)
     used = {node.domain for node in model.graph.all_nodes()}
     for domain in PREFIXES:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
 import onnx_ir as ir
+
+from quark_fx.errors import ExportError
 
 
 def put_in_place(written: Path, target: Path) -> None:
@@ -18,24 +21,55 @@ def put_in_place(written: Path, target: Path) -> None:
 
     Args:
         written: in a folder of the same file system, under the name of `target`.
-        target: may exist, with data of its own.
+        target: may exist, with data of its own, which go if the new graph has none.
+
+    Raises:
+        ExportError: if a file that is no data of `target`'s lies where the new data belong.
     """
     data, place = (path.with_name(f"{target.name}.data") for path in (written, target))
-    aside = f".{target.name}-*.data"
-    if data.exists() and target.exists() and place.exists():
-        # The old graph reads what lies where the new data belong: meanwhile the new graph reads them elsewhere.
-        handle, name = tempfile.mkstemp(prefix=aside.split("*")[0], suffix=".data", dir=target.parent)
+    aside = f".{target.name}-"
+    own = _is_own(place, target, aside)
+    if not own and data.exists():
+        raise ExportError(f"{place} is no data of {target.name}'s, and would be replaced; move it away")
+    outdated = own and place.exists() and not data.exists()
+    if data.exists() or outdated:
+        # A file of this name also says, after an interruption, that what lies in `place` is ours.
+        handle, name = tempfile.mkstemp(prefix=aside, suffix=".data", dir=target.parent)
         os.close(handle)
+    if data.exists():
+        # The old graph may read what lies where the new data belong: meanwhile the new graph reads them elsewhere.
         data.replace(name)
         between = written.with_name("between.onnx")
         ir.save(_reading(written, data.name, Path(name).name), between)
         between.replace(target)
         _duplicate(Path(name), data)
-    if data.exists():
         data.replace(place)
     written.replace(target)
-    for unread in target.parent.glob(aside):
+    if outdated:
+        place.unlink()
+    for unread in _asides(target, aside):
         unread.unlink()
+
+
+def _is_own(place: Path, target: Path, aside: str) -> bool:
+    """Tell whether what lies in `place`, if anything, is data that the graph `target` reads, or left by a call."""
+    if not place.exists() or not place.stat().st_size or _asides(target, aside):
+        return True
+    try:
+        return place in data_files(ir.load(target), target.parent)
+    except Exception:  # no graph, or none there
+        return False
+
+
+def _asides(target: Path, aside: str) -> list[Path]:
+    return list(target.parent.glob(f"{glob.escape(aside)}*.data"))
+
+
+def data_files(model: ir.Model, folder: Path) -> set[Path]:
+    """Return the files from which a graph in `folder` reads its tensors."""
+    graphs = (model.graph, *model.graph.subgraphs())
+    tensors = (value.const_value for graph in graphs for value in graph.initializers.values())
+    return {folder / tensor.location for tensor in tensors if isinstance(tensor, ir.ExternalTensor)}
 
 
 def _reading(path: Path, old: str, new: str) -> ir.Model:
@@ -68,4 +102,4 @@ def _duplicate(source: Path, link: Path) -> None:
         shutil.copyfile(source, link)
 
 
-__all__ = ["put_in_place", "relocated"]
+__all__ = ["data_files", "put_in_place", "relocated"]

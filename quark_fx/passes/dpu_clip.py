@@ -33,7 +33,7 @@ def use_dpu_clips(gm: GraphModule, context: Context | None = None) -> int:
         if bounds is None:
             continue
         given = [end if bound is None else bound for bound, end in zip(bounds, _ENDS, strict=True)]
-        rounded = [min(_ENDS[1], max(_ENDS[0], round(bound))) for bound in given]
+        rounded = [round(min(_ENDS[1], max(_ENDS[0], bound))) for bound in given]
         if rounded == list(bounds):
             continue
         with gm.graph.inserting_before(node):
