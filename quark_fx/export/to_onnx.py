@@ -260,12 +260,15 @@ def _require_names(option: str, given: Sequence[str] | None, own: Sequence[str])
 
 
 def _require_writable(path: Path) -> None:
+    from quark_fx.export.whole_files import require_regular
+
     directory = path.parent
     if not directory.is_dir():
         raise ExportError(f"{path} cannot be written: the directory {directory} does not exist; create it first")
+    require_regular(path)
     # The file is made beside and moved, so that its directory has to be writable, too.
-    if path.is_dir() or not all(os.access(place, os.W_OK) for place in (directory, path) if place.exists()):
-        raise ExportError(f"{path} cannot be written: it is a directory or not writable; choose another path")
+    if not all(os.access(place, os.W_OK) for place in (directory, path) if place.exists()):
+        raise ExportError(f"{path} cannot be written: it or its directory is not writable; choose another path")
 
 
 def _check_file(path: Path, gm: GraphModule) -> None:

@@ -9,6 +9,17 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from quark_fx.errors import ExportError
+
+
+def require_regular(*places: Path) -> None:
+    """Raise `ExportError` if a place is taken by what is no file: a rename would put one where a device was."""
+    for place in places:
+        if place.exists() and not place.is_file():
+            raise ExportError(
+                f"{place} is a directory, a device or a pipe, and no file to replace; choose another path"
+            )
+
 
 def put_in_place(written: Path, target: Path) -> None:
     """Move an ONNX file, and `<its name>.data` beside it if there is one, to `target` and beside it.
@@ -19,8 +30,12 @@ def put_in_place(written: Path, target: Path) -> None:
     Args:
         written: in a folder of the same file system, under the name of `target`.
         target: may exist, with data of its own.
+
+    Raises:
+        ExportError: if something else than a file is at either place.
     """
     data, place = (path.with_name(f"{target.name}.data") for path in (written, target))
+    require_regular(target, *([place] if data.exists() else []))
     aside = f".{target.name}-*.data"
     if data.exists() and target.exists() and place.exists():
         # The old graph reads what lies where the new data belong: meanwhile the new graph reads them elsewhere.
@@ -68,4 +83,4 @@ def _duplicate(source: Path, link: Path) -> None:
         shutil.copyfile(source, link)
 
 
-__all__ = ["put_in_place", "relocated"]
+__all__ = ["put_in_place", "relocated", "require_regular"]
