@@ -441,6 +441,14 @@ def test_the_vendors_nodes_compute_what_torch_does(name: str, domain: str, tmp_p
     assert qfx.verify(qmodel, path, data(3)).max_steps <= ROUNDING
 
 
+@pytest.mark.parametrize("opset", [18, 21])
+def test_a_group_norm_between_the_vendors_nodes_runs(opset: int, tmp_path: Path) -> None:
+    model = seeded(nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 3)))
+    qmodel = quantize(model, XINT8, images())
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="vitis", opset=opset)
+    assert qfx.verify(qmodel, path, images(3)).max_steps <= 1
+
+
 def test_the_report_of_the_vendors_nodes_is_the_vendors(tmp_path: Path) -> None:
     path = qfx.export.onnx(quantize(cnn(), XINT8, images()), tmp_path / "m.onnx", format="vitis")
     with pytest.raises(qfx.ExportError, match=r"no kernels for com\.amd\.quark"):
