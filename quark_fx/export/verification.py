@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ class Difference:
             255th of its range over the batches.
         share: share of elements that differ by more than half a step.
         sqnr: signal to noise of ONNX Runtime's value against torch's, dB.
+        uncompared: elements that are NaN in both, which says of neither whether it is right.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Difference:
     step: float
     share: float
     sqnr: float
+    uncompared: int = 0
 
     @property
     def steps(self) -> float:
@@ -69,7 +72,10 @@ class Verification:
             f"{d.name.ljust(width)}  {d.max_abs:10.3g}  {d.step:10.3g}  {d.steps:7.3f}  {d.share:8.2%}  {d.sqnr:8.1f}"
             for d in self.differences
         ]
-        return "\n".join([header, *lines])
+        left_out = [
+            f"{d.name}: {d.uncompared} values not compared, NaN in both" for d in self.differences if d.uncompared
+        ]
+        return "\n".join([header, *lines, *left_out])
 
 
 def verify(
@@ -84,7 +90,8 @@ def verify(
     """Run the same batches in torch and in ONNX Runtime and compare.
 
     Two correct kernels may round a value that lies between two codes differently, and a deep network
-    carries such a flip along: the difference of an output then says little about the operators. With
+    carries such a flip along: the difference of an output then says little about the operators. Values that are NaN in
+    both are not compared, of which a warning says the number; NaN in one only is an infinite difference. With
     `per_node` every quantized value is compared by itself: torch computes it from the codes ONNX Runtime
     computed before it, so each kernel is held to its own arithmetic.
 
@@ -98,7 +105,7 @@ def verify(
         session_options: `onnxruntime.SessionOptions` to use instead.
 
     Raises:
-        ExportError: if there is no batch, or the file's inputs are not the model's.
+        ExportError: if there is no batch, or an empty one, or the file's inputs are not the model's.
     """
     if not isinstance(qmodel, QuantizedModel):
         raise ExportError(f"expected what quantize() returned, not {type(qmodel).__name__}")
@@ -119,6 +126,7 @@ def verify(
     for batch in batches:
         leaves = qmodel.signature.flatten(*split_batch(batch))
         feed = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        _require_elements(feed, count)
         if len(inputs) != len(feed):
             raise ExportError(f"{path} has {len(inputs)} inputs, the model {len(feed)}: it is not this model's export")
         feeds = {i.name: leaf.numpy(force=True) for i, leaf in zip(inputs, feed, strict=True)}
@@ -135,7 +143,17 @@ def verify(
         count += 1
     if not count:
         raise ExportError("no batch to verify with; pass at least one")
-    return compared.result()
+    result = compared.result()
+    if unsaid := {d.name: d.uncompared for d in result.differences if d.uncompared}:
+        warnings.warn(f"values that are NaN in torch and in the file were not compared: {unsaid}", stacklevel=2)
+    return result
+
+
+def _require_elements(feed: list[Tensor], batch: int) -> None:
+    for position, leaf in enumerate(feed):
+        if not leaf.numel():
+            shape = tuple(leaf.shape)
+            raise ExportError(f"batch {batch}: input {position} is empty, shape {shape}; pass batches with values")
 
 
 class _Follower(Interpreter):
@@ -195,9 +213,11 @@ class _Comparison:
 
     def _difference(self, name: str, pairs: list[tuple[Tensor, Tensor]]) -> Difference:
         a, b = (torch.cat(side) for side in zip(*pairs, strict=True))
-        # Where both are the same infinity or NaN (a mask's) there is no difference.
+        # Where both are the same infinity (a mask's) there is no difference.
         # Where one of them only is NaN, the difference is infinite, not "not a number", which no maximum would keep.
-        gap = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs().nan_to_num(nan=torch.inf))
+        known = ~(a.isnan() & b.isnan())
+        uncompared, a, b = int((~known).sum()), a[known], b[known]
+        gap = torch.where(a == b, 0.0, (a - b).abs().nan_to_num(nan=torch.inf))
         finite = a[a.isfinite()]
         spread = float(finite.max() - finite.min()) / 255 if finite.numel() else 0.0
         step = self.steps.get(name) or spread or 1.0
@@ -207,8 +227,15 @@ class _Comparison:
             max_abs=float(gap.max()) if gap.numel() else 0.0,
             step=step,
             share=float((gap > step / 2).double().mean()) if gap.numel() else 0.0,
-            sqnr=10 * (math.log10(signal) - math.log10(noise)) if noise > 0 and signal > 0 else math.inf,
+            sqnr=_decibels(signal, noise),
+            uncompared=uncompared,
         )
+
+
+def _decibels(signal: float, noise: float) -> float:
+    if noise == 0:
+        return math.inf
+    return 10 * (math.log10(signal) - math.log10(noise)) if signal > 0 else -math.inf
 
 
 def _in_blocks(n: Node) -> bool:

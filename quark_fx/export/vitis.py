@@ -60,7 +60,7 @@ def require_powers_of_two(model: ir.Model, nodes: list[ir.Node], *, allow_none: 
 
 
 def with_standard_nodes(model: ir.Model) -> ir.Model:
-    """Return `model`, which may be edited, with standard operators in place of the vendor's, so that any runtime runs it.
+    """Return `model`, perhaps edited, with standard operators in place of the vendor's, so that any runtime runs it.
 
     Nodes and not functions: ONNX Runtime 1.31 gives codes a wrong type where it inlines both quantizers and, from opset
     21 on, a `GroupNormalization`. Those of blocks need opset 21; a model in an older one is converted.
