@@ -49,8 +49,12 @@ def require_powers_of_two(model: ir.Model, nodes: list[ir.Node], *, allow_none: 
             bad.append(f"  {name} is measured at run time")
         elif (np.abs(np.frexp(scale.astype(np.float64))[0]) != 0.5).any() or (scale <= 0).any():
             bad.append(f"  {name}: {float(scale.flat[0]):.6g}")
-    bad += ["  no value is quantized"] if not nodes and not allow_none else []
     bad += [f"  {node.name} has scales in blocks" for node in nodes if node.attributes.get_int("block_size", 0)]
+    if not (nodes or measured or allow_none):
+        raise ExportError(
+            "format='vitis' is for static power-of-two scales, and nothing in this model has a scale; "
+            "use the preset 'xint8' or scale_type='power_of_two', or format='qdq'"
+        )
     if bad:
         raise ExportError(
             "format='vitis' is for static power-of-two scales; these are none:\n"
