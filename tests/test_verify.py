@@ -217,6 +217,24 @@ def test_a_file_with_other_outputs_is_refused(tmp_path: Path) -> None:
         qfx.verify(qmodels[1], path, [rand(6, 4)])
 
 
+@pytest.mark.parametrize("per_node", [False, True])
+def test_what_is_no_file_of_a_graph_is_refused(
+    per_node: bool, exported: tuple[qfx.QuantizedModel, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "broken.onnx").write_bytes(b"\xff\xff")
+    (tmp_path / "empty.onnx").touch()
+    for name, message in {
+        "": "is a directory or a device; give the file",
+        "missing.onnx": r"No such file.*; write it with qfx\.export\.onnx first",
+        "n" * 300: "cannot be read: .*too long",
+        "a\0b": "cannot be read: .*null",
+        "broken.onnx": r"broken\.onnx cannot be loaded: .*; write it with qfx\.export\.onnx again",
+        "empty.onnx": r"empty\.onnx cannot be loaded: ",
+    }.items():
+        with pytest.raises(qfx.ExportError, match=message):
+            qfx.verify(exported[0], tmp_path / name, images(2), per_node=per_node)
+
+
 def test_no_batch_is_refused(exported: tuple[qfx.QuantizedModel, Path]) -> None:
     with pytest.raises(qfx.ExportError, match="no batch to verify with"):
         qfx.verify(*exported, [])

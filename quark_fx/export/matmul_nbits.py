@@ -88,8 +88,8 @@ def _reader(node: ir.Node) -> str:
     """Return the operator that reads what `node` makes, perhaps transposed or cast."""
     reader = next((use.node for use in node.outputs[0].uses()), None)
     if reader is None:
-        return node.op_type
-    return _reader(reader) if reader.op_type in ("Transpose", "Cast") else reader.op_type
+        return str(node.op_type)
+    return _reader(reader) if reader.op_type in ("Transpose", "Cast") else str(reader.op_type)
 
 
 def _stem(codes: ir.Value) -> str:

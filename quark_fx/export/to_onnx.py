@@ -88,6 +88,9 @@ def onnx(
         raise ExportError(f"ONNX export needs {error.name}: pip install 'quark_fx[onnx]'") from error
     if not isinstance(qmodel, QuantizedModel):
         raise ExportError(f"expected what quantize() returned, not {type(qmodel).__name__}")
+    _require_possible(path)
+    if external_data is not None and not isinstance(external_data, bool):
+        raise ExportError(f"external_data is True, False or None, not {external_data!r}")
     chosen, options = find_format(format, FormatOptions(domain=domain, accuracy_level=accuracy_level))
     require_known(opset)
     file = OnnxFile(path)
@@ -213,10 +216,10 @@ def _missing_lowerings(gm: GraphModule, error: Exception) -> str:
     missing |= {n.target for n in calls if n.target.namespace not in _TORCH} - translation_table().keys()
     nodes = [n for n in calls if n.target in missing]
     where = "\n".join(f"  {describe(node)}" for node in nodes) or f"  {cause}"
-    return (
-        f"{len(nodes) or 1} node(s) have no ONNX lowering:\n{where}\n"
-        "Register one with `quark_fx.export.lowers`, or replace the operator in the model."
-    )
+    remedy = "Register one with `quark_fx.export.lowers`, or replace the operator in the model."
+    if isinstance(cause, ValueError) and missing & translation_table().keys():
+        remedy = str(cause)  # a lowering that there is, but not for these sizes
+    return f"{len(nodes) or 1} node(s) have no ONNX lowering:\n{where}\n{remedy}"
 
 
 def _require_onnx_types(gm: GraphModule) -> None:
@@ -257,6 +260,15 @@ def _require_values(gm: GraphModule) -> None:
 def _require_names(option: str, given: Sequence[str] | None, own: Sequence[str]) -> None:
     if given is not None and len(given) != len(own):
         raise ExportError(f"{option} has {len(given)} name(s), the model {len(own)}: {', '.join(own)}")
+
+
+def _require_possible(path: str | os.PathLike[str]) -> None:
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # a directory that is missing has words of its own
+    except (OSError, ValueError, TypeError) as error:
+        raise ExportError(f"{path!r} cannot be written: {error}; choose another path") from error
 
 
 def _require_writable(path: Path) -> None:

@@ -105,20 +105,22 @@ def verify(
         session_options: `onnxruntime.SessionOptions` to use instead.
 
     Raises:
-        ExportError: if there is no batch, or an empty one, or the file's inputs are not the model's.
+        ExportError: if there is no batch, or an empty one, or the file cannot be loaded or has not the model's inputs.
     """
     if not isinstance(qmodel, QuantizedModel):
         raise ExportError(f"expected what quantize() returned, not {type(qmodel).__name__}")
     if isinstance(batches, Tensor | Mapping):
         raise ExportError(f"batches is an iterable of batches, not one {type(batches).__name__}; wrap it in a list")
-    if not Path(path).is_file():
-        raise ExportError(f"{path} does not exist; write it with qfx.export.onnx first")
+    _require_file(path)
     try:
         import onnxruntime  # noqa: F401
     except ImportError as error:
         raise ExportError("verification needs onnxruntime: pip install 'quark_fx[onnx]'") from error
     options = session_options or runtime_options(qmodel.graph_module, optimize=optimize)
-    session = open_session(Path(path), options, _codes_as_outputs(qmodel) if per_node else None)
+    try:
+        session = open_session(Path(path), options, _codes_as_outputs(qmodel) if per_node else None)
+    except Exception as error:  # protobuf's and ONNX Runtime's own
+        raise ExportError(f"{path} cannot be loaded: {error}; write it with qfx.export.onnx again") from error
     inputs, names = session.get_inputs(), [output.name for output in session.get_outputs()]
     quantizers = _quantizers(qmodel) if per_node else set()
     compared = _Comparison(qmodel)
@@ -147,6 +149,15 @@ def verify(
     if unsaid := {d.name: d.uncompared for d in result.differences if d.uncompared}:
         warnings.warn(f"values that are NaN in torch and in the file were not compared: {unsaid}", stacklevel=2)
     return result
+
+
+def _require_file(path: str | os.PathLike[str]) -> None:
+    try:
+        os.stat(path)
+    except (OSError, ValueError) as error:
+        raise ExportError(f"{path!r} cannot be read: {error}; write it with qfx.export.onnx first") from error
+    if not os.path.isfile(path):
+        raise ExportError(f"{path} is a directory or a device; give the file that qfx.export.onnx wrote")
 
 
 def _require_elements(feed: list[Tensor], batch: int) -> None:
