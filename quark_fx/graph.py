@@ -44,6 +44,23 @@ def tensor_of(gm: GraphModule, name: str) -> Tensor:
     return value
 
 
+_PIECE = 1 << 26
+"""Values that are looked at at once."""
+
+
+def is_finite(x: Tensor) -> bool:
+    """Tell whether no value is NaN or infinite, without a copy as large as `x`."""
+    if not x.is_floating_point() or not x.numel():
+        return True
+    rows = x.detach().reshape(1) if x.dim() == 0 else x.detach()
+    for piece in rows.split(max(1, _PIECE * len(rows) // rows.numel())):
+        # The ends of a range are NaN or infinite if a value is; there are none of 8-bit floats.
+        ends = torch.stack(torch.aminmax(piece if piece.element_size() > 1 else piece.half()))
+        if not bool(ends.isfinite().all()):
+            return False
+    return True
+
+
 def is_parameter(node: Any) -> TypeGuard[Node]:
     """Tell whether `node` reads a parameter, buffer or constant."""
     return isinstance(node, Node) and node.op == "get_attr"

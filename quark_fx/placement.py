@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from quark_fx.config import Granularity, QuantConfig, Target, TensorSpec, matches
 from quark_fx.errors import CalibrationError, ConfigError
-from quark_fx.graph import describe, is_floating, is_parameter, parameter, target_name, value_of
+from quark_fx.graph import describe, is_finite, is_floating, is_parameter, parameter, target_name, value_of
 from quark_fx.operators import (
     ARITHMETIC,
     DPU_ARITHMETIC,
@@ -205,16 +205,42 @@ def _plan_operator(gm: GraphModule, config: QuantConfig, node: Node, row: Operat
 
 
 def require_finite_weights(gm: GraphModule, operators: Iterable[PlannedOperator]) -> None:
-    """Raise `CalibrationError` for a weight or bias that holds NaN or infinity, with its name."""
+    """Raise `CalibrationError` for a weight that gets codes, or its bias, that holds NaN or infinity, with its name."""
     for operator in operators:
-        bias = argument(operator.node, operator.row.bias) if operator.row and operator.row.bias is not None else None
-        constants = (("weight", operator.weight_node), ("bias", bias)) if operator.weight is not None else ()
+        if operator.weight is not None:
+            for what, node in (("weight", operator.weight_node), *_biases(operator)):
+                _require_finite(gm, operator, what, node)
+
+
+def require_finite_floats(gm: GraphModule, operators: Iterable[PlannedOperator]) -> None:
+    """Raise `CalibrationError` for a weight that stays in float, or any bias, that holds NaN or infinity.
+
+    Weights that get codes are refused where they get them: each is read once, perhaps from a disk. Tables that are no
+    weights may hold infinities, as masks do.
+    """
+    checked: set[object] = set()
+    for operator in operators:
+        constants = list(_biases(operator))
+        if operator.row is None and unsupported_weight(operator.node) is not None:
+            constants += [("weight", node) for node in operator.node.all_input_nodes]
+        elif operator.row is not None and operator.weight is None:
+            constants.append(("weight", operator.weight_node))
         for what, node in constants:
-            if is_parameter(node) and not bool(parameter(gm, node).isfinite().all()):
-                raise CalibrationError(
-                    f"{what} {node.target} of {describe(operator.node)} holds NaN or infinity; mend the checkpoint or "
-                    "exclude the operator"
-                )
+            if is_parameter(node) and node.target not in checked:
+                _require_finite(gm, operator, what, node)
+                checked.add(node.target)
+
+
+def _biases(operator: PlannedOperator) -> Iterator[tuple[str, Node | None]]:
+    if operator.row is not None and operator.row.bias is not None:
+        yield "bias", argument(operator.node, operator.row.bias)
+
+
+def _require_finite(gm: GraphModule, operator: PlannedOperator, what: str, node: Node | None) -> None:
+    if is_parameter(node) and not is_finite(parameter(gm, node)):
+        raise CalibrationError(
+            f"{what} {node.target} of {describe(operator.node)} holds NaN or infinity; mend the checkpoint"
+        )
 
 
 def _is_head(node: Node) -> bool:

@@ -43,7 +43,7 @@ from quark_fx.pass_manager import (
     run_passes,
 )
 from quark_fx.passes.convert import convert
-from quark_fx.placement import plan_quantization
+from quark_fx.placement import plan_quantization, require_finite_floats
 from quark_fx.presets import preset
 from quark_fx.quantized_weights import quantized_weights
 from quark_fx.ranks import ALONE, Ranks
@@ -188,6 +188,7 @@ def _transformed(
         context.checkpoint = _shared_checkpoint(checkpoint, run, ranks) if checkpoint is not None else None
     gm, scaled = run_passes(gm, early[len(rewrites) :], verify_inputs=verify_inputs, context=context, in_place=True)
     plan = plan_quantization(gm, config)
+    require_finite_floats(gm, plan.operators)
     context.float_graph = copy_graph(gm)
     home = device_of(captured.module)
     flat = context.whole_batches(home) if learns else _flat_batches(captured, batches)

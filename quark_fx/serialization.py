@@ -92,7 +92,9 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
         with suppress(OSError):
             for file in partial:
                 file.unlink(missing_ok=True)
-        raise QuarkError(f"{directory} cannot be written: {error}; make room or choose another directory") from error
+        in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
+        remedy = "a file is in the way" if in_the_way else "make room"
+        raise QuarkError(f"{directory} cannot be written: {error}; {remedy}, or choose another directory") from error
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

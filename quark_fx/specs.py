@@ -63,6 +63,10 @@ class TensorSpec:
             given: Any = getattr(self, name)
             if isinstance(given, str) or (name == "observer" and isinstance(given, dict)):
                 object.__setattr__(self, name, parse(given))
+        for name in ("group_size", "sub_group_size"):
+            size = getattr(self, name)
+            if size is not None and type(size) is not int:
+                raise ConfigError(f"{name} is a whole number, not {size!r}")
         signed = isinstance(self.format, FloatFormat) or self.format.signed
         cast = isinstance(self.format, FloatFormat) and not self.format.needs_scale
         if self.symmetry is None:

@@ -182,6 +182,12 @@ SHIFTED = TensorSpec(format=INT8, scale_type=ScaleType.POWER_OF_TWO)
 GROUPS = TensorSpec(format=INT8, granularity=Granularity.GROUP, group_size=16)
 REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "group without size": (spec(format=INT4, granularity=Granularity.GROUP), "give both or neither"),
+    "size in words": (
+        spec(format=INT4, granularity="group", group_size="32"),
+        "a whole number, not '32'",
+    ),
+    "half a size": (spec(format=INT4, granularity="group", group_size=1.5), "group_size is a whole number, not 1.5"),
+    "size of truth": (spec(format=INT4, granularity="group", group_size=True), "group_size is a whole number"),
     "size without group": (spec(format=INT4, group_size=32), "give both or neither"),
     "size of zero": (spec(format=INT4, granularity=Granularity.GROUP, group_size=0), "must be positive, not 0"),
     "asymmetric float": (spec(format=FP8_E4M3, symmetry=Symmetry.ASYMMETRIC), "drop symmetry='asymmetric'"),

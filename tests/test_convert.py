@@ -14,6 +14,7 @@ from torch.fx import Node
 import quark_fx as qfx
 from quark_fx.config import Granularity, QuantConfig, TensorSpec
 from quark_fx.formats import FP8_E4M3, INT4, INT8, INT32, UINT8, IntFormat, parse_format
+from quark_fx.graph import is_finite
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, PRESETS, XINT8
 
 INTEGER_PRESETS = [
@@ -139,7 +140,7 @@ def test_a_weight_that_is_not_finite_is_named(preset: str, bad: float) -> None:
         quantize(model, preset, [rand(8, 4)])
 
 
-@pytest.mark.parametrize("preset", ["int8_static", "xint8"])
+@pytest.mark.parametrize("preset", ["int8_static", "xint8", "fp16", "int8_weight_only"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_bias_that_is_not_finite_is_named(preset: str, bad: float) -> None:
     model = linear()
@@ -147,6 +148,65 @@ def test_a_bias_that_is_not_finite_is_named(preset: str, bad: float) -> None:
         model.bias[1] = bad
     with pytest.raises(qfx.CalibrationError, match=r"bias bias of aten.linear"):
         quantize(model, preset, [rand(8, 4)])
+
+
+@pytest.mark.parametrize("preset", ["mxfp4", "bfp16", "fp8_dynamic", "w4a16_rtn"])
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
+def test_a_weight_or_a_bias_in_float_that_is_not_finite_is_named(preset: str, bad: float) -> None:
+    config = PRESETS[preset].replace(exclude=("2",))
+    for name in ("weight", "bias"):
+        model = nn.Sequential(linear(32, features=32), nn.ReLU(), linear(3, features=32)).eval()
+        with torch.no_grad():
+            model.get_parameter(f"2.{name}").view(-1)[1] = bad
+        with pytest.raises(qfx.CalibrationError, match=rf"{name} 2\.{name} of aten.linear.* mend the checkpoint"):
+            quantize(model, config, [rand(8, 32)])
+
+
+def test_every_parameter_of_an_operator_without_a_row_is_looked_at() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.linear = nn.LSTM(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.linear(self.lstm(x)[0])
+            return out
+
+    model = seeded(Model())
+    with torch.no_grad():
+        model.get_parameter("lstm.bias_hh_l0")[3] = torch.nan
+    with pytest.raises(qfx.CalibrationError, match=r"weight lstm\.bias_hh_l0 of aten.lstm"):
+        quantize(model, "int8_weight_only", [rand(5, 2, 4)])
+
+
+def test_a_mask_may_hold_infinities() -> None:
+    class Model(nn.Module):
+        mask: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+
+        def forward(self, x: Tensor, row: Tensor) -> Tensor:
+            masked: Tensor = self.linear(x) + self.mask[row]
+            return masked.softmax(-1)
+
+    model, (x, row) = seeded(Model()), (rand(2, 4), torch.tensor([0, 3]))
+    assert quantize(model, "int8_weight_only", [(x, row)])(x, row).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
+def test_a_tensor_is_searched_to_its_end(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quark_fx.graph._PIECE", 8)
+    assert is_finite(torch.empty(0, 3, dtype=dtype))
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        for shape in ((), (40,), (10, 4), (2, 20)):
+            x = torch.ones(shape)
+            assert is_finite(x.to(dtype))
+            x.view(-1)[-1] = bad
+            assert not is_finite(x.to(dtype))
+            assert not is_finite(x.to(dtype).movedim(0, -1) if shape else x.to(dtype))
 
 
 class Biased(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -461,11 +462,41 @@ def test_a_missing_directory_is_refused_before_any_work(tmp_path: Path) -> None:
 
 def test_a_directory_or_an_unwritable_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     qmodel = quantize(seeded(nn.Linear(4, 3)), "int8_static", [rand(4, 4)])
-    with pytest.raises(qfx.ExportError, match="is a directory or not writable"):
+    with pytest.raises(qfx.ExportError, match="is a directory, a device or a pipe"):
         qfx.export.onnx(qmodel, tmp_path)
     monkeypatch.setattr("os.access", lambda *_: False)  # a superuser may write everywhere
-    with pytest.raises(qfx.ExportError, match="is a directory or not writable"):
+    with pytest.raises(qfx.ExportError, match="it or its directory is not writable"):
         qfx.export.onnx(qmodel, tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize("name", [f"{'n' * 300}.onnx", "a\0b.onnx"])
+def test_a_path_that_there_cannot_be_is_refused(name: str, tmp_path: Path) -> None:
+    qmodel = quantize(seeded(nn.Linear(4, 3)), "int8_static", [rand(4, 4)])
+    with pytest.raises(qfx.ExportError, match=r"cannot be written: .*; choose another path"):
+        qfx.export.onnx(qmodel, tmp_path / name)
+
+
+def test_whether_data_are_external_is_true_or_false(tmp_path: Path) -> None:
+    qmodel = quantize(seeded(nn.Linear(4, 3)), "int8_static", [rand(4, 4)])
+    with pytest.raises(qfx.ExportError, match="external_data is True, False or None, not 'yes'"):
+        qfx.export.onnx(qmodel, tmp_path / "m.onnx", external_data="yes")  # type: ignore[arg-type]
+
+
+def test_a_pool_with_windows_of_unequal_size_is_refused_with_what_works(tmp_path: Path) -> None:
+    qmodel = quantize(seeded(nn.Sequential(nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(3))), "int8_static", images())
+    with pytest.raises(qfx.ExportError, match=r"at %adaptive_avg_pool2d .*\n.*sizes that divide the input's work"):
+        qfx.export.onnx(qmodel, tmp_path / "m.onnx")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")
+@pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data"])
+def test_what_is_no_file_is_not_replaced_by_one(name: str, tmp_path: Path) -> None:
+    qmodel = quantize(seeded(nn.Linear(4, 3)), "int8_static", [rand(4, 4)])
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(qfx.ExportError, match=rf"{name} is a directory, a device or a pipe"):
+        qfx.export.onnx(qmodel, tmp_path / "model.onnx", external_data=True)
+    assert (tmp_path / name).is_fifo()
+    assert [file.name for file in tmp_path.iterdir()] == [name]
 
 
 def test_a_plain_string_is_a_path(tmp_path: Path) -> None:

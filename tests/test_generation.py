@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -533,6 +534,18 @@ def test_a_folder_without_an_export_has_nothing_to_share(tmp_path: Path) -> None
     (tmp_path / "export.json").write_text('{"components": {"model": {"file": "model.pt2"}}}')
     with pytest.raises(ExportError, match=r"are not ONNX: model.pt2"):
         share_weights(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")
+@pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data"])
+def test_a_pipe_in_place_of_a_graph_is_neither_read_nor_replaced(name: str, tmp_path: Path) -> None:
+    (tmp_path / "export.json").write_text('{"components": {"model": {"file": "model.onnx"}}}')
+    ir.save(ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 21}), ir_version=10), tmp_path / "model.onnx")
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ExportError, match=rf"{name} is a directory, a device or a pipe"):
+        share_weights(tmp_path)
+    assert (tmp_path / name).is_fifo()
 
 
 def test_an_export_of_one_graph_cannot_generate() -> None:

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 import quark_fx as qfx
 from quark_fx.config import Granularity, Override, QuantConfig, TensorSpec
 from quark_fx.export.matmul_nbits import block_size
+from quark_fx.export.onnx_edit import Kept
 from quark_fx.export.onnx_formats import FORMATS
 from quark_fx.export.vitis import PREFIXES
 from quark_fx.formats import INT2, INT4, INT8, INT16, UINT2, UINT4, UINT8, IntFormat
@@ -63,6 +64,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Data]] = {
     "ragged": (ragged, lambda *s: [rand(n, 70, seed=n) for n in s or (4, 4)]),
     "embedding": (lambda: seeded(Tied()), ids),
 }
+BLOCK_PRESETS = ("mxfp4", "nvfp4", "mx9", "mxfp6_e2m3", "bfp16", "mxfp8_e5m2")
 CONFIGS = {"qdq": INT8_STATIC, "qoperator": INT8_STATIC, "matmul_nbits": INT4_WEIGHT_ONLY, "vitis": XINT8}
 
 
@@ -551,6 +553,14 @@ def test_the_vendors_nodes_have_every_width_in_every_opset(fmt: IntFormat, opset
     assert qfx.verify(qmodel, path, data, per_node=True).max_steps <= 1
 
 
+@pytest.mark.parametrize("opset", [18, 21])
+def test_a_group_norm_between_the_vendors_nodes_runs(opset: int, tmp_path: Path) -> None:
+    model = seeded(nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 3)))
+    qmodel = quantize(model, XINT8, images())
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="vitis", opset=opset)
+    assert qfx.verify(qmodel, path, images(3)).max_steps <= 1
+
+
 def test_the_report_of_the_vendors_nodes_is_the_vendors(tmp_path: Path) -> None:
     path = qfx.export.onnx(quantize(cnn(), XINT8, images()), tmp_path / "m.onnx", format="vitis")
     with pytest.raises(qfx.ExportError, match=r"no kernels for com\.amd\.quark"):
@@ -640,6 +650,32 @@ def test_what_has_no_older_form_is_sent_to_the_opset_it_is_translated_at(tmp_pat
         qfx.export.onnx(qmodel, tmp_path / "m.onnx", opset=17)
     path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", opset=18)
     assert qfx.verify(qmodel, path, images(3)).max_steps <= 1
+
+
+@pytest.mark.parametrize(
+    ("preset", "format", "message"),
+    [
+        *((p, "qoperator", r"node_linear \(Gemm\): its activation is in blocks\n") for p in BLOCK_PRESETS),
+        ("mxfp4", "matmul_nbits", r"  0.weight \(Gemm\): it is in blocks of fp4_e2m1\nUse format='qdq'"),
+        ("nvfp4", "matmul_nbits", r"  0.weight \(Gemm\): it is in blocks of fp4_e2m1\nUse format='qdq'"),
+        ("mx9", "matmul_nbits", r"  0.weight \(Gemm\): it is in blocks of sm8\nUse format='qdq'"),
+        ("mxfp6_e2m3", "matmul_nbits", r"  0.weight \(Gemm\): it is in blocks of fp6_e2m3\nUse format='qdq'"),
+        ("fp16", "vitis", "nothing in this model has a scale; use the preset 'xint8' .* or format='qdq'"),
+        ("bf16", "vitis", "nothing in this model has a scale; use the preset 'xint8' .* or format='qdq'"),
+    ],
+)
+def test_a_refusal_says_what_is_true_and_what_works(preset: str, format: str, message: str, tmp_path: Path) -> None:
+    qmodel = quantize(seeded(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8))), preset, [rand(4, 64)])
+    with pytest.raises(qfx.ExportError, match=message):
+        qfx.export.onnx(qmodel, tmp_path / "m.onnx", format=format)
+    qfx.export.onnx(qmodel, tmp_path / "m.onnx")  # the format that works
+
+
+def test_products_of_activations_measured_at_run_time_are_listed(tmp_path: Path) -> None:
+    model = seeded(nn.Sequential(nn.Embedding(40, 32), nn.Linear(32, 32), nn.Linear(32, 32)))
+    qmodel = quantize(model, INT8_DYNAMIC, [torch.arange(10).view(2, 5)])
+    kept = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="matmul_nbits").kept
+    assert kept == tuple(Kept(f"{i}.weight", "MatMulInteger", "its activation is quantized") for i in (1, 2))
 
 
 def test_a_file_that_fails_its_check_replaces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

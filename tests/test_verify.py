@@ -197,6 +197,43 @@ def test_a_nan_that_torch_does_not_compute_is_noticed_whichever_output_it_is_in(
         assert qfx.verify(qmodel, path, [rand(6, 4)]).max_steps == np.inf
 
 
+def test_values_that_are_nan_on_both_sides_are_counted_and_not_called_equal(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.linear(x)
+            return y.log(), y
+
+    qmodel = quantize(seeded(Model()), "int8_weight_only", [rand(6, 4)])
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", output_names=["log", "plain"])
+    count = int(sum(qmodel(x)[0].isnan().sum() for x in (rand(6, 4), rand(5, 4))))
+    assert 0 < count < 33
+    with pytest.warns(UserWarning, match=rf"NaN in torch and in the file were not compared: {{'\w+': {count}}}"):
+        result = qfx.verify(qmodel, path, [rand(6, 4), rand(5, 4)])
+    assert [d.uncompared for d in result.differences] == [count, 0]
+    assert result.max_steps <= 1
+    assert str(result).endswith(f": {count} values not compared, NaN in both")
+
+
+def test_noise_where_torch_computes_zero_is_not_a_perfect_signal(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3).eval()
+    nn.init.zeros_(model.bias)
+    qmodel = quantize(model, "int8_weight_only", [rand(6, 4)])
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx")
+    assert qfx.verify(qmodel, path, [torch.zeros(2, 4)]).differences[0].sqnr == np.inf
+    for wrong in (1.0, np.nan):
+        tamper(path, lambda t: t.name == "bias", lambda b: b * 0 + wrong)  # noqa: B023 (used at once)
+        assert qfx.verify(qmodel, path, [torch.zeros(2, 4)]).differences[0].sqnr == -np.inf
+
+
+def test_an_empty_batch_is_refused(exported: tuple[qfx.QuantizedModel, Path]) -> None:
+    with pytest.raises(qfx.ExportError, match=r"batch 1: input 0 is empty, shape \(0, 3, "):
+        qfx.verify(*exported, [images(2)[0], images(2)[0][:0]])
+
+
 def test_a_file_with_other_inputs_is_refused(exported: tuple[qfx.QuantizedModel, Path], tmp_path: Path) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -218,6 +255,24 @@ def test_a_file_with_other_outputs_is_refused(tmp_path: Path) -> None:
     path = qfx.export.onnx(qmodels[0], tmp_path / "m.onnx")
     with pytest.raises(qfx.ExportError, match=r"shape \(6, 3\) in ONNX Runtime and \(6, 5\) in torch"):
         qfx.verify(qmodels[1], path, [rand(6, 4)])
+
+
+@pytest.mark.parametrize("per_node", [False, True])
+def test_what_is_no_file_of_a_graph_is_refused(
+    per_node: bool, exported: tuple[qfx.QuantizedModel, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "broken.onnx").write_bytes(b"\xff\xff")
+    (tmp_path / "empty.onnx").touch()
+    for name, message in {
+        "": "is a directory or a device; give the file",
+        "missing.onnx": r"No such file.*; write it with qfx\.export\.onnx first",
+        "n" * 300: "cannot be read: .*too long",
+        "a\0b": "cannot be read: .*null",
+        "broken.onnx": r"broken\.onnx cannot be loaded: .*; write it with qfx\.export\.onnx again",
+        "empty.onnx": r"empty\.onnx cannot be loaded: ",
+    }.items():
+        with pytest.raises(qfx.ExportError, match=message):
+            qfx.verify(exported[0], tmp_path / name, images(2), per_node=per_node)
 
 
 def test_no_batch_is_refused(exported: tuple[qfx.QuantizedModel, Path]) -> None:

@@ -151,7 +151,8 @@ def adaptive_avg_pool2d(x: Any, output_size: list[int]) -> Any:
         return op.GlobalAveragePool(x)
     sides = list(x.shape)[2:]
     if any(not isinstance(n, int) or n % out for n, out in zip(sides, output_size, strict=True)):
-        raise ValueError(f"adaptive_avg_pool2d from {sides} to {output_size} has windows of unequal size")
+        sizes = f"from {sides} to {output_size} has windows of unequal size"
+        raise ValueError(f"adaptive_avg_pool2d {sizes}; output sizes that divide the input's work")
     kernel = [n // out for n, out in zip(sides, output_size, strict=True)]
     return op.AveragePool(x, kernel_shape=kernel, strides=kernel)
 

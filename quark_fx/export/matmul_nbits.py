@@ -45,6 +45,9 @@ def use_matmul_nbits(model: ir.Model, accuracy_level: int) -> tuple[Kept, ...]:
     """
     kept, done = [], 0
     for node in list(model.graph):
+        if (beyond := _beyond(node)) is not None:
+            kept.append(beyond)
+            continue
         table = _looked_up(node)
         weight = table or _multiplied(node)
         if weight is None:
@@ -69,6 +72,32 @@ def use_matmul_nbits(model: ir.Model, accuracy_level: int) -> tuple[Kept, ...]:
     if accuracy_level and not any(node.op_type == "MatMulNBits" for node in model.graph):
         raise ExportError(f"accuracy_level={accuracy_level} is of products, of which none is written; drop it")
     return tuple(kept)
+
+
+def _beyond(node: ir.Node) -> Kept | None:
+    """Return why a weight stays that no `DequantizeLinear` reads; `None` for any other node."""
+    if node.op_type == "MatMulInteger":
+        turned = made_by(node.inputs[1], "Transpose")
+        codes, operator = (turned or node).inputs[0 if turned else 1], node.op_type
+        reason = "its activation is quantized"
+    elif node.op_type == "DequantizeBlocks":
+        codes, operator = node.inputs[0], _reader(node)
+        reason = f"it is in blocks of {node.attributes.get_string('format', '')}"
+    else:
+        return None
+    return Kept(_stem(codes), operator, reason) if codes is not None and array_of(codes) is not None else None
+
+
+def _reader(node: ir.Node) -> str:
+    """Return the operator that reads what `node` makes, perhaps transposed or cast."""
+    reader = next((use.node for use in node.outputs[0].uses()), None)
+    if reader is None:
+        return str(node.op_type)
+    return _reader(reader) if reader.op_type in ("Transpose", "Cast") else str(reader.op_type)
+
+
+def _stem(codes: ir.Value) -> str:
+    return (codes.name or "weight").removesuffix("_int4").removesuffix("_uint4").removesuffix("_codes")
 
 
 # Weights -------------------------------------------------------------------------------------------------------------
@@ -98,7 +127,7 @@ class Weight:
 
     @property
     def name(self) -> str:
-        return (self.codes.name or "weight").removesuffix("_int4").removesuffix("_uint4").removesuffix("_codes")
+        return _stem(self.codes)
 
 
 @dataclass(frozen=True)

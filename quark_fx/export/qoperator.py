@@ -45,13 +45,13 @@ def use_integer_operators(model: ir.Model) -> tuple[Kept, ...]:
             continue
         if (narrow := narrowed(node.inputs[0] if node.inputs else None)) is not None:
             reasons[node] = narrow
-        if not any(made_by(value, "DequantizeLinear", "Transpose") for value in node.inputs):
+        if not any(made_by(value, "DequantizeLinear", "RoundBlocks", "Transpose") for value in node.inputs):
             continue
         try:
             INTEGER_FORMS.get(node.op_type, _no_form)(model, node)
             done += 1
         except StaysFloatError as reason:
-            if any(made_by(value, "DequantizeLinear") for value in node.inputs):
+            if any(made_by(value, "DequantizeLinear", "RoundBlocks") for value in node.inputs):
                 reasons[node] = str(reason)
     erase_unread(model)
     kept = [Kept(node.name or "", node.op_type, why) for node, why in reasons.items() if node.graph is not None]
@@ -132,7 +132,8 @@ def _operand(model: ir.Model, value: ir.Value | None, *, per_tensor: bool = True
     if node is None and turned is not None:
         node = made_by(turned.inputs[0], "DequantizeLinear")
     if node is None:
-        raise StaysFloatError("one of its inputs is not quantized")
+        blocks = made_by(value, "RoundBlocks") is not None
+        raise StaysFloatError("its activation is in blocks" if blocks else "one of its inputs is not quantized")
     codes = _codes(model, node, node.inputs[0])
     if turned is not None:
         return _turned(codes, turned)

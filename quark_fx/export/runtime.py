@@ -47,14 +47,14 @@ def open_session(path: Path, options: Any, edit: Callable[[ir.Model], None] | No
     """Return an `onnxruntime.InferenceSession` of a file on the CPU.
 
     Args:
-        path: the file. Vendors' quantizers in it are defined by standard operators.
+        path: the file. Vendors' quantizers in it are replaced by standard ones.
         options: session options; they may be changed.
         edit: changes the graph first.
     """
     import onnx_ir as ir
     import onnxruntime
 
-    from quark_fx.export.vitis import PREFIXES, with_reference_functions
+    from quark_fx.export.vitis import PREFIXES, with_standard_nodes
 
     providers = ["CPUExecutionProvider"]
     model = ir.load(path)
@@ -65,7 +65,7 @@ def open_session(path: Path, options: Any, edit: Callable[[ir.Model], None] | No
     # The graph is given as bytes, which have no directory to find external data in.
     folder = str(path.resolve().parent)
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
-    source = ir.to_proto(with_reference_functions(model)).SerializeToString()
+    source = ir.to_proto(with_standard_nodes(model)).SerializeToString()
     return onnxruntime.InferenceSession(source, options, providers=providers)
 
 

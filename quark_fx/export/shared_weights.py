@@ -29,8 +29,10 @@ def share_weights(folder: str | os.PathLike[str]) -> int:
         folder: where `ExportedModel.save_pretrained` wrote ONNX graphs.
 
     Raises:
-        ExportError: if there are none.
+        ExportError: if there are none, or one or its data is no regular file.
     """
+    from quark_fx.export.whole_files import require_regular
+
     folder = Path(folder)
     try:
         manifest = json.loads((folder / "export.json").read_text(encoding="utf-8"))
@@ -39,6 +41,7 @@ def share_weights(folder: str | os.PathLike[str]) -> int:
         raise ExportError(f"{folder} holds no export of transformers: {error}") from error
     if any(path.suffix != ".onnx" for path in paths):
         raise ExportError(f"the graphs in {folder} are not ONNX: {', '.join(path.name for path in paths)}")
+    require_regular(*paths, *(path.with_name(f"{path.name}.data") for path in paths))
     places: Places = {}
     return sum(_rewrite(path, places) for path in paths)
 

@@ -88,6 +88,9 @@ def onnx(
         raise ExportError(f"ONNX export needs {error.name}: pip install 'quark_fx[onnx]'") from error
     if not isinstance(qmodel, QuantizedModel):
         raise ExportError(f"expected what quantize() returned, not {type(qmodel).__name__}")
+    _require_possible(path)
+    if external_data is not None and not isinstance(external_data, bool):
+        raise ExportError(f"external_data is True, False or None, not {external_data!r}")
     chosen, options = find_format(format, FormatOptions(domain=domain, accuracy_level=accuracy_level))
     require_known(opset)
     file = OnnxFile(path)
@@ -216,10 +219,10 @@ def _missing_lowerings(gm: GraphModule, error: Exception) -> str:
     missing |= {n.target for n in calls if n.target.namespace not in _TORCH} - translation_table().keys()
     nodes = [n for n in calls if n.target in missing]
     where = "\n".join(f"  {describe(node)}" for node in nodes) or f"  {cause}"
-    return (
-        f"{len(nodes) or 1} node(s) have no ONNX lowering:\n{where}\n"
-        "Register one with `quark_fx.export.lowers`, or replace the operator in the model."
-    )
+    remedy = "Register one with `quark_fx.export.lowers`, or replace the operator in the model."
+    if isinstance(cause, ValueError) and missing & translation_table().keys():
+        remedy = str(cause)  # a lowering that there is, but not for these sizes
+    return f"{len(nodes) or 1} node(s) have no ONNX lowering:\n{where}\n{remedy}"
 
 
 def _require_onnx_types(gm: GraphModule) -> None:
@@ -274,13 +277,25 @@ def _require_apart(names: Sequence[str]) -> None:
         )
 
 
+def _require_possible(path: str | os.PathLike[str]) -> None:
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # a directory that is missing has words of its own
+    except (OSError, ValueError, TypeError) as error:
+        raise ExportError(f"{path!r} cannot be written: {error}; choose another path") from error
+
+
 def _require_writable(path: Path) -> None:
+    from quark_fx.export.whole_files import require_regular
+
     directory = path.parent
     if not directory.is_dir():
         raise ExportError(f"{path} cannot be written: the directory {directory} does not exist; create it first")
+    require_regular(path)
     # The file is made beside and moved, so that its directory has to be writable, too.
-    if path.is_dir() or not all(os.access(place, os.W_OK) for place in (directory, path) if place.exists()):
-        raise ExportError(f"{path} cannot be written: it is a directory or not writable; choose another path")
+    if not all(os.access(place, os.W_OK) for place in (directory, path) if place.exists()):
+        raise ExportError(f"{path} cannot be written: it or its directory is not writable; choose another path")
 
 
 def _check_file(path: Path, gm: GraphModule) -> None:

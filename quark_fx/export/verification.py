@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +39,7 @@ class Difference:
             255th of its range over the batches.
         share: share of elements that differ by more than half a step.
         sqnr: signal to noise of ONNX Runtime's value against torch's, dB.
+        uncompared: elements that are NaN in both, which says of neither whether it is right.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Difference:
     step: float
     share: float
     sqnr: float
+    uncompared: int = 0
 
     @property
     def steps(self) -> float:
@@ -81,7 +84,10 @@ class Verification:
             for d in self.differences
         ]
         skipped = [f"not compared: {', '.join(self.skipped)}"] if self.skipped else []
-        return "\n".join([header, *lines, *skipped])
+        left_out = [
+            f"{d.name}: {d.uncompared} values not compared, NaN in both" for d in self.differences if d.uncompared
+        ]
+        return "\n".join([header, *lines, *left_out, *skipped])
 
 
 def verify(
@@ -96,7 +102,8 @@ def verify(
     """Run the same batches in torch and in ONNX Runtime and compare.
 
     Two correct kernels may round a value that lies between two codes differently, and a deep network
-    carries such a flip along: the difference of an output then says little about the operators. With
+    carries such a flip along: the difference of an output then says little about the operators. Values that are NaN in
+    both are not compared, of which a warning says the number; NaN in one only is an infinite difference. With
     `per_node` every quantized value whose codes can be read is compared by itself: torch computes it from the codes
     ONNX Runtime computed before it, so each kernel is held to its own arithmetic. The others are `skipped`.
 
@@ -110,27 +117,30 @@ def verify(
         session_options: `onnxruntime.SessionOptions` to use instead.
 
     Raises:
-        ExportError: if there is no batch, or the file's inputs are not the model's.
+        ExportError: if there is no batch, or an empty one, or the file cannot be loaded or has not the model's inputs.
     """
     if not isinstance(qmodel, QuantizedModel):
         raise ExportError(f"expected what quantize() returned, not {type(qmodel).__name__}")
     if isinstance(batches, Tensor | Mapping):
         raise ExportError(f"batches is an iterable of batches, not one {type(batches).__name__}; wrap it in a list")
-    if not Path(path).is_file():
-        raise ExportError(f"{path} does not exist; write it with qfx.export.onnx first")
+    _require_file(path)
     try:
         import onnxruntime  # noqa: F401
     except ImportError as error:
         raise ExportError("verification needs onnxruntime: pip install 'quark_fx[onnx]'") from error
     options = session_options or runtime_options(qmodel.graph_module, optimize=optimize)
     quantizers, shown = _quantizers(qmodel) if per_node else [], set[str]()
-    session = open_session(Path(path), options, partial(_show_codes, quantizers, shown) if per_node else None)
+    try:
+        session = open_session(Path(path), options, partial(_show_codes, quantizers, shown) if per_node else None)
+    except Exception as error:  # protobuf's and ONNX Runtime's own
+        raise ExportError(f"{path} cannot be loaded: {error}; write it with qfx.export.onnx again") from error
     inputs, names = session.get_inputs(), [output.name for output in session.get_outputs()]
     compared = _Comparison(qmodel, shown)
     count = 0
     for batch in batches:
         leaves = qmodel.signature.flatten(*split_batch(batch))
         feed = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        _require_elements(feed, count)
         if len(inputs) != len(feed):
             raise ExportError(f"{path} has {len(inputs)} inputs, the model {len(feed)}: it is not this model's export")
         feeds = {i.name: leaf.numpy(force=True) for i, leaf in zip(inputs, feed, strict=True)}
@@ -147,7 +157,26 @@ def verify(
         count += 1
     if not count:
         raise ExportError("no batch to verify with; pass at least one")
-    return Verification(compared.differences(), tuple(name for name in quantizers if name not in shown))
+    result = Verification(compared.differences(), tuple(name for name in quantizers if name not in shown))
+    if unsaid := {d.name: d.uncompared for d in result.differences if d.uncompared}:
+        warnings.warn(f"values that are NaN in torch and in the file were not compared: {unsaid}", stacklevel=2)
+    return result
+
+
+def _require_file(path: str | os.PathLike[str]) -> None:
+    try:
+        os.stat(path)
+    except (OSError, ValueError) as error:
+        raise ExportError(f"{path!r} cannot be read: {error}; write it with qfx.export.onnx first") from error
+    if not os.path.isfile(path):
+        raise ExportError(f"{path} is a directory or a device; give the file that qfx.export.onnx wrote")
+
+
+def _require_elements(feed: list[Tensor], batch: int) -> None:
+    for position, leaf in enumerate(feed):
+        if not leaf.numel():
+            shape = tuple(leaf.shape)
+            raise ExportError(f"batch {batch}: input {position} is empty, shape {shape}; pass batches with values")
 
 
 class _Follower(Interpreter):
@@ -208,9 +237,11 @@ class _Comparison:
 
     def _difference(self, name: str, pairs: list[tuple[Tensor, Tensor]]) -> Difference:
         a, b = (torch.cat(side) for side in zip(*pairs, strict=True))
-        # Where both are the same infinity or NaN (a mask's) there is no difference.
+        # Where both are the same infinity (a mask's) there is no difference.
         # Where one of them only is NaN, the difference is infinite, not "not a number", which no maximum would keep.
-        gap = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs().nan_to_num(nan=torch.inf))
+        known = ~(a.isnan() & b.isnan())
+        uncompared, a, b = int((~known).sum()), a[known], b[known]
+        gap = torch.where(a == b, 0.0, (a - b).abs().nan_to_num(nan=torch.inf))
         finite = a[a.isfinite()]
         spread = float(finite.max() - finite.min()) / 255 if finite.numel() else 0.0
         step = self.steps.get(name) or spread or 1.0
@@ -220,8 +251,15 @@ class _Comparison:
             max_abs=float(gap.max()) if gap.numel() else 0.0,
             step=step,
             share=float((gap > step / 2).double().mean()) if gap.numel() else 0.0,
-            sqnr=10 * (math.log10(signal) - math.log10(noise)) if noise > 0 and signal > 0 else math.inf,
+            sqnr=_decibels(signal, noise),
+            uncompared=uncompared,
         )
+
+
+def _decibels(signal: float, noise: float) -> float:
+    if noise == 0:
+        return math.inf
+    return 10 * (math.log10(signal) - math.log10(noise)) if signal > 0 else -math.inf
 
 
 def _in_blocks(n: Node) -> bool:

@@ -3,8 +3,8 @@
 Those of blocks are in `vitis_blocks`.
 
 Source: the custom operators of AMD Quark for ONNX (`VitisQuantizeLinear` up to release 0.8, `ExtendedQuantizeLinear`
-since). ONNX Runtime has no kernels for them without that library, so `reference_functions` defines them by the standard
-operators: with those a file runs anywhere, and is compared with torch.
+since). ONNX Runtime has no kernels for them without that library, so `with_standard_nodes` puts standard operators in
+their place: with those a file runs anywhere, and is compared with torch.
 """
 
 from __future__ import annotations
@@ -49,8 +49,12 @@ def require_powers_of_two(model: ir.Model, nodes: list[ir.Node], *, allow_none: 
             bad.append(f"  {name} is measured at run time")
         elif (np.abs(np.frexp(scale.astype(np.float64))[0]) != 0.5).any() or (scale <= 0).any():
             bad.append(f"  {name}: {float(scale.flat[0]):.6g}")
-    bad += ["  no value is quantized"] if not nodes and not allow_none else []
     bad += [f"  {node.name} has scales in blocks" for node in nodes if node.attributes.get_int("block_size", 0)]
+    if not (nodes or measured or allow_none):
+        raise ExportError(
+            "format='vitis' is for static power-of-two scales, and nothing in this model has a scale; "
+            "use the preset 'xint8' or scale_type='power_of_two', or format='qdq'"
+        )
     if bad:
         raise ExportError(
             "format='vitis' is for static power-of-two scales; these are none:\n"
@@ -59,32 +63,20 @@ def require_powers_of_two(model: ir.Model, nodes: list[ir.Node], *, allow_none: 
         )
 
 
-def reference_functions(domain: str, opset: int) -> list[ir.Function]:
-    """Return the vendor's operators as functions of the standard ones."""
-    functions = []
-    for operator in _PAIRS:
-        inputs = [ir.Value(name=name) for name in ("x", "scale", "zero_point")]
-        axis = ir.RefAttr("axis", "axis", ir.AttributeType.INT)
-        node = ir.Node("", operator, inputs, [axis], outputs=[ir.Value(name="y")])
-        graph = ir.Graph(inputs, node.outputs, nodes=[node], opset_imports={"": opset})
-        name = f"{PREFIXES[domain]}{operator}"
-        functions.append(ir.Function(domain, name, graph=graph, attributes=[ir.AttrInt64("axis", 1)]))
-    return functions
+def with_standard_nodes(model: ir.Model) -> ir.Model:
+    """Return `model`, perhaps edited, with standard operators in place of the vendor's, so that any runtime runs it.
 
-
-def with_reference_functions(model: ir.Model) -> ir.Model:
-    """Return `model` with definitions of the vendor's operators it uses, so that any runtime computes them.
-
-    Those of blocks need opset 21, those of wide and narrow codes that of the standard quantizers; a model in an older
-    one is converted.
+    Nodes and not functions: ONNX Runtime 1.31 gives codes a wrong type where it inlines both quantizers and, from opset
+    21 on, a `GroupNormalization`. Those of blocks need opset 21, those of wide and narrow codes that of the standard
+    quantizers; a model in an older one is converted.
     """
     pairs = [node for node in model.graph.all_nodes() if node.op_type.endswith(_PAIRS) and node.domain in PREFIXES]
     model = raised(model, first_with(v.dtype for node in pairs for v in (*node.inputs, *node.outputs) if v is not None))
     if has_block_nodes(model):
         model = raised(model)
         spell_out_block_nodes(model)
-    used = {node.domain for node in model.graph.all_nodes()}
-    for domain in PREFIXES:
-        for function in reference_functions(domain, model.opset_imports[""]) if domain in used else ():
-            model.functions[function.identifier()] = function
+    for node in model.graph.all_nodes():
+        kind = node.op_type.removeprefix(PREFIXES.get(node.domain, ""))
+        if node.domain in PREFIXES and kind in _PAIRS:
+            node.domain, node.op_type, node.version = "", kind, None
     return model

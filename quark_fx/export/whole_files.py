@@ -13,6 +13,15 @@ import onnx_ir as ir
 from quark_fx.errors import ExportError
 
 
+def require_regular(*places: Path) -> None:
+    """Raise `ExportError` if a place is taken by what is no file: a rename would put one where a device was."""
+    for place in places:
+        if place.exists() and not place.is_file():
+            raise ExportError(
+                f"{place} is a directory, a device or a pipe, and no file to replace; choose another path"
+            )
+
+
 def put_in_place(written: Path, target: Path) -> None:
     """Move an ONNX file, and `<its name>.data` beside it if there is one, to `target` and beside it.
 
@@ -24,9 +33,11 @@ def put_in_place(written: Path, target: Path) -> None:
         target: may exist, with data of its own, which go if the new graph has none.
 
     Raises:
-        ExportError: if a file that is no data of `target`'s lies where the new data belong.
+        ExportError: if something else than a file is at either place, or a file that is no data of `target`'s lies
+            where the new data belong.
     """
     data, place = (path.with_name(f"{target.name}.data") for path in (written, target))
+    require_regular(target, *([place] if data.exists() else []))
     aside = f".{target.name}-"
     own = _is_own(place, target, aside)
     if not own and data.exists():
@@ -102,4 +113,4 @@ def _duplicate(source: Path, link: Path) -> None:
         shutil.copyfile(source, link)
 
 
-__all__ = ["data_files", "put_in_place", "relocated"]
+__all__ = ["data_files", "put_in_place", "relocated", "require_regular"]

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from quark_fx.config import Granularity, TensorSpec
 from quark_fx.errors import CalibrationError
 from quark_fx.formats import INT32, IntFormat
-from quark_fx.graph import call, cast, describe, get_attr, is_parameter, parameter, value_of
+from quark_fx.graph import call, cast, describe, get_attr, is_finite, is_parameter, parameter, value_of
 from quark_fx.memory import give_back
 from quark_fx.operators import argument, set_argument, stored_weight
 from quark_fx.placement import Plan, PlannedOperator
@@ -48,7 +48,7 @@ def quantize_constants(
         One report row per operator of the plan.
 
     Raises:
-        CalibrationError: if a weight or a bias is not finite; the message names it.
+        CalibrationError: if a weight is not finite, or overflows its format; the message names it.
     """
     stored: dict[_Key, _Stored] = {}
     rows, joint = [], _joint_magnitudes(gm, plan)
@@ -164,9 +164,9 @@ def _quantize_weight(
             qparams=qparams,
         )
     except ValueError as error:
+        remedy = "exclude the operator" if is_finite(weight) else "mend the checkpoint"
         raise CalibrationError(
-            f"weight {op.weight_node.target} of {describe(op.node)} cannot be quantized: {error}; mend the checkpoint "
-            "or exclude the operator"
+            f"weight {op.weight_node.target} of {describe(op.node)} cannot be quantized: {error}; {remedy}"
         ) from error
 
 
@@ -200,11 +200,6 @@ def _replace_bias(
     assert op.row is not None
     assert op.row.bias is not None
     bias = parameter(gm, node).detach()
-    if not bool(torch.isfinite(bias).all()):
-        raise CalibrationError(
-            f"bias {node.target} of {describe(op.node)} cannot be quantized: it holds NaN or infinity; mend the "
-            "checkpoint or exclude the operator"
-        )
     if op.input is None:
         return
     if spec.format != INT32:
