@@ -623,7 +623,12 @@ def test_two_bits_need_the_newest_opset(tmp_path: Path) -> None:
         (INT8_STATIC, {"input_names": ["a"], "output_names": ["a"]}, "two inputs or outputs are called a; set"),
         (INT4_WEIGHT_ONLY, {"opset": 20}, r"int4 in blocks needs opset 21\nUse opset=21"),
         (INT4_WEIGHT_ONLY, {"domain": "com.microsoft"}, "scales in blocks"),
-        (PRESETS["mxfp4"], {"format": "matmul_nbits"}, r"weights none is in integers \(see qmodel.report\(\)\)\nUse"),
+        (
+            PRESETS["mxfp4"],
+            {"format": "matmul_nbits"},
+            r"stem.0.weight \(Conv\): it is in blocks of fp4_e2m1\n(.*\n)*Use",
+        ),
+        (PRESETS["fp16"], {"format": "matmul_nbits"}, r"weights none is in integers \(see qmodel.report\(\)\)\nUse"),
         *((PRESETS[name], {"domain": "com.microsoft"}, "has none in pairs; drop it") for name in ("mxfp4", "bf16")),
         (INT8_STATIC, {"format": "matmul_nbits"}, r"\.weight \(Conv\).*\n.*head.weight \(Gemm\): its activation is"),
         (INT8_WEIGHT_ONLY, {"format": "qoperator"}, "one of its inputs is not quantized"),
