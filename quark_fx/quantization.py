@@ -365,6 +365,8 @@ def _require_ours(output: Path, checkpoint: str | Path | None) -> None:
     own = {_UNFINISHED}
     if (output / _UNFINISHED).is_dir():  # interrupted while it was saved, or the folder emptied
         own |= {TENSOR_FILE, GRAPH_FILE, f"{TENSOR_FILE}.partial", f"{GRAPH_FILE}.partial"}
+        for file in output.glob(".tmp??????"):  # as safetensors calls what it is writing, if the process was killed
+            file.unlink()
     if checkpoint is not None and Path(checkpoint).parent == output:
         own.add(Path(checkpoint).name)
     others = [file.name for file in output.iterdir() if file.name not in own] if output.is_dir() else []
