@@ -22,13 +22,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import onnxruntime
 import torch
 import torchvision
 from onnxruntime import quantization as peer
@@ -47,6 +45,7 @@ from benchmarks.common import (
     table,
     timed,
 )
+from benchmarks.onnx_sessions import Reader, latencies, session
 
 OURS, PEER = "quark_fx int8_static", "quantize_static, defaults"
 PER_CHANNEL = {"per_channel": True, "activation_type": peer.QuantType.QUInt8}
@@ -59,18 +58,6 @@ PEERS: dict[str, dict[str, Any]] = {
     },
 }
 """Options of the peer by row."""
-
-
-class Reader(peer.CalibrationDataReader):  # type: ignore[misc]
-    """Hands calibration batches to the peer."""
-
-    def __init__(self, batches: Sequence[Tensor]) -> None:
-        self.batches: Iterator[Tensor] = iter(batches)
-
-    def get_next(self) -> dict[str, Any] | None:
-        """Return the next batch, `None` after the last."""
-        batch = next(self.batches, None)
-        return None if batch is None else {"x": batch.numpy()}
 
 
 def network(*, estimate: bool = True) -> tuple[torch.nn.Module, list[Tensor]]:
@@ -93,7 +80,7 @@ def by_peer(model: torch.nn.Module, data: Sequence[Tensor], path: Path, options:
     exported = path.with_suffix(".float.onnx")
     batch = torch.export.Dim.DYNAMIC
     torch.onnx.export(model, (data[0],), exported, dynamic_shapes={"x": {0: batch}}, verbose=False)
-    peer.quantize_static(exported, path, Reader(data), **options)
+    peer.quantize_static(exported, path, Reader([{"x": batch} for batch in data]), **options)
 
 
 def writers(model: torch.nn.Module, data: Sequence[Tensor], directory: Path) -> dict[str, Callable[[], None]]:
@@ -115,13 +102,6 @@ def peak_memory(row: str) -> float:
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1]) / 1024
 
 
-def session(path: Path, threads: int) -> onnxruntime.InferenceSession:
-    """Return a session with default settings and `threads` threads."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
-
 def accuracy(model: torch.nn.Module, path: Path) -> float:
     """Return the SQNR in dB of the file's logits on images that were not calibrated with."""
     run = session(path, 1)
@@ -130,23 +110,6 @@ def accuracy(model: torch.nn.Module, path: Path) -> float:
         pairs = [(model(x), torch.from_numpy(run.run(None, {name: x.numpy()})[0])) for x in images(32, 8, 224, seed=2)]
     expected, got = (torch.cat(side) for side in zip(*pairs, strict=True))
     return sqnr(expected, got)
-
-
-def latencies(paths: Mapping[str, Path], threads: int, rounds: int) -> dict[str, list[float]]:
-    """Return, for every file, the median milliseconds of 5 runs with one image, `rounds` times, the files in turn."""
-    sessions = {row: session(path, threads) for row, path in paths.items()}
-    feeds = {row: {s.get_inputs()[0].name: images(1, 1, 224, seed=3)[0].numpy()} for row, s in sessions.items()}
-    result: dict[str, list[float]] = {row: [] for row in sessions}
-    for round_ in range(rounds + 2):
-        for row, run in sessions.items():
-            times = []
-            for _ in range(5):
-                start = time.perf_counter()
-                run.run(None, feeds[row])
-                times.append(1e3 * (time.perf_counter() - start))
-            if round_ > 1:  # the first two warm up
-                result[row].append(statistics.median(times))
-    return result
 
 
 def measure(directory: Path, rounds: int, latency_rounds: int) -> str:
@@ -167,7 +130,8 @@ def measure(directory: Path, rounds: int, latency_rounds: int) -> str:
                 cost[row].append(timed(write[row]))
     paths = {row: path_of(directory, row) for row in write}
     paths["float"] = path_of(directory, PEER).with_suffix(".float.onnx")
-    latency = {threads: latencies(paths, threads, latency_rounds) for threads in (1, 2)}
+    sample = images(1, 1, 224, seed=3)
+    latency = {threads: latencies(paths, sample, threads, latency_rounds) for threads in (1, 2)}
     rows = []
     for row, path in paths.items():
         external = path.with_name(f"{path.name}.data")

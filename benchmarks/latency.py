@@ -15,15 +15,12 @@ import argparse
 import logging
 import statistics
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import onnxruntime
 import torch
 import torchvision
 from onnxruntime import quantization as peer
@@ -33,6 +30,7 @@ from transformers import BertConfig, BertModel
 
 import quark_fx as qfx
 from benchmarks.common import environment, estimate_batch_norm, images, publish, table
+from benchmarks.onnx_sessions import Reader, latencies
 
 OURS, FLOAT = "quark_fx int8_static", "float"
 _UNSIGNED = {"activation_type": peer.QuantType.QUInt8, "weight_type": peer.QuantType.QInt8}
@@ -76,18 +74,6 @@ def _bert() -> tuple[nn.Module, list[dict[str, Tensor]]]:
 CASES = (Case("ResNet-50", _resnet, 2.5), Case("BERT-base, 128 tokens", _bert, 2.0))
 
 
-class Reader(peer.CalibrationDataReader):  # type: ignore[misc]
-    """Hands calibration batches to the peer."""
-
-    def __init__(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
-        self.batches: Iterator[Mapping[str, Tensor]] = iter(batches)
-
-    def get_next(self) -> dict[str, Any] | None:
-        """Return the next batch, `None` after the last."""
-        batch = next(self.batches, None)
-        return None if batch is None else {name: value.numpy() for name, value in batch.items()}
-
-
 def write_files(case: Case, directory: Path) -> dict[str, Path]:
     """Write the float file, ours and the peer's, and return them by row; of a setting that fails, none."""
     model, data = case.build()
@@ -106,32 +92,6 @@ def write_files(case: Case, directory: Path) -> dict[str, Path]:
     return paths
 
 
-def session(path: Path, threads: int) -> onnxruntime.InferenceSession:
-    """Return a session with default settings and `threads` threads."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
-
-def latencies(
-    paths: Mapping[str, Path], feed: Mapping[str, np.ndarray], threads: int, rounds: int
-) -> dict[str, list[float]]:
-    """Return, for every file, the median milliseconds of 5 runs, `rounds` times, the files in turn."""
-    sessions = {row: session(path, threads) for row, path in paths.items()}
-    result: dict[str, list[float]] = {row: [] for row in sessions}
-    for round_ in range(rounds + 1):
-        for row, run in sessions.items():
-            named = {i.name: value for i, value in zip(run.get_inputs(), feed.values(), strict=True)}
-            times = []
-            for _ in range(5):
-                start = time.perf_counter()
-                run.run(None, named)
-                times.append(1e3 * (time.perf_counter() - start))
-            if round_:  # the first one warms up
-                result[row].append(statistics.median(times))
-    return result
-
-
 def _row(name: str, times: Mapping[int, Mapping[str, list[float]]]) -> list[str]:
     cells = [name]
     for by_row in times.values():
@@ -148,8 +108,8 @@ def measure(case: Case, rounds: int) -> str:
     """Return the table of one network."""
     with tempfile.TemporaryDirectory() as directory:
         paths = write_files(case, Path(directory))
-        feed = {name: value[:1].numpy() for name, value in case.build()[1][0].items()}
-        times = {threads: latencies(paths, feed, threads, rounds) for threads in (1, 2)}
+        sample = [value[:1] for value in case.build()[1][0].values()]
+        times = {threads: latencies(paths, sample, threads, rounds) for threads in (1, 2)}
     best = {
         t: min((r for r in by_row if r not in (OURS, FLOAT)), key=lambda r: statistics.median(by_row[r]))
         for t, by_row in times.items()

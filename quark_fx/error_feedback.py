@@ -122,8 +122,12 @@ def _reverse(x: Tensor) -> None:
 def at_once(h: Tensor) -> list[slice]:
     """Return which matrices of a stack `h`, shape (groups, inputs, inputs), are worth factoring together."""
     groups, inputs, _ = h.shape
-    most = max(1, (_FACTORED if h.is_cpu else _FACTORED << 6) // inputs**2)
+    most = _together(inputs, on_cpu=h.is_cpu)
     return [slice(first, first + most) for first in range(0, groups, most)]
+
+
+def _together(inputs: int, *, on_cpu: bool = True) -> int:
+    return max(1, (_FACTORED if on_cpu else _FACTORED << 6) // inputs**2)
 
 
 def round_with_feedback(weight: Tensor, factor: Factor, grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -161,8 +165,7 @@ def _pieces(weight: Tensor) -> Iterator[tuple[slice, slice]]:
 
 def working_bytes(groups: int, outputs: int, inputs: int) -> int:
     """Return the bytes that rounding a weight of this shape on a processor takes, beside the second moment."""
-    together = min(groups, max(1, _FACTORED // inputs**2))
-    values = outputs * inputs
+    together, values = min(groups, _together(inputs)), outputs * inputs
     # The factor, spread scales, codes as they are made and as they are stored, and a piece at work.
     return 4 * together * (inputs**2 + values) + 2 * groups * values + 4 * _ARRAYS * min(together * values, _AT_ONCE)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -42,10 +43,15 @@ def give_back_at_once() -> None:
     """From now on, return every megabyte to the system the moment it is free, where the C library keeps it (glibc).
 
     Allocations then cost the system's zeroing of pages. Holds for the whole process: for runs whose memory is short.
+    The kernels that oneDNN generates for every shape it meets, of which a product of experts has a new one with every
+    batch, are kept in smaller numbers, unless the process has run a model before.
 
     Source:
-        https://man7.org/linux/man-pages/man3/mallopt.3.html
+        https://man7.org/linux/man-pages/man3/mallopt.3.html;
+        https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html
     """
+    for variable in _KERNELS_KEPT:
+        os.environ.setdefault(variable, str(_KERNELS))
     if (mallopt := _function("mallopt")) is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
@@ -61,6 +67,12 @@ def occupied() -> int:
 
 
 _M_MMAP_THRESHOLD = -3
+
+_KERNELS_KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""What oneDNN, and torch on top of it, read when they are first used: how many kernels each keeps."""
+
+_KERNELS = 64
+"""Instead of 1024, of about half a megabyte each."""
 
 
 def _function(name: str) -> Any:

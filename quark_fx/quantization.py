@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from quark_fx.calibration import calibrate
 from quark_fx.capture import Captured, capture_graph
 from quark_fx.checkpoint_files import CheckpointFiles
 from quark_fx.config import QuantConfig
-from quark_fx.context import Calibrated, Checkpoint, Context, fingerprint, require_resources
+from quark_fx.context import Calibrated, Checkpoint, Context, count_values, fingerprint, require_resources
 from quark_fx.correspondence import Source
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
 from quark_fx.graph import device_of, own_tensors, placeholders, static_size, stored_tensors, tensor_of
@@ -33,6 +33,7 @@ from quark_fx.memory import give_back_at_once, occupied
 from quark_fx.model import QuantizedModel
 from quark_fx.open_checkpoint import open_checkpoint
 from quark_fx.pass_manager import (
+    GraphPass,
     PassRecord,
     Promise,
     Stage,
@@ -48,7 +49,7 @@ from quark_fx.presets import preset
 from quark_fx.quantized_weights import quantized_weights
 from quark_fx.ranks import ALONE, Ranks
 from quark_fx.report import Row
-from quark_fx.resources import Resources, count_values, expect, parse_bytes, require_room
+from quark_fx.resources import Resources, expect, parse_bytes, require_room
 from quark_fx.serialization import GRAPH_FILE, TENSOR_FILE
 from quark_fx.shelf import Shelf
 from quark_fx.signature import split_batch
@@ -170,15 +171,14 @@ def _transformed(
         disk: that may be taken.
     """
     config, progress, ranks, shelf = context.config, context.progress, context.ranks, captured.module.meta["shelf"]
-    early = [p for p in config.passes if pass_stage(p) is Stage.FLOAT]
-    rewrites = list(itertools.takewhile(lambda p: not needs_context(p), early))
+    rewrites, others = _divided(config.passes)
     gm, records = run_passes(captured.module, rewrites, verify_inputs=verify_inputs, context=context)
     learns = bool(context.batches)
     if memory is not None or disk is not None or (learns and progress):
-        expected = expect(gm, config, context, config.passes[len(rewrites) :], shelf=shelf is not None)
+        expected = expect(gm, config, context, others, shelf=shelf is not None)
         require_room(expected, memory, disk)
         if memory is not None:
-            context.cache.limit_further(memory - expected.within(0))
+            context.cache.limit_further(expected.room_for_cache(memory))
         if learns and progress:
             tqdm.write(str(expected), file=sys.stderr)
     if checkpoint is not None or not ranks.alone:
@@ -186,7 +186,8 @@ def _transformed(
         ranks.require_same(run)
         context.keep_share()
         context.checkpoint = _shared_checkpoint(checkpoint, run, ranks) if checkpoint is not None else None
-    gm, scaled = run_passes(gm, early[len(rewrites) :], verify_inputs=verify_inputs, context=context, in_place=True)
+    at = {stage: [p for p in others if pass_stage(p) is stage] for stage in Stage}
+    gm, scaled = run_passes(gm, at[Stage.FLOAT], verify_inputs=verify_inputs, context=context, in_place=True)
     plan = plan_quantization(gm, config)
     require_finite_floats(gm, plan.operators)
     context.float_graph = copy_graph(gm)
@@ -195,15 +196,20 @@ def _transformed(
     blocks = context if context.by_block and learns else None
     qparams = calibrate(gm, plan, flat, progress=progress, context=blocks, ranks=ranks)
     context.calibrated = Calibrated(plan, qparams)
-    middle = [p for p in config.passes if pass_stage(p) is Stage.CALIBRATED]
-    gm, settled = run_passes(gm, middle, context=context, in_place=True)
+    gm, settled = run_passes(gm, at[Stage.CALIBRATED], context=context, in_place=True)
     with torch.no_grad():
         rows = convert(gm, plan, context.calibrated.values, config.bias, context.calibrated.constants)
     context.plan = {op.node.name: op for op in plan.operators}
-    late = [p for p in config.passes if pass_stage(p) is Stage.QUANTIZED]
-    gm, learned = run_passes(gm, late, context=context, in_place=True)
-    rows = _with_learned_weights(rows, gm, context) if late else rows
+    gm, learned = run_passes(gm, at[Stage.QUANTIZED], context=context, in_place=True)
+    rows = _with_learned_weights(rows, gm, context) if learned else rows
     return gm, rows, [*records, *scaled, *settled, *learned]
+
+
+def _divided(passes: Sequence[GraphPass]) -> tuple[list[GraphPass], list[GraphPass]]:
+    """Return the passes in the order of their stages: those before the first one that needs data, and the others."""
+    ordered = sorted(passes, key=lambda p: list(Stage).index(pass_stage(p)))
+    rewrites = list(itertools.takewhile(lambda p: pass_stage(p) is Stage.FLOAT and not needs_context(p), ordered))
+    return rewrites, ordered[len(rewrites) :]
 
 
 def predict(
@@ -242,10 +248,9 @@ def predict(
         captured, context, batches = _begun(model, config, first, batches, dynamic_shapes, device, None, shelf, ALONE)
         try:
             counts = [count_values(leaves) for leaves in _flat_batches(captured, batches)]
-            rewrites = list(itertools.takewhile(lambda p: not needs_context(p), config.passes))
-            early = [p for p in rewrites if pass_stage(p) is Stage.FLOAT]
-            gm, _ = run_passes(captured.module, early, context=context)
-            return expect(gm, config, context, config.passes[len(early) :], shelf=streamed, counts=counts)
+            rewrites, others = _divided(config.passes)
+            gm, _ = run_passes(captured.module, rewrites, context=context)
+            return expect(gm, config, context, others, shelf=streamed, counts=counts)
         finally:
             context.cache.close()
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule
 from tqdm.auto import tqdm
 
@@ -92,10 +91,9 @@ class Resources:
             moments = tuple(replace(m, working=0, read=0) for m in moments)
         return self.before + (0 if self.resident else held) + peak(moments, cache)
 
-    def room_for_cache(self, memory: int) -> int | None:
-        """Return how many bytes of cached activations fit into a budget, `None` if the rest of the run does not."""
-        room = memory - self.within(0)
-        return room if room >= 0 else None
+    def room_for_cache(self, memory: int) -> int:
+        """Return how many bytes of cached activations fit into a budget, less than none if the rest does not."""
+        return memory - self.within(0)
 
     def __str__(self) -> str:
         parts = [f"about {_text(self.host)} of memory, of which {_text(self.before)} are taken"]
@@ -192,15 +190,9 @@ def _batches(gm: GraphModule, context: Context, given: Sequence[int]) -> tuple[f
     """
     sizes = Sizes(gm, (), 1)
     captured = max(1, sum(sizes.count(node) for node in placeholders(gm)))
-    kept = range(len(context.batches))
-    counts = [count_values(context.inputs(batch)) for batch in kept] or given or [captured]
+    counts = context.values or given or [captured]
     largest = max(1, *counts)
     return largest / captured, sum(counts) / largest
-
-
-def count_values(leaves: Sequence[Any]) -> int:
-    """Return how many values the tensors of a batch have."""
-    return sum(x.numel() for x in leaves if isinstance(x, Tensor))
 
 
 def _allocated(device: torch.device) -> int:
@@ -242,7 +234,7 @@ def require_room(found: Resources, memory: int | None, disk: int | None) -> None
         raise ConfigError("memory= needs a system that says what a process occupies (/proc/self/status); leave it out")
     if disk is not None and not found.streamed:
         raise ConfigError("disk= is the budget of a run with output_dir=; give one, or leave disk= out")
-    if memory is not None and found.room_for_cache(memory) is None:
+    if memory is not None and found.room_for_cache(memory) < 0:
         least = found.within(0)
         ways = [f'memory="{_text(_MARGIN * least)}" or more']
         ways += [] if found.streamed else ["output_dir=..., which keeps results in files"]
@@ -264,4 +256,4 @@ def _text(size: float) -> str:
     return f"{size / 1024:.1f} KiB"
 
 
-__all__ = ["Resources", "count_values", "expect", "parse_bytes", "require_room"]
+__all__ = ["Resources", "expect", "parse_bytes", "require_room"]

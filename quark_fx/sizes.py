@@ -110,8 +110,8 @@ class BlockSize:
 
     @property
     def weights(self) -> int:
-        """Bytes of the weights that codes stand for."""
-        return sum(FLOAT32 * m.values for m in self.matrices)
+        """Bytes of the weights that codes stand for, in float32."""
+        return sum(m.target for m in self.matrices)
 
 
 @dataclass
@@ -139,7 +139,7 @@ class Sizes:
         """Return the bytes of a node's value; of a view or a parameter none."""
         if node.op in ("get_attr", "placeholder", "output") or _views(node):
             return 0
-        return sum(n * itemsize for n, itemsize in self._tensors(node))
+        return self._whole(node)
 
     def _tensors(self, node: Node) -> list[tuple[int, int]]:
         value = value_of(self.gm, node)
@@ -221,12 +221,7 @@ class Sizes:
         coded = {op.weight_node for op in self.operators if op.weight is not None}
         names = {node.target for node in coded if node is not None}
         left = {n.target: n for n in self.gm.graph.nodes if n.op == "get_attr" and n.target not in names}
-        return sum(count * itemsize for node in left.values() for count, itemsize in self._tensors(node))
-
-    def weights(self, *kinds: str) -> int:
-        """Return the bytes of the weights of all operators of these kinds, each counted once."""
-        nodes = {op.weight_node.target: op.weight_node for op in self.operators if op.weight_node and op.kind in kinds}
-        return sum(count * itemsize for node in nodes.values() for count, itemsize in self._tensors(node))
+        return sum(self._whole(node) for node in left.values())
 
     def blocks(self, unit: Unit) -> tuple[BlockSize, ...]:
         """Return the blocks of the graph."""

@@ -16,6 +16,7 @@ from networks import Encoder
 from test_resume import assert_same, outcome
 from tiny import mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 import quark_fx as qfx
 from quark_fx import graph_pass
@@ -24,7 +25,8 @@ from quark_fx.blocks import Unit
 from quark_fx.capture import capture_graph
 from quark_fx.context import Context
 from quark_fx.errors import ConfigError
-from quark_fx.pass_manager import PASSES
+from quark_fx.pass_manager import PASSES, GraphPass, Stage, pass_name
+from quark_fx.passes.smooth_quant import SmoothQuant
 from quark_fx.placement import plan_quantization
 from quark_fx.presets import INT8_STATIC, W4A16_AWQ, W4A16_GPTQ
 from quark_fx.resources import parse_bytes
@@ -107,6 +109,24 @@ def test_every_pass_counts_be_it_listed_twice() -> None:
     config = W4A16_GPTQ.replace(passes=(*W4A16_GPTQ.passes, *W4A16_GPTQ.passes[-1:]))
     names = [name for name, _, _ in qfx.predict(seeded(Chain()), config, [rand(4, 8)] * 2).stages]
     assert names == ["convert", "GPTQ", "GPTQ", "result"]
+
+
+def test_passes_run_in_the_order_of_their_stages_however_they_are_listed() -> None:
+    @graph_pass(exact=False, stage=Stage.CALIBRATED)
+    def settle_nothing(gm: GraphModule, context: Context) -> int:
+        return 0
+
+    try:
+        early: tuple[GraphPass, ...] = (*INT8_STATIC.passes, SmoothQuant())
+        config = INT8_STATIC.replace(passes=(settle_nothing, *early))
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval()
+        data = [rand(4, 3, 8, 8), rand(4, 3, 8, 8)]
+        told, listed = (qfx.predict(model, c, data) for c in (config, INT8_STATIC.replace(passes=early)))
+        assert told.stages == listed.stages
+        done = [record.name for record in quantize(model, config, data).report().passes]
+        assert done == [*(pass_name(p) for p in early), "settle_nothing"]
+    finally:
+        del PASSES["settle_nothing"]
 
 
 def test_a_batch_that_is_read_back_counts_where_the_cache_lies_elsewhere() -> None:
