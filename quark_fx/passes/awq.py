@@ -34,6 +34,9 @@ _COPIES = 7
 _AT_ONCE = 1 << 20
 """Weights that an exponent is tried on together, about."""
 
+_ROWS = 512
+"""Output channels, at least, that exponents are judged on: every channel is scaled alike, so more add nothing."""
+
 _SMALLEST = 1e-4
 """Of an average magnitude: an input that is never there is scaled like one that hardly is."""
 
@@ -45,7 +48,8 @@ class AWQ:
 
     `a` is the mean magnitude of a channel on the calibration data. Of a grid of exponents `r` from 0 (leave it alone)
     to 1 each site takes the one whose rounded weights change the outputs of the operators that read it least: the
-    error is a quadratic form of the weights, so the data is read once, whatever the grid.
+    error is a quadratic form of the weights, so the data is read once, whatever the grid. Of wide operators every few
+    outputs are asked.
 
     Args:
         steps: intervals of the grid; the best of every other one is refined.
@@ -104,7 +108,8 @@ class AWQ:
         def work(block: BlockSize) -> float:
             tries = self.steps // 2 + 3
             moments = (m.inputs * m.inputs * m.rows * sizes.batches for m in block.matrices)
-            return sum(moments) + sum(2 * tries * m.values * m.inputs for m in block.matrices)
+            asked = (m.values // _stride(m.outputs) for m in block.matrices)
+            return sum(moments) + sum(2 * tries * n * m.inputs for n, m in zip(asked, block.matrices, strict=True))
 
         scaled = sum(m.values * m.itemsize for m in sizes.matrices.values())
         return sizes.walk(Unit.OPERATOR, turn, held=scaled, work=work)
@@ -173,6 +178,9 @@ class _Search:
         stacked = op.row.kind in ("experts", "linear") and weight.dim() > 2
         noise, signal = torch.zeros(2, device=weight.device)
         amax = (weight * factor).abs().amax().float() if op.weight.scale_type is ScaleType.FP8_E4M3 else None
+        if self._rows_apart:
+            some = (slice(None),) * (axes[0] % weight.dim()) + (slice(None, None, _stride(weight.shape[axes[0]])),)
+            weight, factor = weight[some], factor[some]
         for piece, h in self._pieces(weight):
             real, s = weight[piece].float(), factor[piece]
             rounded = quantize_tensor(
@@ -187,15 +195,20 @@ class _Search:
             self.signal = signal.clamp_min(torch.finfo(torch.float32).tiny)
         return float(noise / self.signal)
 
+    @property
+    def _rows_apart(self) -> bool:
+        """Whether the scales of an output do not depend on those of another."""
+        spec = self.operator.weight
+        assert spec is not None
+        return spec.granularity is not Granularity.TENSOR and (self.mapping.stacked or self.mapping.groups == 1)
+
     def _pieces(self, weight: Tensor) -> Iterator[tuple[Any, Tensor]]:
         """Yield parts of a weight whose scales do not depend on each other, and the moments of what they multiply."""
-        row, spec = self.operator.row, self.operator.weight
+        row = self.operator.row
         assert row is not None
-        assert spec is not None
         axis = 0 if self.mapping.stacked else row.output_axis % weight.dim()
-        apart = spec.granularity is not Granularity.TENSOR and (self.mapping.stacked or self.mapping.groups == 1)
         size = weight.shape[axis]
-        step = max(1, _AT_ONCE * size // weight.numel()) if apart else size
+        step = max(1, _AT_ONCE * size // weight.numel()) if self._rows_apart else size
         for first in range(0, size, step):
             part = slice(first, first + step)
             yield (slice(None),) * axis + (part,), self.h[part] if self.mapping.stacked else self.h
@@ -246,6 +259,11 @@ def _magnitudes(site: ScaleSite, searches: Sequence[_Search]) -> Tensor:
         total.index_add_(0, labels[known], mean[known])
         count.index_add_(0, labels[known], torch.ones_like(mean[known]))
     return total / count.clamp_min(1)
+
+
+def _stride(outputs: int) -> int:
+    """Return how far those output channels lie apart that are asked."""
+    return max(1, outputs // _ROWS)
 
 
 def _scales(magnitude: Tensor, exponent: float) -> Tensor:
