@@ -330,7 +330,8 @@ thread. Reproduce with `python -m benchmarks.format_matrix`.
   in another order fell on the other side of a tie. `–`: the format shows no codes. Thousands for MXFP8 E5M2 on MiniLM
   are `Gelu` far below zero, whose kernels differ by a millionth of the largest value of the block: E5M2 resolves 2⁻³².
 - *size*, *latency*: of the file and of a run, over those of the float model's file. The presets of block formats leave
-  embedding and head in float.
+  embedding and head in float; the vendor's nodes for blocks round float weights when they run, so that such files stay
+  as large.
 
 {chr(10).join(f"{part}{chr(10)}" for part in parts)}
 ## Refused

@@ -26,6 +26,7 @@ from quark_fx.pass_manager import Change, needs_context
 from quark_fx.placement import Plan, PlannedOperator
 from quark_fx.qparams import QParams
 from quark_fx.ranks import ALONE, Ranks
+from quark_fx.sizes import BatchShape, batch_shape
 
 _HELD_OUT = 8
 """One batch in eight is kept from tuning, to judge it by."""
@@ -70,7 +71,7 @@ class Context:
         changes: what the pass that is running noted so far.
         remark: what the pass that is running says could be done besides.
         batches: where each calibration batch lies: its index as it was given, and a slice of its samples.
-        values: how many each batch has.
+        shapes: of each batch's flat inputs.
     """
 
     config: QuantConfig
@@ -81,7 +82,7 @@ class Context:
     float_graph: GraphModule | None = None
     plan: Mapping[str, PlannedOperator] = field(default_factory=dict)
     batches: list[tuple[int, slice | None]] = field(default_factory=list)
-    values: list[int] = field(default_factory=list)
+    shapes: list[BatchShape] = field(default_factory=list)
     calibrated: Calibrated | None = None
     names: tuple[str, ...] = ()
     ranks: Ranks = ALONE
@@ -111,13 +112,13 @@ class Context:
                 # A loader may fill the same buffer again for the next batch.
                 self.cache.put(("batch", index, position), leaf.clone() if isinstance(leaf, Tensor) else leaf)
             self.batches.append((index, None))
-            self.values.append(count_values(leaves))
+            self.shapes.append(batch_shape(leaves))
         if len(self.batches) == 1 and divisible:
             sizes = {leaf.shape[0] for leaf in self.inputs(0) if isinstance(leaf, Tensor) and leaf.dim()}
             if len(sizes) == 1 and (size := sizes.pop()) > 1:
                 kept = size - max(1, size // _HELD_OUT)
                 self.batches = [(0, slice(0, kept)), (0, slice(kept, size))]
-                self.values = [self.values[0] * part // size for part in (kept, size - kept)]
+                self.shapes = [batch_shape(self.inputs(part)) for part in (0, 1)]
         self._given = len(self.batches)
         if not self.holds_out and any(needs_context(p) for p in self.config.passes):
             warnings.warn(
@@ -206,11 +207,6 @@ class Context:
         """Return how many walks over the blocks were begun before: with the block, the name of a checkpoint."""
         self._walks += 1
         return self._walks - 1
-
-
-def count_values(leaves: Iterable[Any]) -> int:
-    """Return how many values the tensors of a batch have."""
-    return sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def _part(leaf: Any, part: slice | None) -> Any:
@@ -330,4 +326,4 @@ def require_resources(device: str | torch.device | None, cache: CacheBudget | No
             ) from error
 
 
-__all__ = ["CacheBudget", "Calibrated", "Checkpoint", "Context", "count_values", "fingerprint", "require_resources"]
+__all__ = ["CacheBudget", "Calibrated", "Checkpoint", "Context", "fingerprint", "require_resources"]

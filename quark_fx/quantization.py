@@ -25,7 +25,7 @@ from quark_fx.calibration import calibrate
 from quark_fx.capture import Captured, capture_graph
 from quark_fx.checkpoint_files import CheckpointFiles
 from quark_fx.config import QuantConfig
-from quark_fx.context import Calibrated, Checkpoint, Context, count_values, fingerprint, require_resources
+from quark_fx.context import Calibrated, Checkpoint, Context, fingerprint, require_resources
 from quark_fx.correspondence import Source
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
 from quark_fx.graph import device_of, own_tensors, placeholders, static_size, stored_tensors, tensor_of
@@ -53,6 +53,7 @@ from quark_fx.resources import Resources, expect, parse_bytes, require_room
 from quark_fx.serialization import GRAPH_FILE, TENSOR_FILE
 from quark_fx.shelf import Shelf
 from quark_fx.signature import split_batch
+from quark_fx.sizes import batch_shape
 
 logger = logging.getLogger(__name__)
 
@@ -247,10 +248,10 @@ def predict(
         first, batches = _peek(calibration_data)
         captured, context, batches = _begun(model, config, first, batches, dynamic_shapes, device, None, shelf, ALONE)
         try:
-            counts = [count_values(leaves) for leaves in _flat_batches(captured, batches)]
+            shapes = [batch_shape(leaves) for leaves in _flat_batches(captured, batches)]
             rewrites, others = _divided(config.passes)
             gm, _ = run_passes(captured.module, rewrites, context=context)
-            return expect(gm, config, context, others, shelf=streamed, counts=counts)
+            return expect(gm, config, context, others, shelf=streamed, shapes=shapes)
         finally:
             context.cache.close()
 

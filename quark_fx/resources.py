@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 import warnings
@@ -17,12 +18,12 @@ from quark_fx.blocks import Unit
 from quark_fx.config import QuantConfig
 from quark_fx.context import Context
 from quark_fx.errors import ConfigError
-from quark_fx.graph import is_parameter, placeholders, target_name, value_of
+from quark_fx.graph import is_parameter, target_name, value_of
 from quark_fx.memory import occupied
 from quark_fx.operators import argument
 from quark_fx.pass_manager import GraphPass, Stage, needs_context, pass_name, pass_stage
 from quark_fx.placement import Plan, plan_quantization
-from quark_fx.sizes import Moment, Need, Sizes, peak
+from quark_fx.sizes import BatchShape, Moment, Need, Sizes, peak
 
 _PROBE, _LARGE_PROBE = 512, 8192
 """Rows and columns of the product that shows how fast a processor is, and an accelerator."""
@@ -114,7 +115,7 @@ def expect(
     passes: Sequence[GraphPass],
     *,
     shelf: bool,
-    counts: Sequence[int] = (),
+    shapes: Sequence[BatchShape] = (),
 ) -> Resources:
     """Return what the rest of a run is expected to take.
 
@@ -124,13 +125,13 @@ def expect(
         context: with the calibration batches, if they are kept.
         passes: those that are still to run, in order.
         shelf: what passes make is kept in files.
-        counts: how many values each batch has, if they are not kept; default: one batch like that it was captured with.
+        shapes: of each batch's inputs, if they are not kept; default: one batch like that it was captured with.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the run says it again
         plan = plan_quantization(gm, config)
-    growth, batches = _batches(gm, context, counts)
-    sizes = Sizes(gm, plan.operators, batches / context.ranks.count, growth)
+    largest, batches = _largest(context.shapes or shapes)
+    sizes = Sizes(gm, plan.operators, batches / context.ranks.count, largest)
     home = next((t.device for t in (value_of(gm, n) for n in gm.graph.nodes if is_parameter(n))), context.device)
     stages, held = [], 0
     for name, need in _stages(sizes, plan, context, passes, shelf=shelf):
@@ -183,16 +184,11 @@ def _laid_out(sizes: Sizes) -> int:
     return sum(value_of(sizes.gm, w).nbytes for w in weights)
 
 
-def _batches(gm: GraphModule, context: Context, given: Sequence[int]) -> tuple[float, float]:
-    """Return how much larger the largest batch is than that the graph was captured with, and how many such there are.
-
-    A batch of one sample is captured as two.
-    """
-    sizes = Sizes(gm, (), 1)
-    captured = max(1, sum(sizes.count(node) for node in placeholders(gm)))
-    counts = context.values or given or [captured]
-    largest = max(1, *counts)
-    return largest / captured, sum(counts) / largest
+def _largest(shapes: Sequence[BatchShape]) -> tuple[BatchShape, float]:
+    """Return the shapes of the largest batch, and how many such there would be in all."""
+    counts = {shape: sum(map(math.prod, shape)) for shape in shapes}
+    most = max(counts, key=lambda shape: counts[shape], default=())
+    return most, sum(counts[shape] for shape in shapes) / max(1, counts.get(most, 1)) if shapes else 1
 
 
 def _allocated(device: torch.device) -> int:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,14 @@ from quark_fx.placement import PlannedOperator
 
 FLOAT32 = 4
 """Bytes; what is learned from data is computed in float32."""
+
+BatchShape = tuple[tuple[int, ...], ...]
+"""The shapes of a batch's flat inputs, `()` for one that is no tensor."""
+
+
+def batch_shape(leaves: Iterable[Any]) -> BatchShape:
+    """Return the shapes of a batch."""
+    return tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else () for leaf in leaves)
 
 
 @dataclass(frozen=True)
@@ -122,13 +131,14 @@ class Sizes:
         gm: the graph.
         operators: how it will be quantized.
         batches: how many of the size of the largest there would be, all together.
-        growth: values of the largest batch over those of the batch the graph was captured with.
+        largest: the shapes of that batch's inputs; default: as the graph was captured.
     """
 
     gm: GraphModule
     operators: Sequence[PlannedOperator]
     batches: float
-    growth: float = 1.0
+    largest: BatchShape = ()
+    _lengths: dict[Any, int] = field(default_factory=dict)
     _blocks: dict[Unit, tuple[BlockSize, ...]] = field(default_factory=dict)
 
     def count(self, node: Node) -> int:
@@ -144,13 +154,30 @@ class Sizes:
     def _tensors(self, node: Node) -> list[tuple[int, int]]:
         value = value_of(self.gm, node)
         leaves = value if isinstance(value, tuple | list) else (value,)
-        grows = node.op != "get_attr"
-        found = []
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                sizes = [optimization_hint(size, 1) for size in leaf.shape]
-                varies = grows and any(isinstance(size, torch.SymInt) for size in leaf.shape)
-                found.append((int(math.prod(sizes) * (self.growth if varies else 1)), leaf.itemsize))
+        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+        return [(math.prod(map(self._length, tensor.shape)), tensor.itemsize) for tensor in tensors]
+
+    def _length(self, size: int | torch.SymInt) -> int:
+        """Return what a dimension is in the largest batch."""
+        if isinstance(size, int):
+            return size
+        expression = size.node.expr
+        if expression not in self._lengths:
+            known = expression.subs(self._symbols)
+            self._lengths[expression] = int(known) if known.is_number else optimization_hint(size, 1)
+        return self._lengths[expression]
+
+    @cached_property
+    def _symbols(self) -> dict[Any, int]:
+        """The dimensions of the inputs that vary."""
+        found: dict[Any, int] = {}
+        for node, shape in zip(placeholders(self.gm), self.largest, strict=bool(self.largest)):
+            value = value_of(self.gm, node)
+            sizes: Sequence[Any] = value.shape if isinstance(value, Tensor) else ()
+            varying = (
+                (size, given) for size, given in zip(sizes, shape, strict=True) if isinstance(size, torch.SymInt)
+            )
+            found |= {size.node.expr: given for size, given in varying if size.node.expr.is_Symbol}
         return found
 
     def live(self, nodes: Collection[Node], kept: Iterable[Node] = ()) -> int:
@@ -257,8 +284,9 @@ class Sizes:
         if not isinstance(weight, Node):
             return 0
         shape = value_of(self.gm, weight).shape
-        outputs = int(optimization_hint(shape[row.output_axis if row.weight is not None else -1], 1))
-        return 2 * self.count(node) * self.count(weight) // max(1, outputs * (shape[0] if len(shape) == 3 else 1))
+        outputs = self._length(shape[row.output_axis if row.weight is not None else -1])
+        groups = self._length(shape[0]) if len(shape) == 3 else 1
+        return 2 * self.count(node) * self.count(weight) // max(1, outputs * groups)
 
     def walk(
         self,
@@ -321,4 +349,4 @@ def _in_memory(moment: Moment, cache: int | None) -> int:
     return cache + min(moment.read, moment.cached)
 
 
-__all__ = ["FLOAT32", "BlockSize", "Matrices", "Moment", "Need", "Sizes", "peak"]
+__all__ = ["FLOAT32", "BatchShape", "BlockSize", "Matrices", "Moment", "Need", "Sizes", "batch_shape", "peak"]

@@ -90,6 +90,28 @@ def test_larger_batches_are_counted_as_they_are() -> None:
     assert [moment.working for moment in peaks] == [512, 1536]
 
 
+class Scores(nn.Module):
+    """A product of every position with every other, then a linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear((x @ x.mT).softmax(-1) @ x)
+        return y
+
+
+def test_what_grows_with_the_square_of_the_length_is_counted_so() -> None:
+    short, long = rand(2, 10, 8), rand(2, 100, 8)
+    first, second = (qfx.predict(Scores().eval(), "int8_static", data) for data in ([short, long], [long, short]))
+    peaks = [
+        next(need for name, _, need in found.stages if name == "calibrate").moments[0] for found in (first, second)
+    ]
+    assert peaks[0] == peaks[1]
+    assert peaks[0].working >= 2 * 4 * 2 * 100 * 100
+
+
 def test_a_batch_of_one_is_counted_as_one() -> None:
     """It is captured as two."""
     found = qfx.predict(Chain().eval(), "int8_static", [rand(1, 8)])
