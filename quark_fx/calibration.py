@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ def calibrate(
                     "such samples"
                 )
     seen = ranks.fold(
-        [w.observer for w in watches.values()], lambda a, b: [x.merge(y) for x, y in zip(a, b, strict=True)]
+        [watch.observer for watch in watches.values()], partial(_merge, [source for source, _ in sources])
     )
     for watch, observer in zip(watches.values(), seen, strict=True):
         watch.observer = observer
@@ -173,6 +174,19 @@ def _require_values(leaves: list[Any], index: int) -> None:
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and not leaf.numel():
             raise CalibrationError(f"calibration batch {index}: input {position} is empty, shape {tuple(leaf.shape)}")
+
+
+def _merge(sources: Sequence[Node], ours: Sequence[Observer], theirs: Sequence[Observer]) -> list[Observer]:
+    """Return what the observers of two ranks saw together."""
+    merged = []
+    for source, a, b in zip(sources, ours, theirs, strict=True):
+        try:
+            merged.append(a.merge(b))
+        except ValueError as error:
+            raise CalibrationError(
+                f"{describe(source)}: what the ranks observed does not go together: {error}"
+            ) from error
+    return merged
 
 
 def _qparams(key: tuple[Node, TensorSpec], watch: Watch, home: torch.device) -> QParams:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from tqdm.auto import tqdm
@@ -28,7 +28,16 @@ from quark_fx.config import QuantConfig
 from quark_fx.context import Calibrated, Checkpoint, Context, fingerprint, require_resources
 from quark_fx.correspondence import Source
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
-from quark_fx.graph import device_of, own_tensors, placeholders, static_size, stored_tensors, tensor_of
+from quark_fx.graph import (
+    device_of,
+    own_tensors,
+    placeholders,
+    static_size,
+    stored_tensors,
+    target_name,
+    tensor_of,
+    value_of,
+)
 from quark_fx.memory import give_back_at_once, occupied
 from quark_fx.model import QuantizedModel
 from quark_fx.open_checkpoint import open_checkpoint
@@ -436,13 +445,35 @@ def _flat_batches(captured: Captured, batches: Iterable[Any]) -> Iterator[list[A
     """Yield the flat inputs of every batch.
 
     Raises:
-        CalibrationError: if one does not fit; the message names its index.
+        CalibrationError: if one does not fit, or holds an index no table has; the message names the batch's index.
     """
+    rows = _rows_selected(captured.module)
     for index, batch in enumerate(batches):
         try:
-            yield _flatten(captured, batch)
+            leaves = _flatten(captured, batch)
         except QuarkError as error:
             raise CalibrationError(f"calibration batch {index} does not fit: {error}") from error
+        for position, count in rows.items():
+            leaf = leaves[position]
+            if isinstance(leaf, Tensor) and leaf.numel() and not 0 <= int(leaf.min()) <= int(leaf.max()) < count:
+                raise CalibrationError(
+                    f"calibration batch {index}: input {captured.signature.input_names[position]} holds "
+                    f"{int(leaf.min())} to {int(leaf.max())} and selects from a table of {count} rows; tokenize with "
+                    "the model's own tokenizer, without marks for positions that are to be ignored"
+                )
+        yield leaves
+
+
+def _rows_selected(gm: GraphModule) -> dict[int, int]:
+    """Return how many rows the table has that an input selects from, by the position of the input."""
+    positions = {node: position for position, node in enumerate(placeholders(gm))}
+    found: dict[int, int] = {}
+    for node in gm.graph.nodes:
+        if target_name(node) == "aten.embedding.default" and node.args[1] in positions:
+            rows = int(value_of(gm, node.args[0]).shape[0])
+            position = positions[node.args[1]]
+            found[position] = min(rows, found.get(position, rows))
+    return found
 
 
 def _flatten(captured: Captured, batch: Any) -> list[Any]:

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from devices import on_devices
-from tiny import cnn, images, quantize, rand, seeded
+from tiny import cnn, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import quark_fx as qfx
+from quark_fx import calibration
+from quark_fx.capture import capture_graph
+from quark_fx.observers import Percentile
 from quark_fx.passes import AdaRound, BiasCorrection, SmoothQuant
 from quark_fx.presets import INT8_STATIC, PRESETS
 
@@ -190,3 +193,27 @@ def test_a_model_that_converts_its_input_takes_another_precision() -> None:
             return out
 
     assert quantize(seeded(Converts()), "int8_static", [rand(5, 4).double()]).report().totals["quantized"] == 1
+
+
+@pytest.mark.parametrize("preset", ["int8_static", "w4a16_gptq"])
+@pytest.mark.parametrize("index", [-100, 11])
+def test_an_index_that_no_table_has_is_named(index: int, preset: str) -> None:
+    bad = tokens(4)[0].clone()
+    bad[1, 2] = index
+    low, high = min(index, int(bad.min())), max(index, int(bad.max()))
+    with pytest.raises(
+        qfx.CalibrationError,
+        match=f"calibration batch 1: input ids holds {low} to {high} and selects from a table of 11 rows",
+    ):
+        quantize(mlp(), preset, [tokens(4)[0], bad])
+
+
+def test_ranks_that_saw_ranges_which_do_not_go_together_are_told_where() -> None:
+    gm = capture_graph(mlp(), tokens(4)[0]).module
+    node = next(n for n in gm.graph.nodes if n.op == "call_function")
+    observer = Percentile(grid="onnxruntime", bins=32)
+    first = torch.tensor([[-1.0, 0.4, 1.0]])
+    with pytest.raises(
+        qfx.CalibrationError, match=r"aten\.embedding\.default at .*the ranks observed.*first batches differed"
+    ):
+        calibration._merge([node], [observer.observe(first)], [observer.observe(2 * first)])
