@@ -26,7 +26,7 @@ from quark_fx.pass_manager import Change, needs_context
 from quark_fx.placement import Plan, PlannedOperator
 from quark_fx.qparams import QParams
 from quark_fx.ranks import ALONE, Ranks
-from quark_fx.sizes import BatchShape, batch_shape
+from quark_fx.signature import BatchShape, batch_shape
 
 _HELD_OUT = 8
 """One batch in eight is kept from tuning, to judge it by."""

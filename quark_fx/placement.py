@@ -120,13 +120,15 @@ class Plan:
         }
 
 
-def plan_quantization(gm: GraphModule, config: QuantConfig) -> Plan:
+def plan_quantization(gm: GraphModule, config: QuantConfig, *, quiet: bool = False) -> Plan:
     """Decide, for every weighted operator, how it is quantized, and list the values to quantize.
 
-    Warns about patterns of the configuration that select nothing, with the nearest names.
+    Warns about patterns of the configuration that select nothing, with the nearest names, unless it is `quiet`: for
+    plans that are made once more later.
     """
     operators = list(_operators(gm, config))
-    _warn_unmatched(config, operators)
+    if not quiet:
+        _warn_unmatched(config, operators)
     placement = _Placement(gm, config, operators)
     return Plan(operators, placement.points(), placement.outputs)
 

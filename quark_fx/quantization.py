@@ -61,8 +61,7 @@ from quark_fx.report import Row
 from quark_fx.resources import Resources, expect, parse_bytes, require_room
 from quark_fx.serialization import GRAPH_FILE, TENSOR_FILE
 from quark_fx.shelf import Shelf
-from quark_fx.signature import split_batch
-from quark_fx.sizes import batch_shape
+from quark_fx.signature import batch_shape, split_batch
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +22,8 @@ from quark_fx.memory import occupied
 from quark_fx.operators import argument
 from quark_fx.pass_manager import GraphPass, Stage, needs_context, pass_name, pass_stage
 from quark_fx.placement import Plan, plan_quantization
-from quark_fx.sizes import BatchShape, Moment, Need, Sizes, peak
+from quark_fx.signature import BatchShape
+from quark_fx.sizes import Moment, Need, Sizes, peak
 
 _PROBE, _LARGE_PROBE = 512, 8192
 """Rows and columns of the product that shows how fast a processor is, and an accelerator."""
@@ -127,9 +127,7 @@ def expect(
         shelf: what passes make is kept in files.
         shapes: of each batch's inputs, if they are not kept; default: one batch like that it was captured with.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the run says it again
-        plan = plan_quantization(gm, config)
+    plan = plan_quantization(gm, config, quiet=True)
     largest, batches = _largest(context.shapes or shapes)
     sizes = Sizes(gm, plan.operators, batches / context.ranks.count, largest)
     home = next((t.device for t in (value_of(gm, n) for n in gm.graph.nodes if is_parameter(n))), context.device)

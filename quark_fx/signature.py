@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quark_fx.errors import CaptureError, QuarkError
+
+BatchShape = tuple[tuple[int, ...], ...]
+"""The shapes of a batch's flat inputs, `()` for one that is no tensor."""
+
+
+def batch_shape(leaves: Iterable[Any]) -> BatchShape:
+    """Return the shapes of a batch."""
+    return tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else () for leaf in leaves)
 
 
 @dataclass(frozen=True)

@@ -18,17 +18,10 @@ from quark_fx.graph import is_getitem, named_nodes, placeholders, value_of
 from quark_fx.linear_map import linear_map
 from quark_fx.operators import operator_row
 from quark_fx.placement import PlannedOperator
+from quark_fx.signature import BatchShape
 
 FLOAT32 = 4
 """Bytes; what is learned from data is computed in float32."""
-
-BatchShape = tuple[tuple[int, ...], ...]
-"""The shapes of a batch's flat inputs, `()` for one that is no tensor."""
-
-
-def batch_shape(leaves: Iterable[Any]) -> BatchShape:
-    """Return the shapes of a batch."""
-    return tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else () for leaf in leaves)
 
 
 @dataclass(frozen=True)
@@ -163,7 +156,7 @@ class Sizes:
             return size
         expression = size.node.expr
         if expression not in self._lengths:
-            known = expression.subs(self._symbols)
+            known: Any = expression.subs(self._symbols)
             self._lengths[expression] = int(known) if known.is_number else optimization_hint(size, 1)
         return self._lengths[expression]
 
@@ -349,4 +342,4 @@ def _in_memory(moment: Moment, cache: int | None) -> int:
     return cache + min(moment.read, moment.cached)
 
 
-__all__ = ["FLOAT32", "BatchShape", "BlockSize", "Matrices", "Moment", "Need", "Sizes", "batch_shape", "peak"]
+__all__ = ["FLOAT32", "BlockSize", "Matrices", "Moment", "Need", "Sizes", "peak"]

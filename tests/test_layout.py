@@ -28,7 +28,7 @@ LAYERS = (
     {"weights", "placement", "capture", "scale_walk", "scale_rules", "scale_sites"}
     | {"activation_cache", "rounding", "linear_map"},
     {"report", "blocks", "context", "quantized_weights", "correspondence", "module_slices", "rounded_modules"},
-    {"sizes"},
+    {"sizes", "planned_sites"},
     {"block_walk", "error_feedback", "error_feedback_kernel", "scale_search", "second_moment"},
     {"calibration", "trainable", "reconstruction", "products"},
     {"passes"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,9 +20,10 @@ from quark_fx.graph import named_nodes, parameter
 from quark_fx.linear_map import LinearMap, linear_map
 from quark_fx.operators import argument
 from quark_fx.pass_manager import Change, copy_graph, graph_pass
-from quark_fx.placement import PlannedOperator, plan_quantization, require_finite_weights
+from quark_fx.placement import PlannedOperator
+from quark_fx.planned_sites import planned_sites
 from quark_fx.qparams import ScaleType
-from quark_fx.scale_sites import Absorber, ScaledInput, ScaleSite, apply_scale, find_scale_sites
+from quark_fx.scale_sites import Absorber, ScaledInput, ScaleSite, apply_scale
 from quark_fx.second_moment import Entrance, SecondMoment
 from quark_fx.sizes import FLOAT32, BlockSize, Need, Sizes
 from quark_fx.weights import quantize_tensor
@@ -71,14 +71,7 @@ class AWQ:
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Scale the sites of `gm` that quantized weights read; return how many changed."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the plan of the final graph says it again
-            planned = {op.node: op for op in plan_quantization(gm, context.config).operators}
-        require_finite_weights(gm, planned.values())
-        analysis = find_scale_sites(gm, explicit=self.explicit)
-        for node, reason in analysis.reasons.items():
-            if node in planned:
-                context.note(Change(planned[node].name, f"left: {reason}", changed=False))
+        planned, analysis = planned_sites(gm, context, explicit=self.explicit)
         waiting = []
         for site in analysis.sites:
             found = [_search(gm, site, scaled, planned) for scaled in site.inputs]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,9 +21,10 @@ from quark_fx.linear_map import linear_map
 from quark_fx.observers import MinMax
 from quark_fx.ops import dequantize, dynamic_qparams, encode, quantize
 from quark_fx.pass_manager import Change, graph_pass
-from quark_fx.placement import PlannedOperator, plan_quantization, require_finite_weights
+from quark_fx.placement import PlannedOperator
+from quark_fx.planned_sites import planned_sites
 from quark_fx.qparams import QParams, affine_qparams
-from quark_fx.scale_sites import ScaledInput, ScaleSite, apply_scale, find_scale_sites
+from quark_fx.scale_sites import ScaledInput, ScaleSite, apply_scale
 from quark_fx.sizes import FLOAT32, Moment, Need, Sizes
 from quark_fx.weights import quantize_tensor
 
@@ -84,14 +84,7 @@ class SmoothQuant:
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Smooth the sites of `gm` that quantized operators read; return how many changed."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the plan of the final graph says it again
-            planned = {op.node: op for op in plan_quantization(gm, context.config).operators}
-        require_finite_weights(gm, planned.values())
-        analysis = find_scale_sites(gm, explicit=self.explicit)
-        for node, reason in analysis.reasons.items():
-            if node in planned:
-                context.note(Change(planned[node].name, f"left: {reason}", changed=False))
+        planned, analysis = planned_sites(gm, context, explicit=self.explicit)
         more = sum(planned.get(node) is not None and _is_read_in_codes(planned[node]) for node in analysis.divisible)
         context.remark = f"explicit=True could multiply for {more} more" if more else ""
         sites = []
