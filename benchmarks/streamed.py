@@ -157,6 +157,8 @@ def _measure(folder: Path, directory: Path, preset: str, streamed: bool) -> dict
         environ = os.environ | {"OMP_NUM_THREADS": "1"}
         enter = None if group is None else partial(_enter, group)
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environ, preexec_fn=enter)
+        if group is not None:
+            group.rmdir()
         if done.returncode:
             raise SystemExit(f"{output.name} ended with {done.returncode}")
         figures = json.loads(done.stdout.splitlines()[-1])
