@@ -123,6 +123,7 @@ def test_two_ranks_end_as_one_process_does(name: str, results: Path) -> None:
         y, float_y = (torch.cat([m(x).flatten() for x in batches()]) for m in (alone, seeded(Twice())))
         again = torch.cat([qfx.load(results / f"{name} 0")(x).flatten() for x in batches()])
     lost, apart = (y - float_y).norm(), (again - y).norm()
+    # Sums in another order may send a code in a thousand to the other side of a tie, 3 % of what rounding takes.
     assert apart <= 0.05 * lost
     rows = qfx.load(results / f"{name} 1").report()
     assert [change.name for p in rows.passes for change in p.changes] == [
