@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +68,7 @@ class BlockRun:
 
     def outputs(self, batch: int) -> list[Any]:
         """Return what the quantized block makes now of its quantized inputs, in the order of `targets`."""
-        with torch.no_grad():
+        with torch.no_grad(), running(batch):
             return self.made(self.module(*self.inputs(batch)))
 
     def made(self, outputs: Sequence[Any]) -> list[Any]:
@@ -135,6 +136,18 @@ def relative_error(outputs: Sequence[Any], targets: Sequence[Any]) -> Tensor:
     return torch.stack(errors).mean() if errors else torch.zeros(())
 
 
+@contextmanager
+def running(batch: int) -> Iterator[None]:
+    """Run a graph on a batch: an index beyond a table is the data's fault, and said so."""
+    try:
+        yield
+    except IndexError as error:
+        raise CalibrationError(
+            f"calibration batch {batch} holds an index that a table of the model does not have ({error}): a token "
+            "beyond the vocabulary, or a sequence longer than the table of positions; remove or shorten it"
+        ) from error
+
+
 class _Streams:
     """The values at the current cut, of every batch, in float and quantized."""
 
@@ -159,7 +172,8 @@ class _Streams:
         with torch.no_grad():
             for batch in self.batches:
                 give_back()
-                outputs = module(*self.values(stream, block.inputs, batch))
+                with running(batch):
+                    outputs = module(*self.values(stream, block.inputs, batch))
                 for name, value in zip(block.outputs, outputs, strict=True):
                     if name in new and not (stream == "quantized" and name in self.shared):
                         self.cache.put((stream, name, batch), value)
@@ -354,4 +368,4 @@ def _release(module: GraphModule) -> None:
         owner._buffers.clear()
 
 
-__all__ = ["BlockRun", "FloatRun", "relative_error", "run_blocks", "walk_blocks", "walk_float_blocks"]
+__all__ = ["BlockRun", "FloatRun", "relative_error", "run_blocks", "running", "walk_blocks", "walk_float_blocks"]

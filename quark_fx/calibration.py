@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from tqdm.auto import tqdm
 
-from quark_fx.block_walk import run_blocks
+from quark_fx.block_walk import run_blocks, running
 from quark_fx.config import TensorSpec
 from quark_fx.context import Context
 from quark_fx.errors import CalibrationError
@@ -86,8 +86,8 @@ def calibrate(
         ranks: who saw the other batches.
 
     Raises:
-        CalibrationError: if there is no batch, a batch is empty, or a value is not finite; the message names
-            the batch, or the operator and the user's source line.
+        CalibrationError: if there is no batch, a value is not finite, or an index beyond its table; the message
+            names the batch, or the operator and the user's source line.
     """
     if not plan.observed:
         return {}
@@ -100,11 +100,11 @@ def calibrate(
     with watching(gm, sources), torch.no_grad(), layout as lay_out:
         bar = tqdm(batches, desc="calibrate", unit="batch", disable=not progress or context is not None, leave=False)
         for leaves in bar:
-            _require_values(leaves, len(finite))
             # Read at the end, so that no batch waits for the device. A mask may hold infinities.
             finite.append(_are_finite([leaves[i] for i in quantized]))
             if context is None:
-                gm(*map(lay_out, leaves))
+                with running(len(finite) - 1):
+                    gm(*map(lay_out, leaves))
         if context is not None:
             run_blocks(gm, context)
     if not finite:
@@ -136,7 +136,8 @@ def run_batches(gm: GraphModule, context: Context) -> None:
         return
     with torch.no_grad(), fast_layout(gm) as lay_out:
         for batch in range(len(context.batches)):
-            gm(*map(lay_out, context.inputs(batch)))
+            with running(batch):
+                gm(*map(lay_out, context.inputs(batch)))
 
 
 @contextmanager
@@ -168,12 +169,6 @@ def fast_layout(gm: GraphModule) -> Iterator[Callable[[Any], Any]]:
 def _are_finite(tensors: list[Tensor]) -> Tensor:
     """Return one flag per tensor, on their device."""
     return torch.stack([torch.isfinite(x).all() for x in tensors]) if tensors else torch.empty(0, dtype=torch.bool)
-
-
-def _require_values(leaves: list[Any], index: int) -> None:
-    for position, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and not leaf.numel():
-            raise CalibrationError(f"calibration batch {index}: input {position} is empty, shape {tuple(leaf.shape)}")
 
 
 def _merge(sources: Sequence[Node], ours: Sequence[Observer], theirs: Sequence[Observer]) -> list[Observer]:

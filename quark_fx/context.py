@@ -119,6 +119,9 @@ class Context:
                 kept = size - max(1, size // _HELD_OUT)
                 self.batches = [(0, slice(0, kept)), (0, slice(kept, size))]
                 self.shapes = [batch_shape(self.inputs(part)) for part in (0, 1)]
+        masks = (self.kept_positions(batch) for batch in range(len(self.batches)))
+        if self.batches and all(mask is not None and not bool(mask.any()) for mask in masks):
+            raise CalibrationError(f"{_MASK} leaves out every position of all calibration data; 1 stands for a token")
         self._given = len(self.batches)
         if not self.holds_out and any(needs_context(p) for p in self.config.passes):
             warnings.warn(
@@ -218,30 +221,41 @@ class Checkpoint:
 
     Args:
         directory: made if it does not exist.
-        fingerprint: digests that identify the run, by what they are of; the directory of another one is refused.
+        fingerprint: digests that identify the run, by what they are of; finished blocks of another one are refused.
+        output: the output directory it is a part of, for messages.
 
     Raises:
-        ConfigError: if the directory belongs to another run or cannot be used.
+        ConfigError: if the directory holds blocks of another run or cannot be used.
     """
 
-    def __init__(self, directory: str | Path, fingerprint: Mapping[str, str]) -> None:
+    def __init__(self, directory: str | Path, fingerprint: Mapping[str, str], output: Path | None = None) -> None:
         self.directory = Path(directory)
         owner = self.directory / "run.json"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({"fingerprint": dict(fingerprint)})
             if not owner.exists():
-                _write_text(owner, json.dumps({"fingerprint": dict(fingerprint)}))
-            found = json.loads(owner.read_text()).get("fingerprint")
-            known = found if isinstance(found, dict) else {}
+                _write_text(owner, text)
+            known = json.loads(owner.read_text())["fingerprint"]
             others = [what for what, digest in fingerprint.items() if known.get(what) != digest]
-        except (OSError, ValueError, AttributeError) as error:
+            if others and not any(self.directory.glob("pass-*.safetensors")):  # nothing is lost
+                _write_text(owner, text)
+                others = []
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"checkpoint directory {directory} cannot be used: {error}") from error
         if others:
             shuffled = " (a DataLoader that shuffles gives other batches every time)" if "data" in others else ""
+            what, folder = ("checkpoint directory", directory) if output is None else ("output_dir", output)
+            rest = self.directory if output is None else self.directory.parent
             raise ConfigError(
-                f"checkpoint directory {directory} belongs to another run, with other {' and '.join(others)}"
-                f"{shuffled}; remove it or choose another one"
+                f"{what} {folder} holds blocks that another run finished, with other {' and '.join(others)}{shuffled}; "
+                f"remove {rest}, which loses them, or choose another directory"
             )
+
+    def last(self, walk: int) -> int:
+        """Return the last block of a walk that is finished, -1 for none."""
+        blocks = (file.stem.rpartition("-")[2] for file in self.directory.glob(f"pass-{walk}-block-*.safetensors"))
+        return max(map(int, blocks), default=-1)
 
     def load(self, walk: int, block: int) -> tuple[dict[str, Tensor], list[Change]] | None:
         """Return what a finished block learned and noted, `None` if it is not finished."""

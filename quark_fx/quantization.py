@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-import shutil
 import sys
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from quark_fx.graph import (
 from quark_fx.memory import give_back_at_once, occupied
 from quark_fx.model import QuantizedModel
 from quark_fx.open_checkpoint import open_checkpoint
+from quark_fx.output_directory import clear, kept_blocks, work_directory
 from quark_fx.pass_manager import (
     GraphPass,
     PassRecord,
@@ -59,7 +59,6 @@ from quark_fx.quantized_weights import quantized_weights
 from quark_fx.ranks import ALONE, Ranks
 from quark_fx.report import Row
 from quark_fx.resources import Resources, expect, parse_bytes, require_room
-from quark_fx.serialization import GRAPH_FILE, TENSOR_FILE
 from quark_fx.shelf import Shelf
 from quark_fx.signature import batch_shape, split_batch
 
@@ -95,8 +94,8 @@ def quantize(
         progress: show a progress bar.
         device: where blocks run, their weights on it only meanwhile; default: where the model is.
         cache: memory that cached activations may take before they go to disk; default: as much as there is.
-        checkpoint: a directory for finished blocks. The same call with the same directory continues where an
-            interrupted one stopped, with the same result.
+        checkpoint: a directory for finished blocks of AWQ and of passes that round weights. The same call with the
+            same directory continues where an interrupted one stopped, with the same result.
         output_dir: where to save the result (`QuantizedModel.save`). The model then needs less memory than it has
             weights: it runs block by block, and what passes make of its weights is kept in files of this directory,
             like finished blocks, until the result is complete. See `open_checkpoint`.
@@ -128,7 +127,8 @@ def quantize(
         CheckpointFiles.of(model)  # before anything is made
     if output_dir is not None or memory is not None:
         give_back_at_once()
-    with _work_directory(output_dir, checkpoint, ranks) as (shelf, checkpoint):
+    with work_directory(output_dir, checkpoint, ranks) as (folder, checkpoint):
+        shelf = Shelf(folder) if folder is not None else None
         if isinstance(model, str | Path):
             model = open_checkpoint(model, scratch=shelf.directory if shelf is not None else None)
         first, batches = _peek(calibration_data)
@@ -154,7 +154,7 @@ def quantize(
             ranks.wait()  # for those that still put things in the folder which goes
             if ranks.index == 0:
                 qmodel.save(output_dir)
-                shutil.rmtree(Path(output_dir) / _UNFINISHED)
+                clear(output_dir)
             ranks.wait()
     return qmodel
 
@@ -185,6 +185,8 @@ def _transformed(
     learns = bool(context.batches)
     if memory is not None or disk is not None or (learns and progress):
         expected = expect(gm, config, context, others, shelf=shelf is not None)
+        if memory is not None or disk is not None:
+            expected = replace(expected, before=max(ranks.gather(expected.before)))  # one advice for all ranks
         require_room(expected, memory, disk)
         if memory is not None:
             context.cache.limit_further(expected.room_for_cache(memory))
@@ -318,7 +320,7 @@ def _begun(
 
 
 def _require_path(output: str | Path | None) -> None:
-    if output is not None and not isinstance(output, str | Path):
+    if output is not None and not (isinstance(output, str | Path) and str(output)):
         raise ConfigError(f"output_dir is the path of a directory, not {output!r}")
 
 
@@ -334,61 +336,9 @@ def _require_distributed(config: QuantConfig, ranks: Ranks) -> None:
 
 def _shared_checkpoint(directory: str | Path, fingerprint: Mapping[str, str], ranks: Ranks) -> Checkpoint:
     """Return a checkpoint whose directory the first rank makes."""
-    found = Checkpoint(directory, fingerprint) if ranks.index == 0 else None
-    ranks.wait()
-    return found or Checkpoint(directory, fingerprint)
-
-
-_UNFINISHED = "unfinished"
-"""The folder of an output directory that holds what a run needs until it has ended."""
-
-_BLOCKS = "blocks"
-"""The folder in it for finished blocks."""
-
-
-@contextmanager
-def _work_directory(
-    output: str | Path | None, checkpoint: str | Path | None, ranks: Ranks
-) -> Iterator[tuple[Shelf | None, str | Path | None]]:
-    """Yield where a run with an output directory keeps tensors, and where any run keeps finished blocks.
-
-    A run that fails before it has finished a block leaves nothing.
-
-    Raises:
-        ConfigError: if something else is there already.
-    """
-    if output is None:
-        yield None, checkpoint
-        return
-    output = Path(output)
-    _require_ours(output, checkpoint)
-    unfinished = output / _UNFINISHED
-    made = [folder for folder in (output, *output.parents) if not folder.exists()]
-    try:
-        yield Shelf(unfinished), checkpoint or unfinished / _BLOCKS
-    except BaseException:
-        if ranks.index == 0 and not any(unfinished.rglob("*.safetensors")):
-            shutil.rmtree(unfinished, ignore_errors=True)
-            with suppress(OSError):  # something else is in it, or it could not be made
-                for folder in made:
-                    folder.rmdir()
-        raise
-
-
-def _require_ours(output: Path, checkpoint: str | Path | None) -> None:
-    own = {_UNFINISHED}
-    if (output / _UNFINISHED).is_dir():  # interrupted while it was saved, or the folder emptied
-        own |= {TENSOR_FILE, GRAPH_FILE, f"{TENSOR_FILE}.partial", f"{GRAPH_FILE}.partial"}
-        for file in output.glob(".tmp??????"):  # as safetensors calls what it is writing, if the process was killed
-            file.unlink()
-    if checkpoint is not None and Path(checkpoint).parent == output:
-        own.add(Path(checkpoint).name)
-    others = [file.name for file in output.iterdir() if file.name not in own] if output.is_dir() else []
-    if output.is_file() or others:
-        raise ConfigError(
-            f"output_dir {output} holds {', '.join(sorted(others)[:3]) or 'a file'} already; choose a new directory, "
-            "or the one an interrupted run left"
-        )
+    output = kept_blocks(directory)
+    ranks.first(lambda: Checkpoint(directory, fingerprint, output))
+    return Checkpoint(directory, fingerprint, output)
 
 
 def _source(model: nn.Module, captured: Captured, gm: GraphModule) -> Source | None:
@@ -452,6 +402,11 @@ def _flat_batches(captured: Captured, batches: Iterable[Any]) -> Iterator[list[A
             leaves = _flatten(captured, batch)
         except QuarkError as error:
             raise CalibrationError(f"calibration batch {index} does not fit: {error}") from error
+        for name, leaf in zip(captured.signature.input_names, leaves, strict=True):
+            if isinstance(leaf, Tensor) and not leaf.numel():
+                raise CalibrationError(
+                    f"calibration batch {index}: input {name} is empty, shape {tuple(leaf.shape)}; leave it out"
+                )
         for position, count in rows.items():
             leaf = leaves[position]
             if isinstance(leaf, Tensor) and leaf.numel() and not 0 <= int(leaf.min()) <= int(leaf.max()) < count:
@@ -464,15 +419,24 @@ def _flat_batches(captured: Captured, batches: Iterable[Any]) -> Iterator[list[A
 
 
 def _rows_selected(gm: GraphModule) -> dict[int, int]:
-    """Return how many rows the table has that an input selects from, by the position of the input."""
+    """Return how many rows the table has that an input selects from, as it is, by the position of the input."""
     positions = {node: position for position, node in enumerate(placeholders(gm))}
     found: dict[int, int] = {}
     for node in gm.graph.nodes:
+        if target_name(node).partition(".default")[0] in _SAME_VALUES and node.args[0] in positions:
+            positions[node] = positions[node.args[0]]
         if target_name(node) == "aten.embedding.default" and node.args[1] in positions:
             rows = int(value_of(gm, node.args[0]).shape[0])
             position = positions[node.args[1]]
             found[position] = min(rows, found.get(position, rows))
     return found
+
+
+_SAME_VALUES = {
+    *(f"aten.{name}" for name in ("view", "reshape", "unsqueeze", "contiguous", "clone", "alias", "detach")),
+    *("aten.to.dtype", "aten.flatten.using_ints", "aten.squeeze.dim"),
+}
+"""Operators whose result holds the numbers of their first argument."""
 
 
 def _flatten(captured: Captured, batch: Any) -> list[Any]:

@@ -92,6 +92,21 @@ class Ranks:
         """Return when all processes are here."""
         self.gather(None)
 
+    def first(self, work: Callable[[], object]) -> None:
+        """Let the first process do something while the others wait; what it raises, all raise.
+
+        Raises:
+            QuarkError: of the first process.
+        """
+        error = None
+        if self.index == 0:
+            try:
+                work()
+            except QuarkError as raised:
+                error = raised
+        if (found := self.gather(error)[0]) is not None:
+            raise found
+
     def _together(self, collective: Callable[[], object]) -> None:
         try:
             collective()

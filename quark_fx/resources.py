@@ -216,7 +216,10 @@ def parse_bytes(given: int | str | None, name: str) -> int | None:
         return given
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[KMGT]i?B)?)\s*", given) if isinstance(given, str) else None
     if match is None:
-        raise ConfigError(f'{name} is a number of bytes or text like "6GiB" or "800 MB", not {given!r}')
+        raise ConfigError(
+            f'{name} is a number of bytes, or text like "6GiB" or "800 MB" in {", ".join(filter(None, _UNITS))}, '
+            f"not {given!r}"
+        )
     if not (size := int(float(match[1]) * _UNITS[match[2]])):
         raise ConfigError(f"{name} is more than nothing, not {given!r}")
     return size

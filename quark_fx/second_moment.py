@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from quark_fx.block_walk import running
 from quark_fx.blocks import extract
 from quark_fx.context import Context
 from quark_fx.graph import placeholders
@@ -166,7 +167,8 @@ class Entrance:
 
     def values(self, batch: int, kept: Tensor | None) -> Entering:
         """Return what enters for one batch; `kept` says which positions are no padding."""
-        x, *more = self._part(*self._inputs(batch))
+        with running(batch):
+            x, *more = self._part(*self._inputs(batch))
         output = more[0] if self.mapping.kernel else None
         return Entering(x, output, more[0] if self.mapping.offsets is not None else None, kept)
 

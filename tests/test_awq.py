@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tiny import rand, seeded
 from torch import Tensor, nn
 
 import quark_fx as qfx
+from quark_fx.block_walk import FloatRun
 from quark_fx.config import Granularity
 from quark_fx.passes import awq
 from quark_fx.presets import INT4_WEIGHT_ONLY
@@ -72,6 +74,44 @@ def test_the_exponent_is_the_one_that_changes_the_outputs_least() -> None:
     best = min((r for r in errors if abs(r - coarse) < 0.06), key=lambda r: errors[r])
     assert 0 < best < 1
     assert exponent(model) == best
+
+
+class Fork(nn.Module):
+    """Two linears that read what a norm makes, one of them after a relu: one site, two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a, self.b = nn.LayerNorm(64), nn.Linear(64, 32), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        z: Tensor = self.a(y) + self.b(torch.relu(y))
+        return z
+
+
+def test_a_site_that_waits_for_a_second_block_is_not_lost_in_an_interruption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, data = seeded(Fork()), [rand(32, 64, seed=seed) for seed in (1, 2)]
+    with torch.no_grad():
+        model.norm.weight.mul_(torch.linspace(0.2, 4, 64))
+    config = GROUPS.replace(passes=(*GROUPS.passes, awq.AWQ()), exclude=())
+    undisturbed = qfx.quantize(model, config, data, progress=False)
+    assert any(c.changed for c in undisturbed.report().passes[-1].changes)
+    begin, blocks = awq._collect, list[str]()
+
+    def stop(run: FloatRun, *rest: Any) -> None:
+        blocks.append(run.block.name)
+        if len(blocks) > 1:
+            raise KeyboardInterrupt
+        begin(run, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(awq, "_collect", stop)
+        with pytest.raises(KeyboardInterrupt):
+            qfx.quantize(model, config, data, progress=False, checkpoint=tmp_path)
+    continued = qfx.quantize(model, config, data, progress=False, checkpoint=tmp_path)
+    assert torch.equal(continued(data[0]), undisturbed(data[0]))
 
 
 def test_of_wide_operators_some_outputs_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,6 +208,71 @@ def test_an_index_that_no_table_has_is_named(index: int, preset: str) -> None:
         quantize(mlp(), preset, [tokens(4)[0], bad])
 
 
+class Positions(nn.Module):
+    """Tokens that reach their table by way of a view, and a table of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(11, 8), nn.Parameter(torch.ones(6, 8))
+        self.linear = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places = torch.arange(ids.shape[1], device=ids.device)
+        y: Tensor = self.linear(self.tokens(ids.view(-1, ids.shape[1])) + self.places[places])
+        return y
+
+
+@pytest.mark.parametrize("preset", ["int8_static", "w4a16_gptq", "w4a16_awq"])
+def test_an_index_that_is_found_out_on_the_way_names_its_batch(preset: str) -> None:
+    model = seeded(Positions())
+    with pytest.raises(qfx.CalibrationError, match=r"calibration batch 1: input ids holds . to 11 and selects"):
+        quantize(model, preset, [tokens(4)[0], tokens(4)[0] + 1])
+    long = torch.zeros(4, 9, dtype=torch.int64)
+    with pytest.raises(qfx.CalibrationError, match="calibration batch 1 holds an index that a table"):
+        quantize(model, preset, [tokens(4)[0], long], dynamic_shapes=({1: torch.export.Dim.DYNAMIC},))
+
+
+class Table(nn.Module):
+    """A table that is indexed, not embedded, before the first weighted operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Parameter(torch.ones(11, 8)), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.linear(self.table[ids])
+        return y
+
+
+@pytest.mark.parametrize("preset", ["int8_static", "w4a16_gptq", "w4a16_awq"])
+def test_an_index_beyond_a_table_in_front_names_its_batch(preset: str) -> None:
+    with pytest.raises(qfx.CalibrationError, match="calibration batch 1 holds an index that a table"):
+        quantize(seeded(Table()), preset, [tokens(4)[0], tokens(4)[0] + 11])
+
+
+@pytest.mark.parametrize("preset", ["int8_static", "w4a16_gptq"])
+def test_an_empty_batch_is_named_before_anything_is_learned(preset: str) -> None:
+    with pytest.raises(qfx.CalibrationError, match=r"batch 1: input ids is empty, shape \(0, 5\); leave it out"):
+        quantize(mlp(), preset, [tokens(4)[0], tokens(4)[0][:0]])
+
+
+def test_a_mask_that_leaves_out_everything_is_refused() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+            y: Tensor = self.inner(ids) * attention_mask[..., None]
+            return y
+
+    data = [{"ids": ids, "attention_mask": torch.zeros_like(ids)} for ids in tokens(4, 4)]
+    with pytest.raises(qfx.CalibrationError, match="attention_mask leaves out every position of all calibration data"):
+        quantize(Masked().eval(), "w4a16_gptq", data)
+    data[1]["attention_mask"][0] = 1
+    quantize(Masked().eval(), "w4a16_gptq", data)
+
+
 def test_ranks_that_saw_ranges_which_do_not_go_together_are_told_where() -> None:
     gm = capture_graph(mlp(), tokens(4)[0]).module
     node = next(n for n in gm.graph.nodes if n.op == "call_function")

@@ -34,7 +34,7 @@ LAYERS = (
     {"passes"},
     {"presets", "model", "resources"},
     {"eager"},
-    {"serialization", "export", "open_checkpoint"},
+    {"serialization", "export", "open_checkpoint", "output_directory"},
     {"quantization"},
     {"__init__"},
 )

@@ -244,10 +244,12 @@ def test_the_directory_of_another_run_is_refused(name: str, tmp_path: Path) -> N
     model, config, batches = OTHERS[name]()
     what = {"weight": "model", "model": "model", "configuration": "configuration"}.get(name, "data")
     hint = r" \(a DataLoader that shuffles gives other batches every time\)" if what == "data" else ""
-    with pytest.raises(ConfigError, match=f"belongs to another run, with other {what}{hint}; remove") as error:
+    with pytest.raises(
+        ConfigError, match=f"holds blocks that another run finished, with other {what}{hint}; remove"
+    ) as error:
         quantize(model, config, batches, checkpoint=directory)
     assert str(directory) in str(error.value)
-    assert "remove it or choose another one" in str(error.value)
+    assert "which loses them, or choose another directory" in str(error.value)
     assert {path: path.read_bytes() for path in directory.iterdir()} == before
 
 
@@ -305,7 +307,15 @@ def assert_names(directory: Path, file: Path) -> None:
     assert "remove it" in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "not json"])
+def test_a_directory_in_which_another_run_finished_nothing_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"fingerprint": {"model": "another"}}))
+    model, config, batches = RUNS["adaround"]()
+    quantize(model, config, batches, checkpoint=tmp_path)
+    assert json.loads((tmp_path / "run.json").read_text())["fingerprint"]["model"] != "another"
+    assert finished(tmp_path) != []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "not json", "{}"])
 def test_a_directory_whose_owner_cannot_be_read_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(ConfigError) as error:

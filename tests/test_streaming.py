@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 import quark_fx as qfx
 from quark_fx import serialization, shelf
+from quark_fx.config import QuantConfig
 from quark_fx.context import Checkpoint
 from quark_fx.errors import CheckpointError, ConfigError
 from quark_fx.graph import stored_tensors
@@ -200,8 +200,11 @@ def test_any_model_streams(tmp_path: Path) -> None:
     assert_same(outcome(streamed), outcome(in_memory))
 
 
+@pytest.mark.parametrize("config", [W4A16_GPTQ, W4A16_AWQ], ids=["gptq", "awq"])
 @pytest.mark.parametrize("finished", [0, 1, 5])
-def test_an_interrupted_stream_is_continued(finished: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_stream_is_continued(
+    finished: int, config: QuantConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stored("llama", tmp_path / "model")
     saved, most, save = list[Any](), finished, Checkpoint.save
 
@@ -214,18 +217,21 @@ def test_an_interrupted_stream_is_continued(finished: int, tmp_path: Path, monke
     monkeypatch.setattr(Checkpoint, "save", keep)
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        quantize(tmp_path / "model", W4A16_GPTQ, IDS, output_dir=out)  # type: ignore[arg-type]
+        quantize(tmp_path / "model", config, IDS, output_dir=out)  # type: ignore[arg-type]
     if finished:
         assert [file.name for file in out.iterdir()] == ["unfinished"], "nothing there looks finished"
-        with pytest.raises(ConfigError, match="belongs to another run, with other data"):
-            quantize(tmp_path / "model", W4A16_GPTQ, IDS[1:], output_dir=out)  # type: ignore[arg-type]
+        with pytest.raises(
+            ConfigError,
+            match=r"output_dir .* holds blocks that another run finished, with other data.*remove .*unfinished,",
+        ):
+            quantize(tmp_path / "model", config, IDS[1:], output_dir=out)  # type: ignore[arg-type]
     else:
         assert not out.exists(), "a run that did nothing left something"
     with pytest.raises(qfx.QuarkError, match="holds no readable quantized model"):
         qfx.load(out)
     most = -1
-    continued = quantize(tmp_path / "model", W4A16_GPTQ, IDS, output_dir=out)  # type: ignore[arg-type]
-    undisturbed = quantize(tmp_path / "model", W4A16_GPTQ, IDS, output_dir=tmp_path / "other")  # type: ignore[arg-type]
+    continued = quantize(tmp_path / "model", config, IDS, output_dir=out)  # type: ignore[arg-type]
+    undisturbed = quantize(tmp_path / "model", config, IDS, output_dir=tmp_path / "other")  # type: ignore[arg-type]
     assert_same(outcome(continued), outcome(undisturbed))
     assert len(saved) == 2 * len(set(saved)), "a finished block was learned again"
 
@@ -237,7 +243,7 @@ def test_an_interruption_after_saving_is_continued(tmp_path: Path, monkeypatch: 
     def stop(*_: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("quark_fx.quantization.shutil", SimpleNamespace(rmtree=stop))
+    monkeypatch.setattr("quark_fx.quantization.clear", stop)
     with pytest.raises(KeyboardInterrupt):
         quantize(tmp_path / "model", W4A16_GPTQ, IDS, output_dir=out)  # type: ignore[arg-type]
     monkeypatch.undo()

@@ -72,23 +72,50 @@ class AWQ:
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Scale the sites of `gm` that quantized weights read; return how many changed."""
         planned, analysis = planned_sites(gm, context, explicit=self.explicit)
-        waiting = []
-        for site in analysis.sites:
+        waiting: dict[int, tuple[ScaleSite, list[_Search]]] = {}
+        for number, site in enumerate(analysis.sites):
             found = [_search(gm, site, scaled, planned) for scaled in site.inputs]
             searches = [search for search in found if search is not None]
             if searches and len(searches) == len(found):
-                waiting.append((site, searches))
+                waiting[number] = site, searches
             else:
                 names = ", ".join(planned[scaled.reader].name for scaled in site.inputs)
                 context.note(Change(names, "left: not every operator that reads it has codes", changed=False))
+        walk, learned, noted = context.next_walk(), dict[str, Tensor](), len(context.changes)
+        last = context.checkpoint.last(walk) if context.checkpoint is not None else -1
         # Scales change the values between blocks, so the data goes through the graph as it was.
-        for run in walk_float_blocks(copy_graph(gm), context, unit=Unit.OPERATOR, label="AWQ"):
-            _collect(run, [search for _, searches in waiting for search in searches], context)
-            ready = [pair for pair in waiting if all(search.moment is not None for search in pair[1])]
-            waiting = [pair for pair in waiting if pair not in ready]
-            for site, searches in ready:
-                self._scale(gm, site, searches, context)
+        for index, run in enumerate(walk_float_blocks(copy_graph(gm), context, unit=Unit.OPERATOR, label="AWQ")):
+            if index <= last:
+                self._continue(gm, waiting, walk, index, context)
+                continue
+            _collect(run, [search for _, searches in waiting.values() for search in searches], context)
+            for number in [n for n, (_, searches) in waiting.items() if all(s.moment is not None for s in searches)]:
+                site, searches = waiting.pop(number)
+                if (scale := self._search_scale(gm, searches, site, context)) is not None:
+                    apply_scale(gm, site, scale)
+                    learned[str(number)] = scale
+            # A moment that waits for another block's would be lost.
+            settled = all(search.moment is None for _, searches in waiting.values() for search in searches)
+            if context.checkpoint is not None and context.ranks.index == 0 and settled:
+                context.checkpoint.save(walk, index, learned, context.changes[noted:])
+                learned, noted = {}, len(context.changes)
         return sum(change.changed for change in context.changes)
+
+    @staticmethod
+    def _continue(
+        gm: GraphModule,
+        waiting: dict[int, tuple[ScaleSite, list[_Search]]],
+        walk: int,
+        index: int,
+        context: Context,
+    ) -> None:
+        """Apply what an interrupted run found in a block."""
+        assert context.checkpoint is not None
+        scales, changes = context.checkpoint.load(walk, index) or ({}, [])
+        for number, scale in scales.items():
+            apply_scale(gm, waiting[int(number)][0], scale.to(context.device))
+        for change in changes:
+            context.note(change)
 
     def needs(self, sizes: Sizes) -> Need:
         """Return what a run takes: second moments of two sites, and copies of the weight an exponent is tried on."""
@@ -107,7 +134,10 @@ class AWQ:
         scaled = sum(m.values * m.itemsize for m in sizes.matrices.values())
         return sizes.walk(Unit.OPERATOR, turn, held=scaled, work=work)
 
-    def _scale(self, gm: GraphModule, site: ScaleSite, searches: Sequence[_Search], context: Context) -> None:
+    def _search_scale(
+        self, gm: GraphModule, searches: Sequence[_Search], site: ScaleSite, context: Context
+    ) -> Tensor | None:
+        """Return the scale that changes the outputs least, `None` if none is better."""
         start = time.perf_counter()
         magnitude = _magnitudes(site, searches)
         errors: dict[float, float] = {}
@@ -123,12 +153,11 @@ class AWQ:
         best = min([coarse, *near], key=error)
         best = context.ranks.gather(best)[0]  # another processor may see a tie otherwise
         changed = best > 0
-        if changed:
-            apply_scale(gm, site, _scales(magnitude, best))
         name = ", ".join(search.operator.name for search in searches)
         what = f"exponent {best:.2f}" if changed else "left: no exponent is better"
         before, after = errors[0.0] / len(searches), errors[best] / len(searches)
         context.note(Change(name, what, changed, before, after, time.perf_counter() - start))
+        return _scales(magnitude, best) if changed else None
 
 
 @dataclass

@@ -1,0 +1,133 @@
+"""The directory a streamed run ends in: whose it is, what lies there meanwhile, and that one run has it at a time."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from quark_fx.errors import CheckpointError, ConfigError
+from quark_fx.ranks import Ranks
+from quark_fx.serialization import GRAPH_FILE, TENSOR_FILE
+
+_UNFINISHED = "unfinished"
+"""The folder that holds what a run needs until it has ended."""
+
+_REMOVED = "unfinished.removed"
+"""What that is called while it is removed: a result beside it is finished."""
+
+_BLOCKS = "blocks"
+"""The folder in it for finished blocks."""
+
+_LOCK = "lock"
+"""The file in it that a run keeps locked, and by which the folder is known."""
+
+
+@contextmanager
+def work_directory(
+    output: str | Path | None, checkpoint: str | Path | None, ranks: Ranks
+) -> Iterator[tuple[Path | None, str | Path | None]]:
+    """Yield where a run with an output directory keeps tensors, and where any run keeps finished blocks.
+
+    A run that fails before it has finished a block leaves nothing.
+
+    Raises:
+        ConfigError: if something else is there already, or another run; or if the ranks do not share the directory.
+    """
+    if output is None:
+        yield None, checkpoint
+        return
+    output = Path(output)
+    unfinished = output / _UNFINISHED
+    made = [folder for folder in (output, *output.parents) if not folder.exists()]
+    locks: list[Any] = []
+    ranks.first(lambda: locks.append(_taken(output, checkpoint)))
+    try:
+        if not (unfinished / _LOCK).exists():
+            raise ConfigError(
+                f"rank {ranks.index} does not see in {output} what the first rank wrote there; give all ranks the same "
+                "output_dir, on a file system they share"
+            )
+        yield unfinished, checkpoint or unfinished / _BLOCKS
+    except BaseException:
+        if ranks.index == 0 and not any(unfinished.rglob("*.safetensors")):
+            shutil.rmtree(unfinished, ignore_errors=True)
+            with suppress(OSError):  # something else is in it, or it could not be made
+                for folder in made:
+                    folder.rmdir()
+        raise
+    finally:
+        for lock in locks:
+            lock.close()
+
+
+def clear(output: str | Path) -> None:
+    """Remove what a run needed, when its result is complete."""
+    removed = Path(output) / _REMOVED
+    os.replace(Path(output) / _UNFINISHED, removed)
+    shutil.rmtree(removed)
+
+
+def kept_blocks(checkpoint: str | Path) -> Path | None:
+    """Return the output directory whose own finished blocks a directory is for, `None` for one the user named."""
+    path = Path(checkpoint)
+    return path.parent.parent if (path.name, path.parent.name) == (_BLOCKS, _UNFINISHED) else None
+
+
+def _taken(output: Path, checkpoint: str | Path | None) -> Any:
+    """Make the directory, refuse one with other contents, and return the locked file."""
+    _require_ours(output, checkpoint)
+    lock = output / _UNFINISHED / _LOCK
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = lock.open("a", encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"output_dir {output} cannot be made: {error}; choose another directory") from error
+    try:
+        _lock(file)
+    except OSError as error:
+        file.close()
+        raise ConfigError(
+            f"another run is writing to output_dir {output}; wait until it has ended, or choose another directory"
+        ) from error
+    return file
+
+
+def _lock(file: Any) -> None:
+    if importlib.util.find_spec("fcntl") is not None:  # elsewhere runs have to keep apart by themselves
+        fcntl = importlib.import_module("fcntl")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _require_ours(output: Path, checkpoint: str | Path | None) -> None:
+    own = {_UNFINISHED}
+    shutil.rmtree(output / _REMOVED, ignore_errors=True)
+    if checkpoint is not None and Path(checkpoint).absolute() == output.absolute():
+        raise ConfigError(f"checkpoint and output_dir are both {output}; choose another directory for finished blocks")
+    if checkpoint is not None and Path(checkpoint).parent == output:
+        own.add(Path(checkpoint).name)
+    if (output / _UNFINISHED / _LOCK).exists():  # interrupted, be it while it was saved
+        own |= {TENSOR_FILE, GRAPH_FILE, f"{TENSOR_FILE}.partial", f"{GRAPH_FILE}.partial"}
+        for file in output.glob(".tmp??????"):  # as safetensors calls what it is writing, if the process was killed
+            file.unlink()
+    elif (output / GRAPH_FILE).exists():
+        raise ConfigError(
+            f"output_dir {output} holds graph.json already: if that is a finished result, read it with quark_fx.load, "
+            "otherwise choose a new directory"
+        )
+    elif (output / _UNFINISHED).exists():
+        own.remove(_UNFINISHED)
+    others = [file.name for file in output.iterdir() if file.name not in own] if output.is_dir() else []
+    if output.is_file() or others:
+        raise ConfigError(
+            f"output_dir {output} holds {', '.join(sorted(others)[:3]) or 'a file'} already; choose a new directory, "
+            "or the one an interrupted run left"
+        )
+
+
+__all__ = ["clear", "kept_blocks", "work_directory"]
