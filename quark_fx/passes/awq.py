@@ -23,7 +23,7 @@ from quark_fx.pass_manager import Change, copy_graph, graph_pass
 from quark_fx.placement import PlannedOperator
 from quark_fx.planned_sites import planned_sites
 from quark_fx.qparams import ScaleType
-from quark_fx.scale_sites import Absorber, ScaledInput, ScaleSite, apply_scale
+from quark_fx.scale_sites import Absorber, ScaledInput, ScaleSite, SiteAnalysis, apply_scale
 from quark_fx.second_moment import Entrance, SecondMoment
 from quark_fx.sizes import FLOAT32, BlockSize, Need, Sizes
 from quark_fx.weights import quantize_tensor
@@ -72,15 +72,7 @@ class AWQ:
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Scale the sites of `gm` that quantized weights read; return how many changed."""
         planned, analysis = planned_sites(gm, context, explicit=self.explicit)
-        waiting: dict[int, tuple[ScaleSite, list[_Search]]] = {}
-        for number, site in enumerate(analysis.sites):
-            found = [_search(gm, site, scaled, planned) for scaled in site.inputs]
-            searches = [search for search in found if search is not None]
-            if searches and len(searches) == len(found):
-                waiting[number] = site, searches
-            else:
-                names = ", ".join(planned[scaled.reader].name for scaled in site.inputs)
-                context.note(Change(names, "left: not every operator that reads it has codes", changed=False))
+        waiting = _searches(gm, analysis, planned, context)
         walk, learned, noted = context.next_walk(), dict[str, Tensor](), len(context.changes)
         last = context.checkpoint.last(walk) if context.checkpoint is not None else -1
         # Scales change the values between blocks, so the data goes through the graph as it was.
@@ -104,7 +96,7 @@ class AWQ:
     @staticmethod
     def _continue(
         gm: GraphModule,
-        waiting: dict[int, tuple[ScaleSite, list[_Search]]],
+        waiting: _Waiting,
         walk: int,
         index: int,
         context: Context,
@@ -234,6 +226,26 @@ class _Search:
         for first in range(0, size, step):
             part = slice(first, first + step)
             yield (slice(None),) * axis + (part,), self.h[part] if self.mapping.stacked else self.h
+
+
+_Waiting = dict[int, tuple[ScaleSite, list[_Search]]]
+"""Sites whose readers have not all been seen."""
+
+
+def _searches(
+    gm: GraphModule, analysis: SiteAnalysis, planned: dict[Node, PlannedOperator], context: Context
+) -> _Waiting:
+    """Return what reads each site that can be scaled, by the number of the site; note which cannot."""
+    waiting: _Waiting = {}
+    for number, site in enumerate(analysis.sites):
+        found = [_search(gm, site, scaled, planned) for scaled in site.inputs]
+        searches = [search for search in found if search is not None]
+        if searches and len(searches) == len(found):
+            waiting[number] = site, searches
+        else:
+            names = ", ".join(planned[scaled.reader].name for scaled in site.inputs)
+            context.note(Change(names, "left: not every operator that reads it has codes", changed=False))
+    return waiting
 
 
 def _search(
