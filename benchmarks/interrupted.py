@@ -8,8 +8,9 @@ random number of blocks it is killed (`SIGKILL`), a random time later, up to tha
 made again. *Identical*: every tensor of the result bit by bit, every row of the report, and every change a pass noted
 but for its seconds. Needs a system that can fork.
 
-`--streamed`: instead a small Llama and its shards, streamed with GPTQ to an output directory; and, where this process
-may mount one, runs into a disk of random size that is too small, which is then made larger.
+`--streamed`: instead a small Llama and its shards, streamed with GPTQ to an output directory; a result that was complete
+when the kill came is loaded, not made again. And, where this process may mount one, runs into a disk of random size
+that is too small, which is then made larger.
 """
 
 from __future__ import annotations
@@ -101,6 +102,8 @@ def checkpoint(folder: Path) -> Path:
 def quantized(directory: Path, source: Path | None) -> qfx.QuantizedModel:
     """Do a run: stream the checkpoint `source` to `directory`, or with none keep finished blocks of a network there."""
     if source is not None:
+        if (directory / "graph.json").exists() and not (directory / "unfinished").exists():
+            return qfx.load(directory)  # the kill came when all was done, and a finished result is not made again
         data = [
             {"input_ids": torch.randint(0, 1000, (4, 64), generator=torch.Generator().manual_seed(i))} for i in range(4)
         ]
