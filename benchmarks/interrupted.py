@@ -8,9 +8,9 @@ random number of blocks it is killed (`SIGKILL`), a random time later, up to tha
 made again. *Identical*: every tensor of the result bit by bit, every row of the report, and every change a pass noted
 but for its seconds. Needs a system that can fork.
 
-`--streamed`: instead a small Llama and its shards, streamed with GPTQ to an output directory; a result that was complete
-when the kill came is loaded, not made again. And, where this process may mount one, runs into a disk of random size
-that is too small, which is then made larger.
+`--streamed`: instead a small Llama and its shards, streamed with GPTQ to an output directory; a result that was
+complete when the kill came is loaded, not made again. And, where this process may mount one, runs into a disk of random
+size that is too small, which is then made larger.
 """
 
 from __future__ import annotations
