@@ -19,20 +19,25 @@ class CheckpointFiles:
     """The tensors of a checkpoint: by name, the file each is in.
 
     Attributes:
-        directory: of the files.
+        path: the file or directory that was asked for.
         files: file of each tensor.
     """
 
-    directory: Path
+    path: Path
     files: dict[str, Path]
+
+    @property
+    def directory(self) -> Path:
+        """Where the files are, and what describes them."""
+        return self.path.parent if self.path.is_file() else self.path
 
     @classmethod
     def of(cls, path: str | Path) -> CheckpointFiles:
         """Read the index and the headers of a checkpoint, none of its weights.
 
         Args:
-            path: a safetensors file, or a directory with `model.safetensors`, with `model.safetensors.index.json` and
-                the shards it names, or with any safetensors files.
+            path: a safetensors file, which is read alone, or a directory with `model.safetensors`, with
+                `model.safetensors.index.json` and the shards it names, or with any safetensors files.
 
         Raises:
             CheckpointError: if a file is missing, truncated or damaged, the index points outside of the directory or
@@ -40,7 +45,7 @@ class CheckpointFiles:
         """
         path = Path(path)
         if path.is_file():
-            return cls(path.parent, dict.fromkeys(_names(path), path))
+            return cls(path, dict.fromkeys(_names(path), path))
         if not path.is_dir():
             raise CheckpointError(f"{path} does not exist; pass a directory with safetensors files")
         if (path / _INDEX).exists() and not (path / _WHOLE).exists():  # the order of transformers
@@ -56,6 +61,20 @@ class CheckpointFiles:
         for file in found:
             _add(files, _names(file), file)
         return cls(path, files)
+
+    def link(self, folder: Path) -> None:
+        """Fill a directory with links to these files and no others, under an index that transformers reads.
+
+        Raises:
+            OSError: if the directory takes no links.
+        """
+        found = list(dict.fromkeys(self.files.values()))
+        # The names are ours: transformers unpickles a file whose name has another ending.
+        links = {file: f"model-{i:05}-of-{len(found):05}.safetensors" for i, file in enumerate(found, 1)}
+        for file, link in links.items():
+            (folder / link).symlink_to(file.absolute())
+        index = {"metadata": {}, "weight_map": {name: links[file] for name, file in self.files.items()}}
+        (folder / _INDEX).write_text(json.dumps(index), encoding="utf-8")
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor, mapped: its values are read when they are used."""
