@@ -13,9 +13,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from quark_fx.capture import quiet
-from quark_fx.checkpoint_files import CheckpointFiles, mapped
+from quark_fx.checkpoint_files import CheckpointFiles, is_float, mapped
 from quark_fx.errors import CheckpointError
 from quark_fx.shelf import Shelf
+
+_CONVERTED = "converted"
+"""Folder of what transformers puts together from parts."""
+_NO_CODES = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
+"""Dtypes of weights, positions and masks, as safetensors names them."""
 
 
 def open_checkpoint(
@@ -73,7 +78,7 @@ def _pretrained(files: CheckpointFiles, shelf: Shelf) -> nn.Module:
     kind = _class_of(config, files.directory, transformers)
     # The files are mapped: links to them, and what transformers has to convert, are not needed any longer than this.
     with tempfile.TemporaryDirectory(dir=shelf.directory) as folder, quiet():
-        checked, converted = Path(folder, "checked"), Path(folder, "converted")
+        checked, converted = Path(folder, "checked"), Path(folder, _CONVERTED)
         _stage(files, config, checked)
         try:
             model, found = kind.from_pretrained(
@@ -93,6 +98,7 @@ def _pretrained(files: CheckpointFiles, shelf: Shelf) -> nn.Module:
         names = [name for name, p in model.named_parameters(remove_duplicate=False) if p.is_meta]
         if missing := [name for name in names if name not in index]:
             raise CheckpointError(f"{files.path} lacks {', '.join(missing[:3])} ({len(missing)} in all)")
+        _refuse_converted_codes(model, files, index, found["unexpected_keys"])
         accelerate.hooks.remove_hook_from_submodules(model)
         del model.hf_device_map  # nothing is elsewhere any more
         _rename(model, str(checked), str(files.directory))
@@ -141,7 +147,7 @@ def _assign(model: nn.Module, tensors: dict[str, Tensor], shelf: Shelf) -> None:
     """Make the tensors the model's parameters and buffers; what is tied stays so.
 
     Raises:
-        CheckpointError: if one has another shape than the model's.
+        CheckpointError: if one has another shape than the model's, or codes where that has floats.
     """
     made: dict[int, tuple[Tensor, Tensor]] = {}  # with the old one, whose identity would be another's otherwise
     for name, tensor in tensors.items():
@@ -154,6 +160,8 @@ def _assign(model: nn.Module, tensors: dict[str, Tensor], shelf: Shelf) -> None:
                 f"the checkpoint holds {name} with shape {tuple(tensor.shape)}, and {type(model).__name__} expects "
                 f"{tuple(old.shape)}; pass the checkpoint of this very model"
             )
+        if old.is_floating_point() and tensor.dtype != old.dtype and not is_float(tensor.dtype):
+            raise _codes(name, str(tensor.dtype).removeprefix("torch."), model)
         if id(old) not in made:
             value = tensor if tensor.dtype == old.dtype else shelf.put(tensor.to(old.dtype))
             new = nn.Parameter(value, requires_grad=False) if leaf in module._parameters else value.clone()
@@ -161,8 +169,31 @@ def _assign(model: nn.Module, tensors: dict[str, Tensor], shelf: Shelf) -> None:
         (module._parameters if leaf in module._parameters else module._buffers)[leaf] = made[id(old)][0]  # type: ignore[assignment]
 
 
+def _codes(name: str, dtype: str, model: nn.Module) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint holds {name} in {dtype}, and {type(model).__name__} computes with floats: codes without their "
+        "scales are not its weights; pass the checkpoint they were made from, in float32, float16 or bfloat16"
+    )
+
+
+def _refuse_converted_codes(
+    model: nn.Module, files: CheckpointFiles, index: dict[str, tuple[Path, str]], unexpected: set[str]
+) -> None:
+    """Refuse codes that transformers made floats of, when it put together what is stored in parts.
+
+    Raises:
+        CheckpointError: naming one of them.
+    """
+    if not any(file.parent.name == _CONVERTED for file, _ in index.values()):
+        return  # what else transformers leaves out are masks and positions of earlier versions
+    known = {name for _, name in index.values()} | unexpected | {name for name, _ in model.named_buffers()}
+    for name, dtype in files.dtypes(files.files.keys() - known).items():
+        if dtype not in _NO_CODES:
+            raise _codes(name, dtype, model)
+
+
 def _configuration(directory: Path) -> dict[str, Any]:
-    """Return what `config.json` says, if nothing in it leads out of the directory."""
+    """Return what `config.json` says, if nothing in it leads out of the directory, and its weights are floats."""
     file = directory / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -173,6 +204,10 @@ def _configuration(directory: Path) -> dict[str, Any]:
             "open_checkpoint(path, factory) for a model that is none of transformers"
         ) from error
     for key, value in _entries(config):
+        if key.rpartition(".")[2] in ("quantization_config", "compression_config") and value:
+            raise CheckpointError(
+                f"{file} says in {key} that the checkpoint is quantized already; pass the float one it was made from"
+            )
         # transformers fetches kernels, which are code, for "owner/name".
         if "_implementation" in key and isinstance(value, str) and "/" in value:
             raise CheckpointError(f"{file} asks for code to be fetched: {value}; remove {key}")

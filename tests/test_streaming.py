@@ -388,6 +388,12 @@ LIES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "kernel of experts": (lambda d: configured(d, parts=[{"experts_implementation": "a/b"}]), "to be fetched: a/b"),
     "kernel in escapes": (escape_kernel, "asks for code to be fetched: some/kernel"),
+    "quantized": (lambda d: configured(d, quantization_config={"bits": 4}), "is quantized already; pass the float"),
+    "quantized part": (
+        lambda d: configured(d, text_config={"quantization_config": {"quant_method": "fp8"}}),
+        "says in text_config.quantization_config that the checkpoint is quantized already",
+    ),
+    "result": (lambda d: (d / "graph.json").write_text("{}"), "holds graph.json, as .*; read it with qfx.load"),
     "versions": (lambda d: configured(d, configuration_files=["config.1.0.json"]), "leaves the configuration to"),
     "shape": (widen, "is no checkpoint of LlamaForCausalLM|expects"),
     "tensor": (drop_tensor, "lacks "),
@@ -499,6 +505,54 @@ def test_scratch_that_takes_no_links_is_named(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(Path, "symlink_to", refuse)
     with pytest.raises(CheckpointError, match=r"scratch cannot hold links to .*model: no links here; pass another"):
         qfx.open_checkpoint(tmp_path / "model", scratch=tmp_path / "scratch")
+
+
+def recode(directory: Path, ending: str, dtype: torch.dtype) -> str:
+    """Store the tensors whose names end so in another dtype, and return the first of them."""
+    named = list[str]()
+    for shard in sorted(directory.glob("*.safetensors")):
+        tensors = load_file(shard)
+        named += [name for name in sorted(tensors) if name.endswith(ending)]
+        codes = {name: t.to(dtype) if name.endswith(ending) else t for name, t in tensors.items()}
+        save_file(codes, shard, {"format": "pt"})
+    return named[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("model", "ending"),
+    [("llama", "q_proj.weight"), ("qwen3 moe", "q_proj.weight"), ("qwen3 moe", "experts.1.up_proj.weight")],
+)
+def test_codes_are_not_weights(model: str, ending: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    stored(model, tmp_path)
+    recode(tmp_path, ending, dtype)
+    with pytest.raises(CheckpointError, match=rf"holds \S*{ending} in \S*, and .* computes with floats: .*; pass the"):
+        qfx.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_leftovers_of_earlier_versions_are_no_codes(dtype: torch.dtype, tmp_path: Path) -> None:
+    config = transformers.BertConfig(**SIZES, intermediate_size=64)
+    model = seeded(transformers.BertModel(config))
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    leftover = {"embeddings.position_ids": torch.arange(4)[None].to(dtype)}
+    save_file(tensors | leftover, tmp_path / "model.safetensors", {"format": "pt"})
+    found = open_any(tmp_path)
+    assert torch.equal(found.pooler.dense.weight, model.pooler.dense.weight)
+
+
+def test_codes_are_not_the_weights_of_a_factory_s_model(tmp_path: Path) -> None:
+    save_model(seeded(Patches()), str(tmp_path / "model.safetensors"))
+    recode(tmp_path, "norm.running_var", torch.int8)
+    with pytest.raises(CheckpointError, match=r"holds norm.running_var in int8, and Patches computes with floats"):
+        qfx.open_checkpoint(tmp_path, Patches)
+
+
+def test_what_quark_fx_wrote_is_not_a_checkpoint(tmp_path: Path) -> None:
+    quantize(seeded(Patches()), INT8_STATIC, images(4), output_dir=tmp_path)
+    with pytest.raises(CheckpointError, match=r"read it with qfx.load"):
+        qfx.open_checkpoint(tmp_path, Patches)
 
 
 def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
