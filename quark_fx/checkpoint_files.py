@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quark_fx.errors import CheckpointError
 
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_RESULT = "graph.json"
+"""What `QuantizedModel.save` writes beside its tensors."""
 
 
 @dataclass(frozen=True)
@@ -19,30 +23,40 @@ class CheckpointFiles:
     """The tensors of a checkpoint: by name, the file each is in.
 
     Attributes:
-        directory: of the files.
+        path: the file or directory that was asked for.
         files: file of each tensor.
     """
 
-    directory: Path
+    path: Path
     files: dict[str, Path]
+
+    @property
+    def directory(self) -> Path:
+        """Where the files are, and what describes them."""
+        return self.path.parent if self.path.is_file() else self.path
 
     @classmethod
     def of(cls, path: str | Path) -> CheckpointFiles:
         """Read the index and the headers of a checkpoint, none of its weights.
 
         Args:
-            path: a safetensors file, or a directory with `model.safetensors`, with `model.safetensors.index.json` and
-                the shards it names, or with any safetensors files.
+            path: a safetensors file, which is read alone, or a directory with `model.safetensors`, with
+                `model.safetensors.index.json` and the shards it names, or with any safetensors files.
 
         Raises:
             CheckpointError: if a file is missing, truncated or damaged, the index points outside of the directory or
-                contradicts the shards, or there are pickled weights only.
+                contradicts the shards, there are pickled weights only, or it is a directory that quark_fx wrote.
         """
         path = Path(path)
         if path.is_file():
-            return cls(path.parent, dict.fromkeys(_names(path), path))
+            return cls(path, dict.fromkeys(_names(path), path))
         if not path.is_dir():
             raise CheckpointError(f"{path} does not exist; pass a directory with safetensors files")
+        if (path / _RESULT).exists():
+            raise CheckpointError(
+                f"{path} holds {_RESULT}, as a model does that quark_fx has quantized; read it with qfx.load, or pass "
+                "the directory of the float checkpoint it was made from"
+            )
         if (path / _INDEX).exists() and not (path / _WHOLE).exists():  # the order of transformers
             return cls(path, _indexed(path))
         found = [path / _WHOLE] if (path / _WHOLE).exists() else sorted(path.glob("*.safetensors"))
@@ -57,9 +71,36 @@ class CheckpointFiles:
             _add(files, _names(file), file)
         return cls(path, files)
 
+    def link(self, folder: Path) -> None:
+        """Fill a directory with links to these files and no others, under an index that transformers reads.
+
+        Raises:
+            OSError: if the directory takes no links.
+        """
+        found = list(dict.fromkeys(self.files.values()))
+        # The names are ours: transformers unpickles a file whose name has another ending.
+        links = {file: f"model-{i:05}-of-{len(found):05}.safetensors" for i, file in enumerate(found, 1)}
+        for file, link in links.items():
+            (folder / link).symlink_to(file.absolute())
+        index = {"metadata": {}, "weight_map": {name: links[file] for name, file in self.files.items()}}
+        (folder / _INDEX).write_text(json.dumps(index), encoding="utf-8")
+
+    def dtypes(self, names: Collection[str]) -> dict[str, str]:
+        """Return the dtypes of some tensors, as safetensors names them."""
+        found = dict[str, str]()
+        for file in {self.files[name] for name in names}:
+            with safe_open(file, "pt") as stored:
+                found |= {name: stored.get_slice(name).get_dtype() for name in stored.keys() if name in names}  # noqa: SIM118
+        return found
+
     def tensor(self, name: str) -> Tensor:
         """Return a tensor, mapped: its values are read when they are used."""
         return mapped(self.files[name], name)
+
+
+def is_float(dtype: torch.dtype) -> bool:
+    """Tell whether tensors of a dtype are values by themselves; those of 8 bits and less need a scale."""
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def mapped(file: Path, name: str) -> Tensor:
@@ -122,4 +163,4 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
-__all__ = ["CheckpointFiles", "mapped"]
+__all__ = ["CheckpointFiles", "is_float", "mapped"]

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from quark_fx.capture import quiet
-from quark_fx.checkpoint_files import CheckpointFiles, mapped
+from quark_fx.checkpoint_files import CheckpointFiles, is_float, mapped
 from quark_fx.errors import CheckpointError
 from quark_fx.shelf import Shelf
+
+_CONVERTED = "converted"
+"""Folder of what transformers puts together from parts."""
+_NO_CODES = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
+"""Dtypes of weights, positions and masks, as safetensors names them."""
 
 
 def open_checkpoint(
@@ -25,8 +29,8 @@ def open_checkpoint(
     """Return a model in eval mode whose weights are read from the files when they are used, and never kept.
 
     Args:
-        path: a safetensors file, or a directory of them; without `factory` a checkpoint of transformers, with its
-            `config.json`. Nothing is unpickled, and no code of the checkpoint is run.
+        path: a safetensors file, which is read alone, or a directory of them; without `factory` a checkpoint of
+            transformers, with its `config.json`. Nothing is unpickled, and no code of the checkpoint is run.
         factory: makes the model; called without arguments, its parameters take no memory meanwhile.
         scratch: a directory on a disk with room for weights that the files hold in another form than the model (experts
             that are stored one by one, another dtype); default: the system's temporary one.
@@ -50,7 +54,7 @@ def _made(files: CheckpointFiles, factory: Callable[[], nn.Module], shelf: Shelf
     found = {name: files.tensor(tied[id(t)]) for name, t in stored.items() if id(t) in tied}
     if missing := [name for name in stored if name not in found]:
         raise CheckpointError(
-            f"{files.directory} lacks {len(missing)} of the {len(stored)} tensors of {type(model).__name__}: "
+            f"{files.path} lacks {len(missing)} of the {len(stored)} tensors of {type(model).__name__}: "
             f"{', '.join(missing[:3])}; pass the checkpoint of this very model"
         )
     _warn_unused(files, sorted(files.files.keys() - stored.keys()))
@@ -61,7 +65,7 @@ def _made(files: CheckpointFiles, factory: Callable[[], nn.Module], shelf: Shelf
 def _warn_unused(files: CheckpointFiles, names: list[str]) -> None:
     if names:
         warnings.warn(
-            f"{files.directory} holds {len(names)} tensors that the model does not have: {', '.join(names[:3])}; is it "
+            f"{files.path} holds {len(names)} tensors that the model does not have: {', '.join(names[:3])}; is it "
             "the checkpoint of this very model?",
             stacklevel=4,
         )
@@ -70,43 +74,80 @@ def _warn_unused(files: CheckpointFiles, names: list[str]) -> None:
 def _pretrained(files: CheckpointFiles, shelf: Shelf) -> nn.Module:
     """Return the model that a checkpoint's configuration names, converted by transformers piece by piece."""
     transformers, accelerate = _library("transformers"), _library("accelerate")
-    kind = _class_of(files.directory, transformers)
-    # What transformers has to convert it writes to this folder; the files are mapped, and gone with the tensors.
+    config = _configuration(files.directory)
+    kind = _class_of(config, files.directory, transformers)
+    # The files are mapped: links to them, and what transformers has to convert, are not needed any longer than this.
     with tempfile.TemporaryDirectory(dir=shelf.directory) as folder, quiet():
+        checked, converted = Path(folder, "checked"), Path(folder, _CONVERTED)
+        _stage(files, config, checked)
         try:
             model, found = kind.from_pretrained(
-                files.directory,
+                checked,
                 dtype="auto",
                 device_map={"": "disk"},
-                offload_folder=folder,
+                offload_folder=converted,
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
             )
         except Exception as error:  # whatever transformers raises about a checkpoint
-            raise CheckpointError(f"{files.directory} is no checkpoint of {kind.__name__}: {error}") from error
-        index: dict[str, dict[str, str]] = {}
-        for module in model.modules():
-            weights = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
-            index |= weights.dataset.index if weights is not None else {}
+            why = str(error).replace(str(checked), str(files.path))
+            raise CheckpointError(f"{files.path} is no checkpoint of {kind.__name__}: {why}") from error
+        index = _offloaded(model)
         names = [name for name, p in model.named_parameters(remove_duplicate=False) if p.is_meta]
         if missing := [name for name in names if name not in index]:
-            raise CheckpointError(f"{files.directory} lacks {', '.join(missing[:3])} ({len(missing)} in all)")
+            raise CheckpointError(f"{files.path} lacks {', '.join(missing[:3])} ({len(missing)} in all)")
+        _refuse_converted_codes(model, files, index, found["unexpected_keys"])
         accelerate.hooks.remove_hook_from_submodules(model)
         del model.hf_device_map  # nothing is elsewhere any more
-        places = {name: (Path(index[name]["safetensors_file"]), index[name]["weight_name"]) for name in names}
-        tensors = {place: mapped(*place) for place in set(places.values())}
-        _assign(model, {name: tensors[place] for name, place in places.items()}, shelf)
+        _rename(model, str(checked), str(files.directory))
+        tensors = {place: mapped(*place) for place in {index[name] for name in names}}
+        _assign(model, {name: tensors[index[name]] for name in names}, shelf)
     _warn_unused(files, sorted(found["unexpected_keys"]))
     return model  # type: ignore[no-any-return]
+
+
+def _stage(files: CheckpointFiles, config: dict[str, Any], folder: Path) -> None:
+    """Make a directory that holds what was checked and nothing else.
+
+    transformers chooses by itself which files of a directory it reads: an index, an adapter, what `config.json` names.
+    """
+    generation = files.directory / "generation_config.json"
+    try:
+        folder.mkdir()
+        files.link(folder)
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        if generation.is_file():
+            (folder / generation.name).symlink_to(generation.absolute())
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder.parent.parent} cannot hold links to {files.path}: {error}; pass another directory as scratch"
+        ) from error
+
+
+def _offloaded(model: Any) -> dict[str, tuple[Path, str]]:
+    """Return the file, and the name in it, of each tensor that transformers left on disk."""
+    index: dict[str, dict[str, str]] = {}
+    for module in model.modules():
+        weights = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
+        index |= weights.dataset.index if weights is not None else {}
+    return {name: (Path(entry["safetensors_file"]), entry["weight_name"]) for name, entry in index.items()}
+
+
+def _rename(model: Any, old: str, new: str) -> None:
+    """Replace the directory a model says it comes from, in its configurations and in models within it."""
+    for module in model.modules():
+        for owner in (module, getattr(module, "config", module)):
+            if getattr(owner, "name_or_path", None) == old:
+                owner.name_or_path = new
 
 
 def _assign(model: nn.Module, tensors: dict[str, Tensor], shelf: Shelf) -> None:
     """Make the tensors the model's parameters and buffers; what is tied stays so.
 
     Raises:
-        CheckpointError: if one has another shape than the model's.
+        CheckpointError: if one has another shape than the model's, or codes where that has floats.
     """
     made: dict[int, tuple[Tensor, Tensor]] = {}  # with the old one, whose identity would be another's otherwise
     for name, tensor in tensors.items():
@@ -119,6 +160,8 @@ def _assign(model: nn.Module, tensors: dict[str, Tensor], shelf: Shelf) -> None:
                 f"the checkpoint holds {name} with shape {tuple(tensor.shape)}, and {type(model).__name__} expects "
                 f"{tuple(old.shape)}; pass the checkpoint of this very model"
             )
+        if old.is_floating_point() and tensor.dtype != old.dtype and not is_float(tensor.dtype):
+            raise _codes(name, str(tensor.dtype).removeprefix("torch."), model)
         if id(old) not in made:
             value = tensor if tensor.dtype == old.dtype else shelf.put(tensor.to(old.dtype))
             new = nn.Parameter(value, requires_grad=False) if leaf in module._parameters else value.clone()
@@ -126,20 +169,68 @@ def _assign(model: nn.Module, tensors: dict[str, Tensor], shelf: Shelf) -> None:
         (module._parameters if leaf in module._parameters else module._buffers)[leaf] = made[id(old)][0]  # type: ignore[assignment]
 
 
-def _class_of(directory: Path, transformers: Any) -> Any:
+def _codes(name: str, dtype: str, model: nn.Module) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint holds {name} in {dtype}, and {type(model).__name__} computes with floats: codes without their "
+        "scales are not its weights; pass the checkpoint they were made from, in float32, float16 or bfloat16"
+    )
+
+
+def _refuse_converted_codes(
+    model: nn.Module, files: CheckpointFiles, index: dict[str, tuple[Path, str]], unexpected: set[str]
+) -> None:
+    """Refuse codes that transformers made floats of, when it put together what is stored in parts.
+
+    Raises:
+        CheckpointError: naming one of them.
+    """
+    if not any(file.parent.name == _CONVERTED for file, _ in index.values()):
+        return  # what else transformers leaves out are masks and positions of earlier versions
+    known = {name for _, name in index.values()} | unexpected | {name for name, _ in model.named_buffers()}
+    for name, dtype in files.dtypes(files.files.keys() - known).items():
+        if dtype not in _NO_CODES:
+            raise _codes(name, dtype, model)
+
+
+def _configuration(directory: Path) -> dict[str, Any]:
+    """Return what `config.json` says, if nothing in it leads out of the directory, and its weights are floats."""
+    file = directory / "config.json"
     try:
-        text = (directory / "config.json").read_text(encoding="utf-8")
-        config = json.loads(text)
-        name = str(config["architectures"][0])
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        str(config["architectures"][0])
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise CheckpointError(
-            f"{directory / 'config.json'} does not say which model this is ({type(error).__name__}: {error}); pass "
+            f"{file} does not say which model this is ({type(error).__name__}: {error}); pass "
             "open_checkpoint(path, factory) for a model that is none of transformers"
         ) from error
-    if kernel := re.search(r'attn_implementation"\s*:\s*"([^"]*/[^"]*)"', text):
+    for key, value in _entries(config):
+        if key.rpartition(".")[2] in ("quantization_config", "compression_config") and value:
+            raise CheckpointError(
+                f"{file} says in {key} that the checkpoint is quantized already; pass the float one it was made from"
+            )
+        # transformers fetches kernels, which are code, for "owner/name".
+        if "_implementation" in key and isinstance(value, str) and "/" in value:
+            raise CheckpointError(f"{file} asks for code to be fetched: {value}; remove {key}")
+    if others := config.get("configuration_files"):
         raise CheckpointError(
-            f"{directory / 'config.json'} asks for code to be fetched: {kernel[1]}; remove that entry"
+            f"{file} leaves the configuration to {others}; replace it by the one of your transformers"
         )
+    config.pop("transformers_weights", None)  # which file to read; the files are chosen
+    return config  # type: ignore[no-any-return]
+
+
+def _entries(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield every entry of nested JSON, after the keys that lead to it."""
+    rest: list[tuple[str, Any]] = list(config.items())
+    while rest:
+        key, value = rest.pop()
+        yield key, value
+        parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        rest += [(f"{key}.{part}", below) for part, below in parts]
+
+
+def _class_of(config: dict[str, Any], directory: Path, transformers: Any) -> Any:
+    name = str(config["architectures"][0])
     kind = getattr(transformers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise CheckpointError(

@@ -361,6 +361,12 @@ def configured(directory: Path, **values: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
+def escape_kernel(directory: Path) -> None:
+    configured(directory, attn_implementation="some/kernel")
+    file = directory / "config.json"
+    file.write_text(file.read_text().replace("attn_impl", "attn_\\u0069mpl"))
+
+
 LIES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (truncate, "is damaged or truncated"),
     "header": (lambda d: first_shard(d).write_bytes(b"\xff" * 400), "is damaged or truncated"),
@@ -382,6 +388,19 @@ LIES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "class": (lambda d: configured(d, architectures=["Nobody"]), "names 'Nobody', which transformers"),
     "function": (lambda d: configured(d, architectures=["pipeline"]), "names 'pipeline', which transformers"),
     "kernel": (lambda d: configured(d, attn_implementation="some/kernel"), "asks for code to be fetched: some/kernel"),
+    "kernel of a part": (
+        lambda d: configured(d, _attn_implementation={"": "some/kernel"}),
+        "to be fetched: some/kernel",
+    ),
+    "kernel of experts": (lambda d: configured(d, parts=[{"experts_implementation": "a/b"}]), "to be fetched: a/b"),
+    "kernel in escapes": (escape_kernel, "asks for code to be fetched: some/kernel"),
+    "quantized": (lambda d: configured(d, quantization_config={"bits": 4}), "is quantized already; pass the float"),
+    "quantized part": (
+        lambda d: configured(d, text_config={"quantization_config": {"quant_method": "fp8"}}),
+        "says in text_config.quantization_config that the checkpoint is quantized already",
+    ),
+    "result": (lambda d: (d / "graph.json").write_text("{}"), "holds graph.json, as .*; read it with qfx.load"),
+    "versions": (lambda d: configured(d, configuration_files=["config.1.0.json"]), "leaves the configuration to"),
     "shape": (widen, "is no checkpoint of LlamaForCausalLM|expects"),
     "tensor": (drop_tensor, "lacks "),
     "layers": (lambda d: configured(d, num_hidden_layers=3), "lacks .*layers.2"),
@@ -395,6 +414,151 @@ def test_files_that_lie_are_named(lie: str, tmp_path: Path) -> None:
     change(tmp_path)
     with pytest.raises(CheckpointError, match=message):
         qfx.open_checkpoint(tmp_path)
+
+
+def open_any(path: str | Path, *args: Any, **options: Any) -> Any:
+    return qfx.open_checkpoint(path, *args, **options)
+
+
+def index_to(directory: Path, file: str) -> None:
+    """Tell transformers to read an index, all of whose tensors are in a file beside or outside of the directory."""
+    whole = load_file(directory / "model.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(whole, file)}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    configured(directory, transformers_weights="model.safetensors.index.json")
+
+
+DECOYS: dict[str, Callable[[Path], Any]] = {
+    "index": lambda d: index_to(d, "other.safetensors"),
+    "outside": lambda d: index_to(d, "../other.safetensors"),
+    "pickle": lambda d: index_to(d, "other.bin"),
+    "file": lambda d: configured(d, transformers_weights="other.safetensors"),
+    "adapter": lambda d: (d / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "base_model_name_or_path": "x"}'
+    ),
+}
+
+
+@pytest.mark.parametrize("decoy", DECOYS)
+def test_only_files_that_were_checked_are_read(decoy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "model"
+    model = seeded(MODELS["llama"]())
+    model.save_pretrained(directory)
+    other = {name: torch.zeros_like(t) for name, t in load_file(directory / "model.safetensors").items()}
+    for file in (directory / "other.safetensors", tmp_path / "other.safetensors"):
+        save_file(other, file, {"format": "pt"})
+    torch.save(other, directory / "other.bin")
+    DECOYS[decoy](directory)
+    seen = list[set[str]]()
+    read = transformers.LlamaForCausalLM.from_pretrained
+
+    def look(folder: Path, **options: Any) -> Any:
+        seen.append({file.name for file in folder.iterdir()})
+        return read(folder, **options)
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", look)
+    found = open_any(directory, scratch=tmp_path / "scratch")
+    assert torch.equal(found.lm_head.weight, model.lm_head.weight)
+    index, shard = "model.safetensors.index.json", "model-00001-of-00001.safetensors"
+    assert seen == [{"config.json", "generation_config.json", index, shard}]
+    assert found.config.name_or_path == found.model.name_or_path == str(directory)
+    assert str(tmp_path / "scratch") not in str(found.config)
+    assert not list((tmp_path / "scratch").iterdir())
+
+
+def test_a_file_given_by_name_is_read_alone(tmp_path: Path) -> None:
+    whole, sharded = tmp_path / "whole", tmp_path / "sharded"
+    model = seeded(MODELS["llama"]())
+    model.save_pretrained(whole)
+    other = seeded(MODELS["llama"](), 1)
+    save_model(other, str(whole / "finetuned.safetensors"), {"format": "pt"})
+    assert torch.equal(open_any(whole / "finetuned.safetensors").lm_head.weight, other.lm_head.weight)
+    assert torch.equal(open_any(whole).lm_head.weight, model.lm_head.weight)
+    (whole / "finetuned.safetensors").rename(whole / "finetuned.bin")  # transformers would unpickle it
+    assert torch.equal(open_any(whole / "finetuned.bin").lm_head.weight, other.lm_head.weight)
+    stored("llama", sharded)
+    change_index(sharded, lambda index: index.update(dict.fromkeys(index, "../../outside.bin")))
+    with pytest.raises(CheckpointError, match=rf"{first_shard(sharded)} lacks "):
+        open_any(first_shard(sharded))
+
+
+@pytest.mark.parametrize("index", ["lost", "without metadata", "lost, and other names"])
+def test_shards_are_found_by_any_index_or_none(index: str, tmp_path: Path) -> None:
+    model = stored("llama, tied", tmp_path)
+    file = tmp_path / "model.safetensors.index.json"
+    if index == "without metadata":
+        file.write_text(json.dumps({"weight_map": json.loads(file.read_text())["weight_map"]}))
+    else:
+        file.unlink()
+    for i, shard in enumerate(sorted(tmp_path.glob("*.safetensors")) if "names" in index else ()):
+        shard.rename(tmp_path / f"part {i}.safetensors")
+    with torch.no_grad():
+        assert torch.equal(open_any(tmp_path)(**IDS[0]).logits, model(**IDS[0]).logits)
+
+
+def test_a_path_may_be_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored("llama", tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    found = open_any("model", scratch="scratch")
+    assert found.config.name_or_path == "model"
+
+
+def test_scratch_that_takes_no_links_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError("no links here")
+
+    stored("llama", tmp_path / "model")
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    with pytest.raises(CheckpointError, match=r"scratch cannot hold links to .*model: no links here; pass another"):
+        qfx.open_checkpoint(tmp_path / "model", scratch=tmp_path / "scratch")
+
+
+def recode(directory: Path, ending: str, dtype: torch.dtype) -> str:
+    """Store the tensors whose names end so in another dtype, and return the first of them."""
+    named = list[str]()
+    for shard in sorted(directory.glob("*.safetensors")):
+        tensors = load_file(shard)
+        named += [name for name in sorted(tensors) if name.endswith(ending)]
+        codes = {name: t.to(dtype) if name.endswith(ending) else t for name, t in tensors.items()}
+        save_file(codes, shard, {"format": "pt"})
+    return named[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("model", "ending"),
+    [("llama", "q_proj.weight"), ("qwen3 moe", "q_proj.weight"), ("qwen3 moe", "experts.1.up_proj.weight")],
+)
+def test_codes_are_not_weights(model: str, ending: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    stored(model, tmp_path)
+    recode(tmp_path, ending, dtype)
+    with pytest.raises(CheckpointError, match=rf"holds \S*{ending} in \S*, and .* computes with floats: .*; pass the"):
+        qfx.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_leftovers_of_earlier_versions_are_no_codes(dtype: torch.dtype, tmp_path: Path) -> None:
+    config = transformers.BertConfig(**SIZES, intermediate_size=64)
+    model = seeded(transformers.BertModel(config))
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    leftover = {"embeddings.position_ids": torch.arange(4)[None].to(dtype)}
+    save_file(tensors | leftover, tmp_path / "model.safetensors", {"format": "pt"})
+    found = open_any(tmp_path)
+    assert torch.equal(found.pooler.dense.weight, model.pooler.dense.weight)
+
+
+def test_codes_are_not_the_weights_of_a_factory_s_model(tmp_path: Path) -> None:
+    save_model(seeded(Patches()), str(tmp_path / "model.safetensors"))
+    recode(tmp_path, "norm.running_var", torch.int8)
+    with pytest.raises(CheckpointError, match=r"holds norm.running_var in int8, and Patches computes with floats"):
+        qfx.open_checkpoint(tmp_path, Patches)
+
+
+def test_what_quark_fx_wrote_is_not_a_checkpoint(tmp_path: Path) -> None:
+    quantize(seeded(Patches()), INT8_STATIC, images(4), output_dir=tmp_path)
+    with pytest.raises(CheckpointError, match=r"read it with qfx.load"):
+        qfx.open_checkpoint(tmp_path, Patches)
 
 
 def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
