@@ -7,6 +7,7 @@ The graph is a list of calls of operators by qualified name; reading it can call
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import math
@@ -49,6 +50,8 @@ _FORBIDDEN = ("aten.from_file.", "aten.save.", "debugprims.")
 """Operators that touch files."""
 _MODULE = re.compile(r'(?:fqn|default_factory_module)\\*"\s*:\s*\\*"([\w.]+)')
 """Modules that torch would import to rebuild a structure (an enum, a `defaultdict`)."""
+_OUTPUTS = re.compile(r'"type"\s*:\s*"(transformers(?:\.\w+)+)\.\w+"')
+"""Modules that may be imported for what a model returns; any other could be anyone's."""
 _NAMESPACES = frozenset({"aten", "prims", "quark_fx", "transformers", "torchvision"})
 """Operator libraries a stored graph may call."""
 _PYTHON_NAMES = {function: name for name, function in _PYTHON.items()}
@@ -328,4 +331,15 @@ def _structure(text: str) -> pytree.TreeSpec:
     for module in _MODULE.findall(text):
         if module not in sys.modules:
             raise QuarkError(f"the stored inputs or outputs are of a type of {module}; import that module first")
-    return pytree.treespec_loads(text)
+    for module in _OUTPUTS.findall(text):  # whose classes register themselves
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise QuarkError(f"the model returns a type of {module}, which is not installed here: {error}") from error
+    try:
+        return pytree.treespec_loads(text)
+    except NotImplementedError as error:
+        raise QuarkError(
+            f"the stored inputs or outputs are of a type that nothing has registered: {str(error).split(';')[0]}; "
+            "import the module that does, then load again"
+        ) from error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -105,6 +107,20 @@ def test_a_hugging_face_output_survives(tmp_path: Path) -> None:
     qmodel = quantize(seeded(Model()), "int8_static", [rand(6, 4)])
     qmodel.save(tmp_path)
     assert isinstance(qfx.load(tmp_path)(rand(3, 4)), outputs.BaseModelOutput)
+    # A process that has not seen transformers yet.
+    code = f"import quark_fx; print(quark_fx.load({str(tmp_path)!r}).signature.output_names)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == str(qmodel.signature.output_names), done.stderr
+    edit(tmp_path, lambda d: d["signature"].update(out_spec=d["signature"]["out_spec"].replace("modeling_", "no_")))
+    with pytest.raises(qfx.QuarkError, match=r"a type of transformers\.no_outputs, which is not installed here"):
+        qfx.load(tmp_path)
+
+
+def test_a_type_that_nothing_registered_is_named(stored: Path) -> None:
+    spec = json.dumps([1, {"type": "somebody.Elses", "context": "[]", "children_spec": []}])
+    edit(stored, lambda d: d["signature"].update(out_spec=spec))
+    with pytest.raises(qfx.QuarkError, match=r"nothing has registered: .*somebody.Elses.*; import the"):
+        qfx.load(stored)
 
 
 @pytest.fixture
