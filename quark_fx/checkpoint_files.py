@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,9 @@ from torch import Tensor
 from quark_fx.errors import CheckpointError
 
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt"})
+_DANGER = "pickled weights, which may run code when they are read"
+_STORE = "store the model with save_pretrained, or safetensors.torch.save_model"
 _RESULT = "graph.json"
 """What `QuantizedModel.save` writes beside its tensors."""
 
@@ -49,6 +52,7 @@ class CheckpointFiles:
         """
         path = Path(path)
         if path.is_file():
+            _require_tensors(path)
             return cls(path, dict.fromkeys(_names(path), path))
         if not path.is_dir():
             raise CheckpointError(f"{path} does not exist; pass a directory with safetensors files")
@@ -61,15 +65,24 @@ class CheckpointFiles:
             return cls(path, _indexed(path))
         found = [path / _WHOLE] if (path / _WHOLE).exists() else sorted(path.glob("*.safetensors"))
         if not found:
-            pickled = any(path.glob("*.bin")) or any(path.glob("*.pt"))
-            why = "only pickled weights, which may run code when they are read" if pickled else "no safetensors file"
-            raise CheckpointError(
-                f"{path} holds {why}; store the model with save_pretrained, or safetensors.torch.save_model"
-            )
+            pickled = any(file.suffix in _PICKLES for file in path.iterdir())
+            raise CheckpointError(f"{path} holds {f'only {_DANGER}' if pickled else 'no safetensors file'}; {_STORE}")
         files: dict[str, Path] = {}
         for file in found:
             _add(files, _names(file), file)
         return cls(path, files)
+
+    def lacking(self, missing: Sequence[str], total: int, model: str) -> CheckpointError:
+        """Return the error that tensors of a model are missing here, with what may bring them."""
+        if self.path.is_file():
+            remedy = f"if it is one file of several, pass the directory of all, {self.directory}"
+        elif (self.path / _WHOLE).exists() and (self.path / _INDEX).exists():
+            remedy = f"{_WHOLE} hides {_INDEX}: remove the one that does not belong here"
+        else:
+            remedy = "fetch its files again, or pass the checkpoint of this very model"
+        return CheckpointError(
+            f"{self.path} lacks {len(missing)} of the {total} tensors of {model}: {_some(missing)}; {remedy}"
+        )
 
     def link(self, folder: Path) -> None:
         """Fill a directory with links to these files and no others, under an index that transformers reads.
@@ -117,6 +130,13 @@ def mapped(file: Path, name: str) -> Tensor:
     return tensor
 
 
+def _require_tensors(file: Path) -> None:
+    if file.suffix == ".json":
+        raise CheckpointError(f"{file} holds no tensors; pass its directory, {file.parent}")
+    if file.suffix in _PICKLES:
+        raise CheckpointError(f"{file} holds {_DANGER}; {_STORE}")
+
+
 def _indexed(directory: Path) -> dict[str, Path]:
     try:
         table = json.loads((directory / _INDEX).read_text(encoding="utf-8"))["weight_map"]
@@ -159,7 +179,7 @@ def _names(file: Path) -> set[str]:
         raise CheckpointError(f"{file} is damaged or truncated: {error}; fetch it again") from error
 
 
-def _some(names: list[str]) -> str:
+def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from quark_fx.capture import quiet
 from quark_fx.checkpoint_files import CheckpointFiles, is_float, mapped
-from quark_fx.errors import CheckpointError
+from quark_fx.errors import CheckpointError, ConfigError
 from quark_fx.shelf import Shelf
 
 _CONVERTED = "converted"
@@ -24,7 +28,11 @@ _NO_CODES = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
 
 
 def open_checkpoint(
-    path: str | Path, factory: Callable[[], nn.Module] | None = None, *, scratch: str | Path | None = None
+    path: str | Path,
+    factory: Callable[[], nn.Module] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    scratch: str | Path | None = None,
 ) -> nn.Module:
     """Return a model in eval mode whose weights are read from the files when they are used, and never kept.
 
@@ -32,34 +40,83 @@ def open_checkpoint(
         path: a safetensors file, which is read alone, or a directory of them; without `factory` a checkpoint of
             transformers, with its `config.json`. Nothing is unpickled, and no code of the checkpoint is run.
         factory: makes the model; called without arguments, its parameters take no memory meanwhile.
+        dtype: what floating-point weights are read in; default: what the configuration says, or the factory makes.
         scratch: a directory on a disk with room for weights that the files hold in another form than the model (experts
             that are stored one by one, another dtype); default: the system's temporary one.
 
     Raises:
-        CheckpointError: if the files are damaged, or are not those of this model.
+        CheckpointError: if the files are damaged, hold codes instead of weights, or are not those of this model, or if
+            the factory does not make one.
+        ConfigError: if weights cannot have `dtype`.
     """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and is_float(dtype)):
+        raise ConfigError(f"dtype is {dtype!r}; pass torch.float32, torch.float16 or torch.bfloat16")
     files = CheckpointFiles.of(path)
     shelf = Shelf(scratch or tempfile.gettempdir())
-    model = _pretrained(files, shelf) if factory is None else _made(files, factory, shelf)
+    model = _pretrained(files, shelf, dtype) if factory is None else _made(files, factory, shelf, dtype)
     return model.eval().requires_grad_(False)
 
 
-def _made(files: CheckpointFiles, factory: Callable[[], nn.Module], shelf: Shelf) -> nn.Module:
-    with _library("accelerate").init_empty_weights(include_buffers=False):
-        model = factory()
-    if not isinstance(model, nn.Module):
-        raise CheckpointError(f"factory returned {type(model).__name__}; it has to make an nn.Module")
+def _made(
+    files: CheckpointFiles, factory: Callable[[], nn.Module], shelf: Shelf, dtype: torch.dtype | None
+) -> nn.Module:
+    model = _without_weights(factory)
+    if dtype is not None:
+        model._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)  # `to` makes complex numbers real
     stored = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     tied = {id(stored[name]): name for name in reversed(stored) if name in files.files}
     found = {name: files.tensor(tied[id(t)]) for name, t in stored.items() if id(t) in tied}
     if missing := [name for name in stored if name not in found]:
-        raise CheckpointError(
-            f"{files.path} lacks {len(missing)} of the {len(stored)} tensors of {type(model).__name__}: "
-            f"{', '.join(missing[:3])}; pass the checkpoint of this very model"
-        )
+        raise files.lacking(missing, len(stored), type(model).__name__)
     _warn_unused(files, sorted(files.files.keys() - stored.keys()))
     _assign(model, found, shelf)
     return model
+
+
+def _without_weights(factory: Callable[[], nn.Module]) -> nn.Module:
+    """Return the model that a factory makes, with parameters on the meta device.
+
+    Raises:
+        CheckpointError: if it makes none, or reads parameters.
+    """
+    if isinstance(factory, nn.Module):
+        name = type(factory).__name__
+        raise CheckpointError(f"factory is a {name}; pass what makes one, as in lambda: {name}(...)")
+    try:
+        with _parameters_on_meta():
+            model = factory()
+    except Exception as error:  # whatever torch raises about tensors without values
+        if not re.search(r"\bmeta\b", str(error), re.IGNORECASE):
+            raise
+        raise CheckpointError(
+            f"factory reads weights while it makes the model, when they have no values yet ({error}); leave that "
+            "out, and do it after open_checkpoint"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise CheckpointError(f"factory returned {type(model).__name__}; it has to make an nn.Module")
+    return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move parameters to the meta device when modules register them; what is registered twice stays one."""
+    moved, register = WeakIdKeyDictionary(), nn.Module.register_parameter
+
+    def register_moved(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if isinstance(param, nn.Parameter) and not param.is_meta:
+            if param not in moved:
+                # Not by a constructor, which a subclass may have changed.
+                new = Tensor._make_subclass(type(param), param.detach().to("meta"), param.requires_grad)
+                vars(new).update(vars(param))
+                moved[param] = new
+            param = moved[param]
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_moved  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _warn_unused(files: CheckpointFiles, names: list[str]) -> None:
@@ -71,7 +128,7 @@ def _warn_unused(files: CheckpointFiles, names: list[str]) -> None:
         )
 
 
-def _pretrained(files: CheckpointFiles, shelf: Shelf) -> nn.Module:
+def _pretrained(files: CheckpointFiles, shelf: Shelf, dtype: torch.dtype | None) -> nn.Module:
     """Return the model that a checkpoint's configuration names, converted by transformers piece by piece."""
     transformers, accelerate = _library("transformers"), _library("accelerate")
     config = _configuration(files.directory)
@@ -83,7 +140,7 @@ def _pretrained(files: CheckpointFiles, shelf: Shelf) -> nn.Module:
         try:
             model, found = kind.from_pretrained(
                 checked,
-                dtype="auto",
+                dtype=dtype or "auto",
                 device_map={"": "disk"},
                 offload_folder=converted,
                 use_safetensors=True,
@@ -97,7 +154,7 @@ def _pretrained(files: CheckpointFiles, shelf: Shelf) -> nn.Module:
         index = _offloaded(model)
         names = [name for name, p in model.named_parameters(remove_duplicate=False) if p.is_meta]
         if missing := [name for name in names if name not in index]:
-            raise CheckpointError(f"{files.path} lacks {', '.join(missing[:3])} ({len(missing)} in all)")
+            raise files.lacking(missing, len(names), kind.__name__)
         _refuse_converted_codes(model, files, index, found["unexpected_keys"])
         accelerate.hooks.remove_hook_from_submodules(model)
         del model.hf_device_map  # nothing is elsewhere any more

@@ -474,8 +474,8 @@ def test_a_file_given_by_name_is_read_alone(tmp_path: Path) -> None:
     save_model(other, str(whole / "finetuned.safetensors"), {"format": "pt"})
     assert torch.equal(open_any(whole / "finetuned.safetensors").lm_head.weight, other.lm_head.weight)
     assert torch.equal(open_any(whole).lm_head.weight, model.lm_head.weight)
-    (whole / "finetuned.safetensors").rename(whole / "finetuned.bin")  # transformers would unpickle it
-    assert torch.equal(open_any(whole / "finetuned.bin").lm_head.weight, other.lm_head.weight)
+    (whole / "finetuned.safetensors").rename(whole / "blob")  # transformers would unpickle it
+    assert torch.equal(open_any(whole / "blob").lm_head.weight, other.lm_head.weight)
     stored("llama", sharded)
     change_index(sharded, lambda index: index.update(dict.fromkeys(index, "../../outside.bin")))
     with pytest.raises(CheckpointError, match=rf"{first_shard(sharded)} lacks "):
@@ -536,16 +536,12 @@ def test_codes_are_not_weights(model: str, ending: str, dtype: torch.dtype, tmp_
         qfx.open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
-def test_leftovers_of_earlier_versions_are_no_codes(dtype: torch.dtype, tmp_path: Path) -> None:
-    config = transformers.BertConfig(**SIZES, intermediate_size=64)
-    model = seeded(transformers.BertModel(config))
+def test_masks_of_earlier_versions_are_no_codes(tmp_path: Path) -> None:
+    model = seeded(transformers.GPT2Model(transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4)))
     model.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    leftover = {"embeddings.position_ids": torch.arange(4)[None].to(dtype)}
-    save_file(tensors | leftover, tmp_path / "model.safetensors", {"format": "pt"})
-    found = open_any(tmp_path)
-    assert torch.equal(found.pooler.dense.weight, model.pooler.dense.weight)
+    mask = {"h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8)}
+    save_file(load_file(tmp_path / "model.safetensors") | mask, tmp_path / "model.safetensors", {"format": "pt"})
+    assert torch.equal(open_any(tmp_path).wte.weight, model.wte.weight)
 
 
 def test_codes_are_not_the_weights_of_a_factory_s_model(tmp_path: Path) -> None:
@@ -559,6 +555,149 @@ def test_what_quark_fx_wrote_is_not_a_checkpoint(tmp_path: Path) -> None:
     quantize(seeded(Patches()), INT8_STATIC, images(4), output_dir=tmp_path)
     with pytest.raises(CheckpointError, match=r"read it with qfx.load"):
         qfx.open_checkpoint(tmp_path, Patches)
+
+
+class Tied(nn.Module):
+    """A table that is embedding and head, a parameter with two names, and one with an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.emb.weight
+        shared = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.a = shared
+        self.b = shared
+        marked = nn.Parameter(torch.zeros(4))
+        marked.mark = "kept"  # type: ignore[attr-defined]
+        self.c = marked
+        self.none = None
+        self.register_parameter("absent", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.emb(x) * self.a + self.b + self.c)
+        return out
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_what_a_factory_ties_stays_tied(both: bool, tmp_path: Path) -> None:
+    model = seeded(Tied())
+    if both:
+        save_file({name: t.clone() for name, t in model.state_dict().items()}, tmp_path / "model.safetensors")
+    else:
+        save_model(model, str(tmp_path / "model.safetensors"))
+    found = open_any(tmp_path, Tied)
+    assert found.head.weight is found.emb.weight
+    assert found.a is found.b
+    assert found.c is not found.a
+    assert len(list(found.parameters())) == 3
+    assert torch.equal(found(torch.arange(8)), model(torch.arange(8)))
+
+
+def test_a_factory_s_parameters_keep_what_they_are(tmp_path: Path) -> None:
+    class Special(nn.Parameter):
+        pass
+
+    made = list[Any]()
+
+    def factory() -> nn.Module:
+        model = Tied()
+        model.head.weight = Special(torch.zeros(8, 4), requires_grad=False)
+        made.append((model, type(model.head.weight), model.head.weight.requires_grad, model.c.requires_grad))
+        assert model.c.mark == "kept"  # type: ignore[attr-defined]
+        assert all(p.is_meta for p in model.parameters())
+        return model
+
+    save_model(seeded(Tied()), str(tmp_path / "model.safetensors"))
+    with pytest.raises(CheckpointError, match="lacks 1 of the 5 tensors of Tied"):
+        open_any(tmp_path, factory)
+    assert made[0][1:] == (Special, False, True)
+    assert not any(p.is_meta for p in Tied().parameters()), "modules made later are as before"
+
+
+@needs_maps
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_weights_are_read_in_the_dtype_asked_for(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = stored(name, tmp_path / "model", torch.bfloat16)
+    found = open_any(tmp_path / "model", dtype=dtype)
+    assert {p.dtype for p in found.parameters()} == {dtype}
+    assert found.config.dtype == dtype
+    assert all(is_mapped(p) for p in found.parameters())
+    assert all(torch.equal(p, q.to(dtype)) for p, q in zip(found.parameters(), model.parameters(), strict=True))
+    assert found(**IDS[0]).logits.dtype == dtype
+
+
+@needs_maps
+def test_a_factory_s_model_is_read_in_the_dtype_asked_for(tmp_path: Path) -> None:
+    class Waves(Patches):
+        def __init__(self) -> None:
+            super().__init__()
+            self.waves = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+    model = seeded(Waves()).bfloat16()
+    model.waves = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    save_model(model, str(tmp_path / "model.safetensors"))
+    found = open_any(tmp_path, Waves, dtype=torch.float16)
+    assert all(is_mapped(p) for p in found.parameters())
+    assert {name: t.dtype for name, t in found.state_dict().items() if t.dtype != torch.float16} == {
+        "waves": torch.complex64,
+        "norm.num_batches_tracked": torch.int64,
+    }
+    assert found.steps.dtype == torch.float16
+    assert found(rand(2, 3, 8, 8).half()).dtype == torch.float16
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.complex64, "float32"])
+def test_a_dtype_that_weights_cannot_have_is_refused(dtype: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"dtype is .*; pass torch.float32, torch.float16 or torch.bfloat16"):
+        qfx.open_checkpoint(tmp_path, dtype=dtype)
+
+
+def test_what_is_missing_comes_with_a_remedy(tmp_path: Path) -> None:
+    stored("llama", tmp_path)
+    shard = first_shard(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"{shard} lacks .*; if it is one file of several, pass .*{tmp_path}"):
+        qfx.open_checkpoint(shard)
+    (tmp_path / "model.safetensors").write_bytes(shard.read_bytes())
+    hides = r"lacks .* of the 21 tensors of LlamaForCausalLM: .*; model.safetensors hides .*index.json: remove"
+    with pytest.raises(CheckpointError, match=hides):
+        qfx.open_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=hides):
+        qfx.open_checkpoint(tmp_path, MODELS["llama"])
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"lacks .* more; fetch its files again, or pass the checkpoint of this very"
+    ):
+        qfx.open_checkpoint(tmp_path)
+
+
+def test_files_that_are_no_safetensors_are_named(tmp_path: Path) -> None:
+    stored("llama", tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    with pytest.raises(CheckpointError, match=rf"{index} holds no tensors; pass its directory, {tmp_path}"):
+        qfx.open_checkpoint(index)
+    torch.save({}, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=r"model.pt holds pickled weights, which may run code .*save_pretrained"):
+        qfx.open_checkpoint(tmp_path / "model.pt")
+
+
+def test_a_factory_that_cannot_be_called_so_is_refused(tmp_path: Path) -> None:
+    save_model(seeded(Tied()), str(tmp_path / "model.safetensors"))
+
+    def reads() -> nn.Module:
+        model = Tied()
+        model.none = float(model.c.detach().abs().max())  # type: ignore[assignment]
+        return model
+
+    def fails() -> nn.Module:
+        raise KeyError("metadata")
+
+    with pytest.raises(CheckpointError, match=r"factory is a Tied; pass what makes one, as in lambda: Tied\(...\)"):
+        open_any(tmp_path, Tied())
+    with pytest.raises(CheckpointError, match=r"factory reads weights .*meta.*; .* after open_checkpoint"):
+        open_any(tmp_path, reads)
+    with pytest.raises(KeyError, match="metadata"):
+        open_any(tmp_path, fails)
 
 
 def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
