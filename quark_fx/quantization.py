@@ -375,11 +375,12 @@ def _resolve(config: str | QuantConfig | Mapping[str, Any]) -> QuantConfig:
     return QuantConfig.from_dict(config)
 
 
-def _peek(data: Iterable[Any] | None) -> tuple[Any, Iterable[Any]]:
+def _peek(data: Any) -> tuple[Any, Iterable[Any]]:
     """Return the first batch (or `None`) and an iterable over all of them."""
     if data is None:
         return None, ()
-    if isinstance(data, torch.Tensor | Mapping | str) or hasattr(data, "keys"):
+    several = isinstance(data, Iterable) or hasattr(data, "__getitem__")  # a dataset may have nothing else
+    if isinstance(data, torch.Tensor | Mapping | str) or hasattr(data, "keys") or not several:
         raise CalibrationError(
             f"calibration_data is an iterable of batches, not one {type(data).__name__}; wrap a single batch in a list"
         )

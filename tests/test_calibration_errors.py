@@ -52,6 +52,12 @@ def test_no_batch_at_all_is_refused(data: Any) -> None:
         quantize(model(), "int8_static", data)
 
 
+def test_a_dataset_that_can_only_be_indexed_is_read() -> None:
+    data: Any = TensorDataset(rand(3, 2, 4))
+    assert not hasattr(data, "__iter__")
+    quantize(model(), "int8_static", data)
+
+
 def test_no_data_is_refused() -> None:
     with pytest.raises(qfx.CalibrationError, match="missing or empty"):
         quantize(model(), "int8_static", None)
@@ -70,7 +76,7 @@ def test_an_empty_batch_is_refused_wherever_it_comes() -> None:
         quantize(model(), "int8_static", [rand(5, 4), torch.empty(0, 4)])
 
 
-@pytest.mark.parametrize("data", [rand(5, 4), {"x": rand(5, 4)}, "text"], ids=["tensor", "dict", "str"])
+@pytest.mark.parametrize("data", [rand(5, 4), {"x": rand(5, 4)}, "text", 3], ids=["tensor", "dict", "str", "int"])
 def test_one_batch_in_place_of_many_is_refused_with_the_remedy(data: Any) -> None:
     with pytest.raises(qfx.CalibrationError, match=f"not one {type(data).__name__}; wrap a single batch in a list"):
         quantize(model(), "int8_static", data)
