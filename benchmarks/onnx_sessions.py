@@ -13,6 +13,11 @@ from onnxruntime.quantization import CalibrationDataReader
 from torch import Tensor
 
 
+_PAUSE = 0.2
+"""Seconds before each file's turn, in which the threads of the one before stop spinning: on as many cores as threads
+they would take one of them."""
+
+
 class Reader(CalibrationDataReader):  # type: ignore[misc]
     """Hands calibration batches, tensors by input, to the quantizer."""
 
@@ -39,6 +44,7 @@ def latencies(paths: Mapping[str, Path], inputs: Sequence[Tensor], threads: int,
     for round_ in range(rounds + 1):
         for row, run in sessions.items():
             feed = {i.name: value.numpy() for i, value in zip(run.get_inputs(), inputs, strict=True)}
+            time.sleep(_PAUSE)
             times = []
             for _ in range(5):
                 start = time.perf_counter()
