@@ -12,7 +12,6 @@ import onnxruntime
 from onnxruntime.quantization import CalibrationDataReader
 from torch import Tensor
 
-
 _PAUSE = 0.2
 """Seconds before each file's turn, in which the threads of the one before stop spinning: on as many cores as threads
 they would take one of them."""
