@@ -17,7 +17,7 @@ _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt"})
 _DANGER = "pickled weights, which may run code when they are read"
 _STORE = "store the model with save_pretrained, or safetensors.torch.save_model"
-_RESULT = "graph.json"
+GRAPH_FILE = "graph.json"
 """What `QuantizedModel.save` writes beside its tensors."""
 
 
@@ -56,10 +56,10 @@ class CheckpointFiles:
             return cls(path, dict.fromkeys(_names(path), path))
         if not path.is_dir():
             raise CheckpointError(f"{path} does not exist; pass a directory with safetensors files")
-        if (path / _RESULT).exists():
+        if (path / GRAPH_FILE).exists():
             raise CheckpointError(
-                f"{path} holds {_RESULT}, as a model does that quark_fx has quantized; read it with qfx.load, or pass "
-                "the directory of the float checkpoint it was made from"
+                f"{path} holds {GRAPH_FILE}, as a model does that quark_fx has quantized; read it with qfx.load, or "
+                "pass the directory of the float checkpoint it was made from"
             )
         if (path / _INDEX).exists() and not (path / _WHOLE).exists():  # the order of transformers
             return cls(path, _indexed(path))
@@ -183,4 +183,4 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
-__all__ = ["CheckpointFiles", "is_float", "mapped"]
+__all__ = ["GRAPH_FILE", "CheckpointFiles", "is_float", "mapped"]

@@ -11,9 +11,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from quark_fx.checkpoint_files import GRAPH_FILE
 from quark_fx.errors import CheckpointError, ConfigError
 from quark_fx.ranks import Ranks
-from quark_fx.serialization import GRAPH_FILE, TENSOR_FILE
+from quark_fx.serialization import TENSOR_FILE
 
 _UNFINISHED = "unfinished"
 """The folder that holds what a run needs until it has ended."""

@@ -28,6 +28,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from quark_fx.capture import quiet
+from quark_fx.checkpoint_files import GRAPH_FILE
 from quark_fx.config import QuantConfig
 from quark_fx.errors import QuarkError
 from quark_fx.graph import restore_values, set_parameter, static_size, stored_tensors
@@ -39,7 +40,7 @@ from quark_fx.signature import Signature
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
-GRAPH_FILE, TENSOR_FILE = "graph.json", "model.safetensors"
+TENSOR_FILE = "model.safetensors"
 _PYTHON = {
     **{name: getattr(operator, name) for name in ("getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "neg")},
     **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "not_", "pow")},

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quark_fx.checkpoint_files import GRAPH_FILE
 from quark_fx.errors import CheckpointError, ExportError
 from quark_fx.export.checkpoint import Layer, each_layer, take_apart
 from quark_fx.export.packing import Matrix, pack, pack_awq, pack_columns, patterns
 from quark_fx.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, FloatFormat, IntFormat, parse_format
 from quark_fx.model import QuantizedModel
 from quark_fx.qparams import ScaleType, Symmetry, recover_global_scale
-from quark_fx.serialization import GRAPH_FILE
 from quark_fx.shelf import Shelf
 
 
