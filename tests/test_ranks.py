@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -77,12 +78,16 @@ CONFIGS: dict[str, QuantConfig] = {
 
 def job(rank: int, count: int, folder: Path, work: Callable[[Path], Any]) -> None:
     """Be one of the ranks."""
+    faulthandler.enable()
     torch.set_num_threads(1)
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=count)
     work(folder)
     dist.barrier()  # who leaves early takes the others' connections along
     dist.destroy_process_group()
+    # Threads of gloo outlive their group: one that lets go of a tensor while the interpreter ends, aborts the process
+    # (https://github.com/pytorch/pytorch/pull/179291).
+    os._exit(0)
 
 
 def run(count: int, folder: Path, work: Callable[[Path], Any]) -> None:
