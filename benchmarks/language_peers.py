@@ -163,7 +163,7 @@ def random_llama(hidden: int, intermediate: int, layers: int) -> Trained:
     return Trained(model, tokenizer, batches[:4], batches[4:])
 
 
-SLOW = {"llama": (), "random": ("auto-round", "AWQ", "AutoRound"), "wide": ("auto-round", "AWQ", "AutoRound", "GPTAQ")}
+SLOW = {"llama": (), "random": ("auto-round", "AWQ", "AutoRound"), "wide": ("auto-round", "AWQ", "AutoRound")}
 """What is not run on a model, as parts of the rows' names: it would take hours."""
 
 MODELS: dict[str, Callable[[], Trained]] = {

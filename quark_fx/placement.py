@@ -39,6 +39,9 @@ _CLAMPS = frozenset({"aten.clamp.Tensor", "aten.clamp_min.Tensor", "aten.clamp_m
 HEAD = "head"
 """How patterns name the operator whose output is the model's: a language model's projection to its vocabulary."""
 
+ROUTER = "router"
+"""How patterns name an operator of whose outputs the largest are chosen: what sends tokens to experts."""
+
 
 @dataclass(frozen=True)
 class PlannedOperator:
@@ -54,7 +57,7 @@ class PlannedOperator:
         input: spec of its activations, `None` if they stay in float.
         output: spec of its output, `None` if it stays in float.
         reason: why it is left in float; empty if it is quantized.
-        is_head: its output is the model's.
+        role: `HEAD`, `ROUTER` or empty.
     """
 
     node: Node
@@ -66,12 +69,12 @@ class PlannedOperator:
     input: TensorSpec | None = None
     output: TensorSpec | None = None
     reason: str = ""
-    is_head: bool = False
+    role: str = ""
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """What patterns may call it by."""
-        return (self.kind, HEAD) if self.is_head else (self.kind,)
+        return _kinds(self.kind, self.role)
 
 
 @dataclass
@@ -179,8 +182,8 @@ def _plan_operator(gm: GraphModule, config: QuantConfig, node: Node, row: Operat
     constant = next((operand for operand in operands if is_parameter(operand)), None)
     weight = stored.node if stored is not None else constant
     name = module_name(node, weight)
-    is_head = _is_head(node)
-    kinds = (row.kind, HEAD) if is_head else (row.kind,)
+    role = HEAD if _is_head(node) else ROUTER if _is_router(node) else ""
+    kinds = _kinds(row.kind, role)
     specs = config.specs_for(name, *kinds)
     reason = ""
     if row.weight is None and constant is not None:
@@ -194,7 +197,7 @@ def _plan_operator(gm: GraphModule, config: QuantConfig, node: Node, row: Operat
     elif row.weight is None and specs.input is None:
         reason = "the configuration keeps its inputs in float"
     if reason:
-        return PlannedOperator(node, row, name, row.kind, weight, reason=reason, is_head=is_head)
+        return PlannedOperator(node, row, name, row.kind, weight, reason=reason, role=role)
     if specs.input is not None and specs.input.granularity is Granularity.TOKEN and row.kind.startswith("conv"):
         raise ConfigError(
             f"{name} is a convolution, whose tokens are not rows of the last dimension: give it "
@@ -203,7 +206,7 @@ def _plan_operator(gm: GraphModule, config: QuantConfig, node: Node, row: Operat
     spec = specs.weight if row.weight is not None else None
     inputs = specs.input if row.activations else None
     output = specs.output if inputs else None
-    return PlannedOperator(node, row, name, row.kind, weight, spec, inputs, output, is_head=is_head)
+    return PlannedOperator(node, row, name, row.kind, weight, spec, inputs, output, role=role)
 
 
 def require_finite_weights(gm: GraphModule, operators: Iterable[PlannedOperator]) -> None:
@@ -243,6 +246,26 @@ def _require_finite(gm: GraphModule, operator: PlannedOperator, what: str, node:
         raise CalibrationError(
             f"{what} {node.target} of {describe(operator.node)} holds NaN or infinity; mend the checkpoint"
         )
+
+
+def _kinds(kind: str, role: str) -> tuple[str, ...]:
+    return (kind, role) if role else (kind,)
+
+
+def _is_router(node: Node) -> bool:
+    """Tell whether the largest of the operator's outputs are chosen, be they shifted or squashed before."""
+    for user in node.users:
+        name = target_name(user)
+        if name in _CHOOSING and any(result.args[1] == 1 for result in user.users):  # which, not only how large
+            return True
+        if name in MOVING | _CASTS | _SQUASHING | _SHIFTING and _is_router(user):
+            return True
+    return False
+
+
+_CHOOSING = frozenset({"aten.topk.default", "aten.max.dim"})
+
+_SHIFTING = frozenset(f"aten.{n}" for n in ("add.Tensor", "sub.Tensor", "masked_fill.Scalar", "where.self"))
 
 
 def _is_head(node: Node) -> bool:
@@ -446,7 +469,7 @@ def _clamped_per_channel(value: Node) -> Node:
 def _warn_unmatched(config: QuantConfig, operators: list[PlannedOperator]) -> None:
     names = sorted({op.name for op in operators} | {f"op:{kind}" for op in operators for kind in op.kinds})
     for pattern in dict.fromkeys(config.patterns):
-        kinds = {name.split(".")[1] for name in DPU_ARITHMETIC} | KINDS | {HEAD}
+        kinds = {name.split(".")[1] for name in DPU_ARITHMETIC} | KINDS | {HEAD, ROUTER}
         if any(matches(pattern, op.name, *op.kinds) for op in operators):
             continue
         if pattern.startswith("op:") and any(matches(pattern, "", kind) for kind in kinds):

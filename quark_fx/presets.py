@@ -95,10 +95,14 @@ XINT8 = QuantConfig(
 """int8 everywhere, per tensor, with power-of-two scales: for accelerators that shift instead of multiply. Where values
 are rounded, and which scales go together, is what a DPU can do (`docs/dpu.md`)."""
 
+_IN_FLOAT = ("op:embedding", "op:head", "op:router")
+"""What language models keep, as a server expects."""
+
 _GROUPS = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=128, symmetry=Symmetry.SYMMETRIC_FULL)
 
-W4A16_RTN = QuantConfig(weight=_GROUPS, passes=_FUSE, exclude=("op:embedding", "op:head"))
-"""Language models: int4 weights in groups of 128, rounded to nearest; embedding and head in float; needs no data."""
+W4A16_RTN = QuantConfig(weight=_GROUPS, passes=_FUSE, exclude=_IN_FLOAT)
+"""Language models: int4 weights in groups of 128, rounded to nearest; embedding, head and routers of experts in float;
+needs no data."""
 
 W4A16_GPTQ = W4A16_RTN.replace(passes=(*_FUSE, GPTQ()))
 """`W4A16_RTN`, rounded by GPTQ."""
@@ -120,7 +124,7 @@ W8A8_DYNAMIC = QuantConfig(
     input=TensorSpec(format=INT8, granularity=Granularity.TOKEN, dynamic=True),
     passes=(*_FUSE, SmoothQuant()),
     overrides=(_NO_TOKENS,),
-    exclude=("op:embedding", "op:head"),
+    exclude=_IN_FLOAT,
 )
 """int8 weights per channel, int8 activations per token at run time, smoothed."""
 
@@ -129,7 +133,7 @@ FP8_DYNAMIC = QuantConfig(
     input=TensorSpec(format=FP8_E4M3, granularity=Granularity.TOKEN, dynamic=True),
     passes=_FUSE,
     overrides=(_NO_TOKENS,),
-    exclude=("op:embedding", "op:head"),
+    exclude=_IN_FLOAT,
 )
 """E4M3 weights per channel and activations per token at run time; needs no data."""
 
@@ -140,12 +144,13 @@ def _block(weight: TensorSpec, *, weight_only: bool = False) -> QuantConfig:
         weight=weight,
         input=None if weight_only else weight.replace(dynamic=True),
         passes=_FUSE,
-        exclude=("op:embedding", "op:head"),
+        exclude=_IN_FLOAT,
     )
 
 
 MXFP8_E4M3 = _block(block_formats.MXFP8_E4M3)
-"""Microscaling E4M3, weights and activations in blocks of 32, embedding and head in float; needs no data."""
+"""Microscaling E4M3, weights and activations in blocks of 32, embedding, head and routers of experts in float; needs no
+data."""
 
 MXFP8_E5M2 = _block(block_formats.MXFP8_E5M2)
 """Microscaling E5M2, otherwise as `MXFP8_E4M3`."""

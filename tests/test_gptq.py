@@ -295,8 +295,9 @@ def test_every_matrix_of_a_language_model_is_rounded(name: str) -> None:
     assert sum("op:head" in reason for reason in kept.values()) == 1
     assert set(errors(qmodel)) == {row.name for row in rows if not row.reason}
     assert all(after < before for before, after in errors(qmodel).values())
-    # Eligible: all that is multiplied but the head.
-    eligible = [row for row in rows if row.kind != "embedding" and "op:head" not in row.reason]
+    assert sum("op:router" in reason for reason in kept.values()) == (2 if name in ("mixtral", "qwen3 moe") else 0)
+    # Eligible: all that is multiplied but the head, and what sends tokens to experts.
+    eligible = [row for row in rows if row.kind != "embedding" and not row.reason.endswith(("op:head'", "op:router'"))]
     assert all(not row.reason for row in eligible)
 
 
@@ -326,7 +327,7 @@ def test_every_preset_for_language_models_keeps_the_predictions(preset: str) -> 
 
 
 def test_presets_leave_what_a_server_reads_in_float() -> None:
-    assert W4A16_RTN.exclude == ("op:embedding", "op:head")
+    assert W4A16_RTN.exclude == ("op:embedding", "op:head", "op:router")
     assert W4A16_GPTQ.weight == W4A16_RTN.weight
 
 

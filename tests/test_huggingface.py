@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -220,14 +221,83 @@ def test_transposed_weights_and_experts_are_named(tmp_path: Path) -> None:
     qmodel = quantized(INT8_WEIGHT_ONLY.replace(exclude=("op:embedding",)), seeded(gpt2))
     with pytest.raises(qfx.ExportError, match=r"c_attn\.weight.*Conv1D"):
         qfx.export.huggingface(qmodel, tmp_path)
-    mixtral = transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            hidden_size=32, intermediate_size=32, num_local_experts=2, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=2, vocab_size=64,
-        )
+    with pytest.raises(qfx.ExportError, match=r"mlp\.gate\.weight.*MixtralTopKRouter"):
+        qfx.export.huggingface(quantized(INT8_WEIGHT_ONLY, mixture()), tmp_path)
+
+
+def mixture(name: str = "Mixtral") -> Any:
+    """Return a model with experts; of one kind its checkpoints have other names for the modules."""
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=64, intermediate_size=128, moe_intermediate_size=128, num_local_experts=3, num_experts=3,
+        num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        vocab_size=64, pad_token_id=None,
     )  # fmt: skip
-    with pytest.raises(qfx.ExportError, match=r"experts\.gate_up_proj.*MixtralExperts"):
-        qfx.export.huggingface(quantized(INT8_WEIGHT_ONLY, seeded(mixtral)), tmp_path)
+    return seeded(getattr(transformers, f"{name}ForCausalLM")(config))
+
+
+ROUTED = (*FLOAT_ENDS, "op:router")
+INT8_EXPERTS = Override(pattern="*.experts*", weight=TensorSpec(format=INT8, granularity=Granularity.CHANNEL))
+
+EXPERTS: dict[str, tuple[QuantConfig, float]] = {
+    "int4 in groups": (INT4_WEIGHT_ONLY.replace(group_size=32, exclude=ROUTED), 2e-6),
+    "int4, in groups and per channel": (INT4_WEIGHT_ONLY.replace(group_size=64, exclude=ROUTED), 2e-6),
+    "int4, int8 embedding": (INT4_WEIGHT_ONLY.replace(group_size=32, exclude=("op:router",)), 2e-6),
+    "int8 per channel": (INT8_WEIGHT_ONLY.replace(exclude=ROUTED), 2e-6),
+    "int8 beside int4": (INT4_WEIGHT_ONLY.replace(exclude=ROUTED, overrides=(INT8_EXPERTS,)), 2e-6),
+    "int8 alone": (QuantConfig(overrides=(INT8_EXPERTS,)), 2e-6),
+    "float8 per channel": (FP8_STATIC.replace(input=None, exclude=ROUTED), 2e-6),
+    # Read in bfloat16, in which activations are rounded, too.
+    "mxfp4": (QuantConfig(weight=MXFP4, exclude=ROUTED, target=Target.TORCH), 0.05),
+}
+
+
+@pytest.mark.parametrize("dequantized", [False, True])
+@pytest.mark.parametrize("model", ["Mixtral", "Qwen3Moe"])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_lie_apart_and_are_read_back(name: str, model: str, dequantized: bool, tmp_path: Path) -> None:
+    if dequantized and name == "int4, int8 embedding":
+        pytest.skip("transformers dequantizes all but experts by the first of the schemes")
+    config, tolerance = EXPERTS[name]
+    qmodel = quantized(config, mixture(model))
+    qfx.export.huggingface(qmodel, tmp_path / "quantized")
+    options = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if dequantized else {}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "quantized", dtype="auto", **options)
+    torch.testing.assert_close(logits(loaded).float(), logits(qmodel), rtol=0, atol=tolerance)
+    mixture(model).save_pretrained(tmp_path / "float")
+    stored, expected = (load_file(tmp_path / n / "model.safetensors") for n in ("quantized", "float"))
+    modules = {key.removesuffix(".weight") for key in expected}
+    assert {key.rpartition(".")[0] for key in stored} == modules
+    assert sum("experts" in key for key in modules) == 2 * 3 * 3
+
+
+def test_experts_that_would_not_be_read_back_are_refused(tmp_path: Path) -> None:
+    mixed = INT4_WEIGHT_ONLY.replace(
+        group_size=32, exclude=ROUTED, overrides=(Override(pattern="*.0.*experts*", weight=INT8_EXPERTS.weight),)
+    )
+    with pytest.raises(qfx.ExportError, match=r"0\.mlp\.experts\.down_proj: 8 bits.*all experts .* have one format"):
+        qfx.export.huggingface(quantized(mixed, mixture()), tmp_path)
+    for spec in (NVFP4, MXFP8_E4M3):
+        config = QuantConfig(weight=spec, exclude=ROUTED, target=Target.TORCH)
+        with pytest.raises(qfx.ExportError, match=r"experts in \w+.*transformers reads wrongly") as refused:
+            qfx.export.huggingface(quantized(config, mixture()), tmp_path)
+        assert str(refused.value).count("experts in") == 4  # a line for each stack, not for each expert
+    with pytest.raises(qfx.ExportError, match=r"experts\.down_proj: GPTQ holds .* no experts"):
+        qfx.export.huggingface(quantized(EXPERTS["int4 in groups"][0], mixture()), tmp_path, format="gptq")
+    one_scale = Override(pattern="*.experts*", weight=TensorSpec(format=INT8))
+    with pytest.raises(qfx.ExportError, match=r"experts\.down_proj: a stack with one scale"):
+        qfx.export.huggingface(quantized(QuantConfig(overrides=(one_scale,)), mixture()), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_servers_are_told_of_experts_in_float(tmp_path: Path) -> None:
+    config = INT4_WEIGHT_ONLY.replace(group_size=32, exclude=(*ROUTED, "*.0.*experts*"))
+    qfx.export.huggingface(quantized(config, mixture()), tmp_path)
+    ignored = quantization(tmp_path)["ignore"]
+    patterns = [re.compile(name.removeprefix("re:")) for name in ignored if name.startswith("re:")]
+    experts = [name for name in load_file(tmp_path / "model.safetensors") if ".experts." in name]
+    for name in experts:
+        assert any(p.match(name.rpartition(".")[0]) for p in patterns) == name.endswith(".weight")
+    assert sum(name.endswith(".weight") for name in experts) == 9
 
 
 def unpacked(words: Tensor, bits: int) -> np.ndarray[Any, Any]:

@@ -468,3 +468,44 @@ def test_the_bounds_of_a_clamp_are_no_weights() -> None:
     qmodel = quantize(model, config, [20 * rand(2, 3, 4, 4)])
     assert calls(qmodel, "aten.clamp.Tensor")
     assert [row.name for row in qmodel.report()] == ["0", "2"]
+
+
+def chosen(model: Any, score: Tensor) -> Any:
+    return model.table[score.topk(2, dim=-1).indices].sum(-2)
+
+
+ROUTING: dict[str, tuple[bool, Callable[[Any, Tensor, Tensor], Any]]] = {
+    "scores": (True, lambda m, score, y: chosen(m, score) + y),
+    "shares": (True, lambda m, score, y: chosen(m, torch.softmax(score.float(), -1)) + y),
+    "shifted": (True, lambda m, score, y: chosen(m, torch.sigmoid(score) + m.shift) + y),
+    "groups masked": (True, lambda m, score, y: chosen(m, score.masked_fill(score < 0, 0.0)) + y),
+    "the largest": (True, lambda m, score, y: m.table[score.max(-1).indices] + y),
+    "how large": (False, lambda m, score, y: score.topk(2, dim=-1).values.sum(-1, keepdim=True) + y),
+    "a maximum": (False, lambda m, score, y: score.amax(-1, keepdim=True) + score.max(-1, keepdim=True).values + y),
+    "through an operator": (False, lambda m, score, y: chosen(m, m.after(score)) + y),
+}
+
+
+@pytest.mark.parametrize("name", ROUTING)
+def test_what_sends_rows_elsewhere_is_a_router(name: str) -> None:
+    """Whose largest outputs are looked for, not only how large they are."""
+    routes, function = ROUTING[name]
+    model = build(
+        lambda m, x: function(m, m.route(x), m.body(x)),
+        route=nn.Linear(16, 4),
+        body=nn.Linear(16, 16),
+        after=nn.Conv1d(1, 1, 1) if name != "through an operator" else nn.Linear(4, 4),
+    )
+    model.table, model.shift = nn.Parameter(rand(4, 16)), nn.Parameter(rand(4))
+    qmodel = quantize(model, INT8_WEIGHT_ONLY.replace(exclude=("op:router",)), [rand(8, 16)])
+    reasons = {r.name: r.reason for r in qmodel.report()}
+    assert reasons["route"] == ("excluded by 'op:router'" if routes else "")
+    assert reasons["body"] == ""
+
+
+def test_a_router_of_its_own_format() -> None:
+    model = build(lambda m, x: chosen(m, m.route(x)) + m.body(x), route=nn.Linear(16, 4), body=nn.Linear(16, 16))
+    model.table = nn.Parameter(rand(4, 16))
+    config = INT4_WEIGHT_ONLY.replace(overrides=(Override(pattern="op:router", weight=TensorSpec(format=INT8)),))
+    qmodel = quantize(model, config, [rand(8, 16)])
+    assert (row(qmodel, "route").weight[:4], row(qmodel, "body").weight[:4]) == ("int8", "int4")

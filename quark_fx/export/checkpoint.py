@@ -7,6 +7,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from quark_fx.correspondence import Correspondence, Source, correspond
 from quark_fx.eager import source_of
 from quark_fx.errors import ExportError
+from quark_fx.export.experts import matrices
 from quark_fx.export.packing import Matrix
 from quark_fx.model import QuantizedModel
 from quark_fx.rounded_modules import Activation
@@ -25,12 +27,31 @@ _CLASSES = (nn.Linear, nn.Embedding)
 
 @dataclass(frozen=True)
 class Layer:
-    """A module with a quantized weight."""
+    """A module with a quantized weight, or a projection of an expert.
+
+    Attributes:
+        name: in the checkpoint.
+        module: that has the weight; of an expert, the module that has all experts.
+        matrix: makes the quantized weight.
+        input: how what it reads is rounded; `None`: not.
+        stack: name of the stack that an expert's weight is taken from; empty for others.
+    """
 
     name: str
     module: nn.Module
-    weight: Matrix
+    matrix: Callable[[], Matrix]
     input: Activation | None
+    stack: str = ""
+
+    @property
+    def weight(self) -> Matrix:
+        """The quantized weight, made anew."""
+        return self.matrix()
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it multiplies a matrix, not looks up its rows."""
+        return bool(self.stack) or isinstance(self.module, nn.Linear)
 
 
 @dataclass(frozen=True)
@@ -76,7 +97,16 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
 
 def _layers(source: Source, found: Correspondence) -> list[Layer]:
     """Return the modules with quantized weights, or one error about all that no format holds."""
-    layers, errors = [], []
+    layers: list[Layer] = []
+    errors = []
+
+    @lru_cache(maxsize=1)  # the matrices of a stack are copies
+    def apart(name: str) -> dict[str, Matrix]:
+        return matrices(source.model, name, found.constants[name])
+
+    def of_expert(name: str, key: str) -> Matrix:
+        return apart(name)[key]
+
     paths = {path: name for name, c in found.constants.items() if not c.is_float for path in [name.rpartition(".")[0]]}
     for name, constant in found.constants.items():
         if constant.is_float:
@@ -84,6 +114,9 @@ def _layers(source: Source, found: Correspondence) -> list[Layer]:
         path, _, leaf = name.rpartition(".")
         module = source.model.get_submodule(path)
         try:
+            if experts := apart(name):
+                layers += [Layer(key, module, partial(of_expert, name, key), None, name) for key in experts]
+                continue
             simple = isinstance(module, _CLASSES) and len(inspect.signature(module.forward).parameters) == 1
             if leaf != "weight" or not simple:
                 shape = tuple(constant.tensor.shape)
@@ -91,7 +124,8 @@ def _layers(source: Source, found: Correspondence) -> list[Layer]:
                     "checkpoints hold weights of nn.Linear and nn.Embedding with one input, this is the parameter "
                     f"{leaf} of a {type(module).__name__}, {shape}"
                 )
-            layers.append(Layer(path, module, Matrix.of(constant), found.rounding.inputs.get(path)))
+            Matrix.of(constant)  # what cannot be is found now
+            layers.append(Layer(path, module, partial(Matrix.of, constant), found.rounding.inputs.get(path)))
         except ExportError as error:
             errors.append(f"{name}: {error}")
     errors += [
@@ -125,14 +159,14 @@ def _tied(model: nn.Module) -> set[str]:
 def each_layer(layers: list[Layer], write: Callable[[Layer], dict[str, Tensor]], shelf: Shelf) -> dict[str, Tensor]:
     """Return the tensors `write` makes of the layers, on the shelf, by name, or one error about all it refuses."""
     tensors: dict[str, Tensor] = {}
-    errors = []
+    errors: dict[str, None] = {}  # one for all experts of a stack
     for layer in layers:
         try:
             tensors |= {f"{layer.name}.{part}": shelf.put(tensor) for part, tensor in write(layer).items()}
         except ExportError as error:
-            errors.append(f"{layer.name}: {error}")
+            errors[f"{layer.stack or layer.name}: {error}"] = None
     if errors:
-        raise unholdable(errors)
+        raise unholdable(list(errors))
     return tensors
 
 

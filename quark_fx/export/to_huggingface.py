@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from quark_fx.checkpoint_files import GRAPH_FILE
 from quark_fx.errors import CheckpointError, ExportError
-from quark_fx.export.checkpoint import Layer, each_layer, take_apart
+from quark_fx.export.checkpoint import Checkpoint, Layer, each_layer, take_apart, unholdable
+from quark_fx.export.experts import as_saved, name_patterns, taken_apart
 from quark_fx.export.packing import Matrix, pack, pack_awq, pack_columns, patterns
 from quark_fx.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, FloatFormat, IntFormat, parse_format
 from quark_fx.model import QuantizedModel
@@ -33,8 +34,9 @@ def huggingface(
 
     Scales stay float32 in compressed-tensors; GPTQ and AWQ store float16. Of an activation whose range is measured at
     run time the checkpoint says only that: transformers divides its largest magnitude by 127.5
-    (`symmetry="symmetric_full"`), other readers by 127. Small floats in groups are read in bfloat16. Transformers 5.23
-    does not load compressed-tensors checkpoints with experts, be they in float.
+    (`symmetry="symmetric_full"`), other readers by 127. Small floats in groups are read in bfloat16. Weights of experts
+    lie apart, a matrix for each projection of each; transformers 5.23 reads them back in float, and only if all are
+    quantized.
 
     Args:
         qmodel: from `quantize`.
@@ -62,14 +64,19 @@ def huggingface(
     checkpoint = take_apart(qmodel, model)
     shell, layers = checkpoint.shell, checkpoint.layers
     try:
-        stored, shell.config.quantization_config = _WRITERS[format](layers, _left(shell, layers), Shelf(directory))
+        left = _left(checkpoint)
+        stored, shell.config.quantization_config = _WRITERS[format](layers, left, Shelf(directory))
     except CheckpointError as error:
         raise ExportError(str(error)) from error
-    tensors = checkpoint.tensors | stored
+    apart = {layer.name for layer in layers if layer.stack}  # named as in the checkpoint already
+    experts = {name: tensor for name, tensor in stored.items() if name.rpartition(".")[0] in apart}
+    rest = {name: tensor for name, tensor in stored.items() if name not in experts}
+    tensors = as_saved(shell, checkpoint.tensors | rest) | experts
     if set(_forms(shell.config.quantization_config)) & _BLOCK_FORMS:
         shell.to(torch.bfloat16)  # what readers decompress these to, and then take for the dtype of the model
     try:
-        shell.save_pretrained(directory, state_dict={n: t.detach().contiguous() for n, t in tensors.items()})
+        tensors = {n: t.detach().contiguous() for n, t in tensors.items()}
+        shell.save_pretrained(directory, state_dict=tensors, save_original_format=False)
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
     except OSError as error:
@@ -81,10 +88,13 @@ def _forms(config: dict[str, Any]) -> list[str]:
     return [group.get("format", "") for group in config.get("config_groups", {}).values()]
 
 
-def _left(model: nn.Module, layers: list[Layer]) -> list[str]:
-    """Return the linear layers that stay in float."""
-    quantized = {layer.name for layer in layers}
-    return [n for n, module in model.named_modules() if isinstance(module, nn.Linear) and n not in quantized]
+def _left(checkpoint: Checkpoint) -> list[str]:
+    """Return the linear layers that stay in float, of experts their pattern."""
+    quantized = {layer.name for layer in checkpoint.layers}
+    modules = checkpoint.shell.named_modules()
+    layers = [n for n, module in modules if isinstance(module, nn.Linear) and n not in quantized]
+    apart = (taken_apart(checkpoint.shell, name, tensor) for name, tensor in checkpoint.tensors.items())
+    return layers + name_patterns(name for names in apart for name in names)
 
 
 def _compressed_tensors(layers: list[Layer], left: list[str], shelf: Shelf) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -101,15 +111,15 @@ def _compressed_tensors(layers: list[Layer], left: list[str], shelf: Shelf) -> t
 
     tensors = each_layer(layers, write, shelf)
     _share_global_scales(tensors)
+    _require_readable(schemes, members)
     groups = {}
     common = Counter(key for key, some in members.items() for layer in some if isinstance(layer.module, nn.Linear))
-    for index, key in enumerate(members):
-        rest = members[key]
-        targets = []
-        if common and key == common.most_common(1)[0][0]:  # readers that fuse layers want the class
-            targets = ["Linear"]
-            rest = [layer for layer in rest if not isinstance(layer.module, nn.Linear)]
-        targets += [layer.name for layer in rest]
+    # Readers that fuse layers want the class, and take the first group for that of all but experts.
+    usual = [key for key, _ in common.most_common(1)]
+    for index, key in enumerate([*usual, *(key for key in members if key not in usual)]):
+        rest = members[key] if key not in usual else [layer for layer in members[key] if not layer.is_linear]
+        targets = ["Linear"] * (key in usual) + [layer.name for layer in rest if not layer.stack]
+        targets += name_patterns(layer.name for layer in rest if layer.stack)
         groups[f"group_{index}"] = {"targets": targets, "output_activations": None, **schemes[key]}
     formats = {scheme["format"] for scheme in schemes.values()}
     return tensors, {
@@ -120,6 +130,16 @@ def _compressed_tensors(layers: list[Layer], left: list[str], shelf: Shelf) -> t
         "ignore": left,
         "kv_cache_scheme": None,
     }
+
+
+def _require_readable(schemes: Mapping[str, dict[str, Any]], members: Mapping[str, list[Layer]]) -> None:
+    """Raise if transformers would take the codes of some experts for others: it reads all by one scheme."""
+    kinds = {key: f"{s['weights']['num_bits']} bits, {s['format']}" for key, s in schemes.items()}
+    found = {layer.stack: kinds[key] for key, some in members.items() for layer in some if layer.stack}
+    if len(set(found.values())) > 1:
+        raise unholdable(
+            [f"{name}: {kind}; all experts of a checkpoint have one format" for name, kind in found.items()]
+        )
 
 
 def _scheme(layer: Layer) -> dict[str, Any]:
@@ -135,7 +155,7 @@ def _scheme(layer: Layer) -> dict[str, Any]:
         raise ExportError(f"{weight.format}; it holds 8-bit floats as {FP8_E4M3} only")
     if activation is None:
         # transformers finds no `weight` of an embedding whose codes are packed, and fails.
-        plain = weight.is_float or isinstance(layer.module, nn.Embedding)
+        plain = weight.is_float or not layer.is_linear
         kind = "naive-quantized" if plain else "pack-quantized"
         return {"weights": weights, "input_activations": None, "format": kind}
     fmt = parse_format(activation.format) if activation.format else None
@@ -155,10 +175,12 @@ def _scheme(layer: Layer) -> dict[str, Any]:
     return {"weights": weights, "input_activations": inputs, "format": kind}
 
 
+_MXFP8 = "mxfp8-quantized"
+
 _MICROSCALING = {
     str(FP4_E2M1): "mxfp4-pack-quantized",
     str(FP6_E2M3): "mxfp6-pack-quantized",
-    str(FP8_E4M3): "mxfp8-quantized",
+    str(FP8_E4M3): _MXFP8,
 }
 """The form of a format in groups of 32 with E8M0 scales."""
 
@@ -169,7 +191,7 @@ _BLOCK_FORMS = {*_MICROSCALING.values(), _NVFP4}
 def _block_scheme(layer: Layer, weights: dict[str, Any]) -> dict[str, Any]:
     """Return the scheme of small floats in groups."""
     weight = layer.weight
-    if layer.input is not None or not isinstance(layer.module, nn.Linear):
+    if layer.input is not None or not layer.is_linear:
         raise ExportError(
             f"{weight.format} in groups, which it holds for linear layers with float activations; use input=None, as "
             "the presets named weight_only do"
@@ -183,6 +205,8 @@ def _block_scheme(layer: Layer, weights: dict[str, Any]) -> dict[str, Any]:
             f"{weight.format} in groups of {weight.group_size}; it holds fp4_e2m1 in groups of 16 or 32, fp6_e2m3 and "
             "fp8_e4m3 in groups of 32"
         )
+    if layer.stack and form in (_NVFP4, _MXFP8):
+        raise ExportError(f"experts in {form}, which transformers reads wrongly; leave them in float, or use MXFP4")
     weights |= {"strategy": strategy, "scale_dtype": str(scales)}
     return {"weights": weights, "input_activations": None, "format": form}
 
@@ -190,7 +214,7 @@ def _block_scheme(layer: Layer, weights: dict[str, Any]) -> dict[str, Any]:
 def _blocks(weight: Matrix, form: str) -> dict[str, Tensor]:
     """Return the tensors of small floats in groups."""
     packed = pack(patterns(weight.codes, weight.format), weight.bits).view(torch.uint8)
-    if form == "mxfp8-quantized":
+    if form == _MXFP8:
         return {"weight": weight.codes, "weight_scale": weight.exponents()}
     if form != _NVFP4:
         return {"weight_packed": packed, "weight_scale": weight.exponents()}
@@ -253,7 +277,7 @@ def _uniform(layers: list[Layer], bits: tuple[int, ...], form: str, shelf: Shelf
     def check(layer: Layer) -> dict[str, Tensor]:
         weight = layer.weight
         if not isinstance(layer.module, nn.Linear) or weight.is_float or weight.bits not in bits:
-            raise ExportError(f"{form} holds linear layers of {' or '.join(map(str, bits))}-bit integers")
+            raise ExportError(f"{form} holds linear layers of {' or '.join(map(str, bits))}-bit integers, no experts")
         if layer.input is not None:
             raise ExportError(f"{form} has no place for quantized activations")
         if (weight.bits, weight.group_size or -1) != common:
