@@ -1,13 +1,14 @@
-"""What the measurements share: clocks, seeded models and data, tables and the pages they end up in."""
+"""What the measurements share: clocks, seeded models and data, tables and the pages they end up in.
+
+Workers of other tools import it, in environments without quark_fx, and their seconds are counted: it imports little.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import platform
-import shutil
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +18,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-
-from quark_fx.memory import occupied
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -38,33 +37,6 @@ def timed(function: Callable[[], object]) -> Seconds:
     cpu, wall = time.process_time(), time.perf_counter()
     function()
     return Seconds(time.process_time() - cpu, time.perf_counter() - wall)
-
-
-class Watch:
-    """The peak of this process's own memory while it is open, in bytes, and the least room on a disk.
-
-    Args:
-        folder: on the disk.
-    """
-
-    def __init__(self, folder: str | Path = ".") -> None:
-        self.folder, self.closed = folder, threading.Event()
-        self.before = self.peak = occupied()
-        self.least_free = shutil.disk_usage(folder).free
-
-    def __enter__(self) -> Watch:
-        self.thread = threading.Thread(target=self._look, daemon=True)
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.closed.set()
-        self.thread.join()
-
-    def _look(self) -> None:
-        while not self.closed.wait(0.01):
-            self.peak = max(self.peak, occupied())
-            self.least_free = min(self.least_free, shutil.disk_usage(self.folder).free)
 
 
 @contextmanager

@@ -235,7 +235,7 @@ class Subject:
         """
         slug = "".join(c if c.isalnum() else "-" for c in f"{row.tool} {row.method} {round_}")
         job = {"model": "model", "tokens": "tokens.safetensors", "output": slug, "batch": BATCH}
-        described = {"worker": 2, **job, "tool": row.tool, "options": row.options, "digest": self.digest}
+        described = {"worker": 3, **job, "tool": row.tool, "options": row.options, "digest": self.digest}
         text = json.dumps({**described, "source": source() if row.ours else None}, indent=2)
         path, finished = self.folder / f"{slug}.json", self.folder / slug / "usage.json"
         if not (finished.exists() and path.read_text(encoding="utf-8") == text):

@@ -32,7 +32,8 @@ import transformers
 from torch import Tensor, nn
 
 import quark_fx as qfx
-from benchmarks.common import Watch, environment, images, publish, table
+from benchmarks.common import environment, images, publish, table
+from benchmarks.watch import Watch
 from quark_fx.passes import AdaRound
 from quark_fx.presets import INT8_STATIC
 

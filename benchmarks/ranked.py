@@ -23,8 +23,9 @@ from safetensors.torch import load_file
 from torch.multiprocessing.spawn import spawn
 
 import quark_fx as qfx
-from benchmarks.common import Watch, environment, publish, table
+from benchmarks.common import environment, publish, table
 from benchmarks.language_models import load
+from benchmarks.watch import Watch
 from quark_fx.passes import GPTQ
 from quark_fx.ranks import Ranks
 

@@ -33,7 +33,8 @@ import transformers
 from safetensors.torch import load_file
 
 import quark_fx as qfx
-from benchmarks.common import Watch, environment, publish, table
+from benchmarks.common import environment, publish, table
+from benchmarks.watch import Watch
 
 VOCABULARY = 32000
 

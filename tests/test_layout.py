@@ -176,3 +176,12 @@ def test_the_public_list_is_pinned() -> None:
         "verify",
     ]
     assert all(hasattr(quark_fx, name) for name in quark_fx.__all__)
+
+
+def test_workers_of_other_tools_import_nothing_of_this_package() -> None:
+    """Their environments lack it, and their seconds are compared with ours."""
+    program = (
+        "import sys, benchmarks.peers.language, benchmarks.peers.reading, benchmarks.peers.job;"
+        "sys.exit(any(name.partition('.')[0] == 'quark_fx' for name in sys.modules))"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

@@ -36,7 +36,7 @@ def huggingface(
     run time the checkpoint says only that: transformers divides its largest magnitude by 127.5
     (`symmetry="symmetric_full"`), other readers by 127. Small floats in groups are read in bfloat16. Weights of experts
     lie apart, a matrix for each projection of each; transformers 5.23 reads them back in float, and only if all are
-    quantized.
+    quantized. GPTQModel reads zero points of GPTQ in `"gptq_v2"`, in `"gptq"` only what it wrote itself.
 
     Args:
         qmodel: from `quantize`.
