@@ -254,12 +254,15 @@ def _kinds(kind: str, role: str) -> tuple[str, ...]:
 
 def _is_router(node: Node) -> bool:
     """Tell whether the largest of the operator's outputs are chosen, be they shifted or squashed before."""
-    for user in node.users:
-        name = target_name(user)
-        if name in _CHOOSING and any(result.args[1] == 1 for result in user.users):  # which, not only how large
-            return True
-        if name in MOVING | _CASTS | _SQUASHING | _SHIFTING and _is_router(user):
-            return True
+    pending, seen = [node], {node}
+    while pending:
+        for user in pending.pop().users:
+            name = target_name(user)
+            if name in _CHOOSING and any(result.args[1] == 1 for result in user.users):  # which, not only how large
+                return True
+            if user not in seen and name in MOVING | _CASTS | _SQUASHING | _SHIFTING:
+                seen.add(user)
+                pending.append(user)
     return False
 
 
