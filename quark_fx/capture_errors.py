@@ -87,7 +87,7 @@ def explain(error: Exception, model: nn.Module) -> str:
     return (
         f"{type(model).__name__} could not be captured: {type(error).__name__}: {reason}\n"
         f"  at {where or 'an unknown line'}{f', module {module_name}' if module_name else ''}\n"
-        f"{_advice(type(error).__name__ + str(error))}"
+        f"{_advice(type(error).__name__ + str(error), model)}"
     )
 
 
@@ -100,8 +100,10 @@ def dtype_hint(model: nn.Module, batch: Any) -> str:
     return ""
 
 
-def _advice(message: str) -> str:
+def _advice(message: str, model: nn.Module) -> str:
     if "data-dependent" in message or "DataDependent" in message:
+        if getattr(getattr(model, "config", None), "_experts_implementation", None) == "eager":
+            return "experts are called one by one, as the data demands: model.set_experts_implementation('grouped_mm')"
         return (
             "Python control flow depends on the values of a tensor, which one graph cannot hold: use torch.where or "
             "torch.cond there, or quantize the submodules on either side"

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from quark_fx.capture import capture_graph
 from quark_fx.correspondence import Constant, Source, correspond
-from quark_fx.errors import QuarkError
+from quark_fx.errors import ExportError, QuarkError
 from quark_fx.graph import describe, placeholders
 from quark_fx.model import QuantizedModel
 from quark_fx.module_slices import ModuleCall
@@ -183,7 +183,20 @@ def eager(qmodel: QuantizedModel, model: nn.Module | None = None) -> nn.Module:
         module.register_forward_hook(rounding.after)
     if missing := [name for name, p in result.named_parameters() if p.is_meta]:
         raise QuarkError(f"the quantized graph does not hold {', '.join(missing)}; pass eager(model)")
+    if hasattr(result, "save_pretrained"):
+        vars(result)["save_pretrained"] = _refuse_to_save  # it would write names that nothing reads back
     return result.eval()
+
+
+def is_eager(model: nn.Module) -> bool:
+    """Tell whether `eager` made the model."""
+    return any(isinstance(module, Dequantize | Round | Rewritten) for module in model.modules())
+
+
+def _refuse_to_save(*_: Any, **__: Any) -> None:
+    raise ExportError(
+        "from_pretrained would not find these weights; write the quantized model with quark_fx.export.huggingface"
+    )
 
 
 def source_of(qmodel: QuantizedModel, model: nn.Module | None = None) -> Source:

@@ -163,9 +163,9 @@ def _operators(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperator
             for weight in tables:
                 if is_parameter(weight) and is_floating(gm, weight) and value_of(gm, weight).dim() > 1:
                     kind = target_name(node)
-                    yield PlannedOperator(
-                        node, None, str(weight.target), kind, weight, reason=f"a table read by {kind}, not a weight"
-                    )
+                    many = " (transformers multiplies stacks of experts after set_experts_implementation('grouped_mm'))"
+                    reason = f"a table read by {kind}, not a weight" + many * (value_of(gm, weight).dim() == 3)
+                    yield PlannedOperator(node, None, str(weight.target), kind, weight, reason=reason)
 
 
 def _leads_to_row(node: Node) -> bool:

@@ -26,6 +26,7 @@ from quark_fx.checkpoint_files import CheckpointFiles
 from quark_fx.config import QuantConfig
 from quark_fx.context import Calibrated, Checkpoint, Context, fingerprint, require_resources
 from quark_fx.correspondence import Source
+from quark_fx.eager import is_eager
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
 from quark_fx.graph import (
     device_of,
@@ -289,6 +290,8 @@ def _begun(
     """
     if isinstance(model, QuantizedModel):
         raise ConfigError("the model is quantized already; quantize the float model it came from")
+    if isinstance(model, nn.Module) and is_eager(model):
+        raise ConfigError("the model is what eager() made of a quantized one; quantize the float model it came from")
     if first is None and not isinstance(model, ExportedProgram):
         raise CalibrationError(
             "calibration_data is missing or empty; pass batches of real inputs (the first is used to capture the model)"

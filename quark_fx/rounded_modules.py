@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -167,10 +168,11 @@ class _Places:
 
 def _not_of_a_module(reader: Node) -> QuarkError:
     path = module_path(reader)
+    alike = re.sub(r"\.\d+\.", ".*.", path)  # the same module in every layer
     return QuarkError(
         f"{describe(reader)} reads a rounded activation that is not the only input of its module ({path or 'the model'}"
         ") in every call of it, nor the only result of a module that is called once; call the quantized model itself, "
-        "or keep that activation in float with Override(pattern=..., input=None, output=None)"
+        f"or keep that activation in float with Override(pattern='{alike}*', input=None, output=None)"
     )
 
 

@@ -131,7 +131,8 @@ def load(
         with safe_open(directory / TENSOR_FILE, framework="pt", device=str(device)) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError, ValueError) as error:
-        raise QuarkError(f"{directory} holds no readable quantized model: {error}") from error
+        hint = "; transformers' from_pretrained reads checkpoints" * (directory / "config.json").exists()
+        raise QuarkError(f"{directory} holds no readable quantized model: {error}{hint}") from error
     if not isinstance(document, dict) or "version" not in document:
         raise QuarkError(f"{directory / GRAPH_FILE} is damaged: it holds no graph")
     if document["version"] != FORMAT_VERSION:

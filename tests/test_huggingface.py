@@ -19,9 +19,18 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from quark_fx.block_formats import MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, NVFP4
 from quark_fx.config import Granularity, Override, QuantConfig, Target, TensorSpec
+from quark_fx.export.experts import as_saved
 from quark_fx.export.packing import pack, pack_awq, pack_columns, patterns
 from quark_fx.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, FP8_E5M2, INT4, INT8, UINT4, UINT8
-from quark_fx.presets import BF16, FP8_STATIC, INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY
+from quark_fx.presets import (
+    BF16,
+    FP8_DYNAMIC,
+    FP8_STATIC,
+    INT4_WEIGHT_ONLY,
+    INT8_DYNAMIC,
+    INT8_STATIC,
+    INT8_WEIGHT_ONLY,
+)
 from quark_fx.qparams import ScaleType, Symmetry
 
 pytest.importorskip("compressed_tensors")
@@ -274,7 +283,7 @@ def test_experts_that_would_not_be_read_back_are_refused(tmp_path: Path) -> None
     mixed = INT4_WEIGHT_ONLY.replace(
         group_size=32, exclude=ROUTED, overrides=(Override(pattern="*.0.*experts*", weight=INT8_EXPERTS.weight),)
     )
-    with pytest.raises(qfx.ExportError, match=r"0\.mlp\.experts\.down_proj: 8 bits.*all experts .* have one format"):
+    with pytest.raises(qfx.ExportError, match=r"0\.mlp\.experts\.down_proj: 8 bits.*all experts .* have the same"):
         qfx.export.huggingface(quantized(mixed, mixture()), tmp_path)
     for spec in (NVFP4, MXFP8_E4M3):
         config = QuantConfig(weight=spec, exclude=ROUTED, target=Target.TORCH)
@@ -289,15 +298,68 @@ def test_experts_that_would_not_be_read_back_are_refused(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-def test_servers_are_told_of_experts_in_float(tmp_path: Path) -> None:
-    config = INT4_WEIGHT_ONLY.replace(group_size=32, exclude=(*ROUTED, "*.0.*experts*"))
-    qfx.export.huggingface(quantized(config, mixture()), tmp_path)
-    ignored = quantization(tmp_path)["ignore"]
+@pytest.mark.parametrize("left", ["*.0.*experts*", "*.experts*", "*.experts.down_proj"])
+@pytest.mark.parametrize("model", ["Mixtral", "Qwen3Moe"])
+def test_experts_in_float_are_read_back_and_servers_told(model: str, left: str, tmp_path: Path) -> None:
+    config = INT4_WEIGHT_ONLY.replace(group_size=32, exclude=(*ROUTED, left))
+    qmodel = quantized(config, mixture(model))
+    qfx.export.huggingface(qmodel, tmp_path / "quantized")
+    torch.testing.assert_close(logits(load(tmp_path / "quantized")), logits(qmodel), rtol=0, atol=2e-6)
+    ignored = quantization(tmp_path / "quantized")["ignore"]
+    assert {"lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"} <= set(ignored)
     patterns = [re.compile(name.removeprefix("re:")) for name in ignored if name.startswith("re:")]
-    experts = [name for name in load_file(tmp_path / "model.safetensors") if ".experts." in name]
-    for name in experts:
-        assert any(p.match(name.rpartition(".")[0]) for p in patterns) == name.endswith(".weight")
-    assert sum(name.endswith(".weight") for name in experts) == 9
+    mixture(model).save_pretrained(tmp_path / "float")
+    stored, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("quantized", "float"))
+    experts = {name.removesuffix(".weight") for name in whole if ".experts." in name}
+    named = {name for name in experts if any(p.match(name) for p in patterns)}
+    assert named == {name for name in experts if f"{name}.weight_packed" not in stored}
+    assert 0 < len(named) <= 18
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq"])
+def test_other_forms_name_experts_in_float_their_way(form: str, tmp_path: Path) -> None:
+    config = QuantConfig(weight=FOURS.replace(scale_type=ScaleType.FLOAT16), exclude=(*ROUTED, "op:experts"))
+    qfx.export.huggingface(quantized(config, mixture("Qwen3Moe")), tmp_path, format=form)
+    names = [name.removesuffix(".weight") for name in load_file(tmp_path / "model.safetensors")]
+    told = quantization(tmp_path)["dynamic" if form == "gptq" else "modules_to_not_convert"]
+    for name in names:
+        if ".experts." in name or name.endswith("mlp.gate"):
+            assert any(re.match(key.removeprefix("-:"), name) for key in told)
+        elif name.endswith("qweight"):
+            assert not any(re.match(key.removeprefix("-:"), name.removesuffix(".qweight")) for key in told)
+    assert sum(".experts." in name for name in names) == 18
+
+
+def test_a_checkpoint_whose_weights_would_be_made_up_is_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forgetful(model: Any, tensors: Any) -> Any:
+        saved = as_saved(model, tensors)
+        return {name: tensor for name, tensor in saved.items() if not name.endswith("0.mlp.up_proj.weight_packed")}
+
+    monkeypatch.setattr("quark_fx.export.to_huggingface.as_saved", forgetful)
+    with pytest.raises(qfx.ExportError, match=r"it does not find model\.layers\.0\.mlp\.up_proj\.weight_packed; "):
+        qfx.export.huggingface(quantized(INT4_WEIGHT_ONLY), tmp_path)
+    assert not [file for file in tmp_path.iterdir() if file.name in ("config.json", "model.safetensors")]
+
+
+def test_an_eager_model_is_neither_saved_nor_quantized_again(tmp_path: Path) -> None:
+    eager: Any = quantized(INT4_WEIGHT_ONLY).eager()
+    with pytest.raises(qfx.ExportError, match=r"quark_fx\.export\.huggingface"):
+        eager.save_pretrained(tmp_path)
+    with pytest.raises(qfx.ConfigError, match=r"eager\(\) made of a quantized one"):
+        quantized(INT4_WEIGHT_ONLY, eager)
+    assert not list(tmp_path.iterdir())
+
+
+def test_rounded_activations_of_experts_are_named_with_what_leaves_them(tmp_path: Path) -> None:
+    config = FP8_DYNAMIC.replace(exclude=ROUTED)
+    with pytest.raises(qfx.ExportError, match=r"pattern='model\.layers\.\*\.mlp\.experts\*', input=None"):
+        qfx.export.huggingface(quantized(config, mixture()), tmp_path)
+    told = Override(pattern="model.layers.*.mlp.experts*", input=None, output=None)
+    qmodel = quantized(config.replace(overrides=(*config.overrides, told)), mixture())
+    qfx.export.huggingface(qmodel, tmp_path)
+    torch.testing.assert_close(logits(load(tmp_path)), logits(qmodel), rtol=0, atol=2e-6)
 
 
 def unpacked(words: Tensor, bits: int) -> np.ndarray[Any, Any]:

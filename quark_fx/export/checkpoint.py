@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from quark_fx.correspondence import Correspondence, Source, correspond
 from quark_fx.eager import source_of
-from quark_fx.errors import ExportError
-from quark_fx.export.experts import matrices
+from quark_fx.errors import ExportError, QuarkError
+from quark_fx.export.experts import matrices, taken_apart
 from quark_fx.export.packing import Matrix
 from quark_fx.model import QuantizedModel
 from quark_fx.rounded_modules import Activation
@@ -62,11 +62,28 @@ class Checkpoint:
         shell: a copy of the float model, for its configuration; its weights are not what is stored.
         layers: with quantized weights.
         tensors: the rest of the model's state by name, in float.
+        stacks: names of the tensors that hold experts, and of the modules a checkpoint has instead.
     """
 
     shell: Any
     layers: list[Layer]
     tensors: dict[str, Tensor]
+    stacks: dict[str, list[str]]
+
+    @property
+    def left(self) -> list[str]:
+        """The modules that stay in float and may be linear layers to a reader, beside experts."""
+        quantized, found = {layer.name for layer in self.layers}, []
+        for name, module in self.shell.named_modules():
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(module, nn.Embedding):
+                found += [name] * (name not in quantized)
+        return found
+
+    @property
+    def left_experts(self) -> list[str]:
+        """The modules of experts that stay in float."""
+        return [name for names in self.stacks.values() for name in names]
 
 
 def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
@@ -80,10 +97,13 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
         ExportError: if no checkpoint format can hold how an operator is quantized (all are listed), or the model is
             none of transformers.
     """
-    source = source_of(qmodel, model)
-    if not hasattr(source.model, "save_pretrained"):
-        raise ExportError(f"{type(source.model).__name__} is no model of transformers; use qmodel.save(directory)")
-    found = correspond(source, qmodel.graph_module)
+    try:
+        source = source_of(qmodel, model)
+        if not hasattr(source.model, "save_pretrained"):
+            raise ExportError(f"{type(source.model).__name__} is no model of transformers; use qmodel.save(directory)")
+        found = correspond(source, qmodel.graph_module)
+    except QuarkError as error:
+        raise ExportError(str(error)) from error
     layers = _layers(source, found)
     shell: Any = copy.deepcopy(source.model)
     state = shell.state_dict(keep_vars=True)
@@ -92,7 +112,8 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
     tied = _tied(shell)
     if any(layer.name in tied for layer in layers):
         shell.config.tie_word_embeddings = False
-    return Checkpoint(shell, layers, tensors)
+    apart = {name: list(taken_apart(shell, name, tensor)) for name, tensor in tensors.items()}
+    return Checkpoint(shell, layers, tensors, {name: names for name, names in apart.items() if names})
 
 
 def _layers(source: Source, found: Correspondence) -> list[Layer]:
@@ -118,8 +139,10 @@ def _layers(source: Source, found: Correspondence) -> list[Layer]:
                 layers += [Layer(key, module, partial(of_expert, name, key), None, name) for key in experts]
                 continue
             simple = isinstance(module, _CLASSES) and len(inspect.signature(module.forward).parameters) == 1
+            shape = tuple(constant.tensor.shape)
+            if len(shape) > 2:
+                raise ExportError(f"a stack {shape} that transformers does not take apart; leave it in float")
             if leaf != "weight" or not simple:
-                shape = tuple(constant.tensor.shape)
                 raise ExportError(
                     "checkpoints hold weights of nn.Linear and nn.Embedding with one input, this is the parameter "
                     f"{leaf} of a {type(module).__name__}, {shape}"

@@ -63,19 +63,32 @@ def matrices(model: Any, name: str, constant: Constant) -> dict[str, Matrix]:
 
 
 def name_patterns(names: Iterable[str]) -> list[str]:
-    r"""Return patterns, as compressed-tensors has them, that match the modules of experts for any expert.
+    r"""Return regular expressions that match the names of experts' modules, whichever the expert.
 
     >>> print(*name_patterns(["layers.0.experts.0.up", "layers.0.experts.1.up"]))
-    re:^layers[.]0[.]experts[.]\d+[.]up$
+    ^layers[.]0[.]experts[.]\d+[.]up$
     """
-    found = dict.fromkeys(_pattern(name) for name in names)
-    return list(found)
+    return list(dict.fromkeys(rf"^{_literal(before)}[.]\d+[.]{_literal(after)}$" for before, after in map(_cut, names)))
 
 
-def _pattern(name: str) -> str:
+def common_paths(names: Iterable[str]) -> list[str]:
+    """Return what the names of experts' modules begin with, whichever the expert.
+
+    >>> common_paths(["layers.0.experts.0.up", "layers.0.experts.1.down"])
+    ['layers.0.experts']
+    """
+    return list(dict.fromkeys(before for before, _ in map(_cut, names)))
+
+
+def _cut(name: str) -> tuple[str, str]:
+    """Return what is before and after the number of the expert."""
     parts = name.split(".")
-    expert = max((i for i, part in enumerate(parts) if part.isdigit()), default=None)
-    return "re:^" + "[.]".join(r"\d+" if i == expert else re.escape(part) for i, part in enumerate(parts)) + "$"
+    expert = max((i for i, part in enumerate(parts) if part.isdigit()), default=0)
+    return ".".join(parts[:expert]), ".".join(parts[expert + 1 :])
 
 
-__all__ = ["as_saved", "matrices", "name_patterns", "taken_apart"]
+def _literal(name: str) -> str:
+    return "[.]".join(map(re.escape, name.split(".")))
+
+
+__all__ = ["as_saved", "common_paths", "matrices", "name_patterns", "taken_apart"]

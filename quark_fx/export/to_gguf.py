@@ -110,7 +110,7 @@ class _Reader:
         architecture, keys = written.get(_plain(kind)), fields.get(_plain(kind))
         if architecture is None or keys is None:
             known = ", ".join(sorted(written[name] for name in fields if name in written))
-            raise ExportError(f"no GGUF file holds a model of type {kind}; known are {known}")
+            raise ExportError(f"models of type {kind} are not written as GGUF; known to its reader are {known}")
         rope = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default")
         if rope != "default":
             raise ExportError(
@@ -152,7 +152,7 @@ class _Reader:
                 stored = stored.reshape(shape)
                 if np.allclose(self.read(name, stored), wanted, atol=1e-6):
                     return stored
-        raise ExportError("what readers of GGUF do to this tensor cannot be undone; choose another checkpoint format")
+        raise ExportError("what readers do to it, be it in float, cannot be undone; choose another checkpoint format")
 
     def rows(self, name: str, matrix: Tensor) -> Tensor:
         """Return which rows of a matrix are stored, in order; errors as `undo`."""
@@ -173,12 +173,15 @@ def _tensors(checkpoint: Checkpoint, reader: _Reader, package: Any) -> dict[str,
     names = {theirs: ours for ours, theirs in reader.names.items()}
     tied = checkpoint.shell.config.tie_word_embeddings
     skipped = set(checkpoint.shell._tied_weights_keys or ()) if tied else set()
-    tensors, errors = {}, []
+    tensors, errors = {}, dict[str, None]()
     for theirs in (*checkpoint.tensors, *layers):
         ours = names.get(theirs)
         try:
             if theirs in skipped:
                 continue
+            if theirs in layers and layers[theirs].stack:
+                theirs = layers[theirs].stack  # one error for all experts
+                raise ExportError("quantized experts are not written as GGUF; leave them in float (op:experts)")
             if ours is None:
                 raise ExportError("the architecture has no tensor of that name in GGUF")
             if theirs in layers:
@@ -187,9 +190,9 @@ def _tensors(checkpoint: Checkpoint, reader: _Reader, package: Any) -> dict[str,
                 tensor = checkpoint.tensors[theirs].detach()
                 tensors[ours] = reader.undo(ours, tensor), package.GGMLQuantizationType.F32
         except ExportError as error:
-            errors.append(f"{theirs}: {error}")
+            errors[f"{theirs}: {error}"] = None
     if errors:
-        raise unholdable(errors)
+        raise unholdable(list(errors))
     return tensors
 
 

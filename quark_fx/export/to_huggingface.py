@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from quark_fx.capture import quiet
 from quark_fx.checkpoint_files import GRAPH_FILE
 from quark_fx.errors import CheckpointError, ExportError
 from quark_fx.export.checkpoint import Checkpoint, Layer, each_layer, take_apart, unholdable
-from quark_fx.export.experts import as_saved, name_patterns, taken_apart
+from quark_fx.export.experts import as_saved, common_paths, name_patterns
 from quark_fx.export.packing import Matrix, pack, pack_awq, pack_columns, patterns
 from quark_fx.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, FloatFormat, IntFormat, parse_format
 from quark_fx.model import QuantizedModel
 from quark_fx.qparams import ScaleType, Symmetry, recover_global_scale
 from quark_fx.shelf import Shelf
 
+_DEFAULT = "compressed-tensors"
+
 
 def huggingface(
     qmodel: QuantizedModel,
     directory: str | Path,
     *,
-    format: str = "compressed-tensors",
+    format: str = _DEFAULT,
     tokenizer: Any = None,
     model: nn.Module | None = None,
 ) -> Path:
@@ -35,8 +41,9 @@ def huggingface(
     Scales stay float32 in compressed-tensors; GPTQ and AWQ store float16. Of an activation whose range is measured at
     run time the checkpoint says only that: transformers divides its largest magnitude by 127.5
     (`symmetry="symmetric_full"`), other readers by 127. Small floats in groups are read in bfloat16. Weights of experts
-    lie apart, a matrix for each projection of each; transformers 5.23 reads them back in float, and only if all are
-    quantized. GPTQModel reads zero points of GPTQ in `"gptq_v2"`, in `"gptq"` only what it wrote itself.
+    lie apart, a matrix for each projection of each, which transformers 5.23 dequantizes as it reads them; those that
+    stay in float lie in their stacks, as it would not find them beside quantized layers otherwise. GPTQModel reads zero
+    points of GPTQ in `"gptq_v2"`, in `"gptq"` only what it wrote itself.
 
     Args:
         qmodel: from `quantize`.
@@ -62,16 +69,17 @@ def huggingface(
     if (directory / GRAPH_FILE).exists():
         raise ExportError(f"{directory} holds a model that qmodel.save wrote, under the same names; choose another one")
     checkpoint = take_apart(qmodel, model)
-    shell, layers = checkpoint.shell, checkpoint.layers
+    shell = checkpoint.shell
     try:
-        left = _left(checkpoint)
-        stored, shell.config.quantization_config = _WRITERS[format](layers, left, Shelf(directory))
+        stored, shell.config.quantization_config = _WRITERS[format](checkpoint, Shelf(directory))
     except CheckpointError as error:
         raise ExportError(str(error)) from error
-    apart = {layer.name for layer in layers if layer.stack}  # named as in the checkpoint already
-    experts = {name: tensor for name, tensor in stored.items() if name.rpartition(".")[0] in apart}
-    rest = {name: tensor for name, tensor in stored.items() if name not in experts}
-    tensors = as_saved(shell, checkpoint.tensors | rest) | experts
+    apart = {layer.name for layer in checkpoint.layers if layer.stack}  # named as in the checkpoint already
+    whole = set(checkpoint.stacks) if format == _DEFAULT else set()
+    every = checkpoint.tensors | stored
+    final = {name for name in every if name in whole or name.rpartition(".")[0] in apart}
+    rest = {name: tensor for name, tensor in every.items() if name not in final}
+    tensors = as_saved(shell, rest) | {name: every[name] for name in final}
     if set(_forms(shell.config.quantization_config)) & _BLOCK_FORMS:
         shell.to(torch.bfloat16)  # what readers decompress these to, and then take for the dtype of the model
     try:
@@ -81,23 +89,43 @@ def huggingface(
             tokenizer.save_pretrained(directory)
     except OSError as error:
         raise ExportError(f"{directory} cannot be written: {error}; choose another directory") from error
+    if format == _DEFAULT:
+        _require_found(shell, directory)
     return directory
+
+
+def _require_found(shell: Any, directory: Path) -> None:
+    """Let transformers load a checkpoint without its data; take it away if a weight would be made up.
+
+    Raises:
+        ExportError: if transformers does not find a weight, or fails.
+    """
+    with quiet(), redirect_stderr(StringIO()), warnings.catch_warnings(action="ignore"):
+        try:
+            found = type(shell).from_pretrained(directory, device_map="meta", output_loading_info=True)[1]
+        except (KeyError, RuntimeError, ValueError) as error:
+            why = f"{type(error).__name__}: {error}"
+        else:
+            missing = sorted(found["missing_keys"])
+            why = f"it does not find {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}" * bool(missing)
+    if why:
+        for file in (*directory.glob("model*.safetensors*"), directory / "config.json"):
+            file.unlink()
+        raise ExportError(
+            f"transformers does not load what {type(shell).__name__} becomes in {_DEFAULT}: {why}; quantize all of its "
+            "experts or none, or use qmodel.save(directory)"
+        )
 
 
 def _forms(config: dict[str, Any]) -> list[str]:
     return [group.get("format", "") for group in config.get("config_groups", {}).values()]
 
 
-def _left(checkpoint: Checkpoint) -> list[str]:
-    """Return the linear layers that stay in float, of experts their pattern."""
-    quantized = {layer.name for layer in checkpoint.layers}
-    modules = checkpoint.shell.named_modules()
-    layers = [n for n, module in modules if isinstance(module, nn.Linear) and n not in quantized]
-    apart = (taken_apart(checkpoint.shell, name, tensor) for name, tensor in checkpoint.tensors.items())
-    return layers + name_patterns(name for names in apart for name in names)
+Written = tuple[dict[str, Tensor], dict[str, Any]]
+"""The tensors of the quantized layers, and the configuration."""
 
 
-def _compressed_tensors(layers: list[Layer], left: list[str], shelf: Shelf) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
     """https://github.com/vllm-project/compressed-tensors: one group of modules for each scheme."""
     schemes: dict[str, dict[str, Any]] = {}
     members: dict[str, list[Layer]] = {}
@@ -109,7 +137,7 @@ def _compressed_tensors(layers: list[Layer], left: list[str], shelf: Shelf) -> t
         members.setdefault(key, []).append(layer)
         return _compressed(layer, scheme["format"])
 
-    tensors = each_layer(layers, write, shelf)
+    tensors = each_layer(checkpoint.layers, write, shelf)
     _share_global_scales(tensors)
     _require_readable(schemes, members)
     groups = {}
@@ -119,7 +147,7 @@ def _compressed_tensors(layers: list[Layer], left: list[str], shelf: Shelf) -> t
     for index, key in enumerate([*usual, *(key for key in members if key not in usual)]):
         rest = members[key] if key not in usual else [layer for layer in members[key] if not layer.is_linear]
         targets = ["Linear"] * (key in usual) + [layer.name for layer in rest if not layer.stack]
-        targets += name_patterns(layer.name for layer in rest if layer.stack)
+        targets += _patterns(layer.name for layer in rest if layer.stack)
         groups[f"group_{index}"] = {"targets": targets, "output_activations": None, **schemes[key]}
     formats = {scheme["format"] for scheme in schemes.values()}
     return tensors, {
@@ -127,19 +155,21 @@ def _compressed_tensors(layers: list[Layer], left: list[str], shelf: Shelf) -> t
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": left,
+        "ignore": checkpoint.left + _patterns(checkpoint.left_experts),
         "kv_cache_scheme": None,
     }
 
 
+def _patterns(names: Iterable[str]) -> list[str]:
+    return [f"re:{pattern}" for pattern in name_patterns(names)]
+
+
 def _require_readable(schemes: Mapping[str, dict[str, Any]], members: Mapping[str, list[Layer]]) -> None:
     """Raise if transformers would take the codes of some experts for others: it reads all by one scheme."""
-    kinds = {key: f"{s['weights']['num_bits']} bits, {s['format']}" for key, s in schemes.items()}
+    kinds = {key: f"{s['weights']['num_bits']} bits in {s['format']}" for key, s in schemes.items()}
     found = {layer.stack: kinds[key] for key, some in members.items() for layer in some if layer.stack}
     if len(set(found.values())) > 1:
-        raise unholdable(
-            [f"{name}: {kind}; all experts of a checkpoint have one format" for name, kind in found.items()]
-        )
+        raise unholdable([f"{name}: {kind}; all experts of a checkpoint have the same" for name, kind in found.items()])
 
 
 def _scheme(layer: Layer) -> dict[str, Any]:
@@ -288,10 +318,9 @@ def _uniform(layers: list[Layer], bits: tuple[int, ...], form: str, shelf: Shelf
     return common
 
 
-def _gptq(
-    layers: list[Layer], left: list[str], shelf: Shelf, version: int = 1
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _gptq(checkpoint: Checkpoint, shelf: Shelf, version: int = 1) -> Written:
     """The layout of AutoGPTQ and GPTQModel; version 1 stores the zero point less one."""
+    layers = checkpoint.layers
     bits, group = _uniform(layers, (2, 4, 8), "GPTQ", shelf)
 
     def write(layer: Layer) -> dict[str, Tensor]:
@@ -310,6 +339,7 @@ def _gptq(
             "g_idx": (torch.arange(inputs) // size).to(torch.int32),
         }
 
+    left = [f"^{re.escape(name)}$" for name in checkpoint.left if name != "lm_head"]
     return each_layer(layers, write, shelf), {
         "quant_method": "gptq",
         "bits": bits,
@@ -319,18 +349,18 @@ def _gptq(
         "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
         "pack_dtype": "int32",
         "lm_head": any(layer.name == "lm_head" for layer in layers),
-        "dynamic": {f"-:^{re.escape(name)}$": {} for name in left if name != "lm_head"},
+        "dynamic": {f"-:{pattern}": {} for pattern in [*left, *name_patterns(checkpoint.left_experts)]},
         "meta": {"quantizer": ["quark_fx"]},
     }
 
 
-def _gptq_v2(layers: list[Layer], left: list[str], shelf: Shelf) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    return _gptq(layers, left, shelf, 2)
+def _gptq_v2(checkpoint: Checkpoint, shelf: Shelf) -> Written:
+    return _gptq(checkpoint, shelf, 2)
 
 
-def _awq(layers: list[Layer], left: list[str], shelf: Shelf) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _awq(checkpoint: Checkpoint, shelf: Shelf) -> Written:
     """The GEMM layout of AutoAWQ."""
-    bits, group = _uniform(layers, (4,), "AWQ", shelf)
+    bits, group = _uniform(checkpoint.layers, (4,), "AWQ", shelf)
 
     def write(layer: Layer) -> dict[str, Tensor]:
         codes, zeros = layer.weight.unsigned()
@@ -342,17 +372,17 @@ def _awq(layers: list[Layer], left: list[str], shelf: Shelf) -> tuple[dict[str, 
             "scales": layer.weight.half_scales().t().contiguous(),
         }
 
-    return each_layer(layers, write, shelf), {
+    return each_layer(checkpoint.layers, write, shelf), {
         "quant_method": "awq",
         "bits": bits,
         "group_size": group,
         "zero_point": True,
         "version": "gemm",
-        "modules_to_not_convert": left or None,
+        "modules_to_not_convert": checkpoint.left + common_paths(checkpoint.left_experts) or None,
     }
 
 
-_WRITERS: Mapping[str, Callable[[list[Layer], list[str], Shelf], tuple[dict[str, Tensor], dict[str, Any]]]] = {
+_WRITERS: Mapping[str, Callable[[Checkpoint, Shelf], Written]] = {
     "compressed-tensors": _compressed_tensors,
     "gptq": _gptq,
     "gptq_v2": _gptq_v2,
