@@ -46,7 +46,7 @@ class Override:
     Args:
         pattern: a glob on the module name (`"encoder.layer.0.*"`), or `"op:"` and a glob on the operator
             kind of `quark_fx.operators` (`"op:embedding"`); `"op:head"` is the one whose output is the model's,
-            `"op:router"` one of whose outputs the largest are chosen: what sends tokens to experts.
+            `"op:router"` one of whose outputs the largest are looked up, as what sends tokens to experts.
         weight: `INHERIT` leaves it as it is, `None` keeps it in float.
         input: likewise.
         output: likewise.

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch.fx import GraphModule, Node
 
 from quark_fx.config import Granularity, QuantConfig, Target, TensorSpec, matches
@@ -40,7 +41,7 @@ HEAD = "head"
 """How patterns name the operator whose output is the model's: a language model's projection to its vocabulary."""
 
 ROUTER = "router"
-"""How patterns name an operator of whose outputs the largest are chosen: what sends tokens to experts."""
+"""How patterns name an operator of whose outputs the largest are looked up, as what sends tokens to experts."""
 
 
 @dataclass(frozen=True)
@@ -253,22 +254,28 @@ def _kinds(kind: str, role: str) -> tuple[str, ...]:
 
 
 def _is_router(node: Node) -> bool:
-    """Tell whether the largest of the operator's outputs are chosen, be they shifted or squashed before."""
+    """Tell whether the largest of the operator's outputs are looked up, whatever is done to each value before."""
     pending, seen = [node], {node}
     while pending:
         for user in pending.pop().users:
             name = target_name(user)
-            if name in _CHOOSING and any(result.args[1] == 1 for result in user.users):  # which, not only how large
+            # Which are the largest, not only how large they are.
+            if name in _PLACES or (name in _CHOOSING and any(result.args[1] == 1 for result in user.users)):
                 return True
-            if user not in seen and name in MOVING | _CASTS | _SQUASHING | _SHIFTING:
+            if user not in seen and (name in MOVING | _CASTS | _SQUASHING or _is_pointwise(user)):
                 seen.add(user)
                 pending.append(user)
     return False
 
 
-_CHOOSING = frozenset({"aten.topk.default", "aten.max.dim"})
+_PLACES = frozenset({"aten.argmax.default", "aten.argsort.default", "aten.argsort.stable"})
 
-_SHIFTING = frozenset(f"aten.{n}" for n in ("add.Tensor", "sub.Tensor", "masked_fill.Scalar", "where.self"))
+_CHOOSING = frozenset({"aten.topk.default", "aten.max.dim", "aten.sort.default", "aten.sort.stable"})
+"""What returns values and their places."""
+
+
+def _is_pointwise(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def _is_head(node: Node) -> bool:

@@ -234,12 +234,12 @@ def test_transposed_weights_and_experts_are_named(tmp_path: Path) -> None:
         qfx.export.huggingface(quantized(INT8_WEIGHT_ONLY, mixture()), tmp_path)
 
 
-def mixture(name: str = "Mixtral") -> Any:
+def mixture(name: str = "Mixtral", *, width: int = 128, experts: int = 3) -> Any:
     """Return a model with experts; of one kind its checkpoints have other names for the modules."""
     config = getattr(transformers, f"{name}Config")(
-        hidden_size=64, intermediate_size=128, moe_intermediate_size=128, num_local_experts=3, num_experts=3,
-        num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        vocab_size=64, pad_token_id=None,
+        hidden_size=64, intermediate_size=width, moe_intermediate_size=width, num_local_experts=experts,
+        num_experts=experts, num_experts_per_tok=min(2, experts), num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, vocab_size=64, pad_token_id=None,
     )  # fmt: skip
     return seeded(getattr(transformers, f"{name}ForCausalLM")(config))
 
@@ -279,12 +279,38 @@ def test_experts_lie_apart_and_are_read_back(name: str, model: str, dequantized:
     assert sum("experts" in key for key in modules) == 2 * 3 * 3
 
 
+@pytest.mark.parametrize(("group", "width", "experts"), [(64, 32, 3), (32, 32, 3), (32, 64, 1)])
+def test_experts_of_any_width_are_read_back(group: int, width: int, experts: int, tmp_path: Path) -> None:
+    """Where a row of one of the projections is one group, or a stack holds one expert."""
+    config = INT4_WEIGHT_ONLY.replace(group_size=group, exclude=ROUTED)
+    qmodel = quantized(config, mixture("Qwen3Moe", width=width, experts=experts))
+    qfx.export.huggingface(qmodel, tmp_path)
+    torch.testing.assert_close(logits(load(tmp_path)), logits(qmodel), rtol=0, atol=2e-6)
+
+
+def test_codes_that_would_be_torn_from_their_scales_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qmodel = quantized(INT4_WEIGHT_ONLY.replace(group_size=32, exclude=ROUTED), mixture())
+
+    def turned(model: Any, tensors: Any) -> Any:
+        return as_saved(model, {name: tensor.flip(-1) for name, tensor in tensors.items()})
+
+    monkeypatch.setattr("quark_fx.export.experts.as_saved", turned)
+    with pytest.raises(qfx.ExportError, match=r"down_proj: what transformers does .* cannot be done to its codes"):
+        qfx.export.huggingface(qmodel, tmp_path)
+
+
 def test_experts_that_would_not_be_read_back_are_refused(tmp_path: Path) -> None:
     mixed = INT4_WEIGHT_ONLY.replace(
         group_size=32, exclude=ROUTED, overrides=(Override(pattern="*.0.*experts*", weight=INT8_EXPERTS.weight),)
     )
-    with pytest.raises(qfx.ExportError, match=r"0\.mlp\.experts\.down_proj: 8 bits.*all experts .* have the same"):
+    with pytest.raises(qfx.ExportError, match=r"0\.mlp\.experts\.down_proj: .*\[8, .*all experts .* have the same"):
         qfx.export.huggingface(quantized(mixed, mixture()), tmp_path)
+    groups = Override(pattern="*.0.*experts*", weight=FOURS.replace(group_size=16))
+    config = INT4_WEIGHT_ONLY.replace(group_size=32, exclude=ROUTED, overrides=(groups,))
+    with pytest.raises(qfx.ExportError, match=r"0\.mlp\.experts\.down_proj: .*, 16\]; all experts .* have the same"):
+        qfx.export.huggingface(quantized(config, mixture()), tmp_path)
     for spec in (NVFP4, MXFP8_E4M3):
         config = QuantConfig(weight=spec, exclude=ROUTED, target=Target.TORCH)
         with pytest.raises(qfx.ExportError, match=r"experts in \w+.*transformers reads wrongly") as refused:
@@ -293,7 +319,7 @@ def test_experts_that_would_not_be_read_back_are_refused(tmp_path: Path) -> None
     with pytest.raises(qfx.ExportError, match=r"experts\.down_proj: GPTQ holds .* no experts"):
         qfx.export.huggingface(quantized(EXPERTS["int4 in groups"][0], mixture()), tmp_path, format="gptq")
     one_scale = Override(pattern="*.experts*", weight=TensorSpec(format=INT8))
-    with pytest.raises(qfx.ExportError, match=r"experts\.down_proj: a stack with one scale"):
+    with pytest.raises(qfx.ExportError, match=r"experts\.down_proj: a stack whose scales are not"):
         qfx.export.huggingface(quantized(QuantConfig(overrides=(one_scale,)), mixture()), tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -306,7 +332,8 @@ def test_experts_in_float_are_read_back_and_servers_told(model: str, left: str, 
     qfx.export.huggingface(qmodel, tmp_path / "quantized")
     torch.testing.assert_close(logits(load(tmp_path / "quantized")), logits(qmodel), rtol=0, atol=2e-6)
     ignored = quantization(tmp_path / "quantized")["ignore"]
-    assert {"lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"} <= set(ignored)
+    routers = {"mlp.gate"} | ({"block_sparse_moe.gate"} if model == "Mixtral" else set())
+    assert {"lm_head", *(f"model.layers.{i}.{name}" for i in range(2) for name in routers)} <= set(ignored)
     patterns = [re.compile(name.removeprefix("re:")) for name in ignored if name.startswith("re:")]
     mixture(model).save_pretrained(tmp_path / "float")
     stored, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("quantized", "float"))

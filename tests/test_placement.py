@@ -474,9 +474,21 @@ def chosen(model: Any, score: Tensor) -> Any:
     return model.table[score.topk(2, dim=-1).indices].sum(-2)
 
 
+def steps(score: Tensor) -> Tensor:
+    """Take each of many paths, two more with every step."""
+    for _ in range(600):
+        score = score + score * 0.001
+    return score
+
+
 ROUTING: dict[str, tuple[bool, Callable[[Any, Tensor, Tensor], Any]]] = {
     "scores": (True, lambda m, score, y: chosen(m, score) + y),
-    "shares": (True, lambda m, score, y: chosen(m, torch.softmax(score.float(), -1)) + y),
+    "shares": (True, lambda m, score, y: chosen(m, torch.softmax(score.half(), -1)) + y),
+    "in another shape": (True, lambda m, score, y: chosen(m, score.unflatten(0, (2, 4))).flatten(0, 1) + y),
+    "a root": (True, lambda m, score, y: chosen(m, torch.nn.functional.softplus(score).sqrt()) + y),
+    "sorted": (True, lambda m, score, y: m.table[score.sort(-1).indices[:, -1]] + y),
+    "the place": (True, lambda m, score, y: m.table[score.argmax(-1)] + y),
+    "after many steps": (True, lambda m, score, y: chosen(m, steps(score)) + y),
     "shifted": (True, lambda m, score, y: chosen(m, torch.sigmoid(score) + m.shift) + y),
     "groups masked": (True, lambda m, score, y: chosen(m, score.masked_fill(score < 0, 0.0)) + y),
     "the largest": (True, lambda m, score, y: m.table[score.max(-1).indices] + y),
@@ -501,6 +513,8 @@ def test_what_sends_rows_elsewhere_is_a_router(name: str) -> None:
     reasons = {r.name: r.reason for r in qmodel.report()}
     assert reasons["route"] == ("excluded by 'op:router'" if routes else "")
     assert reasons["body"] == ""
+    if name == "through an operator":
+        assert reasons["after"] == "excluded by 'op:router'"
 
 
 def test_a_router_of_its_own_format() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,7 @@ def job(rank: int, count: int, folder: Path, work: Callable[[Path], Any]) -> Non
     dist.destroy_process_group()
     # Threads of gloo outlive their group: one that lets go of a tensor while the interpreter ends, aborts the process
     # (https://github.com/pytorch/pytorch/pull/179291).
+    sys.stdout.flush(), sys.stderr.flush()
     os._exit(0)
 
 

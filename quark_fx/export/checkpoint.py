@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from quark_fx.correspondence import Correspondence, Source, correspond
 from quark_fx.eager import source_of
 from quark_fx.errors import ExportError, QuarkError
-from quark_fx.export.experts import matrices, taken_apart
+from quark_fx.export.experts import as_saved, matrices, taken_apart
 from quark_fx.export.packing import Matrix
 from quark_fx.model import QuantizedModel
 from quark_fx.rounded_modules import Activation
@@ -72,13 +72,24 @@ class Checkpoint:
 
     @property
     def left(self) -> list[str]:
-        """The modules that stay in float and may be linear layers to a reader, beside experts."""
-        quantized, found = {layer.name for layer in self.layers}, []
+        """The modules that stay in float and may be linear layers to a reader, beside experts, by all their names."""
+        quantized, found = {layer.name for layer in self.layers}, dict[str, Tensor]()
         for name, module in self.shell.named_modules():
-            weight = getattr(module, "weight", None)
-            if isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(module, nn.Embedding):
-                found += [name] * (name not in quantized)
-        return found
+            weight = self.tensors.get(f"{name}.weight")
+            if weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding):
+                found |= {} if name in quantized else {f"{name}.weight": weight}
+        return list(dict.fromkeys(name.removesuffix(".weight") for name in (*found, *as_saved(self.shell, found))))
+
+    @property
+    def left_stacks(self) -> list[str]:
+        """The modules with a stack that stays in float and is no kernel, and that a checkpoint does not take apart."""
+        stacks = (name.rpartition(".") for name, t in self.tensors.items() if t.dim() == 3 and name not in self.stacks)
+        return list(dict.fromkeys(path for path, _, leaf in stacks if leaf != "weight"))
+
+    @property
+    def experts(self) -> list[str]:
+        """The quantized modules of experts."""
+        return [layer.name for layer in self.layers if layer.stack]
 
     @property
     def left_experts(self) -> list[str]:
@@ -121,7 +132,7 @@ def _layers(source: Source, found: Correspondence) -> list[Layer]:
     layers: list[Layer] = []
     errors = []
 
-    @lru_cache(maxsize=1)  # the matrices of a stack are copies
+    @lru_cache(maxsize=1)  # the matrices of a stack are copies, and asked for one after another
     def apart(name: str) -> dict[str, Matrix]:
         return matrices(source.model, name, found.constants[name])
 
@@ -136,6 +147,8 @@ def _layers(source: Source, found: Correspondence) -> list[Layer]:
         module = source.model.get_submodule(path)
         try:
             if experts := apart(name):
+                if path in found.rounding.inputs:
+                    raise ExportError("the activations of experts are quantized; keep them in float")
                 layers += [Layer(key, module, partial(of_expert, name, key), None, name) for key in experts]
                 continue
             simple = isinstance(module, _CLASSES) and len(inspect.signature(module.forward).parameters) == 1

@@ -34,7 +34,7 @@ def taken_apart(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
     if tensor.dim() != 3:
         return {}
     parts = as_saved(model, {name: tensor})
-    apart = len(parts) > 1 and all(key.endswith(_SUFFIX) and part.dim() == 2 for key, part in parts.items())
+    apart = all(key.endswith(_SUFFIX) and part.dim() == 2 for key, part in parts.items())
     return {key.removesuffix(_SUFFIX): part for key, part in parts.items()} if apart else {}
 
 
@@ -44,31 +44,47 @@ def matrices(model: Any, name: str, constant: Constant) -> dict[str, Matrix]:
     Raises:
         ExportError: if a checkpoint cannot hold them.
     """
-    codes = taken_apart(model, name, constant.tensor)
-    if not codes or constant.scale is None or constant.zero_point is None:
+    codes, scale, zero_point = constant.tensor, constant.scale, constant.zero_point
+    if scale is None or zero_point is None or not taken_apart(model, name, scale if scale.dim() == 3 else codes):
         return {}
-    if constant.scale.dim() != 3:
-        raise ExportError("a stack with one scale; choose scales per channel or in groups")
-    scales, zero_points, values = (
-        taken_apart(model, name, t)
-        for t in (constant.scale, constant.zero_point.expand_as(constant.scale), constant.value())
-    )
-    found = {}
-    for key, part in codes.items():
-        some = replace(constant, tensor=part, scale=scales[key], zero_point=zero_points[key], axis=1)
-        found[key] = Matrix.of(some)
-        if not torch.equal(found[key].value().to(constant.dtype), values[key]):
-            raise ExportError("what transformers does to this stack as it saves it cannot be done to its codes")
-    return found
+    if constant.axis != 2 or scale.shape[:2] != codes.shape[:2]:
+        raise ExportError("a stack whose scales are not per channel or in groups of inputs; choose one of these")
+    if not _moves_rows(model, name, codes):
+        raise ExportError("what transformers does to this stack as it saves it cannot be done to its codes")
+    parts, scales, zero_points = (taken_apart(model, name, t) for t in (codes, scale, zero_point.expand_as(scale)))
+    apart = {k: replace(constant, tensor=parts[k], scale=scales[k], zero_point=zero_points[k], axis=1) for k in parts}
+    return {key: Matrix.of(part) for key, part in apart.items()}
 
 
-def name_patterns(names: Iterable[str]) -> list[str]:
-    r"""Return regular expressions that match the names of experts' modules, whichever the expert.
+def _moves_rows(model: Any, name: str, stack: Tensor) -> bool:
+    """Tell whether taking a stack apart moves whole rows, of any length: codes and scales stay together then."""
+    experts, outputs, _ = stack.shape
+    columns = torch.arange(3)
+    rows = torch.arange(experts * outputs).reshape(experts, outputs, 1) * len(columns)
+    parts = list(taken_apart(model, name, rows + columns).values())
+    if any(part.shape[1:] != columns.shape for part in parts):
+        return False
+    moved = torch.cat(parts)
+    return torch.equal(moved[moved[:, 0].argsort()], (rows + columns).flatten(0, 1))
+
+
+def name_patterns(names: Iterable[str], others: Iterable[str] = ()) -> list[str]:
+    r"""Return regular expressions whose matches the names of experts' modules begin with, whichever the expert.
+
+    They end before the name of a projection, which servers have their own for, unless one of `others` begins alike.
 
     >>> print(*name_patterns(["layers.0.experts.0.up", "layers.0.experts.1.up"]))
+    ^layers[.]0[.]experts[.]\d+[.]
+    >>> print(*name_patterns(["layers.0.experts.0.up"], ["layers.0.experts.0.down"]))
     ^layers[.]0[.]experts[.]\d+[.]up$
     """
-    return list(dict.fromkeys(rf"^{_literal(before)}[.]\d+[.]{_literal(after)}$" for before, after in map(_cut, names)))
+    divided = {_cut(name)[0] for name in others}
+    return list(
+        dict.fromkeys(
+            rf"^{literal(before)}[.]\d+[.]" + f"{literal(after)}$" * (before in divided)
+            for before, after in map(_cut, names)
+        )
+    )
 
 
 def common_paths(names: Iterable[str]) -> list[str]:
@@ -80,6 +96,11 @@ def common_paths(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(before for before, _ in map(_cut, names)))
 
 
+def literal(name: str) -> str:
+    """Return a regular expression that matches a name."""
+    return "[.]".join(map(re.escape, name.split(".")))
+
+
 def _cut(name: str) -> tuple[str, str]:
     """Return what is before and after the number of the expert."""
     parts = name.split(".")
@@ -87,8 +108,4 @@ def _cut(name: str) -> tuple[str, str]:
     return ".".join(parts[:expert]), ".".join(parts[expert + 1 :])
 
 
-def _literal(name: str) -> str:
-    return "[.]".join(map(re.escape, name.split(".")))
-
-
-__all__ = ["as_saved", "common_paths", "matrices", "name_patterns", "taken_apart"]
+__all__ = ["as_saved", "common_paths", "literal", "matrices", "name_patterns", "taken_apart"]

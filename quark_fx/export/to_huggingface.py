@@ -18,7 +18,7 @@ from quark_fx.capture import quiet
 from quark_fx.checkpoint_files import GRAPH_FILE
 from quark_fx.errors import CheckpointError, ExportError
 from quark_fx.export.checkpoint import Checkpoint, Layer, each_layer, take_apart, unholdable
-from quark_fx.export.experts import as_saved, common_paths, name_patterns
+from quark_fx.export.experts import as_saved, common_paths, literal, name_patterns
 from quark_fx.export.packing import Matrix, pack, pack_awq, pack_columns, patterns
 from quark_fx.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, FloatFormat, IntFormat, parse_format
 from quark_fx.model import QuantizedModel
@@ -130,8 +130,14 @@ def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
     schemes: dict[str, dict[str, Any]] = {}
     members: dict[str, list[Layer]] = {}
 
+    stacks = {layer.stack: layer for layer in checkpoint.layers if layer.stack}.values()
+    group = next((size for layer in stacks if (size := layer.weight.group_size)), None)
+
     def write(layer: Layer) -> dict[str, Tensor]:
         scheme = _scheme(layer)
+        if layer.stack and group and scheme["weights"]["strategy"] == "channel":
+            # Transformers reads all experts by one scheme, and takes a row that is one group for any.
+            scheme["weights"] |= {"strategy": "group", "group_size": group}
         key = repr(scheme)
         schemes[key] = scheme
         members.setdefault(key, []).append(layer)
@@ -142,12 +148,14 @@ def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
     _require_readable(schemes, members)
     groups = {}
     common = Counter(key for key, some in members.items() for layer in some if isinstance(layer.module, nn.Linear))
-    # Readers that fuse layers want the class, and take the first group for that of all but experts.
+    # Readers that fuse layers want the class; transformers takes the first group for that of all but experts
+    # (`get_dense_scheme`).
     usual = [key for key, _ in common.most_common(1)]
     for index, key in enumerate([*usual, *(key for key in members if key not in usual)]):
         rest = members[key] if key not in usual else [layer for layer in members[key] if not layer.is_linear]
         targets = ["Linear"] * (key in usual) + [layer.name for layer in rest if not layer.stack]
-        targets += _patterns(layer.name for layer in rest if layer.stack)
+        mine = [layer.name for layer in rest if layer.stack]
+        targets += _patterns(mine, {*checkpoint.experts, *checkpoint.left_experts} - set(mine))
         groups[f"group_{index}"] = {"targets": targets, "output_activations": None, **schemes[key]}
     formats = {scheme["format"] for scheme in schemes.values()}
     return tensors, {
@@ -155,18 +163,23 @@ def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": checkpoint.left + _patterns(checkpoint.left_experts),
+        "ignore": [
+            *checkpoint.left,
+            *_patterns(checkpoint.left_experts, checkpoint.experts),
+            *(f"re:^{literal(path)}[.]" for path in checkpoint.left_stacks),
+        ],
         "kv_cache_scheme": None,
     }
 
 
-def _patterns(names: Iterable[str]) -> list[str]:
-    return [f"re:{pattern}" for pattern in name_patterns(names)]
+def _patterns(names: Iterable[str], others: Iterable[str]) -> list[str]:
+    return [f"re:{pattern}" for pattern in name_patterns(names, others)]
 
 
 def _require_readable(schemes: Mapping[str, dict[str, Any]], members: Mapping[str, list[Layer]]) -> None:
     """Raise if transformers would take the codes of some experts for others: it reads all by one scheme."""
-    kinds = {key: f"{s['weights']['num_bits']} bits in {s['format']}" for key, s in schemes.items()}
+    shown = ("num_bits", "strategy", "group_size")
+    kinds = {key: f"{s['format']} {[s['weights'][what] for what in shown]}" for key, s in schemes.items()}
     found = {layer.stack: kinds[key] for key, some in members.items() for layer in some if layer.stack}
     if len(set(found.values())) > 1:
         raise unholdable([f"{name}: {kind}; all experts of a checkpoint have the same" for name, kind in found.items()])
@@ -301,7 +314,8 @@ def _compressed(layer: Layer, kind: str) -> dict[str, Tensor]:
 
 def _uniform(layers: list[Layer], bits: tuple[int, ...], form: str, shelf: Shelf) -> tuple[int, int]:
     """Return the bits and group size (-1: all inputs) that all layers have."""
-    found = Counter((layer.weight.bits, layer.weight.group_size or -1) for layer in layers)
+    weights = (layer.weight for layer in layers)
+    found = Counter((weight.bits, weight.group_size or -1) for weight in weights)
     (common, _), *_ = found.most_common(1)
 
     def check(layer: Layer) -> dict[str, Tensor]:
