@@ -1,7 +1,8 @@
-"""Language models at 4 bits beside llm-compressor, GPTQModel and auto-round: divergence, processor time, memory.
+"""Language models at 4 bits beside other tools: divergence, processor time, memory.
 
     python -m benchmarks.language_peers [--model llama|random|wide ...] [--quark-fx quark/bin/python]
         [--llm-compressor llmc/bin/python] [--gptqmodel gptqm/bin/python] [--auto-round ar/bin/python]
+        [--modelopt modelopt/bin/python] [--amd-quark amdquark/bin/python]
         [--jobs FOLDER] [--write]
 
 int4 weights in groups of 128, symmetric, embedding and head in float; the same checkpoint and the same calibration
@@ -136,6 +137,10 @@ def rows(iterations: int) -> tuple[Row, ...]:
         Row("llm-compressor", "AWQ", {"awq": True}),
         Row("llm-compressor", "AWQ, GPTQ", {"awq": True, "gptq": True}),
         Row("GPTQModel", "GPTQ", {}),
+        Row("ModelOpt", "GPTQ", {"algorithm": {"method": "gptq", "layerwise": {"enable": True}}}),
+        Row("ModelOpt", "AWQ", {"algorithm": {"method": "awq_lite"}}),
+        Row("AMD Quark", "GPTQ", {"algorithm": "gptq"}),
+        Row("AMD Quark", "AWQ", {"algorithm": "awq"}),
     )
 
 
@@ -163,7 +168,9 @@ def random_llama(hidden: int, intermediate: int, layers: int) -> Trained:
     return Trained(model, tokenizer, batches[:4], batches[4:])
 
 
-SLOW = {"llama": (), "random": ("auto-round", "AWQ", "AutoRound"), "wide": ("auto-round", "AWQ", "AutoRound")}
+LONG = ("auto-round", "AWQ", "AutoRound", "ModelOpt", "AMD Quark")
+
+SLOW = {"llama": (), "random": LONG, "wide": LONG}
 """What is not run on a model, as parts of the rows' names: it would take hours."""
 
 MODELS: dict[str, Callable[[], Trained]] = {
@@ -392,7 +399,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["llama"])
     parser.add_argument("--quark-fx", type=Path, metavar="PYTHON", help="one with the peers' torch; default: this one")
-    for option in ("--llm-compressor", "--gptqmodel", "--auto-round"):
+    for option in (
+        "--llm-compressor",
+        "--gptqmodel",
+        "--auto-round",
+        "--modelopt",
+        "--amd-quark",
+    ):
         parser.add_argument(option, type=Path, metavar="PYTHON", help="its Python; default: no rows of it")
     parser.add_argument("--iterations", type=int, default=200, help="of auto-round")
     parser.add_argument("--only", nargs="+", default=[""], help="rows whose tool and method contain one of these")
@@ -405,6 +418,8 @@ def main() -> None:
         "llm-compressor": arguments.llm_compressor,
         "GPTQModel": arguments.gptqmodel,
         "auto-round": arguments.auto_round,
+        "ModelOpt": arguments.modelopt,
+        "AMD Quark": arguments.amd_quark,
     }
     pythons = {"quark_fx": arguments.quark_fx or Path(sys.executable)} | {
         tool: path for tool, path in peers.items() if path is not None
@@ -446,7 +461,8 @@ symmetric to the last code.
 {sections}
 
 Reproduce with `python -m benchmarks.language_peers --model llama random wide --quark-fx quark/bin/python
---llm-compressor llmc/bin/python --gptqmodel gptqm/bin/python --auto-round ar/bin/python`.
+--llm-compressor llmc/bin/python --gptqmodel gptqm/bin/python --auto-round ar/bin/python
+--modelopt modelopt/bin/python --amd-quark amdquark/bin/python`.
 
 {textwrap.fill(f"Versions in the environments: {', '.join(used)}.", 120)}
 

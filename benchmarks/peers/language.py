@@ -190,11 +190,52 @@ def auto_round(job: Job) -> Found:
     return {**quantized.state_dict(), **kept}, quantized
 
 
+def modelopt(job: Job) -> Found:
+    """Calibrate with `algorithm`; scales of inputs, if it leaves any, go into the layers before."""
+    import modelopt.torch.quantization as mtq  # type: ignore[import-not-found]
+    from modelopt.torch.export.quant_utils import fuse_prequant_to_linear  # type: ignore[import-not-found]
+    from modelopt.torch.export.unified_export_hf import (  # type: ignore[import-not-found]
+        requantize_resmooth_fused_llm_layers,
+    )
+
+    def calibrate(model: nn.Module) -> None:
+        for batch in job.keywords():
+            model(**batch)
+
+    model = job.model()
+    mtq.quantize(model, {**mtq.INT4_BLOCKWISE_WEIGHT_ONLY_CFG, "algorithm": job.options["algorithm"]}, calibrate)
+    # Its export of int4 would leave those of `o_proj` and `down_proj` in the checkpoint, beside the weights.
+    fuse_prequant_to_linear(model, fuse_grouped_heads=True)
+    requantize_resmooth_fused_llm_layers(model)
+    job.quantized()
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if "_quantizer." not in name}
+    for name, module in model.named_modules():
+        quantizer = getattr(module, "weight_quantizer", None)
+        if quantizer is not None and quantizer.is_enabled:
+            tensors[f"{name}.weight"] = quantizer(module.weight)
+    return tensors, model
+
+
+def amd_quark(job: Job) -> Found:
+    """Run `algorithm` as its template for Llama sets it up."""
+    from quark.torch import LLMTemplate, ModelQuantizer  # type: ignore[import-not-found]
+
+    config = LLMTemplate.get("llama").get_config(scheme="int4_wo_128", algorithm=job.options["algorithm"])
+    windows: Any = torch.cat(job.batches)
+    batches = torch.utils.data.DataLoader(windows, batch_size=len(job.batches[0]))
+    quantizer = ModelQuantizer(config)
+    model: nn.Module = quantizer.freeze(quantizer.quantize_model(job.model(), batches))
+    job.quantized()
+    return {name: tensor for name, tensor in model.state_dict().items() if "_quantizer." not in name}, model
+
+
 TOOLS: dict[str, tuple[str, Callable[[Job], Found]]] = {
     "quark_fx": ("quark_fx", quark_fx),
     "llm-compressor": ("llmcompressor", llm_compressor),
     "GPTQModel": ("GPTQModel", gptqmodel),
     "auto-round": ("auto-round", auto_round),
+    "ModelOpt": ("nvidia-modelopt", modelopt),
+    "AMD Quark": ("amd-quark", amd_quark),
 }
 """Distribution and worker of each tool."""
 
