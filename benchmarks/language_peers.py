@@ -120,6 +120,7 @@ def rows(iterations: int) -> tuple[Row, ...]:
             {"passes": [QUALITY], "symmetry": "sign_aware"},
         ),
         Row("quark_fx", "AWQ()", {"passes": ["AWQ"]}),
+        Row("quark_fx", "AWQ(), FitScales()", {"passes": ["AWQ", "FitScales"]}),
         Row("quark_fx", "AWQ(), GPTQ()", {"passes": ["AWQ", "GPTQ"]}),
         Row(
             "quark_fx",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from quark_fx.block_walk import BlockRun
@@ -19,6 +20,9 @@ from quark_fx.qparams import ScaleType, constrain_scale, recover_global_scale
 from quark_fx.quantized_weights import QuantizedWeight
 from quark_fx.scale_search import fit_scales
 from quark_fx.second_moment import Entrance, SecondMoment
+
+_SAMPLED = 64
+"""Output channels, about, that errors are measured on: on all it would cost as much as the rest."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,23 @@ class Part:
         found = self.weight.grid(self.run.module, matrices if self.mapping.stacked else slice(None))
         scale, zero_point = (self.mapping.matrix(p.expand_as(stored)) for p in (found.scale, found.zero_point))
         return Grid(scale, zero_point, self.weight.scheme.limits, format=self.weight.float_format)
+
+    def error(self, target: Tensor, h: Tensor) -> float:
+        """Return the squared error of the output over its square, for some output channels.
+
+        Args:
+            target: the weight that would make none, the shape of `real`.
+            h: sum of `x x'` of what is multiplied, shape (groups, inputs, inputs).
+        """
+        some, codes = slice(None, None, max(1, target.shape[1] // _SAMPLED)), self.codes()
+        noise, signal = torch.zeros(2, device=h.device)
+        for matrices in [slice(i, i + 1) for i in range(len(h))] if self.mapping.stacked else [slice(None)]:
+            grid, aim = self.grid(matrices), target[matrices, some]
+            scale, zero_point = (p.expand_as(target[matrices])[:, some] for p in (grid.scale, grid.zero_point))
+            lost = (codes[matrices, some].float() - zero_point) * scale - aim
+            noise += ((lost @ h[matrices]) * lost).sum()
+            signal += ((aim.float() @ h[matrices]) * aim).sum()
+        return float(noise / signal.clamp_min(torch.finfo(torch.float32).tiny))
 
     def store(self, codes: Tensor) -> None:
         """Store codes, given as matrices."""

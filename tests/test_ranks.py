@@ -23,7 +23,7 @@ from quark_fx.config import QuantConfig, TensorSpec
 from quark_fx.context import Checkpoint
 from quark_fx.formats import UINT8
 from quark_fx.observers import Percentile
-from quark_fx.passes import GPTQ, AdaRound
+from quark_fx.passes import GPTQ, AdaRound, FitScales
 from quark_fx.presets import INT8_STATIC, W4A16_AWQ, W4A16_GPTQ
 from quark_fx.qparams import Symmetry
 from quark_fx.ranks import Ranks
@@ -72,6 +72,7 @@ CONFIGS: dict[str, QuantConfig] = {
     "gptq, asymmetric": in_groups(W4A16_GPTQ).replace(passes=(GPTQ(asymmetry=0.5, fit_scales=True),)),
     # With a full range the largest weight of a group lies between two codes, which the last bits of a sum decide.
     "awq": in_groups(W4A16_AWQ, symmetry=Symmetry.SYMMETRIC),
+    "fitted scales": in_groups(W4A16_GPTQ).replace(passes=(FitScales(),)),
     "static": INT8_STATIC,
     "percentile": INT8_STATIC.replace(input=TensorSpec(format=UINT8, observer=Percentile())),
 }

@@ -13,6 +13,7 @@ from quark_fx.passes.dpu_clip import use_dpu_clips
 from quark_fx.passes.dpu_hard_sigmoid import use_dpu_hard_sigmoids
 from quark_fx.passes.dpu_leaky_relu import use_dpu_slopes
 from quark_fx.passes.dpu_softmax import use_dpu_softmax
+from quark_fx.passes.fit_scales import FitScales
 from quark_fx.passes.fold_batch_norm import fold_batch_norm
 from quark_fx.passes.fold_constants import fold_constants
 from quark_fx.passes.global_mean import pool_means
@@ -33,6 +34,7 @@ __all__ = [
     "AutoRound",
     "BiasCorrection",
     "CrossLayerEqualization",
+    "FitScales",
     "SmoothQuant",
     "SplitLargePools",
     "fold_batch_norm",

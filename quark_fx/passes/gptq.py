@@ -24,9 +24,6 @@ from quark_fx.reconstruction import note_left_alone
 from quark_fx.second_moment import SecondMoment
 from quark_fx.sizes import FLOAT32, BlockSize, Need, Sizes
 
-_SAMPLED = 64
-"""Output channels, about, that the errors in the report are measured on: on all it would cost as much as the rest."""
-
 
 @graph_pass(exact=False, stage=Stage.QUANTIZED, distributed=True)
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +130,7 @@ class GPTQ:
         if moment.shift is not None:
             factors = list(factors)  # of all matrices at once
             target = target + self.asymmetry * solve(factors[0][1], target.float() @ moment.shift)
-        was = _error(part, target, moment.h)
+        was = part.error(target, moment.h)
         stays = self.fit_scales and not part.fit_scales(moment.h)
         codes, damping = torch.empty_like(nearest), 0.0
         for matrices, found in factors:
@@ -141,24 +138,11 @@ class GPTQ:
             damping = max(damping, found.damping)
         part.store(codes)
         share = share_changed(nearest, part.codes())
-        now = _error(part, target, moment.h)
+        now = part.error(target, moment.h)
         left = "; scales left: not free to change" * stays
         damped = f"; damped by {damping:g}" * (damping > self.damping)
         what = f"{share:.1%} of the codes{left}{damped}{_few(moment)}"
         context.note(Change(part.weight.name, what, share > 0, was, now, time.perf_counter() - began))
-
-
-def _error(part: Part, target: Tensor, h: Tensor) -> float:
-    """Return the squared error of the output over its square, on the quantized inputs, for some output channels."""
-    some, codes = slice(None, None, max(1, target.shape[1] // _SAMPLED)), part.codes()
-    noise, signal = torch.zeros(2, device=h.device)
-    for matrices in [slice(i, i + 1) for i in range(len(h))] if part.mapping.stacked else [slice(None)]:
-        grid, aim = part.grid(matrices), target[matrices, some]
-        scale, zero_point = (p.expand_as(target[matrices])[:, some] for p in (grid.scale, grid.zero_point))
-        lost = (codes[matrices, some].float() - zero_point) * scale - aim
-        noise += ((lost @ h[matrices]) * lost).sum()
-        signal += ((aim.float() @ h[matrices]) * aim).sum()
-    return float(noise / signal.clamp_min(torch.finfo(torch.float32).tiny))
 
 
 def _few(moment: SecondMoment) -> str:
