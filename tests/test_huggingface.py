@@ -558,3 +558,21 @@ def test_checkpoints_of_small_floats_run_as_they_are_loaded(form: str, tmp_path:
     found = logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
     assert found.dtype == torch.bfloat16
     assert bool(found.isfinite().all())
+
+
+@pytest.mark.parametrize("error", [ImportError, TypeError])
+def test_where_there_is_no_reader_a_checkpoint_is_left_unread(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qmodel = quantized(INT4_WEIGHT_ONLY)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error("no reader")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", fail)
+    if error is ImportError:
+        qfx.export.huggingface(qmodel, tmp_path)
+    else:
+        with pytest.raises(qfx.ExportError, match="TypeError: no reader; "):
+            qfx.export.huggingface(qmodel, tmp_path)
+    assert (tmp_path / "model.safetensors").exists() == (error is ImportError)
