@@ -275,7 +275,7 @@ def _collect(run: FloatRun, searches: Sequence[_Search], context: Context) -> No
         key = argument(nodes[name], row.activations[0]), replace(mapping, transposed=False)
         if key not in known:
             entrance = Entrance(run.module, nodes[name], row, mapping, run.inputs)
-            known[key] = SecondMoment.measure(context, search.shape, entrance)
+            known[key] = SecondMoment.measure(context, search.shape, entrance, magnitudes=True)
         search.moment = known[key]
 
 
@@ -284,6 +284,7 @@ def _magnitudes(site: ScaleSite, searches: Sequence[_Search]) -> Tensor:
     total, count = (torch.zeros(site.channels, device=searches[0].h.device) for _ in range(2))
     for search in searches:
         assert search.moment is not None
+        assert search.moment.magnitude is not None
         mean = search.moment.magnitude.sum(0) / max(1, int(search.moment.rows.sum()))
         labels = search.scaled.labels.to(mean.device)
         # Of a convolution an input is a channel at a place of the kernel; the groups of channels lie one after another.
