@@ -128,11 +128,7 @@ def rows(iterations: int) -> tuple[Row, ...]:
             {"passes": ["AWQ", QUALITY], "symmetry": "sign_aware"},
         ),
         Row("quark_fx", "AutoRound()", {"passes": ["AutoRound"]}),
-        Row(
-            "quark_fx",
-            "GPTQ(asymmetry=0.5, fit_scales=True), AutoRound(iterations=15, descent=False), sign-aware",
-            {"passes": [QUALITY, {"name": "AutoRound", "iterations": 15, "descent": False}], "symmetry": "sign_aware"},
-        ),
+        Row("quark_fx", "AutoRound(), sign-aware", {"passes": ["AutoRound"], "symmetry": "sign_aware"}),
         Row("GPTQModel", "GPTAQ, mse=2.4, desc_act, static_groups, damp 0.01", BEST),
         Row("auto-round", f"{iterations} iterations", {"iters": iterations}),
         Row("llm-compressor", "AWQ", {"awq": True}),

@@ -217,6 +217,19 @@ def round_run(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> None:
             wanted[:, k + 1 :].baddbmm_(feedback[:, k, k + 1 :, None], error[:, k : k + 1])
 
 
+def made_up_for(target: Tensor, value: Tensor, factor: Factor) -> Tensor:
+    """Return what was rounded: the weight that was aimed at, and in each column what makes up for the errors before it.
+
+    Args:
+        target: the weight aimed at, shape (groups, outputs, inputs).
+        value: what its codes stand for, of the same shape.
+        factor: as `round_with_feedback` had it.
+    """
+    columns = factor.order.unsqueeze(-2).expand_as(target)
+    lost = (target - value).gather(-1, columns)
+    return target.scatter_add(-1, columns, lost @ factor.feedback)
+
+
 def solve(factor: Factor, right: Tensor) -> Tensor:
     """Return `right` times the inverse of the damped `H`; `right` has shape (groups, outputs, inputs)."""
     columns = factor.order.unsqueeze(-2).expand_as(right)
@@ -229,4 +242,4 @@ def solve(factor: Factor, right: Tensor) -> Tensor:
     return torch.empty_like(x).scatter_(-1, columns, x)
 
 
-__all__ = ["Factor", "at_once", "factor", "round_with_feedback", "solve", "working_bytes"]
+__all__ = ["Factor", "at_once", "factor", "made_up_for", "round_with_feedback", "solve", "working_bytes"]

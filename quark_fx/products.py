@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from quark_fx.block_walk import BlockRun
 from quark_fx.context import Context
+from quark_fx.error_feedback import Factor, at_once, factor, made_up_for, round_with_feedback, solve
+from quark_fx.errors import CalibrationError
 from quark_fx.graph import named_nodes, tensor_of
 from quark_fx.grid import Grid
 from quark_fx.linear_map import LinearMap, linear_map
@@ -18,11 +20,15 @@ from quark_fx.operators import argument
 from quark_fx.pass_manager import Change
 from quark_fx.qparams import ScaleType, constrain_scale, recover_global_scale
 from quark_fx.quantized_weights import QuantizedWeight
-from quark_fx.scale_search import fit_scales
+from quark_fx.scale_search import fit_scales, fit_scales_to_feedback
 from quark_fx.second_moment import Entrance, SecondMoment
 
 _SAMPLED = 64
 """Output channels, about, that errors are measured on: on all it would cost as much as the rest."""
+
+
+Factors = Callable[[], Iterable[tuple[slice, Factor]]]
+"""Returns the factors of a second moment, each with the matrices of a stack that it is of."""
 
 
 @dataclass(frozen=True)
@@ -76,18 +82,73 @@ class Part:
         old = tensor_of(self.run.module, self.weight.codes)
         self.run.store(self.weight.codes, self.mapping.restore(codes.to(old.dtype), old))
 
+    def target(self, moment: SecondMoment, factors: Factors, share: float) -> Tensor:
+        """Return the weight to round: its own, moved towards what the float model makes of its own inputs.
+
+        Args:
+            moment: of what is multiplied.
+            factors: of it.
+            share: of the way, 0 to 1; where the moment was not shifted there is none to go.
+        """
+        if moment.shift is None:
+            return self.real
+        ((_, found),) = factors()
+        return self.real + share * solve(found, self.real.float() @ moment.shift)
+
+    def round(self, target: Tensor, factors: Factors) -> float:
+        """Round `target` with error feedback and store its codes; return the damping that was needed.
+
+        Args:
+            target: the shape of `real`.
+            factors: of the moment of what is multiplied.
+        """
+        codes, damping = torch.empty_like(self.codes()), 0.0
+        for matrices, found in factors():
+            codes[matrices] = round_with_feedback(target[matrices], found, self.grid(matrices), codes.dtype)
+            damping = max(damping, found.damping)
+        self.store(codes)
+        return damping
+
+    def made_up_for(self, target: Tensor, factors: Factors) -> Tensor:
+        """Return what the codes that `round` stored are nearest to, arguments as it had them."""
+        wanted, codes = torch.empty_like(target, dtype=torch.float32), self.codes()
+        for matrices, found in factors():
+            value = self.grid(matrices).value(codes[matrices].float())
+            wanted[matrices] = made_up_for(target[matrices].float(), value, found)
+        return wanted
+
     def fit_scales(self, h: Tensor) -> bool:
         """Shrink and store scales where that brings the outputs nearer, `h` being the moment of what is multiplied.
 
         Scales per tensor, powers of two, those of sub-groups, and those that a bias follows stay: then it is false.
         """
+        return self._shrink(lambda grid, block, allowed: fit_scales(self.real.float(), h, grid, block, allowed))
+
+    def fit_scales_to_feedback(self, target: Tensor, factors: Factors) -> bool:
+        """Shrink and store scales where `round`, called with the same arguments, then loses less.
+
+        Which stay, and what is returned, is as `fit_scales` has it.
+        """
+
+        def ratios(grid: Grid, block: int, allowed: Callable[[Tensor], Tensor] | None) -> Tensor:
+            ratio = []
+            for matrices, found in factors():
+                scale, zero_point = (p.expand_as(target)[matrices] for p in (grid.scale, grid.zero_point))
+                part = replace(grid, scale=scale, zero_point=zero_point)
+                ratio.append(fit_scales_to_feedback(target[matrices].float(), found, part, block, allowed))
+            return torch.cat(ratio)
+
+        return self._shrink(ratios)
+
+    def _shrink(self, ratios: Callable[[Grid, int, Callable[[Tensor], Tensor] | None], Tensor]) -> bool:
+        """Multiply the stored scales by what `ratios` returns, if they are free to change; return whether they are."""
         weight = self.weight
         if not _fits_scales(weight):
             return False
         old = weight.scale(self.run.module)
         kind, constrain = weight.scheme.scale_type, _constrained(weight, old)
         block = weight.block_size if weight.block_size > 0 else self.real.shape[-1]
-        ratio = fit_scales(self.real.float(), h, self.grid(), block, constrain if kind.is_8_bit else None)
+        ratio = ratios(self.grid(), block, constrain if kind.is_8_bit else None)
         # Scales lie as the weight does, with fewer inputs; one per channel as a vector.
         ratio = self.mapping.restore(ratio, old) if old.dim() > 1 else ratio.reshape(-1)
         self.run.store(weight.scale_name, old.sign() * constrain((old.abs() * ratio).double()))
@@ -123,6 +184,35 @@ class Product:
             reference = Entrance(run.reference, real, weight.row, mapping, run.reference_inputs)
         return SecondMoment.measure(context, (groups, inputs), entrance, reference)
 
+    def factors(self, moment: SecondMoment, *, damping: float, by_activation: bool) -> Factors:
+        """Return the factors of `moment`.
+
+        What serves all parts is made once; the factors of a long stack, which would fill the memory, as they come.
+
+        Args:
+            moment: of what enters the product.
+            damping, by_activation: as `quark_fx.error_feedback.factor` takes them.
+
+        Raises:
+            CalibrationError: for a moment that has no factor; the message names the operators.
+        """
+        stack = self.parts[0].mapping.stacked and moment.shift is None
+        slices = at_once(moment.h) if stack else [slice(None)]
+
+        def make() -> Iterator[tuple[slice, Factor]]:
+            for matrices in slices:
+                try:
+                    yield matrices, factor(moment.h[matrices], damping=damping, by_activation=by_activation)
+                except CalibrationError as error:
+                    raise CalibrationError(
+                        f"{self.names}: {error}; check the calibration data, or exclude the operator"
+                    ) from error
+
+        if len(slices) > 1:
+            return make
+        common = list(make())
+        return lambda: common
+
 
 def _fits_scales(weight: QuantizedWeight) -> bool:
     """Tell whether each stored scale of a weight may shrink by itself."""
@@ -139,14 +229,21 @@ def _constrained(weight: QuantizedWeight, stored: Tensor) -> Callable[[Tensor], 
     return partial(constrain_scale, scale_type=kind, global_scale=unit)
 
 
-def find_products(run: BlockRun, weights: Iterable[QuantizedWeight], context: Context) -> list[Product]:
-    """Return the products of a block in order; an operator that multiplies in an unknown way is noted as left alone."""
+def find_products(run: BlockRun, weights: Iterable[QuantizedWeight], context: Context | None) -> list[Product]:
+    """Return the products of a block in order.
+
+    Args:
+        run: the block.
+        weights: of the operators.
+        context: where an operator that multiplies in an unknown way is noted as left alone; `None`: nowhere.
+    """
     found: dict[object, list[Part]] = {}
     for weight in weights:
         stored = tensor_of(run.reference, weight.weight).detach()
         mapping = linear_map(weight.node, weight.row, stored)
         if mapping is None:
-            context.note(Change(weight.name, "left: how it multiplies is not known", changed=False))
+            if context is not None:
+                context.note(Change(weight.name, "left: how it multiplies is not known", changed=False))
             continue
         activation = argument(weight.node, weight.row.activations[0])
         part = Part(run, weight, mapping, mapping.matrix(stored))
@@ -154,4 +251,4 @@ def find_products(run: BlockRun, weights: Iterable[QuantizedWeight], context: Co
     return [Product(tuple(parts)) for parts in found.values()]
 
 
-__all__ = ["Part", "Product", "find_products"]
+__all__ = ["Factors", "Part", "Product", "find_products"]

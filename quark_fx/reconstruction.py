@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from torch.fx import GraphModule
 from quark_fx.block_walk import BlockRun, relative_error, walk_blocks
 from quark_fx.blocks import Unit, extract
 from quark_fx.context import Context
+from quark_fx.error_feedback import working_bytes
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.formats import INT32
 from quark_fx.graph import named_nodes, placeholders, tensor_of
@@ -28,12 +30,16 @@ from quark_fx.grid import Grid
 from quark_fx.linear_map import LinearMap, linear_map
 from quark_fx.operators import argument
 from quark_fx.pass_manager import Change
+from quark_fx.products import find_products
 from quark_fx.qparams import ScaleType
 from quark_fx.quantized_weights import QuantizedWeight, quantized_weights, share_changed, shared_tensors
 from quark_fx.rounding import OutputError, round_by_descent
 from quark_fx.sizes import FLOAT32, BlockSize, Need, Sizes
 from quark_fx.specs import enum_member
 from quark_fx.trainable import Trainable, activation_scales, trainable_block
+
+_DAMPING = 0.01
+"""Of the second moments that a start by error feedback reads, as a share of their mean diagonal."""
 
 _LEARNED_COPIES = 6
 """Copies of a weight while it is learned: real, parameter, gradient, two moments of the optimizer, and rounded."""
@@ -49,6 +55,19 @@ _REORDERED_SUMS = 1e-6
 
 _ROWS = 8192
 """Output positions of a batch, about, that enter the quadratic form."""
+
+
+class Start(StrEnum):
+    """What gradient steps start from."""
+
+    CODES = "codes"
+    """The codes there are: of the passes before, or the nearest."""
+
+    DESCENT = "descent"
+    """Coordinate descent on each operator's error."""
+
+    FEEDBACK = "feedback"
+    """Error feedback, each input making up for those before it, as `GPTQ(asymmetry=1)` rounds."""
 
 
 class Codes(Protocol):
@@ -89,7 +108,7 @@ class Schedule:
         scale_rate: of activation scales, relative to their size; 0 leaves them as they are.
         bias_rate: of biases, relative to their mean magnitude; 0 leaves them as they are.
         drop: probability that an activation stays in float during a step (QDrop).
-        descent: start from coordinate descent on the quadratic form instead of rounding to nearest.
+        start: what the steps start from: `"descent"`, `"feedback"`, or the `"codes"` of the passes before.
         patience: looks at the held-out batches, of twenty, without improvement before it stops.
         seed: of the samples, and of what is dropped.
 
@@ -104,7 +123,7 @@ class Schedule:
     scale_rate: float = 0.0
     bias_rate: float = 0.0
     drop: float = 0.0
-    descent: bool = True
+    start: Start = Start.DESCENT
     patience: int = 5
     seed: int = 0
 
@@ -113,13 +132,17 @@ class Schedule:
         """The learning rate of the codes that is used."""
         return self.learning_rate
 
+    @property
+    def fits_scales(self) -> bool:
+        """Whether a start by error feedback shrinks scales first, where nothing else depends on them."""
+        return False
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "unit", enum_member(Unit, self.unit))
+        object.__setattr__(self, "start", enum_member(Start, self.start))
         counts = (self.iterations, self.batch_size, self.patience, self.seed)
         if not all(isinstance(count, int) and not isinstance(count, bool) for count in counts):
             raise ConfigError(f"iterations, batch_size, patience and seed are whole numbers: {self}")
-        if not isinstance(self.descent, bool):
-            raise ConfigError(f"descent is True or False, not {self.descent!r}")
         if self.batch_size < 1 or self.iterations < 0 or self.patience < 1:
             raise ConfigError(f"batch_size and patience are at least 1, iterations at least 0: {self}")
         rates = (self.rate, self.scale_rate, self.bias_rate)
@@ -130,9 +153,14 @@ class Schedule:
         """Return what a run takes: a gradient's values, and of each weight what it is learned through."""
 
         def turn(block: BlockSize) -> int:
-            descent = (3 * m.moment + FLOAT32 * m.groups * m.inputs * min(m.rows, _ROWS) for m in block.matrices)
+            rows = (FLOAT32 * m.groups * m.inputs * min(m.rows, _ROWS) for m in block.matrices)
+            descent = (3 * m.moment + values for m, values in zip(block.matrices, rows, strict=True))
+            # Two moments, a factor that is stored or being made, and what it rounds.
+            rounded = (working_bytes(m.groups, m.outputs, m.inputs) + 2 * m.target for m in block.matrices)
+            feedback = (3 * m.moment + working for m, working in zip(block.matrices, rounded, strict=True))
+            starts: dict[Start, Iterable[int]] = {Start.DESCENT: descent, Start.FEEDBACK: feedback}
             steps = 2 * block.every_value + _LEARNED_COPIES * block.weights
-            return max((steps, *descent))
+            return max((steps, *starts.get(self.start, ())))
 
         def work(block: BlockSize) -> int:
             return 3 * self.iterations * block.operations
@@ -148,7 +176,7 @@ class Schedule:
 
 
 Begin = Callable[[Grid, Tensor, Tensor], Codes]
-"""From a grid, the float weight and the codes to start from, to codes that can be learned."""
+"""From a grid, the weight that codes are to be nearest to and the codes to start from, to codes that can be learned."""
 
 
 def reconstruct(gm: GraphModule, context: Context, schedule: Schedule, begin: Begin, label: str) -> int:
@@ -228,7 +256,8 @@ class _Unit:
 
     def __post_init__(self) -> None:
         self.real = [tensor_of(self.run.reference, weight.weight).detach().float() for weight in self.weights]
-        self.grids = [weight.grid(self.run.module) for weight in self.weights]
+        self.near = self.real  # what codes are nearest to
+        self.grids = self._grids()
         self.seed = 1_000_003 * self.schedule.seed + self.run.index
         self.least = self._least_scales() if self.scales else {}
 
@@ -236,9 +265,8 @@ class _Unit:
         """Learn the unit's codes, and note what became of each weight."""
         start = time.perf_counter()
         original, ranges = self._learned(), self._weight_scales()
-        before = best = self.run.held_out_error()
-        if self.schedule.descent:
-            best = self._start_from_descent(before)
+        before = self.run.held_out_error()
+        best = self._start(before)
         if self.schedule.iterations:
             best = self._take_steps(begin, best)
         seconds = (time.perf_counter() - start) / len(self.weights)
@@ -270,6 +298,9 @@ class _Unit:
             self._codes(), biases, [None] * len(biases), {name: tensor_of(module, name) for name in self.scales}
         )
 
+    def _grids(self) -> list[Grid]:
+        return [weight.grid(self.run.module) for weight in self.weights]
+
     def _weight_scales(self) -> list[Tensor]:
         return [weight.scale(self.run.module) for weight in self.weights]
 
@@ -278,9 +309,23 @@ class _Unit:
 
     # The start: each operator by itself, in order, on what those before it make of the data now.
 
-    def _start_from_descent(self, before: float) -> float:
-        """Store the codes of coordinate descent if they are better on held-out batches; return the error then."""
-        original = self._codes()
+    def _start(self, before: float) -> float:
+        """Store the codes to start from if they are better on held-out batches; return the error then."""
+        round_ = {Start.DESCENT: self._descend, Start.FEEDBACK: self._feed_back}.get(self.schedule.start)
+        if round_ is None:
+            return before
+        names = [name for weight in self.weights for name in (weight.codes, weight.scale_name)]
+        original = {name: tensor_of(self.run.module, name) for name in names}
+        round_()
+        if (after := self.run.held_out_error()) < before:
+            return after
+        for name, tensor in original.items():
+            self.run.store(name, tensor)
+        self.near, self.grids = self.real, self._grids()
+        return before
+
+    def _descend(self) -> None:
+        """Store the codes of coordinate descent."""
         for weight, real, grid in zip(self.weights, self.real, self.grids, strict=True):
             mapping = linear_map(weight.node, weight.row, real)
             if mapping is not None and not mapping.stacked and weight.is_plain:
@@ -289,12 +334,21 @@ class _Unit:
                 matrices = replace(grid, scale=scale, zero_point=zero_point)
                 codes = round_by_descent(mapping.matrix(real), error, matrices)
                 self._store_codes(weight, mapping.restore(codes, real))
-        after = self.run.held_out_error()
-        if after < before:
-            return after
-        for weight, codes in zip(self.weights, original, strict=True):
-            self._store_codes(weight, codes)
-        return before
+
+    def _feed_back(self) -> None:
+        """Store codes of error feedback that aim at what the float model makes, and the scales that fit best."""
+        positions = {weight.node.name: i for i, weight in enumerate(self.weights)}
+        near = list(self.real)
+        for product in find_products(self.run, self.weights, context=None):
+            moment = product.second_moment(self.context, shifted=True)
+            factors = product.factors(moment, damping=_DAMPING, by_activation=True)
+            for part in product.parts:
+                i, target = positions[part.weight.node.name], part.target(moment, factors, 1.0)
+                if self.schedule.fits_scales and self.grids[i].movable:
+                    part.fit_scales_to_feedback(target, factors)
+                part.round(target, factors)
+                near[i] = part.mapping.restore(part.made_up_for(target, factors), self.real[i])
+        self.near, self.grids = near, self._grids()
 
     def _output_error(self, weight: QuantizedWeight, mapping: LinearMap) -> OutputError:
         """Return the error of the operator's output as a function of its weight, over the tuning batches."""
@@ -321,7 +375,7 @@ class _Unit:
         """Learn; store the state that is best on held-out batches if it beats `best`; return the error then."""
         schedule, start = self.schedule, best
         block = trainable_block(self.run, self.weights, biases=schedule.bias_rate > 0, scales=self.scales)
-        codes = [begin(*given) for given in zip(self.grids, self.real, map(Tensor.float, self._codes()), strict=True)]
+        codes = [begin(*given) for given in zip(self.grids, self.near, map(Tensor.float, self._codes()), strict=True)]
         biases = [self._learnable_bias(weight) for weight in self.weights]
         scales = {name: tensor_of(self.run.module, name).clone().requires_grad_() for name in self.scales}
         optimizer, decay = self._optimizer(codes, biases, scales)
@@ -483,4 +537,4 @@ def _copy(tensor: Tensor | None) -> Any:
     return None if tensor is None else tensor.detach().clone()
 
 
-__all__ = ["Begin", "Codes", "Schedule", "note_left_alone", "reconstruct"]
+__all__ = ["Begin", "Codes", "Schedule", "Start", "note_left_alone", "reconstruct"]

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from quark_fx.error_feedback import Factor
 from quark_fx.grid import Grid
 
 _CHUNK = 128
 """Inputs whose errors are weighed together. What inputs further apart have in common is left out of the search."""
+
+_AT_ONCE = 1 << 20
+"""Weights, about, that are looked at together."""
+
+_QUADRATURE = ((0.0, 2 / 3), (3**0.5, 1 / 6), (-(3**0.5), 1 / 6))
+"""Standard deviations from the mean of a normal distribution, and their weights (Gauss and Hermite, three points)."""
 
 RATIOS = tuple(1.0 - 0.05 * step for step in range(11))
 """Shares of the range that are tried, from all of it to half."""
@@ -38,9 +47,77 @@ def fit_scales(
     Source:
         Lin et al. 2024 (AWQ), the clip search of its reference code, with the sum over tokens taken beforehand.
     """
+
+    def loss(part: slice, lost: Callable[[Tensor], Tensor]) -> Tensor:
+        errors = lost(weight[..., part])
+        moved: Tensor = torch.linalg.vecdot(errors @ h[:, part, part], errors)
+        return moved
+
+    return _best_ratios(loss, weight, grid, block, allowed)
+
+
+def fit_scales_to_feedback(
+    weight: Tensor, factor: Factor, grid: Grid, block: int, allowed: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Return, per block of inputs and output, the share of the scale that error feedback loses least with.
+
+    It rounds a weight and what makes up for the errors of the inputs before, which spreads about the weight: here as
+    if these errors were those of rounding to nearest, and independent. What is lost of one input counts by its
+    curvature alone: the inputs after it make up for the rest. Weights of few bits so keep more of their range than
+    `fit_scales` would leave them.
+
+    Args:
+        weight: to be rounded, shape (groups, outputs, inputs), float32.
+        factor: of the second moment of what it multiplies.
+        grid, block, allowed: as `fit_scales` has them.
+
+    Returns:
+        Shape (groups, outputs, blocks), one of `RATIOS` each.
+    """
+    transfer = factor.feedback.square()
+    curvature = torch.empty_like(factor.curvature).scatter_(-1, factor.order, factor.curvature).unsqueeze(-2)
+    scale, zero_point = (p.expand_as(weight) for p in (grid.scale, grid.zero_point))
+    lines = max(1, _AT_ONCE // (len(weight) * weight.shape[-1]))
+    found = []
+    for first in range(0, weight.shape[1], lines):
+        rows = slice(first, first + lines)
+        some = replace(grid, scale=scale[:, rows], zero_point=zero_point[:, rows])
+        spread = _spread(weight[:, rows], some, factor.order, transfer)
+        loss = partial(_expected_loss, weight[:, rows], spread, curvature)
+        found.append(_best_ratios(loss, weight[:, rows], some, block, allowed))
+    return torch.cat(found, 1)
+
+
+def _spread(weight: Tensor, grid: Grid, order: Tensor, transfer: Tensor) -> Tensor:
+    """Return the standard deviation of what makes up for the errors before each input, the shape of `weight`."""
+    columns = order.unsqueeze(-2).expand_as(weight)
+    # A weight that lies on the grid will not when it makes up for others.
+    squares = _lost(grid, grid.scale, grid.zero_point, weight).square_()
+    squares = torch.maximum(squares, grid.scale.square() / 12).gather(-1, columns)
+    return torch.empty_like(weight).scatter_(-1, columns, (squares @ transfer).sqrt_())
+
+
+def _expected_loss(
+    weight: Tensor, spread: Tensor, curvature: Tensor, part: slice, lost: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return the error of some inputs, averaged over weights that spread normally."""
+    mean, deviation = weight[..., part], spread[..., part]
+    squares = sum(
+        (share * lost(mean + away * deviation).square_() for away, share in _QUADRATURE), curvature.new_zeros(())
+    )
+    return (squares * curvature[..., part]).sum(-1)
+
+
+def _best_ratios(
+    loss: Callable[[slice, Callable[[Tensor], Tensor]], Tensor],
+    weight: Tensor,
+    grid: Grid,
+    block: int,
+    allowed: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """Try every ratio; `loss` returns the error of some inputs, given what rounding takes from weights of these."""
     inputs = weight.shape[-1]
-    blocks = -(-inputs // block)
-    shape = (*weight.shape[:2], blocks)
+    shape = (*weight.shape[:2], -(-inputs // block))
     best, least = weight.new_ones(shape), weight.new_full(shape, torch.inf)
     scale, zero_point = (p.expand_as(weight) for p in (grid.scale, grid.zero_point))
     edges = sorted({*range(0, inputs, block), *range(0, inputs, _CHUNK), inputs})
@@ -48,13 +125,17 @@ def fit_scales(
         error = weight.new_zeros(shape)
         for start, stop in itertools.pairwise(edges):
             part = slice(start, stop)
-            w, s, z = weight[..., part], scale[..., part] * ratio, zero_point[..., part]
-            s = s if allowed is None else allowed(s)
-            lost = grid.round_((w / s).add_(z)).sub_(z).mul_(s).sub_(w)
-            error[..., start // block] += torch.linalg.vecdot(lost @ h[:, part, part], lost)
+            s, z = scale[..., part] * ratio, zero_point[..., part]
+            lost = partial(_lost, grid, s if allowed is None else allowed(s), z)
+            error[..., start // block] += loss(part, lost)
         better = error < least
         best, least = torch.where(better, ratio, best), torch.where(better, error, least)
     return best
 
 
-__all__ = ["RATIOS", "fit_scales"]
+def _lost(grid: Grid, scale: Tensor, zero_point: Tensor, weight: Tensor) -> Tensor:
+    """Return what rounding to nearest adds to a weight."""
+    return grid.round_((weight / scale).add_(zero_point)).sub_(zero_point).mul_(scale).sub_(weight)
+
+
+__all__ = ["RATIOS", "fit_scales", "fit_scales_to_feedback"]

@@ -17,6 +17,7 @@ from quark_fx.grid import Grid
 from quark_fx.passes import AutoRound
 from quark_fx.passes.autoround import SignRounding
 from quark_fx.presets import INT8_STATIC
+from quark_fx.reconstruction import Start
 
 WEIGHT = TensorSpec(format=INT3, granularity=Granularity.GROUP, group_size=16)
 CONFIG = QuantConfig(weight=WEIGHT, target=Target.TORCH, exclude=("op:embedding",))
@@ -62,7 +63,7 @@ def test_a_share_shrinks_all_weights_of_its_scale_and_no_other() -> None:
     assert tuple(shares.shape) == grid.shares
     assert grid.shares == (6, 3)
     with torch.no_grad():
-        shares[2, 1] = 0.1
+        shares[2, 1] = -9.0
     assert rounding.ratio is not None
     assert float(rounding.ratio.detach()[2, 1]) == 0.5
     changed = grid.times(rounding.ratio.detach()).scale / grid.scale
@@ -72,21 +73,32 @@ def test_a_share_shrinks_all_weights_of_its_scale_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-@pytest.mark.parametrize("descent", [True, False])
-def test_unseen_samples_gain(descent: bool, ranges: bool) -> None:
+@pytest.mark.parametrize("start", Start)
+def test_unseen_samples_gain(start: Start, ranges: bool) -> None:
     model, data = mlp(), tokens(64, 64, 64)
     with torch.no_grad():
         expected = model(data[2])
     nearest = quantize(model, CONFIG, data[:2])
     learned = quantize(
-        model, CONFIG.replace(passes=(AutoRound(iterations=60, descent=descent, ranges=ranges),)), data[:2]
+        model, CONFIG.replace(passes=(AutoRound(iterations=60, start=start, ranges=ranges, range_rate=1.0),)), data[:2]
     )
     errors = [float((q.run_batch(data[2]) - expected).square().sum()) for q in (nearest, learned)]
     assert errors[1] < 0.9 * errors[0]
     changes = [c.what for c in learned.report().passes[-1].changes if c.changed]
     assert changes
     # From the codes of coordinate descent there is nothing left for the scales of so small a model to gain.
-    assert any("scales" in what for what in changes) == (ranges and not descent)
+    assert any("scales" in what for what in changes) == (ranges and start is not Start.DESCENT)
+
+
+@pytest.mark.parametrize("rate", [0.1, 1.0])
+def test_shares_move_in_steps_of_their_own(rate: float) -> None:
+    weight = rand(6, 12)
+    grid = grid_of(weight)
+    rounding = SignRounding(grid, weight, grid.round(grid.position(weight)), AutoRound(range_rate=rate))
+    with torch.no_grad():
+        rounding.parameters[-1].sub_(0.25)
+    assert rounding.ratio is not None
+    torch.testing.assert_close(rounding.ratio.detach(), torch.full((6, 3), 1 - rate * 0.25))
 
 
 def test_scales_that_integer_biases_follow_stay() -> None:
@@ -98,10 +110,12 @@ def test_scales_that_integer_biases_follow_stay() -> None:
 
 
 def test_the_step_is_one_over_their_number_unless_given() -> None:
-    assert AutoRound(iterations=50).rate == 1 / 50
+    assert AutoRound(iterations=50, start=Start.DESCENT).rate == 1 / 50
     assert AutoRound(iterations=50, learning_rate=0.1).learning_rate == 0.1
     with pytest.raises(ConfigError, match="smallest_range"):
         AutoRound(smallest_range=0.0)
+    with pytest.raises(ConfigError, match="range_rate"):
+        AutoRound(range_rate=-0.1)
 
 
 def test_a_step_is_a_sign_however_small_the_gradient() -> None:
@@ -113,6 +127,7 @@ def test_a_step_is_a_sign_however_small_the_gradient() -> None:
     torch.testing.assert_close(moved.detach(), torch.tensor([0.0, 0.0, -0.01, 0.01]), atol=1e-4, rtol=0)
 
 
-def test_the_learning_rate_follows_the_number_of_steps() -> None:
-    assert dataclasses.replace(AutoRound(), iterations=1000).rate == 0.001
+def test_the_learning_rate_follows_the_number_of_steps_and_the_start() -> None:
+    assert dataclasses.replace(AutoRound(start=Start.CODES), iterations=1000).rate == 0.001
+    assert dataclasses.replace(AutoRound(), iterations=1000).rate == pytest.approx(0.0003)
     assert AutoRound(learning_rate=0.5).rate == 0.5

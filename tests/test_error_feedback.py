@@ -15,7 +15,7 @@ from tiny import rand
 from torch import Tensor
 
 from quark_fx import error_feedback
-from quark_fx.error_feedback import factor, round_with_feedback, solve
+from quark_fx.error_feedback import factor, made_up_for, round_with_feedback, solve
 from quark_fx.errors import CalibrationError
 from quark_fx.grid import Grid
 
@@ -79,6 +79,23 @@ def test_every_decision_is_that_of_the_algorithm(
     damped = h.to(device) + 0.01 * h.diagonal().mean().to(device) * torch.eye(inputs, device=device)
     torch.testing.assert_close(product, damped[order][:, order], rtol=0, atol=inputs * 2**-23 * float(damped.max()))
     assert found.damping == 0.01
+
+
+@pytest.mark.parametrize("by_activation", [False, True])
+@on_devices
+def test_codes_are_the_nearest_to_what_was_made_up_for(by_activation: bool, device: torch.device) -> None:
+    weight, h = torch.stack([rand(32, 40), rand(32, 40, seed=5)]).to(device), moment(40, 128).to(device)
+    grid, found = grid_of(weight[0].cpu()), factor(torch.stack([h, h]), damping=0.01, by_activation=by_activation)
+    there = Grid(grid.scale.to(device), grid.zero_point.to(device), grid.limits)
+    codes = round_with_feedback(weight, found, there)
+    wanted = there.position(made_up_for(weight, there.value(codes), found))
+    clear = (wanted - wanted.floor() - 0.5).abs() > 1e-4
+    assert clear.float().mean() > 0.9
+    assert torch.equal(there.round(wanted)[clear], codes[clear])
+    assert not torch.equal(there.round(there.position(weight)), codes)
+    # What is rounded first makes up for nothing.
+    first = found.order[:, :1].unsqueeze(1).expand(2, 32, 1)
+    torch.testing.assert_close(wanted.gather(-1, first), there.position(weight).gather(-1, first))
 
 
 def loss(weight: Tensor, codes: Tensor, grid: Grid, h: Tensor) -> float:

@@ -30,6 +30,7 @@ from quark_fx.passes import AWQ, GPTQ, AdaQuant, AdaRound, AutoRound, BiasCorrec
 from quark_fx.passes.adaround import SoftRounding
 from quark_fx.passes.autoround import SignRounding
 from quark_fx.qparams import ScaleType, constrain_scale, recover_global_scale
+from quark_fx.reconstruction import Start
 from quark_fx.rounding import OutputError, round_by_descent
 from quark_fx.scale_search import RATIOS, fit_scales
 from quark_fx.weights import quantize_tensor, sqnr
@@ -270,10 +271,10 @@ LEARNERS: dict[str, tuple[Sequence[Any], float]] = {
     "GPTQ": ((GPTQ(),), 0.8),
     "GPTQ with scales": ((GPTQ(fit_scales=True),), 0.8),
     "AdaRound": ((AdaRound(iterations=30),), 0.6),
-    "AdaRound from nearest": ((AdaRound(descent=False, softness=1.0, iterations=200, learning_rate=0.03),), 0.9),
+    "AdaRound from nearest": ((AdaRound(start=Start.CODES, softness=1.0, iterations=200, learning_rate=0.03),), 0.9),
     "AdaQuant": ((AdaQuant(iterations=30),), 0.6),
     "AutoRound": ((AutoRound(iterations=30),), 0.6),
-    "AutoRound from nearest": ((AutoRound(descent=False, iterations=60),), 0.9),
+    "AutoRound from nearest": ((AutoRound(start=Start.CODES, iterations=60),), 0.9),
 }
 
 

@@ -131,7 +131,7 @@ def test_operators_that_read_one_value_are_solved_together() -> None:
         return factor(h, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quark_fx.passes.gptq.factor", counted)
+        patch.setattr("quark_fx.products.factor", counted)
         together = quantize(model, with_gptq(), data)
         count = len(factored)
         alone = quantize(model, with_gptq(RTN.replace(exclude=("lift",))), data)

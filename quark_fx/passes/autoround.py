@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,10 @@ from quark_fx.errors import ConfigError
 from quark_fx.grid import Grid
 from quark_fx.pass_manager import Change, Stage, graph_pass
 from quark_fx.qparams import ScaleType
-from quark_fx.reconstruction import Schedule, reconstruct
+from quark_fx.reconstruction import Schedule, Start, reconstruct
+
+_FROM_FEEDBACK = 0.3
+"""The number of steps times the first, in codes: those at the end of their bin may change, most stay."""
 
 
 class SignRounding:
@@ -29,13 +33,16 @@ class SignRounding:
         self.shift = torch.where(_nearest(grid, weight) == start, 0.0, start - grid.position(weight))
         self.shares: Tensor | None = None
         if grid.movable and options.ranges:
-            self.shares = torch.ones(grid.shares, device=weight.device, requires_grad=True)
+            # What has been learned of them, in steps of `range_rate`.
+            self.shares = torch.zeros(grid.shares, device=weight.device, requires_grad=True)
         self.parameters = (self.offset,) if self.shares is None else (self.offset, self.shares)
 
     @property
     def ratio(self) -> Tensor | None:
         """The shares of the scales, between `smallest_range` and 1."""
-        return None if self.shares is None else _within(self.shares, self.options.smallest_range, 1.0)
+        if self.shares is None:
+            return None
+        return _within(1 + self.options.range_rate * self.shares, self.options.smallest_range, 1.0)
 
     def weight(self) -> Tensor:
         """Return the rounded weight, with the gradient of one that is not."""
@@ -75,14 +82,15 @@ def _within(x: Tensor, low: float, high: float) -> Tensor:
 class AutoRound(Schedule):
     """Learn how each weight rounds and how much of its range each scale covers, by the signs of gradients.
 
-    Steps have the size `learning_rate`, by default 1 over their number, and shrink linearly to zero. A block learns
-    from what the quantized blocks before it make. By default codes start from coordinate descent, so that few steps
-    do: a hundred gain a few per cent more. `descent=False` starts at the codes of the passes before, as after `GPTQ`;
-    after none these are the nearest, and `iterations=200` is then what the paper does.
+    Steps have the size `learning_rate` and shrink linearly to zero. A block learns from what the quantized blocks
+    before it make. By default codes start from error feedback (`GPTQ`), each as near to the next one as the weight was
+    that was rounded, so that few steps do, and small ones: together they are by default 0.15 of a code.
+    `start="codes", iterations=200, range_rate=1` is what the paper does: from the nearest codes, half a code in all.
 
     Args:
-        ranges: learn the shares of the scales, too, where no integer bias depends on them.
+        ranges: choose the shares of the scales, too, where no integer bias depends on them.
         smallest_range: of a share.
+        range_rate: steps of the shares, relative to those of the codes.
 
     The other options are those of `quark_fx.reconstruction.Schedule`.
 
@@ -91,21 +99,29 @@ class AutoRound(Schedule):
     """
 
     unit: Unit = Unit.BLOCK
-    iterations: int = 20
+    start: Start = Start.FEEDBACK
+    iterations: int = 15
     batch_size: int = 8
     learning_rate: float = 0.0
     ranges: bool = True
     smallest_range: float = 0.5
+    range_rate: float = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.smallest_range <= 1:
-            raise ConfigError(f"smallest_range is above 0 and at most 1: {self}")
+        if not 0 < self.smallest_range <= 1 or not 0 <= self.range_rate < math.inf:
+            raise ConfigError(f"smallest_range is above 0 and at most 1, range_rate not negative: {self}")
 
     @property
     def rate(self) -> float:
-        """The learning rate, by default one over the number of steps."""
-        return self.learning_rate or 1 / max(1, self.iterations)
+        """The learning rate: by default all steps together are half a code, fewer from error feedback."""
+        far = _FROM_FEEDBACK if self.start is Start.FEEDBACK else 1.0
+        return self.learning_rate or far / max(1, self.iterations)
+
+    @property
+    def fits_scales(self) -> bool:
+        """Whether a start by error feedback shrinks scales first."""
+        return self.ranges
 
     def optimizer(
         self, groups: list[dict[str, Any]]

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
 from torch.fx import GraphModule
 
 from quark_fx.block_walk import BlockRun, walk_blocks
 from quark_fx.blocks import Unit
 from quark_fx.context import Context
-from quark_fx.error_feedback import Factor, at_once, factor, round_with_feedback, solve, working_bytes
-from quark_fx.errors import CalibrationError, ConfigError
+from quark_fx.error_feedback import working_bytes
+from quark_fx.errors import ConfigError
 from quark_fx.memory import give_back
 from quark_fx.pass_manager import Change, Stage, graph_pass
-from quark_fx.products import Part, Product, find_products
+from quark_fx.products import Factors, Part, Product, find_products
 from quark_fx.quantized_weights import quantized_weights, share_changed, shared_tensors
 from quark_fx.reconstruction import note_left_alone
 from quark_fx.second_moment import SecondMoment
@@ -40,7 +38,7 @@ class GPTQ:
         by_activation: round the inputs that matter most first (activation order; no trace of it in the result).
         asymmetry: how far the target moves from what the float weight makes of the quantized inputs (0, the paper's)
             to what the float model makes of its own inputs (1), at the cost of a second forward pass.
-        fit_scales: first shrink each scale to the one that rounding to nearest changes the output least at.
+        fit_scales: first shrink each scale to the one that this rounding is expected to lose least with.
 
     Raises:
         ConfigError: for a value out of range.
@@ -80,7 +78,9 @@ class GPTQ:
             pairs = zip(block.matrices, copied, strict=True)
             measured = (moments * m.moment + block.entrances + rows for m, rows in pairs)
             shapes = ((m, working_bytes(m.groups, m.outputs, m.inputs)) for m in block.matrices)
-            rounded = (moments * m.moment + working + bool(self.asymmetry) * m.target for m, working in shapes)
+            # Scales are fitted with the squares of a factor, which is as large as a moment.
+            kept = max(moments, 1 + self.fit_scales)
+            rounded = (kept * m.moment + working + bool(self.asymmetry) * m.target for m, working in shapes)
             return max((*measured, *rounded), default=0)
 
         def work(block: BlockSize) -> float:
@@ -100,43 +100,24 @@ class GPTQ:
         parts = [part for part, n in zip(product.parts, number, strict=False) if context.ranks.owns(n)]
         if not parts:
             return
-        stack = parts[0].mapping.stacked and moment.shift is None
-        slices = at_once(moment.h) if stack else [slice(None)]
-        # What serves all parts is made once; the factors of a long stack, which would fill the memory, as they come.
-        common = self._factor(product, moment.h) if len(slices) == 1 else None
+        factors = product.factors(moment, damping=self.damping, by_activation=self.by_activation)
         shared = (time.perf_counter() - began) / len(parts)
         for part in parts:
-            factors = (common or self._factor(product, moment.h[matrices]) for matrices in slices)
-            self._round_part(part, moment, zip(slices, factors, strict=True), context, time.perf_counter() - shared)
-
-    def _factor(self, product: Product, h: Tensor) -> Factor:
-        try:
-            return factor(h, damping=self.damping, by_activation=self.by_activation)
-        except CalibrationError as error:
-            raise CalibrationError(
-                f"{product.names}: {error}; check the calibration data, or exclude the operator"
-            ) from error
+            self._round_part(part, moment, factors, context, time.perf_counter() - shared)
 
     def _round_part(
         self,
         part: Part,
         moment: SecondMoment,
-        factors: Iterable[tuple[slice, Factor]],
+        factors: Factors,
         context: Context,
         began: float,
     ) -> None:
         give_back()
-        target, nearest = part.real, part.codes()
-        if moment.shift is not None:
-            factors = list(factors)  # of all matrices at once
-            target = target + self.asymmetry * solve(factors[0][1], target.float() @ moment.shift)
+        target, nearest = part.target(moment, factors, self.asymmetry), part.codes()
         was = part.error(target, moment.h)
-        stays = self.fit_scales and not part.fit_scales(moment.h)
-        codes, damping = torch.empty_like(nearest), 0.0
-        for matrices, found in factors:
-            codes[matrices] = round_with_feedback(target[matrices], found, part.grid(matrices), codes.dtype)
-            damping = max(damping, found.damping)
-        part.store(codes)
+        stays = self.fit_scales and not part.fit_scales_to_feedback(target, factors)
+        damping = part.round(target, factors)
         share = share_changed(nearest, part.codes())
         now = part.error(target, moment.h)
         left = "; scales left: not free to change" * stays
