@@ -11,10 +11,10 @@ from tiny import mlp, quantize, rand, tokens
 
 from quark_fx import Granularity, QuantConfig, Target, TensorSpec
 from quark_fx.errors import ConfigError
-from quark_fx.formats import INT3
+from quark_fx.formats import INT2, INT3, IntFormat
 from quark_fx.graph import stored_tensors
 from quark_fx.grid import Grid
-from quark_fx.passes import AutoRound
+from quark_fx.passes import AutoRound, autoround
 from quark_fx.passes.autoround import SignRounding
 from quark_fx.presets import INT8_STATIC
 from quark_fx.reconstruction import Start
@@ -99,6 +99,28 @@ def test_shares_move_in_steps_of_their_own(rate: float) -> None:
         rounding.parameters[-1].sub_(0.25)
     assert rounding.ratio is not None
     torch.testing.assert_close(rounding.ratio.detach(), torch.full((6, 3), 1 - rate * 0.25))
+
+
+@pytest.mark.parametrize("bits", [INT2, INT3])
+def test_from_feedback_codes_are_as_near_to_the_next_as_what_it_rounded(
+    bits: IntFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[Grid, torch.Tensor, torch.Tensor]] = []
+
+    def begin(grid: Grid, weight: torch.Tensor, start: torch.Tensor, options: AutoRound) -> SignRounding:
+        begun.append((grid, weight, start))
+        return SignRounding(grid, weight, start, options)
+
+    monkeypatch.setattr(autoround, "SignRounding", begin)
+    config = CONFIG.replace(weight=WEIGHT.replace(format=bits), passes=(AutoRound(iterations=1),))
+    model = mlp()
+    quantize(model, config, tokens(64, 64))
+    real = {tuple(p.shape): p for p in model.parameters()}
+    assert begun
+    for grid, near, start in begun:
+        away = (grid.position(near) - grid.position(near).floor() - 0.5).abs() > 1e-4
+        assert torch.equal(grid.round(grid.position(near))[away], start[away])
+        assert not torch.equal(grid.round(grid.position(real[tuple(near.shape)])), start)
 
 
 def test_scales_that_integer_biases_follow_stay() -> None:

@@ -501,14 +501,15 @@ def test_error_feedback_is_that_of_gptq(ranges: bool, unit: Unit) -> None:
 
 
 def test_a_start_that_gains_nothing_is_undone() -> None:
-    """Feedback fitted to 4 rows of 16 inputs is worse on others than the nearest codes."""
+    """Feedback and scales fitted to 2 rows of 16 inputs are often worse on others than what was calibrated."""
     model = seeded(nn.Linear(16, 8, bias=False))
     data = [rand(2, 16, seed=i) * 10.0 ** (i % 2) for i in range(16)]
-    config = QuantConfig(weight=W4A8.weight, target=qfx.Target.TORCH)
+    spec = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=8)
+    config = QuantConfig(weight=spec, target=qfx.Target.TORCH)
     kept = 0
     for seed in range(8):
         batches = [data[seed], data[seed + 1].flip(-1)]
-        started = learn(AdaRound(iterations=0, start=Start.FEEDBACK), model, batches, config)
+        started = learn(AutoRound(iterations=0), model, batches, config)
         ((before, after),) = judged(started)
         assert after <= before
         if after == before:
