@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -166,11 +166,14 @@ class Product:
         """The modules the operators come from, for messages."""
         return ", ".join(part.weight.name for part in self.parts)
 
-    def second_moment(self, context: Context, *, shifted: bool = False) -> SecondMoment:
-        """Return the sums over what enters the product, of all calibration batches, everything before quantized.
+    def second_moment(
+        self, context: Context, *, shifted: bool = False, batches: Sequence[int] | None = None
+    ) -> SecondMoment:
+        """Return the sums over what enters the product, everything before quantized.
 
         Args:
             context: of the run.
+            batches: of calibration; default: all.
             shifted: compare with what enters it in float, too; not where data chooses the rows: the float model may
                 route other tokens to an expert than the quantized one, and its rows have no counterparts.
         """
@@ -182,7 +185,7 @@ class Product:
         if shifted and mapping.offsets is None:
             real = named_nodes(run.reference)[weight.node.name]
             reference = Entrance(run.reference, real, weight.row, mapping, run.reference_inputs)
-        return SecondMoment.measure(context, (groups, inputs), entrance, reference)
+        return SecondMoment.measure(context, (groups, inputs), entrance, reference, batches=batches)
 
     def factors(self, moment: SecondMoment, *, damping: float, by_activation: bool) -> Factors:
         """Return the factors of `moment`.

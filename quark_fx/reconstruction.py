@@ -28,9 +28,10 @@ from quark_fx.formats import INT32
 from quark_fx.graph import named_nodes, placeholders, tensor_of
 from quark_fx.grid import Grid
 from quark_fx.linear_map import LinearMap, linear_map
+from quark_fx.memory import give_back
 from quark_fx.operators import argument
 from quark_fx.pass_manager import Change
-from quark_fx.products import find_products
+from quark_fx.products import Product, find_products
 from quark_fx.qparams import ScaleType
 from quark_fx.quantized_weights import QuantizedWeight, quantized_weights, share_changed, shared_tensors
 from quark_fx.rounding import OutputError, round_by_descent
@@ -98,7 +99,7 @@ class Codes(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How long and how fast to learn.
+    """How long and how fast to learn. Every position of a batch counts, those of padding too.
 
     Args:
         unit: what is reconstructed at once: `"operator"` (with what follows it) or `"block"`.
@@ -155,11 +156,13 @@ class Schedule:
         def turn(block: BlockSize) -> int:
             rows = (FLOAT32 * m.groups * m.inputs * min(m.rows, _ROWS) for m in block.matrices)
             descent = (3 * m.moment + values for m, values in zip(block.matrices, rows, strict=True))
-            # Two moments, a factor that is stored or being made, and what it rounds.
+            # Two moments and a factor's squares beside it, what it rounds, and what it rounded of the whole block.
             rounded = (working_bytes(m.groups, m.outputs, m.inputs) + 2 * m.target for m in block.matrices)
-            feedback = (3 * m.moment + working for m, working in zip(block.matrices, rounded, strict=True))
+            moments = (3 * m.moment + block.weights for m in block.matrices)
+            feedback = (kept + working for kept, working in zip(moments, rounded, strict=True))
             starts: dict[Start, Iterable[int]] = {Start.DESCENT: descent, Start.FEEDBACK: feedback}
-            steps = 2 * block.every_value + _LEARNED_COPIES * block.weights
+            copies = _LEARNED_COPIES + (self.start is Start.FEEDBACK)
+            steps = 2 * block.every_value + copies * block.weights
             return max((steps, *starts.get(self.start, ())))
 
         def work(block: BlockSize) -> int:
@@ -196,6 +199,8 @@ def reconstruct(gm: GraphModule, context: Context, schedule: Schedule, begin: Be
         scales = [name for name in activation_scales(run.module) if name not in settled]
         settled.update(scales)
         weights = [w for w in quantized_weights(run.module, context.plan) if w.codes not in shared]
+        if schedule.unit is Unit.OPERATOR:
+            weights = [weight for weight in weights if not _leave_routed(weight, context)]
         if run.finished or not weights:
             continue
         if not any(isinstance(t, Tensor) and t.is_floating_point() for t in run.targets(0)):
@@ -205,6 +210,18 @@ def reconstruct(gm: GraphModule, context: Context, schedule: Schedule, begin: Be
         learnable = scales if learns_scales else []
         _Unit(gm, context, schedule, run, weights, learnable).learn(begin)
     return sum(change.changed for change in context.changes)
+
+
+def _leave_routed(weight: QuantizedWeight, context: Context) -> bool:
+    """Tell whether data chooses the rows of an operator, and note that it is left then.
+
+    The quantized model may send a token elsewhere than the float one, and the rows of both are then no pairs.
+    """
+    if weight.row.kind != "experts":
+        return False
+    what = "left: data chooses the rows it multiplies; unit='block' learns it with what chooses them"
+    context.note(Change(name=weight.name, what=what, changed=False))
+    return True
 
 
 def note_left_alone(gm: GraphModule, context: Context) -> None:
@@ -337,18 +354,24 @@ class _Unit:
 
     def _feed_back(self) -> None:
         """Store codes of error feedback that aim at what the float model makes, and the scales that fit best."""
-        positions = {weight.node.name: i for i, weight in enumerate(self.weights)}
-        near = list(self.real)
+        near = dict(zip((weight.node.name for weight in self.weights), self.real, strict=True))
         for product in find_products(self.run, self.weights, context=None):
-            moment = product.second_moment(self.context, shifted=True)
-            factors = product.factors(moment, damping=_DAMPING, by_activation=True)
-            for part in product.parts:
-                i, target = positions[part.weight.node.name], part.target(moment, factors, 1.0)
-                if self.schedule.fits_scales and self.grids[i].movable:
-                    part.fit_scales_to_feedback(target, factors)
-                part.round(target, factors)
-                near[i] = part.mapping.restore(part.made_up_for(target, factors), self.real[i])
-        self.near, self.grids = near, self._grids()
+            give_back()
+            near |= self._feed_back_product(product)
+        self.near, self.grids = list(near.values()), self._grids()
+
+    def _feed_back_product(self, product: Product) -> dict[str, Tensor]:
+        """Round the parts of a product; return what was rounded, by node."""
+        moment = product.second_moment(self.context, shifted=True, batches=self.context.tuning)
+        factors = product.factors(moment, damping=_DAMPING, by_activation=True)
+        near = {}
+        for part in product.parts:
+            target, real = part.target(moment, factors, 1.0), tensor_of(self.run.reference, part.weight.weight)
+            if self.schedule.fits_scales and part.weight.grid(self.run.module).movable:
+                part.fit_scales_to_feedback(target, factors)
+            part.round(target, factors)
+            near[part.weight.node.name] = part.mapping.restore(part.made_up_for(target, factors), real)
+        return near
 
     def _output_error(self, weight: QuantizedWeight, mapping: LinearMap) -> OutputError:
         """Return the error of the operator's output as a function of its weight, over the tuning batches."""
@@ -416,7 +439,7 @@ class _Unit:
         for weight in quantized_weights(self.gm, self.context.plan):
             name = weight.input_scale
             if weight.bias_scale_follows and name in least:
-                needed = weight.bias_value(self.gm).abs() / (weight.scale(self.gm) * 0.99 * INT32.qmax)
+                needed = weight.bias_value(self.gm).abs() / (weight.scale(self.gm).abs() * 0.99 * INT32.qmax)
                 least[name] = max(least[name], float(needed.max()))
         return least
 

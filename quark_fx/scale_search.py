@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from quark_fx.error_feedback import Factor
 from quark_fx.grid import Grid
 
 _CHUNK = 128
-"""Inputs whose errors are weighed together. What inputs further apart have in common is left out of the search."""
+"""Inputs whose errors are weighed together for rounding to nearest. What inputs further apart have in common is left
+out of the search."""
 
 _AT_ONCE = 1 << 20
 """Weights, about, that are looked at together."""
@@ -47,13 +48,21 @@ def fit_scales(
     Source:
         Lin et al. 2024 (AWQ), the clip search of its reference code, with the sum over tokens taken beforehand.
     """
-
-    def loss(part: slice, lost: Callable[[Tensor], Tensor]) -> Tensor:
-        errors = lost(weight[..., part])
-        moved: Tensor = torch.linalg.vecdot(errors @ h[:, part, part], errors)
-        return moved
-
-    return _best_ratios(loss, weight, grid, block, allowed)
+    inputs = weight.shape[-1]
+    shape = (*weight.shape[:2], -(-inputs // block))
+    best, least = weight.new_ones(shape), weight.new_full(shape, torch.inf)
+    scale, zero_point = (p.expand_as(weight) for p in (grid.scale, grid.zero_point))
+    edges = sorted({*range(0, inputs, block), *range(0, inputs, _CHUNK), inputs})
+    for ratio in RATIOS:
+        error = weight.new_zeros(shape)
+        for start, stop in itertools.pairwise(edges):
+            part = slice(start, stop)
+            s = scale[..., part] * ratio
+            lost = _lost(grid, s if allowed is None else allowed(s), zero_point[..., part], weight[..., part])
+            error[..., start // block] += torch.linalg.vecdot(lost @ h[:, part, part], lost)
+        better = error < least
+        best, least = torch.where(better, ratio, best), torch.where(better, error, least)
+    return best
 
 
 def fit_scales_to_feedback(
@@ -62,9 +71,9 @@ def fit_scales_to_feedback(
     """Return, per block of inputs and output, the share of the scale that error feedback loses least with.
 
     It rounds a weight and what makes up for the errors of the inputs before, which spreads about the weight: here as
-    if these errors were those of rounding to nearest, and independent. What is lost of one input counts by its
-    curvature alone: the inputs after it make up for the rest. Weights of few bits so keep more of their range than
-    `fit_scales` would leave them.
+    if these errors were independent, and as large as those of rounding to nearest with the whole range. What is lost of
+    one input counts by its curvature alone: the inputs after it make up for the rest. Weights of few bits so keep more
+    of their range than `fit_scales` would leave them.
 
     Args:
         weight: to be rounded, shape (groups, outputs, inputs), float32.
@@ -77,60 +86,59 @@ def fit_scales_to_feedback(
     transfer = factor.feedback.square()
     curvature = torch.empty_like(factor.curvature).scatter_(-1, factor.order, factor.curvature).unsqueeze(-2)
     scale, zero_point = (p.expand_as(weight) for p in (grid.scale, grid.zero_point))
-    lines = max(1, _AT_ONCE // (len(weight) * weight.shape[-1]))
+    most = _AT_ONCE if weight.is_cpu else _AT_ONCE << 8
+    lines = max(1, most // (len(weight) * weight.shape[-1]))
     found = []
     for first in range(0, weight.shape[1], lines):
         rows = slice(first, first + lines)
         some = replace(grid, scale=scale[:, rows], zero_point=zero_point[:, rows])
-        spread = _spread(weight[:, rows], some, factor.order, transfer)
-        loss = partial(_expected_loss, weight[:, rows], spread, curvature)
-        found.append(_best_ratios(loss, weight[:, rows], some, block, allowed))
+        spread = _spread(weight[:, rows], some, block, factor.order, transfer)
+        found.append(_least_expected(weight[:, rows], spread, curvature, some, block, allowed))
     return torch.cat(found, 1)
 
 
-def _spread(weight: Tensor, grid: Grid, order: Tensor, transfer: Tensor) -> Tensor:
+def _spread(weight: Tensor, grid: Grid, block: int, order: Tensor, transfer: Tensor) -> Tensor:
     """Return the standard deviation of what makes up for the errors before each input, the shape of `weight`."""
     columns = order.unsqueeze(-2).expand_as(weight)
-    # A weight that lies on the grid will not when it makes up for others.
+    # Within the range an error is anywhere in a step: a weight that lies on the grid will not when it makes up for
+    # others. Beyond it, it is what saturates.
+    step = grid.step(grid.position(weight)) * grid.scale
     squares = _lost(grid, grid.scale, grid.zero_point, weight).square_()
-    squares = torch.maximum(squares, grid.scale.square() / 12).gather(-1, columns)
-    return torch.empty_like(weight).scatter_(-1, columns, (squares @ transfer).sqrt_())
+    squares = torch.where(squares > step.square() / 4, squares, step.square() / 12)
+    # The scale of weights that are all zero says nothing of them.
+    empty = _in_blocks(weight.abs(), block).amax(-1) == 0
+    squares = squares.masked_fill(empty.repeat_interleave(block, -1)[..., : weight.shape[-1]], 0.0)
+    variance = squares.gather(-1, columns) @ transfer
+    return torch.empty_like(weight).scatter_(-1, columns, variance.sqrt_())
 
 
-def _expected_loss(
-    weight: Tensor, spread: Tensor, curvature: Tensor, part: slice, lost: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """Return the error of some inputs, averaged over weights that spread normally."""
-    mean, deviation = weight[..., part], spread[..., part]
-    squares = sum(
-        (share * lost(mean + away * deviation).square_() for away, share in _QUADRATURE), curvature.new_zeros(())
-    )
-    return (squares * curvature[..., part]).sum(-1)
-
-
-def _best_ratios(
-    loss: Callable[[slice, Callable[[Tensor], Tensor]], Tensor],
+def _least_expected(
     weight: Tensor,
+    spread: Tensor,
+    curvature: Tensor,
     grid: Grid,
     block: int,
     allowed: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
-    """Try every ratio; `loss` returns the error of some inputs, given what rounding takes from weights of these."""
-    inputs = weight.shape[-1]
-    shape = (*weight.shape[:2], -(-inputs // block))
-    best, least = weight.new_ones(shape), weight.new_full(shape, torch.inf)
-    scale, zero_point = (p.expand_as(weight) for p in (grid.scale, grid.zero_point))
-    edges = sorted({*range(0, inputs, block), *range(0, inputs, _CHUNK), inputs})
+    """Return the ratios of the smallest error, averaged over weights that spread normally."""
+    best = least = weight.new_zeros(())
     for ratio in RATIOS:
-        error = weight.new_zeros(shape)
-        for start, stop in itertools.pairwise(edges):
-            part = slice(start, stop)
-            s, z = scale[..., part] * ratio, zero_point[..., part]
-            lost = partial(_lost, grid, s if allowed is None else allowed(s), z)
-            error[..., start // block] += loss(part, lost)
+        scale = grid.scale * ratio if allowed is None else allowed(grid.scale * ratio)
+        squares = torch.zeros_like(weight)
+        for away, share in _QUADRATURE:
+            squares += share * _lost(grid, scale, grid.zero_point, weight + away * spread).square_()
+        error = _in_blocks(squares.mul_(curvature), block).sum(-1)
+        if ratio == RATIOS[0]:
+            best, least = torch.full_like(error, ratio), error
         better = error < least
         best, least = torch.where(better, ratio, best), torch.where(better, error, least)
     return best
+
+
+def _in_blocks(x: Tensor, block: int) -> Tensor:
+    """Return inputs, the last dimension, as (blocks, inputs of a block); zeros fill the last one."""
+    filled: Tensor = F.pad(x, (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
+    return filled
 
 
 def _lost(grid: Grid, scale: Tensor, zero_point: Tensor, weight: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,8 +57,9 @@ class SecondMoment:
         reference: Entrance | None = None,
         *,
         magnitudes: bool = False,
+        batches: Sequence[int] | None = None,
     ) -> SecondMoment:
-        """Return the sums over all calibration batches.
+        """Return the sums over calibration batches.
 
         Args:
             context: with the batches.
@@ -66,10 +67,11 @@ class SecondMoment:
             entrance: where the rows come from.
             reference: where the same rows come from in float, for `shift`.
             magnitudes: sum `|x|`, too.
+            batches: which; default: all.
         """
         moment = cls.empty(*shape, context.device, shifted=reference is not None, magnitudes=magnitudes)
         with torch.no_grad():
-            for batch in range(len(context.batches)):
+            for batch in range(len(context.batches)) if batches is None else batches:
                 kept = context.kept_positions(batch)
                 reals = reference.values(batch, kept) if reference is not None else None
                 moment.add(entrance.mapping, entrance.values(batch, kept), reals)

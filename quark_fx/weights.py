@@ -185,7 +185,8 @@ def _raise_scale(qparams: QParams, smallest: Tensor, spec: TensorSpec) -> QParam
     if spec.scale_type is not ScaleType.FLOAT32:
         # A bound of zero (no bias) is none, not that of a tensor of zeros.
         bound = torch.where(bound > 0, constrain_scale(bound.double(), spec.scale_type), 0)
-    raised = torch.maximum(qparams.scale, bound.to(qparams.scale))
+    # Scales of sign-aware weights may be negative.
+    raised = torch.maximum(qparams.scale.abs(), bound.to(qparams.scale)).copysign(qparams.scale)
     # A symmetric zero point does not depend on the scale; an asymmetric one is left, as its range only grew.
     return QParams(raised, qparams.zero_point)
 

@@ -6,10 +6,12 @@ import dataclasses
 
 import pytest
 import torch
+import transformers
 from devices import on_devices
 from tiny import mlp, quantize, rand, tokens
 
 from quark_fx import Granularity, QuantConfig, Target, TensorSpec
+from quark_fx.blocks import Unit
 from quark_fx.errors import ConfigError
 from quark_fx.formats import INT2, INT3, IntFormat
 from quark_fx.graph import stored_tensors
@@ -88,6 +90,23 @@ def test_unseen_samples_gain(start: Start, ranges: bool) -> None:
     assert changes
     # From the codes of coordinate descent there is nothing left for the scales of so small a model to gain.
     assert any("scales" in what for what in changes) == (ranges and start is not Start.DESCENT)
+
+
+@pytest.mark.parametrize("unit", Unit)
+def test_experts_are_learned_with_what_sends_them_their_rows_or_left(unit: Unit) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 40}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 3, "bos_token_id": None}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads, use_cache=False)).eval()
+    data = [{"input_ids": torch.randint(40, (8, 12), generator=torch.Generator().manual_seed(i))} for i in range(4)]
+    exclude = ("op:embedding", "op:head", "op:router")
+    qmodel = quantize(model, CONFIG.replace(exclude=exclude, passes=(AutoRound(unit=unit, iterations=2),)), data)
+    changes = {c.name: c for c in qmodel.report().passes[-1].changes}
+    experts = [change for name, change in changes.items() if "experts" in name]
+    assert len(experts) == 2
+    assert all(("data chooses the rows" in c.what) == (unit is Unit.OPERATOR) for c in experts)
+    assert all(c.changed == (unit is Unit.BLOCK) for c in experts)
+    assert any(c.changed for name, c in changes.items() if "attn" in name)
 
 
 @pytest.mark.parametrize("rate", [0.1, 1.0])

@@ -16,6 +16,7 @@ from quark_fx.config import Granularity, QuantConfig, TensorSpec
 from quark_fx.formats import FP8_E4M3, INT4, INT8, INT32, UINT8, IntFormat, parse_format
 from quark_fx.graph import is_finite
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, PRESETS, XINT8
+from quark_fx.qparams import Symmetry
 
 INTEGER_PRESETS = [
     name for name in WHOLE_PRESETS if (weight := PRESETS[name].weight) and isinstance(weight.format, IntFormat)
@@ -484,3 +485,19 @@ def test_xint8_biases_are_int8_with_a_power_of_two_scale() -> None:
     _, bias = weight_and_bias(qmodel, "aten.linear")
     assert constant(qmodel, bias.args[0]).dtype == torch.int8
     assert float(torch.frexp(constant(qmodel, bias.args[1]))[0]) == 0.5
+
+
+@pytest.mark.parametrize("largest", [-1.0, 1.0])
+def test_an_integer_bias_follows_a_negative_scale(largest: float) -> None:
+    """Where the largest weight of a channel is positive, a sign-aware scale is negative."""
+    model = linear(out=6, features=8)
+    with torch.no_grad():
+        model.weight.copy_(model.weight.abs() * largest)
+    spec = TensorSpec(format=INT8, granularity=Granularity.CHANNEL, symmetry=Symmetry.SIGN_AWARE)
+    data = [rand(64, 8)]
+    qmodel = quantize(model, INT8_STATIC.replace(weight=spec), data)
+    weight, bias = weight_and_bias(qmodel, "aten.linear.default")
+    assert bias.args[3] == str(INT32)
+    assert bool((constant(qmodel, weight.args[1]).sign() == -largest).all())
+    expected = model(data[0])
+    assert float((qmodel(data[0]) - expected).norm() / expected.norm()) < 0.02

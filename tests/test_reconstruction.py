@@ -491,11 +491,12 @@ def test_without_steps_the_start_is_what_there_is(start: Start) -> None:
 @pytest.mark.parametrize("unit", Unit)
 @pytest.mark.parametrize("ranges", [False, True])
 def test_error_feedback_is_that_of_gptq(ranges: bool, unit: Unit) -> None:
-    """Where every unit is better for it, steps start at the codes and scales that GPTQ ends with."""
+    """Where every unit is better for it, steps start where GPTQ ends on the batches that are not held out."""
     spec = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=16)
     config = QuantConfig(weight=spec, target=qfx.Target.TORCH, exclude=("op:embedding",))
-    learners = AutoRound(iterations=0, unit=unit, ranges=ranges), GPTQ(asymmetry=1.0, fit_scales=ranges)
-    started, rounded = (learn(learner, mlp(), tokens(64, 64, 64), config) for learner in learners)
+    data = tokens(64, 64, 64)
+    started = learn(AutoRound(iterations=0, unit=unit, ranges=ranges), mlp(), data, config)
+    rounded = learn(GPTQ(asymmetry=1.0, fit_scales=ranges), mlp(), data[:2], config)
     assert all(after < before for before, after in judged(started))
     assert_same(tensors(started), tensors(rounded))
 

@@ -60,6 +60,8 @@ def test_each_block_has_the_ratio_that_feedback_is_expected_to_lose_least_with(
 ) -> None:
     monkeypatch.setattr(scale_search, "_AT_ONCE", 3 * inputs)  # a row of each matrix at a time
     weight, x = rand(2, 5, inputs), rand(2, 2 * inputs, inputs, seed=3)
+    empty = 0, 1, slice(block, 2 * block)
+    weight[empty] = 0.0  # whatever its scale is, it says nothing of them
     grid = Grid(weight.abs().amax(-1, keepdim=True) / 3, torch.zeros(1), (-4, 3))
     found = factor(x.mT @ x, damping=0.01, by_activation=True)
     there = Grid(grid.scale.to(device), grid.zero_point.to(device), grid.limits)
@@ -72,7 +74,9 @@ def test_each_block_has_the_ratio_that_feedback_is_expected_to_lose_least_with(
 
     spread = torch.zeros(2, 5, inputs, dtype=torch.float64)
     scale, w = grid.scale.double().expand_as(weight), weight.double()
-    variance = torch.maximum(lost(w, scale).square(), scale.square() / 12)
+    variance = lost(w, scale).square()
+    variance = torch.where(variance > scale.square() / 4, variance, scale.square() / 12)
+    variance[empty] = 0.0
     for g in range(2):
         for later, k in enumerate(found.order[g].tolist()):
             for earlier, j in enumerate(found.order[g, :later].tolist()):
@@ -87,6 +91,16 @@ def test_each_block_has_the_ratio_that_feedback_is_expected_to_lose_least_with(
     index = (torch.tensor(RATIOS).reshape(-1, 1, 1, 1) == got).float().argmax(0, keepdim=True)
     assert got.shape == (2, 5, -(-inputs // block))
     assert bool((torch.stack(tried).gather(0, index)[0] <= torch.stack(tried).amin(0) * 1.001).all())
+
+
+def test_a_group_of_zeros_does_not_keep_the_range_of_others() -> None:
+    weight, x = rand(1, 32, 64), rand(256, 64, seed=3)
+    weight[..., :16] = 0.0
+    found = factor((x.T @ x)[None], damping=0.01, by_activation=True)
+    scale = torch.ones(1, 32, 64)
+    scale[..., 16:] = weight[..., 16:].abs().unflatten(-1, (3, 16)).amax(-1).repeat_interleave(16, -1) / 3 / 50
+    ratios = fit_scales_to_feedback(weight / 50, found, Grid(scale, torch.zeros(1), (-4, 3)), 16)
+    assert float((ratios[..., 1:] < 1).float().mean()) > 0.5
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

@@ -19,7 +19,7 @@ class StraightThrough:
 
     def __init__(self, grid: Grid, weight: Tensor, start: Tensor) -> None:
         self.grid = grid
-        # As near to the float weight as still rounds to the code it starts at.
+        # As near to the weight as still rounds to the code it starts at.
         low, high = start + 0.49 * (grid.below(start) - start), start + 0.49 * (grid.above(start) - start)
         self.parameter = torch.minimum(torch.maximum(grid.position(weight), low), high)
         self.parameter.requires_grad_()

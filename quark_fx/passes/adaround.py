@@ -22,10 +22,10 @@ _STEEPEST, _FLATTEST = 20.0, 2.0
 
 
 class SoftRounding:
-    """A weight between the code it starts at and the next one on the side where the float weight lies.
+    """A weight between the code it starts at and the next one on the side where the weight lies that it is to be near.
 
     The weight is `floor + h(v) * gap`, with `gap` the distance of the two codes (1, but for floats) and `h` a stretched
-    and cut sigmoid. It begins `softness` of the way from the starting code to the float weight.
+    and cut sigmoid. It begins `softness` of the way from the starting code to that weight.
     """
 
     def __init__(self, grid: Grid, weight: Tensor, start: Tensor, options: AdaRound) -> None:
@@ -70,7 +70,7 @@ class AdaRound(Schedule):
     """Learn, for each weight, which of two codes to take, so that what an operator or a block makes is kept.
 
     Scales stay. By default codes start from coordinate descent on each operator's error, which most of the gain comes
-    from, and gradient steps refine them. With `descent=False, softness=1, iterations=10_000, learning_rate=1e-3` they
+    from, and gradient steps refine them. With `start="codes", softness=1, iterations=10_000, learning_rate=1e-3` they
     start where the paper's do, at the float weight; what differs from it then is that the penalty is a mean and the
     error relative, that the rate decays, and that the best state on held-out batches is kept. `unit="block"`
     reconstructs blocks as BRECQ does, without Fisher weights; `drop=0.5, scale_rate=0.01` besides mixes float into

@@ -83,13 +83,15 @@ class AutoRound(Schedule):
     """Learn how each weight rounds and how much of its range each scale covers, by the signs of gradients.
 
     Steps have the size `learning_rate` and shrink linearly to zero. A block learns from what the quantized blocks
-    before it make. By default codes start from error feedback (`GPTQ`), each as near to the next one as the weight was
-    that was rounded, so that few steps do, and small ones: together they are by default 0.15 of a code.
-    `start="codes", iterations=200, range_rate=1` is what the paper does: from the nearest codes, half a code in all.
+    before it make. By default codes start anew from error feedback, as `GPTQ(asymmetry=1, fit_scales=True)` rounds,
+    each as near to the next code as the weight was that was rounded, so that few steps do, and small ones: together
+    they are about 0.15 of a code. `start="codes", iterations=200, range_rate=1` is what the paper does: from the
+    nearest codes, half a code in all. That start keeps the codes of passes before, too; those that are not the nearest
+    hardly move.
 
     Args:
         ranges: choose the shares of the scales, too, where no integer bias depends on them.
-        smallest_range: of a share.
+        smallest_range: of a share of the scale that steps start with.
         range_rate: steps of the shares, relative to those of the codes.
 
     The other options are those of `quark_fx.reconstruction.Schedule`.
@@ -114,7 +116,7 @@ class AutoRound(Schedule):
 
     @property
     def rate(self) -> float:
-        """The learning rate: by default all steps together are half a code, fewer from error feedback."""
+        """The learning rate; 0 stands for one over the number of steps, and 0.3 over it from error feedback."""
         far = _FROM_FEEDBACK if self.start is Start.FEEDBACK else 1.0
         return self.learning_rate or far / max(1, self.iterations)
 

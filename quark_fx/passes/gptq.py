@@ -78,8 +78,8 @@ class GPTQ:
             pairs = zip(block.matrices, copied, strict=True)
             measured = (moments * m.moment + block.entrances + rows for m, rows in pairs)
             shapes = ((m, working_bytes(m.groups, m.outputs, m.inputs)) for m in block.matrices)
-            # Scales are fitted with the squares of a factor, which is as large as a moment.
-            kept = max(moments, 1 + self.fit_scales)
+            # A target is solved for, and scales are fitted, with another matrix of the size of a factor.
+            kept = moments + bool(self.asymmetry or self.fit_scales)
             rounded = (kept * m.moment + working + bool(self.asymmetry) * m.target for m, working in shapes)
             return max((*measured, *rounded), default=0)
 

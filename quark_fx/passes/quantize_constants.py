@@ -115,7 +115,7 @@ def _quantize_operator(
     known = settled.get(op.row.weight)
     key = (str(op.weight_node.target), op.weight, None if known is None else float(known.scale))
     found = stored.get(key)
-    if found is None or (smallest is not None and bool((found.tensor.qparams.scale < smallest).any())):
+    if found is None or (smallest is not None and bool((found.tensor.qparams.scale.abs() < smallest).any())):
         found = stored[key] = _store(gm, key[0], _quantize_weight(op, weight, smallest, amax, known))
     _use_weight(gm, op, found)
     if is_parameter(bias_node) and bias_spec is not None:
