@@ -114,8 +114,8 @@ def _require_found(shell: Any, directory: Path) -> None:
         for file in (*directory.glob("model*.safetensors*"), directory / "config.json"):
             file.unlink()
         raise ExportError(
-            f"transformers does not load what {type(shell).__name__} becomes in {_DEFAULT}: {why}; quantize all of its "
-            "experts or none, or use qmodel.save(directory)"
+            f"transformers does not load what {type(shell).__name__} becomes in {_DEFAULT}: {why}; if it has experts, "
+            "quantize all of them or none; else choose another format, or use qmodel.save(directory)"
         )
 
 
@@ -189,7 +189,10 @@ def _require_readable(schemes: Mapping[str, dict[str, Any]], members: Mapping[st
 def _scheme(layer: Layer) -> dict[str, Any]:
     weight, activation = layer.weight, layer.input
     if weight.zero_point is not None:
-        raise ExportError("zero points of weights, which transformers does not load; use symmetry='symmetric'")
+        raise ExportError(
+            "zero points of weights, which transformers does not load; use symmetry='symmetric', or export "
+            "format='gptq' or 'awq'"
+        )
     strategy = "group" if weight.group_size else "tensor" if weight.scale.numel() == 1 else "channel"
     weights = _arguments(weight.bits, weight.is_float, True, strategy, False)
     weights["group_size"] = weight.group_size

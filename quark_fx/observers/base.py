@@ -93,8 +93,11 @@ def finite_range(low: Tensor | None, high: Tensor | None) -> tuple[Tensor, Tenso
         raise ValueError("nothing was observed")
     bad = ~(torch.isfinite(low) & torch.isfinite(high))
     if bool(bad.any()):
-        channels = bad.nonzero().flatten()[:3].tolist()
-        raise ValueError(f"a value that is not finite was observed, in channel {str(channels)[1:-1]}")
+        places = bad.flatten().nonzero().flatten()[:3].tolist()
+        # Of a tensor in groups there are several scales in a channel.
+        raise ValueError(
+            f"a value that is not finite was observed, where scale {str(places)[1:-1]} of {bad.numel()} would be used"
+        )
     return low, high
 
 
