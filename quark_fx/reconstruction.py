@@ -198,10 +198,12 @@ def reconstruct(gm: GraphModule, context: Context, schedule: Schedule, begin: Be
         # A scale that an earlier unit computed with is not changed behind its back.
         scales = [name for name in activation_scales(run.module) if name not in settled]
         settled.update(scales)
+        if run.finished:
+            continue
         weights = [w for w in quantized_weights(run.module, context.plan) if w.codes not in shared]
         if schedule.unit is Unit.OPERATOR:
             weights = [weight for weight in weights if not _leave_routed(weight, context)]
-        if run.finished or not weights:
+        if not weights:
             continue
         if not any(isinstance(t, Tensor) and t.is_floating_point() for t in run.targets(0)):
             for weight in weights:
