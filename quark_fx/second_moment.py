@@ -29,24 +29,19 @@ class SecondMoment:
     Attributes:
         h: sum of `x x'`, float32, shape (groups, inputs, inputs); the upper triangle until `finish`.
         shift: sum of `(r - x) x'` with `r` the row in float, the shape of `h`; `None` if it was not asked for.
-        magnitude: sum of `|x|`, shape (groups, inputs); `None` if it was not asked for.
         rows: how many, shape (groups,).
     """
 
     h: Tensor
     shift: Tensor | None
-    magnitude: Tensor | None
     rows: Tensor
 
     @classmethod
-    def empty(
-        cls, groups: int, inputs: int, device: torch.device, *, shifted: bool, magnitudes: bool = False
-    ) -> SecondMoment:
+    def empty(cls, groups: int, inputs: int, device: torch.device, *, shifted: bool) -> SecondMoment:
         """Return the sums over no rows."""
         h = torch.zeros(groups, inputs, inputs, device=device)
         rows = torch.zeros(groups, dtype=torch.int64, device=device)
-        magnitude = torch.zeros(groups, inputs, device=device) if magnitudes else None
-        return cls(h, torch.zeros_like(h) if shifted else None, magnitude, rows)
+        return cls(h, torch.zeros_like(h) if shifted else None, rows)
 
     @classmethod
     def measure(
@@ -56,7 +51,6 @@ class SecondMoment:
         entrance: Entrance,
         reference: Entrance | None = None,
         *,
-        magnitudes: bool = False,
         batches: Sequence[int] | None = None,
     ) -> SecondMoment:
         """Return the sums over calibration batches.
@@ -66,16 +60,15 @@ class SecondMoment:
             shape: groups, and inputs of each.
             entrance: where the rows come from.
             reference: where the same rows come from in float, for `shift`.
-            magnitudes: sum `|x|`, too.
             batches: which; default: all.
         """
-        moment = cls.empty(*shape, context.device, shifted=reference is not None, magnitudes=magnitudes)
+        moment = cls.empty(*shape, context.device, shifted=reference is not None)
         with torch.no_grad():
             for batch in range(len(context.batches)) if batches is None else batches:
                 kept = context.kept_positions(batch)
                 reals = reference.values(batch, kept) if reference is not None else None
                 moment.add(entrance.mapping, entrance.values(batch, kept), reals)
-        asked = (sums for sums in (moment.magnitude, moment.shift) if sums is not None)
+        asked = () if moment.shift is None else (moment.shift,)
         context.ranks.add(moment.h, moment.rows, *asked)
         moment.finish(routed=entrance.mapping.offsets is not None)
         return moment
@@ -92,8 +85,6 @@ class SecondMoment:
             assert values.output is not None
             columns, _ = mapping.rows(values.x, values.output, most=values.output[:, 0].numel(), seed=0)
             self.h.baddbmm_(columns.float(), columns.float().mT)
-            if self.magnitude is not None:
-                self.magnitude += columns.float().abs().sum(-1)
             self.rows += columns.shape[-1]
             if self.shift is not None and reals is not None:
                 exact, _ = mapping.rows(reals.x, values.output, most=values.output[:, 0].numel(), seed=0)
@@ -102,8 +93,6 @@ class SecondMoment:
         exact_rows = reals.matrices(mapping) if reals is not None else iter(())
         for group, x in enumerate(values.matrices(mapping)):
             _add_upper(self.h[group], x)
-            if self.magnitude is not None:
-                self.magnitude[group] += torch.linalg.vector_norm(x, ord=1, dim=0)
             self.rows[group] += len(x)
             if self.shift is not None:
                 self.shift[group].addmm_((next(exact_rows) - x).T, x)

@@ -1,7 +1,8 @@
-"""The exponent AWQ takes, against a search by hand; what it asks of wide operators."""
+"""The exponents AWQ takes, against a search by hand; what it asks of wide operators."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import pytest
 import torch
 from tiny import rand, seeded
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import quark_fx as qfx
 from quark_fx.block_walk import FloatRun
-from quark_fx.config import Granularity
+from quark_fx.config import Granularity, Target, TensorSpec
+from quark_fx.formats import INT4
+from quark_fx.pass_manager import Change
 from quark_fx.passes import awq
 from quark_fx.presets import INT4_WEIGHT_ONLY
 from quark_fx.weights import quantize_tensor
@@ -44,36 +48,95 @@ def chain(outputs: int) -> Chain:
 DATA = [rand(32, 16, seed=seed) for seed in (1, 2)]
 
 
-def exponent(model: nn.Module, **changes: Any) -> float:
+def found(model: nn.Module, **changes: Any) -> Change:
+    """Return what AWQ notes of `down`."""
     config = GROUPS.replace(passes=(*GROUPS.passes, awq.AWQ()))
     if changes:
         assert config.weight is not None
         config = config.replace(weight=config.weight.replace(**changes))
     report = qfx.quantize(model, config, DATA, progress=False).report()
     (change,) = [c for c in report.passes[-1].changes if "down" in c.name]
-    return float(change.what.removeprefix("exponent ")) if change.changed else 0.0
+    return change
 
 
-def by_hand(model: Chain) -> dict[float, float]:
-    """Return the error of the outputs for every exponent."""
+def exponents(change: Change) -> tuple[float, float]:
+    if not change.changed:
+        return 0.0, 0.0
+    r, q = map(float, change.what.removeprefix("exponents ").split(", "))
+    return r, q
+
+
+def by_hand(model: Chain) -> dict[tuple[float, float], float]:
+    """Return the relative error of the outputs for every pair of exponents."""
     x = model.up(torch.cat(DATA)).detach()
-    weight, magnitude = model.down.weight.detach(), x.abs().mean(0)
-    found = {}
-    for step in range(21):
-        scale = magnitude ** (step / 20)
+    weight = model.down.weight.detach()
+    groups = weight.unflatten(1, (-1, 16)).abs()
+    ratio = (groups / groups.amax(2, keepdim=True)).flatten(1).mean(0)
+    errors = {}
+    for r, q in itertools.product(range(21), repeat=2):
+        scale = x.square().mean(0).sqrt() ** (r / 20) / ratio ** (q / 20)
         assert GROUPS.weight is not None
         rounded = quantize_tensor(weight * scale, GROUPS.weight, output_axis=0, input_axis=1).dequantize() / scale
-        found[step / 20] = float((x @ (rounded - weight).T).square().sum())
-    return found
+        errors[r / 20, q / 20] = float((x @ (rounded - weight).T).square().sum() / (x @ weight.T).square().sum())
+    return errors
 
 
-def test_the_exponent_is_the_one_that_changes_the_outputs_least() -> None:
+def test_the_exponents_are_those_that_change_the_outputs_least() -> None:
     model = chain(96)
-    errors = by_hand(model)
-    coarse = min((step / 10 for step in range(11)), key=lambda r: errors[r])
-    best = min((r for r in errors if abs(r - coarse) < 0.06), key=lambda r: errors[r])
-    assert 0 < best < 1
-    assert exponent(model) == best
+    with torch.no_grad():
+        model.down.weight *= torch.linspace(0.1, 1, 64)[torch.randperm(64, generator=torch.Generator().manual_seed(0))]
+    errors, change = by_hand(model), found(model)
+    best = exponents(change)
+    assert min(best) > 0
+    assert change.after == pytest.approx(errors[best], rel=1e-4)
+    assert change.before == pytest.approx(errors[0, 0], rel=1e-4)
+    assert errors[best] <= 1.02 * min(errors.values())
+
+
+@pytest.mark.parametrize("best", [(7, 13), (0, 0), (20, 1), (4, 0)])
+def test_the_search_ends_where_the_error_is_least(best: tuple[int, int]) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def error(exponents: tuple[int, int]) -> float:
+        asked.append(exponents)
+        return float(sum((one - other) ** 2 for one, other in zip(exponents, best, strict=True)))
+
+    assert awq.AWQ()._best(error) == best
+    assert len(set(asked)) <= awq._TRIES
+
+
+class Convolutions(nn.Module):
+    """A convolution of two groups that reads channels whose magnitudes differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 32, 1, groups=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.relu(self.up(x)))
+        return y
+
+
+def test_the_groups_of_a_convolution_have_channels_of_their_own() -> None:
+    model, data = seeded(Convolutions()), [rand(4, 3, 8, 8, seed=seed) for seed in (1, 2)]
+    with torch.no_grad():
+        model.up.weight *= torch.linspace(0.1, 4, 16)[:, None, None, None]
+    spec = TensorSpec(format=INT4, granularity=Granularity.CHANNEL)
+    config = qfx.QuantConfig(weight=spec, passes=(awq.AWQ(),), exclude=("up",), target=Target.TORCH)
+    changes = qfx.quantize(model, config, data, progress=False).report().passes[-1].changes
+    (change,) = [c for c in changes if c.changed]
+    r, q = exponents(change)
+    x = torch.relu(model.up(torch.cat(data))).detach()
+    weight = model.down.weight.detach()
+    ratio = (weight / weight.abs().amax((1, 2, 3), keepdim=True)).abs().unflatten(0, (2, 16)).mean(1).flatten()
+    scale = x.square().mean((0, 2, 3)).sqrt() ** r / ratio**q
+    factor = scale.reshape(2, 1, 8, 1, 1).expand(2, 16, 8, 1, 1).flatten(0, 1)
+    rounded = quantize_tensor(weight * factor, spec, output_axis=0, input_axis=1).dequantize() / factor
+    lost, signal = (F.conv2d(x, w, groups=2).square().sum() for w in (rounded - weight, weight))
+    assert change.after == pytest.approx(float(lost / signal), rel=1e-3)
+    assert change.after is not None
+    assert change.before is not None
+    assert change.after < 0.9 * change.before
 
 
 class Fork(nn.Module):
@@ -124,9 +187,37 @@ def test_of_wide_operators_some_outputs_are_asked(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(awq, "quantize_tensor", noted)
     model = chain(3000)
     errors = by_hand(model)
-    assert errors[exponent(model)] <= 1.01 * min(errors.values())
+    assert errors[exponents(found(model))] <= 1.01 * min(errors.values())
     assert set(asked) == {600}  # every fifth
     asked.clear()
     # One scale for all depends on every output.
-    exponent(model, granularity=Granularity.TENSOR, group_size=None)
+    found(model, granularity=Granularity.TENSOR, group_size=None)
     assert set(asked) == {3000}
+
+
+class Stack(nn.Module):
+    """Three matrices that multiply what a norm makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.weight = nn.LayerNorm(64), nn.Parameter(torch.randn(3, 64, 1200))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(self.norm(x), self.weight)
+
+
+def test_of_wide_matrices_in_a_stack_some_outputs_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def noted(weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+        asked.append(tuple(weight.shape))
+        return quantize_tensor(weight, *args, **kwargs)
+
+    monkeypatch.setattr(awq, "quantize_tensor", noted)
+    model = seeded(Stack())
+    with torch.no_grad():
+        model.norm.weight.mul_(torch.linspace(0.2, 4, 64))
+    config = GROUPS.replace(passes=(awq.AWQ(),), exclude=())
+    report = qfx.quantize(model, config, [rand(3, 8, 64, seed=seed) for seed in (1, 2)], progress=False).report()
+    assert any(change.changed for change in report.passes[-1].changes)
+    assert set(asked) == {(3, 64, 600)}  # every second

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from quark_fx.errors import ConfigError
 from quark_fx.graph import named_nodes, parameter
 from quark_fx.linear_map import LinearMap, linear_map
 from quark_fx.operators import argument
+from quark_fx.ops import spread
 from quark_fx.pass_manager import Change, copy_graph, graph_pass
 from quark_fx.placement import PlannedOperator
 from quark_fx.planned_sites import planned_sites
@@ -26,7 +26,7 @@ from quark_fx.qparams import ScaleType
 from quark_fx.scale_sites import Absorber, ScaledInput, ScaleSite, SiteAnalysis, apply_scale
 from quark_fx.second_moment import Entrance, SecondMoment
 from quark_fx.sizes import FLOAT32, BlockSize, Need, Sizes
-from quark_fx.weights import quantize_tensor
+from quark_fx.weights import QuantizedTensor, quantize_tensor
 
 _COPIES = 7
 """Of a weight in float32 while an exponent is tried: it, scaled, rounded, what is lost, products with the moment."""
@@ -37,29 +37,34 @@ _AT_ONCE = 1 << 20
 _ROWS = 512
 """Output channels, at least, that exponents are judged on: every channel is scaled alike, so more add nothing."""
 
+_TRIES = 19
+"""Pairs of exponents that are tried for a site, about."""
+
 _SMALLEST = 1e-4
-"""Of an average magnitude: an input that is never there is scaled like one that hardly is."""
+"""Of a channel, relative to the largest: one that is never there is scaled like one that hardly is."""
 
 
 @graph_pass(distributed=True)
 @dataclass(frozen=True, kw_only=True)
 class AWQ:
-    """Multiply weights by `s = a ** r` per input channel and divide what they read by it, where something absorbs that.
+    """Multiply weights by `s = a ** r / w ** q` per input channel and divide what they read by it, where something can.
 
-    `a` is the mean magnitude of a channel on the calibration data. Of a grid of exponents `r` from 0 (leave it alone)
-    to 1 each site takes the one whose rounded weights change the outputs of the operators that read it least: the
-    error is a quadratic form of the weights, so the data is read once, whatever the grid. Of wide operators every few
-    outputs are asked.
+    `a` is the root mean square of a channel on the calibration data, `w` the mean magnitude of the weights that read
+    it, each relative to the scale of its group: what the data multiplies most is rounded finer, and so is what lies far
+    below the largest weight of its group. Of a grid of exponents from 0 to 1 each site takes those whose rounded
+    weights change the outputs of the operators that read it least. That error is a quadratic form of the weights, so
+    the data is read once, whatever the grid. Of wide operators every few outputs are asked.
 
     Args:
-        steps: intervals of the grid; the best of every other one is refined.
+        steps: intervals of the grid; of each exponent five are asked, then those around the best.
         explicit: insert a multiplication where nothing before can absorb the scale.
 
     Raises:
         ConfigError: for fewer than two steps.
 
     Source:
-        Lin et al. 2024 (AWQ), section 3.2, with the error of the operators' outputs as objective.
+        Lin et al. 2024 (AWQ), section 3.2, and its reference code for `w`, where `q` is 0 or `1 - r`. There `a` is the
+        mean magnitude, and the objective the error of a block; squares are what the error of an operator weighs by.
     """
 
     steps: int = 20
@@ -118,10 +123,9 @@ class AWQ:
             return sum(moments[:2]) + max(tried, block.entrances)
 
         def work(block: BlockSize) -> float:
-            tries = self.steps // 2 + 3
             moments = (m.inputs * m.inputs * m.rows * sizes.batches for m in block.matrices)
             asked = (m.values // _stride(m.outputs) for m in block.matrices)
-            return sum(moments) + sum(2 * tries * n * m.inputs for n, m in zip(asked, block.matrices, strict=True))
+            return sum(moments) + sum(2 * _TRIES * n * m.inputs for n, m in zip(asked, block.matrices, strict=True))
 
         scaled = sum(m.values * m.itemsize for m in sizes.matrices.values())
         return sizes.walk(Unit.OPERATOR, turn, held=scaled, work=work)
@@ -131,25 +135,103 @@ class AWQ:
     ) -> Tensor | None:
         """Return the scale that changes the outputs least, `None` if none is better."""
         start = time.perf_counter()
-        magnitude = _magnitudes(site, searches)
-        errors: dict[float, float] = {}
+        channels = _Channels.of(gm, site, searches)
+        errors: dict[_Exponents, float] = {}
 
-        def error(exponent: float) -> float:
-            if exponent not in errors:
-                scale = _scales(magnitude, exponent)
-                errors[exponent] = sum(search.error(gm, scale) for search in searches)
-            return errors[exponent]
+        def error(exponents: _Exponents) -> float:
+            if exponents not in errors:
+                scale = channels.scale(exponents, self.steps)
+                errors[exponents] = sum(search.error(gm, scale) for search in searches)
+            return errors[exponents]
 
-        coarse = min((step / self.steps for step in range(0, self.steps + 1, 2)), key=error)
-        near = [exponent for exponent in (coarse - 1 / self.steps, coarse + 1 / self.steps) if 0 <= exponent <= 1]
-        best = min([coarse, *near], key=error)
+        best = self._best(error)
         best = context.ranks.gather(best)[0]  # another processor may see a tie otherwise
-        changed = best > 0
+        changed = best != (0, 0)
         name = ", ".join(search.operator.name for search in searches)
-        what = f"exponent {best:.2f}" if changed else "left: no exponent is better"
-        before, after = errors[0.0] / len(searches), errors[best] / len(searches)
+        what = "exponents {:.2f}, {:.2f}".format(*(e / self.steps for e in best))
+        before, after = (error(exponents) / len(searches) for exponents in ((0, 0), best))
+        what = what if changed else "left: no exponents are better"
         context.note(Change(name, what, changed, before, after, time.perf_counter() - start))
-        return _scales(magnitude, best) if changed else None
+        return channels.scale(best, self.steps) if changed else None
+
+    def _best(self, error: Callable[[_Exponents], float]) -> _Exponents:
+        """Return the exponents of the least error that is found: one after the other, nearer and nearer by."""
+        steps, reach = self.steps, max(1, self.steps // 5)
+        coarse = range(0, steps + 1, reach)
+        best = min(((r, 0) for r in coarse), key=error)
+        best = min(((best[0], q) for q in coarse), key=error)
+        while reach := reach // 2:
+            for r, q in ((reach, 0), (0, reach)):
+                near = ((best[0] + sign * r, best[1] + sign * q) for sign in (-1, 1))
+                best = min([best, *(e for e in near if min(e) >= 0 and max(e) <= steps)], key=error)
+        return best
+
+
+_Exponents = tuple[int, int]
+"""Those of the activation and of the weights, in steps of the grid."""
+
+
+@dataclass(frozen=True)
+class _Channels:
+    """What the scales of a site are made of, per component.
+
+    Attributes:
+        activation: root mean squares of what is scaled, shape (components,).
+        weight: mean magnitudes of the weights that read it, relative to their scales, shape (components,).
+    """
+
+    activation: Tensor
+    weight: Tensor
+
+    @classmethod
+    def of(cls, gm: GraphModule, site: ScaleSite, searches: Sequence[_Search]) -> _Channels:
+        """Return the averages over the operators that read the site."""
+        activation, weight = (_Means.of_none(site.channels, searches[0].h.device) for _ in range(2))
+        for search in searches:
+            activation.add(search.scaled.labels.to(search.h.device), search.squares)
+            for labels, ratios in search.ratios(gm):
+                weight.add(labels, ratios)
+        found = activation.means.sqrt(), weight.means
+        return cls(*((one / one.max().clamp_min(1e-30)).clamp_min(_SMALLEST) for one in found))
+
+    def scale(self, exponents: _Exponents, steps: int) -> Tensor:
+        """Return the scales of exponents on a grid of `steps`, around 1, shape (components,)."""
+        r, q = (exponent / steps for exponent in exponents)
+        scale = self.activation**r / self.weight**q
+        return scale / (scale.max() * scale.min()).sqrt()
+
+
+@dataclass(frozen=True)
+class _Means:
+    """Means of the values that belong to each component.
+
+    Attributes:
+        total: their sums, shape (components,).
+        count: how many, shape (components,).
+    """
+
+    total: Tensor
+    count: Tensor
+
+    @classmethod
+    def of_none(cls, components: int, device: torch.device) -> _Means:
+        """Return those of no values."""
+        return cls(torch.zeros(components, device=device), torch.zeros(components, device=device))
+
+    def add(self, labels: Tensor, values: Tensor) -> None:
+        """Add values, each to the component in `labels`, which are of their shape and device; -1 is none."""
+        # Along dimensions that labels were expanded in they do not vary; what is summed there is summed in order.
+        alike = {dim for dim in range(values.dim()) if labels.stride(dim) == 0}
+        sums = values.sum(tuple(alike)) if alike else values
+        labels = labels[tuple(0 if dim in alike else slice(None) for dim in range(values.dim()))]
+        known = labels >= 0
+        self.total.index_add_(0, labels[known], sums[known])
+        self.count.index_add_(0, labels[known], torch.full_like(sums[known], values.numel() / sums.numel()))
+
+    @property
+    def means(self) -> Tensor:
+        """The means, 0 of no values."""
+        return self.total / self.count.clamp_min(1)
 
 
 @dataclass
@@ -180,26 +262,37 @@ class _Search:
         assert self.moment is not None
         return self.moment.h
 
+    @property
+    def squares(self) -> Tensor:
+        """The mean square of each channel of what it reads, shape `(channels of the value,)`."""
+        assert self.moment is not None
+        found = self.h.diagonal(dim1=-2, dim2=-1)
+        found = found if self.mapping.kernel else found.sum(0)
+        # Of a convolution an input is a channel at a place of the kernel; the groups of channels lie one after another.
+        return found.reshape(len(self.scaled.labels), -1).mean(1) / self.moment.rows.sum().clamp_min(1)
+
+    def ratios(self, gm: GraphModule) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield, for parts of the weight, the component of each value and its magnitude over that of its scale."""
+        weight = self._weight(gm)
+        labels = self.absorber.labels.to(weight.device).expand_as(weight)
+        for piece, _ in self._pieces(weight):
+            real = weight[piece].float()
+            rounded = self._quantize(real)
+            scale = spread(rounded.qparams.scale, real, rounded.axis, rounded.block_size)
+            yield labels[piece], (real / scale).abs()
+
     def error(self, gm: GraphModule, scale: Tensor) -> float:
         """Return the relative squared error of the operator's output if its site is scaled by `scale`."""
-        op = self.operator
-        assert op.row is not None
-        assert op.weight is not None
-        weight = parameter(gm, self.absorber.parameter).detach().to(self.h.device)
+        assert self.operator.weight is not None
+        weight = self._weight(gm)
         labels = self.absorber.labels.to(weight.device)
         factor = torch.where(labels >= 0, scale[labels.clamp(min=0)], 1.0).expand_as(weight)
-        axes = op.row.output_axis, op.row.input_axis
-        stacked = op.row.kind in ("experts", "linear") and weight.dim() > 2
         noise, signal = torch.zeros(2, device=weight.device)
-        amax = (weight * factor).abs().amax().float() if op.weight.scale_type is ScaleType.FP8_E4M3 else None
-        if self._rows_apart:
-            some = (slice(None),) * (axes[0] % weight.dim()) + (slice(None, None, _stride(weight.shape[axes[0]])),)
-            weight, factor = weight[some], factor[some]
+        shared = self.operator.weight.scale_type is ScaleType.FP8_E4M3
+        amax = (weight * factor).abs().amax().float() if shared else None
         for piece, h in self._pieces(weight):
             real, s = weight[piece].float(), factor[piece]
-            rounded = quantize_tensor(
-                real * s, op.weight, output_axis=axes[0], input_axis=axes[1], stacked=stacked, amax=amax
-            )
+            rounded = self._quantize(real * s, amax)
             lost = self.mapping.matrix(rounded.dequantize().div_(s).sub_(real))
             noise += ((lost @ h) * lost).sum()
             if self.signal is None:
@@ -209,23 +302,33 @@ class _Search:
             self.signal = signal.clamp_min(torch.finfo(torch.float32).tiny)
         return float(noise / self.signal)
 
-    @property
-    def _rows_apart(self) -> bool:
-        """Whether the scales of an output do not depend on those of another."""
-        spec = self.operator.weight
-        assert spec is not None
-        return spec.granularity is not Granularity.TENSOR and (self.mapping.stacked or self.mapping.groups == 1)
+    def _weight(self, gm: GraphModule) -> Tensor:
+        return parameter(gm, self.absorber.parameter).detach().to(self.h.device)
 
-    def _pieces(self, weight: Tensor) -> Iterator[tuple[Any, Tensor]]:
+    def _quantize(self, weight: Tensor, amax: Tensor | None = None) -> QuantizedTensor:
+        op = self.operator
+        assert op.row is not None
+        assert op.weight is not None
+        stacked = op.row.kind in ("experts", "linear") and weight.dim() > 2
+        axes = op.row.output_axis, op.row.input_axis
+        return quantize_tensor(weight, op.weight, output_axis=axes[0], input_axis=axes[1], stacked=stacked, amax=amax)
+
+    def _pieces(self, weight: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
         """Yield parts of a weight whose scales do not depend on each other, and the moments of what they multiply."""
-        row = self.operator.row
+        row, spec = self.operator.row, self.operator.weight
         assert row is not None
-        axis = 0 if self.mapping.stacked else row.output_axis % weight.dim()
+        assert spec is not None
+        outputs = row.output_axis % weight.dim()
+        apart = spec.granularity is not Granularity.TENSOR and (self.mapping.stacked or self.mapping.groups == 1)
+        stride = _stride(weight.shape[outputs]) if apart else 1
+        axis = 0 if self.mapping.stacked else outputs
         size = weight.shape[axis]
-        step = max(1, _AT_ONCE * size // weight.numel()) if self._rows_apart else size
+        step = max(1, _AT_ONCE * size // weight.numel()) * stride if apart else size
         for first in range(0, size, step):
-            part = slice(first, first + step)
-            yield (slice(None),) * axis + (part,), self.h[part] if self.mapping.stacked else self.h
+            index = [slice(None)] * weight.dim()
+            index[outputs] = slice(None, None, stride)
+            index[axis] = slice(first, first + step, 1 if self.mapping.stacked else stride)
+            yield tuple(index), self.h[index[0]] if self.mapping.stacked else self.h
 
 
 _Waiting = dict[int, tuple[ScaleSite, list[_Search]]]
@@ -275,36 +378,13 @@ def _collect(run: FloatRun, searches: Sequence[_Search], context: Context) -> No
         key = argument(nodes[name], row.activations[0]), replace(mapping, transposed=False)
         if key not in known:
             entrance = Entrance(run.module, nodes[name], row, mapping, run.inputs)
-            known[key] = SecondMoment.measure(context, search.shape, entrance, magnitudes=True)
+            known[key] = SecondMoment.measure(context, search.shape, entrance)
         search.moment = known[key]
-
-
-def _magnitudes(site: ScaleSite, searches: Sequence[_Search]) -> Tensor:
-    """Return the mean magnitude of what the site's components scale, shape (components,)."""
-    total, count = (torch.zeros(site.channels, device=searches[0].h.device) for _ in range(2))
-    for search in searches:
-        assert search.moment is not None
-        assert search.moment.magnitude is not None
-        mean = search.moment.magnitude.sum(0) / max(1, int(search.moment.rows.sum()))
-        labels = search.scaled.labels.to(mean.device)
-        # Of a convolution an input is a channel at a place of the kernel; the groups of channels lie one after another.
-        mean = search.moment.magnitude.reshape(-1) if search.mapping.kernel else mean
-        mean = mean.reshape(len(labels), -1).mean(1)
-        known = labels >= 0
-        total.index_add_(0, labels[known], mean[known])
-        count.index_add_(0, labels[known], torch.ones_like(mean[known]))
-    return total / count.clamp_min(1)
 
 
 def _stride(outputs: int) -> int:
     """Return how far those output channels lie apart that are asked."""
     return max(1, outputs // _ROWS)
-
-
-def _scales(magnitude: Tensor, exponent: float) -> Tensor:
-    """Return the scales of an exponent, around 1, shape (components,)."""
-    scale = magnitude.clamp_min(_SMALLEST) ** exponent
-    return scale / (scale.max() * scale.min()).sqrt()
 
 
 __all__ = ["AWQ"]
