@@ -119,8 +119,8 @@ def rows(iterations: int) -> tuple[Row, ...]:
             "GPTQ(asymmetry=0.5, fit_scales=True), sign-aware",
             {"passes": [QUALITY], "symmetry": "sign_aware"},
         ),
-        Row("quark_fx", "AWQ()", {"passes": ["AWQ"]}),
-        Row("quark_fx", "AWQ(), FitScales()", {"passes": ["AWQ", "FitScales"]}),
+        Row("quark_fx", "AWQ()", {"passes": ["AWQ"]}, 2),
+        Row("quark_fx", "AWQ(), FitScales()", {"passes": ["AWQ", "FitScales"]}, 2),
         Row("quark_fx", "AWQ(), GPTQ()", {"passes": ["AWQ", "GPTQ"]}),
         Row(
             "quark_fx",
@@ -131,7 +131,7 @@ def rows(iterations: int) -> tuple[Row, ...]:
         Row("quark_fx", "AutoRound(), sign-aware", {"passes": ["AutoRound"], "symmetry": "sign_aware"}),
         Row("GPTQModel", "GPTAQ, mse=2.4, desc_act, static_groups, damp 0.01", BEST),
         Row("auto-round", f"{iterations} iterations", {"iters": iterations}),
-        Row("llm-compressor", "AWQ", {"awq": True}),
+        Row("llm-compressor", "AWQ", {"awq": True}, 2),
         Row("llm-compressor", "AWQ, GPTQ", {"awq": True, "gptq": True}),
         Row("GPTQModel", "GPTQ", {}),
         Row("ModelOpt", "GPTQ", {"algorithm": {"method": "gptq", "layerwise": {"enable": True}}}),
@@ -447,13 +447,13 @@ def page(subjects: Sequence[Subject], measured: Sequence[Sequence[Measured]]) ->
 
 int4 weights in groups of 128, symmetric; embedding and head in float. Every run is a process of its own on one core;
 all read the same checkpoint and the same calibration tokens, in batches of {BATCH}. CPU seconds, user and system, are
-those of the whole process: imports, loading, quantizing, writing the weights. Of `GPTQ()` and llm-compressor's GPTQ the
-faster of two runs in turn counts. The machine was shared with other work: seconds vary by tens of per cent. Peak memory
-is of the process until the tool had quantized. KL divergence (nats per token, from the float model) and perplexity are
-of held-out tokens and computed by one program, from the dequantized weights that each run leaves; it also checks that
-no group has more than {LEVELS} values, that embedding and head are those of the checkpoint, and that each tool's own
-model computes with these weights. "Codes in use" are the most different values in a group: 15 where the grid is
-symmetric to the last code.
+those of the whole process: imports, loading, quantizing, writing the weights. Of `GPTQ()`, `AWQ()` and
+`AWQ(), FitScales()`, and of llm-compressor's GPTQ and AWQ, the faster of two runs in turn counts. The machine was
+shared with other work: seconds vary by tens of per cent. Peak memory is of the process until the tool had quantized. KL
+divergence (nats per token, from the float model) and perplexity are of held-out tokens and computed by one program,
+from the dequantized weights that each run leaves; it also checks that no group has more than {LEVELS} values, that
+embedding and head are those of the checkpoint, and that each tool's own model computes with these weights. "Codes in
+use" are the most different values in a group: 15 where the grid is symmetric to the last code.
 
 {sections}
 

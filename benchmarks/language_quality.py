@@ -22,7 +22,7 @@ from quark_fx import Granularity, QuantConfig, Target, TensorSpec
 from quark_fx.formats import INT2, INT3, INT4, IntFormat
 from quark_fx.observers import Hqq
 from quark_fx.pass_manager import GraphPass
-from quark_fx.passes import AWQ, GPTQ
+from quark_fx.passes import AWQ, GPTQ, AutoRound, FitScales
 from quark_fx.qparams import Symmetry
 
 FORMATS: dict[str, IntFormat] = {"4 bits": INT4, "3 bits": INT3, "2 bits": INT2}
@@ -36,10 +36,12 @@ METHODS: dict[str, tuple[dict[str, Any], Sequence[GraphPass]]] = {
     "RTN, sign-aware": (_SIGNED, ()),
     "HQQ": ({"symmetry": Symmetry.ASYMMETRIC, "observer": Hqq()}, ()),
     "AWQ": (_PLAIN, (AWQ(),)),
+    "AWQ + FitScales": (_PLAIN, (AWQ(), FitScales())),
     "GPTQ": (_PLAIN, (GPTQ(),)),
     "asymmetric GPTQ": (_PLAIN, (GPTQ(asymmetry=1.0),)),
     "AWQ + GPTQ": (_PLAIN, (AWQ(), GPTQ())),
     "best": (_SIGNED, (GPTQ(asymmetry=0.5, fit_scales=True),)),
+    "AutoRound, sign-aware": (_SIGNED, (AutoRound(),)),
 }
 """Fields of the weights' spec, and passes."""
 
