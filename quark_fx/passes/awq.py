@@ -56,7 +56,7 @@ class AWQ:
     the data is read once, whatever the grid. Of wide operators every few outputs are asked.
 
     Args:
-        steps: intervals of the grid; of each exponent five are asked, then those around the best.
+        steps: intervals of the grid; of each exponent six are asked, then those around the best.
         explicit: insert a multiplication where nothing before can absorb the scale.
 
     Raises:
