@@ -19,6 +19,7 @@ from quark_fx.formats import INT4
 from quark_fx.pass_manager import Change
 from quark_fx.passes import awq
 from quark_fx.presets import INT4_WEIGHT_ONLY
+from quark_fx.qparams import Symmetry
 from quark_fx.weights import quantize_tensor
 
 GROUPS = INT4_WEIGHT_ONLY.replace(
@@ -93,16 +94,23 @@ def test_the_exponents_are_those_that_change_the_outputs_least() -> None:
     assert errors[best] <= 1.02 * min(errors.values())
 
 
-@pytest.mark.parametrize("best", [(7, 13), (0, 0), (20, 1), (4, 0)])
-def test_the_search_ends_where_the_error_is_least(best: tuple[int, int]) -> None:
-    asked: list[tuple[int, int]] = []
+@pytest.mark.parametrize("slope", [0.0, 0.9], ids=["bowl", "valley"])
+@pytest.mark.parametrize("best", [(7, 13), (0, 0), (20, 1), (4, 0), (11, 14), (20, 20)])
+def test_the_search_ends_where_the_error_is_least(best: tuple[int, int], slope: float) -> None:
+    asked = set()
 
     def error(exponents: tuple[int, int]) -> float:
-        asked.append(exponents)
-        return float(sum((one - other) ** 2 for one, other in zip(exponents, best, strict=True)))
+        asked.add(exponents)
+        r, q = (one - other for one, other in zip(exponents, best, strict=True))
+        return r * r + q * q + 2 * slope * r * q  # less of one may be more of the other
 
     assert awq.AWQ()._best(error) == best
-    assert len(set(asked)) <= awq._TRIES
+    assert len(asked) <= 1.5 * awq._TRIES
+
+
+@pytest.mark.parametrize("steps", [2, 4, 17, 32])
+def test_the_ends_of_any_grid_are_tried(steps: int) -> None:
+    assert awq.AWQ(steps=steps)._best(lambda exponents: -float(sum(exponents))) == (steps, steps)
 
 
 class Convolutions(nn.Module):
@@ -137,6 +145,88 @@ def test_the_groups_of_a_convolution_have_channels_of_their_own() -> None:
     assert change.after is not None
     assert change.before is not None
     assert change.after < 0.9 * change.before
+
+
+class Readers(nn.Module):
+    """A norm whose channels two linears of unequal width read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a, self.b = nn.LayerNorm(64), nn.Linear(64, 32, bias=False), nn.Linear(64, 96, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.norm(x)
+        return self.a(y), self.b(y)
+
+
+def channels_of(model: nn.Module, config: qfx.QuantConfig, data: list[Tensor]) -> awq._Channels:
+    """Return what the scales of the only site are made of."""
+    found = []
+    make = awq._Channels.of
+
+    def noted(*args: Any) -> awq._Channels:
+        found.append(make(*args))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(awq._Channels, "of", noted)
+        qfx.quantize(model, config, data, progress=False)
+    (channels,) = found
+    return channels
+
+
+def test_all_readers_count_by_their_outputs_and_what_is_never_there_hardly(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = seeded(Readers()), [rand(32, 64, seed=seed) for seed in (1, 2)]
+    with torch.no_grad():
+        model.norm.weight.mul_(torch.linspace(0.2, 4, 64))
+        model.norm.weight[3] = model.norm.bias[3] = 0.0
+        model.a.weight[:, 5] = model.b.weight[:, 5] = 0.0
+    monkeypatch.setattr(awq, "_AT_ONCE", 500)
+    weight = GROUPS.weight
+    assert weight is not None
+    signed = weight.replace(symmetry=Symmetry.SIGN_AWARE)
+    channels = channels_of(model, GROUPS.replace(weight=signed, passes=(awq.AWQ(),), exclude=()), data)
+    squares = model.norm(torch.cat(data)).detach().square().mean(0)
+    both = torch.cat((model.a.weight, model.b.weight)).detach().unflatten(1, (-1, 16)).abs()
+    ratios = (both / both.amax(2, keepdim=True)).flatten(1).mean(0)
+    torch.testing.assert_close(channels.activation, (squares / squares.max()).sqrt().clamp_min(1e-4))
+    torch.testing.assert_close(channels.weight, (ratios / ratios.max()).clamp_min(1e-4))
+    assert float(channels.activation[3]) == float(channels.weight[5]) == pytest.approx(1e-4)
+
+
+class Shared(nn.Module):
+    """Channels that a convolution in groups reads, some of which another one reads, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.other = nn.Conv2d(3, 8, 1), nn.Conv2d(3, 8, 1)
+        self.a, self.b = nn.Conv2d(16, 16, 1, groups=4), nn.Conv2d(8, 16, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.relu(self.up(x))
+        return self.a(torch.cat((y, torch.relu(self.other(x))), 1)), self.b(y)
+
+
+def test_the_groups_of_a_convolution_all_see_every_row() -> None:
+    model, data = seeded(Shared()), [rand(4, 3, 8, 8, seed=seed) for seed in (1, 2)]
+    spec = TensorSpec(format=INT4, granularity=Granularity.CHANNEL)
+    config = qfx.QuantConfig(weight=spec, passes=(awq.AWQ(),), exclude=("up", "other"), target=Target.TORCH)
+    read = torch.cat([torch.relu(one(torch.cat(data))) for one in (model.up, model.other)], 1)
+    squares = read.detach().square().mean((0, 2, 3))
+    found = channels_of(model, config, data)
+    torch.testing.assert_close(found.activation, (squares / squares.max()).sqrt())
+    a, b = ((w / w.amax(1, keepdim=True)).flatten(1) for w in (one.weight.detach().abs() for one in (model.a, model.b)))
+    sums = a.unflatten(0, (4, 4)).sum(1).flatten()
+    ratios = torch.cat(((sums[:8] + b.sum(0)) / 20, sums[8:] / 4))
+    torch.testing.assert_close(found.weight, ratios / ratios.max())
+
+
+def test_what_is_too_large_to_be_squared_is_left() -> None:
+    model = seeded(Chain(32))
+    config = GROUPS.replace(passes=(*GROUPS.passes, awq.AWQ()))
+    report = qfx.quantize(model, config, [1e25 * x for x in DATA], progress=False).report()
+    (change,) = [c for c in report.passes[-1].changes if "down" in c.name]
+    assert change.what == "left: what it reads is too large to be squared"
 
 
 class Fork(nn.Module):
@@ -221,3 +311,7 @@ def test_of_wide_matrices_in_a_stack_some_outputs_are_asked(monkeypatch: pytest.
     report = qfx.quantize(model, config, [rand(3, 8, 64, seed=seed) for seed in (1, 2)], progress=False).report()
     assert any(change.changed for change in report.passes[-1].changes)
     assert set(asked) == {(3, 64, 600)}  # every second
+    asked.clear()
+    monkeypatch.setattr(awq, "_AT_ONCE", 64 * 600 + 1)
+    qfx.quantize(model, config, [rand(3, 8, 64, seed=seed) for seed in (1, 2)], progress=False)
+    assert set(asked) == {(1, 64, 600)}

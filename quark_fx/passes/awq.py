@@ -37,8 +37,8 @@ _AT_ONCE = 1 << 20
 _ROWS = 512
 """Output channels, at least, that exponents are judged on: every channel is scaled alike, so more add nothing."""
 
-_TRIES = 19
-"""Pairs of exponents that are tried for a site, about."""
+_TRIES = 27
+"""Pairs of exponents that are tried for a site, about, on a grid of 20 steps."""
 
 _SMALLEST = 1e-4
 """Of a channel, relative to the largest: one that is never there is scaled like one that hardly is."""
@@ -51,20 +51,20 @@ class AWQ:
 
     `a` is the root mean square of a channel on the calibration data, `w` the mean magnitude of the weights that read
     it, each relative to the scale of its group: what the data multiplies most is rounded finer, and so is what lies far
-    below the largest weight of its group. Of a grid of exponents from 0 to 1 each site takes those whose rounded
-    weights change the outputs of the operators that read it least. That error is a quadratic form of the weights, so
-    the data is read once, whatever the grid. Of wide operators every few outputs are asked.
+    below the largest weight of its group. Of the exponents it tries, on a grid from 0 to 1, each site takes those whose
+    rounded weights change the outputs of the operators that read it least. That error is a quadratic form of the
+    weights, so the data is read once, whatever is tried. Of wide operators every few outputs are asked.
 
     Args:
-        steps: intervals of the grid; of each exponent six are asked, then those around the best.
+        steps: intervals of the grid; about every fifth of it is tried for each exponent, then what lies around.
         explicit: insert a multiplication where nothing before can absorb the scale.
 
     Raises:
         ConfigError: for fewer than two steps.
 
     Source:
-        Lin et al. 2024 (AWQ), section 3.2, and its reference code for `w`, where `q` is 0 or `1 - r`. There `a` is the
-        mean magnitude, and the objective the error of a block; squares are what the error of an operator weighs by.
+        Lin et al. 2024 (AWQ), section 3.2, where `a` is the mean magnitude, `q` is 0, and the objective the error of a
+        block; squares are what the error of an operator weighs by. llm-compressor's "duo" scales have `q = 1 - r`.
     """
 
     steps: int = 20
@@ -135,7 +135,11 @@ class AWQ:
     ) -> Tensor | None:
         """Return the scale that changes the outputs least, `None` if none is better."""
         start = time.perf_counter()
+        name = ", ".join(search.operator.name for search in searches)
         channels = _Channels.of(gm, site, searches)
+        if not bool(channels.activation.isfinite().all()):
+            context.note(Change(name, "left: what it reads is too large to be squared", changed=False))
+            return None
         errors: dict[_Exponents, float] = {}
 
         def error(exponents: _Exponents) -> float:
@@ -144,26 +148,28 @@ class AWQ:
                 errors[exponents] = sum(search.error(gm, scale) for search in searches)
             return errors[exponents]
 
-        best = self._best(error)
-        best = context.ranks.gather(best)[0]  # another processor may see a tie otherwise
+        # All ranks have to take the same; another processor may see a tie otherwise.
+        best = context.ranks.gather(self._best(error))[0]
         changed = best != (0, 0)
-        name = ", ".join(search.operator.name for search in searches)
         what = "exponents {:.2f}, {:.2f}".format(*(e / self.steps for e in best))
         before, after = (error(exponents) / len(searches) for exponents in ((0, 0), best))
         what = what if changed else "left: no exponents are better"
         context.note(Change(name, what, changed, before, after, time.perf_counter() - start))
-        return channels.scale(best, self.steps) if changed else None
+        return context.ranks.gather(channels.scale(best, self.steps))[0].to(context.device) if changed else None
 
     def _best(self, error: Callable[[_Exponents], float]) -> _Exponents:
         """Return the exponents of the least error that is found: one after the other, nearer and nearer by."""
         steps, reach = self.steps, max(1, self.steps // 5)
-        coarse = range(0, steps + 1, reach)
+        coarse = (*range(0, steps, reach), steps)
         best = min(((r, 0) for r in coarse), key=error)
         best = min(((best[0], q) for q in coarse), key=error)
         while reach := reach // 2:
-            for r, q in ((reach, 0), (0, reach)):
-                near = ((best[0] + sign * r, best[1] + sign * q) for sign in (-1, 1))
-                best = min([best, *(e for e in near if min(e) >= 0 and max(e) <= steps)], key=error)
+            left: _Exponents | None = None
+            while left != best:
+                left = best
+                for r, q in ((reach, 0), (0, reach), (reach, -reach)):  # what one scales up, the other may make up for
+                    near = ((best[0] + sign * r, best[1] + sign * q) for sign in (-1, 1))
+                    best = min([best, *(e for e in near if min(e) >= 0 and max(e) <= steps)], key=error)
         return best
 
 
@@ -173,11 +179,11 @@ _Exponents = tuple[int, int]
 
 @dataclass(frozen=True)
 class _Channels:
-    """What the scales of a site are made of, per component.
+    """What the scales of a site are made of, per component, on the CPU.
 
     Attributes:
-        activation: root mean squares of what is scaled, shape (components,).
-        weight: mean magnitudes of the weights that read it, relative to their scales, shape (components,).
+        activation: root mean squares of what is scaled, relative to the largest, shape (components,).
+        weight: mean magnitudes of the weights that read it over those of their scales, likewise.
     """
 
     activation: Tensor
@@ -186,9 +192,9 @@ class _Channels:
     @classmethod
     def of(cls, gm: GraphModule, site: ScaleSite, searches: Sequence[_Search]) -> _Channels:
         """Return the averages over the operators that read the site."""
-        activation, weight = (_Means.of_none(site.channels, searches[0].h.device) for _ in range(2))
+        activation, weight = (_Means.of_none(site.channels) for _ in range(2))
         for search in searches:
-            activation.add(search.scaled.labels.to(search.h.device), search.squares)
+            activation.add(search.scaled.labels, search.squares)
             for labels, ratios in search.ratios(gm):
                 weight.add(labels, ratios)
         found = activation.means.sqrt(), weight.means
@@ -203,7 +209,7 @@ class _Channels:
 
 @dataclass(frozen=True)
 class _Means:
-    """Means of the values that belong to each component.
+    """Means of the values that belong to each component, on the CPU: sums on a GPU have no order.
 
     Attributes:
         total: their sums, shape (components,).
@@ -214,15 +220,15 @@ class _Means:
     count: Tensor
 
     @classmethod
-    def of_none(cls, components: int, device: torch.device) -> _Means:
+    def of_none(cls, components: int) -> _Means:
         """Return those of no values."""
-        return cls(torch.zeros(components, device=device), torch.zeros(components, device=device))
+        return cls(torch.zeros(components), torch.zeros(components))
 
     def add(self, labels: Tensor, values: Tensor) -> None:
-        """Add values, each to the component in `labels`, which are of their shape and device; -1 is none."""
-        # Along dimensions that labels were expanded in they do not vary; what is summed there is summed in order.
+        """Add values, each to the component in `labels`, which are of their shape; -1 is none."""
+        # Labels do not vary along dimensions that they were expanded in.
         alike = {dim for dim in range(values.dim()) if labels.stride(dim) == 0}
-        sums = values.sum(tuple(alike)) if alike else values
+        sums = (values.sum(tuple(alike)) if alike else values).cpu()
         labels = labels[tuple(0 if dim in alike else slice(None) for dim in range(values.dim()))]
         known = labels >= 0
         self.total.index_add_(0, labels[known], sums[known])
@@ -266,30 +272,28 @@ class _Search:
     def squares(self) -> Tensor:
         """The mean square of each channel of what it reads, shape `(channels of the value,)`."""
         assert self.moment is not None
-        found = self.h.diagonal(dim1=-2, dim2=-1)
-        found = found if self.mapping.kernel else found.sum(0)
-        # Of a convolution an input is a channel at a place of the kernel; the groups of channels lie one after another.
-        return found.reshape(len(self.scaled.labels), -1).mean(1) / self.moment.rows.sum().clamp_min(1)
+        found, rows = self.h.diagonal(dim1=-2, dim2=-1), self.moment.rows
+        # Of a convolution an input is a channel at a place of the kernel; the groups of channels lie one after another,
+        # and all of them see every row.
+        found, count = (found, rows[0]) if self.mapping.kernel else (found.sum(0), rows.sum())
+        return found.reshape(len(self.scaled.labels), -1).mean(1) / count.clamp_min(1)
 
     def ratios(self, gm: GraphModule) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield, for parts of the weight, the component of each value and its magnitude over that of its scale."""
         weight = self._weight(gm)
-        labels = self.absorber.labels.to(weight.device).expand_as(weight)
+        labels, amax = self.absorber.labels.expand_as(weight), self._amax(weight)
         for piece, _ in self._pieces(weight):
             real = weight[piece].float()
-            rounded = self._quantize(real)
+            rounded = self._quantize(real, amax)
             scale = spread(rounded.qparams.scale, real, rounded.axis, rounded.block_size)
             yield labels[piece], (real / scale).abs()
 
     def error(self, gm: GraphModule, scale: Tensor) -> float:
         """Return the relative squared error of the operator's output if its site is scaled by `scale`."""
-        assert self.operator.weight is not None
-        weight = self._weight(gm)
-        labels = self.absorber.labels.to(weight.device)
-        factor = torch.where(labels >= 0, scale[labels.clamp(min=0)], 1.0).expand_as(weight)
+        weight, labels = self._weight(gm), self.absorber.labels
+        factor = torch.where(labels >= 0, scale[labels.clamp(min=0)], 1.0).to(weight.device).expand_as(weight)
         noise, signal = torch.zeros(2, device=weight.device)
-        shared = self.operator.weight.scale_type is ScaleType.FP8_E4M3
-        amax = (weight * factor).abs().amax().float() if shared else None
+        amax = self._amax(weight, factor)
         for piece, h in self._pieces(weight):
             real, s = weight[piece].float(), factor[piece]
             rounded = self._quantize(real * s, amax)
@@ -305,7 +309,13 @@ class _Search:
     def _weight(self, gm: GraphModule) -> Tensor:
         return parameter(gm, self.absorber.parameter).detach().to(self.h.device)
 
-    def _quantize(self, weight: Tensor, amax: Tensor | None = None) -> QuantizedTensor:
+    def _amax(self, weight: Tensor, factor: Tensor | float = 1.0) -> Tensor | None:
+        """Return the magnitude that the scales of all parts of `weight * factor` share, if they share one."""
+        assert self.operator.weight is not None
+        shared = self.operator.weight.scale_type is ScaleType.FP8_E4M3
+        return (weight * factor).abs().amax().float() if shared else None
+
+    def _quantize(self, weight: Tensor, amax: Tensor | None) -> QuantizedTensor:
         op = self.operator
         assert op.row is not None
         assert op.weight is not None
@@ -321,14 +331,15 @@ class _Search:
         outputs = row.output_axis % weight.dim()
         apart = spec.granularity is not Granularity.TENSOR and (self.mapping.stacked or self.mapping.groups == 1)
         stride = _stride(weight.shape[outputs]) if apart else 1
-        axis = 0 if self.mapping.stacked else outputs
+        stacked = self.mapping.stacked
+        axis, every = (0, 1) if stacked else (outputs, stride)
         size = weight.shape[axis]
-        step = max(1, _AT_ONCE * size // weight.numel()) * stride if apart else size
+        step = max(1, _AT_ONCE * size * stride // (weight.numel() * every)) * every if apart else size
         for first in range(0, size, step):
             index = [slice(None)] * weight.dim()
             index[outputs] = slice(None, None, stride)
-            index[axis] = slice(first, first + step, 1 if self.mapping.stacked else stride)
-            yield tuple(index), self.h[index[0]] if self.mapping.stacked else self.h
+            index[axis] = slice(first, first + step, every)
+            yield tuple(index), self.h[index[0]] if stacked else self.h
 
 
 _Waiting = dict[int, tuple[ScaleSite, list[_Search]]]
