@@ -2,7 +2,7 @@
 
     python -m benchmarks.language_peers [--model llama|random|wide ...] [--quark-fx quark/bin/python]
         [--llm-compressor llmc/bin/python] [--gptqmodel gptqm/bin/python] [--auto-round ar/bin/python]
-        [--modelopt modelopt/bin/python] [--amd-quark amdquark/bin/python]
+        [--modelopt modelopt/bin/python] [--amd-quark amdquark/bin/python] [--neural-compressor inc/bin/python]
         [--jobs FOLDER] [--write]
 
 int4 weights in groups of 128, symmetric, embedding and head in float; the same checkpoint and the same calibration
@@ -138,6 +138,7 @@ def rows(iterations: int) -> tuple[Row, ...]:
         Row("ModelOpt", "AWQ", {"algorithm": {"method": "awq_lite"}}),
         Row("AMD Quark", "GPTQ", {"algorithm": "gptq"}),
         Row("AMD Quark", "AWQ", {"algorithm": "awq"}),
+        Row("Neural Compressor", "GPTQ", {}),
     )
 
 
@@ -165,7 +166,7 @@ def random_llama(hidden: int, intermediate: int, layers: int) -> Trained:
     return Trained(model, tokenizer, batches[:4], batches[4:])
 
 
-LONG = ("auto-round", "AWQ", "AutoRound", "ModelOpt", "AMD Quark")
+LONG = ("auto-round", "AWQ", "AutoRound", "ModelOpt", "AMD Quark", "Neural Compressor")
 
 SLOW = {"llama": (), "random": LONG, "wide": LONG}
 """What is not run on a model, as parts of the rows' names: it would take hours."""
@@ -402,6 +403,7 @@ def main() -> None:
         "--auto-round",
         "--modelopt",
         "--amd-quark",
+        "--neural-compressor",
     ):
         parser.add_argument(option, type=Path, metavar="PYTHON", help="its Python; default: no rows of it")
     parser.add_argument("--iterations", type=int, default=200, help="of auto-round")
@@ -417,6 +419,7 @@ def main() -> None:
         "auto-round": arguments.auto_round,
         "ModelOpt": arguments.modelopt,
         "AMD Quark": arguments.amd_quark,
+        "Neural Compressor": arguments.neural_compressor,
     }
     pythons = {"quark_fx": arguments.quark_fx or Path(sys.executable)} | {
         tool: path for tool, path in peers.items() if path is not None
@@ -459,7 +462,7 @@ use" are the most different values in a group: 15 where the grid is symmetric to
 
 Reproduce with `python -m benchmarks.language_peers --model llama random wide --quark-fx quark/bin/python
 --llm-compressor llmc/bin/python --gptqmodel gptqm/bin/python --auto-round ar/bin/python
---modelopt modelopt/bin/python --amd-quark amdquark/bin/python`.
+--modelopt modelopt/bin/python --amd-quark amdquark/bin/python --neural-compressor inc/bin/python`.
 
 {textwrap.fill(f"Versions in the environments: {', '.join(used)}.", 120)}
 

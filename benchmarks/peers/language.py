@@ -229,6 +229,28 @@ def amd_quark(job: Job) -> Found:
     return {name: tensor for name, tensor in model.state_dict().items() if "_quantizer." not in name}, model
 
 
+def neural_compressor(job: Job) -> Found:
+    """Run GPTQ with the fields of `GPTQConfig` among the options; of a checkpoint on disk, as it asks for."""
+    from neural_compressor.torch.algorithms.weight_only.modules import (  # type: ignore[import-not-found]
+        INCWeightOnlyLinear,
+    )
+    from neural_compressor.torch.quantization import (  # type: ignore[import-not-found]
+        GPTQConfig,
+        convert,
+        prepare,
+    )
+
+    config = GPTQConfig(bits=4, group_size=128, use_sym=True, model_path=str(job.folder), **job.options)
+    prepared = prepare(job.model(), config)
+    for batch in job.batches:
+        prepared(input_ids=batch)
+    model: nn.Module = convert(prepared)
+    job.quantized()
+    tensors = {n: t for n, t in job.model().state_dict().items() if not n.endswith("_proj.weight")}
+    coded = {n: module for n, module in model.named_modules() if isinstance(module, INCWeightOnlyLinear)}
+    return {**tensors, **{f"{name}.weight": module.recover() for name, module in coded.items()}}, model
+
+
 TOOLS: dict[str, tuple[str, Callable[[Job], Found]]] = {
     "quark_fx": ("quark_fx", quark_fx),
     "llm-compressor": ("llmcompressor", llm_compressor),
@@ -236,6 +258,7 @@ TOOLS: dict[str, tuple[str, Callable[[Job], Found]]] = {
     "auto-round": ("auto-round", auto_round),
     "ModelOpt": ("nvidia-modelopt", modelopt),
     "AMD Quark": ("amd-quark", amd_quark),
+    "Neural Compressor": ("neural-compressor-pt", neural_compressor),
 }
 """Distribution and worker of each tool."""
 
