@@ -70,6 +70,10 @@ class Job:
         model: nn.Module = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
         return model
 
+    def kept(self) -> dict[str, Tensor]:
+        """Return the tensors of the checkpoint that are to stay in float."""
+        return {name: t for name, t in self.model().state_dict().items() if not name.endswith("_proj.weight")}
+
     def tokenizer(self) -> Any:
         """Load the tokenizer."""
         from transformers import AutoTokenizer
@@ -186,8 +190,7 @@ def auto_round(job: Job) -> Found:
     quantized, _ = learner.quantize()
     job.quantized()
     # What it does not quantize comes back in bfloat16, which its checkpoints need not have.
-    kept = {name: tensor for name, tensor in job.model().state_dict().items() if not name.endswith("_proj.weight")}
-    return {**quantized.state_dict(), **kept}, quantized
+    return {**quantized.state_dict(), **job.kept()}, quantized
 
 
 def modelopt(job: Job) -> Found:
@@ -246,9 +249,8 @@ def neural_compressor(job: Job) -> Found:
         prepared(input_ids=batch)
     model: nn.Module = convert(prepared)
     job.quantized()
-    tensors = {n: t for n, t in job.model().state_dict().items() if not n.endswith("_proj.weight")}
     coded = {n: module for n, module in model.named_modules() if isinstance(module, INCWeightOnlyLinear)}
-    return {**tensors, **{f"{name}.weight": module.recover() for name, module in coded.items()}}, model
+    return {**job.kept(), **{f"{name}.weight": module.recover() for name, module in coded.items()}}, model
 
 
 TOOLS: dict[str, tuple[str, Callable[[Job], Found]]] = {
