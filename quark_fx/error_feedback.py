@@ -22,17 +22,17 @@ from quark_fx.grid import Grid
 _LEAF = 16
 """Columns that are rounded one by one before the others hear of them in a product."""
 
-_AT_ONCE = 1 << 20
+_AT_ONCE = 1 << 21
 """Weights that are rounded together on a processor, about: more need memory, and fall out of its caches. A GPU takes
-256 times as many, of which seven copies are a few gigabytes."""
+128 times as many, of which five copies are a few gigabytes."""
 
 _FACTORED = 1 << 22
 """Elements of the second moments, about, that are factored together."""
 
-_ARRAYS = 9
+_ARRAYS = 6
 """Arrays of the size of a piece that there are at once while it is rounded."""
 
-_ROWS = 512
+_ROWS = 64
 """Rows of a second moment that are moved at once."""
 
 _DAMPING_STEP = 10.0
@@ -89,7 +89,8 @@ def factor(h: Tensor, *, damping: float, by_activation: bool) -> Factor:
     while True:
         _permute(h, turned, found)
         found.diagonal(dim1=-2, dim2=-1).copy_(diagonal + share * mean)
-        torch.linalg.cholesky_ex(found, out=(found, failed))
+        # LAPACK counts columns first: to it, the lower triangle of what lies here by rows is an upper one.
+        torch.linalg.cholesky_ex(found.mT, upper=True, out=(found.mT, failed))
         if not bool(failed.any()):
             break
         if share >= 1:
@@ -146,17 +147,19 @@ def round_with_feedback(weight: Tensor, factor: Factor, grid: Grid, dtype: torch
         Frantar et al. 2023 (GPTQ), algorithm 1.
     """
     codes = torch.empty_like(weight, dtype=dtype)
+    room: list[Tensor] = []  # for all pieces in turn: new memory costs the system's zeroing of it
     for groups, rows in _pieces(weight):
-        order, feedback = factor.order[groups], factor.feedback[groups]
         piece = [p.expand_as(weight)[groups, rows] for p in (weight, grid.scale, grid.zero_point)]
-        codes[groups, rows] = _round_piece(piece, order.unsqueeze(-1), feedback, grid)
+        room = room or [weight.new_empty(piece[0].numel(), dtype=torch.float32) for _ in range(4)]
+        order, feedback = factor.order[groups].unsqueeze(-2), factor.feedback[groups]
+        codes[groups, rows] = _round_piece(piece, order, feedback, grid, room)
     return codes
 
 
 def _pieces(weight: Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield ranges of groups and of rows that are worth rounding at once: they need not know of each other."""
     groups, rows, inputs = weight.shape
-    most = _AT_ONCE if weight.is_cpu else _AT_ONCE << 8
+    most = _AT_ONCE if weight.is_cpu else _AT_ONCE << 7
     matrices, lines = max(1, most // (rows * inputs)), max(1, most // inputs)
     for group in range(0, groups, matrices):
         for row in range(0, rows, lines if matrices == 1 else rows):
@@ -170,31 +173,34 @@ def working_bytes(groups: int, outputs: int, inputs: int) -> int:
     return 4 * together * (inputs**2 + values) + 2 * groups * values + 4 * _ARRAYS * min(together * values, _AT_ONCE)
 
 
-def _round_piece(piece: Sequence[Tensor], index: Tensor, feedback: Tensor, grid: Grid) -> Tensor:
+def _round_piece(
+    piece: Sequence[Tensor], order: Tensor, feedback: Tensor, grid: Grid, room: Sequence[Tensor]
+) -> Tensor:
     """Return the codes, of the grid's kind, of a piece: weight, scale and zero point (groups, rows, inputs)."""
+    groups, rows, inputs = piece[0].shape
     # Inputs first: a column of the weight is then contiguous.
-    real, scale, zero_point = (p.float().mT.gather(1, index.expand_as(p.mT)) for p in piece)
-    codes = torch.empty_like(real)
-    wanted, error = real.clone(), torch.empty_like(real)
-    # real - (code - zero_point) * scale, as one product to be subtracted
-    offset = torch.addcmul(real, zero_point, scale)
-    parts = (wanted, scale.reciprocal(), zero_point, offset, scale, codes, error)
-    _round_columns(parts, feedback, grid, 0, real.shape[1])
-    return torch.empty_like(codes).scatter_(1, index.expand_as(codes), codes).mT
+    columns = [part[: groups * inputs * rows].view(groups, inputs, rows) for part in room]
+    wanted, real, *_ = columns
+    for column, part in zip(columns[1:], piece, strict=True):
+        column.copy_(part.gather(-1, order.expand_as(part)).mT)
+    wanted.copy_(real)
+    _round_columns(columns, feedback, grid, 0, inputs)
+    return real.mT.gather(-1, order.argsort(-1).expand_as(piece[0]))  # codes by now
 
 
-def _round_columns(parts: Sequence[Tensor], feedback: Tensor, grid: Grid, first: int, last: int) -> None:
+def _round_columns(columns: Sequence[Tensor], feedback: Tensor, grid: Grid, first: int, last: int) -> None:
     """Round the columns from `first` to before `last`, which know of all before them."""
-    wanted, error = parts[0], parts[-1]
+    wanted = columns[0]
     round_run, longest = _runs(wanted)
     if last - first > longest:
         middle = (first + last) // 2
-        _round_columns(parts, feedback, grid, first, middle)
-        wanted[:, middle:last].baddbmm_(feedback[:, first:middle, middle:last].mT, error[:, first:middle])
-        _round_columns(parts, feedback, grid, middle, last)
+        _round_columns(columns, feedback, grid, first, middle)
+        errors = wanted[:, first:middle]
+        wanted[:, middle:last].baddbmm_(feedback[:, first:middle, middle:last].mT, errors)
+        _round_columns(columns, feedback, grid, middle, last)
         return
     run = slice(first, last)
-    round_run([part[:, run] for part in parts], feedback[:, run, run], grid)
+    round_run([part[:, run] for part in columns], feedback[:, run, run], grid)
 
 
 def _runs(like: Tensor) -> tuple[Callable[[Sequence[Tensor], Tensor, Grid], None], int]:
@@ -207,14 +213,15 @@ def _runs(like: Tensor) -> tuple[Callable[[Sequence[Tensor], Tensor, Grid], None
 
 def round_run(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> None:
     """Round a run of columns in place, one by one; arguments as `quark_fx.error_feedback_kernel.round_run` has them."""
-    wanted, error = columns[0], columns[-1]
-    for k, (want, inverse, zero, start, step, code, left) in enumerate(
-        zip(*(c.unbind(1) for c in columns), strict=True)
-    ):
+    wanted, real, scale, zero_point = columns
+    # real - (code - zero_point) * scale, as one product to be subtracted
+    offset = torch.addcmul(real, zero_point, scale)
+    parts = (wanted, real, scale.reciprocal(), zero_point, offset, scale)
+    for k, (want, code, inverse, zero, start, step) in enumerate(zip(*(p.unbind(1) for p in parts), strict=True)):
         grid.round_(torch.addcmul(zero, want, inverse, out=code))
-        torch.addcmul(start, code, step, value=-1, out=left)
+        torch.addcmul(start, code, step, value=-1, out=want)
         if k + 1 < wanted.shape[1]:
-            wanted[:, k + 1 :].baddbmm_(feedback[:, k, k + 1 :, None], error[:, k : k + 1])
+            wanted[:, k + 1 :].baddbmm_(feedback[:, k, k + 1 :, None], wanted[:, k : k + 1])
 
 
 def made_up_for(target: Tensor, value: Tensor, factor: Factor) -> Tensor:

@@ -21,14 +21,11 @@ _ROWS = 32
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _round_run(
-    wanted: Any,
-    inverse: Any,
-    zero: Any,
-    offset: Any,
-    step: Any,
-    codes: Any,
-    error: Any,
-    feedback: Any,
+    wanted: tl.tensor,
+    real: tl.tensor,
+    scale: tl.tensor,
+    zero: tl.tensor,
+    feedback: tl.tensor,
     outputs: int,
     stride: int,
     count: int,
@@ -47,10 +44,10 @@ def _round_run(
     known = (k[:, None] < count) & (o[None, :] < outputs)
     at = group * stride + k[:, None] * outputs + o[None, :]
     w = tl.load(wanted + at, known, 0.0)
-    i = tl.load(inverse + at, known, 1.0)
+    s = tl.load(scale + at, known, 1.0)
     z = tl.load(zero + at, known, 0.0)
-    b = tl.load(offset + at, known, 0.0)
-    s = tl.load(step + at, known, 0.0)
+    b = tl.load(real + at, known, 0.0) + z * s
+    i = tl.div_rn(1.0, s)
     c = tl.zeros_like(w)
     e = tl.zeros_like(w)
     for j in range(count):
@@ -68,16 +65,17 @@ def _round_run(
         e = tl.where(this, left, e)
         row = tl.load(feedback + group * columns * columns + j * columns + k)
         w += row[:, None] * left
-    tl.store(codes + at, c, known)
-    tl.store(error + at, e, known)
+    tl.store(wanted + at, e, known)
+    tl.store(real + at, c, known)
 
 
 def round_run(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> None:
     """Round a run of columns in place.
 
     Args:
-        columns: what is wanted, the reciprocal scale, the zero point, `real + zero_point * scale`, the scale, and where
-            codes and errors go; each float32, shape (groups, up to `COLUMNS`, outputs), a slice of a contiguous tensor.
+        columns: what is wanted, the weight, the scale and the zero point, each float32, shape
+            (groups, up to `COLUMNS`, outputs), a slice of a contiguous tensor. What is wanted becomes what the codes
+            leave of the weight, and the weight becomes the codes.
         feedback: of these columns on each other, shape (groups, run, run).
         grid: what codes there are; its scales are not used.
     """
@@ -86,7 +84,9 @@ def round_run(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> None:
     square = F.pad(feedback, (0, padding, 0, padding)).contiguous()
     launch: Any = _round_run[triton.cdiv(outputs, _ROWS), groups]
     strides = outputs, columns[0].stride(0), count
-    launch(*columns, square, *strides, *map(float, grid.limits), *_steps(grid), columns=COLUMNS, rows=_ROWS)
+    # Not fused, a product and a sum round as they do on the host: the decisions are the same.
+    options = {"columns": COLUMNS, "rows": _ROWS, "enable_fp_fusion": False}
+    launch(*columns, square, *strides, *map(float, grid.limits), *_steps(grid), **options)
 
 
 def _steps(grid: Grid) -> tuple[float, float, float]:

@@ -204,3 +204,31 @@ def test_the_kernel_makes_the_same_decisions() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+COMPILED = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from quark_fx import error_feedback_kernel
+
+kernel = error_feedback_kernel._round_run
+constants = {"columns": error_feedback_kernel.COLUMNS, "rows": error_feedback_kernel._ROWS}
+kinds = {"outputs": "i32", "stride": "i32", "count": "i32", **dict.fromkeys(constants, "constexpr")}
+tensors = ("wanted", "real", "scale", "zero", "feedback")
+kinds |= dict.fromkeys(tensors, "*fp32")
+signature = {name: kinds.get(name, "fp32") for name in kernel.arg_names}
+source = ASTSource(kernel, signature, {(kernel.arg_names.index(n),): value for n, value in constants.items()})
+target = GPUTarget("cuda", int(sys.argv[1]), 32)
+assert triton.compile(source, target=target, options={"enable_fp_fusion": False}).asm["cubin"]
+"""
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_kernel_is_compiled_for_gpus_that_are_not_here(capability: int) -> None:
+    """The interpreter takes Python that the compiler refuses."""
+    pytest.importorskip("triton.backends.nvidia")
+    command = [sys.executable, "-c", COMPILED, str(capability)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
