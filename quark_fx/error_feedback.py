@@ -85,7 +85,8 @@ def factor(h: Tensor, *, damping: float, by_activation: bool) -> Factor:
     diagonal = diagonal.gather(-1, turned)
     share = damping
     # Matrices of this size are what memory goes to: one beside `h` has to do.
-    found, failed = torch.empty_like(h), torch.empty(h.shape[:-2], dtype=torch.int32, device=h.device)
+    found = torch.empty_like(h, memory_format=torch.contiguous_format)
+    failed = torch.empty(h.shape[:-2], dtype=torch.int32, device=h.device)
     while True:
         _permute(h, turned, found)
         found.diagonal(dim1=-2, dim2=-1).copy_(diagonal + share * mean)
@@ -176,7 +177,15 @@ def working_bytes(groups: int, outputs: int, inputs: int) -> int:
 def _round_piece(
     piece: Sequence[Tensor], order: Tensor, feedback: Tensor, grid: Grid, room: Sequence[Tensor]
 ) -> Tensor:
-    """Return the codes, of the grid's kind, of a piece: weight, scale and zero point (groups, rows, inputs)."""
+    """Return the codes, of the grid's kind, of a piece: weight, scale and zero point (groups, rows, inputs).
+
+    Args:
+        piece: these three.
+        order: columns in the order of rounding, shape (groups, 1, inputs).
+        feedback: of the columns in that order.
+        grid: what codes there are.
+        room: four float32 vectors of at least the size of the piece, overwritten.
+    """
     groups, rows, inputs = piece[0].shape
     # Inputs first: a column of the weight is then contiguous.
     columns = [part[: groups * inputs * rows].view(groups, inputs, rows) for part in room]

@@ -170,6 +170,12 @@ def test_what_is_not_finite_or_hopeless_is_refused() -> None:
         factor(-5 * torch.ones(1, 3, 3) + 6 * torch.eye(3), damping=0.01, by_activation=True)
 
 
+def test_a_moment_may_lie_in_memory_by_columns() -> None:
+    h = torch.stack([moment(20, 50, seed) for seed in (0, 5)])
+    by_rows, by_columns = (factor(x, damping=0.01, by_activation=True) for x in (h, h.mT.contiguous().mT))
+    assert torch.equal(by_rows.feedback, by_columns.feedback)
+
+
 @pytest.mark.parametrize("by_activation", [False, True])
 def test_solve_divides_by_the_damped_moment(by_activation: bool) -> None:
     h, right = moment(30, 90), rand(1, 7, 30)
@@ -214,14 +220,15 @@ from triton.compiler import ASTSource
 from quark_fx import error_feedback_kernel
 
 kernel = error_feedback_kernel._round_run
-constants = {"columns": error_feedback_kernel.COLUMNS, "rows": error_feedback_kernel._ROWS}
+constants = dict(error_feedback_kernel.OPTIONS)
+options = {"enable_fp_fusion": constants.pop("enable_fp_fusion")}
 kinds = {"outputs": "i32", "stride": "i32", "count": "i32", **dict.fromkeys(constants, "constexpr")}
-tensors = ("wanted", "real", "scale", "zero", "feedback")
-kinds |= dict.fromkeys(tensors, "*fp32")
+kinds |= dict.fromkeys(("wanted", "real", "scale", "zero", "feedback"), "*fp32")
 signature = {name: kinds.get(name, "fp32") for name in kernel.arg_names}
 source = ASTSource(kernel, signature, {(kernel.arg_names.index(n),): value for n, value in constants.items()})
-target = GPUTarget("cuda", int(sys.argv[1]), 32)
-assert triton.compile(source, target=target, options={"enable_fp_fusion": False}).asm["cubin"]
+made = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options)
+assert made.asm["cubin"]
+assert "fma.rn" in made.asm["ptx"]
 """
 
 
