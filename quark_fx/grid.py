@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quark_fx.formats import FloatFormat
-from quark_fx.ops import spread
+from quark_fx.layout import Layout
 
 _BELOW_ONE = 1 - 2.0**-20
 
@@ -23,8 +23,7 @@ class Grid:
         scale: float32, broadcastable to the weight.
         zero_point: likewise.
         limits: smallest and largest code.
-        axis: dimension the scales vary along, `None` for one scale.
-        block_size: see `quark_fx.ops`.
+        layout: which stored scale is whose, for `times`.
         movable: nothing else depends on the scales, and they may take any value.
         format: whose values the codes are, `None` for whole numbers.
     """
@@ -32,25 +31,14 @@ class Grid:
     scale: Tensor
     zero_point: Tensor
     limits: tuple[float, float]
-    axis: int | None = None
-    block_size: int = 0
+    layout: Layout | None = None
     movable: bool = False
     format: FloatFormat | None = None
 
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """The shape of one value per stored scale."""
-        shape = list(self.scale.shape)
-        if self.axis is None:
-            return ()
-        if self.block_size == 0:
-            return (shape[self.axis],)
-        shape[self.axis] = 1 if self.block_size < 0 else -(-shape[self.axis] // self.block_size)
-        return tuple(shape)
-
     def times(self, ratio: Tensor) -> Grid:
-        """Return the grid with every stored scale multiplied; `ratio` has the shape of `shares`."""
-        return replace(self, scale=self.scale * spread(ratio, self.scale, self.axis, self.block_size))
+        """Return the grid with every stored scale multiplied; `ratio` has their shape, `layout.scale_shape`."""
+        assert self.layout is not None
+        return replace(self, scale=self.scale * self.layout.spread(ratio))
 
     def position(self, weight: Tensor) -> Tensor:
         """Return where `weight` lies on the scale of codes, unrounded."""

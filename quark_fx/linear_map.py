@@ -35,6 +35,11 @@ class LinearMap:
     stacked: bool = False
     offsets: Node | None = None
 
+    def row_dims(self, rank: int) -> tuple[int, ...]:
+        """Return the dimensions of a stored weight of that rank which index matrices and their rows."""
+        rows = rank - 1 if self.transposed else rank - 2 if self.stacked else 0
+        return (0, rows) if self.stacked else (rows,)
+
     def matrix(self, weight: Tensor) -> Tensor:
         """Return the weight as (groups, outputs per group, inputs per group * kernel)."""
         if self.transposed:

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quark_fx.formats import FloatFormat, IntFormat, parse_format
+from quark_fx.layout import Layout
 from quark_fx.qparams import QParams, ScaleType, Scheme, Symmetry, block_scale, like, share_scale
 
 _AT_ONCE = 1 << 20
@@ -177,11 +178,7 @@ def _extremes(x: Tensor, axis: int | None, block_size: int) -> tuple[Tensor, Ten
 
 def spread(parameter: Tensor, x: Tensor, axis: int | None, block_size: int) -> Tensor:
     """Return a scale or zero point shaped by the granularity (module docstring) so that it broadcasts over `x`."""
-    if axis is None or parameter.dim() == 0 or block_size < 0:
-        return parameter
-    if block_size:
-        return parameter.repeat_interleave(block_size, dim=axis).narrow(axis, 0, x.shape[axis])
-    return parameter.reshape([-1 if dim == axis % x.dim() else 1 for dim in range(x.dim())])
+    return Layout.of(x.shape, axis, block_size).spread(parameter)
 
 
 def encode(x: Tensor, qparams: QParams, scheme: Scheme, axis: int | None = None, block_size: int = 0) -> Tensor:
@@ -208,20 +205,9 @@ def row_pieces(
     """Yield indices of some rows at a time (dimension 0) and their parameters, so that what is made of a large tensor
     meanwhile stays small.
     """
-    count = -(-codes.numel() // (_AT_ONCE if codes.is_cpu else _AT_ONCE << 8))
-    apart = count > 1 and codes.dim() > 1 and not (axis == 0 and block_size)
-    if not apart:
-        yield ..., qparams.scale, qparams.zero_point
-        return
-    step = -(-len(codes) // count)
-    for first in range(0, len(codes), step):
-        rows = slice(first, first + step)
-        # Parameters have no rows where they are one for all, or vary along another dimension.
-        scale, zero_point = (
-            p[rows] if p.dim() in (codes.dim(), axis == 0) and p.dim() and len(p) == len(codes) else p
-            for p in (qparams.scale, qparams.zero_point)
-        )
-        yield rows, scale, zero_point
+    layout = Layout.of(codes.shape, axis, block_size)
+    for rows in layout.pieces(_AT_ONCE if codes.is_cpu else _AT_ONCE << 8):
+        yield rows, layout.of_rows(qparams.scale, rows), layout.of_rows(qparams.zero_point, rows)
 
 
 def _nonzero(scale: Tensor) -> Tensor:

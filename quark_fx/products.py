@@ -15,6 +15,7 @@ from quark_fx.error_feedback import Factor, at_once, factor, made_up_for, round_
 from quark_fx.errors import CalibrationError
 from quark_fx.graph import named_nodes, tensor_of
 from quark_fx.grid import Grid
+from quark_fx.layout import Columns
 from quark_fx.linear_map import LinearMap, linear_map
 from quark_fx.operators import argument
 from quark_fx.pass_manager import Change
@@ -53,11 +54,8 @@ class Part:
 
     def grid(self, matrices: slice = slice(None)) -> Grid:
         """Return what the codes stand for, as matrices; of a stack, those of `matrices`."""
-        stored = tensor_of(self.run.module, self.weight.codes)
-        if self.mapping.stacked:
-            stored = stored[matrices]
         found = self.weight.grid(self.run.module, matrices if self.mapping.stacked else slice(None))
-        scale, zero_point = (self.mapping.matrix(p.expand_as(stored)) for p in (found.scale, found.zero_point))
+        scale, zero_point = (self.mapping.matrix(p) for p in (found.scale, found.zero_point))
         return Grid(scale, zero_point, self.weight.scheme.limits, format=self.weight.float_format)
 
     def error(self, target: Tensor, h: Tensor) -> float:
@@ -122,7 +120,7 @@ class Part:
 
         Scales per tensor, powers of two, those of sub-groups, and those that a bias follows stay: then it is false.
         """
-        return self._shrink(lambda grid, block, allowed: fit_scales(self.real.float(), h, grid, block, allowed))
+        return self._shrink(lambda grid, columns, allowed: fit_scales(self.real.float(), h, grid, columns, allowed))
 
     def fit_scales_to_feedback(self, target: Tensor, factors: Factors) -> bool:
         """Shrink and store scales where `round`, called with the same arguments, then loses less.
@@ -130,27 +128,26 @@ class Part:
         Which stay, and what is returned, is as `fit_scales` has it.
         """
 
-        def ratios(grid: Grid, block: int, allowed: Callable[[Tensor], Tensor] | None) -> Tensor:
+        def ratios(grid: Grid, columns: Columns, allowed: Callable[[Tensor], Tensor] | None) -> Tensor:
             ratio = []
             for matrices, found in factors():
                 scale, zero_point = (p.expand_as(target)[matrices] for p in (grid.scale, grid.zero_point))
                 part = replace(grid, scale=scale, zero_point=zero_point)
-                ratio.append(fit_scales_to_feedback(target[matrices].float(), found, part, block, allowed))
+                ratio.append(fit_scales_to_feedback(target[matrices].float(), found, part, columns, allowed))
             return torch.cat(ratio)
 
         return self._shrink(ratios)
 
-    def _shrink(self, ratios: Callable[[Grid, int, Callable[[Tensor], Tensor] | None], Tensor]) -> bool:
+    def _shrink(self, ratios: Callable[[Grid, Columns, Callable[[Tensor], Tensor] | None], Tensor]) -> bool:
         """Multiply the stored scales by what `ratios` returns, if they are free to change; return whether they are."""
-        weight = self.weight
-        if not _fits_scales(weight):
+        weight, layout = self.weight, self.weight.layout(self.run.module)
+        columns = layout.columns(self.mapping)
+        if columns is None or not _fits_scales(weight):
             return False
         old = weight.scale(self.run.module)
         kind, constrain = weight.scheme.scale_type, _constrained(weight, old)
-        block = weight.block_size if weight.block_size > 0 else self.real.shape[-1]
-        ratio = ratios(self.grid(), block, constrain if kind.is_8_bit else None)
-        # Scales lie as the weight does, with fewer inputs; one per channel as a vector.
-        ratio = self.mapping.restore(ratio, old) if old.dim() > 1 else ratio.reshape(-1)
+        ratio = ratios(self.grid(), columns, constrain if kind.is_8_bit else None)
+        ratio = layout.restore(ratio, self.mapping)
         self.run.store(weight.scale_name, old.sign() * constrain((old.abs() * ratio).double()))
         return True
 
@@ -222,7 +219,7 @@ def _fits_scales(weight: QuantizedWeight) -> bool:
     spec = weight.operator.weight
     assert spec is not None
     free = spec.scale_type is not ScaleType.POWER_OF_TWO and spec.sub_group_size is None
-    return free and weight.axis is not None and not weight.bias_scale_follows
+    return free and not weight.bias_scale_follows
 
 
 def _constrained(weight: QuantizedWeight, stored: Tensor) -> Callable[[Tensor], Tensor]:

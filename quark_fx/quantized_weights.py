@@ -12,8 +12,8 @@ from torch.fx import GraphModule, Node
 from quark_fx.formats import INT32, FloatFormat, IntFormat, parse_format
 from quark_fx.graph import is_parameter, parameter, target_name, tensor_of
 from quark_fx.grid import Grid
+from quark_fx.layout import Layout
 from quark_fx.operators import Operator, argument, channel_dim
-from quark_fx.ops import spread
 from quark_fx.placement import PlannedOperator
 from quark_fx.qparams import QParams, ScaleType, Scheme
 from quark_fx.weights import QuantizedTensor
@@ -64,16 +64,19 @@ class QuantizedWeight:
     def grid(self, gm: GraphModule, matrices: slice = slice(None)) -> Grid:
         """Return what the codes stand for; of a stack of matrices, those of `matrices`."""
         codes, scale, zero_point = (parameter(gm, node) for node in self.dequantize.args[:3])  # type: ignore[arg-type]
-        stacked = len(codes)
-        codes, scale, zero_point = (
-            p[matrices] if p.dim() == codes.dim() > 2 and len(p) == stacked else p for p in (codes, scale, zero_point)
-        )
         if self.scheme.symmetric:  # one number for all, which takes no memory when it is spread
             zero_point = zero_point.flatten()[:1].reshape(())
-        scale, zero_point = (spread(p.float(), codes, self.axis, self.block_size) for p in (scale, zero_point))
+        whole = self.layout(gm)
+        scale, zero_point = (whole.of_rows(p, matrices) for p in (scale, zero_point))
+        codes = codes[matrices]
+        layout = Layout.of(codes.shape, self.axis, self.block_size)
+        scale, zero_point = (layout.spread(p.float()).expand_as(codes) for p in (scale, zero_point))
         movable = self.scheme.scale_type is ScaleType.FLOAT32 and not self.bias_scale_follows
-        scale, zero_point = scale.expand_as(codes), zero_point.expand_as(codes)
-        return Grid(scale, zero_point, self.scheme.limits, self.axis, self.block_size, movable, self.float_format)
+        return Grid(scale, zero_point, self.scheme.limits, layout, movable, self.float_format)
+
+    def layout(self, gm: GraphModule) -> Layout:
+        """Return which scale is that of which code."""
+        return Layout.of(parameter(gm, self.dequantize.args[0]).shape, self.axis, self.block_size)  # type: ignore[arg-type]
 
     @property
     def float_format(self) -> FloatFormat | None:

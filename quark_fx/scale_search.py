@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from quark_fx.error_feedback import Factor
 from quark_fx.grid import Grid
+from quark_fx.layout import Columns
 
 _CHUNK = 128
 """Inputs whose errors are weighed together for rounding to nearest. What inputs further apart have in common is left
@@ -28,7 +27,7 @@ RATIOS = tuple(1.0 - 0.05 * step for step in range(11))
 
 
 def fit_scales(
-    weight: Tensor, h: Tensor, grid: Grid, block: int, allowed: Callable[[Tensor], Tensor] | None = None
+    weight: Tensor, h: Tensor, grid: Grid, columns: Columns, allowed: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """Return, per block of inputs and output, the share of the scale whose rounding changes the output least.
 
@@ -39,7 +38,7 @@ def fit_scales(
         weight: shape (groups, outputs, inputs), float32.
         h: sum of `x x'`, shape (groups, inputs, inputs).
         grid: what codes stand for now.
-        block: inputs that share a scale.
+        columns: inputs that share a scale, a block.
         allowed: from wanted scales to those that are tried for them; default: the scales themselves.
 
     Returns:
@@ -48,25 +47,31 @@ def fit_scales(
     Source:
         Lin et al. 2024 (AWQ), the clip search of its reference code, with the sum over tokens taken beforehand.
     """
-    inputs = weight.shape[-1]
-    shape = (*weight.shape[:2], -(-inputs // block))
+    members = columns.members()
+    shape = (*weight.shape[:2], len(members))
     best, least = weight.new_ones(shape), weight.new_full(shape, torch.inf)
     scale, zero_point = (p.expand_as(weight) for p in (grid.scale, grid.zero_point))
-    edges = sorted({*range(0, inputs, block), *range(0, inputs, _CHUNK), inputs})
+    parts = [(number, part) for number, block in enumerate(members) for part in _parted(block)]
     for ratio in RATIOS:
         error = weight.new_zeros(shape)
-        for start, stop in itertools.pairwise(edges):
-            part = slice(start, stop)
+        for number, part in parts:
             s = scale[..., part] * ratio
             lost = _lost(grid, s if allowed is None else allowed(s), zero_point[..., part], weight[..., part])
-            error[..., start // block] += torch.linalg.vecdot(lost @ h[:, part, part], lost)
+            error[..., number] += torch.linalg.vecdot(lost @ h[:, part][..., part], lost)
         better = error < least
         best, least = torch.where(better, ratio, best), torch.where(better, error, least)
     return best
 
 
+def _parted(block: slice | Tensor) -> list[slice | Tensor]:
+    """Return the columns of a block, at most `_CHUNK` together."""
+    if isinstance(block, Tensor):
+        return list(block.split(_CHUNK))
+    return [slice(first, min(first + _CHUNK, block.stop)) for first in range(block.start, block.stop, _CHUNK)]
+
+
 def fit_scales_to_feedback(
-    weight: Tensor, factor: Factor, grid: Grid, block: int, allowed: Callable[[Tensor], Tensor] | None = None
+    weight: Tensor, factor: Factor, grid: Grid, columns: Columns, allowed: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """Return, per block of inputs and output, the share of the scale that error feedback loses least with.
 
@@ -78,7 +83,7 @@ def fit_scales_to_feedback(
     Args:
         weight: to be rounded, shape (groups, outputs, inputs), float32.
         factor: of the second moment of what it multiplies.
-        grid, block, allowed: as `fit_scales` has them.
+        grid, columns, allowed: as `fit_scales` has them.
 
     Returns:
         Shape (groups, outputs, blocks), one of `RATIOS` each.
@@ -92,12 +97,12 @@ def fit_scales_to_feedback(
     for first in range(0, weight.shape[1], lines):
         rows = slice(first, first + lines)
         some = replace(grid, scale=scale[:, rows], zero_point=zero_point[:, rows])
-        spread = _spread(weight[:, rows], some, block, factor.order, transfer)
-        found.append(_least_expected(weight[:, rows], spread, curvature, some, block, allowed))
+        spread = _spread(weight[:, rows], some, columns, factor.order, transfer)
+        found.append(_least_expected(weight[:, rows], spread, curvature, some, columns, allowed))
     return torch.cat(found, 1)
 
 
-def _spread(weight: Tensor, grid: Grid, block: int, order: Tensor, transfer: Tensor) -> Tensor:
+def _spread(weight: Tensor, grid: Grid, sharing: Columns, order: Tensor, transfer: Tensor) -> Tensor:
     """Return the standard deviation of what makes up for the errors before each input, the shape of `weight`."""
     columns = order.unsqueeze(-2).expand_as(weight)
     # Within the range an error is anywhere in a step: a weight that lies on the grid will not when it makes up for
@@ -106,8 +111,8 @@ def _spread(weight: Tensor, grid: Grid, block: int, order: Tensor, transfer: Ten
     squares = _lost(grid, grid.scale, grid.zero_point, weight).square_()
     squares = torch.where(squares > step.square() / 4, squares, step.square() / 12)
     # The scale of weights that are all zero says nothing of them.
-    empty = _in_blocks(weight.abs(), block).amax(-1) == 0
-    squares = squares.masked_fill(empty.repeat_interleave(block, -1)[..., : weight.shape[-1]], 0.0)
+    empty = sharing.gather(weight.abs()).amax(-1) == 0
+    squares = squares.masked_fill(sharing.spread(empty), 0.0)
     variance = squares.gather(-1, columns) @ transfer
     return torch.empty_like(weight).scatter_(-1, columns, variance.sqrt_())
 
@@ -117,7 +122,7 @@ def _least_expected(
     spread: Tensor,
     curvature: Tensor,
     grid: Grid,
-    block: int,
+    columns: Columns,
     allowed: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     """Return the ratios of the smallest error, averaged over weights that spread normally."""
@@ -127,18 +132,12 @@ def _least_expected(
         squares = torch.zeros_like(weight)
         for away, share in _QUADRATURE:
             squares += share * _lost(grid, scale, grid.zero_point, weight + away * spread).square_()
-        error = _in_blocks(squares.mul_(curvature), block).sum(-1)
+        error = columns.gather(squares.mul_(curvature)).sum(-1)
         if ratio == RATIOS[0]:
             best, least = torch.full_like(error, ratio), error
         better = error < least
         best, least = torch.where(better, ratio, best), torch.where(better, error, least)
     return best
-
-
-def _in_blocks(x: Tensor, block: int) -> Tensor:
-    """Return inputs, the last dimension, as (blocks, inputs of a block); zeros fill the last one."""
-    filled: Tensor = F.pad(x, (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
-    return filled
 
 
 def _lost(grid: Grid, scale: Tensor, zero_point: Tensor, weight: Tensor) -> Tensor:

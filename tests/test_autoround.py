@@ -16,6 +16,7 @@ from quark_fx.errors import ConfigError
 from quark_fx.formats import INT2, INT3, IntFormat
 from quark_fx.graph import stored_tensors
 from quark_fx.grid import Grid
+from quark_fx.layout import Layout
 from quark_fx.passes import AutoRound, autoround
 from quark_fx.passes.autoround import SignRounding
 from quark_fx.presets import INT8_STATIC
@@ -28,7 +29,7 @@ CONFIG = QuantConfig(weight=WEIGHT, target=Target.TORCH, exclude=("op:embedding"
 def grid_of(weight: torch.Tensor, block: int = 4) -> Grid:
     scale = weight.reshape(len(weight), -1, block).abs().amax(-1) / 3
     spread = scale.repeat_interleave(block, 1)
-    return Grid(spread, torch.zeros_like(spread), (-4, 3), 1, block, movable=True)
+    return Grid(spread, torch.zeros_like(spread), (-4, 3), Layout.of(weight.shape, 1, block), movable=True)
 
 
 @on_devices
@@ -62,8 +63,9 @@ def test_a_share_shrinks_all_weights_of_its_scale_and_no_other() -> None:
     grid = grid_of(weight)
     rounding = SignRounding(grid, weight, grid.position(weight).round().clamp(*grid.limits), AutoRound())
     shares = rounding.parameters[-1]
-    assert tuple(shares.shape) == grid.shares
-    assert grid.shares == (6, 3)
+    assert grid.layout is not None
+    assert tuple(shares.shape) == grid.layout.scale_shape
+    assert grid.layout.scale_shape == (6, 3)
     with torch.no_grad():
         shares[2, 1] = -9.0
     assert rounding.ratio is not None

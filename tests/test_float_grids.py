@@ -25,6 +25,7 @@ from quark_fx.error_feedback import factor, round_with_feedback
 from quark_fx.formats import FP4_E2M1, FP6_E2M3, FP6_E3M2, FP8_E4M3, FP8_E5M2, INT4, FloatFormat
 from quark_fx.graph import tensor_of
 from quark_fx.grid import Grid
+from quark_fx.layout import Columns
 from quark_fx.observers import Mse
 from quark_fx.passes import AWQ, GPTQ, AdaQuant, AdaRound, AutoRound, BiasCorrection
 from quark_fx.passes.adaround import SoftRounding
@@ -122,6 +123,7 @@ import torch
 from quark_fx import error_feedback, error_feedback_kernel
 from quark_fx.formats import FORMATS
 from quark_fx.grid import Grid
+from quark_fx.layout import Columns
 
 torch.manual_seed(0)
 chosen = error_feedback._runs
@@ -166,7 +168,8 @@ def test_scales_of_floats_are_searched_with_their_own_rounding(device: torch.dev
     weight, h = rand(1, 5, 32).to(device), moment(32, 100).to(device)[None]
     grid = grid_of(weight.unflatten(-1, (2, 16)))
     scale = grid.scale.expand(1, 5, 2, 16).flatten(2)
-    found = fit_scales(weight, h, Grid(scale, torch.zeros_like(scale), grid.limits, format=FP4_E2M1), 16)
+    there = Grid(scale, torch.zeros_like(scale), grid.limits, format=FP4_E2M1)
+    found = fit_scales(weight, h, there, Columns.in_blocks(32, 16))
     levels = FP4_E2M1.levels().float().to(device)
     for row in range(5):
         for block in range(2):
@@ -184,7 +187,7 @@ def test_a_scale_that_may_not_be_stored_is_not_chosen() -> None:
     weight, h = rand(1, 40, 16), moment(16, 100)[None]
     grid = Grid(torch.full((1, 40, 1), 0.5), torch.zeros(1), (-6.0, 6.0), format=FP4_E2M1)
     kind = partial(constrain_scale, scale_type=ScaleType.E8M0_EVEN)
-    found = fit_scales(weight, h, grid, 16, kind)
+    found = fit_scales(weight, h, grid, Columns.in_blocks(weight.shape[-1], 16), kind)
     lost = [weight - g.value(g.round(g.position(weight))) for g in (grid, replace(grid, scale=grid.scale / 2))]
     whole, half = (torch.linalg.vecdot(error @ h, error) for error in lost)
     assert torch.equal(found[..., 0] == 0.5, half < whole)

@@ -19,7 +19,7 @@ LINKS = ("passes", "observers", "export")
 LAYERS = (
     {"errors", "memory"},
     {"formats", "shelf", "checkpoint_files", "ranks"},
-    {"qparams"},
+    {"qparams", "layout"},
     {"ops", "observers", "graph", "signature"},
     {"operators", "pass_manager", "grid", "shifts"},
     {"specs"},

@@ -14,6 +14,7 @@ from quark_fx.error_feedback import Factor, factor, round_with_feedback
 from quark_fx.formats import INT2, INT4
 from quark_fx.graph import stored_tensors
 from quark_fx.grid import Grid
+from quark_fx.layout import Columns
 from quark_fx.passes import GPTQ
 from quark_fx.qparams import Symmetry
 from quark_fx.scale_search import RATIOS, fit_scales, fit_scales_to_feedback
@@ -31,7 +32,7 @@ def test_each_block_has_the_best_ratio_of_the_partial_product(inputs: int, block
     weight, x = rand(2, 5, inputs).to(device), rand(2, 90, inputs, seed=3).to(device)
     h = x.mT @ x
     grid = Grid(weight.abs().amax(-1, keepdim=True) / 7, torch.zeros(1, device=device), (-8, 7))
-    found = fit_scales(weight, h, grid, block)
+    found = fit_scales(weight, h, grid, Columns.in_blocks(inputs, block))
     assert found.shape == (2, 5, -(-inputs // block))
     tried = []
     for ratio in RATIOS:
@@ -67,7 +68,7 @@ def test_each_block_has_the_ratio_that_feedback_is_expected_to_lose_least_with(
     there = Grid(grid.scale.to(device), grid.zero_point.to(device), grid.limits)
     order, feedback, curvature = (tensor.to(device) for tensor in (found.order, found.feedback, found.curvature))
     moved = Factor(order, feedback, curvature, found.damping)
-    got = fit_scales_to_feedback(weight.to(device), moved, there, block).cpu()
+    got = fit_scales_to_feedback(weight.to(device), moved, there, Columns.in_blocks(inputs, block)).cpu()
 
     def lost(w: Tensor, scale: Tensor) -> Tensor:
         return (w / scale).round().clamp(*grid.limits) * scale - w
@@ -99,7 +100,8 @@ def test_a_group_of_zeros_does_not_keep_the_range_of_others() -> None:
     found = factor((x.T @ x)[None], damping=0.01, by_activation=True)
     scale = torch.ones(1, 32, 64)
     scale[..., 16:] = weight[..., 16:].abs().unflatten(-1, (3, 16)).amax(-1).repeat_interleave(16, -1) / 3 / 50
-    ratios = fit_scales_to_feedback(weight / 50, found, Grid(scale, torch.zeros(1), (-4, 3)), 16)
+    grid, columns = Grid(scale, torch.zeros(1), (-4, 3)), Columns.in_blocks(64, 16)
+    ratios = fit_scales_to_feedback(weight / 50, found, grid, columns)
     assert float((ratios[..., 1:] < 1).float().mean()) > 0.5
 
 
@@ -116,9 +118,9 @@ def test_feedback_keeps_range_that_rounding_to_nearest_gives_away(bits: int) -> 
         missed = grid.value(round_with_feedback(weight, found, grid)) - weight
         return float(((missed @ h) * missed).sum())
 
-    grid = Grid(scale, torch.zeros(1), (-most, most - 1))
-    fitted = error(fit_scales_to_feedback(weight, found, grid, 32))
-    assert fitted < 0.99 * error(fit_scales(weight, h, grid, 32))
+    grid, columns = Grid(scale, torch.zeros(1), (-most, most - 1)), Columns.in_blocks(128, 32)
+    fitted = error(fit_scales_to_feedback(weight, found, grid, columns))
+    assert fitted < 0.99 * error(fit_scales(weight, h, grid, columns))
 
 
 class Matrices(nn.Module):

@@ -32,9 +32,9 @@ class SignRounding:
         # Codes of another start than the nearest are where they are, whatever the weight is.
         self.shift = torch.where(_nearest(grid, weight) == start, 0.0, start - grid.position(weight))
         self.shares: Tensor | None = None
-        if grid.movable and options.ranges:
+        if grid.movable and grid.layout is not None and options.ranges:
             # What has been learned of them, in steps of `range_rate`.
-            self.shares = torch.zeros(grid.shares, device=weight.device, requires_grad=True)
+            self.shares = torch.zeros(grid.layout.scale_shape, device=weight.device, requires_grad=True)
         self.parameters = (self.offset,) if self.shares is None else (self.offset, self.shares)
 
     @property
