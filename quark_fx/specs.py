@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from quark_fx.errors import ConfigError
 from quark_fx.formats import UINT32, FloatFormat, Format, parse_format
-from quark_fx.observers import MinMax, NonOverflow, Observer, Placeholder, PowerOfTwoMinMse
+from quark_fx.observers import Distribution, MinMax, NonOverflow, Observer, Placeholder, PowerOfTwoMinMse
 from quark_fx.observers.base import observer_from_dict, observer_to_dict
 from quark_fx.qparams import ScaleType, Scheme, Symmetry
 
@@ -121,6 +121,10 @@ class TensorSpec:
                 isinstance(self.observer, NonOverflow | PowerOfTwoMinMse)
                 and self.scale_type is not ScaleType.POWER_OF_TWO,
                 f"observer {type(self.observer).__name__} chooses power-of-two scales; set scale_type='power_of_two'",
+            ),
+            (
+                isinstance(self.observer, Distribution) and (cast or not isinstance(self.format, FloatFormat)),
+                f"observer Distribution fits floats of 4 to 8 bits, not {self.format}; choose another observer",
             ),
             (
                 self.granularity is Granularity.TOKEN and not self.dynamic,

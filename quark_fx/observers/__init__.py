@@ -1,6 +1,7 @@
 """From tensors to ranges: every observer, one file a family."""
 
 from quark_fx.observers.base import OBSERVERS, Observer, observer, observer_from_dict, observer_to_dict, state
+from quark_fx.observers.distribution import Distribution
 from quark_fx.observers.entropy import Entropy
 from quark_fx.observers.histogram import Bins, Histogram
 from quark_fx.observers.hqq import Hqq
@@ -15,6 +16,7 @@ __all__ = [
     "OBSERVERS",
     "SPANS",
     "Bins",
+    "Distribution",
     "Entropy",
     "Histogram",
     "HistogramL2",

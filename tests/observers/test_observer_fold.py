@@ -17,6 +17,7 @@ from quark_fx.errors import ConfigError
 from quark_fx.formats import FP8_E4M3, FP8_E5M2, FP16, INT4, INT8, INT16, UINT8
 from quark_fx.observers import (
     OBSERVERS,
+    Distribution,
     Entropy,
     HistogramL2,
     MinMax,
@@ -44,6 +45,8 @@ UNORDERED: list[Observer] = [
     Mse(bins=256),
     Mse(bins=256, stride=3, start_bin=5),
     HistogramL2(bins=256, candidates=16),
+    Distribution(bins=256),
+    Distribution(bins=256, scenario="p3"),
     Entropy(bins=256, quantized_bins=32),
     Entropy(bins=256, quantized_bins=32, method="onnxruntime", stride=4),
     PowerOfTwoMinMse(),
@@ -57,6 +60,7 @@ LINEAR: list[Observer] = [
     Percentile(grid="modelopt", bins=64),
     Percentile(grid="quark", bins=64),
     PowerOfTwoMinMse(bins=64),
+    Distribution(grid="onnxruntime", bins=64),
 ]
 ALL = [*STREAMING, *LINEAR]
 
@@ -66,6 +70,8 @@ def name(value: Any) -> str:
 
 
 def schemes(observer: Observer) -> list[Scheme]:
+    if isinstance(observer, Distribution):
+        return [Scheme(format=FP8_E4M3)]
     one_kind = isinstance(observer, PowerOfTwoMinMse) and (observer.mode == "most_common" or observer.bins > 0)
     return [SYMMETRIC] if one_kind else [SYMMETRIC, ASYMMETRIC]
 
@@ -201,7 +207,8 @@ def test_one_value_alone_is_represented(observer: Observer, value: float, device
         for scheme in schemes(observer):
             found = seen.qparams(scheme)
             scale, zero_point = float(found.scale), int(found.zero_point)
-            code = min(max(round(value / scale) + zero_point, scheme.qmin), scheme.qmax)
+            smallest, largest = scheme.limits
+            code = min(max(round(value / scale) + zero_point, smallest), largest)
             assert scale > 0
             if abs(value) > 1e-30:
                 assert (code - zero_point) * scale == pytest.approx(value, rel=0.01)

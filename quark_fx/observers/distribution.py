@@ -1,0 +1,82 @@
+"""Scales at which the values of a tensor spread as the values of an 8-bit float do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from quark_fx.errors import ConfigError
+from quark_fx.formats import FloatFormat
+from quark_fx.observers.base import finite_range, observer
+from quark_fx.observers.reading import HistogramObserver
+from quark_fx.qparams import QParams, Scheme, constrain_scale
+
+
+@observer
+@dataclass(frozen=True, kw_only=True)
+class Distribution(HistogramObserver):
+    """The scale at which data and float format have the same standard deviation; for floats of 4 to 8 bits.
+
+    E4M3 then reaches 4.5 standard deviations and what lies beyond saturates, so it is for values around zero. A tensor
+    of one value, which has no deviation, is scaled as by `MinMax`.
+
+    Args:
+        scenario: `"same"` takes the deviation of the values, `"p3"` that of their cube roots, which suits a format
+            whose values are spread as cubes of normal ones.
+
+    Raises:
+        ConfigError: for an unknown scenario, or a grid that holds magnitudes only.
+
+    Source:
+        ONNX Runtime `HistogramCollector.compute_distribution` (`grid="onnxruntime"`) and `compute_scale_zp_float8`.
+    """
+
+    scenario: str = "same"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scenario not in ("same", "p3"):
+            raise ConfigError(f"unknown scenario {self.scenario!r}; choose one of same, p3")
+        if self.absolute:
+            raise ConfigError(f'a deviation needs the signs of the values: use grid="dyadic", not {self.grid!r}')
+
+    def range(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
+        largest = self.qparams(scheme).scale * scheme.largest
+        return -largest, largest
+
+    def read(self, low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+        return self.range(scheme)
+
+    def qparams(self, scheme: Scheme) -> QParams:
+        histogram = self.histogram
+        low, high = finite_range(*((None, None) if histogram is None else (histogram.low, histogram.high)))
+        if not isinstance(scheme.format, FloatFormat) or not scheme.format.needs_scale:
+            raise ValueError(f"a distribution is fitted to floats of 4 to 8 bits, not to {scheme.format}")
+        bins = self.collected()
+        # The peer's centres, roots and squares are float32, its sums are not.
+        values = bins.centres if self.grid == "dyadic" else bins.centres.float()
+        if self.scenario == "p3":
+            values = values.sign() * values.abs().pow(1 / 3)
+        share = bins.counts / bins.counts.sum(1, keepdim=True)
+        variance = (share * values.square()).sum(1) - (share * values).sum(1).square()
+        deviation = variance.clamp(min=0).sqrt()
+        ideal = deviation.float() / deviation_of(scheme.format)
+        single = (low == high) | (deviation == 0)
+        ideal = torch.where(single, torch.maximum(-low, high) / scheme.largest, ideal)
+        scale = constrain_scale(ideal.double(), scheme.scale_type)
+        return QParams(scale, torch.zeros_like(scale, dtype=torch.int32))
+
+
+@cache
+def deviation_of(fmt: FloatFormat) -> float:
+    """Return the standard deviation of all finite codes of a format, both zeros among them.
+
+    >>> from quark_fx.formats import FP8_E4M3
+    >>> round(deviation_of(FP8_E4M3), 6)
+    100.057724
+    """
+    levels = fmt.levels()
+    return float((levels.square().sum() / (len(levels) + 1)).sqrt())
