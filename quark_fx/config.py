@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -15,6 +14,7 @@ from quark_fx.errors import ConfigError
 from quark_fx.formats import INT32, FloatFormat, IntFormat, has_onnx_type
 from quark_fx.pass_manager import GraphPass, pass_from_dict, pass_name, pass_targets, pass_to_dict, require_order
 from quark_fx.qparams import ScaleType, Symmetry
+from quark_fx.selection import Selective, matches
 from quark_fx.specs import Granularity, TensorSpec, enum_member, known_fields
 
 
@@ -224,8 +224,9 @@ class QuantConfig:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Every pattern of `exclude` and `overrides`."""
-        return (*self.exclude, *(override.pattern for override in self.overrides))
+        """Every pattern of `exclude`, `overrides` and `passes`."""
+        limited = (pattern for p in self.passes if isinstance(p, Selective) for pattern in p.only)
+        return (*self.exclude, *(override.pattern for override in self.overrides), *limited)
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with `changes`, checked again. A weight's `group_size` may be given directly.
@@ -291,13 +292,6 @@ class QuantConfig:
             hint = "; to read a file, pass Path(...)" if isinstance(source, str) else ""
             raise ConfigError(f"a configuration is a mapping, not {type(data).__name__}{hint}")
         return cls.from_dict(data)
-
-
-def matches(pattern: str, name: str, *kinds: str) -> bool:
-    """Tell whether `pattern` (see `Override`) selects the operator of module `name`, which is of these kinds."""
-    if pattern.startswith("op:"):
-        return any(fnmatchcase(kind, pattern.removeprefix("op:")) for kind in kinds)
-    return fnmatchcase(name, pattern)
 
 
 def _exported(spec: TensorSpec, constant: bool) -> bool:

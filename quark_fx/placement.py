@@ -11,11 +11,12 @@ import difflib
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
 
-from quark_fx.config import Granularity, QuantConfig, Target, TensorSpec, matches
+from quark_fx.config import Granularity, QuantConfig, Target, TensorSpec
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.graph import describe, is_finite, is_floating, is_parameter, parameter, target_name, value_of
 from quark_fx.operators import (
@@ -32,6 +33,7 @@ from quark_fx.operators import (
     stored_weight,
     unsupported_weight,
 )
+from quark_fx.selection import matches
 
 _CASTS = frozenset({"aten._to_copy.default", "aten.to.dtype"})
 
@@ -146,6 +148,21 @@ def module_name(node: Node, weight: Node | None = None) -> str:
     return next((path for path, _ in reversed(list(stack.values())) if path), node.name)
 
 
+class Names(NamedTuple):
+    """What patterns may call an operator by: its module, and its kinds."""
+
+    name: str
+    kinds: tuple[str, ...]
+
+
+def names_of(node: Node) -> Names:
+    """Return what patterns may call a weighted operator by."""
+    row = operator_row(node)
+    stored = stored_weight(node, row) if row is not None and row.weight is not None else None
+    kinds = _kinds(target_name(node) if row is None else row.kind, _role(node))
+    return Names(module_name(node, stored.node if stored is not None else None), kinds)
+
+
 def _operators(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperator]:
     for node in gm.graph.nodes:
         if node.op != "call_function":
@@ -183,7 +200,7 @@ def _plan_operator(gm: GraphModule, config: QuantConfig, node: Node, row: Operat
     constant = next((operand for operand in operands if is_parameter(operand)), None)
     weight = stored.node if stored is not None else constant
     name = module_name(node, weight)
-    role = HEAD if _is_head(node) else ROUTER if _is_router(node) else ""
+    role = _role(node)
     kinds = _kinds(row.kind, role)
     specs = config.specs_for(name, *kinds)
     reason = ""
@@ -251,6 +268,10 @@ def _require_finite(gm: GraphModule, operator: PlannedOperator, what: str, node:
 
 def _kinds(kind: str, role: str) -> tuple[str, ...]:
     return (kind, role) if role else (kind,)
+
+
+def _role(node: Node) -> str:
+    return HEAD if _is_head(node) else ROUTER if _is_router(node) else ""
 
 
 def _is_router(node: Node) -> bool:

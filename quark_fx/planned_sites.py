@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.fx import GraphModule, Node
 
 from quark_fx.context import Context
 from quark_fx.pass_manager import Change
 from quark_fx.placement import PlannedOperator, plan_quantization, require_finite_weights
-from quark_fx.scale_sites import SiteAnalysis, find_scale_sites
+from quark_fx.scale_sites import ScaleSite, SiteAnalysis, find_scale_sites
+from quark_fx.selection import NOT_SELECTED, Selective
 
 
 def planned_sites(
-    gm: GraphModule, context: Context, *, explicit: bool
+    gm: GraphModule, context: Context, chooser: Selective, *, explicit: bool
 ) -> tuple[dict[Node, PlannedOperator], SiteAnalysis]:
-    """Return the operators as they are planned, by node, and the sites; note why an operator has none.
+    """Return the operators as they are planned, by node, and the sites to scale; note why an operator has none.
 
     Args:
         gm: the float graph; passes may change it before the final plan is made.
         context: of the run.
+        chooser: the pass, which may be limited to some operators.
         explicit: see `find_scale_sites`.
 
     Raises:
@@ -28,8 +32,17 @@ def planned_sites(
     analysis = find_scale_sites(gm, explicit=explicit)
     for node, reason in analysis.reasons.items():
         if node in planned:
-            context.note(Change(planned[node].name, f"left: {reason}", changed=False))
-    return planned, analysis
+            what = f"left: {reason}" if chooser.selects(planned[node]) else NOT_SELECTED
+            context.note(Change(planned[node].name, what, changed=False))
+
+    def chosen(site: ScaleSite) -> bool:
+        readers = [planned[scaled.reader] for scaled in site.inputs if scaled.reader in planned]
+        if all(map(chooser.selects, readers)):
+            return True
+        context.note(Change(", ".join(reader.name for reader in readers), NOT_SELECTED, changed=False))
+        return False
+
+    return planned, replace(analysis, sites=tuple(filter(chosen, analysis.sites)))
 
 
 __all__ = ["planned_sites"]

@@ -35,6 +35,7 @@ from quark_fx.products import Product, find_products
 from quark_fx.qparams import ScaleType
 from quark_fx.quantized_weights import QuantizedWeight, quantized_weights, share_changed, shared_tensors
 from quark_fx.rounding import OutputError, round_by_descent
+from quark_fx.selection import NOT_SELECTED, Selective
 from quark_fx.sizes import FLOAT32, BlockSize, Need, Sizes
 from quark_fx.specs import enum_member
 from quark_fx.trainable import Trainable, activation_scales, trainable_block
@@ -98,7 +99,7 @@ class Codes(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class Schedule(Selective):
     """How long and how fast to learn. Every position of a batch counts, those of padding too.
 
     Args:
@@ -139,6 +140,7 @@ class Schedule:
         return False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "unit", enum_member(Unit, self.unit))
         object.__setattr__(self, "start", enum_member(Start, self.start))
         counts = (self.iterations, self.batch_size, self.patience, self.seed)
@@ -188,7 +190,7 @@ def reconstruct(gm: GraphModule, context: Context, schedule: Schedule, begin: Be
     Raises:
         CalibrationError: if the error of a unit is NaN or infinite; the message names its operators.
     """
-    note_left_alone(gm, context)
+    note_left_alone(gm, context, schedule)
     learns_scales = schedule.scale_rate > 0 and _free_scales(context)
     if schedule.scale_rate and not learns_scales:
         what = "left: activation scales may not take any value (scale_type)"
@@ -200,7 +202,7 @@ def reconstruct(gm: GraphModule, context: Context, schedule: Schedule, begin: Be
         settled.update(scales)
         if run.finished:
             continue
-        weights = [w for w in quantized_weights(run.module, context.plan) if w.codes not in shared]
+        weights = [w for w in quantized_weights(run.module, schedule.selected(context.plan)) if w.codes not in shared]
         if schedule.unit is Unit.OPERATOR:
             weights = [weight for weight in weights if not _leave_routed(weight, context)]
         if not weights:
@@ -209,7 +211,9 @@ def reconstruct(gm: GraphModule, context: Context, schedule: Schedule, begin: Be
             for weight in weights:
                 context.note(Change(name=weight.name, what="left: what it makes is no number", changed=False))
             continue
-        learnable = scales if learns_scales else []
+        # Of a pass that is limited, only what the operators themselves read.
+        read = {weight.input_scale for weight in weights} if schedule.only else set(scales)
+        learnable = [name for name in scales if name in read] if learns_scales else []
         _Unit(gm, context, schedule, run, weights, learnable).learn(begin)
     return sum(change.changed for change in context.changes)
 
@@ -226,12 +230,15 @@ def _leave_routed(weight: QuantizedWeight, context: Context) -> bool:
     return True
 
 
-def note_left_alone(gm: GraphModule, context: Context) -> None:
-    """Note the quantized operators whose codes are not learned, and why."""
+def note_left_alone(gm: GraphModule, context: Context, chooser: Selective) -> None:
+    """Note the quantized operators whose codes the pass `chooser` does not learn, and why."""
     learned = {weight.node.name: weight for weight in quantized_weights(gm, context.plan)}
     shared = shared_tensors(gm)
     for name, operator in context.plan.items():
         if operator.weight is None:
+            continue
+        if not chooser.selects(operator):
+            context.note(Change(name=operator.name, what=NOT_SELECTED, changed=False))
             continue
         reason = ""
         if name not in learned:

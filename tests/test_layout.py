@@ -18,7 +18,7 @@ LINKS = ("passes", "observers", "export")
 
 LAYERS = (
     {"errors", "memory"},
-    {"formats", "shelf", "checkpoint_files", "ranks"},
+    {"formats", "shelf", "checkpoint_files", "ranks", "selection"},
     {"qparams", "layout"},
     {"ops", "observers", "graph", "signature"},
     {"operators", "pass_manager", "grid", "shifts"},

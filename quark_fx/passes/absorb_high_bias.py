@@ -13,12 +13,13 @@ from quark_fx.errors import ConfigError
 from quark_fx.graph import get_attr, is_parameter, parameter, set_parameter, target_name, value_of
 from quark_fx.operators import argument, channel_dim, operator_row, response, set_argument
 from quark_fx.pass_manager import Change, graph_pass
-from quark_fx.placement import module_name
+from quark_fx.placement import names_of
+from quark_fx.selection import NOT_SELECTED, Selective
 
 
 @graph_pass(exact=False, after=("fold_batch_norm",))
 @dataclass(frozen=True)
-class AbsorbHighBias:
+class AbsorbHighBias(Selective):
     """Lower biases by `c = max(0, beta - deviations * |gamma|)`, and raise those of the next operator by `W @ c`.
 
     `beta` and `gamma` are the batch norm's that was folded into the operator: the mean and the deviation of its output.
@@ -37,6 +38,7 @@ class AbsorbHighBias:
     deviations: float = 3.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.deviations < math.inf:
             raise ConfigError(f"deviations is finite and not negative, not {self.deviations}")
 
@@ -46,12 +48,13 @@ class AbsorbHighBias:
         for node in list(gm.graph.nodes):
             if (position := _bias_position(node)) is None:
                 continue
-            found = self._absorb(gm, node, position)
+            names, found = names_of(node), None
+            if self.selects(names):
+                found = self._absorb(gm, node, position)
             moved = isinstance(found, float)
-            what = f"lowered by up to {found:.3g}" if moved else f"left: {found}"
+            what = f"lowered by up to {found:.3g}" if moved else NOT_SELECTED if found is None else f"left: {found}"
             if context is not None:
-                weight = argument(node, 1)
-                context.note(Change(module_name(node, weight if is_parameter(weight) else None), what, moved))
+                context.note(Change(names.name, what, moved))
             absorbed += moved
         return absorbed
 

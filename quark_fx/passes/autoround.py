@@ -135,7 +135,9 @@ class AutoRound(Schedule):
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Learn the codes and scales of `gm`; return how many weights changed."""
-        weights = [op.weight for op in context.plan.values() if op.weight is not None and not op.weight.is_cast]
+        weights = [
+            op.weight for op in self.selected(context.plan).values() if op.weight is not None and not op.weight.is_cast
+        ]
         if self.ranges and any(spec.scale_type is not ScaleType.FLOAT32 for spec in weights):
             what = "left: weight scales may not take any value (scale_type)"
             context.note(Change("ranges", what, changed=False))

@@ -25,6 +25,7 @@ from quark_fx.planned_sites import planned_sites
 from quark_fx.qparams import ScaleType
 from quark_fx.scale_sites import Absorber, ScaledInput, ScaleSite, SiteAnalysis, apply_scale
 from quark_fx.second_moment import Entrance, SecondMoment
+from quark_fx.selection import Selective
 from quark_fx.sizes import FLOAT32, BlockSize, Need, Sizes
 from quark_fx.weights import QuantizedTensor, quantize_tensor
 
@@ -46,7 +47,7 @@ _SMALLEST = 1e-4
 
 @graph_pass(distributed=True)
 @dataclass(frozen=True, kw_only=True)
-class AWQ:
+class AWQ(Selective):
     """Multiply weights by `s = a ** r / w ** q` per input channel and divide what they read by it, where something can.
 
     `a` is the root mean square of a channel on the calibration data, `w` the mean magnitude of the weights that read
@@ -71,12 +72,13 @@ class AWQ:
     explicit: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.steps < 2:
             raise ConfigError(f"the grid has two steps or more, not {self.steps}")
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Scale the sites of `gm` that quantized weights read; return how many changed."""
-        planned, analysis = planned_sites(gm, context, explicit=self.explicit)
+        planned, analysis = planned_sites(gm, context, self, explicit=self.explicit)
         waiting = _searches(gm, analysis, planned, context)
         walk, learned, noted = context.next_walk(), dict[str, Tensor](), len(context.changes)
         last = context.checkpoint.last(walk) if context.checkpoint is not None else -1

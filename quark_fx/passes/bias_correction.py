@@ -17,6 +17,7 @@ from quark_fx.graph import is_parameter, named_nodes, parameter, placeholders, s
 from quark_fx.operators import argument, channel_dim, clamp_bounds, operator_row, response
 from quark_fx.pass_manager import Change, Stage, graph_pass
 from quark_fx.quantized_weights import QuantizedWeight, quantized_weights, shared_tensors
+from quark_fx.selection import NOT_SELECTED, Selective
 from quark_fx.sizes import Need, Sizes
 from quark_fx.specs import enum_member
 
@@ -32,7 +33,7 @@ class Means(StrEnum):
 
 @graph_pass(exact=False, stage=Stage.QUANTIZED)
 @dataclass(frozen=True, kw_only=True)
-class BiasCorrection:
+class BiasCorrection(Selective):
     """Add to each bias the mean, per output channel, of what quantization takes from the operator's output.
 
     Not after `AdaRound` or `AdaQuant`, whose error contains the mean already.
@@ -49,6 +50,7 @@ class BiasCorrection:
     means: Means = Means.EMPIRICAL
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "means", enum_member(Means, self.means))
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
@@ -56,7 +58,9 @@ class BiasCorrection:
         shared = shared_tensors(gm)
         usable = []
         for weight in quantized_weights(gm, context.plan):
-            if weight.bias is None:
+            if not self.selects(weight.operator):
+                context.note(Change(weight.name, NOT_SELECTED, changed=False))
+            elif weight.bias is None:
                 context.note(Change(weight.name, "left: it has no bias that is stored", changed=False))
             elif weight.bias_name in shared:
                 context.note(Change(weight.name, "left: several operators add its bias", changed=False))

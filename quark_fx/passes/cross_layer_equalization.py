@@ -13,15 +13,16 @@ from torch.fx import GraphModule, Node
 from quark_fx.context import Context
 from quark_fx.errors import ConfigError
 from quark_fx.graph import parameter, target_name
-from quark_fx.operators import Operator, operator_row, stored_weight
+from quark_fx.operators import Operator, operator_row
 from quark_fx.pass_manager import Change, graph_pass
-from quark_fx.placement import module_name
+from quark_fx.placement import names_of
 from quark_fx.scale_sites import Absorber, ScaleSite, apply_scale, find_scale_sites
+from quark_fx.selection import NOT_SELECTED, Selective
 
 
 @graph_pass(after=("fold_batch_norm",))
 @dataclass(frozen=True)
-class CrossLayerEqualization:
+class CrossLayerEqualization(Selective):
     """Move scale between layers until each channel's weights reach as far where it is made as where it is read.
 
     At every site between convolutions and matrix products the scale of a channel is `sqrt(r1 / r2)`: `r1` is the
@@ -44,6 +45,7 @@ class CrossLayerEqualization:
     keep_scalar_bounds: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.rounds, int) or self.rounds < 1 or not 0 < self.tolerance < math.inf:
             raise ConfigError(f"rounds is a whole number of at least 1, tolerance finite and above 0: {self}")
 
@@ -54,10 +56,11 @@ class CrossLayerEqualization:
         sites = [site for site, reason in refusals.items() if not reason]
         note = context.note if context is not None else lambda change: None
         for node, reason in analysis.reasons.items():
-            note(Change(_name(node), f"left: {reason}", changed=False))
+            found = names_of(node)
+            note(Change(found.name, f"left: {reason}" if self.selects(found) else NOT_SELECTED, changed=False))
         for site, reason in refusals.items():
             if reason:
-                note(Change(_names(site), f"left: {reason}", changed=False))
+                note(Change(_names(site), reason, changed=False))
         weights = _weights(gm, sites)
         scales = [torch.ones(site.channels, device=_device(gm, site)) for site in sites]
         for _ in range(self.rounds):
@@ -76,24 +79,20 @@ class CrossLayerEqualization:
 
     def _refusal(self, site: ScaleSite) -> str:
         """Return why a site is left out, empty if it takes part."""
+        if not all(self.selects(names_of(found.reader)) for found in site.inputs):
+            return NOT_SELECTED
         for absorber in (*site.producers, *site.consumers):
             row = _row(absorber)
             if row is None or not row.activations:
                 node = absorber.node
-                return f"{target_name(node)} (%{node.name}) takes part, whose constants have no range to even out"
+                return f"left: {target_name(node)} (%{node.name}) takes part, whose constants have no range to even out"
         if site.bounds and self.keep_scalar_bounds:
-            return f"the bounds of %{site.bounds[0][0].name} stay scalar (keep_scalar_bounds)"
+            return f"left: the bounds of %{site.bounds[0][0].name} stay scalar (keep_scalar_bounds)"
         return ""
 
 
-def _name(node: Node) -> str:
-    row = operator_row(node)
-    stored = stored_weight(node, row) if row is not None and row.weight is not None else None
-    return module_name(node, stored.node if stored is not None else None)
-
-
 def _names(site: ScaleSite) -> str:
-    return ", ".join(_name(found.reader) for found in site.inputs)
+    return ", ".join(names_of(found.reader).name for found in site.inputs)
 
 
 def _row(absorber: Absorber) -> Operator | None:

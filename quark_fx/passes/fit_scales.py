@@ -17,12 +17,13 @@ from quark_fx.pass_manager import Change, Stage, graph_pass
 from quark_fx.products import Product, find_products
 from quark_fx.quantized_weights import quantized_weights, shared_tensors
 from quark_fx.reconstruction import note_left_alone
+from quark_fx.selection import Selective
 from quark_fx.sizes import BlockSize, Need, Sizes
 
 
 @graph_pass(exact=False, stage=Stage.QUANTIZED, distributed=True)
 @dataclass(frozen=True, kw_only=True)
-class FitScales:
+class FitScales(Selective):
     """Shrink each scale of a weight to the one that rounding to nearest changes its operator's output least at.
 
     After `AWQ` this is the clip search of that paper; `GPTQ(fit_scales=True)` begins with it. Every operator sees
@@ -35,7 +36,7 @@ class FitScales:
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Choose scales and codes of `gm`; return how many weights changed."""
-        note_left_alone(gm, context)
+        note_left_alone(gm, context, self)
         shared, number = shared_tensors(gm), itertools.count()
         for run in walk_blocks(gm, context, unit=Unit.OPERATOR, label="FitScales", side_by_side=False):
             if not run.finished:
@@ -55,7 +56,7 @@ class FitScales:
         return sizes.walk(Unit.OPERATOR, turn, streams=1, work=work)
 
     def _fit_block(self, run: BlockRun, shared: set[str], context: Context, number: Iterator[int]) -> None:
-        weights = [w for w in quantized_weights(run.module, context.plan) if w.codes not in shared]
+        weights = [w for w in quantized_weights(run.module, self.selected(context.plan)) if w.codes not in shared]
         for product in find_products(run, weights, context):
             self._fit(product, context, number)
 

@@ -20,12 +20,13 @@ from quark_fx.products import Factors, Part, Product, find_products
 from quark_fx.quantized_weights import quantized_weights, share_changed, shared_tensors
 from quark_fx.reconstruction import note_left_alone
 from quark_fx.second_moment import SecondMoment
+from quark_fx.selection import Selective
 from quark_fx.sizes import FLOAT32, BlockSize, Need, Sizes
 
 
 @graph_pass(exact=False, stage=Stage.QUANTIZED, distributed=True)
 @dataclass(frozen=True, kw_only=True)
-class GPTQ:
+class GPTQ(Selective):
     """Round the weights of matrix products and convolutions so that their outputs, not the weights, are nearest.
 
     Scales do not change on the way (static groups). Every operator sees inputs that everything before it, quantized,
@@ -54,12 +55,13 @@ class GPTQ:
     fit_scales: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not (0 < self.damping <= 1 and 0 <= self.asymmetry <= 1):
             raise ConfigError(f"damping is above 0 and at most 1, asymmetry within 0 and 1: {self}")
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Choose the codes of `gm`; return how many weights changed."""
-        note_left_alone(gm, context)
+        note_left_alone(gm, context, self)
         shared = shared_tensors(gm)
         walk = walk_blocks(gm, context, unit=Unit.OPERATOR, label="GPTQ", side_by_side=self.asymmetry > 0)
         number = itertools.count()
@@ -90,7 +92,7 @@ class GPTQ:
         return sizes.walk(Unit.OPERATOR, turn, streams=streams, work=work)
 
     def _round_block(self, run: BlockRun, shared: set[str], context: Context, number: Iterator[int]) -> None:
-        weights = [w for w in quantized_weights(run.module, context.plan) if w.codes not in shared]
+        weights = [w for w in quantized_weights(run.module, self.selected(context.plan)) if w.codes not in shared]
         for product in find_products(run, weights, context):
             self._round(product, context, number)
 

@@ -25,6 +25,7 @@ from quark_fx.placement import PlannedOperator
 from quark_fx.planned_sites import planned_sites
 from quark_fx.qparams import QParams, affine_qparams
 from quark_fx.scale_sites import ScaledInput, ScaleSite, apply_scale
+from quark_fx.selection import Selective
 from quark_fx.sizes import FLOAT32, Moment, Need, Sizes
 from quark_fx.weights import quantize_tensor
 
@@ -53,7 +54,7 @@ _SMALLEST, _LARGEST = 1e-4, 1e4
 
 @graph_pass()
 @dataclass(frozen=True, kw_only=True)
-class SmoothQuant:
+class SmoothQuant(Selective):
     """Divide the channels of quantized activations by `s = a ** alpha / w ** (1 - alpha)` and multiply weights by `s`.
 
     `a` and `w` are the largest magnitudes, per channel, of the activation over the calibration data and of the weights
@@ -76,6 +77,7 @@ class SmoothQuant:
     explicit: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.alphas, list | tuple):
             raise ConfigError(f"alphas is a tuple of strengths, not {self.alphas!r}; write ({self.alphas!r},)")
         object.__setattr__(self, "alphas", tuple(self.alphas))
@@ -84,7 +86,7 @@ class SmoothQuant:
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Smooth the sites of `gm` that quantized operators read; return how many changed."""
-        planned, analysis = planned_sites(gm, context, explicit=self.explicit)
+        planned, analysis = planned_sites(gm, context, self, explicit=self.explicit)
         more = sum(planned.get(node) is not None and _is_read_in_codes(planned[node]) for node in analysis.divisible)
         context.remark = f"explicit=True could multiply for {more} more" if more else ""
         sites = []
