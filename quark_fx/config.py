@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 import yaml
 
 from quark_fx.errors import ConfigError
-from quark_fx.formats import INT32, FloatFormat, IntFormat, has_onnx_type
+from quark_fx.formats import INT32, FloatFormat, IntFormat, has_onnx_type, onnx_container
 from quark_fx.pass_manager import GraphPass, pass_from_dict, pass_name, pass_targets, pass_to_dict, require_order
 from quark_fx.qparams import ScaleType, Symmetry
 from quark_fx.selection import Selective, matches
@@ -191,7 +191,9 @@ class QuantConfig:
             (output is not None and output.dynamic, "only inputs can be dynamic; set output=None"),
             (
                 onnx and (bad := [s for s in (weight, *activations) if s and not _exported(s, s is weight)]),
-                f"{bad and bad[0].format} has no ONNX type; use 2, 4, 8 or 16 bits, or target='torch'" if onnx else "",
+                f"{bad and bad[0].format} has no ONNX type; use 2, 4 to 8 or 16 bits, or target='torch'"
+                if onnx
+                else "",
             ),
             (
                 self.target is Target.DPU and any(s and not _shifts(s) for s in (weight, *activations)),
@@ -225,7 +227,8 @@ class QuantConfig:
     @property
     def patterns(self) -> tuple[str, ...]:
         """Every pattern of `exclude`, `overrides` and `passes`."""
-        limited = (pattern for p in self.passes if isinstance(p, Selective) for pattern in p.only)
+        passes: tuple[object, ...] = self.passes
+        limited = (pattern for p in passes if isinstance(p, Selective) for pattern in p.only)
         return (*self.exclude, *(override.pattern for override in self.overrides), *limited)
 
     def replace(self, **changes: Any) -> Self:
@@ -299,6 +302,9 @@ def _exported(spec: TensorSpec, constant: bool) -> bool:
     fmt = spec.format
     if has_onnx_type(fmt):
         return fmt.bits < 32
+    if isinstance(fmt, IntFormat) and not fmt.sign_magnitude:
+        # Codes of an activation are clipped, for which runtimes have kernels of whole bytes.
+        return constant or onnx_container(fmt).bits == 8
     built = isinstance(fmt, FloatFormat) or fmt.sign_magnitude
     return built and (constant or spec.granularity is Granularity.GROUP)
 
@@ -315,6 +321,7 @@ def _shifts(spec: TensorSpec) -> bool:
         spec.scale_type is ScaleType.POWER_OF_TWO
         and spec.symmetry in (Symmetry.SYMMETRIC, Symmetry.SYMMETRIC_FULL)
         and isinstance(spec.format, IntFormat)
+        and has_onnx_type(spec.format)
         and spec.granularity is Granularity.TENSOR
         and not spec.dynamic
     )

@@ -143,8 +143,9 @@ class FloatFormat:
 
 Format = IntFormat | FloatFormat
 
-INT2, INT3, INT4, INT8, INT16, INT32 = (IntFormat(bits) for bits in (2, 3, 4, 8, 16, 32))
-UINT2, UINT3, UINT4, UINT8, UINT16, UINT32 = (IntFormat(bits, signed=False) for bits in (2, 3, 4, 8, 16, 32))
+_WIDTHS = (2, 3, 4, 5, 6, 7, 8, 16, 32)
+INT2, INT3, INT4, INT5, INT6, INT7, INT8, INT16, INT32 = (IntFormat(bits) for bits in _WIDTHS)
+UINT2, UINT3, UINT4, UINT5, UINT6, UINT7, UINT8, UINT16, UINT32 = (IntFormat(bits, signed=False) for bits in _WIDTHS)
 SM3, SM5, SM8 = (IntFormat(bits, sign_magnitude=True) for bits in (3, 5, 8))
 FP16 = FloatFormat(5, 10)
 BF16 = FloatFormat(8, 7)
@@ -166,7 +167,8 @@ _FLOAT_DTYPES = {
 FORMATS: dict[str, Format] = {
     str(fmt): fmt
     for fmt in (
-        *(INT2, INT3, INT4, INT8, INT16, INT32, UINT2, UINT3, UINT4, UINT8, UINT16, UINT32, SM3, SM5, SM8),
+        *(INT2, INT3, INT4, INT5, INT6, INT7, INT8, INT16, INT32),
+        *(UINT2, UINT3, UINT4, UINT5, UINT6, UINT7, UINT8, UINT16, UINT32, SM3, SM5, SM8),
         *(FP16, BF16, FP8_E4M3, FP8_E5M2, FP6_E3M2, FP6_E2M3, FP4_E2M1),
     )
 }
@@ -182,6 +184,17 @@ def has_onnx_type(fmt: Format) -> bool:
     if isinstance(fmt, FloatFormat):
         return fmt.bits >= 8
     return fmt.bits in (2, 4, 8, 16, 32) and not fmt.sign_magnitude
+
+
+def onnx_container(fmt: Format) -> Format:
+    """Return the format as whose codes ONNX stores those of `fmt`: itself, or the next wider integers.
+
+    >>> str(onnx_container(INT7)), str(onnx_container(UINT3)), str(onnx_container(SM5))
+    ('int8', 'uint4', 'sm5')
+    """
+    if isinstance(fmt, FloatFormat) or fmt.sign_magnitude:
+        return fmt
+    return IntFormat(next(bits for bits in (2, 4, 8, 16, 32) if bits >= fmt.bits), signed=fmt.signed)
 
 
 def parse_format(name: str) -> Format:

@@ -243,7 +243,10 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "signs and magnitudes for onnx": (config(input=TensorSpec(format=SM8)), "sm8 has no ONNX type"),
     "output alone": (config(weight=PER_CHANNEL, output=ACTIVATION), "`output` without `input`"),
     "dynamic output": (config(weight=PER_CHANNEL, input=ACTIVATION, output=DYNAMIC), "set output=None"),
-    "three bits for onnx": (config(weight=TensorSpec(format=INT3)), "int3 has no ONNX type; .*target='torch'"),
+    "activations of three bits for onnx": (
+        config(input=TensorSpec(format=INT3)),
+        "int3 has no ONNX type; .*target='torch'",
+    ),
     "bias without input": (config(bias=TensorSpec(format=INT32)), "set `input`, or bias=None"),
     "bias with dynamic input": (config(input=DYNAMIC, bias=TensorSpec(format=INT32)), "bias=None"),
     "bias with cast input": (config(input=TensorSpec(format=FP16), bias=TensorSpec(format=INT32)), "bias=None"),
@@ -295,7 +298,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown key": (lambda: QuantConfig.from_dict({"weigth": {}}), "QuantConfig has no field weigth"),
     "unknown spec key": (lambda: TensorSpec.from_dict({"format": "int8", "bits": 8}), "TensorSpec has no field bits"),
     "no format": (lambda: TensorSpec.from_dict({"symmetry": "symmetric"}), "a tensor spec needs a format"),
-    "unknown format": (lambda: TensorSpec.from_dict({"format": "int7"}), "unknown number format 'int7'; choose one of"),
+    "unknown format": (lambda: TensorSpec.from_dict({"format": "int9"}), "unknown number format 'int9'; choose one of"),
     "unknown granularity": (
         lambda: TensorSpec.from_dict({"format": "int8", "granularity": "row"}),
         "unknown Granularity 'row'; choose one of tensor, channel, group, token",

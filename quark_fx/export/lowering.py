@@ -16,7 +16,7 @@ from onnxscript import opset21
 from quark_fx.export.block_nodes import block_scale, dequantize_blocks, quantize_blocks
 from quark_fx.export.onnx_edit import made_by
 from quark_fx.export.table import lowers
-from quark_fx.formats import IntFormat, has_onnx_type, parse_format
+from quark_fx.formats import IntFormat, has_onnx_type, onnx_container, parse_format
 from quark_fx.qparams import ScaleType, Scheme, Symmetry
 
 op: Any = opset21
@@ -24,14 +24,18 @@ op: Any = opset21
 
 
 def onnx_type(format: str) -> ir.DataType:
-    """Return the ONNX element type of a format's codes."""
+    """Return the ONNX element type that holds a format's codes."""
+    format = str(onnx_container(parse_format(format)))
     names = {"fp8_e4m3": "FLOAT8E4M3FN", "fp8_e5m2": "FLOAT8E5M2", "fp16": "FLOAT16", "bf16": "BFLOAT16"}
     return ir.DataType[names.get(format, format.upper())]
 
 
 @lowers("quark_fx.quantize.default")
 def quantize(x: Any, scale: Any, zero_point: Any, format: str, axis: int | None = None, block_size: int = 0) -> Any:
-    """`QuantizeLinear` in float32; the cast gives the zero point, and so the codes, the type of the format."""
+    """`QuantizeLinear` in float32; the cast gives the zero point, and so the codes, the type of the format.
+
+    Codes of 5 to 7 bits are clipped behind it, not values before it, so that what makes them runs on integers.
+    """
     x = _float32(x)
     if made_by(scale, "BlockScale"):
         return quantize_blocks(x, scale)
@@ -39,9 +43,14 @@ def quantize(x: Any, scale: Any, zero_point: Any, format: str, axis: int | None 
     if block_size < 0:
         return _quantize_rows(x, scale, zero_point, format)
     attributes = {} if axis is None else {"axis": axis, "block_size": block_size}
-    if not isinstance(parse_format(format), IntFormat):
+    narrow = parse_format(format)
+    if not isinstance(narrow, IntFormat):
         return op.QuantizeLinear(x, scale, output_dtype=fmt, saturate=1, **attributes)
-    return op.QuantizeLinear(x, scale, op.Cast(zero_point, to=fmt), **attributes)
+    codes = op.QuantizeLinear(x, scale, op.Cast(zero_point, to=fmt), **attributes)
+    if has_onnx_type(narrow):
+        return codes
+    limits = (op.Constant(value=ir.Tensor(np.asarray(limit, fmt.numpy()))) for limit in (narrow.qmin, narrow.qmax))
+    return op.Clip(codes, *limits)
 
 
 def _quantize_rows(x: Any, scale: Any, zero_point: Any, format: str) -> Any:
@@ -74,7 +83,7 @@ def dequantize(
     attributes = {} if axis is None else {"axis": axis, "block_size": block_size}
     fmt = parse_format(format)
     whole = isinstance(fmt, IntFormat)
-    if made_by(codes, "QuantizeBlocks") or not has_onnx_type(fmt):
+    if made_by(codes, "QuantizeBlocks") or not has_onnx_type(onnx_container(fmt)):
         y = dequantize_blocks(codes, scale, format=format, axis=axis or 0, block_size=block_size)
     elif block_size < 0:
         # Spelled out as in `_quantize_rows`; ONNX Runtime would also fuse a blocked `DequantizeLinear` into an integer
@@ -84,7 +93,7 @@ def dequantize(
     elif not whole:
         y = op.DequantizeLinear(codes, scale, **attributes)
     else:
-        if fmt.bits < 8 and codes.const_value is None and codes.producer() is None:
+        if onnx_container(fmt).bits < 8 and codes.const_value is None and codes.producer() is None:
             codes = op.Cast(codes, to=onnx_type(format))
         y = op.DequantizeLinear(codes, scale, op.Cast(zero_point, to=onnx_type(format)), **attributes)
     return y if dtype == ir.DataType.FLOAT else op.Cast(y, to=dtype)

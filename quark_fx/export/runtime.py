@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule, Node
 
-from quark_fx.formats import FloatFormat
+from quark_fx.formats import FloatFormat, onnx_container
 from quark_fx.graph import code_format, target_name
 
 if TYPE_CHECKING:
@@ -73,4 +73,6 @@ def _fuses_wrongly(node: Node) -> bool:
     fmt = code_format(node)
     if fmt is None or (len(node.args) > 5 and node.args[5]):
         return False  # nothing is fused with blocks
-    return isinstance(fmt, FloatFormat) or (target_name(node) == "quark_fx.quantize.default" and fmt.bits < 8)
+    return isinstance(fmt, FloatFormat) or (
+        target_name(node) == "quark_fx.quantize.default" and onnx_container(fmt).bits < 8
+    )

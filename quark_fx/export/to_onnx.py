@@ -18,7 +18,7 @@ from quark_fx.export.program import to_exported_program
 from quark_fx.export.runtime import may_optimize, open_session, runtime_options
 from quark_fx.export.table import translation_table
 from quark_fx.export.translation import translate
-from quark_fx.formats import FloatFormat, Format, has_onnx_type, parse_format
+from quark_fx.formats import FloatFormat, Format, has_onnx_type, onnx_container, parse_format
 from quark_fx.graph import code_format, describe, results_of, target_name
 from quark_fx.model import QuantizedModel
 from quark_fx.qparams import ScaleType, Scheme, Symmetry
@@ -186,7 +186,9 @@ def _name_codes(gm: GraphModule, model: ir.Model) -> None:
     theirs = [node.outputs[0] for node in model.graph if node.op_type in ("QuantizeLinear", "QuantizeBlocks")]
     if len(ours) == len(theirs):
         for name, value in zip(ours, theirs, strict=True):
-            value.name = name
+            # Codes of few bits are those that are clipped.
+            clips = (use.node for use in value.uses() if use.node.op_type == "Clip")
+            next((clip.outputs[0] for clip in clips), value).name = name
 
 
 @contextmanager
@@ -234,11 +236,16 @@ def _require_onnx_types(gm: GraphModule) -> None:
         elif target_name(node) == "quark_fx.dynamic_qparams.default" and not _is_measured(node):
             bad.append(f"  {node.args[1]} with zero points, or 8-bit scales, at run time: {describe(node)}")
     if bad:
-        raise ExportError("format(s) without an ONNX type:\n" + "\n".join(bad) + "\nUse 2, 4, 8 or 16 bits instead.")
+        raise ExportError("format(s) without an ONNX type:\n" + "\n".join(bad) + "\nUse 2, 4 to 8 or 16 bits instead.")
 
 
 def _is_built(node: Node, fmt: Format) -> bool:
-    """Tell whether codes without an ONNX type are a weight's or those of groups, which are built of others."""
+    """Tell whether codes without an ONNX type are a weight's or those of groups, which are built of others.
+
+    Narrow integers are held by wider ones, activations by those of 8 bits.
+    """
+    if (held := onnx_container(fmt)) != fmt:
+        return held.bits == 8 or target_name(node) == "quark_fx.dequantize.default"
     grouped = target_name(node) == "quark_fx.quantize.default" and len(node.args) > 5 and node.args[5]
     constant = target_name(node) == "quark_fx.dequantize.default"
     return bool(grouped or constant) and (isinstance(fmt, FloatFormat) or fmt.sign_magnitude)
