@@ -34,7 +34,7 @@ def beyond() -> list[Tensor]:
     return [4 * batch for batch in images()]
 
 
-def written(qmodel: qfx.QuantizedModel, folder: Path, **options: Any) -> qfx.export.OnnxFile:
+def written(qmodel: qfx.QuantizedModel, folder: Path, **options: Any) -> Path:
     return qfx.export.onnx(qmodel, folder / "model.onnx", **options)
 
 
