@@ -225,6 +225,13 @@ def set_argument(node: Node, position: int, value: Any) -> None:
         node.args = (*node.args, *defaults, value)
 
 
+def groups_of_channels(node: Node, row: Operator) -> int:
+    """Return how many groups count their output channels alike: those of a transposed convolution, whose weight has
+    the output channels of one group.
+    """
+    return int(argument(node, 6) or 1) if row.kind == "conv_transpose" else 1
+
+
 def channel_dim(row: Operator, weight_rank: int, value_rank: int) -> int:
     """Return the dimension that counts channels, in the operator's activation and output alike."""
     spatial = 0 if row.kind == "linear" else weight_rank - 2

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quark_fx.config import Granularity, TensorSpec
 from quark_fx.formats import IntFormat
+from quark_fx.layout import Layout
 from quark_fx.ops import dequantize, encode, row_pieces, spread
 from quark_fx.qparams import QParams, ScaleType, Scheme, constrain_scale, global_scale_of, share_scale
 
@@ -85,6 +86,7 @@ def quantize_tensor(
     output_axis: int = 0,
     input_axis: int = 1,
     stacked: bool = False,
+    groups: int = 1,
     smallest_scale: Tensor | None = None,
     amax: Tensor | None = None,
     qparams: QParams | None = None,
@@ -97,6 +99,8 @@ def quantize_tensor(
         output_axis: dimension of the output channels, for `Granularity.CHANNEL`.
         input_axis: dimension that groups lie along, for `Granularity.GROUP`.
         stacked: `x` is a stack of matrices (experts): channels of different matrices have their own scales.
+        groups: parts of `input_axis` whose output channels are others, all counted along `output_axis`: those of a
+            transposed convolution, for `Granularity.CHANNEL`.
         smallest_scale: lower bound of the scales, broadcastable to one value per output channel.
         amax: the largest magnitude that the global scale of `ScaleType.FP8_E4M3` follows, shape `()`; default: that of
             `x`. Give tensors that will be joined one.
@@ -113,6 +117,8 @@ def quantize_tensor(
         one = torch.ones((), device=x.device)
         return QuantizedTensor(x.to(spec.format.dtype), QParams(one, torch.zeros_like(one).int()), spec, None, 0)
     axis, block = _layout(x, spec, output_axis, input_axis, stacked)
+    if groups > 1 and spec.granularity is Granularity.CHANNEL and qparams is None:
+        axis, block, qparams = _channels_of_groups(x, spec, output_axis % x.dim(), input_axis % x.dim(), groups)
     if qparams is None:
         qparams = _observed(x, spec, axis, block, amax)
     if smallest_scale is not None:
@@ -159,6 +165,26 @@ def _layout(x: Tensor, spec: TensorSpec, output_axis: int, input_axis: int, stac
     return output_axis % x.dim(), 0
 
 
+def _channels_of_groups(
+    x: Tensor, spec: TensorSpec, outputs: int, inputs: int, groups: int
+) -> tuple[int, int, QParams]:
+    """Return (`axis`, `block_size`) and parameters of a weight whose groups share the numbers of output channels.
+
+    One channel a group is one scale per index of `inputs`, repeated within a group. Several are one per block of
+    `inputs` and channel, repeated along the kernel, where `quark_fx.ops` has scales of their own.
+    """
+    order = x.movedim((inputs, outputs), (0, 1)).unflatten(0, (groups, -1)).transpose(1, 2)
+    found = _row_qparams(order.flatten(0, 1).flatten(1), spec, spec.scheme)
+    if x.shape[outputs] == 1:
+        each = x.shape[inputs] // groups
+        return inputs, 0, QParams(found.scale.repeat_interleave(each), found.zero_point.repeat_interleave(each))
+    kernel = [n for d, n in enumerate(x.shape) if d not in (inputs, outputs)]
+    ones, sizes = ((groups, x.shape[outputs], *part) for part in ([1] * len(kernel), kernel))
+    spread = (p.reshape(ones).expand(sizes) for p in (found.scale, found.zero_point))
+    scale, zero_point = (p.movedim((0, 1), (inputs, outputs)).contiguous() for p in spread)
+    return inputs, x.shape[inputs] // groups, QParams(scale, zero_point)
+
+
 def _block_qparams(x: Tensor, observe: Callable[[Tensor], QParams], axis: int, block: int) -> QParams:
     """Return parameters of blocks of `block` values along `axis`; a shorter last block is observed by itself."""
     moved = x.movedim(axis, -1)
@@ -189,6 +215,26 @@ def _raise_scale(qparams: QParams, smallest: Tensor, spec: TensorSpec) -> QParam
     raised = torch.maximum(qparams.scale.abs(), bound.to(qparams.scale)).copysign(qparams.scale)
     # A symmetric zero point does not depend on the scale; an asymmetric one is left, as its range only grew.
     return QParams(raised, qparams.zero_point)
+
+
+def rescale_zeros(weight: QuantizedTensor, wanted: Tensor) -> QuantizedTensor:
+    """Give channels whose codes all stand for zero another scale: any scale gives their values.
+
+    What follows a weight's scale, as the steps of an int32 bias, is coarse beside the 1 that a range of zeros gets.
+
+    Args:
+        weight: with one scale, or one per channel.
+        wanted: one scale per channel, 0 where any does.
+    """
+    scale, layout = weight.qparams.scale, Layout.of(weight.codes.shape, weight.axis, weight.block_size)
+    used = weight.codes != layout.spread(weight.qparams.zero_point).to(weight.codes.dtype)
+    if weight.axis is None:
+        zeros, wanted = ~used.any(), wanted.max()
+    else:
+        zeros = ~used.movedim(weight.axis, 0).flatten(1).any(1)
+    new = constrain_scale(wanted.double(), weight.spec.scale_type).to(scale)
+    scale = torch.where(zeros & (wanted > 0), new, scale)
+    return replace(weight, qparams=QParams(scale, weight.qparams.zero_point))
 
 
 def sqnr(reference: Tensor, approximation: Tensor) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from quark_fx.formats import FP8_E4M3, INT4, INT8, INT32, UINT8, IntFormat, pars
 from quark_fx.graph import is_finite
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, PRESETS, XINT8
 from quark_fx.qparams import Symmetry
+from quark_fx.weights import quantize_tensor
 
 INTEGER_PRESETS = [
     name for name in WHOLE_PRESETS if (weight := PRESETS[name].weight) and isinstance(weight.format, IntFormat)
@@ -102,6 +105,50 @@ def test_a_channel_of_tiny_weights_with_a_large_bias_does_not_overflow_the_int32
     assert error[1] <= 1e3 * 1e-5
     if granularity == "channel":
         assert error[0] <= 0.1
+
+
+ZEROED: dict[str, Callable[[], nn.Module]] = {
+    "conv": lambda: nn.Conv2d(3, 4, 3),
+    "depthwise": lambda: nn.Conv2d(3, 3, 3, groups=3),
+    "linear": lambda: nn.Linear(6, 4),
+}
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+@pytest.mark.parametrize("size", [0.0, 1.0, 1e3])
+@pytest.mark.parametrize("kind", ZEROED)
+def test_a_channel_of_zeros_keeps_its_bias(kind: str, size: float, granularity: str, tmp_path: Path) -> None:
+    """The int32 bias is a multiple of input scale times weight scale, and zeros have any weight scale."""
+    model = seeded(ZEROED[kind]())
+    with torch.no_grad():
+        model.weight.mul_(0.02 * (granularity == "channel"))
+        model.weight[0] = 0
+        model.bias.copy_(torch.linspace(0.1, 0.3, len(model.bias)))
+    # Of a positive input the uint8 codes have no room for others; of zeros alone its scale says nothing.
+    data = [rand(*((4, 3, 8, 8) if kind != "linear" else (4, 6)), seed=i).abs() * size for i in range(2)]
+    config = INT8_STATIC.replace(weight=TensorSpec(format=INT8, granularity=Granularity(granularity)))
+    qmodel = quantize(model, config, data)
+    with torch.no_grad():
+        got, real = qmodel(data[0])[:, 0], model(data[0])[:, 0]
+        step = (model(torch.cat(data)).amax() - min(0, model(torch.cat(data)).amin())) / 255
+    assert float((got - real).abs().max()) <= 0.51 * float(step)
+    _, bias = weight_and_bias(qmodel, "aten.linear" if kind == "linear" else "aten.conv2d")
+    assert constant(qmodel, bias.args[0]).dtype == torch.int32
+    assert int(constant(qmodel, bias.args[0]).abs().max()) < INT32.qmax // 2
+    qfx.export.onnx(qmodel, tmp_path / "zeros.onnx")
+    assert qfx.verify(qmodel, tmp_path / "zeros.onnx", data, optimize=False).max_steps <= 1e-3
+
+
+def test_operators_that_share_a_channel_of_zeros_keep_both_biases() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).eval()
+    with torch.no_grad():
+        model[1].weight = model[0].weight
+        model[0].weight[2] = 0
+        model[0].bias.fill_(1e-3)
+        model[1].bias.fill_(10.0)
+    qmodel = quantize(model, INT8_STATIC, [rand(8, 4)])
+    for call, wanted in zip(calls(qmodel, "aten.linear"), (1e-3, 10.0), strict=True):
+        torch.testing.assert_close(dequantized(qmodel, call.args[2])[2], torch.tensor(wanted), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("preset", INTEGER_PRESETS)
@@ -365,6 +412,35 @@ def test_each_output_channel_has_its_own_scale(kind: str, device: torch.device) 
         model.weight.select(axis, 1).mul_(1024)
     after = _codes(model, kind, device)
     assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("symmetry", [Symmetry.SYMMETRIC, Symmetry.ASYMMETRIC])
+@pytest.mark.parametrize(("inputs", "outputs", "groups"), [(6, 6, 6), (6, 12, 6), (8, 12, 4), (8, 4, 4)])
+@pytest.mark.parametrize("rank", [1, 2])
+def test_channels_of_a_grouped_transposed_convolution_have_scales_of_their_own(
+    inputs: int, outputs: int, groups: int, rank: int, symmetry: Symmetry, tmp_path: Path
+) -> None:
+    """Its weight counts the channels of one group; those of others are others. Against each channel by itself."""
+    kind = (nn.ConvTranspose1d, nn.ConvTranspose2d)[rank - 1]
+    model = seeded(kind(inputs, outputs, 3, groups=groups))
+    with torch.no_grad():
+        model.weight.mul_(
+            torch.logspace(0, -3, groups).repeat_interleave(inputs // groups).reshape(-1, *[1] * (rank + 1))
+        )
+    spec = TensorSpec(format=INT8, granularity=Granularity.CHANNEL, symmetry=symmetry)
+    x = rand(2, inputs, *[5] * rank)
+    qmodel = quantize(model, INT8_WEIGHT_ONLY.replace(weight=spec), [x])
+    (call,) = calls(qmodel, "aten.conv_transpose")
+    got = dequantized(qmodel, call.args[1]).unflatten(0, (groups, -1))
+    real = model.weight.detach().unflatten(0, (groups, -1))
+    for group in range(groups):
+        for channel in range(outputs // groups):
+            alone = real[group, :, channel]
+            expected = quantize_tensor(alone, spec.replace(granularity=Granularity.TENSOR)).dequantize()
+            assert torch.equal(got[group, :, channel], expected)
+    qfx.export.onnx(qmodel, tmp_path / "transposed.onnx")
+    (difference,) = qfx.verify(qmodel, tmp_path / "transposed.onnx", [x]).differences
+    assert difference.max_abs <= 1e-6 * float(qmodel(x).abs().max())
 
 
 def _codes(model: nn.Module, kind: str, device: torch.device) -> Tensor:

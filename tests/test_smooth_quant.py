@@ -536,6 +536,33 @@ def test_nothing_is_multiplied_where_no_strength_helps() -> None:
     assert not calls(qmodel, "aten.mul")
 
 
+@pytest.mark.parametrize("side", [4, 7])
+def test_readers_of_one_value_may_count_channels_along_other_dimensions(side: int) -> None:
+    """A convolution along dimension 1, a linear along the last; of one size or not, each has a factor of its own."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.linear = nn.Conv2d(7, 4, 3, padding=1), nn.Linear(side, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat((self.conv(x).flatten(1), self.linear(x).flatten(1)), 1)
+
+    model = seeded(Both())
+    with torch.no_grad():  # what reads large channels is small, so that it is worth to move them
+        model.conv.weight.div_(torch.logspace(-1, 1, 7).reshape(-1, 1, 1))
+        model.linear.weight.div_(torch.logspace(1, -1, side))
+    sizes = torch.logspace(-1, 1, 7).reshape(-1, 1, 1) * torch.logspace(1, -1, side)
+    data = [rand(8, 7, 5, side, seed=seed) * sizes for seed in range(4)]
+    before, after = float_graphs(model, data, INT8_STATIC, SmoothQuant(explicit=True))
+    factors = [parameter(after, node.args[1]) for node in multiplications(after)]
+    assert {tuple(factor.shape) for factor in factors} == {(1, 7, 1, 1), (1, 1, 1, side)}
+    assert_same_function(before, after, rand(8, 7, 5, side, seed=9) * sizes)
+    found = changes(smoothed(model, data, INT8_STATIC, SmoothQuant(explicit=True)))
+    assert found.keys() == {"conv", "linear"}
+    assert all(change.what.startswith("alpha") for change in found.values())
+
+
 # Options.
 
 

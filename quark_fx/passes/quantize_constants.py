@@ -15,11 +15,11 @@ from quark_fx.errors import CalibrationError
 from quark_fx.formats import INT32, IntFormat
 from quark_fx.graph import call, cast, describe, get_attr, is_finite, is_parameter, parameter, value_of
 from quark_fx.memory import give_back
-from quark_fx.operators import argument, set_argument, stored_weight
+from quark_fx.operators import argument, groups_of_channels, set_argument, stored_weight
 from quark_fx.placement import Plan, PlannedOperator
 from quark_fx.qparams import QParams, ScaleType
 from quark_fx.report import Row
-from quark_fx.weights import QuantizedTensor, quantize_tensor
+from quark_fx.weights import QuantizedTensor, quantize_tensor, rescale_zeros
 
 ops = torch.ops.quark_fx
 
@@ -79,6 +79,10 @@ def _joint_magnitudes(gm: GraphModule, plan: Plan) -> dict[Node, Tensor]:
     return found
 
 
+_BIAS_STEPS = 1 << 23
+"""Steps that the bias of a channel of zeros gets. float32 holds as many, and the bias may grow 255 times in int32."""
+
+
 _Key = tuple[str, TensorSpec, float | None]
 """A weight is stored once for each spec and, where that is settled beforehand, scale it is read with."""
 
@@ -107,16 +111,21 @@ def _quantize_operator(
     weight = parameter(gm, op.weight_node)
     bias_node = argument(op.node, op.row.bias) if op.row.bias is not None and bias_spec is not None else None
     int32_scale = input_scale if bias_spec is not None and _takes_int32_bias(gm, op, bias_spec) else None
-    smallest = None
+    smallest = free = None
     if is_parameter(bias_node) and int32_scale is not None:
+        magnitude = parameter(gm, bias_node).detach().abs().float() / int32_scale
         # Below this scale the int32 bias would overflow (a channel of nearly zero weights with a large bias).
-        smallest = parameter(gm, bias_node).detach().abs().float() / (int32_scale * 0.999 * INT32.qmax)
+        smallest = magnitude / (0.999 * INT32.qmax)
+        free = magnitude / _BIAS_STEPS
 
     known = settled.get(op.row.weight)
     key = (str(op.weight_node.target), op.weight, None if known is None else float(known.scale))
     found = stored.get(key)
-    if found is None or (smallest is not None and bool((found.tensor.qparams.scale.abs() < smallest).any())):
-        found = stored[key] = _store(gm, key[0], _quantize_weight(op, weight, smallest, amax, known))
+    if found is None or not _suits(found.tensor, smallest, free if known is None else None):
+        quantized = _quantize_weight(op, weight, smallest, amax, known)
+        if free is not None and known is None:
+            quantized = rescale_zeros(quantized, free)
+        found = stored[key] = _store(gm, key[0], quantized)
     _use_weight(gm, op, found)
     if is_parameter(bias_node) and bias_spec is not None:
         own = settled.get(op.row.bias) if op.row.bias is not None else None
@@ -131,6 +140,13 @@ def _quantize_operator(
         quantized=found.tensor,
         sqnr=found.tensor.sqnr(weight.detach()),
     )
+
+
+def _suits(weight: QuantizedTensor, smallest: Tensor | None, free: Tensor | None) -> bool:
+    """Tell whether a weight that is stored lets the bias of another operator that reads it be stored."""
+    if smallest is not None and bool((weight.qparams.scale.abs() < smallest).any()):
+        return False
+    return free is None or torch.equal(rescale_zeros(weight, free).qparams.scale, weight.qparams.scale)
 
 
 def _takes_int32_bias(gm: GraphModule, op: PlannedOperator, bias: TensorSpec) -> bool:
@@ -159,6 +175,7 @@ def _quantize_weight(
             output_axis=op.row.output_axis,
             input_axis=op.row.input_axis,
             stacked=op.row.kind in ("experts", "linear") and weight.dim() > 2,
+            groups=groups_of_channels(op.node, op.row),
             smallest_scale=smallest_scale,
             amax=amax,
             qparams=qparams,

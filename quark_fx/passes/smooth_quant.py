@@ -19,6 +19,7 @@ from quark_fx.errors import ConfigError
 from quark_fx.graph import device_of, parameter, set_parameter, value_of
 from quark_fx.linear_map import linear_map
 from quark_fx.observers import MinMax
+from quark_fx.operators import groups_of_channels
 from quark_fx.ops import dequantize, dynamic_qparams, encode, quantize
 from quark_fx.pass_manager import Change, graph_pass
 from quark_fx.placement import PlannedOperator
@@ -116,7 +117,7 @@ class SmoothQuant(Selective):
         gm: GraphModule,
         site: ScaleSite,
         planned: dict[Node, PlannedOperator],
-        seen: dict[Node, Seen],
+        seen: _Watched,
         context: Context,
     ) -> bool:
         began = time.perf_counter()
@@ -179,6 +180,10 @@ class Seen:
         """Return the smallest and largest value per channel, over all folds or over all but one."""
         kept = [fold for fold in range(len(self.low)) if fold != without or len(self.low) == 1]
         return self.low[kept].amin(0), self.high[kept].amax(0)
+
+
+_Watched = dict[tuple[Node, int], Seen]
+"""By value and dimension of the channels: a convolution and a linear that read one value count others."""
 
 
 class _Watch(nn.Module):
@@ -251,27 +256,28 @@ class _Watch(nn.Module):
 
 def _watch(
     gm: GraphModule, sites: Sequence[ScaleSite], planned: dict[Node, PlannedOperator], context: Context
-) -> dict[Node, Seen]:
+) -> _Watched:
     """Run the calibration batches once, and return what the sites' readers saw."""
     if not sites:
         return {}
     context.require_batches()
-    watches: dict[Node, _Watch] = {}
+    watches: dict[tuple[Node, int], _Watch] = {}
     for scaled in (scaled for site in sites for scaled in site.inputs):
-        watch = watches.setdefault(scaled.value, _Watch(scaled.axis, context.tuning, context.held_out))
+        key = scaled.value, scaled.axis
+        watch = watches.setdefault(key, _Watch(scaled.axis, context.tuning, context.held_out))
         operator = planned[scaled.reader]
         watch.divisible &= scaled.axis > 0 and not _is_stacked(gm, operator)
         watch.windows.append(_window(gm, operator))
-    with watching(gm, watches.items()):
+    with watching(gm, ((value, watch) for (value, _), watch in watches.items())):
         run_batches(gm, context)
     home = device_of(gm)
     found = {}
-    for value, watch in watches.items():
+    for key, watch in watches.items():
         low, high = (torch.stack(found).float().to(home) for found in zip(*watch.ranges.values(), strict=True))
         samples = {part: [(fold, x.to(home)) for fold, x in kept] for part, kept in watch.samples.items()}
         positions = sum(x.numel() // x.shape[watch.axis] for _, x in samples["tuning"])
         samples["choice"] = samples["tuning"][:: max(1, positions // _CHOICE)]
-        found[value] = Seen(low, high, samples, watch.divisible)
+        found[key] = Seen(low, high, samples, watch.divisible)
     return found
 
 
@@ -313,9 +319,7 @@ class _Reader:
 class _Trial:
     """A site, and what its quantized outputs would be for a scale."""
 
-    def __init__(
-        self, gm: GraphModule, site: ScaleSite, planned: dict[Node, PlannedOperator], seen: dict[Node, Seen]
-    ) -> None:
+    def __init__(self, gm: GraphModule, site: ScaleSite, planned: dict[Node, PlannedOperator], seen: _Watched) -> None:
         self.site = site
         self.scales: dict[tuple[float | None, int | None], Tensor] = {}
         self.weights = [
@@ -330,7 +334,8 @@ class _Trial:
             node = operator.weight_node
             assert node is not None
             module = extract(gm, [scaled.value], [scaled.reader])
-            reader = _Reader(scaled, operator, module, parameter(gm, node).detach(), labels[node], seen[scaled.value])
+            known = seen[scaled.value, scaled.axis]
+            reader = _Reader(scaled, operator, module, parameter(gm, node).detach(), labels[node], known)
             for part, samples in reader.seen.samples.items():
                 reader.outputs[part] = reader.run([x for _, x in samples])
             self.readers.append(reader)
@@ -450,6 +455,7 @@ def _rounded(weight: Tensor, operator: PlannedOperator) -> Tensor:
         output_axis=operator.row.output_axis,
         input_axis=operator.row.input_axis,
         stacked=weight.dim() > 2 and not operator.kind.startswith("conv"),
+        groups=groups_of_channels(operator.node, operator.row),
     ).dequantize()
 
 
