@@ -133,7 +133,7 @@ def relative_error(outputs: Sequence[Any], targets: Sequence[Any]) -> Tensor:
             known = t.isfinite()  # a model may mask what it returns
             noise, signal = (torch.where(known, x, 0.0).square().sum() for x in (y.float() - t, t))
             errors.append(noise / signal.clamp_min(_NOTHING))
-    return torch.stack(errors).mean() if errors else torch.zeros(())
+    return torch.stack(errors).mean() if errors else torch.zeros((), dtype=torch.float32)
 
 
 @contextmanager

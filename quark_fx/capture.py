@@ -10,8 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,12 +21,14 @@ from torch.utils import _pytree as pytree
 
 from quark_fx.capture_errors import dtype_hint, explain, require_capturable, require_inputs_fit
 from quark_fx.errors import CaptureError
+from quark_fx.isolation import isolated, quiet
 from quark_fx.normalisation import Captured, normalise
 from quark_fx.signature import bind, parameter_names, split_batch
 
 logger = logging.getLogger(__name__)
 
 
+@isolated
 def capture_graph(
     model: nn.Module | ExportedProgram, example_batch: Any = None, *, dynamic_shapes: Any = None
 ) -> Captured:
@@ -91,13 +92,14 @@ def dynamic_dimensions(x: Tensor) -> dict[int, Any]:
 
 
 def _told_apart(batch: Any) -> Any:
-    # torch.export takes one tensor given twice, as attention's query and key are, for one input.
+    # torch.export takes one tensor given twice, as attention's query and key are, for one input; of those made under
+    # inference_mode it takes none.
     seen: set[int] = set()
 
     def distinct(x: Any) -> Any:
         if not isinstance(x, Tensor) or id(x) not in seen:
             seen.add(id(x))
-            return x
+            return x.clone() if x.is_inference() else x
         return x.clone()
 
     return pytree.tree_map(distinct, batch)
@@ -158,15 +160,4 @@ def _export_hugging_face(model: Any, kwargs: dict[str, Any], dynamic_shapes: Any
     return exported if isinstance(exported, ExportedProgram) else exported.program
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence logging: torch prints whole graphs about errors that are explained here in a line."""
-    previous = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(previous)
-
-
-__all__ = ["Captured", "capture_graph", "dynamic_dimensions", "quiet"]
+__all__ = ["Captured", "capture_graph", "dynamic_dimensions"]

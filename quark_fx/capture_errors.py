@@ -24,6 +24,11 @@ def require_capturable(model: nn.Module) -> None:
             "and batch norm would be captured as they train; call model.eval() first"
         )
     tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+    if inference := [name for name, t in tensors.items() if t.is_inference()]:
+        raise CaptureError(
+            f"{len(inference)} parameter(s) or buffer(s), first {inference[0]}, were made under inference_mode, and "
+            "torch.export cannot trace them; make or load the model outside of it"
+        )
     devices = Counter(str(t.device) for t in tensors.values())
     if len(devices) > 1:
         rare = min(devices, key=lambda d: devices[d])

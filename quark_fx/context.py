@@ -332,7 +332,7 @@ def require_resources(device: str | torch.device | None, cache: CacheBudget | No
             ) from error
     if device is not None:
         try:
-            torch.empty(0, device=device)
+            torch.empty(0, device=device, dtype=torch.float32)
         except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
             reason = str(error).partition("\n")[0]
             raise ConfigError(

@@ -18,6 +18,7 @@ from quark_fx.capture import capture_graph
 from quark_fx.correspondence import Constant, Source, correspond
 from quark_fx.errors import ExportError, QuarkError
 from quark_fx.graph import describe, placeholders
+from quark_fx.isolation import isolated
 from quark_fx.model import QuantizedModel
 from quark_fx.module_slices import ModuleCall
 from quark_fx.rounded_modules import Activation
@@ -138,6 +139,7 @@ def _floating(leaves: Sequence[Any], expected: str) -> int:
     return found[0]
 
 
+@isolated
 def eager(qmodel: QuantizedModel, model: nn.Module | None = None) -> nn.Module:
     """Return the model `qmodel` was made of, of the same class, that computes what `qmodel` computes.
 
@@ -277,7 +279,7 @@ def _own(tensor: Tensor | None) -> Tensor | None:
 
 
 def _require_float32(fn: Callable[[Tensor], Tensor]) -> None:
-    if fn(torch.zeros(())).dtype != torch.float32:
+    if fn(torch.zeros((), dtype=torch.float32)).dtype != torch.float32:
         raise RuntimeError("the scales of a quantized model are float32; convert the model before quantizing it")
 
 

@@ -249,7 +249,7 @@ def made_up_for(target: Tensor, value: Tensor, factor: Factor) -> Tensor:
 def solve(factor: Factor, right: Tensor) -> Tensor:
     """Return `right` times the inverse of the damped `H`; `right` has shape (groups, outputs, inputs)."""
     columns = factor.order.unsqueeze(-2).expand_as(right)
-    upper = factor.feedback + torch.eye(right.shape[-1], device=right.device)
+    upper = factor.feedback + torch.eye(right.shape[-1], device=right.device, dtype=torch.float32)
     # X (I + F) D (I + F)' = B
     x = torch.linalg.solve_triangular(upper.mT, right.gather(-1, columns), upper=False, left=False, unitriangular=True)
     x = torch.linalg.solve_triangular(

@@ -100,7 +100,7 @@ class QuantizedModel(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModel:
-        if fn(torch.zeros(())).dtype != torch.float32:
+        if fn(torch.zeros((), dtype=torch.float32)).dtype != torch.float32:
             raise RuntimeError("the scales of a quantized model are float32; convert the model before quantizing it")
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self

@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from quark_fx.capture import quiet
 from quark_fx.checkpoint_files import CheckpointFiles, is_float, mapped
 from quark_fx.errors import CheckpointError, ConfigError
+from quark_fx.isolation import isolated, quiet
 from quark_fx.shelf import Shelf
 
 _CONVERTED = "converted"
@@ -27,6 +28,7 @@ _NO_CODES = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
 """Dtypes of weights, positions and masks, as safetensors names them."""
 
 
+@isolated
 def open_checkpoint(
     path: str | Path,
     factory: Callable[[], nn.Module] | None = None,
@@ -97,26 +99,66 @@ def _without_weights(factory: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
+class _MetaParameters:
+    """Replaces `nn.Module.register_parameter` while a factory runs, for the threads whose factories run."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.moved: dict[int, WeakIdKeyDictionary] = {}
+        self.register: Callable[..., None] = nn.Module.register_parameter
+
+    def begin(self) -> Any:
+        """Move this thread's parameters from now on; return what `end` has to put back."""
+        thread = threading.get_ident()
+        with self.lock:
+            if not self.moved:
+                self.register = register = nn.Module.register_parameter
+
+                def register_moved(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+                    register(module, name, self._move(param))
+
+                nn.Module.register_parameter = register_moved  # type: ignore[method-assign,assignment]
+            outer = self.moved.get(thread)
+            self.moved[thread] = WeakIdKeyDictionary()
+        return outer
+
+    def end(self, outer: Any) -> None:
+        """Undo one `begin`; the last one of the process puts torch's own method back."""
+        thread = threading.get_ident()
+        with self.lock:
+            if outer is not None:
+                self.moved[thread] = outer
+            else:
+                del self.moved[thread]
+            if not self.moved:
+                nn.Module.register_parameter = self.register  # type: ignore[method-assign]
+
+    def _move(self, param: nn.Parameter | None) -> nn.Parameter | None:
+        moved = self.moved.get(threading.get_ident())
+        if moved is None or not isinstance(param, nn.Parameter) or param.is_meta:
+            return param
+        if param not in moved:
+            # Not by a constructor, which a subclass may have changed.
+            new = Tensor._make_subclass(type(param), param.detach().to("meta"), param.requires_grad)
+            vars(new).update(vars(param))
+            moved[param] = new
+        return moved[param]  # type: ignore[no-any-return]
+
+
+_META_PARAMETERS = _MetaParameters()
+
+
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Move parameters to the meta device when modules register them; what is registered twice stays one."""
-    moved, register = WeakIdKeyDictionary(), nn.Module.register_parameter
+    """Move parameters to the meta device when modules register them; what is registered twice stays one.
 
-    def register_moved(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if isinstance(param, nn.Parameter) and not param.is_meta:
-            if param not in moved:
-                # Not by a constructor, which a subclass may have changed.
-                new = Tensor._make_subclass(type(param), param.detach().to("meta"), param.requires_grad)
-                vars(new).update(vars(param))
-                moved[param] = new
-            param = moved[param]
-        register(module, name, param)
-
-    nn.Module.register_parameter = register_moved  # type: ignore[method-assign,assignment]
+    What other threads make meanwhile keeps its values.
+    """
+    outer = _META_PARAMETERS.begin()
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        _META_PARAMETERS.end(outer)
 
 
 def _warn_unused(files: CheckpointFiles, names: list[str]) -> None:
@@ -124,7 +166,7 @@ def _warn_unused(files: CheckpointFiles, names: list[str]) -> None:
         warnings.warn(
             f"{files.path} holds {len(names)} tensors that the model does not have: {', '.join(names[:3])}; is it "
             "the checkpoint of this very model?",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from quark_fx.errors import ConfigError, PassError
 from quark_fx.graph import output_node
+from quark_fx.isolation import isolated
 
 GraphPass = Callable[..., int]
 """`pass(graph)`, or `pass(graph, context=...)`, returns the number of rewrites."""
@@ -213,6 +214,7 @@ def pass_from_dict(data: str | Mapping[str, Any]) -> GraphPass:
     return registered(**options) if isinstance(registered, type) else registered  # type: ignore[no-any-return]
 
 
+@isolated
 def run_passes(
     gm: GraphModule,
     passes: Sequence[GraphPass],

@@ -66,7 +66,7 @@ class Part:
             h: sum of `x x'` of what is multiplied, shape (groups, inputs, inputs).
         """
         some, codes = slice(None, None, max(1, target.shape[1] // _SAMPLED)), self.codes()
-        noise, signal = torch.zeros(2, device=h.device)
+        noise, signal = torch.zeros(2, device=h.device, dtype=torch.float32)
         for matrices in [slice(i, i + 1) for i in range(len(h))] if self.mapping.stacked else [slice(None)]:
             grid, aim = self.grid(matrices), target[matrices, some]
             scale, zero_point = (p.expand_as(target[matrices])[:, some] for p in (grid.scale, grid.zero_point))

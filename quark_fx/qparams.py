@@ -251,9 +251,8 @@ def block_scale(amax: Tensor, scheme: Scheme, global_scale: Tensor | None = None
     power = power.clamp(-127, 127 - scheme.exponent).to(torch.int32)
     # 2**-127 is subnormal.
     scale = torch.where(power < -126, 1 << 22, (power + 127) << 23).to(torch.int32).view(torch.float32)
-    return torch.where(
-        amax > 0, torch.where(amax < torch.inf, scale, torch.nan), torch.where(amax == 0, 1.0, torch.nan)
-    )
+    scale = torch.where(amax == 0, 1.0, scale)
+    return torch.where((amax >= 0) & (amax < torch.inf), scale, torch.nan)
 
 
 _E4M3_MAX, _E4M3_TINY = FP8_E4M3.max, 2.0**-9

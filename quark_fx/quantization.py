@@ -38,6 +38,7 @@ from quark_fx.graph import (
     tensor_of,
     value_of,
 )
+from quark_fx.isolation import as_called, isolated
 from quark_fx.memory import give_back_at_once, occupied
 from quark_fx.model import QuantizedModel
 from quark_fx.open_checkpoint import open_checkpoint
@@ -66,6 +67,7 @@ from quark_fx.signature import batch_shape, split_batch
 logger = logging.getLogger(__name__)
 
 
+@isolated
 def quantize(
     model: nn.Module | ExportedProgram | str | Path,
     config: str | QuantConfig | Mapping[str, Any] = "int8_static",
@@ -83,6 +85,9 @@ def quantize(
     disk: int | str | None = None,
 ) -> QuantizedModel:
     """Quantize any PyTorch model. The model itself is not changed.
+
+    Several threads may call this: one call runs at a time, and gives the bits it gives alone. It runs without autocast,
+    inference mode and default device of its caller; a generator that makes `calibration_data` keeps them.
 
     Args:
         model: a module in eval mode, a Hugging Face model or the directory of its checkpoint, or an `ExportedProgram`.
@@ -143,7 +148,7 @@ def quantize(
         with closing(context.cache):
             gm, rows, records = _transformed(captured, context, batches, inputs, checkpoint, memory, disk)
         if rows and all(row.reason for row in rows):
-            warnings.warn(f"nothing was quantized: {len(rows)} operators stay in float, see report()", stacklevel=2)
+            warnings.warn(f"nothing was quantized: {len(rows)} operators stay in float, see report()", stacklevel=3)
         # The copy holds only what the graph reads, and nothing of the user's model.
         source = None if isinstance(model, ExportedProgram) else _source(model, captured, gm)
         gm = copy_graph(gm)
@@ -224,6 +229,7 @@ def _divided(passes: Sequence[GraphPass]) -> tuple[list[GraphPass], list[GraphPa
     return rewrites, ordered[len(rewrites) :]
 
 
+@isolated
 def predict(
     model: nn.Module | ExportedProgram | str | Path,
     config: str | QuantConfig | Mapping[str, Any] = "int8_static",
@@ -299,7 +305,7 @@ def _begun(
     captured = capture_graph(model, first, dynamic_shapes=dynamic_shapes)
     captured.module.meta["shelf"] = shelf
     home = device_of(captured.module)
-    place = home if device is None else torch.empty(0, device=device).device  # with its index
+    place = home if device is None else torch.empty(0, device=device, dtype=torch.float32).device  # with its index
     if shelf is not None and home.type != "cpu":
         raise ConfigError(
             f"a run with output_dir reads weights from files of the host, and the model is on {home}; load it on the "
@@ -389,7 +395,7 @@ def _peek(data: Any) -> tuple[Any, Iterable[Any]]:
         )
     if isinstance(data, list | tuple):
         return (data[0] if data else None), data
-    iterator = iter(data)
+    iterator = as_called(data)
     first = next(iterator, None)
     return first, () if first is None else itertools.chain([first], iterator)
 

@@ -414,32 +414,33 @@ class _Unit:
         extra = [bias for bias in biases if bias is not None], list(scales.values())
         every = max(1, schedule.iterations // _EVALUATIONS)
         kept, waited = None, 0
-        with torch.random.fork_rng([self.context.device] if self.context.device.type == "cuda" else []):
-            torch.manual_seed(self.seed)
-            for step in range(1, schedule.iterations + 1):
-                inputs, targets = self._sample()
-                with torch.enable_grad():
-                    made = block(inputs, [c.weight() for c in codes], *extra, drop=schedule.drop)
-                    loss = relative_error(made, targets)
-                    for c in codes:
-                        loss = loss + c.penalty(step / schedule.iterations)
-                    optimizer.zero_grad(set_to_none=True)
-                    loss.backward()
-                optimizer.step()
-                decay.step()
-                self._keep_above_least(scales)
-                if step % every and step != schedule.iterations:
-                    continue
-                self._require_finite(loss)
-                error = self._error_of(block, codes, extra)
-                waited = 0 if error < best else waited + 1
-                if error < best:
-                    best = error
-                    learned = {name: _copy(scale) for name, scale in scales.items()}
-                    ratios = [_copy(c.ratio) for c in codes]
-                    kept = _State([c.codes() for c in codes], [_copy(bias) for bias in biases], ratios, learned)
-                if waited >= schedule.patience and 2 * step > schedule.iterations:
-                    break
+        chance = _Chance(self.seed, self.context.device)
+        for step in range(1, schedule.iterations + 1):
+            inputs, targets = self._sample(chance)
+            with torch.enable_grad():
+                made = block(
+                    inputs, [c.weight() for c in codes], *extra, drop=schedule.drop, generator=chance.on_device
+                )
+                loss = relative_error(made, targets)
+                for c in codes:
+                    loss = loss + c.penalty(step / schedule.iterations)
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+            optimizer.step()
+            decay.step()
+            self._keep_above_least(scales)
+            if step % every and step != schedule.iterations:
+                continue
+            self._require_finite(loss)
+            error = self._error_of(block, codes, extra)
+            waited = 0 if error < best else waited + 1
+            if error < best:
+                best = error
+                learned = {name: _copy(scale) for name, scale in scales.items()}
+                ratios = [_copy(c.ratio) for c in codes]
+                kept = _State([c.codes() for c in codes], [_copy(bias) for bias in biases], ratios, learned)
+            if waited >= schedule.patience and 2 * step > schedule.iterations:
+                break
         return self._store(kept, before=start, after=best) if kept is not None else best
 
     def _least_scales(self) -> dict[str, float]:
@@ -473,17 +474,19 @@ class _Unit:
         groups += [{"params": [scale], "lr": schedule.scale_rate * float(scale.detach())} for scale in scales.values()]
         return schedule.optimizer(groups)
 
-    def _sample(self) -> tuple[list[Any], list[Any]]:
+    def _sample(self, chance: _Chance) -> tuple[list[Any], list[Any]]:
         """Return inputs and targets of some samples of one tuning batch, or all of it where samples are not rows."""
         tuning, run, drop = self.context.tuning, self.run, self.schedule.drop
-        batch = tuning[int(torch.randint(len(tuning), ()))]
+        batch = tuning[int(torch.randint(len(tuning), (), generator=chance.on_host))]
         inputs, targets = run.inputs(batch), run.targets(batch)
         if drop:
             reals = run.reference_inputs(batch)
-            inputs = [_mixed(x, real, drop) for x, real in zip(inputs, reals, strict=True)]
+            inputs = [_mixed(x, real, drop, chance.on_device) for x, real in zip(inputs, reals, strict=True)]
         if not self.divisible:
             return inputs, targets
-        rows = torch.randperm(len(targets[0]))[: self.schedule.batch_size].to(self.context.device)
+        rows = torch.randperm(len(targets[0]), generator=chance.on_host)[: self.schedule.batch_size].to(
+            self.context.device
+        )
         return [x[rows] for x in inputs], [t[rows] for t in targets]
 
     @cached_property
@@ -558,11 +561,24 @@ class _Unit:
         return tensors
 
 
-def _mixed(x: Any, real: Any, share: float) -> Any:
+class _Chance:
+    """Random numbers of one walk of steps, which no other thread draws from.
+
+    Attributes:
+        on_host: draws samples.
+        on_device: draws what is dropped; the same one on the CPU.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.on_host = torch.Generator().manual_seed(seed)
+        self.on_device = self.on_host if device.type == "cpu" else torch.Generator(device).manual_seed(seed)
+
+
+def _mixed(x: Any, real: Any, share: float, generator: torch.Generator) -> Any:
     """Return `x` with about that share of its values taken from `real`."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return x
-    return torch.where(torch.rand(x.shape, device=x.device) < share, real, x)
+    return torch.where(torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float32) < share, real, x)
 
 
 def _copy(tensor: Tensor | None) -> Any:

@@ -197,7 +197,7 @@ def _allocated(device: torch.device) -> int:
 def _speed(device: torch.device) -> float:
     """Return the floating-point operations per second of a matrix product in float32."""
     size = _PROBE if device.type == "cpu" else _LARGE_PROBE
-    a = torch.ones(size, size, device=device)
+    a = torch.ones(size, size, device=device, dtype=torch.float32)
     best = float("inf")
     for _ in range(3):
         began = time.perf_counter()

@@ -97,7 +97,7 @@ def round_by_descent(
     slope = h @ values - g
     least = _CONVERGED * error.c
     for sweep in range(sweeps):
-        gained = torch.zeros((), device=weight.device)
+        gained = torch.zeros((), device=weight.device, dtype=torch.float32)
         for start in range(0, target.shape[-2], _BLOCK):
             block = slice(start, start + _BLOCK)
             change = _round_block(values, codes, slope, h, curvature, grid, block)

@@ -39,7 +39,7 @@ class SecondMoment:
     @classmethod
     def empty(cls, groups: int, inputs: int, device: torch.device, *, shifted: bool) -> SecondMoment:
         """Return the sums over no rows."""
-        h = torch.zeros(groups, inputs, inputs, device=device)
+        h = torch.zeros(groups, inputs, inputs, device=device, dtype=torch.float32)
         rows = torch.zeros(groups, dtype=torch.int64, device=device)
         return cls(h, torch.zeros_like(h) if shifted else None, rows)
 

@@ -27,11 +27,11 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from quark_fx.capture import quiet
 from quark_fx.checkpoint_files import GRAPH_FILE
 from quark_fx.config import QuantConfig
 from quark_fx.errors import QuarkError
 from quark_fx.graph import restore_values, set_parameter, static_size, stored_tensors
+from quark_fx.isolation import isolated, quiet
 from quark_fx.model import QuantizedModel
 from quark_fx.pass_manager import PassRecord
 from quark_fx.report import Row
@@ -112,6 +112,7 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+@isolated
 def load(
     directory: str | Path, *, device: str | torch.device = "cpu", namespaces: Collection[str] = ()
 ) -> QuantizedModel:

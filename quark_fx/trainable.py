@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ class Trainable:
     """A block whose learned tensors are arguments.
 
     Attributes:
-        module: takes the block's inputs, the drop rate, then weights, biases and scales.
+        module: takes the block's inputs, the drop rate and its generator, then weights, biases and scales.
         made: positions among its results of what the block makes.
         dtypes: of the weights.
         scales: names of the activation scales that are arguments.
@@ -42,6 +43,7 @@ class Trainable:
         biases: Sequence[Tensor] = (),
         scales: Sequence[Tensor] = (),
         drop: float = 0.0,
+        generator: torch.Generator | None = None,
     ) -> list[Tensor]:
         """Return what the block makes, in the order of `Block.made`.
 
@@ -51,10 +53,11 @@ class Trainable:
             biases: one per weight that has one, if biases are learned.
             scales: in the order of `scales`, shape `()`.
             drop: probability that an activation is left in float, value by value.
+            generator: draws which; default: that of the process.
         """
         weights = [weight.to(dtype) for weight, dtype in zip(weights, self.dtypes, strict=True)]
         biases = [bias.to(self.dtypes[0]) for bias in biases]
-        results = self.module(*inputs, drop, *weights, *biases, *scales)
+        results = self.module(*inputs, drop, generator, *weights, *biases, *scales)
         return [results[i] for i in self.made]
 
 
@@ -76,7 +79,7 @@ def trainable_block(
     named = {node.name: node for node in graph.nodes}
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
-        drop = graph.placeholder("drop")
+        drop, generator = graph.placeholder("drop"), graph.placeholder("generator")
         arguments = [graph.placeholder(f"weight_{i}") for i in range(len(weights))]
         for weight, argument in zip(weights, arguments, strict=True):
             named[weight.dequantize.name].replace_all_uses_with(argument)
@@ -86,7 +89,7 @@ def trainable_block(
         places_of = {name: graph.placeholder(f"scale_{i}") for i, name in enumerate(scales)}
     for node in list(graph.nodes):
         if target_name(node) == _PAIR[0] and target_name(source := node.args[0]) == _PAIR[1]:
-            _differentiable(graph, node, source, drop, places_of)
+            _differentiable(graph, node, source, {"drop": drop, "generator": generator}, places_of)
         elif target_name(node) == "quark_fx.dynamic_qparams.default":
             # A range that is measured is a constant to the gradient, as one that is calibrated.
             with graph.inserting_before(node):
@@ -98,12 +101,14 @@ def trainable_block(
     return Trainable(module, tuple(made), dtypes, tuple(scales))
 
 
-def _differentiable(graph: torch.fx.Graph, node: Node, source: Node, drop: Node, scales: dict[str, Node]) -> None:
+def _differentiable(
+    graph: torch.fx.Graph, node: Node, source: Node, options: dict[str, Node], scales: dict[str, Node]
+) -> None:
     x, scale, *rest = source.args
     if isinstance(scale, Node) and scale.op == "get_attr":
         scale = scales.get(str(scale.target), scale)
     with graph.inserting_before(node):
-        new = graph.call_function(fake_quantize, (x, scale, *rest), {"drop": drop})
+        new = graph.call_function(fake_quantize, (x, scale, *rest), options)
     node.replace_all_uses_with(new)
 
 
@@ -116,6 +121,7 @@ def fake_quantize(
     block_size: int = 0,
     *,
     drop: float = 0.0,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """Return `dequantize(quantize(x))` with the gradient of a straight line.
 
@@ -124,6 +130,7 @@ def fake_quantize(
     Args:
         x, scale, zero_point, format, axis, block_size: as in `quark_fx.ops`.
         drop: probability that a value stays as it is (QDrop, Wei et al. 2022).
+        generator: draws which; default: that of the process.
 
     Source:
         For a `scale` that wants a gradient: LSQ, Esser et al. 2020.
@@ -145,7 +152,10 @@ def fake_quantize(
             codes = quantize(x, scale, zero_point, format, axis, block_size)
             rounded = dequantize(codes, scale, zero_point, format, axis, block_size, x.dtype)
         y = x + (rounded - x).detach()
-    return torch.where(torch.rand_like(x) < drop, x, y) if drop > 0 else y
+    if drop <= 0:
+        return y
+    chance = torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+    return torch.where(chance < drop, x, y)
 
 
 def activation_scales(gm: GraphModule) -> list[str]:

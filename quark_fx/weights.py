@@ -114,7 +114,7 @@ def quantize_tensor(
             raise ValueError("it holds NaN or infinity")
         if not torch.isfinite(x.to(spec.format.dtype)).all():
             raise ValueError(f"it overflows {spec.format}, whose largest value is {spec.scheme.largest:.6g}")
-        one = torch.ones((), device=x.device)
+        one = torch.ones((), device=x.device, dtype=torch.float32)
         return QuantizedTensor(x.to(spec.format.dtype), QParams(one, torch.zeros_like(one).int()), spec, None, 0)
     axis, block = _layout(x, spec, output_axis, input_axis, stacked)
     if groups > 1 and spec.granularity is Granularity.CHANNEL and qparams is None:

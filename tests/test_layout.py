@@ -17,7 +17,7 @@ PACKAGE = ROOT / "quark_fx"
 LINKS = ("passes", "observers", "export")
 
 LAYERS = (
-    {"errors", "memory"},
+    {"errors", "isolation", "memory"},
     {"formats", "shelf", "checkpoint_files", "ranks", "selection"},
     {"qparams", "layout"},
     {"ops", "observers", "graph", "signature"},

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from quark_fx.errors import ExportError
 from quark_fx.export.checkpoint import Checkpoint, Layer, take_apart, unholdable
 from quark_fx.export.packing import Matrix
+from quark_fx.isolation import isolated
 from quark_fx.model import QuantizedModel
 
 _BLOCK = 32
@@ -24,6 +25,7 @@ _BLOCK = 32
 Array = np.ndarray[Any, Any]
 
 
+@isolated
 def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, model: nn.Module | None = None) -> Path:
     """Write `qmodel`, made of a Hugging Face language model, as a GGUF file.
 

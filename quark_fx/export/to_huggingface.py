@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quark_fx.capture import quiet
 from quark_fx.checkpoint_files import GRAPH_FILE
 from quark_fx.errors import CheckpointError, ExportError
 from quark_fx.export.checkpoint import Checkpoint, Layer, each_layer, take_apart, unholdable
 from quark_fx.export.experts import as_saved, common_paths, literal, name_patterns
 from quark_fx.export.packing import Matrix, pack, pack_awq, pack_columns, patterns
 from quark_fx.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, FloatFormat, IntFormat, parse_format
+from quark_fx.isolation import isolated, quiet
 from quark_fx.model import QuantizedModel
 from quark_fx.qparams import ScaleType, Symmetry, recover_global_scale
 from quark_fx.shelf import Shelf
@@ -28,6 +28,7 @@ from quark_fx.shelf import Shelf
 _DEFAULT = "compressed-tensors"
 
 
+@isolated
 def huggingface(
     qmodel: QuantizedModel,
     directory: str | Path,
@@ -304,7 +305,7 @@ def _compressed(layer: Layer, kind: str) -> dict[str, Tensor]:
     tensors = {"weight_scale": scale}
     if kind == "pack-quantized":
         tensors["weight_packed"] = pack(weight.unsigned()[0], weight.bits)
-        tensors["weight_shape"] = torch.tensor(weight.codes.shape)
+        tensors["weight_shape"] = torch.tensor(weight.codes.shape, dtype=torch.int64)
     else:
         tensors["weight"] = weight.codes
     if activation is not None and activation.scale is not None and activation.zero_point is not None:

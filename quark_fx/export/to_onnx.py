@@ -20,6 +20,7 @@ from quark_fx.export.table import translation_table
 from quark_fx.export.translation import translate
 from quark_fx.formats import FloatFormat, Format, has_onnx_type, onnx_container, parse_format
 from quark_fx.graph import code_format, describe, results_of, target_name
+from quark_fx.isolation import isolated
 from quark_fx.model import QuantizedModel
 from quark_fx.qparams import ScaleType, Scheme, Symmetry
 
@@ -36,6 +37,7 @@ _EXTERNAL = 1_900_000_000
 """Bytes of tensors above which they go to `<name>.data`: a protobuf file ends at 2 GiB."""
 
 
+@isolated
 def onnx(
     qmodel: QuantizedModel,
     path: str | os.PathLike[str],

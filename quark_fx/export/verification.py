@@ -20,6 +20,7 @@ from quark_fx.errors import ExportError
 from quark_fx.export.runtime import open_session, runtime_options
 from quark_fx.formats import FloatFormat, parse_format
 from quark_fx.graph import parameter, results_of, target_name
+from quark_fx.isolation import isolated
 from quark_fx.model import QuantizedModel
 from quark_fx.ops import dequantize, spread
 from quark_fx.signature import split_batch
@@ -90,6 +91,7 @@ class Verification:
         return "\n".join([header, *lines, *left_out, *skipped])
 
 
+@isolated
 def verify(
     qmodel: QuantizedModel,
     path: str | os.PathLike[str],

@@ -34,7 +34,9 @@ class SignRounding:
         self.shares: Tensor | None = None
         if grid.movable and grid.layout is not None and options.ranges:
             # What has been learned of them, in steps of `range_rate`.
-            self.shares = torch.zeros(grid.layout.scale_shape, device=weight.device, requires_grad=True)
+            self.shares = torch.zeros(
+                grid.layout.scale_shape, device=weight.device, requires_grad=True, dtype=torch.float32
+            )
         self.parameters = (self.offset,) if self.shares is None else (self.offset, self.shares)
 
     @property

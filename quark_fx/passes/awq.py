@@ -224,7 +224,7 @@ class _Means:
     @classmethod
     def of_none(cls, components: int) -> _Means:
         """Return those of no values."""
-        return cls(torch.zeros(components), torch.zeros(components))
+        return cls(torch.zeros(components, dtype=torch.float32), torch.zeros(components, dtype=torch.float32))
 
     def add(self, labels: Tensor, values: Tensor) -> None:
         """Add values, each to the component in `labels`, which are of their shape; -1 is none."""
@@ -294,7 +294,7 @@ class _Search:
         """Return the relative squared error of the operator's output if its site is scaled by `scale`."""
         weight, labels = self._weight(gm), self.absorber.labels
         factor = torch.where(labels >= 0, scale[labels.clamp(min=0)], 1.0).to(weight.device).expand_as(weight)
-        noise, signal = torch.zeros(2, device=weight.device)
+        noise, signal = torch.zeros(2, device=weight.device, dtype=torch.float32)
         amax = self._amax(weight, factor)
         for piece, h in self._pieces(weight):
             real, s = weight[piece].float(), factor[piece]

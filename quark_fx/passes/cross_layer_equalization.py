@@ -62,7 +62,7 @@ class CrossLayerEqualization(Selective):
             if reason:
                 note(Change(_names(site), reason, changed=False))
         weights = _weights(gm, sites)
-        scales = [torch.ones(site.channels, device=_device(gm, site)) for site in sites]
+        scales = [torch.ones(site.channels, device=_device(gm, site), dtype=torch.float32) for site in sites]
         for _ in range(self.rounds):
             largest = max((_equalize(index, scales, weights) for index in range(len(sites))), default=0.0)
             if largest < math.log1p(self.tolerance):
@@ -114,7 +114,7 @@ class _Weight:
     """The magnitudes of a weight: the largest over dimensions along which none of its roles' labels vary."""
 
     roles: list[_Role] = field(default_factory=list)
-    magnitude: Tensor = field(default_factory=lambda: torch.zeros(()))
+    magnitude: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float32))
 
     def reduce(self, weight: Tensor) -> None:
         """Take the magnitudes of `weight`."""

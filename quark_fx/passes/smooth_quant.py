@@ -339,7 +339,7 @@ class _Trial:
             for part, samples in reader.seen.samples.items():
                 reader.outputs[part] = reader.run([x for _, x in samples])
             self.readers.append(reader)
-        self.largest_weights = torch.zeros(site.channels, device=self.readers[0].weight.device)
+        self.largest_weights = torch.zeros(site.channels, device=self.readers[0].weight.device, dtype=torch.float32)
         for reader in self.readers:
             alike = [dim for dim, size in enumerate(reader.labels.shape) if size == 1]
             magnitude = reader.weight.abs().float()

@@ -1,0 +1,149 @@
+"""What a call must not take from its surroundings, and what it must not do to them.
+
+A call gives the same bits under autocast, `no_grad` and `inference_mode`, with another default device, and while other
+threads make calls of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_ONE_CALL = threading.RLock()
+"""Held by the thread whose call runs.
+
+`torch.export`, fake tensors, `torch.onnx` and the exporters of transformers keep the modes they trace under in globals
+of the process, and switch oneDNN and the default dtype meanwhile, which changes what other threads compute.
+"""
+
+
+_CALLERS: ContextVar[Surroundings | None] = ContextVar("callers", default=None)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The modes of torch that hold for one thread.
+
+    Attributes:
+        grad: gradients are recorded.
+        inference: tensors are made without what gradients need.
+        autocast: per kind of device, whether operators choose their dtype, and which.
+        device: where tensors are made by default; `None` where nobody chose.
+    """
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    device: torch.device | None
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """Return those of this thread, now."""
+        accelerator = torch.accelerator.current_accelerator()
+        kinds = {"cpu", accelerator.type if accelerator is not None else "cpu"}
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)),
+            None if (device := torch.get_default_device()) == torch.device("cpu") else device,
+        )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Let these hold meanwhile."""
+        now = Surroundings.here()
+        if now == self:  # no mode is entered that needs not be
+            yield
+            return
+        with ExitStack() as stack:
+            if now.inference != self.inference:
+                stack.enter_context(torch.inference_mode(self.inference))
+            for kind, enabled, dtype in self.autocast:
+                if (kind, enabled, dtype) not in now.autocast:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            if now.device != self.device:
+                stack.enter_context(self.device or torch.device("cpu"))
+            stack.enter_context(torch.set_grad_enabled(self.grad))  # last: inference mode sets it, too
+            yield
+
+    def plain(self) -> Surroundings:
+        """Return those that a new thread starts with."""
+        off = tuple((kind, False, dtype) for kind, _, dtype in self.autocast)
+        return Surroundings(True, False, off, None)
+
+    def during(self, items: Iterable[Any]) -> Iterator[Any]:
+        """Yield `items`, each made while these hold: a generator's code is the caller's."""
+        iterator, end = iter(items), object()
+        while True:
+            with self.restored():
+                item = next(iterator, end)
+            if item is end:
+                return
+            yield item
+
+
+def isolated(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a function run as in a new thread, without autocast, inference mode and default device, and alone.
+
+    Calls of other threads wait until it returns. The default dtype belongs to the whole process and stays.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        here = Surroundings.here()
+        token = _CALLERS.set(here)
+        try:
+            with _ONE_CALL, here.plain().restored():
+                return function(*args, **kwargs)
+        finally:
+            _CALLERS.reset(token)
+
+    return run
+
+
+def as_called(items: Iterable[Any]) -> Iterator[Any]:
+    """Yield `items`, each made in the surroundings of the caller of an `isolated` function."""
+    caller = _CALLERS.get()
+    return iter(items) if caller is None else caller.during(items)
+
+
+class _OfThisThread(logging.Filter):
+    """Drop what one thread logs, up to errors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread = threading.get_ident()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.thread != self.thread or record.levelno > logging.ERROR
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what this thread logs: torch prints whole graphs about errors that are explained here in a line."""
+    known = [logging.root, *list(logging.root.manager.loggerDict.values())]
+    handlers = {id(h): h for logger in known if isinstance(logger, logging.Logger) for h in logger.handlers}
+    if logging.lastResort is not None:
+        handlers[id(logging.lastResort)] = logging.lastResort
+    silence = _OfThisThread()
+    for handler in handlers.values():
+        handler.addFilter(silence)
+    try:
+        yield
+    finally:
+        for handler in handlers.values():
+            handler.removeFilter(silence)
+
+
+__all__ = ["Surroundings", "as_called", "isolated", "quiet"]
