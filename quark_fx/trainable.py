@@ -102,7 +102,7 @@ def trainable_block(
 
 
 def _differentiable(
-    graph: torch.fx.Graph, node: Node, source: Node, options: dict[str, Node], scales: dict[str, Node]
+    graph: torch.fx.Graph, node: Node, source: Node, options: dict[str, Any], scales: dict[str, Node]
 ) -> None:
     x, scale, *rest = source.args
     if isinstance(scale, Node) and scale.op == "get_attr":
@@ -155,7 +155,8 @@ def fake_quantize(
     if drop <= 0:
         return y
     chance = torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device)
-    return torch.where(chance < drop, x, y)
+    mixed: Tensor = torch.where(chance < drop, x, y)
+    return mixed
 
 
 def activation_scales(gm: GraphModule) -> list[str]:
