@@ -107,7 +107,7 @@ def test_a_channel_of_tiny_weights_with_a_large_bias_does_not_overflow_the_int32
         assert error[0] <= 0.1
 
 
-ZEROED: dict[str, Callable[[], nn.Module]] = {
+ZEROED: dict[str, Callable[[], nn.Conv2d | nn.Linear]] = {
     "conv": lambda: nn.Conv2d(3, 4, 3),
     "depthwise": lambda: nn.Conv2d(3, 3, 3, groups=3),
     "linear": lambda: nn.Linear(6, 4),
@@ -123,7 +123,7 @@ def test_a_channel_of_zeros_keeps_its_bias(kind: str, size: float, granularity: 
     with torch.no_grad():
         model.weight.mul_(0.02 * (granularity == "channel"))
         model.weight[0] = 0
-        model.bias.copy_(torch.linspace(0.1, 0.3, len(model.bias)))
+        model.bias = nn.Parameter(torch.linspace(0.1, 0.3, len(model.weight)))
     # Of a positive input the uint8 codes have no room for others; of zeros alone its scale says nothing.
     data = [rand(*((4, 3, 8, 8) if kind != "linear" else (4, 6)), seed=i).abs() * size for i in range(2)]
     config = INT8_STATIC.replace(weight=TensorSpec(format=INT8, granularity=Granularity(granularity)))
@@ -140,13 +140,13 @@ def test_a_channel_of_zeros_keeps_its_bias(kind: str, size: float, granularity: 
 
 
 def test_operators_that_share_a_channel_of_zeros_keep_both_biases() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).eval()
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     with torch.no_grad():
-        model[1].weight = model[0].weight
-        model[0].weight[2] = 0
-        model[0].bias.fill_(1e-3)
-        model[1].bias.fill_(10.0)
-    qmodel = quantize(model, INT8_STATIC, [rand(8, 4)])
+        second.weight = first.weight
+        first.weight[2] = 0
+        first.bias.fill_(1e-3)
+        second.bias.fill_(10.0)
+    qmodel = quantize(nn.Sequential(first, second).eval(), INT8_STATIC, [rand(8, 4)])
     for call, wanted in zip(calls(qmodel, "aten.linear"), (1e-3, 10.0), strict=True):
         torch.testing.assert_close(dequantized(qmodel, call.args[2])[2], torch.tensor(wanted), rtol=1e-5, atol=0)
 
