@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quark_fx.errors import CaptureError
+from quark_fx.memory import is_shortage
 
 
 def require_capturable(model: nn.Module) -> None:
@@ -71,6 +72,8 @@ def _require_dtypes_fit(model: nn.Module, batch: Any) -> None:
         with torch.no_grad():
             model(*batch[0], **batch[1])
     except (RuntimeError, ValueError) as error:
+        if is_shortage(error):
+            raise
         raise CaptureError(
             f"input {', '.join(f'{name} is {dtype}' for name, dtype in others)}, the model "
             f"{', '.join(sorted(map(str, own)))}, and it does not run on that ({error}); convert the batch first"

@@ -12,7 +12,15 @@ import yaml
 
 from quark_fx.errors import ConfigError
 from quark_fx.formats import INT32, FloatFormat, IntFormat, has_onnx_type, onnx_container
-from quark_fx.pass_manager import GraphPass, pass_from_dict, pass_name, pass_targets, pass_to_dict, require_order
+from quark_fx.pass_manager import (
+    GraphPass,
+    pass_from_dict,
+    pass_name,
+    pass_targets,
+    pass_to_dict,
+    require_callable,
+    require_order,
+)
 from quark_fx.qparams import ScaleType, Symmetry
 from quark_fx.selection import Selective, matches
 from quark_fx.specs import Granularity, TensorSpec, enum_member, known_fields
@@ -131,6 +139,8 @@ class QuantConfig:
                     raise ConfigError(f"passes: {item.__name__} is a class; write {item.__name__}()")
                 if not isinstance(item, kind):
                     raise ConfigError(f"{name} is a list or tuple of {wanted}; {item!r} is none")
+                if name == "passes":
+                    require_callable(item)
             object.__setattr__(self, name, tuple(items))
         object.__setattr__(self, "target", enum_member(Target, self.target))
         require_order(self.passes)

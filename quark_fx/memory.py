@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 
 @dataclass
 class _Trim:
@@ -56,6 +58,11 @@ def give_back_at_once() -> None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
+def is_shortage(error: BaseException) -> bool:
+    """Tell whether an error says that there is no memory left: torch raises a `RuntimeError` for that, too."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 def occupied() -> int:
     """Return the bytes of memory that are this process's own (files it maps are not), 0 where the system hides them."""
     try:
@@ -87,4 +94,4 @@ _PAUSE = 100
 
 _trim = _Trim(_function("malloc_trim"))
 
-__all__ = ["give_back", "give_back_at_once", "occupied"]
+__all__ = ["give_back", "give_back_at_once", "is_shortage", "occupied"]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import StrEnum
@@ -23,7 +24,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from quark_fx.errors import ConfigError, PassError
-from quark_fx.graph import output_node
+from quark_fx.graph import output_node, stored_tensors
 from quark_fx.isolation import isolated
 
 GraphPass = Callable[..., int]
@@ -125,11 +126,23 @@ def graph_pass(
     distributed: bool = False,
     targets: tuple[str, ...] = (),
 ) -> Callable[[P], P]:
-    """Register a pass under its name and attach its `Promise`."""
+    """Register a pass under its name and attach its `Promise`.
+
+    A module may define its pass anew, as a notebook's cell does that is run twice.
+
+    Raises:
+        ConfigError: if a pass of another module has the name.
+    """
 
     def register(target: P) -> P:
+        name: str = target.__name__  # type: ignore[attr-defined]
+        if (known := PASSES.get(name)) is not None and known.__module__ != target.__module__:
+            raise ConfigError(
+                f"{target.__module__} registers a pass called {name}, and {known.__module__} has one of that name; "
+                "configurations name passes, so give it another name"
+            )
         target.promise = Promise(exact, requires, ensures, stage, after, distributed, targets)  # type: ignore[attr-defined]
-        PASSES[target.__name__] = target  # type: ignore[attr-defined]
+        PASSES[name] = target
         return target
 
     return register
@@ -171,13 +184,29 @@ def require_order(passes: Sequence[GraphPass]) -> None:
 
 def takes_context(p: GraphPass) -> bool:
     """Tell whether a pass asks for the context of the run: by a parameter of that name."""
-    return "context" in inspect.signature(p).parameters
+    return "context" in _parameters(p)
 
 
 def needs_context(p: GraphPass) -> bool:
-    """Tell whether a pass cannot do without the context of the run."""
-    parameter = inspect.signature(p).parameters.get("context")
+    """Tell whether a pass, or a class of passes, cannot do without the context of the run."""
+    parameter = _parameters(p).get("context")
     return parameter is not None and parameter.default is parameter.empty
+
+
+def _parameters(p: GraphPass) -> Mapping[str, inspect.Parameter]:
+    # Of a class, the call of its instances counts, not the constructor, which takes options.
+    return inspect.signature(p.__call__ if isinstance(p, type) else p).parameters
+
+
+def require_callable(p: GraphPass) -> None:
+    """Raise `ConfigError` if a pass cannot be called with a graph, and with `context` if it takes that."""
+    try:
+        inspect.signature(p).bind(None, **({"context": None} if takes_context(p) else {}))
+    except TypeError as error:
+        raise ConfigError(
+            f"pass {pass_name(p)}{inspect.signature(p)} cannot be called with a graph: {error}; a pass takes the "
+            "graph, and what it asks of the run in a parameter called `context`"
+        ) from error
 
 
 def pass_to_dict(p: GraphPass) -> dict[str, Any]:
@@ -256,8 +285,13 @@ def run_passes(
                 raise ConfigError(
                     f"pass {name} learns from data; run it through `quantize`, or give `run_passes` a context"
                 )
+            require_callable(p)
             before = {node: _operation(node) for node in gm.graph.nodes}
+            weights = _Unwritten(gm, p)
             rewrites = p(gm, context=context) if takes_context(p) else p(gm)
+            if not isinstance(rewrites, int) or rewrites < 0:
+                raise PassError(f"pass {name} returned {rewrites!r}; a pass returns how often it rewrote the graph")
+            weights.check(name)
             _lint(gm, name)
             for node in gm.graph.nodes:
                 if before.get(node) != _operation(node):
@@ -279,6 +313,43 @@ def run_passes(
             changes, context.remark, remark = tuple(context.take_changes()), "", context.remark
             records.append(PassRecord(name, rewrites, seconds, changes, context.holds_out, remark))
     return gm, records
+
+
+class _Unwritten:
+    """Holds a pass to leaving the tensors alone that the graph shares with the caller's model.
+
+    Torch counts writes that it sees. It does not see those through `tensor.data`, so the bytes are compared as well, of
+    passes that are not part of this package: a gigabyte takes about a second.
+    """
+
+    def __init__(self, gm: GraphModule, p: GraphPass) -> None:
+        tensors = stored_tensors(gm)
+        self.tensors = {name: t for name, t in tensors.items() if not t.is_inference() and not t.is_meta}
+        self.versions = {name: tensor._version for name, tensor in self.tensors.items()}
+        foreign = not str(p.__module__).startswith("quark_fx.")
+        self.digests = {name: _digest(tensor) for name, tensor in self.tensors.items()} if foreign else {}
+
+    def check(self, name: str) -> None:
+        """Raise `PassError` if a tensor was written to since."""
+        written = [key for key, tensor in self.tensors.items() if tensor._version != self.versions[key]]
+        written += [key for key, digest in self.digests.items() if _digest(self.tensors[key]) != digest]
+        if written:
+            raise PassError(
+                f"pass {name} wrote into {', '.join(dict.fromkeys(written[:3]))}, which the caller's model shares and "
+                "now holds changed; store a new tensor with quark_fx.graph.set_parameter, and make the model anew"
+            )
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    rows = tensor.detach().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0)
+    digest = 0
+    for piece in rows.split(_PIECE):
+        digest = zlib.crc32(piece.cpu().numpy().data, digest)
+    return digest
+
+
+_PIECE = 1 << 26
+"""Bytes that are looked at at once."""
 
 
 def _operation(node: Node) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ from quark_fx.formats import INT32
 from quark_fx.graph import named_nodes, placeholders, tensor_of
 from quark_fx.grid import Grid
 from quark_fx.linear_map import LinearMap, linear_map
-from quark_fx.memory import give_back
+from quark_fx.memory import give_back, is_shortage
 from quark_fx.operators import argument
 from quark_fx.pass_manager import Change
 from quark_fx.products import Product, find_products
@@ -501,7 +501,9 @@ class _Unit:
         try:
             with torch.no_grad():
                 made = run.made(run.reference(*(x[few] for x in inputs)))
-        except RuntimeError:
+        except RuntimeError as error:
+            if is_shortage(error):
+                raise
             return False  # a mask, for one, does not fit fewer rows
         alone = [t[few] for t in targets]
         same = all(y.shape == t.shape for y, t in zip(made, alone, strict=True))

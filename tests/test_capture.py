@@ -565,3 +565,16 @@ class Unregistered:
 def test_an_unregistered_output_type_is_refused_with_a_capture_error() -> None:
     with pytest.raises(qfx.CaptureError, match="Unregistered"):
         qfx.capture_graph(seeded(Function(lambda x, w: Unregistered(x @ w))), rand(3, 4))
+
+
+def test_a_shortage_of_memory_is_not_taken_for_data_of_another_dtype() -> None:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        qfx.capture_graph(Large().eval(), rand(2, 4).double())

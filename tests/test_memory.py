@@ -6,6 +6,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from quark_fx.memory import is_shortage
 
 _PRODUCTS = """
 import sys, torch
@@ -29,3 +32,14 @@ def test_kernels_of_shapes_that_do_not_come_again_are_dropped_where_memory_is_sh
     if (usually := kept()) < 100:
         pytest.skip("no kernels are generated for these products here")
     assert kept("short") < usually / 3
+
+
+def test_a_shortage_of_memory_is_told_from_other_errors() -> None:
+    with pytest.raises(RuntimeError) as short:
+        torch.empty(1 << 50, dtype=torch.uint8)
+    with pytest.raises(RuntimeError) as other:
+        torch.zeros(2, 3) @ torch.zeros(2, 3)
+    assert is_shortage(short.value)
+    assert is_shortage(torch.OutOfMemoryError())
+    assert is_shortage(MemoryError())
+    assert not is_shortage(other.value)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import quark_fx as qfx
-from quark_fx.graph import get_attr
+from quark_fx.graph import get_attr, set_parameter, tensor_of
 from quark_fx.pass_manager import PASSES, graph_pass, pass_from_dict, pass_to_dict, run_passes
 from quark_fx.passes import fold_batch_norm
 
@@ -407,3 +407,83 @@ def test_verification_accepts_infinities_and_nan_that_were_there_before() -> Non
 
     _, records = run_passes(module, [nothing], verify_inputs=(torch.randn(2, 3),))
     assert records[0].rewrites == 0
+
+
+def linear() -> tuple[nn.Module, Tensor]:
+    return seeded(nn.Sequential(nn.Linear(4, 4), nn.ReLU())), rand(2, 4)
+
+
+def test_a_pass_does_not_take_the_name_of_another_module() -> None:
+    known = PASSES["fold_batch_norm"]
+
+    def fold_batch_norm(gm: GraphModule) -> int:
+        return 0
+
+    with pytest.raises(qfx.ConfigError, match=r"quark_fx\.passes\.fold_batch_norm has one of that name"):
+        graph_pass()(fold_batch_norm)
+    assert PASSES["fold_batch_norm"] is known
+
+
+def test_a_pass_may_be_defined_anew_by_its_own_module() -> None:
+    def define() -> Any:
+        @graph_pass()
+        def defined_twice(gm: GraphModule) -> int:
+            return 0
+
+        return defined_twice
+
+    define()
+    again = define()
+    assert PASSES["defined_twice"] is again
+
+
+@pytest.mark.parametrize("returned", [None, "2", -1, 1.0])
+def test_a_pass_that_does_not_count_is_named(returned: Any) -> None:
+    def forgets(gm: GraphModule) -> Any:
+        return returned
+
+    model, x = linear()
+    with pytest.raises(qfx.PassError, match=r"pass forgets returned .*; a pass returns how often"):
+        run_passes(capture(model, x), [forgets])
+
+
+def test_a_pass_that_takes_something_else_than_the_context_is_refused_with_the_configuration() -> None:
+    @graph_pass()
+    def wants(gm: GraphModule, ctx: Any) -> int:
+        return 0
+
+    with pytest.raises(qfx.ConfigError, match=r"pass wants\(.*ctx.*\) .*cannot be called .* called `context`"):
+        qfx.presets.INT8_STATIC.replace(passes=(wants,))
+
+
+def scale_in_place(tensor: Tensor) -> None:
+    with torch.no_grad():
+        tensor.mul_(2)
+
+
+def flip_the_data(tensor: Tensor) -> None:
+    tensor.data.copy_(tensor.data.flip(0).clone())
+
+
+@pytest.mark.parametrize("write", [scale_in_place, flip_the_data])
+def test_a_pass_that_writes_into_a_weight_of_the_caller_is_named(write: Callable[[Tensor], None]) -> None:
+    def writes(gm: GraphModule) -> int:
+        write(tensor_of(gm, "0.weight"))
+        return 1
+
+    model, x = linear()
+    with pytest.raises(qfx.PassError, match=r"pass writes wrote into 0\.weight, which the caller's model shares"):
+        run_passes(capture(model, x), [writes])
+
+
+def test_a_pass_that_stores_a_new_weight_is_not_taken_for_one_that_writes() -> None:
+    def stores(gm: GraphModule) -> int:
+        set_parameter(gm, "0.weight", tensor_of(gm, "0.weight") * 2)
+        return 1
+
+    model, x = linear()
+    before = model[0].weight.detach().clone()  # type: ignore[index]
+    after, (record,) = run_passes(capture(model, x), [stores])
+    assert record.rewrites == 1
+    assert torch.equal(tensor_of(after, "0.weight"), before * 2)
+    assert torch.equal(model[0].weight, before)  # type: ignore[index]

@@ -25,7 +25,7 @@ from quark_fx.blocks import Unit
 from quark_fx.capture import capture_graph
 from quark_fx.context import Context
 from quark_fx.errors import ConfigError
-from quark_fx.pass_manager import PASSES, GraphPass, Stage, pass_name
+from quark_fx.pass_manager import PASSES, GraphPass, Stage, needs_context, pass_name
 from quark_fx.passes.smooth_quant import SmoothQuant
 from quark_fx.placement import plan_quantization
 from quark_fx.presets import INT8_STATIC, W4A16_AWQ, W4A16_GPTQ
@@ -317,8 +317,14 @@ def test_a_pass_that_does_not_say_what_it_needs_is_named() -> None:
     assert "without count_batches, which do not say" in str(found)
 
 
-@pytest.mark.parametrize("name", [name for name, p in PASSES.items() if name != "count_batches"])
-def test_every_pass_that_learns_says_what_it_needs(name: str) -> None:
-    from quark_fx.pass_manager import needs_context
+LEARNING = [name for name, p in PASSES.items() if needs_context(p) and name != "count_batches"]
 
-    assert not needs_context(PASSES[name]) or hasattr(PASSES[name], "needs")
+
+def test_the_passes_that_learn_are_found() -> None:
+    assert {"GPTQ", "AWQ", "SmoothQuant", "AdaRound", "BiasCorrection"} <= set(LEARNING)
+    assert not {"fold_batch_norm", "CrossLayerEqualization"} & set(LEARNING)
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_every_pass_that_learns_says_what_it_needs(name: str) -> None:
+    assert hasattr(PASSES[name], "needs")
