@@ -97,10 +97,11 @@ def _told_apart(batch: Any) -> Any:
     seen: set[int] = set()
 
     def distinct(x: Any) -> Any:
-        if not isinstance(x, Tensor) or id(x) not in seen:
-            seen.add(id(x))
-            return x.clone() if x.is_inference() else x
-        return x.clone()
+        if not isinstance(x, Tensor):
+            return x
+        again = id(x) in seen
+        seen.add(id(x))
+        return x.clone() if again or x.is_inference() else x
 
     return pytree.tree_map(distinct, batch)
 
