@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quark_fx.errors import ExportError
+from quark_fx.export.float_weights import keep_floats
 from quark_fx.export.onnx_edit import array_of
 from quark_fx.export.onnx_opset import first_with, raised
 from quark_fx.export.vitis_blocks import has_block_nodes, spell_out_block_nodes, use_block_nodes
@@ -79,4 +80,6 @@ def with_standard_nodes(model: ir.Model) -> ir.Model:
         kind = node.op_type.removeprefix(PREFIXES.get(node.domain, ""))
         if node.domain in PREFIXES and kind in _PAIRS:
             node.domain, node.op_type, node.version = "", kind, None
+    if pairs:
+        keep_floats(model)
     return model
