@@ -514,3 +514,41 @@ def test_exporting_leaves_the_quantized_model_as_it_was(tmp_path: Path) -> None:
     first = (tmp_path / "model.onnx").read_bytes()
     exported(qmodel, tmp_path)
     assert (tmp_path / "model.onnx").read_bytes() == first  # the same file every time
+
+
+# Moved codes ---------------------------------------------------------------------------------------------------------
+
+
+MOVES: dict[str, Callable[[Tensor], Any]] = {
+    "permute": lambda x: x.permute(0, 2, 3, 1),
+    "reshape": lambda x: x.reshape(x.shape[0], 2, 2, 64),
+    "flatten": lambda x: x.flatten(1),
+    "unsqueeze": lambda x: x.unsqueeze(1),
+    "squeeze": lambda x: x.unsqueeze(1).squeeze(1),
+    "slice": lambda x: x[:, 1:, :, ::2],
+    "max_pool": lambda x: nn.functional.max_pool2d(x, 2),
+    "two moves": lambda x: nn.functional.max_pool2d(x, 2).permute(0, 2, 3, 1),
+    "output and input of a sum": lambda x: (x.permute(0, 2, 3, 1), x.permute(0, 2, 3, 1) + 1),
+    "one output twice": lambda x: (x.flatten(2), x.flatten(2)),
+}
+
+
+class Moved(nn.Module):
+    """A convolution whose values leave the graph, moved."""
+
+    def __init__(self, move: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.conv, self.move = nn.Conv2d(3, 4, 1), move
+
+    def forward(self, x: Tensor) -> Any:
+        return self.move(self.conv(x))
+
+
+@pytest.mark.parametrize("preset", ["xint8", "int16_act_int8_weight"])
+@pytest.mark.parametrize("move", MOVES)
+def test_moved_codes_of_a_signed_type_may_leave_the_graph(move: str, preset: str, tmp_path: Path) -> None:
+    x = images(4)
+    qmodel = quantize(seeded(Moved(MOVES[move])), preset, x)
+    path, model = exported(qmodel, tmp_path)
+    assert [value.name for value in model.graph.output] == list(qmodel.signature.output_names)
+    assert qfx.verify(qmodel, path, x).max_steps < 0.01

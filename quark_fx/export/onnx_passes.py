@@ -406,7 +406,8 @@ def repeat_moved_pairs(model: ir.Model) -> int:
             continue
         for mover in [use.node for use in dequantize.outputs[0].uses() if use.node.op_type in _MOVES]:
             moved = mover.outputs[0]
-            if all(use.node.op_type == "QuantizeLinear" for use in moved.uses()) or moved.is_graph_output():
+            leaves = moved.is_graph_output()
+            if not leaves and all(use.node.op_type == "QuantizeLinear" for use in moved.uses()):
                 continue
             again = ir.node("QuantizeLinear", [moved, *parameters])
             pair = ir.node("DequantizeLinear", [again.outputs[0], *parameters])
@@ -415,6 +416,11 @@ def repeat_moved_pairs(model: ir.Model) -> int:
             for use in list(moved.uses()):
                 if use.node is not again:
                     use.node.replace_input_with(use.idx, pair.outputs[0])
+            if leaves:
+                pair.outputs[0].name, moved.name = moved.name, f"{moved.name}_moved"
+                for index, output in enumerate(model.graph.outputs):
+                    if output is moved:
+                        model.graph.outputs[index] = pair.outputs[0]
             model.graph.insert_after(mover, [again, pair])
             pending.append(pair)
             repeated += 1
