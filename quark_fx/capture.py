@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
+from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from quark_fx.capture_errors import dtype_hint, explain, require_capturable, require_inputs_fit
 from quark_fx.errors import CaptureError
+from quark_fx.graph import static_size, target_name
 from quark_fx.isolation import isolated, quiet
 from quark_fx.normalisation import Captured, normalise
 from quark_fx.signature import bind, parameter_names, split_batch
@@ -76,10 +78,26 @@ def _capture_program(
         if not any(_ones(x, dimensions) for x in tensors):
             continue
         try:
-            return _export(model, *_widen_ones(args, kwargs, dimensions), None)
+            program = _export(model, *_widen_ones(args, kwargs, dimensions), None)
         except CaptureError as error:
             logger.debug("capture with the batch widened in dimensions %s failed: %s", dimensions, error)
+            continue
+        if not any(_squeezes_what_varies(node) for node in program.graph.nodes):
+            return program
+        logger.debug("capture with the batch widened in dimensions %s squeezes one of them", dimensions)
     return _export(model, args, kwargs, None)
+
+
+_SQUEEZES = ("aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default")
+
+
+def _squeezes_what_varies(node: Node) -> bool:
+    """Tell whether a node removes dimensions of size 1, of which capture took one for larger."""
+    if target_name(node) not in _SQUEEZES:
+        return False
+    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    dims = node.args[1] if len(node.args) > 1 else range(len(shape))
+    return any(static_size(shape[dim]) is None for dim in (dims if isinstance(dims, list | range) else [dims]) if shape)
 
 
 def dynamic_dimensions(x: Tensor) -> dict[int, Any]:

@@ -172,6 +172,7 @@ _NO_OPS: dict[str, Callable[[Node], bool]] = {
         lambda node: True,
     ),
     **dict.fromkeys(_CASTS, lambda node: _same_kind(node.args[0], node)),
+    "aten.squeeze.dim": lambda node: _size_at(node.args[0], argument(node, 1)) not in (1, None),
 }
 """Operators that change no value in a functional eval-mode graph, and when."""
 
@@ -192,6 +193,12 @@ _ASSERTIONS = frozenset(
         *("aten.sym_constrain_range_for_size.default", "aten.sym_constrain_range.default"),
     }
 )
+
+
+def _size_at(value: Any, dim: int) -> int | None:
+    """Return the size of a dimension, `None` if it varies or there is none."""
+    shape = value.meta["val"].shape
+    return static_size(shape[dim]) if len(shape) else None
 
 
 def _same_kind(a: Any, b: Node) -> bool:

@@ -482,12 +482,6 @@ def test_whether_data_are_external_is_true_or_false(tmp_path: Path) -> None:
         qfx.export.onnx(qmodel, tmp_path / "m.onnx", external_data="yes")  # type: ignore[arg-type]
 
 
-def test_a_pool_with_windows_of_unequal_size_is_refused_with_what_works(tmp_path: Path) -> None:
-    qmodel = quantize(seeded(nn.Sequential(nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(3))), "int8_static", images())
-    with pytest.raises(qfx.ExportError, match=r"at %adaptive_avg_pool2d .*\n.*sizes that divide the input's work"):
-        qfx.export.onnx(qmodel, tmp_path / "m.onnx")
-
-
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")
 @pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data"])
 def test_what_is_no_file_is_not_replaced_by_one(name: str, tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """Keep ONNX Runtime from rounding weights and biases that the file holds in float.
 
 When it loads a file, ONNX Runtime (`WeightBiasQuantization`, part of its basic optimizations) looks for a `Conv`,
-`ConvTranspose` or `Gemm` that reads a `DequantizeLinear` with one scale and whose result is quantized. There it rounds a
-float weight to int8 with one scale for the tensor, and a float bias to int32 at the scale of the product, without a check
-that the bias fits. It looks at the file after its own fusions: of `MatMul` and `Add`, of `Pad` and `Conv`, of a
+`ConvTranspose` or `Gemm` that reads a `DequantizeLinear` with one scale and whose result is quantized. There it rounds
+a float weight to int8 with one scale for the tensor, and a float bias to int32 at the scale of the product, without a
+check that the bias fits. It looks at the file after its own fusions: of `MatMul` and `Add`, of `Pad` and `Conv`, of a
 `DequantizeLinear` that it moves past a `Transpose`.
 
 Two spellings compute the same and do not match, at no cost: an activation dequantized with a scale for each channel,

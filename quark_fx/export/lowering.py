@@ -153,17 +153,62 @@ def grouped_mm(x: Any, weight: Any, offsets: Any, *unused: Any, **also_unused: A
     return op.Concat(*parts, axis=0)
 
 
+@lowers("aten.adaptive_avg_pool1d.default")
 @lowers("aten.adaptive_avg_pool2d.default")
-def adaptive_avg_pool2d(x: Any, output_size: list[int]) -> Any:
-    """`GlobalAveragePool`, or `AveragePool` where every output averages equally many inputs."""
-    if list(output_size) == [1, 1]:
+@lowers("aten.adaptive_avg_pool3d.default")
+@lowers("aten._adaptive_avg_pool3d.default")
+def adaptive_avg_pool(x: Any, output_size: list[int]) -> Any:
+    """`GlobalAveragePool`, `AveragePool` where every output averages equally many inputs, else products of matrices."""
+    rank = len(output_size)
+    if all(out == 1 for out in output_size) and len(x.shape) == rank + 2:
         return op.GlobalAveragePool(x)
-    sides = list(x.shape)[2:]
-    if any(not isinstance(n, int) or n % out for n, out in zip(sides, output_size, strict=True)):
-        sizes = f"from {sides} to {output_size} has windows of unequal size"
-        raise ValueError(f"adaptive_avg_pool2d {sizes}; output sizes that divide the input's work")
-    kernel = [n // out for n, out in zip(sides, output_size, strict=True)]
-    return op.AveragePool(x, kernel_shape=kernel, strides=kernel)
+    sides = list(x.shape)[-rank:]
+    even = all(isinstance(n, int) and n % out == 0 for n, out in zip(sides, output_size, strict=True))
+    if even and len(x.shape) == rank + 2:
+        kernel = [n // out for n, out in zip(sides, output_size, strict=True)]
+        return op.AveragePool(x, kernel_shape=kernel, strides=kernel)
+    # Sums first, of every dimension, and then the divisions, one after the other: so torch rounds, too.
+    y, dims, counts = x, len(x.shape), []
+    for axis, side, out in zip(range(dims - rank, dims), sides, output_size, strict=True):
+        if side == out:
+            continue
+        inside, count = _windows(x, axis, side, out)
+        counts.append(op.Reshape(count, op.Constant(value_ints=[-1] + [1] * (dims - 1 - axis))))
+        turned = [dim for dim in range(dims) if dim != axis] + [axis]
+        if axis == dims - 1:
+            y = op.MatMul(y, inside)
+        else:
+            back = [turned.index(dim) for dim in range(dims)]
+            y = op.Transpose(op.MatMul(op.Transpose(y, perm=turned), inside), perm=back)
+    for count in counts:
+        y = op.Div(y, count)
+    return y if counts else op.Identity(x)
+
+
+def _windows(x: Any, axis: int, side: Any, out: int) -> tuple[Any, Any]:
+    """Return which of `side` values are in each of `out` windows, as ones in a matrix, and how many of them.
+
+    Window `i` of `n` values begins at `i * n // out` and ends before `-(-(i + 1) * n // out)`.
+    """
+    if isinstance(side, int):
+        matrix = np.zeros((side, out), x.dtype.numpy())
+        for i in range(out):
+            matrix[i * side // out : -(-(i + 1) * side // out), i] = 1
+        return op.Constant(value=ir.Tensor(matrix)), op.Constant(value=ir.Tensor(matrix.sum(0)))
+    zero, one, count = (op.Constant(value_int=number) for number in (0, 1, out))
+    size = op.Gather(op.Shape(x), op.Constant(value_int=axis))
+    window = op.Range(zero, count, one)
+    start = op.Div(op.Mul(window, size), count)
+    end = op.Div(op.Add(op.Mul(op.Add(window, one), size), op.Constant(value_int=out - 1)), count)
+    place = op.Unsqueeze(op.Range(zero, size, one), op.Constant(value_ints=[1]))
+    inside = op.And(op.GreaterOrEqual(place, start), op.Less(place, end))
+    return op.Cast(inside, to=x.dtype), op.Cast(op.Sub(end, start), to=x.dtype)
+
+
+@lowers("aten.squeeze.dim")
+def squeeze(x: Any, dim: int) -> Any:
+    """`Squeeze`; nothing where the size is another than 1, as one that varies was when the model was captured."""
+    return op.Squeeze(x, op.Constant(value_ints=[dim])) if len(x.shape) and x.shape[dim] == 1 else op.Identity(x)
 
 
 @lowers("aten.sort.stable")

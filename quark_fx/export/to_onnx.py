@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from quark_fx.errors import ExportError
 from quark_fx.export.program import to_exported_program
+from quark_fx.export.respelling import respelled
 from quark_fx.export.runtime import may_optimize, open_session, runtime_options
 from quark_fx.export.table import translation_table
 from quark_fx.export.translation import translate
@@ -126,7 +127,7 @@ def _lowered(
     from quark_fx.export.onnx_formats import write_in_format
     from quark_fx.export.onnx_opset import convert, ir_version, require_types, translated
 
-    model = _translate(gm, input_names, output_names, translated(opset))
+    model = _translate(respelled(gm), input_names, output_names, translated(opset))
     if any(node.graph is not model.graph for node in model.graph.all_nodes()):
         # torch lowers a few operators (a bag of embeddings) to loops that ONNX Runtime takes only once simplified.
         onnxscript.optimizer.optimize(model)
