@@ -30,10 +30,19 @@ class Target(StrEnum):
     """What the quantized graph has to run on; it limits the formats."""
 
     ONNX = "onnx"
+    """ONNX Runtime on any x64 or ARM processor: int8 weights whose products may be added in pairs in 16 bits
+    (`quark_fx.pair_sums`)."""
+    ONNX_VNNI = "onnx_vnni"
+    """ONNX Runtime on processors that add 8-bit products in 32 bits (x64 with VNNI, ARM): all codes of int8 weights."""
     TORCH = "torch"
     """Anything the graph can express, to be run by PyTorch."""
     DPU = "dpu"
     """AMD's DPU, by way of ONNX: it multiplies by shifts, and rounds what every operator makes."""
+
+    @property
+    def adds_pairs(self) -> bool:
+        """Whether the result has to be exact where products are added in pairs in 16 bits."""
+        return self is Target.ONNX
 
 
 class _Inherit:
@@ -197,6 +206,10 @@ class QuantConfig:
             (
                 output is not None and input is None,
                 "`output` without `input`: no kernel has only its output in integers",
+            ),
+            (
+                any(s.reduce_range for s in activations),
+                "reduce_range is for weights; what saturates is the sum of their products with activations",
             ),
             (output is not None and output.dynamic, "only inputs can be dynamic; set output=None"),
             (

@@ -33,6 +33,7 @@ from quark_fx.operators import (
     stored_weight,
     unsupported_weight,
 )
+from quark_fx.pair_sums import PairBound, pair_bound
 from quark_fx.selection import matches
 
 _CASTS = frozenset({"aten._to_copy.default", "aten.to.dtype"})
@@ -61,6 +62,7 @@ class PlannedOperator:
         output: spec of its output, `None` if it stays in float.
         reason: why it is left in float; empty if it is quantized.
         role: `HEAD`, `ROUTER` or empty.
+        pairs: which pairs of its weight's codes the target may add in 16 bits, `None` if it does not.
     """
 
     node: Node
@@ -73,6 +75,7 @@ class PlannedOperator:
     output: TensorSpec | None = None
     reason: str = ""
     role: str = ""
+    pairs: PairBound | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -224,7 +227,10 @@ def _plan_operator(gm: GraphModule, config: QuantConfig, node: Node, row: Operat
     spec = specs.weight if row.weight is not None else None
     inputs = specs.input if row.activations else None
     output = specs.output if inputs else None
-    return PlannedOperator(node, row, name, row.kind, weight, spec, inputs, output, role=role)
+    pairs = None
+    if weight is not None and config.target.adds_pairs:
+        pairs = pair_bound(node, row, tuple(value_of(gm, weight).shape), spec, inputs)
+    return PlannedOperator(node, row, name, row.kind, weight, spec, inputs, output, role=role, pairs=pairs)
 
 
 def require_finite_weights(gm: GraphModule, operators: Iterable[PlannedOperator]) -> None:

@@ -78,7 +78,8 @@ class Part:
     def store(self, codes: Tensor) -> None:
         """Store codes, given as matrices."""
         old = tensor_of(self.run.module, self.weight.codes)
-        self.run.store(self.weight.codes, self.mapping.restore(codes.to(old.dtype), old))
+        codes = self.mapping.restore(codes.to(old.dtype), old)
+        self.run.store(self.weight.codes, self.weight.storable(self.run.module, codes))
 
     def target(self, moment: SecondMoment, factors: Factors, share: float) -> Tensor:
         """Return the weight to round: its own, moved towards what the float model makes of its own inputs.

@@ -75,12 +75,14 @@ class Scheme:
         scale_type: which scales are allowed.
         global_scale: what scales of `ScaleType.FP8_E4M3` are multiples of, see `global_scale`; by default that of the
             ranges a call is given.
+        reduce_range: use half of an integer format's codes: -64 to 64 of int8, 0 to 127 of uint8.
     """
 
     format: Format
     symmetry: Symmetry = Symmetry.SYMMETRIC
     scale_type: ScaleType = ScaleType.FLOAT32
     global_scale: float | None = None
+    reduce_range: bool = False
 
     @property
     def symmetric(self) -> bool:
@@ -90,19 +92,24 @@ class Scheme:
     def qmin(self) -> int:
         """The smallest integer code in use."""
         fmt = self._integer()
+        if self.reduce_range:
+            return -self.qmax if fmt.signed else 0
         restricted = fmt.signed and self.symmetry is Symmetry.SYMMETRIC
         return -fmt.qmax if restricted else fmt.qmin
 
     @property
     def qmax(self) -> int:
         """The largest integer code in use."""
-        return self._integer().qmax
+        fmt = self._integer()
+        if self.reduce_range:
+            return 1 << (fmt.bits - 2) if fmt.signed else fmt.qmax // 2
+        return fmt.qmax
 
     @property
     def middle(self) -> int:
         """The zero point of a symmetric scheme: 0, or half way up an unsigned format (128 for uint8)."""
         fmt = self.format
-        return 0 if isinstance(fmt, FloatFormat) or fmt.signed else 1 << (fmt.bits - 1)
+        return 0 if isinstance(fmt, FloatFormat) or fmt.signed else 1 << (fmt.bits - 1 - self.reduce_range)
 
     @property
     def largest(self) -> float:

@@ -61,6 +61,16 @@ class QuantizedWeight:
         """Name of the tensor of codes."""
         return _name(self.dequantize.args[0])
 
+    def storable(self, gm: GraphModule, codes: Tensor) -> Tensor:
+        """Return codes as they are stored: in their dtype, pairs that the target would saturate lowered to its limit.
+
+        Args:
+            gm: the graph the operator is in.
+            codes: whole numbers or floats of the format, in the shape of the weight.
+        """
+        codes = codes.to(tensor_of(gm, self.codes).dtype)
+        return codes if self.operator.pairs is None else self.operator.pairs.limited(codes)
+
     def grid(self, gm: GraphModule, matrices: slice = slice(None)) -> Grid:
         """Return what the codes stand for; of a stack of matrices, those of `matrices`."""
         codes, scale, zero_point = (parameter(gm, node) for node in self.dequantize.args[:3])  # type: ignore[arg-type]

@@ -527,7 +527,7 @@ class _Unit:
     # Storing.
 
     def _store_codes(self, weight: QuantizedWeight, codes: Tensor) -> None:
-        self.run.store(weight.codes, codes.to(tensor_of(self.run.module, weight.codes).dtype))
+        self.run.store(weight.codes, weight.storable(self.run.module, codes))
 
     def _store(self, state: _State, *, before: float, after: float) -> float:
         """Store a state whose error is `after`, unless as stored it is not below `before`; return the error then."""
@@ -546,7 +546,7 @@ class _Unit:
         """Return what is to be stored, by name."""
         tensors = dict(state.scales)
         for weight, codes, ratio in zip(self.weights, state.codes, state.ratios, strict=True):
-            tensors[weight.codes] = codes.to(tensor_of(self.run.module, weight.codes).dtype)
+            tensors[weight.codes] = weight.storable(self.run.module, codes)
             if ratio is not None:
                 tensors[weight.scale_name] = weight.scale(self.run.module) * ratio
         biases: dict[str, Tensor] = {}

@@ -42,6 +42,8 @@ class TensorSpec:
         scale_type: which scales are allowed.
         observer: how the range is found; default `MinMax`, or `Placeholder` for 16-bit floats.
         dynamic: measure the range at run time instead of by calibration (activations only).
+        reduce_range: use 7 bits of an 8-bit integer format, or 15 of 16: -64 to 64 of int8, 0 to 127 of uint8
+            (weights only).
 
     Raises:
         ConfigError: if the fields contradict each other; the message names the fix.
@@ -55,6 +57,7 @@ class TensorSpec:
     scale_type: ScaleType = ScaleType.FLOAT32
     observer: Observer | None = None
     dynamic: bool = False
+    reduce_range: bool = False
 
     def __post_init__(self) -> None:
         parsers: dict[str, Any] = {name: partial(enum_member, enum) for name, enum in _ENUMS.items()}
@@ -142,6 +145,11 @@ class TensorSpec:
                 self.format == UINT32,
                 "uint32 has zero points that int32 does not hold; use int32 or uint16",
             ),
+            (
+                self.reduce_range
+                and (self.dynamic or isinstance(self.format, FloatFormat) or self.format.bits not in (8, 16)),
+                f"reduce_range is for weights in integers of 8 or 16 bits, not {self.format}; drop it",
+            ),
             (self.dynamic and cast, f"{self.format} has no range to measure; drop dynamic=True"),
             (
                 self.dynamic and self.observer != MinMax(),
@@ -155,7 +163,12 @@ class TensorSpec:
     def scheme(self) -> Scheme:
         """Format, symmetry and kind of scale: what the numerics need."""
         assert self.symmetry is not None
-        return Scheme(format=self.format, symmetry=self.symmetry, scale_type=self.scale_type)
+        return Scheme(
+            format=self.format,
+            symmetry=self.symmetry,
+            scale_type=self.scale_type,
+            reduce_range=self.reduce_range,
+        )
 
     @property
     def is_cast(self) -> bool:
@@ -206,6 +219,7 @@ class TensorSpec:
                 shared.get(self.granularity, str(self.granularity)),
                 scales.get(self.scale_type, str(self.scale_type) if self.scale_type.is_e8m0 else ""),
                 "dynamic" if self.dynamic else "",
+                "reduced range" if self.reduce_range else "",
             )
             if word
         )

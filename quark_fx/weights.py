@@ -14,6 +14,7 @@ from quark_fx.config import Granularity, TensorSpec
 from quark_fx.formats import IntFormat
 from quark_fx.layout import Layout
 from quark_fx.ops import dequantize, encode, row_pieces, spread
+from quark_fx.pair_sums import PairBound
 from quark_fx.qparams import QParams, ScaleType, Scheme, constrain_scale, global_scale_of, share_scale
 
 _ROWS_AT_ONCE = 8192
@@ -90,6 +91,7 @@ def quantize_tensor(
     smallest_scale: Tensor | None = None,
     amax: Tensor | None = None,
     qparams: QParams | None = None,
+    pairs: PairBound | None = None,
 ) -> QuantizedTensor:
     """Quantize the constant `x`.
 
@@ -105,6 +107,8 @@ def quantize_tensor(
         amax: the largest magnitude that the global scale of `ScaleType.FP8_E4M3` follows, shape `()`; default: that of
             `x`. Give tensors that will be joined one.
         qparams: what to use instead of what the observer finds, shaped by the granularity.
+        pairs: of codes that must not saturate in 16 bits: what the observer finds is widened where that costs less
+            than limiting codes, and the pairs that still exceed the limit are lowered to it.
 
     Raises:
         ValueError: if `x` holds NaN or infinity.
@@ -117,13 +121,31 @@ def quantize_tensor(
         one = torch.ones((), device=x.device, dtype=torch.float32)
         return QuantizedTensor(x.to(spec.format.dtype), QParams(one, torch.zeros_like(one).int()), spec, None, 0)
     axis, block = _layout(x, spec, output_axis, input_axis, stacked)
+    settled = qparams is not None
     if groups > 1 and spec.granularity is Granularity.CHANNEL and qparams is None:
         axis, block, qparams = _channels_of_groups(x, spec, output_axis % x.dim(), input_axis % x.dim(), groups)
     if qparams is None:
         qparams = _observed(x, spec, axis, block, amax)
     if smallest_scale is not None:
         qparams = _raise_scale(qparams, smallest_scale, spec)
-    return QuantizedTensor(encode(x, qparams, spec.scheme, axis, block), qparams, spec, axis, block)
+    if pairs is not None and not settled and spec.scheme.symmetric:
+        qparams = _widened(x, qparams, spec, pairs, axis, block)
+    codes = encode(x, qparams, spec.scheme, axis, block)
+    if pairs is not None and bool(pairs.exceeded(codes).any()):
+        position = x.float() / spread(qparams.scale, x, axis, block) + spread(qparams.zero_point, x, axis, block)
+        codes = pairs.limited(codes, position)
+    return QuantizedTensor(codes, qparams, spec, axis, block)
+
+
+def _widened(x: Tensor, qparams: QParams, spec: TensorSpec, pairs: PairBound, axis: int | None, block: int) -> QParams:
+    """Return larger scales where that costs less than lowering the codes of pairs that saturate."""
+    joint = qparams.scale.numel() == 1
+    ratio = pairs.widening(x.float() / spread(qparams.scale, x, axis, block), joint=joint)
+    if spec.scale_type is ScaleType.POWER_OF_TWO:
+        ratio = torch.where(ratio > 2**0.5, 2.0, 1.0)
+    wanted = qparams.scale.abs().double() * ratio.reshape(qparams.scale.shape)
+    scale = constrain_scale(wanted, spec.scale_type).copysign(qparams.scale)
+    return QParams(torch.where(ratio.reshape(scale.shape) > 1, scale, qparams.scale), qparams.zero_point)
 
 
 def _observed(x: Tensor, spec: TensorSpec, axis: int | None, block: int, amax: Tensor | None) -> QParams:

@@ -68,7 +68,7 @@ def specs(draw: st.DrawFn, *, weight: bool = False, target: Target = Target.ONNX
         symmetry = draw(st.sampled_from([Symmetry.SYMMETRIC, Symmetry.SYMMETRIC_FULL]))
         narrow = draw(st.sampled_from([INT8, UINT8]))
         return TensorSpec(format=narrow, symmetry=symmetry, scale_type=ScaleType.POWER_OF_TWO)
-    any_format, onnx = FORMATS.values(), target is Target.ONNX
+    any_format, onnx = FORMATS.values(), target in (Target.ONNX, Target.ONNX_VNNI)
     held = [f for f in any_format if f.bits in (4, 8, 16) and str(f) not in ("sm8", "fp4_e2m1")]
     in_blocks = draw(st.booleans())
     if onnx and (weight or in_blocks):
@@ -93,6 +93,7 @@ def specs(draw: st.DrawFn, *, weight: bool = False, target: Target = Target.ONNX
         options["granularity"] = Granularity(options["granularity"])
         if options["granularity"] is Granularity.GROUP:
             options["group_size"] = draw(st.integers(1, 256))
+        options["reduce_range"] = str(fmt)[:2] != "fp" and fmt.bits in (8, 16) and draw(st.booleans())
     return TensorSpec(**options)
 
 
@@ -313,7 +314,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "unknown target": (
         lambda: QuantConfig.from_dict({"target": "tpu"}),
-        "unknown Target 'tpu'; choose one of onnx, torch, dpu",
+        "unknown Target 'tpu'; choose one of onnx, onnx_vnni, torch, dpu",
     ),
     "unknown observer": (
         lambda: TensorSpec.from_dict({"format": "int8", "observer": "minmix"}),

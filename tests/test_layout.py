@@ -23,7 +23,7 @@ LAYERS = (
     {"ops", "observers", "graph", "signature"},
     {"operators", "pass_manager", "grid", "shifts"},
     {"specs"},
-    {"config", "block_formats"},
+    {"config", "block_formats", "pair_sums"},
     {"normalisation", "capture_errors"},
     {"weights", "placement", "capture", "scale_walk", "scale_rules", "scale_sites"}
     | {"activation_cache", "rounding", "linear_map"},

@@ -78,7 +78,8 @@ def drop_zero_biases(model: ir.Model) -> int:
 def settle_zero_points(model: ir.Model) -> int:
     """Drop zero points that are the default (zero) where the scale is an array.
 
-    ONNX Runtime's fusion of `Gemm` insists on the one of its weight, which gets the shape of the scale.
+    Two cases need an explicit zero point, in the shape of the scale: ONNX Runtime's fusion of `Gemm`, and int8 weights,
+    which `session.x64quantprecision` makes uint8 with a zero point in that shape or not at all.
     """
     settled = 0
     for node in model.graph:
@@ -91,7 +92,8 @@ def settle_zero_points(model: ir.Model) -> int:
             continue
         dtype = zero_point.const_value.dtype
         blocks = node.attributes.get_int("block_size", 0)
-        if not blocks and dtype != ir.DataType.INT32 and any(u.node.op_type == "Gemm" for u in node.outputs[0].uses()):
+        gemm = not blocks and any(use.node.op_type == "Gemm" for use in node.outputs[0].uses())
+        if dtype == ir.DataType.INT8 or (gemm and dtype != ir.DataType.INT32):
             zeros = np.zeros(scale.shape.numpy(), dtype=dtype.numpy())
             name = f"{node.name}_zero_point"
             node.replace_input_with(2, add_initializer(model, name, ir.Tensor(zeros, dtype=dtype, name=name)))

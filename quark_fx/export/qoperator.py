@@ -121,7 +121,8 @@ def _codes(model: ir.Model, node: ir.Node, values: ir.Value | None) -> Codes:
         raise StaysFloatError("its weight is quantized in groups")
     if zero_point is None:
         zeros = np.zeros(scale.shape.numpy(), dtype.numpy())
-        zero_point = add_array(model, f"zero_points_{dtype.name.lower()}", zeros)
+        # One for each weight: session.x64quantprecision fails on a shared one.
+        zero_point = add_array(model, f"{values.name}_zero_point", zeros)
     axis = node.attributes.get_int("axis", 1) if scale.shape.rank() else None
     return Codes(values, scale, zero_point, dtype, axis)
 

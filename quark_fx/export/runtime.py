@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,27 @@ def session_options(*, optimize: bool) -> Any:
     # Blocked weights are fused to MatMulNBits; its default rounds activations to int8, which is not the graph's maths.
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
     return options
+
+
+@cache
+def adds_pairs_in_16_bits() -> bool:
+    """Tell whether ONNX Runtime saturates sums of two 8-bit products on this processor (x64 without VNNI).
+
+    It multiplies two activations of 255 by two weights of 127, which makes 64770 where sums have 32 bits.
+    """
+    import numpy as np
+    import onnx_ir as ir
+    import onnxruntime
+
+    codes = ir.Value(name="codes", type=ir.TensorType(ir.DataType.UINT8), shape=ir.Shape((1, 2)))
+    weight = ir.tensor(np.full((2, 1), 127, np.int8), name="weight")
+    constant = ir.Value(name="weight", const_value=weight, type=ir.TensorType(weight.dtype), shape=weight.shape)
+    product = ir.node("MatMulInteger", [codes, constant])
+    product.outputs[0].name, product.outputs[0].dtype = "sum", ir.DataType.INT32
+    graph = ir.Graph([codes], product.outputs, nodes=[product], initializers=[constant], opset_imports={"": 21})
+    source = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
+    session = onnxruntime.InferenceSession(source, session_options(optimize=False), providers=["CPUExecutionProvider"])
+    return bool(session.run(None, {"codes": np.full((1, 2), 255, np.uint8)})[0].item() < 2 * 255 * 127)
 
 
 def open_session(path: Path, options: Any, edit: Callable[[ir.Model], None] | None = None) -> Any:

@@ -1,22 +1,27 @@
-"""Which nodes of a file ONNX Runtime's CPU provider runs in integers, read from the graph it writes after fusion."""
+"""Which nodes of a file ONNX Runtime's CPU provider runs in integers, and whether they are exact on every processor.
+
+Both are read from the graph that ONNX Runtime writes after fusion.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
+import torch
 
 from quark_fx.errors import ExportError
 from quark_fx.export.onnx_edit import Kept
 from quark_fx.export.runtime import open_session, session_options
 from quark_fx.export.vitis import PREFIXES
 from quark_fx.export.whole_files import data_files
+from quark_fx.pair_sums import LARGEST_SUM, PairBound
 from quark_fx.report import aligned
 
 
@@ -29,12 +34,15 @@ class RuntimeNode:
         kernel: the operator ONNX Runtime runs.
         quantized: it reads or holds integers; a weight-only kernel counts.
         reason: why it runs in float; empty if it does not.
+        saturates: what of it may saturate in 16 bits on an x64 processor without VNNI (`quark_fx.pair_sums`), whatever
+            the data; empty if it is exact there.
     """
 
     name: str
     kernel: str
     quantized: bool
     reason: str = ""
+    saturates: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,14 +73,23 @@ class RuntimeReport:
         """The nodes that run in float."""
         return tuple(node for node in self.nodes if not node.quantized)
 
+    @property
+    def saturating(self) -> tuple[RuntimeNode, ...]:
+        """The nodes that are not exact on x64 processors without VNNI."""
+        return tuple(node for node in self.nodes if node.saturates)
+
     def __str__(self) -> str:
-        header = ("node", "kernel", "in integers", "in float because")
-        body = [(n.name, n.kernel, "yes" if n.quantized else "no", n.reason) for n in self.nodes]
+        header = ("node", "kernel", "in integers", "exact without VNNI", "in float because")
+        body = [
+            (n.name, n.kernel, "yes" if n.quantized else "no", f"no: {n.saturates}" if n.saturates else "yes", n.reason)
+            for n in self.nodes
+        ]
         lines = aligned(header, body, right=set())
         count = Counter(node.kernel for node in self.quantized)
         kernels = ", ".join(f"{n} {kernel}" for kernel, n in count.most_common()) or "none"
         lines += [
             f"{len(self.quantized)} of {len(self.nodes)} nodes in integers ({kernels}), {self.conversions} conversions",
+            f"{len(self.nodes) - len(self.saturating)} of {len(self.nodes)} nodes exact on x64 without VNNI",
             f"opset {self.opset}, {self.bytes / 1024:.1f} KiB",
             *(f"left in pairs: {k.name} ({k.operator}): {k.reason}" for k in self.kept),
         ]
@@ -106,7 +123,8 @@ def runtime_report(path: Path, *, kept: Iterable[Kept] = (), optimize: bool = Tr
             raise ExportError(f"ONNX Runtime does not load {path.name}: {error}") from error
         run = ir.load(options.optimized_model_filepath)
         _infer_types(run)
-        nodes = tuple(_described(node) for node in run.graph if not _is_plumbing(node))
+        kept_signed = {(node.name, node.op_type) for node in original.graph}
+        nodes = tuple(_described(node, kept_signed) for node in run.graph if not _is_plumbing(node))
         conversions = sum(node.op_type in _CONVERSIONS for node in run.graph)
     size = sum(file.stat().st_size for file in (path, *data_files(original, path.parent)))
     return RuntimeReport(nodes, tuple(kept), conversions, original.opset_imports[""], size)
@@ -161,12 +179,60 @@ def _is_code(value: ir.Value | None) -> bool:
     return value is not None and value.dtype is not None and value.dtype.is_integer() and value.dtype.itemsize <= 1
 
 
-def _described(node: ir.Node) -> RuntimeNode:
+def _described(node: ir.Node, kept_signed: Collection[tuple[str | None, str]]) -> RuntimeNode:
     kernel = f"{node.domain}.{node.op_type}" if node.domain == "com.microsoft.nchwc" else node.op_type
     quantized = (
         node.op_type.startswith("QLinear") or node.op_type in _INTEGER_KERNELS or any(map(_is_code, node.inputs))
     )
-    return RuntimeNode(node.name or "", kernel, quantized, "" if quantized else _reason(node))
+    saturates = _saturates(node, (node.name, node.op_type) in kept_signed)
+    return RuntimeNode(node.name or "", kernel, quantized, "" if quantized else _reason(node), saturates)
+
+
+_FACTORS = {
+    "QLinearConv": (0, 3),
+    "QLinearMatMul": (0, 3),
+    "QGemm": (0, 3),
+    "MatMulInteger": (0, 1),
+    "MatMulIntegerToFloat": (0, 1),
+    "DynamicQuantizeMatMul": (0, 1),
+}
+"""Kernels that add products in pairs, and where their activation and weight are among the inputs."""
+
+
+def _saturates(node: ir.Node, kept_signed: bool) -> str:
+    """Return what of a kernel may saturate without VNNI, empty for nothing.
+
+    Args:
+        node: of the graph that ONNX Runtime writes.
+        kept_signed: signed activations stay as they are, because the file itself holds the kernel; they become
+            unsigned where ONNX Runtime fuses it.
+    """
+    if node.op_type not in _FACTORS:
+        return ""
+    activation, weight = (node.inputs[position] for position in _FACTORS[node.op_type])
+    if activation is None or weight is None or weight.dtype != ir.DataType.INT8:
+        return ""
+    if activation.dtype == ir.DataType.INT8 and kept_signed:
+        return ""
+    if weight.const_value is None:
+        return "both factors are activations"
+    codes = torch.from_numpy(weight.const_value.numpy().copy())
+    bound = _bound(node, codes)
+    over = bound.exceeded(codes) if bound is not None else None
+    if over is None or not bool(over.any()):
+        return ""
+    return f"{int(over.sum())} of {over.numel()} pairs of weights exceed {bound.limit}" if bound is not None else ""
+
+
+def _bound(node: ir.Node, codes: torch.Tensor) -> PairBound | None:
+    """Return how the kernel pairs the codes of its weight; `None` if it adds in 32 bits."""
+    rank, limit = codes.dim(), LARGEST_SUM // 255
+    if node.op_type == "QLinearConv":
+        if codes.shape[1] == 1 and node.attributes.get_int("group", 1) == codes.shape[0]:
+            return None
+        return PairBound(limit, (0, *range(2, rank), 1), rank - 1)
+    inputs = rank - 1 if node.attributes.get_int("transB", 0) else rank - 2
+    return PairBound(limit, (*(dim for dim in range(rank) if dim != inputs), inputs), 1)
 
 
 def _reason(node: ir.Node) -> str:

@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Interpreter, Node
 
 from quark_fx.errors import ExportError
-from quark_fx.export.runtime import open_session, runtime_options
+from quark_fx.export.runtime import adds_pairs_in_16_bits, may_optimize, open_session, runtime_options
 from quark_fx.formats import FloatFormat, parse_format
 from quark_fx.graph import parameter, results_of, target_name
 from quark_fx.isolation import isolated
@@ -64,10 +64,12 @@ class Verification:
         differences: of what was compared.
         skipped: quantized values that could not be compared by themselves: ONNX Runtime gives out no codes of 4 bits
             or of 8-bit floats, and none that a kernel keeps to itself.
+        cause: what this processor's arithmetic has to do with a difference of more than one step; empty if nothing.
     """
 
     differences: tuple[Difference, ...]
     skipped: tuple[str, ...] = ()
+    cause: str = ""
 
     @property
     def max_steps(self) -> float:
@@ -88,7 +90,7 @@ class Verification:
         left_out = [
             f"{d.name}: {d.uncompared} values not compared, NaN in both" for d in self.differences if d.uncompared
         ]
-        return "\n".join([header, *lines, *left_out, *skipped])
+        return "\n".join([header, *lines, *left_out, *skipped, *([self.cause] if self.cause else [])])
 
 
 @isolated
@@ -160,9 +162,28 @@ def verify(
     if not count:
         raise ExportError("no batch to verify with; pass at least one")
     result = Verification(compared.differences(), tuple(name for name in quantizers if name not in shown))
+    if result.max_steps > 1 and (cause := _saturation(Path(path), qmodel, optimize)):
+        result = replace(result, cause=cause)
     if unsaid := {d.name: d.uncompared for d in result.differences if d.uncompared}:
         warnings.warn(f"values that are NaN in torch and in the file were not compared: {unsaid}", stacklevel=2)
     return result
+
+
+def _saturation(path: Path, qmodel: QuantizedModel, optimize: bool | None) -> str:
+    """Return which kernels of a file saturate on this processor, empty if none does."""
+    from quark_fx.export.runtime_report import runtime_report
+
+    if not adds_pairs_in_16_bits():
+        return ""
+    report = runtime_report(path, optimize=may_optimize(qmodel.graph_module) if optimize is None else optimize)
+    names = [node.name for node in report.saturating]
+    if not names:
+        return ""
+    return (
+        f"this processor adds products of 8 bits in pairs in 16 bits (x64 without VNNI), which saturates in "
+        f"{len(names)} kernels: {', '.join(names[:5])}{', …' * (len(names) > 5)}; quantize with target='onnx' and "
+        "int8 weights, or with uint8 weights"
+    )
 
 
 def _require_file(path: str | os.PathLike[str]) -> None:

@@ -323,7 +323,9 @@ class _Search:
         assert op.weight is not None
         stacked = op.row.kind in ("experts", "linear") and weight.dim() > 2
         axes = op.row.output_axis, op.row.input_axis
-        return quantize_tensor(weight, op.weight, output_axis=axes[0], input_axis=axes[1], stacked=stacked, amax=amax)
+        return quantize_tensor(
+            weight, op.weight, output_axis=axes[0], input_axis=axes[1], stacked=stacked, amax=amax, pairs=op.pairs
+        )
 
     def _pieces(self, weight: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
         """Yield parts of a weight whose scales do not depend on each other, and the moments of what they multiply."""

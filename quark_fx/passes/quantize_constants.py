@@ -52,12 +52,15 @@ def quantize_constants(
     """
     stored: dict[_Key, _Stored] = {}
     rows, joint = [], _joint_magnitudes(gm, plan)
+    # A tied weight has one set of codes: they fit every operator that reads it.
+    pairs = {str(op.weight_node): op.pairs for op in plan.operators if op.pairs is not None}
     for op in plan.operators:
         if op.weight_node is None or op.weight is None:
             rows.append(_float_row(gm, op))
             continue
         give_back()
         known = {position: found for (node, position), found in settled.items() if node is op.node}
+        op = replace(op, pairs=pairs.get(str(op.weight_node)))
         rows.append(_quantize_operator(gm, op, input_scales.get(op.node), bias, stored, joint.get(op.node), known))
     return rows
 
@@ -179,6 +182,7 @@ def _quantize_weight(
             smallest_scale=smallest_scale,
             amax=amax,
             qparams=qparams,
+            pairs=op.pairs,
         )
     except ValueError as error:
         remedy = "exclude the operator" if is_finite(weight) else "mend the checkpoint"

@@ -456,6 +456,7 @@ def _rounded(weight: Tensor, operator: PlannedOperator) -> Tensor:
         input_axis=operator.row.input_axis,
         stacked=weight.dim() > 2 and not operator.kind.startswith("conv"),
         groups=groups_of_channels(operator.node, operator.row),
+        pairs=operator.pairs,
     ).dequantize()
 
 
