@@ -81,10 +81,10 @@ class PairBound:
     def _limited(self, rows: Tensor, near: Tensor) -> Tensor:
         (first, second), (wanted, beside) = _pairs(rows), _pairs(near)
         over = _exceeded(first, second, self.limit)
-        share = ((wanted.abs() - beside.abs() + self.limit) / 2).round_().clamp_(1, self.limit - 1)
-        largest = max(1, min(self.limit - 1, int(rows.abs().max())))
-        share = share.clamp(self.limit - largest, largest)
         sign = first.sign()
+        largest = torch.where(sign > 0, rows.amax(), -rows.amin()).clamp_(max=self.limit)  # -128 has no counterpart
+        share = ((wanted.abs() - beside.abs() + self.limit) / 2).round_()
+        share = torch.minimum(torch.maximum(share, self.limit - largest), largest)
         pairs = torch.stack(
             (torch.where(over, sign * share, first), torch.where(over, sign * (self.limit - share), second)), -1
         )
@@ -129,7 +129,8 @@ def _widening(sums: Tensor, limit: int, values: int) -> Tensor:
 
 
 def _pieces(rows: Tensor) -> tuple[Tensor, ...]:
-    return rows.split(max(1, _VALUES_AT_ONCE // max(1, rows.shape[-1])))
+    pieces: tuple[Tensor, ...] = rows.split(max(1, _VALUES_AT_ONCE // max(1, rows.shape[-1])))
+    return pieces
 
 
 def _pairs(rows: Tensor) -> tuple[Tensor, Tensor]:
