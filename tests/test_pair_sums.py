@@ -258,7 +258,13 @@ def kernels() -> Iterator[tuple[str, onnx.ModelProto, list[bool], dict[str, Any]
         positions = int(np.prod([s - k + 1 for s, k in zip(spatial, kernel, strict=True)]))
         yield f"QLinearConv{len(kernel)}", conv, [p for p in neighbors for _ in range(positions)], {"a": x}
     x = np.full((1, 16, 3, 3), 255, np.uint8)
-    constants = {"w": np.full((16, 1, 3, 3), 127, np.int8), "s": one, "z": point, "v": np.zeros((), np.int8), "y": np.float32(2000)}
+    constants = {
+        "w": np.full((16, 1, 3, 3), 127, np.int8),
+        "s": one,
+        "z": point,
+        "v": np.zeros((), np.int8),
+        "y": np.float32(2000),
+    }
     depthwise = model("QLinearConv", "aszwsvyz", x, constants, TensorProto.UINT8, group=16)
     yield "depthwise", depthwise, [False] * 16, {"a": x}
 
