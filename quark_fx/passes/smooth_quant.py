@@ -446,7 +446,11 @@ def _range(reader: _Reader, divisor: Tensor, without: int | None) -> QParams:
 
 
 def _rounded(weight: Tensor, operator: PlannedOperator) -> Tensor:
-    """Return the values of a weight's codes."""
+    """Return the values of a weight's codes.
+
+    Pairs are not limited: which of them exceed the target's limit changes with every scale, by chance, and few samples
+    would take that for a gain.
+    """
     assert operator.row is not None
     assert operator.weight is not None
     return quantize_tensor(
@@ -456,7 +460,6 @@ def _rounded(weight: Tensor, operator: PlannedOperator) -> Tensor:
         input_axis=operator.row.input_axis,
         stacked=weight.dim() > 2 and not operator.kind.startswith("conv"),
         groups=groups_of_channels(operator.node, operator.row),
-        pairs=operator.pairs,
     ).dequantize()
 
 
