@@ -20,7 +20,7 @@ from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from quark_fx.capture_errors import dtype_hint, explain, require_capturable, require_inputs_fit
+from quark_fx.capture_errors import dtype_hint, explain, require_capturable, require_inputs_fit, warn_of_fixed_batch
 from quark_fx.errors import CaptureError
 from quark_fx.graph import static_size, target_name
 from quark_fx.isolation import isolated, quiet
@@ -61,7 +61,10 @@ def capture_graph(
     if bound is not None:
         args, kwargs = (), bound
     args, kwargs = _told_apart((args, kwargs))
-    captured = normalise(_capture_program(model, args, kwargs, dynamic_shapes), names)
+    program = _capture_program(model, args, kwargs, dynamic_shapes)
+    if dynamic_shapes is None:
+        warn_of_fixed_batch(program)
+    captured = normalise(program, names)
     fixed = {name: value for name, value in kwargs.items() if name not in captured.signature.keywords}
     return replace(captured, signature=replace(captured.signature, fixed_arguments=fixed))
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import traceback
+import warnings
 from collections import Counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from quark_fx.errors import CaptureError
+from quark_fx.graph import static_size
 from quark_fx.memory import is_shortage
 
 
@@ -122,3 +125,38 @@ def _advice(message: str, model: nn.Module) -> str:
         "torch.export must be able to trace the model: mend that line, quantize a submodule, or pass an "
         "ExportedProgram of your own"
     )
+
+
+def warn_of_fixed_batch(program: ExportedProgram) -> None:
+    """Warn of inputs whose first dimension, left to vary, the model's code fixes at the size of the example."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    inputs = [nodes[str(name)] for name in program.graph_signature.user_inputs if str(name) in nodes]
+    values = [(node, node.meta.get("val")) for node in inputs]
+    shaped = [(node, value) for node, value in values if isinstance(value, Tensor) and value.dim()]
+    if not shaped:
+        return
+    batch = static_size(shaped[0][1].shape[0])
+    for node, value in shaped:
+        # A vector of features or a mask among the inputs has no batch, and another size as a rule.
+        fixed = batch is not None and static_size(value.shape[0]) == batch
+        if fixed and (where := _fixed_at(value, str(node.target))):
+            warnings.warn(
+                f"the model fixes dimension 0 of input {node.target} at {batch}, the size in the example{where}; other "
+                "sizes will be refused. A loop over the samples or a comparison with a number does that: write it for "
+                "all samples at once if batches of other sizes are to run",
+                stacklevel=4,
+            )
+
+
+def _fixed_at(value: Tensor, name: str) -> str:
+    """Return where the model's code fixed dimension 0 of an input that was to vary; empty if it was not to."""
+    env = getattr(getattr(value, "fake_mode", None), "shape_env", None)
+    lines, sources = getattr(env, "replacements_slocs", {}), getattr(env, "var_to_sources", {})
+    for symbol, line in lines.items():
+        names = {str(getattr(source, "name", "")) for source in sources.get(symbol, ())}
+        if not any(source.endswith(".size()[0]") and f"['{name}']" in source for source in names):
+            continue
+        frames = [getattr(line, which, None) for which in ("maybe_user_loc", "framework_loc")]
+        own = [frame for frame in frames if frame is not None and "/torch/" not in str(frame)]
+        return f", at {own[0].filename}:{own[0].lineno}" if own and hasattr(own[0], "filename") else ", in its code"
+    return ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections import OrderedDict, UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -578,3 +580,52 @@ def test_a_shortage_of_memory_is_not_taken_for_data_of_another_dtype() -> None:
 
     with pytest.raises(torch.OutOfMemoryError):
         qfx.capture_graph(Large().eval(), rand(2, 4).double())
+
+
+class Loop(nn.Module):
+    """A linear of one sample after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        rows = []
+        for i in range(x.shape[0]):
+            rows.append(self.linear(x[i]))
+        return torch.stack(rows) + y
+
+
+class FixedByReshape(nn.Module):
+    """A number in a reshape."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x.reshape(3, -1)[:, :4] + y
+
+
+def test_a_loop_over_the_batch_is_said_at_capture_with_its_line() -> None:
+    line = inspect.getsourcelines(Loop.forward)[1] + 2
+    with pytest.warns(UserWarning, match=rf"fixes dimension 0 of input x at 3.*test_capture\.py:{line}"):
+        captured = qfx.capture_graph(Loop().eval(), (rand(3, 8), rand(3, 4)))
+    assert captured.signature.input_shapes[0][0] == 3  # type: ignore[index]
+
+
+def test_a_number_that_fixes_the_batch_is_said_at_capture() -> None:
+    with pytest.warns(UserWarning, match="fixes dimension 0 of input x at 3"):
+        qfx.capture_graph(FixedByReshape().eval(), (rand(3, 8), rand(3, 4)))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_batch_that_varies_is_not_said_to_be_fixed(batch: int) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("row", torch.ones(7, 8))
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.linear(x) * mask @ self.row.mT
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        qfx.capture_graph(Masked().eval(), (rand(batch, 5, 8), rand(5, 8)))
