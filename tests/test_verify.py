@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import quark_fx as qfx
 from quark_fx.config import TensorSpec
+from quark_fx.export.runtime import open_session
 from quark_fx.export.verification import Difference
 from quark_fx.presets import INT8_DYNAMIC, INT8_STATIC
 from quark_fx.qparams import Symmetry
@@ -290,3 +291,36 @@ def test_session_options_may_be_given(exported: tuple[qfx.QuantizedModel, Path],
     options.optimized_model_filepath = str(tmp_path / "seen.onnx")
     assert qfx.verify(*exported, images(2), session_options=options).max_steps <= 1
     assert (tmp_path / "seen.onnx").exists()
+
+
+def test_per_node_reports_a_file_whose_kernels_are_others_than_with_codes_shown(
+    exported: tuple[qfx.QuantizedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ONNX Runtime fuses what it does not where codes are outputs; here the file as it is has another weight."""
+    qmodel, path = exported
+    other = tmp_path / "other.onnx"
+    other.write_bytes(path.read_bytes())
+    tamper(other, *TAMPERING["a weight"])
+
+    def opened(file: Path, options: Any, edit: Any = None) -> Any:
+        return open_session(other if edit is None else file, options, edit)
+
+    clean = qfx.verify(qmodel, path, images(4), per_node=True)
+    assert clean.shipped == ()
+    monkeypatch.setattr("quark_fx.export.verification.open_session", opened)
+    result = qfx.verify(qmodel, path, images(4), per_node=True)
+    assert max(difference.steps for difference in result.differences) <= 1
+    assert [difference.name for difference in result.shipped] == ["output"]
+    assert result.max_steps == result.shipped[0].steps > 1
+    assert "as shipped" in str(result)
+    assert "as shipped" not in str(clean)
+
+
+@pytest.mark.parametrize("per_node", [False, True])
+def test_a_file_that_does_not_run_is_named(per_node: bool, tmp_path: Path) -> None:
+    model = seeded(nn.Linear(4, 3))
+    varies = quantize(model, "int8_static", [rand(6, 4)])
+    fixed = quantize(model, "int8_static", [rand(6, 4)], dynamic_shapes={"input": None})
+    path = qfx.export.onnx(fixed, tmp_path / "m.onnx")
+    with pytest.raises(qfx.ExportError, match=r"does not run .*m\.onnx on batch 1"):
+        qfx.verify(varies, path, [rand(6, 4), rand(5, 4)], per_node=per_node)

@@ -65,27 +65,37 @@ class Verification:
         skipped: quantized values that could not be compared by themselves: ONNX Runtime gives out no codes of 4 bits
             or of 8-bit floats, and none that a kernel keeps to itself.
         cause: what this processor's arithmetic has to do with a difference of more than one step; empty if nothing.
+        shipped: by node, of those outputs that the file as it is makes otherwise than with its codes shown. ONNX
+            Runtime fuses less where codes are outputs, so that the kernels compared by node are not all those that
+            run.
     """
 
     differences: tuple[Difference, ...]
     skipped: tuple[str, ...] = ()
     cause: str = ""
+    shipped: tuple[Difference, ...] = ()
 
     @property
     def max_steps(self) -> float:
-        """The largest difference of any value, in quantization steps."""
-        return max((d.steps for d in self.differences), default=0.0)
+        """The largest difference of any value, in quantization steps, with its codes shown or as shipped."""
+        return max((d.steps for d in (*self.differences, *self.shipped)), default=0.0)
 
     def __getitem__(self, name: str) -> Difference:
         return next(d for d in self.differences if d.name == name)
 
     def __str__(self) -> str:
-        width = max([4, *(len(d.name) for d in self.differences)])
+        width = max([4, *(len(d.name) for d in (*self.differences, *self.shipped))])
         header = f"{'name'.ljust(width)}  {'max |Δ|':>10}  {'step':>10}  {'steps':>7}  {'>½ step':>8}  {'SQNR dB':>8}"
-        lines = [
-            f"{d.name.ljust(width)}  {d.max_abs:10.3g}  {d.step:10.3g}  {d.steps:7.3f}  {d.share:8.2%}  {d.sqnr:8.1f}"
-            for d in self.differences
-        ]
+        lines, as_shipped = (
+            [
+                f"{d.name.ljust(width)}  {d.max_abs:10.3g}  {d.step:10.3g}  {d.steps:7.3f}  {d.share:8.2%}"
+                f"  {d.sqnr:8.1f}"
+                for d in differences
+            ]
+            for differences in (self.differences, self.shipped)
+        )
+        if as_shipped:
+            lines += ["of the file as shipped, whose kernels differ from those with codes shown:", *as_shipped]
         skipped = [f"not compared: {', '.join(self.skipped)}"] if self.skipped else []
         left_out = [
             f"{d.name}: {d.uncompared} values not compared, NaN in both" for d in self.differences if d.uncompared
@@ -109,7 +119,8 @@ def verify(
     carries such a flip along: the difference of an output then says little about the operators. Values that are NaN in
     both are not compared, of which a warning says the number; NaN in one only is an infinite difference. With
     `per_node` every quantized value whose codes can be read is compared by itself: torch computes it from the codes
-    ONNX Runtime computed before it, so each kernel is held to its own arithmetic. The others are `skipped`.
+    ONNX Runtime computed before it, so each kernel is held to its own arithmetic. The others are `skipped`. The file as
+    it is runs, too: outputs that it makes otherwise than with its codes shown are in `shipped`, and count.
 
     Args:
         qmodel: what was exported.
@@ -135,11 +146,12 @@ def verify(
     options = session_options or runtime_options(qmodel.graph_module, optimize=optimize)
     quantizers, shown = _quantizers(qmodel) if per_node else [], set[str]()
     try:
-        session = open_session(Path(path), options, partial(_show_codes, quantizers, shown) if per_node else None)
+        as_it_is = open_session(Path(path), options)
+        session = open_session(Path(path), options, partial(_show_codes, quantizers, shown)) if per_node else as_it_is
     except Exception as error:  # protobuf's and ONNX Runtime's own
         raise ExportError(f"{path} cannot be loaded: {error}; write it with qfx.export.onnx again") from error
     inputs, names = session.get_inputs(), [output.name for output in session.get_outputs()]
-    compared = _Comparison(qmodel, shown)
+    compared, shipped = _Comparison(qmodel, shown), _Comparison(qmodel, shown)
     count = 0
     for batch in batches:
         leaves = qmodel.signature.flatten(*split_batch(batch))
@@ -148,7 +160,7 @@ def verify(
         if len(inputs) != len(feed):
             raise ExportError(f"{path} has {len(inputs)} inputs, the model {len(feed)}: it is not this model's export")
         feeds = {i.name: leaf.numpy(force=True) for i, leaf in zip(inputs, feed, strict=True)}
-        results = dict(zip(names, session.run(names, feeds), strict=True))
+        results = _run(session, feeds, path, count)
         codes = {name: torch.from_numpy(value) for name, value in results.items() if name in shown}
         with torch.no_grad():
             follower = _Follower(qmodel.graph_module, codes)
@@ -158,10 +170,19 @@ def verify(
         tensors = [name for name in names if name not in codes]  # in the order of the model's own outputs
         for name, own in zip(tensors, expected, strict=True):
             compared.add(name, own, torch.from_numpy(np.asarray(results[name])))
+        if per_node:
+            own_run = _run(as_it_is, feeds, path, count)
+            for name, own in zip(tensors, expected, strict=True):
+                shipped.add(name, own, torch.from_numpy(np.asarray(own_run[name])))
         count += 1
     if not count:
         raise ExportError("no batch to verify with; pass at least one")
-    result = Verification(compared.differences(), tuple(name for name in quantizers if name not in shown))
+    differences = compared.differences()
+    result = Verification(
+        differences,
+        tuple(name for name in quantizers if name not in shown),
+        shipped=tuple(d for d in shipped.differences() if d not in differences),
+    )
     if result.max_steps > 1 and (cause := _saturation(Path(path), qmodel, optimize)):
         result = replace(result, cause=cause)
     if unsaid := {d.name: d.uncompared for d in result.differences if d.uncompared}:
@@ -184,6 +205,18 @@ def _saturation(path: Path, qmodel: QuantizedModel, optimize: bool | None) -> st
         f"{len(names)} kernels: {', '.join(names[:5])}{', …' * (len(names) > 5)}; quantize with target='onnx' and "
         "int8 weights, or with uint8 weights"
     )
+
+
+def _run(session: Any, feeds: dict[str, Any], path: str | os.PathLike[str], batch: int) -> dict[str, Any]:
+    """Return what a session makes of a batch, by name of the output."""
+    names = [output.name for output in session.get_outputs()]
+    try:
+        return dict(zip(names, session.run(names, feeds), strict=True))
+    except Exception as error:  # ONNX Runtime's own
+        raise ExportError(
+            f"ONNX Runtime does not run {path} on batch {batch}: {error}; give it batches of the sizes and types that "
+            "the model takes, or leave the operator out that the message names"
+        ) from error
 
 
 def _require_file(path: str | os.PathLike[str]) -> None:
