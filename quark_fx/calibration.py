@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -95,6 +96,7 @@ def calibrate(
     quantized = [index for index, node in enumerate(places) if any(source is node for source, _ in plan.observed)]
     watches = observers_of(plan)
     finite: list[Tensor] = []
+    nonzero: list[Tensor] = []
     sources = [(source, watch) for (source, _), watch in watches.items()]
     layout = fast_layout(gm) if context is None else nullcontext(lambda x: x)
     with watching(gm, sources), torch.no_grad(), layout as lay_out:
@@ -102,6 +104,7 @@ def calibrate(
         for leaves in bar:
             # Read at the end, so that no batch waits for the device. A mask may hold infinities.
             finite.append(_are_finite([leaves[i] for i in quantized]))
+            nonzero.append(_flags([leaves[i].any() for i in quantized]))
             if context is None:
                 with running(len(finite) - 1):
                     gm(*map(lay_out, leaves))
@@ -116,6 +119,13 @@ def calibrate(
                     f"calibration batch {batch_index}: input {places[position].target} holds NaN or infinity; remove "
                     "such samples"
                 )
+    for position, found in zip(quantized, torch.stack(nonzero).any(0).tolist(), strict=True):
+        if not found:
+            warnings.warn(
+                f"input {places[position].target} is zero in all calibration data, so no range can be told from it; "
+                "pass batches of real inputs",
+                stacklevel=2,
+            )
     seen = ranks.fold(
         [watch.observer for watch in watches.values()], partial(_merge, [source for source, _ in sources])
     )
@@ -168,7 +178,11 @@ def fast_layout(gm: GraphModule) -> Iterator[Callable[[Any], Any]]:
 
 def _are_finite(tensors: list[Tensor]) -> Tensor:
     """Return one flag per tensor, on their device."""
-    return torch.stack([torch.isfinite(x).all() for x in tensors]) if tensors else torch.empty(0, dtype=torch.bool)
+    return _flags([torch.isfinite(x).all() for x in tensors])
+
+
+def _flags(flags: list[Tensor]) -> Tensor:
+    return torch.stack(flags) if flags else torch.empty(0, dtype=torch.bool)
 
 
 def _merge(sources: Sequence[Node], ours: Sequence[Observer], theirs: Sequence[Observer]) -> list[Observer]:

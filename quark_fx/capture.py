@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -56,8 +57,8 @@ def capture_graph(
     if _is_hugging_face(model) and "use_cache" in names and not {"use_cache", "past_key_values"} & set(kwargs):
         # Keys and values of a cache nobody asked for would be results, which no pass may rescale.
         kwargs = {**kwargs, "use_cache": False}
-    bound = bind(model.forward, args, kwargs)
     require_inputs_fit(model, (args, kwargs))
+    bound = bind(model.forward, args, kwargs)
     if bound is not None:
         args, kwargs = (), bound
     args, kwargs = _told_apart((args, kwargs))
@@ -147,7 +148,7 @@ def _widen_ones(
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
     hugging_face = _is_hugging_face(model) and not args
     try:
-        with torch.no_grad(), quiet():
+        with torch.no_grad(), quiet(), _no_cache_within(model, kwargs):
             if hugging_face and (program := _export_hugging_face(model, kwargs, dynamic_shapes)) is not None:
                 return program
             if dynamic_shapes is None:
@@ -163,6 +164,23 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
 def _is_hugging_face(model: nn.Module) -> bool:
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+@contextmanager
+def _no_cache_within(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Keep models of transformers that `model` wraps, as a PeftModel does, from returning a cache nobody asked for."""
+    transformers = sys.modules.get("transformers")
+    configs = []
+    if transformers is not None and not _is_hugging_face(model) and not {"use_cache", "past_key_values"} & set(kwargs):
+        wrapped = [m.config for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
+        configs = [config for config in wrapped if getattr(config, "use_cache", None)]
+    for config in configs:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs:
+            config.use_cache = True
 
 
 def _export_hugging_face(model: Any, kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram | None:

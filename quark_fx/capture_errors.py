@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import keyword
+import re
 import traceback
 import warnings
 from collections import Counter
@@ -33,6 +35,7 @@ def require_capturable(model: nn.Module) -> None:
             f"{len(inference)} parameter(s) or buffer(s), first {inference[0]}, were made under inference_mode, and "
             "torch.export cannot trace them; make or load the model outside of it"
         )
+    _require_names(model)
     devices = Counter(str(t.device) for t in tensors.values())
     if len(devices) > 1:
         rare = min(devices, key=lambda d: devices[d])
@@ -43,7 +46,31 @@ def require_capturable(model: nn.Module) -> None:
         )
 
 
+def _require_names(model: nn.Module) -> None:
+    """Refuse modules whose names torch.fx cannot write into the code of a graph, or has attributes of its own for."""
+    taken = set(dir(torch.fx.GraphModule)) - set(dir(nn.Module)) | {"graph", "meta"}
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    paths = {name: name.split(".") for name, _ in tensors}
+    if bad := [name for name, path in paths.items() if path[0] in taken or not all(map(_is_writable, path))]:
+        raise CaptureError(
+            f"{len(bad)} tensor(s) have names that torch.fx cannot write into the code of a graph, first {bad[0]!r}: a "
+            "Python keyword, an attribute that every graph has, or quotes; give it another name in the model's "
+            "__init__, and rename the keys of its checkpoint likewise"
+        )
+
+
+def _is_writable(name: str) -> bool:
+    return not keyword.iskeyword(name) and not re.search(r"[\"\\\r\n]", name)
+
+
 def require_inputs_fit(model: nn.Module, batch: Any) -> None:
+    leaves = pytree.tree_leaves(batch)
+    if leaves and all(isinstance(leaf, str) for leaf in leaves):
+        raise CaptureError(
+            f"the batch is text ({leaves[0]!r}); pass what the model's tokenizer or processor makes of it"
+        )
+    if leaves and not any(isinstance(leaf, Tensor) or hasattr(leaf, "__array__") for leaf in leaves):
+        raise CaptureError(f"the batch holds no tensor, only {leaves[0]!r}; pass tensors, a batch of samples each")
     device = next((p.device for p in itertools.chain(model.parameters(), model.buffers())), None)
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         if not isinstance(leaf, Tensor):
@@ -116,8 +143,8 @@ def _advice(message: str, model: nn.Module) -> str:
         if getattr(getattr(model, "config", None), "_experts_implementation", None) == "eager":
             return "experts are called one by one, as the data demands: model.set_experts_implementation('grouped_mm')"
         return (
-            "Python control flow depends on the values of a tensor, which one graph cannot hold: use torch.where or "
-            "torch.cond there, or quantize the submodules on either side"
+            "Python control flow depends on the values of a tensor, which one graph cannot hold: use torch.where "
+            "there, or quantize the submodules on either side"
         )
     if "dynamic" in message and ("constraint" in message.lower() or "specializ" in message):
         return "a dimension cannot vary as requested: pass `dynamic_shapes` that leave it fixed (see torch.export)"

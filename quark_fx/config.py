@@ -286,11 +286,13 @@ class QuantConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Inverse of `to_dict`.
+        """Inverse of `to_dict`. Fields besides a `preset`, which is a name, replace those that it has.
 
         Raises:
             ConfigError: for an unknown key or value; the message lists the valid ones.
         """
+        data = dict(data)
+        base = _preset(data.pop("preset")) if "preset" in data else None
         values = known_fields(cls, data)
         for key in ("weight", "input", "output", "bias"):
             if values.get(key) is not None:
@@ -298,10 +300,10 @@ class QuantConfig:
         for key in ("passes", "overrides"):
             if not isinstance(given := values.get(key) or (), list | tuple):
                 raise ConfigError(f"{key} is a list, not {given!r}; write [{given!r}]")
-        values["passes"] = tuple(pass_from_dict(item) for item in values.get("passes") or ())
-        values["overrides"] = tuple(Override.from_dict(item) for item in values.get("overrides") or ())
-        values["exclude"] = values.get("exclude") or ()
-        return cls(**values)
+        parsers: dict[str, Callable[[Any], Any]] = {"passes": pass_from_dict, "overrides": Override.from_dict}
+        values |= {key: tuple(map(parse, values[key] or ())) for key, parse in parsers.items() if key in values}
+        values |= {"exclude": values["exclude"] or ()} if "exclude" in values else {}
+        return cls(**values) if base is None else base.replace(**values)  # type: ignore[return-value]
 
     def to_yaml(self) -> str:
         """Return `to_dict` as YAML text."""
@@ -318,6 +320,14 @@ class QuantConfig:
             hint = "; to read a file, pass Path(...)" if isinstance(source, str) else ""
             raise ConfigError(f"a configuration is a mapping, not {type(data).__name__}{hint}")
         return cls.from_dict(data)
+
+
+def _preset(name: Any) -> QuantConfig:
+    from quark_fx.presets import preset  # which are made of configurations
+
+    if not isinstance(name, str):
+        raise ConfigError(f"preset is the name of one, not {name!r}")
+    return preset(name)
 
 
 def _exported(spec: TensorSpec, constant: bool) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from torch.fx import GraphModule
 
 from quark_fx.config import QuantConfig
 from quark_fx.correspondence import Source
-from quark_fx.graph import own_tensors
+from quark_fx.errors import QuarkError
+from quark_fx.graph import own_tensors, target_name
 from quark_fx.pass_manager import PassRecord, copy_graph
 from quark_fx.report import Report, Row
 from quark_fx.signature import Signature, split_batch
@@ -51,7 +53,19 @@ class QuantizedModel(nn.Module):
         Raises:
             QuarkError: if the inputs differ in structure, rank, fixed dimensions or dtype.
         """
-        return self.signature.unflatten(self.graph_module(*self.signature.flatten(args, kwargs)))
+        leaves = self.signature.flatten(args, kwargs)
+        if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            self._warn_of_gradients()
+        return self.signature.unflatten(self.graph_module(*leaves))
+
+    def _warn_of_gradients(self) -> None:
+        if any(target_name(node) == "quark_fx.quantize.default" for node in self.graph_module.graph.nodes):
+            warnings.warn(
+                "an input requires gradients, and this model rounds activations to codes, which no gradient passes: "
+                "what reaches the input is missing or a part; call the model under torch.no_grad(), take gradients of "
+                "the float model, or quantize weights only",
+                stacklevel=5,
+            )
 
     def run_batch(self, batch: Any) -> Any:
         """Run a batch as calibration data is given: a tensor, a tuple of positions or a mapping of keywords."""
@@ -104,6 +118,16 @@ class QuantizedModel(nn.Module):
             raise RuntimeError("the scales of a quantized model are float32; convert the model before quantizing it")
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise QuarkError(
+            "a QuantizedModel is not pickled, and so neither torch.save nor another process takes it: write it with "
+            "qmodel.save(directory) and read it with quark_fx.load(directory), or save its state_dict()"
+        )
+
+    def __copy__(self) -> QuantizedModel:
+        rows, passes = self._report.rows, self._report.passes
+        return type(self)(self.graph_module, self.signature, self.config, rows, passes, self.source)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
         gm = own_tensors(copy_graph(self.graph_module))

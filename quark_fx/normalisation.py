@@ -18,8 +18,17 @@ from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 from quark_fx.errors import CaptureError
-from quark_fx.graph import describe, erase_dead, is_getitem, is_parameter, output_node, static_size, target_name
-from quark_fx.operators import argument
+from quark_fx.graph import (
+    describe,
+    erase_dead,
+    is_getitem,
+    is_parameter,
+    output_node,
+    source_line,
+    static_size,
+    target_name,
+)
+from quark_fx.operators import argument, operator_row
 from quark_fx.signature import Signature, leaf_names
 
 
@@ -33,6 +42,7 @@ class Captured:
 
 def normalise(program: ExportedProgram, parameters: tuple[str, ...]) -> Captured:
     """Turn a fresh `ExportedProgram` into a `Captured`."""
+    _require_operators(program)
     program = _functionalise(program)
     gm = program.module(check_guards=False)
     assert isinstance(gm, GraphModule)
@@ -48,6 +58,7 @@ def normalise(program: ExportedProgram, parameters: tuple[str, ...]) -> Captured
     erase_dead(gm)
     plain = GraphModule(gm, gm.graph, class_name="CapturedGraph")
     plain.graph.lint()
+    _require_floats(plain)
     inputs = [node for node in plain.graph.nodes if node.op == "placeholder"]
     values = [node.meta.get("val") for node in inputs]
     assert spec.in_spec is not None
@@ -68,6 +79,48 @@ def normalise(program: ExportedProgram, parameters: tuple[str, ...]) -> Captured
         },
     )
     return Captured(plain, signature)
+
+
+_REGIONS = {
+    "wrap_with_autocast": "a part of the model runs under torch.autocast: remove it from forward, and convert the "
+    "model (model.to(torch.bfloat16)) or let it compute in float32",
+    "wrap_with_set_grad_enabled": "a part of the model switches gradients on: remove that from forward",
+    "cond": "one graph holds both branches of torch.cond as functions: compute both and choose with torch.where, or "
+    "quantize the branches as models of their own",
+    "flex_attention": "attention is a function of a function: load the model with attn_implementation='sdpa'",
+}
+"""What to do about operators that hold graphs of their own, by their names."""
+
+
+def _require_operators(program: ExportedProgram) -> None:
+    """Raise `CaptureError` for calls that hold a graph of their own, naming all of them."""
+    nodes = [n for n in program.graph.nodes if isinstance(n.target, torch._ops.HigherOrderOperator)]
+    if nodes:
+        names = dict.fromkeys(str(node.target).rpartition(".")[2] for node in nodes)
+        other = "rewrite it without loops and branches over tensors, or quantize the modules around it"
+        raise CaptureError(
+            "no pass looks into a graph within the graph:\n"
+            + "\n".join(f"  {node.target} at %{node.name} ({source_line(node)})" for node in nodes)
+            + "".join(f"\n{_REGIONS.get(name, other)}" for name in names)
+        )
+
+
+def _require_floats(gm: GraphModule) -> None:
+    """Raise `CaptureError` where an operator multiplies integers by a weight of floats; torch.export does not."""
+    for node in gm.graph.nodes:
+        row = operator_row(node)
+        for position in row.activations if row is not None and row.weight is not None else ():
+            x, weight = argument(node, position), argument(node, row.weight)  # type: ignore[union-attr,arg-type]
+            values = [v.meta.get("val") if isinstance(v, Node) else None for v in (x, weight)]
+            if not all(isinstance(value, Tensor) for value in values):
+                continue
+            given, own = (value.dtype for value in values)  # type: ignore[union-attr]
+            if own.is_floating_point and not (given.is_floating_point or given.is_complex):
+                source = f"input {x.target} is" if x.op == "placeholder" else f"{x.name} is"
+                raise CaptureError(
+                    f"{source} {given}, and {describe(node)} multiplies it by weights in {own}; convert the batch "
+                    f"first, as what the model was trained on was: x.to({own}), scaled as there (pixels often / 255)"
+                )
 
 
 def _limits(program: ExportedProgram, inputs: list[Node]) -> tuple[tuple[str, int, int, int | None], ...]:

@@ -66,6 +66,10 @@ class TensorSpec:
             given: Any = getattr(self, name)
             if isinstance(given, str) or (name == "observer" and isinstance(given, dict)):
                 object.__setattr__(self, name, parse(given))
+        wrong_kind: Any = self.observer
+        if wrong_kind is not None and not isinstance(wrong_kind, Observer):
+            called = f"; write {wrong_kind.__name__}()" if isinstance(wrong_kind, type) else ""
+            raise ConfigError(f"observer is an Observer, its name or None, not {wrong_kind!r}{called}")
         for name in ("group_size", "sub_group_size"):
             size = getattr(self, name)
             if size is not None and type(size) is not int:

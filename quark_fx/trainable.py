@@ -155,8 +155,8 @@ def fake_quantize(
     if drop <= 0:
         return y
     chance = torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device)
-    mixed: Tensor = torch.where(chance < drop, x, y)
-    return mixed
+    kept: Tensor = chance < drop
+    return torch.where(kept, x, y)
 
 
 def activation_scales(gm: GraphModule) -> list[str]:

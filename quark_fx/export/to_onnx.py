@@ -69,7 +69,7 @@ def onnx(
             (`"qdq"`), `"com.amd.quark"` or `"com.vai.quantize"` (`"vitis"`).
         accuracy_level: of `"matmul_nbits"`: 0 to 3 compute in float, 4 rounds activations to int8, which is faster.
         input_names: default: the names of the model's inputs.
-        output_names: default: the keys of the model's result, or `output`.
+        output_names: default: the keys of the model's result, or `output`; with `_out` where an input has the name.
         external_data: store tensors beside the file as `<name>.data`; default: only above 1.9 GB.
 
     Returns:
@@ -105,7 +105,8 @@ def onnx(
     _require_names("output_names", output_names, qmodel.signature.output_names)
     _require_onnx_types(gm)
     _require_writable(file)
-    names = input_names or qmodel.signature.input_names, output_names or qmodel.signature.output_names
+    inputs = input_names or qmodel.signature.input_names
+    names = inputs, output_names or _named_apart(qmodel.signature.output_names, inputs)
     _require_apart([*names[0], *names[1]])
     model, file.kept = _lowered(gm, *names, chosen, options, opset)
     file.optimize = may_optimize(gm)
@@ -277,6 +278,16 @@ def _require_names(option: str, given: Sequence[str] | None, own: Sequence[str])
         raise ExportError(f"{option} is a list of names, not {given!r}")
     if len(given) != len(own):
         raise ExportError(f"{option} has {len(given)} name(s), the model {len(own)}: {', '.join(own)}")
+
+
+def _named_apart(names: Sequence[str], taken: Sequence[str]) -> list[str]:
+    """Return `names` with `_out` at the end of those that are taken."""
+    made: list[str] = []
+    for name in names:
+        while name in (*taken, *made):
+            name += "_out"
+        made.append(name)
+    return made
 
 
 def _require_apart(names: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ class Percentile(HistogramObserver):
     between magnitudes and values.
 
     Raises:
-        ConfigError: if `percentile` is not in (0, 100].
+        ConfigError: if `percentile` is not in (1, 100]: a fraction would clip nearly all values.
 
     Source:
         ONNX Runtime `HistogramCollector.compute_percentile`; ModelOpt `compute_amax("percentile")`.
@@ -35,8 +35,11 @@ class Percentile(HistogramObserver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.percentile <= 100:
-            raise ConfigError(f"a percentile lies in (0, 100], not {self.percentile}")
+        if not 1 < self.percentile <= 100:
+            raise ConfigError(
+                f"percentile={self.percentile} is in per cent, above 1 and up to 100: 99.9 keeps all but a thousandth "
+                "of the values"
+            )
 
     def read(self, low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
         share = self.percentile / 100

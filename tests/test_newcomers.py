@@ -1,0 +1,220 @@
+"""What people try first either works or is refused in words that say what to do."""
+
+from __future__ import annotations
+
+import copy
+import io
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import cnn, images, quantize, rand
+from torch import Tensor, nn
+
+import quark_fx as qfx
+from quark_fx.observers import Percentile
+
+INT8 = qfx.presets.INT8_STATIC
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Any) -> Any:
+        return self.b(self.a(x))
+
+
+class Branch(Two):
+    def forward(self, x: Tensor) -> Any:
+        return self.a(x) if x.sum() > 0 else self.b(x)
+
+
+class Cond(Two):
+    def forward(self, x: Tensor) -> Any:
+        return torch.cond(x.sum() > 0, lambda x: self.a(x), lambda x: self.b(x), (x,))
+
+
+class Autocast(Two):
+    def forward(self, x: Tensor) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.b(self.a(x))
+
+
+def test_the_advice_about_a_branch_is_not_what_the_next_call_refuses() -> None:
+    with pytest.raises(qfx.CaptureError, match=r"use torch\.where") as error:
+        quantize(Branch().eval(), INT8, [rand(4, 8)])
+    assert "torch.cond" not in str(error.value)
+
+
+def test_torch_cond_is_refused_by_name() -> None:
+    with pytest.raises(qfx.CaptureError, match=r"cond at %cond .*\n.*choose with torch\.where"):
+        quantize(Cond().eval(), INT8, [rand(4, 8)])
+
+
+def test_a_region_under_autocast_is_refused_by_name() -> None:
+    with pytest.raises(qfx.CaptureError, match=r"runs under torch\.autocast: remove it from forward"):
+        quantize(Autocast().eval(), INT8, [rand(4, 8)])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool])
+@pytest.mark.parametrize("preset", ["int8_static", "int8_weight_only"])
+def test_integers_where_a_model_multiplies_floats_are_refused_when_it_is_captured(
+    preset: str, dtype: torch.dtype
+) -> None:
+    with pytest.raises(qfx.CaptureError, match=rf"input x is {dtype}, and aten.linear.*convert the batch first"):
+        quantize(Two().eval(), preset, [torch.ones(4, 8, dtype=dtype)])
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [("hello", "is text"), (["a", "b"], "is text"), ({"x": "hello"}, "is text"), (3, "holds no tensor, only 3")],
+)
+def test_a_batch_without_a_tensor_is_called_what_it_is(batch: Any, words: str) -> None:
+    with pytest.raises(qfx.CaptureError, match=words):
+        quantize(Two().eval(), INT8, [batch])
+
+
+def test_options_that_are_no_tensors_may_accompany_tensors() -> None:
+    class Options(Two):
+        def forward(self, x: Tensor, mode: str = "a", twice: bool = False) -> Any:
+            return (self.a(x) if mode == "a" else self.b(x)) * (2 if twice else 1)
+
+    model, x = Options().eval(), rand(4, 8)
+    qmodel = quantize(model, "int8_weight_only", [(x, "b", True)])
+    torch.testing.assert_close(qmodel(x, "b", True), model(x, "b", True), rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("name", ["graph", "meta", "code", "class", 'q"q'])
+def test_a_module_that_a_graph_cannot_name_is_refused_by_name(name: str) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module(name, nn.Linear(8, 8))
+
+        def forward(self, x: Tensor) -> Any:
+            return self._modules[name](x)  # type: ignore[misc]
+
+    with pytest.raises(qfx.CaptureError, match=rf"first '{name}\.weight'.*give it another name"):
+        quantize(Named().eval(), INT8, [rand(4, 8)])
+
+
+def test_an_inner_module_may_be_called_like_an_attribute_of_graphs() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.code, self.graph = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.graph(self.code(x))
+
+    names = [row.name for row in quantize(nn.Sequential(Inner()).eval(), INT8, [rand(4, 8)]).report().rows]
+    assert names == ["0.code", "0.graph"]
+
+
+def test_a_fraction_is_not_taken_for_a_percentile() -> None:
+    with pytest.raises(qfx.ConfigError, match=r"0\.999 is in per cent.*99\.9 keeps"):
+        Percentile(percentile=0.999)
+
+
+def test_the_class_of_an_observer_is_not_taken_for_one() -> None:
+    observer: Any = Percentile
+    with pytest.raises(qfx.ConfigError, match=r"observer is an Observer.*; write Percentile\(\)"):
+        qfx.TensorSpec(format="int8", observer=observer)  # type: ignore[arg-type]
+
+
+def test_data_that_is_zero_everywhere_is_remarked_on() -> None:
+    with pytest.warns(UserWarning, match="input x is zero in all calibration data"):
+        quantize(Two().eval(), INT8, [torch.zeros(4, 8), torch.zeros(2, 8)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantize(Two().eval(), INT8, [torch.zeros(4, 8), rand(2, 8)])
+
+
+def test_an_input_that_wants_gradients_is_warned_about_where_activations_are_rounded() -> None:
+    x = rand(4, 8).requires_grad_()
+    static, weights = (quantize(Two().eval(), name, [rand(4, 8)]) for name in ("int8_static", "int8_weight_only"))
+    with pytest.warns(UserWarning, match="which no gradient passes") as found:
+        static(x)
+    assert found[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weights(x).sum().backward()
+        with torch.no_grad():
+            static(x)
+        static(rand(4, 8))
+    assert x.grad is not None
+
+
+def test_pickling_names_what_to_call_instead_and_copies_work() -> None:
+    x = images(2)[0]
+    qmodel = quantize(cnn(), INT8, [x])
+    with pytest.raises(qfx.QuarkError, match=r"write it with qmodel\.save\(directory\)"):
+        torch.save(qmodel, io.BytesIO())
+    for made in (copy.copy(qmodel), copy.deepcopy(qmodel)):
+        assert torch.equal(made(x), qmodel(x))
+        assert made.report().rows == qmodel.report().rows
+
+
+class Same(nn.Module):
+    """What diffusers' UNets do: the input and the output have one name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, sample: Tensor) -> Any:
+        return {"sample": self.conv(sample)}
+
+
+def test_an_output_called_like_an_input_gets_a_name_of_its_own(tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    qmodel = quantize(Same().eval(), INT8, [{"sample": rand(2, 3, 8, 8)}])
+    qfx.export.onnx(qmodel, tmp_path / "unet.onnx")
+    session = onnxruntime.InferenceSession(str(tmp_path / "unet.onnx"), providers=["CPUExecutionProvider"])
+    assert [value.name for value in session.get_inputs()] == ["sample"]
+    assert [value.name for value in session.get_outputs()] == ["sample_out"]
+    with pytest.raises(qfx.ExportError, match="two inputs or outputs are called x"):
+        qfx.export.onnx(qmodel, tmp_path / "other.onnx", input_names=["x"], output_names=["x"])
+
+
+def test_a_preset_is_a_key_of_a_configuration() -> None:
+    text = "preset: int8_static\nexclude: ['head*']\n"
+    assert qfx.QuantConfig.from_yaml(text) == INT8.replace(exclude=("head*",))
+    assert qfx.QuantConfig.from_dict({"preset": "int8_static"}) == INT8
+    assert qfx.QuantConfig.from_dict({"preset": "int8_static", "passes": []}).passes == ()
+    weight = {"format": "int8", "granularity": "channel"}
+    found = qfx.QuantConfig.from_dict({"preset": "int8_static", "weight": weight})
+    assert found == INT8.replace(weight=qfx.TensorSpec.from_dict(weight))
+    for wrong, words in (("int8_statik", "did you mean 'int8_static'"), (8, "preset is the name of one")):
+        with pytest.raises(qfx.ConfigError, match=words):
+            qfx.QuantConfig.from_dict({"preset": wrong})
+
+
+_WRAPPED = """
+import torch, quark_fx as qfx
+from transformers import LlamaConfig, LlamaForCausalLM
+small = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+class Wrapper(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base_model = LlamaForCausalLM(small)
+    def forward(self, *args, **kwargs):
+        return self.base_model(*args, **kwargs)
+model = Wrapper().eval()
+q = qfx.quantize(model, "int8_weight_only", [{"input_ids": torch.randint(1, 64, (2, 8))}], progress=False)
+assert model.base_model.config.use_cache
+print(sorted(q(input_ids=torch.randint(1, 64, (2, 8)))))
+"""
+
+
+def test_a_wrapped_model_of_transformers_needs_none_to_be_quantized_before_it() -> None:
+    """As a PeftModel wraps one: in a fresh process nothing has told torch of its cache."""
+    pytest.importorskip("transformers")
+    done = subprocess.run([sys.executable, "-c", _WRAPPED], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "['logits']", done.stderr[-2000:]
