@@ -155,8 +155,8 @@ def fake_quantize(
     if drop <= 0:
         return y
     chance = torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device)
-    kept: Tensor = chance < drop
-    return torch.where(kept, x, y)
+    dropped: Tensor = torch.where(chance < drop, x, y)
+    return dropped
 
 
 def activation_scales(gm: GraphModule) -> list[str]:
