@@ -43,8 +43,8 @@ NVFP4 = TensorSpec(format=FP4_E2M1, granularity=Granularity.GROUP, group_size=16
 `quark_fx.qparams.recover_global_scale` finds again."""
 
 BFP16 = MXINT8.replace(group_size=8)
-"""Block floating point: 8-bit mantissas, blocks of 8 that share an exponent. The exponent is one higher where rounding
-would exceed 127; `.replace(scale_type="e8m0_floor")` saturates there."""
+"""Block floating point: 8-bit mantissas, blocks of 8 that share an exponent. The exponent is one higher where a value
+above zero would round beyond 127 (-128 is a code); `.replace(scale_type="e8m0_floor")` saturates there."""
 
 MX9 = TensorSpec(
     format=SM8, granularity=Granularity.GROUP, group_size=16, sub_group_size=2, scale_type=ScaleType.E8M0_FLOOR

@@ -128,10 +128,10 @@ def dynamic_qparams(
     scheme = Scheme(format=parse_format(format), symmetry=Symmetry(symmetry), scale_type=ScaleType(scale_type))
     low, high = _extremes(x, axis, block_size)
     if scheme.scale_type.is_8_bit:
-        scale = block_scale(torch.maximum(-low, high), scheme)
+        scale = block_scale(torch.maximum(-low, high), scheme, high=high)
         if group_size:
             low, high = _extremes(x, axis, group_size)
-            group = block_scale(torch.maximum(-low, high), scheme)
+            group = block_scale(torch.maximum(-low, high), scheme, high=high)
             scale = share_scale(scale, spread(group, scale, axis, group_size // block_size))
         return scale, torch.full_like(scale, scheme.middle, dtype=torch.int32)
     if scheme.symmetric:

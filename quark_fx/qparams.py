@@ -19,7 +19,8 @@ class Symmetry(StrEnum):
     ASYMMETRIC = "asymmetric"
     """A zero point; every code is used."""
     SYMMETRIC = "symmetric"
-    """Zero point in the middle and as many codes below it as above: int8 uses -127 … 127, scale `amax / 127`."""
+    """Zero point in the middle and as many codes below it as above: int8 uses -127 … 127, scale `amax / 127`. With E8M0
+    scales, which are steps of the format itself, integers of two's complement have every code."""
     SYMMETRIC_FULL = "symmetric_full"
     """Zero point in the middle and every code used: int8 uses -128 … 127, scale `amax / 127.5`."""
     SIGN_AWARE = "sign_aware"
@@ -94,7 +95,7 @@ class Scheme:
         fmt = self._integer()
         if self.reduce_range:
             return -self.qmax if fmt.signed else 0
-        restricted = fmt.signed and self.symmetry is Symmetry.SYMMETRIC
+        restricted = fmt.signed and self.symmetry is Symmetry.SYMMETRIC and not self.scale_type.is_e8m0
         return -fmt.qmax if restricted else fmt.qmin
 
     @property
@@ -116,7 +117,14 @@ class Scheme:
         """The code, counted from the zero point, that a symmetric scheme maps the largest magnitude to."""
         if isinstance(self.format, FloatFormat):
             return self.format.max
+        if self.symmetry is Symmetry.SYMMETRIC and self.format.signed:
+            return self.qmax
         return -self.qmin if self.symmetry is Symmetry.SIGN_AWARE else (self.qmax - self.qmin) / 2
+
+    @property
+    def one_more_below(self) -> bool:
+        """Whether there is one more code below the zero point than above, as in two's complement."""
+        return isinstance(self.format, IntFormat) and self.middle - self.qmin > self.qmax - self.middle
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -176,7 +184,7 @@ def affine_qparams(low: Tensor, high: Tensor, scheme: Scheme) -> QParams:
         raise ValueError(f"the range is not finite: low {_show(low)}, high {_show(high)}")
     low, high = low.double().clamp(max=0), high.double().clamp(min=0)
     if scheme.symmetric:
-        found = symmetric_qparams(torch.maximum(-low, high), scheme)
+        found = symmetric_qparams(torch.maximum(-low, high), scheme, high)
         if scheme.symmetry is Symmetry.SIGN_AWARE:
             return QParams(torch.where(high > -low, -found.scale, found.scale), found.zero_point)
         return found
@@ -189,10 +197,16 @@ def affine_qparams(low: Tensor, high: Tensor, scheme: Scheme) -> QParams:
     return QParams(scale, zero_point.to(torch.int32))
 
 
-def symmetric_qparams(amax: Tensor, scheme: Scheme) -> QParams:
-    """Map `[-amax, amax]` onto the codes of a symmetric `scheme`; shapes and errors as `affine_qparams`."""
+def symmetric_qparams(amax: Tensor, scheme: Scheme, high: Tensor | None = None) -> QParams:
+    """Map `[-amax, amax]` onto the codes of a symmetric `scheme`; shapes and errors as `affine_qparams`.
+
+    Args:
+        amax: the largest magnitude.
+        scheme: symmetric.
+        high: the largest value that is not negative, which `block_scale` knows what to do with.
+    """
     if scheme.scale_type.is_8_bit:
-        scale = block_scale(amax.float(), scheme)
+        scale = block_scale(amax.float(), scheme, high=None if high is None else high.float())
     else:
         scale = constrain_scale(amax.double() / scheme.largest, scheme.scale_type)
     return QParams(scale, torch.full_like(scale, scheme.middle, dtype=torch.int32))
@@ -225,13 +239,17 @@ def constrain_scale(ideal: Tensor, scale_type: ScaleType, global_scale: Tensor |
     return scale.float()
 
 
-def block_scale(amax: Tensor, scheme: Scheme, global_scale: Tensor | None = None) -> Tensor:
+def block_scale(
+    amax: Tensor, scheme: Scheme, global_scale: Tensor | None = None, *, high: Tensor | None = None
+) -> Tensor:
     """Return the scales of blocks whose largest magnitude is `amax`, for a scheme with 8-bit scales.
 
     Args:
         amax: float32, any shape, not negative.
         scheme: symmetric.
         global_scale: for `ScaleType.FP8_E4M3`, shape `()`, instead of the scheme's.
+        high: the largest value of each block that is not negative, float32; default: `amax`. Two's complement has one
+            more code below zero than above, so that no negative value raises an exponent.
 
     Returns:
         float32, the shape of `amax`. The scale of a block of zeros is 1 (one global scale); of one that holds NaN or
@@ -245,21 +263,29 @@ def block_scale(amax: Tensor, scheme: Scheme, global_scale: Tensor | None = None
         unit = global_scale_of(amax.amax(), scheme) if given is None else like(amax, given)
         # A global scale has 20 bits: the product is exact.
         return _two_level(amax, amax / (scheme.largest * unit), unit)
-    mantissa, exponent = torch.frexp(amax)
-    # amax = mantissa * 2**exponent, with a mantissa of at least a half
-    if scheme.scale_type is ScaleType.E8M0_CEIL:
-        largest, offset = math.frexp(scheme.largest)
-        power = exponent - offset + (mantissa > largest)
-    else:
-        power = exponent - 1 - scheme.exponent
-        if scheme.scale_type is ScaleType.E8M0_EVEN:
-            power = power + (mantissa >= 1 - 2.0 ** -(scheme.mantissa + 2))
+    power = _power(amax, scheme, below=True)
+    above = _power(amax if high is None else high, scheme, below=False)
+    power = torch.where(amax == 0 if high is None else high == 0, power, torch.maximum(power, above))
     # Above, the largest value would not be a float32.
     power = power.clamp(-127, 127 - scheme.exponent).to(torch.int32)
     # 2**-127 is subnormal.
     scale = torch.where(power < -126, 1 << 22, (power + 127) << 23).to(torch.int32).view(torch.float32)
     scale = torch.where(amax == 0, 1.0, scale)
     return torch.where((amax >= 0) & (amax < torch.inf), scale, torch.nan)
+
+
+def _power(size: Tensor, scheme: Scheme, *, below: bool) -> Tensor:
+    """Return the exponent, before it is held in 8 bits, of the scale of a value at that distance from zero."""
+    mantissa, exponent = torch.frexp(size)  # size = mantissa * 2**exponent, with a mantissa of at least a half
+    more = below and scheme.one_more_below
+    if scheme.scale_type is ScaleType.E8M0_CEIL:
+        lowest, highest = (limit - scheme.middle for limit in scheme.limits)
+        largest, offset = math.frexp(-lowest if more else highest)
+        return exponent - offset + (mantissa > largest)
+    power = exponent - 1 - scheme.exponent
+    if scheme.scale_type is ScaleType.E8M0_EVEN and not more:
+        power = power + (mantissa >= 1 - 2.0 ** -(scheme.mantissa + 2))
+    return power
 
 
 _E4M3_MAX, _E4M3_TINY = FP8_E4M3.max, 2.0**-9
@@ -303,8 +329,13 @@ def _global_scale(ideal: Tensor) -> Tensor:
 
 
 def like(x: Tensor, scale: Tensor | float) -> Tensor:
-    """Return a number as a tensor of the type and device of `x`: by a Python number, a GPU does not divide exactly."""
-    return torch.as_tensor(scale, dtype=x.dtype, device=x.device)
+    """Return a number as a tensor of the type and device of `x`: by a Python number, a GPU does not divide exactly.
+
+    A number is written by the device itself: a copy from the host would wait for it, and no CUDA graph holds one.
+    """
+    if isinstance(scale, Tensor):
+        return scale.to(x)
+    return torch.full((), scale, dtype=x.dtype, device=x.device)
 
 
 def _two_level(size: Tensor, multiple: Tensor, unit: Tensor) -> Tensor:

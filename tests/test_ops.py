@@ -16,10 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
+from tiny import rand
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from quark_fx.formats import FORMATS, FloatFormat, IntFormat, parse_format
+from quark_fx.observers import PowerOfTwoMinMse
 from quark_fx.ops import dequantize, dynamic_qparams, encode, quantize, spread
 from quark_fx.qparams import QParams, Scheme, Symmetry, affine_qparams
 
@@ -243,6 +246,46 @@ def test_a_token_of_zeros_has_scale_one(device: torch.device) -> None:
     scale, zero = dynamic_qparams(x, "uint8", "asymmetric", 1, -1)
     assert scale.tolist() == [[1.0], [1.0]]
     assert zero.tolist() == [[0], [1]]
+
+
+class _Recorded(TorchFunctionMode):
+    """Remembers the functions of torch that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+WAITING = {"as_tensor", "tensor", "from_numpy", "item", "tolist", "__bool__", "__float__", "__int__", "nonzero", "cpu"}
+"""What copies between host and device, or waits for a device."""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("uint8", "asymmetric"),
+        ("int8", "symmetric"),
+        ("int8", "symmetric", -1, -1),
+        ("fp8_e4m3", "symmetric", 1, -1),
+        ("fp4_e2m1", "symmetric", 1, 16, "fp8_e4m3"),
+        ("int8", "symmetric", 1, 16, "e8m0_even"),
+        ("sm5", "symmetric", -1, 2, "e8m0_floor", 16),
+    ],
+    ids=str,
+)
+def test_measuring_an_activation_neither_copies_numbers_nor_waits(arguments: tuple[Any, ...]) -> None:
+    x, (fmt, _, *layout) = rand(4, 32), arguments
+    with _Recorded() as seen:
+        scale, zero_point = dynamic_qparams(x, *arguments)
+        codes = quantize(x, scale, zero_point, fmt, *layout[:2])
+        dequantize(codes, scale, zero_point, fmt, *layout[:2])
+        PowerOfTwoMinMse(mode="most_common").observe(x)
+    assert len(seen.names) > 10
+    assert not seen.names & WAITING
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -19,7 +19,7 @@ from quark_fx.export.packing import pattern_values
 from quark_fx.formats import FP8_E4M3, Format, IntFormat
 from quark_fx.qparams import ScaleType, Scheme, Symmetry
 
-_TINY = float(np.finfo(np.float32).tiny)
+_TINY, _HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 class _Body:
@@ -76,12 +76,14 @@ def _scale(do: _Body, x: ir.Value, scheme: Scheme, shared: bool, axis: int) -> i
     if scheme.scale_type is ScaleType.FLOAT32:
         ideal = do("Div", amax, float(scheme.largest))
         return do("Where", do("Less", ideal, _TINY), 1.0, ideal)
-    scale = _e8m0_scale(do, amax, scheme)
+    high = do("ReduceMax", x, np.array([axis]), keepdims=1)
+    scale = _e8m0_scale(do, amax, high, scheme)
     if not shared:
         return scale
     # Groups of finite values only have a scale, which that of a block is at most one less than.
     bad = do("ReduceSum", do("Mul", amax, 0.0), np.array([axis - 1]), keepdims=1)
-    group = do("Add", _e8m0_scale(do, do("ReduceMax", amax, np.array([axis - 1]), keepdims=1), scheme), bad)
+    group_amax, group_high = (do("ReduceMax", size, np.array([axis - 1]), keepdims=1) for size in (amax, high))
+    group = do("Add", _e8m0_scale(do, group_amax, group_high, scheme), bad)
     return do("Where", do("Less", scale, group), do("Mul", group, 0.5), group)
 
 
@@ -110,16 +112,27 @@ def _power_of(do: _Body, amax: ir.Value, threshold: float, powers: np.ndarray[An
     return do("Where", known, do("Gather", powers.astype(np.float32), place), do("Add", amax, 1.0))
 
 
-def _e8m0_scale(do: _Body, amax: ir.Value, scheme: Scheme) -> ir.Value:
-    """`quark_fx.qparams.block_scale` for powers of two: a threshold within a binade, and an offset, for each rule."""
-    threshold, offset = 1.0, -scheme.exponent
-    if scheme.scale_type is ScaleType.E8M0_EVEN:
+def _e8m0_scale(do: _Body, amax: ir.Value, high: ir.Value, scheme: Scheme) -> ir.Value:
+    """`quark_fx.qparams.block_scale` for powers of two."""
+    scale = _e8m0_scale_of(do, amax, scheme, below=True)
+    if not scheme.one_more_below or scheme.scale_type is ScaleType.E8M0_FLOOR:
+        return scale
+    positive = do("Min", do("Where", do("Greater", high, 0.0), high, _TINY), _HUGE)
+    above = _e8m0_scale_of(do, positive, scheme, below=False)
+    return do("Where", do("Less", scale, above), above, scale)  # NaN stays
+
+
+def _e8m0_scale_of(do: _Body, size: ir.Value, scheme: Scheme, *, below: bool) -> ir.Value:
+    """Return the scale of values at that distance from zero: a threshold within a binade, and an offset, by rule."""
+    threshold, offset, more = 1.0, -scheme.exponent, below and scheme.one_more_below
+    if scheme.scale_type is ScaleType.E8M0_EVEN and not more:
         threshold, offset = 2 - 2.0 ** -(scheme.mantissa + 1), 1 - scheme.exponent
     elif scheme.scale_type is ScaleType.E8M0_CEIL:
-        mantissa, exponent = math.frexp(scheme.largest)
+        lowest, highest = (limit - scheme.middle for limit in scheme.limits)
+        mantissa, exponent = math.frexp(-lowest if more else highest)
         threshold, offset = float(np.nextafter(np.float32(2 * mantissa), np.float32(2))), 2 - exponent
     power = np.clip(_EXPONENTS + offset, -127, 127 - scheme.exponent)
-    return _power_of(do, amax, threshold, 2.0**power)
+    return _power_of(do, size, threshold, 2.0**power)
 
 
 def _two_level_scale(do: _Body, amax: ir.Value, scheme: Scheme) -> ir.Value:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import onnx_ir as ir
 import torch
+from torch import Tensor
 
 from quark_fx.errors import ExportError
 from quark_fx.export.block_nodes import DOMAIN, Rounding
@@ -51,7 +52,7 @@ def use_block_nodes(model: ir.Model, domain: str) -> int:
             x, reason = node.inputs[0], _described(Rounding.of(node))
             rounding: Rounding | None = Rounding.of(node)
         elif weight := stored_weight(node):
-            x, reason = add_array(model, weight.name.removesuffix("_codes"), weight.values.numpy()), _why(weight)
+            x, reason = add_array(model, weight.name.removesuffix("_codes"), _to_round(weight).numpy()), _why(weight)
             rounding = _weight_rounding(weight, known)
             known += [rounding] if rounding is not None else []
         else:
@@ -115,12 +116,23 @@ def vendor_attributes(rounding: Rounding) -> tuple[str, Attributes] | None:
 
 
 def _weight_rounding(weight: StoredWeight, known: list[Rounding]) -> Rounding | None:
-    """Return a rounding that the vendor has a node for and that leaves the weight as it is; `None` if there is none."""
-    values = weight.values
+    """Return a rounding that the vendor has a node for and that makes the weight's values; `None` if there is none."""
+    given, values = _to_round(weight), weight.values
     for rounding in _candidates(weight, known):
-        if vendor_attributes(rounding) is not None and torch.equal(rounding.of_tensor(values), values):
+        if vendor_attributes(rounding) is not None and torch.equal(rounding.of_tensor(given), values):
             return rounding
     return None
+
+
+def _to_round(weight: StoredWeight) -> Tensor:
+    """Return floats that a node rounds to the weight's values: these, but for -128 steps, which is of the next binade.
+
+    A block that holds such a power of two would be rounded with the exponent above.
+    """
+    if weight.fmt != INT8:
+        return weight.values
+    nearer = torch.where(weight.codes == INT8.qmin, INT8.qmin + 0.25, weight.codes.float())
+    return replace(weight, codes=nearer).values
 
 
 def _candidates(weight: StoredWeight, known: list[Rounding]) -> Iterator[Rounding]:

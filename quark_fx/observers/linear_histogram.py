@@ -49,6 +49,8 @@ class LinearHistogram(NamedTuple):
         low, high = x.amin(1).float(), x.amax(1).float()
         values = _values(x, span)
         first, last = _limits(values, span)
+        if skip_zeros and span in ("onnxruntime_absolute", "quark"):  # they begin where the values do
+            first, last = _limits_without_zeros(values)
         size = torch.full_like(first, bins, dtype=torch.int64)
         point = first == last
         first = torch.where(point & (span != "modelopt"), first - 0.5, first)
@@ -123,6 +125,14 @@ def _limits(values: Tensor, span: str) -> tuple[Tensor, Tensor]:
     elif span == "modelopt":
         low = torch.zeros_like(high)
     return low, high
+
+
+def _limits_without_zeros(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the smallest and largest value that is not zero; 0 and 1 where there is none, as `numpy.histogram`."""
+    low = torch.where(values == 0, torch.inf, values).amin(1)
+    high = torch.where(values == 0, -torch.inf, values).amax(1)
+    none = low > high
+    return torch.where(none, 0.0, low.nan_to_num()), torch.where(none, 1.0, high.nan_to_num())
 
 
 def _linspace(first: Tensor, last: Tensor, size: Tensor, room: int) -> Tensor:

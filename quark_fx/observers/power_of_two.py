@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -14,7 +15,6 @@ from quark_fx.observers.base import Observer, finite_range, observer, state
 from quark_fx.observers.histogram import Histogram, power_of_two
 from quark_fx.observers.linear_histogram import LinearHistogram
 from quark_fx.observers.minmax import MinMax
-from quark_fx.observers.percentile import outer_edge
 from quark_fx.observers.squared_error import Moments, squared_error
 from quark_fx.qparams import QParams, ScaleType, Scheme, Symmetry, affine_qparams, symmetric_qparams
 
@@ -73,7 +73,8 @@ class PowerOfTwoMinMse(Observer):
 
     Args:
         mode: `"all"` values of all batches together; `"most_common"` of the batches' best scales (of equals the
-            smaller scale), symmetric formats only; `"percentile"`: all values up to the percentile of the magnitudes.
+            smaller scale), symmetric formats only; `"percentile"`: all values up to the percentile of the magnitudes,
+            of an asymmetric format those between the percentiles that leave out half of the rest on each side.
         percentile: for that mode; resolved to a bin.
         offsets: distances to try, in order; `(-2, -1, 0, 1, 2)` is Quark's for PyTorch.
         bins: 0 for the exact error; otherwise the error of the centres of so many bins, as Quark 0.13 has it with
@@ -155,12 +156,25 @@ class PowerOfTwoMinMse(Observer):
             bins, sums = histogram.bins(absolute=False), histogram.sums
             assert sums is not None
             if self.mode == "percentile":
-                limit = outer_edge(histogram.bins(absolute=True), self.percentile / 100)
-                kept = bins.centres.abs() < limit[:, None]
+                kept = self._kept(histogram, scheme)
                 bins, sums = bins._replace(counts=bins.counts * kept), sums * kept
-                low, high = torch.maximum(low, -limit.float()), torch.minimum(high, limit.float())
+                low, high = _outermost(bins.counts, sums)
             exponent, zero_point = _search(Moments.of(bins, sums), low, high, scheme, self.offsets)
         return QParams(power_of_two(exponent), zero_point)
+
+    def _kept(self, histogram: Histogram, scheme: Scheme) -> Tensor:
+        """Return the bins that percentiles, as `numpy.percentile` has them, leave: of magnitudes, or on each side."""
+        bins = histogram.bins(absolute=False)
+        if scheme.symmetric:
+            magnitudes = histogram.bins(absolute=True)
+            last = _bin_of(magnitudes.counts, self.percentile / 100, torch.floor)
+            limit = magnitudes.edges.gather(1, last + 1)
+            return bins.centres.abs() < limit
+        cut = (100 - self.percentile) / 2
+        first = _bin_of(bins.counts, cut / 100, torch.ceil)
+        last = _bin_of(bins.counts, (100 - cut) / 100, torch.floor)
+        places = torch.arange(bins.counts.shape[1], device=first.device)
+        return (places >= torch.minimum(first, last)) & (places <= last)
 
     def _ballot(self, batch: Histogram) -> Tensor:
         scheme = Scheme(format=parse_format(self.vote), symmetry=Symmetry(self.vote_symmetry))
@@ -184,12 +198,27 @@ class PowerOfTwoMinMse(Observer):
         return QParams(power_of_two(exponent), torch.full_like(exponent, scheme.middle))
 
 
+def _bin_of(counts: Tensor, share: float, whole: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the bin, `(channels, 1)`, of the value below which that share of the others lies; `whole` rounds ranks."""
+    below = counts.cumsum(1)
+    rank = whole((below[:, -1:] - 1) * share)
+    return torch.searchsorted(below, rank, right=True)
+
+
+def _outermost(counts: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the means of the first and of the last bin that holds values, float32 `(channels,)`."""
+    used, last = counts > 0, counts.shape[1] - 1
+    ends = used.int().argmax(1, keepdim=True), last - used.flip(1).int().argmax(1, keepdim=True)
+    low, high = ((sums.gather(1, end) / counts.gather(1, end))[:, 0].float() for end in ends)
+    return low, high
+
+
 def _search(
     moments: Moments, low: Tensor, high: Tensor, scheme: Scheme, offsets: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
     """Return the best exponent and the zero point, int32 `(channels,)`, without synchronising a symmetric search."""
     start, zero_point = nearest_exponent(low, high, scheme)
-    tried = (start[:, None] - torch.tensor(offsets, dtype=torch.int32, device=low.device)).clamp(-126, 127)
+    tried = torch.stack([start - offset for offset in offsets], 1).clamp(-126, 127)
     qparams = QParams(power_of_two(tried), zero_point[:, None].expand_as(tried))
     best = squared_error(moments, qparams, scheme).argmin(1, keepdim=True)
     return tried.gather(1, best)[:, 0], zero_point

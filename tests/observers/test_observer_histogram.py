@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from quark_fx.formats import INT8, UINT8
 from quark_fx.observers import Histogram, LinearHistogram, MinMax, Percentile
 from quark_fx.qparams import Scheme, Symmetry
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "observers.md"
 SYMMETRIC = Scheme(format=INT8)
 ASYMMETRIC = Scheme(format=UINT8, symmetry=Symmetry.ASYMMETRIC)
 
@@ -140,6 +143,53 @@ def test_percentile_is_modelopts(seed: int, relu: bool, percentile: float) -> No
     expected = modelopt_percentile([batch[0].double().numpy() for batch in data], 512, percentile)
     low, high = ours.range(ASYMMETRIC)
     assert max(-float(low), float(high)) == pytest.approx(expected, rel=1e-5)
+
+
+def numpy_histogram(data: list[NDArray[np.float64]], bins: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """`HistogramCalibrator.collect` of magnitudes with `torch_hist=False` and `skip_zeros=True`."""
+    counts, edges = np.histogram(np.abs(data[0][data[0] != 0]), bins)
+    for x in data[1:]:
+        x = np.abs(x[x != 0])
+        width = edges[1] - edges[0]
+        if len(x) and x.max() > edges[-1]:
+            edges = np.hstack((edges, np.arange(edges[-1] + width, x.max() + width, width)))
+        new = np.histogram(x, edges)[0]
+        new[: len(counts)] += counts
+        counts = new
+    return counts.astype(np.float64), edges
+
+
+@pytest.mark.parametrize("seed", range(0, 12, 2))
+@pytest.mark.parametrize("zeros", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("percentile", [99.99, 75.0, 20.0])
+def test_a_grid_without_zeros_begins_where_the_values_do(seed: int, zeros: float, percentile: float) -> None:
+    data = [batch.abs() + 0.5 for batch in batches(seed)]
+    generator = torch.Generator().manual_seed(seed)
+    for batch in data[: 1 if zeros == 1 else len(data)]:
+        batch[torch.rand(batch.shape, generator=generator) < zeros] = 0.0
+    ours = Percentile(grid="onnxruntime_absolute", bins=64, percentile=percentile, skip_zeros=True)
+    for batch in data:
+        ours = ours.observe(batch)
+    counts, edges = numpy_histogram([batch[0].double().numpy() for batch in data], 64)
+    assert ours.histogram is not None
+    assert int(ours.collected().counts.sum()) == int(counts.sum())
+    expected = float(edges[np.searchsorted(np.cumsum(counts / counts.sum()), percentile / 100)])
+    assert float(ours.range(SYMMETRIC)[1]) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("zeros", [0.0, 0.4])
+def test_the_spelling_of_quarks_percentile_gives_its_numbers(zeros: float) -> None:
+    """4,200 bins from 0 to the largest magnitude, zeros left out; the left edge of the bin that reaches the share."""
+    x = torch.randn(1, 20_000, generator=torch.Generator().manual_seed(3))
+    x[torch.rand(x.shape, generator=torch.Generator().manual_seed(4)) < zeros] = 0.0
+    (row,) = (line for line in DOCUMENT.read_text().splitlines() if "PerTensorPercentileObserver" in line)
+    (spelling,) = re.findall(r"`(Percentile\(.*\))`", row)
+    found = eval(spelling, {"Percentile": Percentile}).observe(x)
+    magnitudes = x[x != 0].abs()
+    counts = torch.histc(magnitudes, 4200, 0, float(magnitudes.max())).double()
+    edges = torch.linspace(0, float(magnitudes.max()), 4201)
+    reached = ((counts / counts.sum()).cumsum(0).float() >= min(1.0, 99.99999999 / 100)).nonzero()[0]
+    assert float(found.range(SYMMETRIC)[1]) == pytest.approx(float(edges[reached]), rel=1e-5)
 
 
 def test_modelopt_grid_starts_afresh_after_a_batch_of_zeros() -> None:

@@ -191,6 +191,51 @@ def test_percentile_mode_drops_outliers_first() -> None:
     check(kept, values, SYMMETRIC)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10_000),
+    size=st.integers(300, 2000),
+    shift=st.floats(-2, 2),
+    percentile=st.sampled_from((99.999, 99.9, 99.0, 90.0)),
+)
+def test_percentile_mode_is_quarks_on_raw_values(
+    scheme: Scheme, seed: int, size: int, shift: float, percentile: float
+) -> None:
+    """Of magnitudes up to the percentile; of values of an asymmetric format half of the rest goes on each side."""
+    x = torch.randn(1, size, generator=torch.Generator().manual_seed(seed)) + shift
+    seen = (
+        PowerOfTwoMinMse(mode="percentile", percentile=percentile).observe(x[:, : size // 3]).observe(x[:, size // 3 :])
+    )
+    values = x[0].double().numpy()
+    if scheme.symmetric:
+        kept = np.abs(values) <= np.percentile(np.abs(values), percentile)
+    else:
+        cut = (100 - percentile) / 2
+        kept = (values >= np.percentile(values, cut)) & (values <= np.percentile(values, 100 - cut))
+    # Values of one bin stay or go together: bins are a 2**-13th of the range wide.
+    found, width = seen.qparams(scheme), 2.0 ** (np.ceil(np.log2(np.abs(values).max())) - 13)
+    edges = values[kept].min() - width, values[kept].max() + width
+    near = [values[kept], values[(values >= edges[0]) & (values <= edges[1])]]
+    scales = []
+    for raw in near:
+        tried, errors, zero_point = quark_errors(raw, scheme, QUARK_OFFSETS, int(found.zero_point))
+        scales += [s for s, error in zip(tried, errors, strict=True) if error <= min(errors) * (1 + 1e-3) + 1e-12]
+        assert abs(int(found.zero_point) - zero_point) <= (0 if len(near[0]) == len(near[1]) else 1)
+    assert float(found.scale) in scales
+
+
+def test_percentile_mode_cuts_each_side_of_an_asymmetric_format_by_itself() -> None:
+    """All of the outliers are on one side: the percentile of magnitudes would leave the other side whole."""
+    x = torch.linspace(0, 1, 10_001)[None] ** 2 * 8
+    x[0, -40:] = 900.0
+    kept = PowerOfTwoMinMse(mode="percentile", percentile=99.0).observe(x).qparams(UNSIGNED)
+    values = x[0].double().numpy()
+    cut = np.percentile(values, (0.5, 99.5))
+    check(kept, values[(values >= cut[0]) & (values <= cut[1])], UNSIGNED)
+    assert float(kept.scale) == 2.0**-5
+
+
 def binned_reference(batches: list[Tensor], bins: int) -> float:
     """Quark 0.13: first batch's extremes in `bins` bins, more of that width later; MinMSE of the centres."""
     first = batches[0].double().numpy()
