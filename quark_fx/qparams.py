@@ -335,6 +335,8 @@ def like(x: Tensor, scale: Tensor | float) -> Tensor:
     """
     if isinstance(scale, Tensor):
         return scale.to(x)
+    if abs(scale) > torch.finfo(x.dtype).max:
+        scale = math.copysign(math.inf, scale)  # which `full` refuses to round to
     return torch.full((), scale, dtype=x.dtype, device=x.device)
 
 
