@@ -26,6 +26,7 @@ import quark_fx as qfx
 from benchmarks.common import environment, publish, table
 from benchmarks.language_models import load
 from benchmarks.watch import Watch
+from quark_fx.model_directory import read_model
 from quark_fx.passes import GPTQ
 from quark_fx.ranks import Ranks
 
@@ -93,7 +94,8 @@ def _rank(rank: int, count: int, folder: Path) -> None:
 
 
 def _codes(directory: Path) -> torch.Tensor:
-    tensors = load_file(directory / "model.safetensors")
+    model, file = read_model(directory)
+    tensors = {model["tensors"][name]: tensor for name, tensor in load_file(file).items()}
     return torch.cat([t.flatten() for name, t in sorted(tensors.items()) if name.endswith("_codes")])
 
 

@@ -35,6 +35,7 @@ from safetensors.torch import load_file
 import quark_fx as qfx
 from benchmarks.common import environment, publish, table
 from benchmarks.watch import Watch
+from quark_fx.model_directory import tensor_file
 
 VOCABULARY = 32000
 
@@ -143,7 +144,7 @@ def _output(directory: Path, preset: str, streamed: bool) -> Path:
 
 
 def _equal(directory: Path, preset: str) -> bool:
-    a, b = (load_file(_output(directory, preset, streamed) / "model.safetensors") for streamed in (True, False))
+    a, b = (load_file(tensor_file(_output(directory, preset, streamed))) for streamed in (True, False))
     return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -20,10 +21,12 @@ from quark_fx.pass_manager import (
     pass_to_dict,
     require_callable,
     require_order,
+    stored_pass,
 )
 from quark_fx.qparams import ScaleType, Symmetry
 from quark_fx.selection import Selective, matches
 from quark_fx.specs import Granularity, TensorSpec, enum_member, known_fields
+from quark_fx.untrusted import brief
 
 
 class Target(StrEnum):
@@ -86,13 +89,14 @@ class Override:
         return {"pattern": self.pattern} | {k: v and v.to_dict() for k, v in specs.items() if v is not INHERIT}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Inverse of `to_dict`; raises `ConfigError` for unknown keys."""
+    def from_dict(cls, data: Mapping[str, Any], *, stored: bool = False) -> Self:
+        """Inverse of `to_dict`; raises `ConfigError` for unknown keys; `stored` as for `TensorSpec.from_dict`."""
         values = known_fields(cls, data)
         if "pattern" not in values:
-            raise ConfigError(f"an override needs a pattern: {dict(data)}")
+            raise ConfigError(f"an override needs a pattern: {brief(dict(data))}")
         pattern = values.pop("pattern")
-        return cls(pattern=pattern, **{k: v if v is None else TensorSpec.from_dict(v) for k, v in values.items()})
+        specs = {k: v if v is None else TensorSpec.from_dict(v, stored=stored) for k, v in values.items()}
+        return cls(pattern=pattern, **specs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,22 +289,43 @@ class QuantConfig:
         return data
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+    def from_dict(cls, data: Mapping[str, Any], *, stored: bool = False) -> Self:
         """Inverse of `to_dict`. Fields besides a `preset`, which is a name, replace those that it has.
+
+        Args:
+            data: plain data.
+            stored: keep passes and observers that nothing here has registered as data (`StoredPass`,
+                `StoredObserver`): a model that is stored needs no code of what made it.
 
         Raises:
             ConfigError: for an unknown key or value; the message lists the valid ones.
         """
+        try:
+            return cls._from_dict(data, stored)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever a pass or observer raises about an option of another type
+            raise ConfigError(
+                f"the configuration {brief(data)} cannot be read: {type(error).__name__}: {brief(str(error))}"
+            ) from error
+
+    @classmethod
+    def _from_dict(cls, data: Mapping[str, Any], stored: bool) -> Self:
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"a configuration is a mapping, not {brief(data)}")
         data = dict(data)
         base = _preset(data.pop("preset")) if "preset" in data else None
         values = known_fields(cls, data)
         for key in ("weight", "input", "output", "bias"):
             if values.get(key) is not None:
-                values[key] = TensorSpec.from_dict(values[key])
+                values[key] = TensorSpec.from_dict(values[key], stored=stored)
         for key in ("passes", "overrides"):
             if not isinstance(given := values.get(key) or (), list | tuple):
-                raise ConfigError(f"{key} is a list, not {given!r}; write [{given!r}]")
-        parsers: dict[str, Callable[[Any], Any]] = {"passes": pass_from_dict, "overrides": Override.from_dict}
+                raise ConfigError(f"{key} is a list, not {brief(given)}; write [{brief(given)}]")
+        parsers: dict[str, Callable[[Any], Any]] = {
+            "passes": stored_pass if stored else pass_from_dict,
+            "overrides": partial(Override.from_dict, stored=stored),
+        }
         values |= {key: tuple(map(parse, values[key] or ())) for key, parse in parsers.items() if key in values}
         values |= {"exclude": values["exclude"] or ()} if "exclude" in values else {}
         return cls(**values) if base is None else base.replace(**values)  # type: ignore[return-value]

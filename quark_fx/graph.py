@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, is_concrete_int
 from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 
+from quark_fx.errors import QuarkError
 from quark_fx.formats import Format, parse_format
 
 _OWN_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
@@ -270,28 +273,72 @@ def is_getitem(node: Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 
 
-def restore_values(gm: GraphModule, inputs: Sequence[Tensor | None], dynamic: Sequence[Collection[int]]) -> None:
+def tensor_names(gm: GraphModule) -> Mapping[str, str]:
+    """Return what the tensors of a loaded graph were called, by the names its nodes have for them.
+
+    The names come from a file: they are for messages and for the names of tensors in other files.
+    """
+    return gm.meta.get("tensor_names", {})  # type: ignore[no-any-return]
+
+
+def restore_values(
+    gm: GraphModule,
+    inputs: Sequence[Tensor | None],
+    symbols: Sequence[Mapping[int, int]],
+    check: Callable[[Node, Sequence[Any]], None] = lambda node, values: None,
+    *,
+    device: torch.device | None = None,
+) -> None:
     """Give every node its fake value (`meta["val"]`) by running the graph on fakes of `inputs`.
 
     Args:
         gm: a functional graph.
         inputs: one tensor per input, `None` for an input that is no tensor.
-        dynamic: per input, the dimensions that vary; each becomes a symbol of its own.
-    """
-    mode = gm.meta["fake_mode"] = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        symbols: per input, the dimensions that vary, and a number for each size: equal sizes have equal numbers.
+        check: called with every call of the graph and the fake values of its arguments, and with every node and its
+            value, before anything else sees them; raises to stop.
+        device: what `inputs` on the meta device stand for; default: the device they are on.
 
-    def fake(x: Tensor | None, dims: Collection[int]) -> Tensor | None:
+    Raises:
+        QuarkError: if an operator holds only for the sizes of `inputs` in a dimension that varies.
+    """
+    env = ShapeEnv(duck_shape=False)
+    # What has no rule for its shapes would be run on zeros.
+    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True, allow_fallback_kernels=False)
+    gm.meta["fake_mode"] = mode
+    sizes: dict[int, torch.SymInt] = {}
+
+    def fake(x: Tensor | None, dims: Mapping[int, int]) -> Tensor | None:
         if x is None:
             return None
-        sizes = [DimDynamic.DYNAMIC if dim in dims else DimDynamic.STATIC for dim in range(x.dim())]
-        return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+        dynamic = [DimDynamic.DYNAMIC if dim in dims else DimDynamic.STATIC for dim in range(x.dim())]
+        value = mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic))
+        if device is not None:
+            value.fake_device = device
+        for dim, symbol in dims.items():
+            size: Any = value.shape[dim]
+            bool(size == sizes.setdefault(symbol, size))  # from here on the environment knows that they are equal
+        return value
+
+    def require_free(node: Node) -> None:
+        known = [size.node.expr for size in sizes.values()]
+        if any(static_size(size) is not None for size in sizes.values()) or len(set(known)) < len(known):
+            raise QuarkError(
+                f"{describe(node)} computes its shape for one size only of a dimension that may vary, "
+                "with this version of torch"
+            )
 
     class Recorder(torch.fx.Interpreter):
         def run_node(self, n: Node) -> Any:
+            if n.op == "call_function":
+                check(n, pytree.tree_leaves(self.fetch_args_kwargs_from_env(n)))
             value = value_of(gm, n) if n.op == "get_attr" else super().run_node(n)
             if n.op != "output":
+                check(n, pytree.tree_leaves(value))
                 n.meta["val"] = value
+                require_free(n)
             return value
 
-    with torch.no_grad(), mode:
-        Recorder(gm).run(*(fake(x, dims) for x, dims in zip(inputs, dynamic, strict=True)))
+    # Torch's own rules for composite operators keep sizes as symbols; the compiled ones ask for numbers.
+    with torch.no_grad(), mode, enable_python_dispatcher():
+        Recorder(gm).run(*(fake(x, dims) for x, dims in zip(inputs, symbols, strict=True)))

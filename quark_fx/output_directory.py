@@ -13,8 +13,9 @@ from typing import Any
 
 from quark_fx.checkpoint_files import GRAPH_FILE
 from quark_fx.errors import CheckpointError, ConfigError
+from quark_fx.model_directory import is_model_file
 from quark_fx.ranks import Ranks
-from quark_fx.serialization import TENSOR_FILE
+from quark_fx.untrusted import read_bytes
 
 _UNFINISHED = "unfinished"
 """The folder that holds what a run needs until it has ended."""
@@ -26,7 +27,10 @@ _BLOCKS = "blocks"
 """The folder in it for finished blocks."""
 
 _LOCK = "lock"
-"""The file in it that a run keeps locked, and by which the folder is known."""
+"""The file in it that a run keeps locked, and by whose contents the folder is known."""
+
+_OURS = b"a run of quark_fx keeps its finished blocks here\n"
+"""What that file says: a folder of the same name that is somebody else's is left alone."""
 
 
 @contextmanager
@@ -49,7 +53,7 @@ def work_directory(
     locks: list[Any] = []
     ranks.first(lambda: locks.append(_taken(output, checkpoint)))
     try:
-        if not (unfinished / _LOCK).exists():
+        if not _is_ours(unfinished):
             raise ConfigError(
                 f"rank {ranks.index} does not see in {output} what the first rank wrote there; give all ranks the same "
                 "output_dir, on a file system they share"
@@ -71,7 +75,24 @@ def clear(output: str | Path) -> None:
     """Remove what a run needed, when its result is complete."""
     removed = Path(output) / _REMOVED
     os.replace(Path(output) / _UNFINISHED, removed)
-    shutil.rmtree(removed)
+    _remove(removed)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder of ours, last the file by which it is known: what an interruption leaves is known, too."""
+    for path in folder.iterdir():
+        if path.name != _LOCK:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    shutil.rmtree(folder)
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        said = read_bytes(folder / _LOCK, len(_OURS))
+        # Of a run that ended before it wrote into its lock nothing else is there.
+        return said == _OURS or (not said and len(list(folder.iterdir())) == 1)
+    except (OSError, ValueError):
+        return False
 
 
 def kept_blocks(checkpoint: str | Path) -> Path | None:
@@ -86,7 +107,7 @@ def _taken(output: Path, checkpoint: str | Path | None) -> Any:
     lock = output / _UNFINISHED / _LOCK
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        file = lock.open("a", encoding="utf-8")
+        file = lock.open("a+b")
     except OSError as error:
         raise CheckpointError(f"output_dir {output} cannot be made: {error}; choose another directory") from error
     try:
@@ -96,6 +117,9 @@ def _taken(output: Path, checkpoint: str | Path | None) -> Any:
         raise ConfigError(
             f"another run is writing to output_dir {output}; wait until it has ended, or choose another directory"
         ) from error
+    if not lock.stat().st_size:
+        file.write(_OURS)
+        file.flush()
     return file
 
 
@@ -107,15 +131,14 @@ def _lock(file: Any) -> None:
 
 def _require_ours(output: Path, checkpoint: str | Path | None) -> None:
     own = {_UNFINISHED}
-    shutil.rmtree(output / _REMOVED, ignore_errors=True)
+    if _is_ours(output / _REMOVED):
+        _remove(output / _REMOVED)
     if checkpoint is not None and Path(checkpoint).absolute() == output.absolute():
         raise ConfigError(f"checkpoint and output_dir are both {output}; choose another directory for finished blocks")
     if checkpoint is not None and Path(checkpoint).parent == output:
         own.add(Path(checkpoint).name)
-    if (output / _UNFINISHED / _LOCK).exists():  # interrupted, be it while it was saved
-        own |= {TENSOR_FILE, GRAPH_FILE, f"{TENSOR_FILE}.partial", f"{GRAPH_FILE}.partial"}
-        for file in output.glob(".tmp??????"):  # as safetensors calls what it is writing, if the process was killed
-            file.unlink()
+    if _is_ours(output / _UNFINISHED):  # interrupted, be it while it was saved
+        own |= {file.name for file in output.iterdir() if is_model_file(file.name)}
     elif (output / GRAPH_FILE).exists():
         raise ConfigError(
             f"output_dir {output} holds graph.json already: if that is a finished result, read it with quark_fx.load, "

@@ -15,7 +15,7 @@ import inspect
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from typing import Any, Self, TypeVar, cast
 
@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from quark_fx.errors import ConfigError, PassError
 from quark_fx.graph import output_node, stored_tensors
 from quark_fx.isolation import isolated
+from quark_fx.untrusted import brief
 
 GraphPass = Callable[..., int]
 """`pass(graph)`, or `pass(graph, context=...)`, returns the number of rewrites."""
@@ -82,7 +83,7 @@ class Change:
         changed: whether it did anything.
         before: relative squared error of what it minimises (0 is exact), on data that is not learned from.
         after: the same after the change, which was accepted for being smaller.
-        seconds: what it took.
+        seconds: what it took; NaN of a loaded model.
     """
 
     name: str
@@ -90,7 +91,7 @@ class Change:
     changed: bool = True
     before: float | None = None
     after: float | None = None
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -98,13 +99,14 @@ class PassRecord:
     """What one pass did: its name, the number of rewrites, seconds, and a row for each operator or site.
 
     Attributes:
+        seconds: what it took; NaN of a loaded model.
         held_out: the errors of the rows are on data that was not learned from; a single sample leaves none.
         remark: what else could be done, in a few words.
     """
 
     name: str
     rewrites: int
-    seconds: float
+    seconds: float = field(compare=False)
     changes: tuple[Change, ...] = ()
     held_out: bool = True
     remark: str = ""
@@ -114,6 +116,30 @@ class PassRecord:
         """Inverse of `dataclasses.asdict`."""
         changes = tuple(Change(**row) for row in data.get("changes", ()))
         return cls(**{**data, "changes": changes})
+
+
+@dataclass(frozen=True)
+class StoredPass:
+    """A pass of a stored model that nothing here has registered: what it was called with, which cannot be run.
+
+    Attributes:
+        name: the name it was registered under.
+        options: its options, as plain data.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, gm: GraphModule) -> int:
+        """Raise `PassError`."""
+        raise PassError(f"pass {self.name} is known from a stored model only; import the module that registers it")
 
 
 def graph_pass(
@@ -167,6 +193,7 @@ def pass_targets(p: GraphPass) -> tuple[str, ...]:
 
 def require_order(passes: Sequence[GraphPass]) -> None:
     """Raise `ConfigError` if a pass is listed before one that has to run first; the message names both."""
+    passes = [p for p in passes if not isinstance(p, StoredPass)]  # whose promises are not known
     for late, p in enumerate(passes):
         for early in passes[:late]:
             before: Promise = getattr(early, "promise", Promise())
@@ -211,6 +238,8 @@ def require_callable(p: GraphPass) -> None:
 
 def pass_to_dict(p: GraphPass) -> dict[str, Any]:
     """Return `{"name": ..., option: value, ...}`."""
+    if isinstance(p, StoredPass):
+        return {"name": p.name, **p.options}
     name = pass_name(p)
     options: dict[str, Any] = asdict(cast(Any, p)) if is_dataclass(p) else {}
     return {"name": name} | {key: _plain(value) for key, value in options.items()}
@@ -241,6 +270,21 @@ def pass_from_dict(data: str | Mapping[str, Any]) -> GraphPass:
             f"pass {name!r} has no option {', '.join(sorted(unknown))}; it has {', '.join(known) or 'none'}"
         )
     return registered(**options) if isinstance(registered, type) else registered  # type: ignore[no-any-return]
+
+
+def stored_pass(data: Any) -> GraphPass:
+    """Build a pass of a stored model: the registered one, or a `StoredPass` if there is none with these options.
+
+    Raises:
+        ConfigError: if the data are no name or mapping with one.
+    """
+    name = data if isinstance(data, str) else data.get("name") if isinstance(data, Mapping) else None
+    if not isinstance(name, str):
+        raise ConfigError(f"a pass is a name, or a mapping of its name and options, not {brief(data)}")
+    try:
+        return pass_from_dict(data)
+    except Exception:  # whatever the class of another version raises about these options
+        return StoredPass(name, {} if isinstance(data, str) else {k: v for k, v in data.items() if k != "name"})
 
 
 @isolated

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -85,7 +86,7 @@ class Report:
                 _shortened(change.what),
                 _number(change.before),
                 _number(change.after),
-                f"{change.seconds:.2f}",
+                "-" if math.isnan(change.seconds) else f"{change.seconds:.2f}",
             )
             for record in self.passes
             if name in (None, record.name)
@@ -164,7 +165,8 @@ def _summary(record: PassRecord) -> str:
         where = "held-out data" if record.held_out else "the data it was learned from"
         error = f", mean error {before:.3g} → {after:.3g} on {where}"
     remark = f"; {record.remark}" if record.remark else ""
-    return f"{record.name}: {record.rewrites} changed of {len(record.changes)}{error}, {record.seconds:.1f} s{remark}"
+    seconds = "" if math.isnan(record.seconds) else f", {record.seconds:.1f} s"
+    return f"{record.name}: {record.rewrites} changed of {len(record.changes)}{error}{seconds}{remark}"
 
 
 def _shortened(text: str) -> str:

@@ -11,8 +11,9 @@ from typing import Any, Self
 from quark_fx.errors import ConfigError
 from quark_fx.formats import UINT32, FloatFormat, Format, parse_format
 from quark_fx.observers import Distribution, MinMax, NonOverflow, Observer, Placeholder, PowerOfTwoMinMse
-from quark_fx.observers.base import observer_from_dict, observer_to_dict
+from quark_fx.observers.base import observer_from_dict, observer_to_dict, stored_observer
 from quark_fx.qparams import ScaleType, Scheme, Symmetry
+from quark_fx.untrusted import brief
 
 
 class Granularity(StrEnum):
@@ -239,15 +240,21 @@ class TensorSpec:
         return data
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+    def from_dict(cls, data: Mapping[str, Any], *, stored: bool = False) -> Self:
         """Inverse of `to_dict`.
+
+        Args:
+            data: plain data.
+            stored: keep an observer that nothing here has registered as data (`StoredObserver`).
 
         Raises:
             ConfigError: for an unknown key or value; the message lists the valid ones.
         """
         values = known_fields(cls, data)
         if "format" not in values:
-            raise ConfigError(f"a tensor spec needs a format: {dict(data)}")
+            raise ConfigError(f"a tensor spec needs a format: {brief(dict(data))}")
+        if stored and values.get("observer") is not None:
+            values["observer"] = stored_observer(values["observer"])
         return cls(**values)
 
 
@@ -261,6 +268,8 @@ def _plain(value: Any) -> Any:
 def known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
     """Return `data`, whose keys must be fields of the dataclass `cls`; raises `ConfigError` listing them."""
     names = [f.name for f in fields(cls)]
+    if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
+        raise ConfigError(f"a {cls.__name__} is a mapping of {', '.join(names)}, not {brief(data)}")
     if unknown := set(data) - set(names):
         raise ConfigError(f"{cls.__name__} has no field {', '.join(sorted(unknown))}; it has {', '.join(names)}")
     return dict(data)

@@ -524,7 +524,7 @@ def build(steps: Sequence[Step], inputs: int, results: int) -> Case:
     graph.output((*values[-results:], *joined))
     gm = GraphModule(root, graph)
     data = [rand(3, 4, seed=10 + i) for i in range(inputs)]
-    restore_values(gm, data, [()] * inputs)
+    restore_values(gm, data, [{}] * inputs)
     return Case(gm, list(data))
 
 

@@ -17,10 +17,10 @@ PACKAGE = ROOT / "quark_fx"
 LINKS = ("passes", "observers", "export")
 
 LAYERS = (
-    {"errors", "isolation", "memory"},
+    {"errors", "isolation", "memory", "untrusted"},
     {"formats", "shelf", "checkpoint_files", "ranks", "selection"},
     {"qparams", "layout"},
-    {"ops", "observers", "graph", "signature"},
+    {"ops", "observers", "graph", "signature", "structures", "stored_operators", "model_directory"},
     {"operators", "pass_manager", "grid", "shifts"},
     {"specs"},
     {"config", "block_formats", "pair_sums"},

@@ -11,6 +11,7 @@ from tiny import cnn, images, quantize
 
 import quark_fx as qfx
 from quark_fx.errors import ConfigError
+from quark_fx.model_directory import tensor_file
 from quark_fx.output_directory import work_directory
 from quark_fx.presets import INT8_STATIC
 from quark_fx.ranks import ALONE, Ranks
@@ -28,6 +29,24 @@ def test_a_folder_that_no_run_left_is_not_touched(tmp_path: Path) -> None:
     assert (tmp_path / "unfinished" / "thesis.txt").read_text() == "mine"
 
 
+def test_a_folder_called_like_one_that_is_removed_is_not_touched(tmp_path: Path) -> None:
+    for name in ("unfinished.removed", "unfinished"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").write_text("mine")
+        (tmp_path / name / "thesis.txt").write_text("mine")
+        with pytest.raises(ConfigError, match=f"holds {name} already; choose a new directory"):
+            run(tmp_path)
+        assert sorted(file.name for file in (tmp_path / name).iterdir()) == ["lock", "thesis.txt"]
+        shutil.rmtree(tmp_path / name)
+
+
+def test_a_run_that_was_killed_before_it_wrote_anything_is_started_again(tmp_path: Path) -> None:
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished" / "lock").touch()
+    run(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {"graph.json", tensor_file(tmp_path).name}
+
+
 def test_a_finished_result_is_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
 
@@ -42,7 +61,7 @@ def test_a_finished_result_is_never_replaced(tmp_path: Path, monkeypatch: pytest
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"if that is a finished result, read it with quark_fx\.load"):
             quantize(cnn(), "int8_weight_only", images(4), output_dir=out)
-    assert {file.name for file in out.iterdir()} == {"graph.json", "model.safetensors"}
+    assert {file.name for file in out.iterdir()} == {"graph.json", tensor_file(out).name}
     assert (out / "graph.json").read_bytes() == written
 
 

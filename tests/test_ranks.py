@@ -22,6 +22,7 @@ import quark_fx as qfx
 from quark_fx.config import QuantConfig, TensorSpec
 from quark_fx.context import Checkpoint
 from quark_fx.formats import UINT8
+from quark_fx.model_directory import tensor_file
 from quark_fx.observers import Percentile
 from quark_fx.passes import GPTQ, AdaRound, FitScales
 from quark_fx.presets import INT8_STATIC, W4A16_AWQ, W4A16_GPTQ
@@ -122,7 +123,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_two_ranks_end_as_one_process_does(name: str, results: Path) -> None:
-    first, second = (load_file(results / f"{name} {rank}" / "model.safetensors") for rank in range(2))
+    first, second = (load_file(tensor_file(results / f"{name} {rank}")) for rank in range(2))
     assert all(
         torch.equal(first[key].flatten().view(torch.uint8), second[key].flatten().view(torch.uint8)) for key in first
     )
@@ -175,10 +176,11 @@ def test_a_rank_that_dies_ends_the_job_which_continues(tmp_path: Path) -> None:
     run(2, tmp_path, streamed)
     (tmp_path / "undisturbed").mkdir()
     run(2, tmp_path / "undisturbed", streamed)
-    a, b = (load_file(folder / "out" / "model.safetensors") for folder in (tmp_path, tmp_path / "undisturbed"))
+    a, b = (load_file(tensor_file(folder / "out")) for folder in (tmp_path, tmp_path / "undisturbed"))
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["graph.json", "model.safetensors"]
+    out = tmp_path / "out"
+    assert sorted(file.name for file in out.iterdir()) == ["graph.json", tensor_file(out).name]
 
 
 def refuse(folder: Path) -> None:

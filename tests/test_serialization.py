@@ -8,17 +8,23 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnxruntime
 import pytest
 import torch
 from devices import on_devices
+from safetensors.torch import load_file
+from stored import edit, replace_tensors
 from tiny import calls, cnn, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 
 import quark_fx as qfx
+from quark_fx.graph import placeholders, stored_tensors, tensor_names
+from quark_fx.model_directory import tensor_file
 from quark_fx.presets import INT8_DYNAMIC, PRESETS
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., list[Tensor]]]] = {
@@ -39,7 +45,14 @@ def test_a_loaded_model_computes_the_same_bits(name: str, preset: str, tmp_path:
     assert loaded.config == qmodel.config
     assert loaded.signature == qmodel.signature
     assert loaded.report() == qmodel.report()
-    assert str(loaded.graph_module.graph) == str(qmodel.graph_module.graph)
+    assert shape(loaded) == shape(qmodel)
+    assert set(tensor_names(loaded.graph_module).values()) == set(stored_tensors(qmodel.graph_module))
+
+
+def shape(qmodel: qfx.QuantizedModel) -> list[Any]:
+    """Return the nodes of a graph, without the names of its tensors."""
+    nodes = qmodel.graph_module.graph.nodes
+    return [(n.name, n.op, n.op == "get_attr" or n.target, str(n.args), str(n.kwargs)) for n in nodes]
 
 
 @pytest.mark.parametrize(
@@ -111,14 +124,14 @@ def test_a_hugging_face_output_survives(tmp_path: Path) -> None:
     code = f"import quark_fx; print(quark_fx.load({str(tmp_path)!r}).signature.output_names)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == str(qmodel.signature.output_names), done.stderr
-    edit(tmp_path, lambda d: d["signature"].update(out_spec=d["signature"]["out_spec"].replace("modeling_", "no_")))
-    with pytest.raises(qfx.QuarkError, match=r"a type of transformers\.no_outputs, which is not installed here"):
-        qfx.load(tmp_path)
+    for name in ("transformers.modeling_outputs.NoOutput", "transformers.models.none.modeling_none.NoOutput"):
+        edit(tmp_path, lambda d, name=name: d["signature"]["out_structure"].update(name=name))  # type: ignore[misc]
+        assert list(qfx.load(tmp_path)(rand(3, 4))) == ["last_hidden_state"]  # a dict
 
 
 def test_a_type_that_nothing_registered_is_named(stored: Path) -> None:
-    spec = json.dumps([1, {"type": "somebody.Elses", "context": "[]", "children_spec": []}])
-    edit(stored, lambda d: d["signature"].update(out_spec=spec))
+    structure = {"kind": "registered", "name": "somebody.Elses", "context": [], "items": [None]}
+    edit(stored, lambda d: d["signature"].update(out_structure=structure))
     with pytest.raises(qfx.QuarkError, match=r"nothing has registered: .*somebody.Elses.*; import the"):
         qfx.load(stored)
 
@@ -129,17 +142,10 @@ def stored(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def edit(directory: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    path = directory / "graph.json"
-    document = json.loads(path.read_text())
-    change(document)
-    path.write_text(json.dumps(document))
-
-
 def test_only_json_and_safetensors_are_written_and_nothing_is_pickled(stored: Path) -> None:
-    assert {p.name for p in stored.iterdir()} == {"graph.json", "model.safetensors"}
+    assert {p.name for p in stored.iterdir()} == {"graph.json", tensor_file(stored).name}
     json.loads((stored / "graph.json").read_text())
-    raw = (stored / "model.safetensors").read_bytes()
+    raw = tensor_file(stored).read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])
     assert json.loads(raw[8 : 8 + length])
     for path in stored.iterdir():
@@ -147,10 +153,10 @@ def test_only_json_and_safetensors_are_written_and_nothing_is_pickled(stored: Pa
         assert not content.startswith((b"\x80", b"PK")), "a pickle or a zip of one"
 
 
-@pytest.mark.parametrize("name", ["graph.json", "model.safetensors"])
+@pytest.mark.parametrize("name", ["graph", "tensors"])
 @pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "binary"])
 def test_a_damaged_file_is_named(name: str, damage: str, stored: Path) -> None:
-    path = stored / name
+    path = stored / "graph.json" if name == "graph" else tensor_file(stored)
     if damage == "missing":
         path.unlink()
     else:
@@ -158,7 +164,7 @@ def test_a_damaged_file_is_named(name: str, damage: str, stored: Path) -> None:
         path.write_bytes(
             {"empty": b"", "truncated": content[: len(content) // 2], "binary": b"\xff\xfe\x00" * 99}[damage]
         )
-    with pytest.raises(qfx.QuarkError, match="holds no readable quantized model") as caught:
+    with pytest.raises(qfx.QuarkError, match=r"holds no readable quantized model|is damaged: its SHA") as caught:
         qfx.load(stored)
     assert str(stored) in str(caught.value)
 
@@ -175,9 +181,11 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         qmodel.save(tmp_path / "file")
 
 
-def test_a_newer_version_is_refused(stored: Path) -> None:
-    edit(stored, lambda d: d.update(version=99))
-    with pytest.raises(qfx.QuarkError, match="format version 99, this quark_fx reads 2; update quark_fx"):
+@pytest.mark.parametrize(("version", "remedy"), [(99, "update quark_fx"), (2, "save the model again"), ("3", "save")])
+def test_another_version_is_refused(version: Any, remedy: str, stored: Path) -> None:
+    document = json.loads((stored / "graph.json").read_text())
+    (stored / "graph.json").write_text(json.dumps(document | {"version": version}))
+    with pytest.raises(qfx.QuarkError, match=rf"format version '?{version}'?, this quark_fx reads 3; {remedy}"):
         qfx.load(stored)
 
 
@@ -199,7 +207,21 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "tensor that is not stored": lambda d: node(d, "get_attr").update(target="ghost.weight"),
     "too few arguments": lambda d: node(d, "call_function").update(args=[]),
     "shape of strings": lambda d: d["inputs"][0].update(shape=["a"]),
-    "structure that is none": lambda d: d["signature"].update(in_spec="[]"),
+    "structure that is none": lambda d: d["signature"].update(in_structure="[]"),
+    "structure without its keywords": lambda d: d["signature"].update(in_structure={"kind": "tuple", "items": [None]}),
+    "one result of two": lambda d: d["signature"].update(out_structure={"kind": "list", "items": [None, None]}),
+    "tensor without a name": lambda d: d["tensors"].popitem(),
+    "name without a tensor": lambda d: d["tensors"].update(t99="a"),
+    "name that is no text": lambda d: d["tensors"].update(t0=[]),
+    "size that varies by a size that is not known": lambda d: d["inputs"][0].update(shape=[{"symbol": 7}, 4]),
+    "row of another type": lambda d: d["rows"][0].update(bytes_before="many"),
+    "graph that ends twice": lambda d: d["nodes"].append(node(d, "output")),
+    "graph without an end": lambda d: d["nodes"].pop(),
+    "two nodes of a name": lambda d: d["nodes"].insert(0, node(d, "get_attr")),
+    "too many arguments": lambda d: node(d, "call_function")["args"].extend([0] * 9),
+    "argument of another type": lambda d: node(d, "call_function")["args"].__setitem__(1, 8),
+    "keyword that the operator has not": lambda d: node(d, "call_function").update(kwargs={"colour": 1}),
+    "shapes that do not fit": lambda d: d["inputs"][0].update(shape=[4, 5]),
 }
 
 
@@ -239,9 +261,10 @@ INJECTIONS: dict[str, Callable[[dict[str, Any], str], Any]] = {
     "input name": lambda d, code: node(d, "placeholder").update(target=f"x={code}"),
     "keyword": lambda d, code: node(d, "call_function").update(kwargs={f"a={code}, b": 1}),
     "node name": lambda d, code: node(d, "get_attr").update(name=f"x = {code}; y"),
+    "node name of a second line": lambda d, code: node(d, "get_attr").update(name=f"x\r{code}\ry"),
     "string argument": lambda d, code: node(d, "call_function").update(args=[f'") or {code} or ("']),
     "unknown kind of node": lambda d, code: node(d, "call_function").update(op=f"call_function or {code}"),
-    "output structure": lambda d, code: d["signature"].update(out_spec=code),
+    "output structure": lambda d, code: d["signature"].update(out_structure=code),
 }
 
 
@@ -254,19 +277,69 @@ def test_code_in_a_stored_graph_is_never_run(place: str, stored: Path, tmp_path:
     assert not victim.exists()
 
 
-def test_no_module_is_imported_to_rebuild_a_structure(stored: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def breaking_out(victim: Path) -> str:
+    """Return a name that ends the line of source it is pasted in, and goes on with one that makes a file.
+
+    A carriage return ends a line of Python, but not one that torch.fx indents; a name may hold no dots.
+    """
+    code = "+".join(f"chr({ord(letter)})" for letter in f"touch {victim}")
+    return f'a", 0)\rgetattr(__import__("os"), "system")({code})\rdef g(self, input):\r    b = ("'
+
+
+def test_the_name_of_a_tensor_is_text(stored: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    name = breaking_out(victim)
+    edit(stored, lambda d: d["tensors"].update(t0=name))
+    loaded = qfx.load(stored)
+    loaded(rand(3, 4))
+    qfx.export.onnx(loaded, tmp_path / "a.onnx")
+    assert name in {tensor.name for tensor in onnx.load(tmp_path / "a.onnx").graph.initializer}
+    loaded.save(tmp_path / "again")
+    assert not victim.exists()
+    tensors = load_file(tensor_file(stored))
+    replace_tensors(stored, {name: tensors.pop("t0"), **tensors})
+    edit(
+        stored, lambda d: (d["tensors"].update({name: d["tensors"].pop("t0")}), node(d, "get_attr").update(target=name))
+    )
+    with pytest.raises(qfx.QuarkError, match="different names"):
+        qfx.load(stored)
+    assert not victim.exists()
+
+
+STRUCTURES: dict[str, Any] = {
+    "enum": {"kind": "dict", "keys": [{"__enum__": True, "fqn": "quark_fx_victim:A", "name": "b"}], "items": [None]},
+    "factory": {"kind": "defaultdict", "factory": "quark_fx_victim.a", "keys": ["y"], "items": [None]},
+    "registered": {"kind": "registered", "name": "quark_fx_victim.A", "context": [], "items": [None]},
+    "registered by torch": {
+        "kind": "registered",
+        "name": "collections.defaultdict",
+        "items": [None],
+        "context": {
+            "default_factory_module": "quark_fx_victim",
+            "default_factory_name": "b",
+            "dict_context": ["y"],
+        },
+    },
+    "output": {"kind": "model_output", "name": "quark_fx_victim.A", "keys": ["y"], "items": [None]},
+    "output of transformers": {
+        "kind": "model_output",
+        "name": "transformers.models.quark_fx_victim.A",
+        "keys": ["y"],
+        "items": [None],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
+def test_no_module_is_imported_to_rebuild_a_structure(
+    kind: str, stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "quark_fx_victim.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    for context in (
-        {"__enum__": True, "fqn": "quark_fx_victim:A", "name": "b"},
-        {"default_factory_module": "quark_fx_victim", "default_factory_name": "b", "dict_context": []},
-    ):
-        kind = "builtins.dict" if "fqn" in context else "collections.defaultdict"
-        text = json.dumps(context) if "fqn" in context else context
-        spec = json.dumps([1, {"type": kind, "context": text, "children_spec": []}])
-        edit(stored, lambda d, spec=spec: d["signature"].update(out_spec=spec))  # type: ignore[misc]
-        with pytest.raises(qfx.QuarkError, match="import that module first"):
-            qfx.load(stored)
+    edit(stored, lambda d: d["signature"].update(out_structure=STRUCTURES[kind]))
+    with pytest.raises(qfx.QuarkError):
+        qfx.load(stored)
+    assert "quark_fx_victim" not in sys.modules
 
 
 def test_a_default_dictionary_of_a_known_type_survives(tmp_path: Path) -> None:
@@ -282,3 +355,196 @@ def test_a_default_dictionary_of_a_known_type_survives(tmp_path: Path) -> None:
     qmodel.save(tmp_path)
     got = qfx.load(tmp_path)(rand(3, 4))
     assert (type(got), got.default_factory, list(got)) == (defaultdict, list, ["y"])
+
+
+SHAPES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "upsampling": (nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(4, 4, 1)), (4, 4, 6, 7)),
+    "response norm": (nn.Sequential(nn.LocalResponseNorm(2), nn.Conv2d(4, 4, 1)), (4, 4, 6, 7)),
+    "same padding of an even kernel": (nn.Conv2d(4, 4, 2, padding="same"), (4, 4, 6, 7)),
+    "a sequence as long as the batch": (nn.Sequential(nn.Linear(8, 8), nn.Softmax(1)), (4, 4, 8)),
+    "a recurrent layer": (nn.LSTM(4, 4, batch_first=True), (4, 5, 4)),
+    "attention": (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (4, 5, 8)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_dimension_that_varies_still_does_in_the_export_of_a_loaded_model(name: str, tmp_path: Path) -> None:
+    model, shape = SHAPES[name]
+    qmodel = quantize(seeded(model), "int8_weight_only", [rand(*shape)])
+    qmodel.save(tmp_path)
+    loaded = qfx.load(tmp_path)
+    batch = rand(7, *shape[1:])
+    files = [tmp_path / "first.onnx", tmp_path / "again.onnx"]
+    for one, file in zip((qmodel, loaded), files, strict=True):
+        qfx.export.onnx(one, file)
+    sizes, results = [], []
+    for file in files:
+        session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+        sizes.append([[d if isinstance(d, int) else None for d in i.shape] for i in session.get_inputs()])
+        results.append(session.run(None, {session.get_inputs()[0].name: batch.numpy()})[0])
+    assert sizes[0] == sizes[1]
+    assert sizes[0][0][0] is None
+    assert (results[0] == results[1]).all()
+    names = [{tensor.name for tensor in onnx.load(file).graph.initializer} for file in files]
+    assert set(stored_tensors(qmodel.graph_module)) & names[0] <= names[1]
+
+
+def test_sizes_that_are_equal_stay_equal(tmp_path: Path) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+            return self.linear(x) + y, z * 2
+
+    quantize(seeded(Both()), "int8_weight_only", [(rand(4, 4), rand(4, 3), rand(4, 3))]).save(tmp_path)
+    sizes = [p.meta["val"].shape[0].node.expr for p in placeholders(qfx.load(tmp_path).graph_module)]
+    assert sizes[0] == sizes[1] != sizes[2]
+
+
+def test_a_dimension_that_this_torch_fixes_is_named_at_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantize(seeded(SHAPES["upsampling"][0]), "int8_weight_only", [rand(4, 4, 6, 7)]).save(tmp_path)
+    # Without torch's own rules the compiled ones ask for numbers.
+    monkeypatch.setattr("quark_fx.graph.enable_python_dispatcher", nullcontext)
+    loaded = qfx.load(tmp_path)
+    assert loaded(rand(2, 4, 6, 7)).shape == (2, 4, 12, 14)
+    with pytest.raises(qfx.QuarkError, match=r"upsample_nearest2d.vec at %.*one size only of a dimension that"):
+        qfx.export.onnx(loaded, tmp_path / "a.onnx")
+
+
+def call_of(target: str, *args: Any, **kwargs: Any) -> Callable[[dict[str, Any]], Any]:
+    """Return a change that makes a call the result of a stored model, in the place of its own."""
+
+    def change(document: dict[str, Any]) -> None:
+        own = node(document, "call_function")["args"][0]
+
+        def given(value: Any) -> Any:
+            if isinstance(value, list):
+                return [given(item) for item in value]
+            return own if value is X else value
+
+        call = {"name": "hostile", "op": "call_function", "target": target, "args": given(list(args))}
+        document["nodes"].insert(-1, call | {"kwargs": {key: given(value) for key, value in kwargs.items()}})
+        node(document, "output").update(args=[[{"node": "hostile"}]])
+
+    return change
+
+
+X = object()
+"""Stands for the input of a stored model, in `call_of`."""
+
+UNSAFE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "a sparse tensor of places that nobody checks": (
+        call_of("aten._sparse_coo_tensor_unsafe.default", X, X, [4]),
+        "is not allowed",
+    ),
+    "a view of other memory": (call_of("aten.as_strided.default", X, [9], [1 << 40]), "is not allowed"),
+    "memory as it is": (call_of("aten.empty_strided.default", [9], [1]), "is not allowed"),
+    "a file": (call_of("aten.from_file.default", "/etc/passwd"), "is not allowed"),
+    "an operator that writes": (call_of("aten.add_.Tensor", X, X), "is not allowed"),
+    "an overload that writes": (call_of("aten.add.out", X, X, out=X), "writes into its arguments"),
+    "any bytes as truth values": (call_of("aten.view.dtype", X, {"torch": "bool"}), "is not allowed"),
+    "another layout": (call_of("aten.zeros.default", [2], layout={"torch": "sparse_coo"}), "which is not known"),
+    "terabytes": (call_of("aten.full.default", [1 << 50], 0), "computes a tensor of shape"),
+    "terabytes by views": (call_of("aten.expand.default", X, [1 << 41, -1, -1]), "computes a tensor of shape"),
+    "a power without end": (call_of("python.pow", 9, 1 << 60), "computes the power"),
+    "a product of lists": (call_of("python.mul", X, 1 << 60), "computes with tensors as with sizes"),
+    "a number without end": (call_of("aten.add.Scalar", X, 10**300), "which is no number"),
+    "a tensor for a text": (call_of("aten.einsum.default", X, [X]), "which is no str"),
+    "a list for a tensor": (call_of("aten.relu.default", [X]), "which is no Tensor"),
+    "a generator": (call_of("aten.rand.generator", [2], generator=1), "which is no Optional"),
+    "pinned memory": (call_of("aten.zeros.default", [2], pin_memory=True), "which is no Optional"),
+}
+
+
+@pytest.mark.parametrize("name", UNSAFE)
+def test_an_operator_that_trusts_its_arguments_is_refused(name: str, stored: Path) -> None:
+    change, why = UNSAFE[name]
+    edit(stored, change)
+    with pytest.raises(qfx.QuarkError, match=why):
+        qfx.load(stored)
+
+
+def test_a_listed_operator_is_not_refused(stored: Path) -> None:
+    edit(stored, call_of("aten.sum.dim_IntList", X, [-1], True))
+    x = rand(3, 4)
+    torch.testing.assert_close(qfx.load(stored)(x), x.sum(-1, True))
+
+
+def test_memory_that_nobody_has_written_is_not_returned(stored: Path) -> None:
+    for target in ("aten.empty_like.default", "aten.empty.memory_format", "aten.new_empty.default"):
+        edit(stored, call_of(target, *([] if "memory" in target else [X]), *([] if "like" in target else [[3, 4]])))
+        assert torch.equal(qfx.load(stored)(rand(3, 4)), torch.zeros(3, 4))
+        edit(stored, lambda d: d["nodes"].pop(-2))
+
+
+def test_truth_values_are_0_or_1(tmp_path: Path) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("mask", torch.tensor([True, False, True, True]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.linear(x)
+            return y.masked_fill(self.mask, 0.0)
+
+    quantize(seeded(Masked()), "int8_weight_only", [rand(6, 4)]).save(tmp_path)
+    tensors = load_file(tensor_file(tmp_path))
+    (mask,) = (tensor for tensor in tensors.values() if tensor.dtype is torch.bool)
+    mask.view(torch.uint8)[1] = 255
+    replace_tensors(tmp_path, tensors)
+    with pytest.raises(qfx.QuarkError, match="holds truth values other than 0 and 1"):
+        qfx.load(tmp_path)
+
+
+OWN = """
+import sys, torch, quark_fx as qfx
+from dataclasses import dataclass
+from quark_fx.observers.base import observer
+from quark_fx.observers import MinMax
+
+@qfx.graph_pass()
+def my_pass(gm):
+    return 0
+
+@qfx.graph_pass()
+@dataclass(frozen=True)
+class MyOptions:
+    strength: float = 0.5
+    names: tuple = ("a",)
+    def __call__(self, gm):
+        return 0
+
+@observer
+@dataclass(frozen=True)
+class MyObserver(MinMax):
+    tail: int = 3
+
+linear = torch.nn.Sequential(torch.nn.Linear(8, 8)).eval()
+spec = qfx.presets.INT8_STATIC.input.replace(observer=MyObserver(tail=4))
+config = qfx.presets.INT8_STATIC.replace(input=spec, output=None, passes=(my_pass, MyOptions(float("inf"))))
+qfx.quantize(linear, config, [torch.randn(4, 8)], progress=False).save(sys.argv[1])
+"""
+
+
+def test_a_model_needs_no_code_of_what_made_it(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", OWN, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    loaded = qfx.load(tmp_path)
+    x = rand(3, 8)
+    assert loaded(x).shape == (3, 8)
+    config = loaded.config
+    assert config.to_dict()["passes"][1] == {"name": "MyOptions", "strength": {"float": "inf"}, "names": ["a"]}
+    assert config.input is not None
+    assert config.input.to_dict()["observer"] == {"name": "my_observer", "tail": 4}
+    assert str(loaded.report())
+    loaded.save(tmp_path / "again")
+    assert qfx.load(tmp_path / "again").config == config
+    with pytest.raises(qfx.QuarkError, match="pass my_pass is known from a stored model only; import the module"):
+        quantize(seeded(nn.Linear(8, 8)), config, [x])
+    with pytest.raises(qfx.QuarkError, match="observer 'my_observer' is known from a stored model only; import the"):
+        quantize(seeded(nn.Linear(8, 8)), config.replace(passes=()), [x])
+    with pytest.raises(qfx.ConfigError, match="unknown observer 'my_observer'"):
+        qfx.QuantConfig.from_dict(config.to_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import signal
@@ -21,11 +22,12 @@ from tiny import images, quantize, rand, seeded
 from torch import Tensor, nn
 
 import quark_fx as qfx
-from quark_fx import serialization, shelf
+from quark_fx import shelf
 from quark_fx.config import QuantConfig
 from quark_fx.context import Checkpoint
 from quark_fx.errors import CheckpointError, ConfigError
 from quark_fx.graph import stored_tensors
+from quark_fx.model_directory import tensor_file
 from quark_fx.presets import INT8_STATIC, W4A16_AWQ, W4A16_GPTQ
 from quark_fx.shelf import Shelf
 
@@ -187,7 +189,8 @@ def test_streamed_and_in_memory_are_the_same_bits(case: str, tmp_path: Path) -> 
     streamed = quantize(tmp_path / "model", config, IDS, output_dir=tmp_path / "out")  # type: ignore[arg-type]
     assert_same(outcome(streamed), outcome(quantize(model, config, IDS)))
     assert all(is_mapped(t) for t in stored_tensors(streamed.graph_module).values() if t.dim() > 1)
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["graph.json", "model.safetensors"]
+    out = tmp_path / "out"
+    assert sorted(file.name for file in out.iterdir()) == ["graph.json", tensor_file(out).name]
     loaded = qfx.load(tmp_path / "out")
     assert torch.equal(loaded(**IDS[0]).logits, streamed(**IDS[0]).logits)
 
@@ -247,29 +250,29 @@ def test_an_interruption_after_saving_is_continued(tmp_path: Path, monkeypatch: 
     with pytest.raises(KeyboardInterrupt):
         quantize(tmp_path / "model", W4A16_GPTQ, IDS, output_dir=out)  # type: ignore[arg-type]
     monkeypatch.undo()
-    assert {file.name for file in out.iterdir()} == {"graph.json", "model.safetensors", "unfinished"}
-    (out / ".tmpA1b2C3").touch()  # as safetensors leaves when it is killed
+    assert {file.name for file in out.iterdir()} == {"graph.json", tensor_file(out).name, "unfinished"}
+    (out / ".saving-0123456789abcdef").touch()  # as a saver leaves when it is killed
     continued = quantize(tmp_path / "model", W4A16_GPTQ, IDS, output_dir=out)  # type: ignore[arg-type]
-    assert {file.name for file in out.iterdir()} == {"graph.json", "model.safetensors"}
+    assert {file.name for file in out.iterdir()} == {"graph.json", tensor_file(out).name}
     undisturbed = quantize(tmp_path / "model", W4A16_GPTQ, IDS, output_dir=tmp_path / "other")  # type: ignore[arg-type]
     assert_same(outcome(continued), outcome(undisturbed))
 
 
 def test_an_interruption_while_saving_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored("llama", tmp_path / "model")
-    out, save = tmp_path / "out", save_file
+    out, sync = tmp_path / "out", os.fsync
 
-    def stop(tensors: Any, file: Path) -> None:
-        save(tensors, file)
+    def stop(descriptor: int) -> None:
+        sync(descriptor)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(serialization, "save_file", stop)
+    monkeypatch.setattr(os, "fsync", stop)
     with pytest.raises(KeyboardInterrupt):
         quantize(tmp_path / "model", W4A16_GPTQ, IDS, output_dir=out)  # type: ignore[arg-type]
-    assert sorted(file.name for file in out.iterdir()) == ["model.safetensors.partial", "unfinished"]
-    monkeypatch.setattr(serialization, "save_file", save)
+    assert [file.name for file in out.iterdir()] == ["unfinished"]
+    monkeypatch.setattr(os, "fsync", sync)
     quantize(tmp_path / "model", W4A16_GPTQ, IDS, output_dir=out)  # type: ignore[arg-type]
-    assert sorted(file.name for file in out.iterdir()) == ["graph.json", "model.safetensors"]
+    assert sorted(file.name for file in out.iterdir()) == ["graph.json", tensor_file(out).name]
 
 
 def test_a_shelf_keeps_no_file_open(tmp_path: Path) -> None:

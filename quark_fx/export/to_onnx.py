@@ -20,7 +20,7 @@ from quark_fx.export.runtime import may_optimize, open_session, runtime_options
 from quark_fx.export.table import translation_table
 from quark_fx.export.translation import translate
 from quark_fx.formats import FloatFormat, Format, has_onnx_type, onnx_container, parse_format
-from quark_fx.graph import code_format, describe, results_of, target_name
+from quark_fx.graph import code_format, describe, results_of, target_name, tensor_names
 from quark_fx.isolation import isolated
 from quark_fx.model import QuantizedModel
 from quark_fx.qparams import ScaleType, Scheme, Symmetry
@@ -176,6 +176,7 @@ def _translate(gm: GraphModule, input_names: Sequence[str], output_names: Sequen
             logger.debug("decomposing, since %s", _root(error))
             continue
         _name_codes(gm, model)
+        _name_tensors(gm, model)
         return model
     raise ExportError(_missing_lowerings(gm, errors[-1])) from errors[-1]
 
@@ -193,6 +194,17 @@ def _name_codes(gm: GraphModule, model: ir.Model) -> None:
             # Codes of few bits are those that are clipped.
             clips = (use.node for use in value.uses() if use.node.op_type == "Clip")
             next((clip.outputs[0] for clip in clips), value).name = name
+
+
+def _name_tensors(gm: GraphModule, model: ir.Model) -> None:
+    """Give the tensors of a loaded graph the names in the file that they had when it was captured."""
+    taken = {value.name for node in model.graph.all_nodes() for value in node.outputs}
+    taken |= {value.name for value in (*model.graph.inputs, *model.graph.initializers.values())}
+    for own, name in tensor_names(gm).items():
+        value = model.graph.initializers.get(own)
+        if value is not None and name and name not in taken:
+            value.name = name
+            taken.add(name)
 
 
 @contextmanager
@@ -266,8 +278,8 @@ def _is_measured(node: Node) -> bool:
 def _require_values(gm: GraphModule) -> None:
     if any("val" not in node.meta for node in gm.graph.nodes if node.op in ("placeholder", "call_function")):
         raise ExportError(
-            "the shapes of this loaded model could not be restored, which its export needs; quantize the model again "
-            "and export it before saving"
+            "the shapes of this loaded model could not be restored, which its export needs: "
+            f"{gm.meta.get('no_shapes', 'an operator has none')}; quantize the model again and export it before saving"
         )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from quark_fx.errors import ConfigError
 from quark_fx.qparams import QParams, Scheme, affine_qparams
+from quark_fx.untrusted import brief
 
 OBSERVERS: dict[str, type[Observer]] = {}
 """Every observer by its name in configurations."""
@@ -81,6 +82,63 @@ class Observer(ABC):
     def options(self) -> dict[str, Any]:
         """Return the option fields (not the state) by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if not f.metadata.get("state")}
+
+
+@dataclass(frozen=True)
+class StoredObserver(Observer):
+    """An observer of a stored model that nothing here has registered: its name and options, which observe nothing.
+
+    Attributes:
+        registered: the name it was registered under.
+        values: its options, as plain data.
+    """
+
+    registered: str
+    values: Mapping[str, Any]
+
+    def __hash__(self) -> int:
+        return hash(self.registered)
+
+    @property
+    def name(self) -> str:
+        """The name in configurations."""
+        return self.registered
+
+    def options(self) -> dict[str, Any]:
+        """Return the options it had."""
+        return dict(self.values)
+
+    def _unknown(self) -> ConfigError:
+        return ConfigError(
+            f"observer {self.registered!r} is known from a stored model only; import the module that registers it"
+        )
+
+    def observe(self, x: Tensor) -> Self:
+        """Raise `ConfigError`."""
+        raise self._unknown()
+
+    def merge(self, other: Self) -> Self:
+        """Raise `ConfigError`."""
+        raise self._unknown()
+
+    def range(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
+        """Raise `ConfigError`."""
+        raise self._unknown()
+
+
+def stored_observer(data: Any) -> Observer:
+    """Build an observer of a stored model: the registered one, or a `StoredObserver` if none has these options.
+
+    Raises:
+        ConfigError: if the data are no name or mapping with one.
+    """
+    name = data if isinstance(data, str) else data.get("name") if isinstance(data, Mapping) else None
+    if not isinstance(name, str):
+        raise ConfigError(f"an observer is a name, or a mapping of its name and options, not {brief(data)}")
+    try:
+        return observer_from_dict(data)
+    except Exception:  # whatever the class of another version raises about these options
+        return StoredObserver(name, {} if isinstance(data, str) else {k: v for k, v in data.items() if k != "name"})
 
 
 def finite_range(low: Tensor | None, high: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,87 @@
+"""Reading files that anyone may have written: regular files of a bounded size, data of a bounded depth."""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+import stat
+from pathlib import Path
+from typing import Any
+
+MAX_DEPTH = 64
+"""Levels of nested lists and mappings that a file may have; the deepest file this package writes has 20."""
+
+
+def require_regular(path: Path) -> None:
+    """Raise `OSError` unless `path` is a regular file or a link to one: opening a pipe may wait for ever."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(f"{path.name} is no regular file")
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """Return the contents of a regular file.
+
+    Args:
+        path: the file; a link is followed.
+        limit: the largest size in bytes.
+
+    Raises:
+        OSError: if it cannot be read, or is a directory, a pipe or a device.
+        ValueError: if it is larger than `limit`.
+    """
+    require_regular(path)
+    # Between the two looks the file can be replaced by a pipe: without waiting, opening that returns at once.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{path.name} is no regular file")
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"{path.name} is larger than {limit / 2**20:g} MiB, the most that is read")
+    return content
+
+
+def read_json(path: Path, limit: int) -> Any:
+    """Return the JSON in a regular file; arguments and errors as `read_bytes`, `ValueError` for anything malformed."""
+    return parse_json(read_bytes(path, limit))
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Return what JSON in UTF-8 says.
+
+    Raises:
+        ValueError: if it is malformed, nested more than `MAX_DEPTH` levels deep, or holds a number of too many digits.
+    """
+    try:
+        value = json.loads(content if isinstance(content, str) else content.decode("utf-8"))
+    except RecursionError:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep") from None
+    require_shallow(value)
+    return value
+
+
+def require_shallow(value: Any, depth: int = MAX_DEPTH) -> None:
+    """Raise `ValueError` if lists and mappings are nested more than `depth` levels deep."""
+    level = [value]
+    for _ in range(depth + 1):
+        level = [item for outer in level if isinstance(outer, dict | list) for item in _items(outer)]
+        if not level:
+            return
+    raise ValueError(f"it is nested more than {depth} levels deep")
+
+
+def _items(value: dict[Any, Any] | list[Any]) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value
+
+
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 80, 80, 40
+
+
+def brief(value: Any) -> str:
+    """Return `repr(value)`, shortened to what a message can hold whatever the value is."""
+    return _REPR.repr(value)
+
+
+__all__ = ["MAX_DEPTH", "brief", "parse_json", "read_bytes", "read_json", "require_regular", "require_shallow"]
