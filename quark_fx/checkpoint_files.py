@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quark_fx.errors import CheckpointError
+from quark_fx.untrusted import brief, read_json, require_regular
 
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt"})
 _DANGER = "pickled weights, which may run code when they are read"
 _STORE = "store the model with save_pretrained, or safetensors.torch.save_model"
+_INDEX_LIMIT = 1 << 27
+"""Bytes of the largest index that is read."""
 GRAPH_FILE = "graph.json"
 """What `QuantizedModel.save` writes beside its tensors."""
 
@@ -55,7 +60,8 @@ class CheckpointFiles:
             _require_tensors(path)
             return cls(path, dict.fromkeys(_names(path), path))
         if not path.is_dir():
-            raise CheckpointError(f"{path} does not exist; pass a directory with safetensors files")
+            what = "is no file or directory" if path.exists() else "does not exist"
+            raise CheckpointError(f"{path} {what}; pass a directory with safetensors files")
         if (path / GRAPH_FILE).exists():
             raise CheckpointError(
                 f"{path} holds {GRAPH_FILE}, as a model does that quark_fx has quantized; read it with qfx.load, or "
@@ -108,7 +114,11 @@ class CheckpointFiles:
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor, mapped: its values are read when they are used."""
-        return mapped(self.files[name], name)
+        return self._reader.tensor(self.files[name], name)
+
+    @cached_property
+    def _reader(self) -> MappedFiles:
+        return MappedFiles()
 
 
 def is_float(dtype: torch.dtype) -> bool:
@@ -116,18 +126,29 @@ def is_float(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
-def mapped(file: Path, name: str) -> Tensor:
-    """Return a tensor of a safetensors file; its values are read when they are used.
+class MappedFiles:
+    """Safetensors files, each opened and mapped once, whose tensors are read when they are used.
 
-    Raises:
-        CheckpointError: if the file cannot be read, or has no such tensor.
+    Its tensors keep the map of their file; there are as many maps as files, however many tensors they hold.
     """
-    try:
-        with safe_open(file, "pt") as stored:
-            tensor: Tensor = stored.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    return tensor
+
+    def __init__(self) -> None:
+        self._open: dict[Path, Any] = {}
+
+    def tensor(self, file: Path, name: str) -> Tensor:
+        """Return a tensor of a file.
+
+        Raises:
+            CheckpointError: if the file cannot be read, or has no such tensor.
+        """
+        try:
+            if file not in self._open:
+                require_regular(file)
+                self._open[file] = safe_open(file, "pt").__enter__()  # type: ignore[no-untyped-call]
+            found: Tensor = self._open[file].get_tensor(name)
+        except (OSError, SafetensorError, TypeError, RuntimeError, OverflowError) as error:
+            raise CheckpointError(f"{file} cannot be read: {brief(str(error))}") from error
+        return found
 
 
 def _require_tensors(file: Path) -> None:
@@ -139,16 +160,17 @@ def _require_tensors(file: Path) -> None:
 
 def _indexed(directory: Path) -> dict[str, Path]:
     try:
-        table = json.loads((directory / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        table = read_json(directory / _INDEX, _INDEX_LIMIT)["weight_map"]
         named = {str(name): str(file) for name, file in table.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{directory / _INDEX} is damaged: {type(error).__name__}: {error}") from error
     files: dict[str, Path] = {}
     for shard in dict.fromkeys(named.values()):
         # A link may lead out, as in a cache of downloads; a name may not.
-        if Path(shard).name != shard or "\\" in shard or not shard.endswith(".safetensors"):
+        plain = Path(shard).name == shard and not {"\\", "\0"} & set(shard) and len(shard) < 256
+        if not plain or not shard.endswith(".safetensors"):
             raise CheckpointError(
-                f"{directory / _INDEX} names the shard {shard!r}, which is no safetensors file beside it"
+                f"{directory / _INDEX} names the shard {brief(shard)}, which is no safetensors file beside it"
             )
         names = _names(directory / shard)
         expected = {name for name, file in named.items() if file == shard}
@@ -173,6 +195,7 @@ def _names(file: Path) -> set[str]:
     if not file.exists():
         raise CheckpointError(f"{file} is missing; fetch it again")
     try:
+        require_regular(file)
         with safe_open(file, "pt") as stored:
             return set(stored.keys())
     except (OSError, SafetensorError, ValueError) as error:
@@ -180,7 +203,7 @@ def _names(file: Path) -> set[str]:
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
+    return ", ".join(name[:200] for name in names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
-__all__ = ["GRAPH_FILE", "CheckpointFiles", "is_float", "mapped"]
+__all__ = ["GRAPH_FILE", "CheckpointFiles", "MappedFiles", "is_float"]

@@ -26,7 +26,7 @@ from quark_fx.pass_manager import (
 from quark_fx.qparams import ScaleType, Symmetry
 from quark_fx.selection import Selective, matches
 from quark_fx.specs import Granularity, TensorSpec, enum_member, known_fields
-from quark_fx.untrusted import brief
+from quark_fx.untrusted import YAML_LIMIT, brief, parse_yaml, read_bytes
 
 
 class Target(StrEnum):
@@ -338,9 +338,11 @@ class QuantConfig:
     def from_yaml(cls, source: str | Path) -> Self:
         """Build from YAML text, or from the file a `Path` names; errors as `from_dict`."""
         try:
-            data = yaml.safe_load(source.read_text() if isinstance(source, Path) else source)
-        except (OSError, yaml.YAMLError) as error:
-            raise ConfigError(f"the configuration {source!s} cannot be read: {error}") from error
+            text = read_bytes(source, YAML_LIMIT).decode("utf-8") if isinstance(source, Path) else source
+            data = parse_yaml(text)
+        except (OSError, ValueError) as error:
+            name = str(source) if isinstance(source, Path) else brief(source)
+            raise ConfigError(f"the configuration {name} cannot be read: {error}") from error
         if not isinstance(data, Mapping):
             hint = "; to read a file, pass Path(...)" if isinstance(source, str) else ""
             raise ConfigError(f"a configuration is a mapping, not {type(data).__name__}{hint}")

@@ -17,11 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from quark_fx.checkpoint_files import CheckpointFiles, is_float, mapped
+from quark_fx.checkpoint_files import CheckpointFiles, MappedFiles, is_float
 from quark_fx.errors import CheckpointError, ConfigError
 from quark_fx.isolation import isolated, quiet
 from quark_fx.shelf import Shelf
+from quark_fx.untrusted import read_json
 
+_CONFIG_LIMIT = 1 << 24
+"""Bytes of the largest configuration that is read."""
 _CONVERTED = "converted"
 """Folder of what transformers puts together from parts."""
 _NO_CODES = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
@@ -201,7 +204,8 @@ def _pretrained(files: CheckpointFiles, shelf: Shelf, dtype: torch.dtype | None)
         accelerate.hooks.remove_hook_from_submodules(model)
         del model.hf_device_map  # nothing is elsewhere any more
         _rename(model, str(checked), str(files.directory))
-        tensors = {place: mapped(*place) for place in {index[name] for name in names}}
+        files_of = MappedFiles()
+        tensors = {place: files_of.tensor(*place) for place in {index[name] for name in names}}
         _assign(model, {name: tensors[index[name]] for name in names}, shelf)
     _warn_unused(files, sorted(found["unexpected_keys"]))
     return model  # type: ignore[no-any-return]
@@ -295,7 +299,7 @@ def _configuration(directory: Path) -> dict[str, Any]:
     """Return what `config.json` says, if nothing in it leads out of the directory, and its weights are floats."""
     file = directory / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_json(file, _CONFIG_LIMIT)
         str(config["architectures"][0])
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise CheckpointError(

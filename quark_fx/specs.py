@@ -253,6 +253,10 @@ class TensorSpec:
         values = known_fields(cls, data)
         if "format" not in values:
             raise ConfigError(f"a tensor spec needs a format: {brief(dict(data))}")
+        for key, value in values.items():
+            kinds = {"group_size": int, "sub_group_size": int, "dynamic": bool, "observer": str | Mapping}
+            if not isinstance(value, kinds.get(key, str) | None):
+                raise ConfigError(f"{key} of a tensor spec is {brief(value)}")
         if stored and values.get("observer") is not None:
             values["observer"] = stored_observer(values["observer"])
         return cls(**values)

@@ -41,7 +41,8 @@ def structure_to_data(spec: pytree.TreeSpec) -> Any:
     if spec.is_leaf():
         return _LEAF
     children = [structure_to_data(child) for child in children_of(spec)]
-    kind, context = spec.type, spec.context
+    kind: Any = spec.type
+    context = spec.context
     for name, mapping in _MAPPINGS.items():
         if kind is mapping:
             return {"kind": name, "keys": _keys(context), "items": children}
@@ -52,8 +53,8 @@ def structure_to_data(spec: pytree.TreeSpec) -> Any:
         factory, keys = context
         if factory is not None and _FACTORIES.get(getattr(factory, "__name__", "")) is not factory:
             raise QuarkError(f"{brief(factory)}, the factory of a defaultdict, is none of {', '.join(_FACTORIES)}")
-        name = None if factory is None else str(factory.__name__)
-        return {"kind": "defaultdict", "factory": name, "keys": _keys(keys), "items": children}
+        made = None if factory is None else str(factory.__name__)
+        return {"kind": "defaultdict", "factory": made, "keys": _keys(keys), "items": children}
     if kind is deque:
         return {"kind": "deque", "length": context, "items": children}
     if getattr(torch.return_types, kind.__name__, None) is kind:

@@ -9,8 +9,16 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 MAX_DEPTH = 64
 """Levels of nested lists and mappings that a file may have; the deepest file this package writes has 20."""
+
+
+YAML_LIMIT = 1 << 18
+"""Characters of the longest YAML text that is read."""
+YAML_VALUES = 1 << 15
+"""Values of the largest YAML document that is read, aliases written out."""
 
 
 def require_regular(path: Path) -> None:
@@ -64,7 +72,7 @@ def parse_json(content: bytes | str) -> Any:
 def require_shallow(value: Any, depth: int = MAX_DEPTH) -> None:
     """Raise `ValueError` if lists and mappings are nested more than `depth` levels deep."""
     level = [value]
-    for _ in range(depth + 1):
+    for _ in range(depth):
         level = [item for outer in level if isinstance(outer, dict | list) for item in _items(outer)]
         if not level:
             return
@@ -73,6 +81,50 @@ def require_shallow(value: Any, depth: int = MAX_DEPTH) -> None:
 
 def _items(value: dict[Any, Any] | list[Any]) -> list[Any]:
     return list(value.values()) if isinstance(value, dict) else value
+
+
+def parse_yaml(text: str) -> Any:
+    """Return what YAML says, of plain types only.
+
+    Raises:
+        ValueError: if it is malformed, longer than `YAML_LIMIT`, nested more than `MAX_DEPTH` levels deep, or says much
+            more than it is long: aliases of aliases.
+    """
+    if len(text) > YAML_LIMIT:
+        raise ValueError(f"it is longer than {YAML_LIMIT} characters, the most that is read")
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is not None:
+            _require_small(node)
+        return None if node is None else loader.construct_document(node)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep") from None
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:  # of a scalar
+        raise ValueError(f"{type(error).__name__}: {brief(str(error))}") from error
+
+
+def _require_small(node: Any) -> None:
+    """Raise `ValueError` if a YAML document is too deep or large with its aliases written out, or contains itself."""
+    sizes: dict[int, int] = {}
+    open_: set[int] = set()
+
+    def size(node: Any, depth: int) -> int:
+        if (depth >= MAX_DEPTH and isinstance(node, yaml.CollectionNode)) or id(node) in open_:
+            raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+        if id(node) not in sizes:
+            open_.add(id(node))
+            parts = [n for item in node.value for n in (item if isinstance(item, tuple) else (item,))]
+            inner = parts if isinstance(node, yaml.CollectionNode) else []
+            sizes[id(node)] = 1 + sum(size(part, depth + 1) for part in inner)
+            open_.remove(id(node))
+        if sizes[id(node)] > YAML_VALUES:
+            raise ValueError(f"it says more than {YAML_VALUES} values, by aliases of aliases")
+        return sizes[id(node)]
+
+    size(node, 0)
 
 
 _REPR = reprlib.Repr()
@@ -84,4 +136,7 @@ def brief(value: Any) -> str:
     return _REPR.repr(value)
 
 
-__all__ = ["MAX_DEPTH", "brief", "parse_json", "read_bytes", "read_json", "require_regular", "require_shallow"]
+__all__ = [
+    *("MAX_DEPTH", "YAML_LIMIT", "brief", "parse_json", "parse_yaml", "read_bytes", "read_json"),
+    *("require_regular", "require_shallow"),
+]

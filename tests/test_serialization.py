@@ -488,7 +488,9 @@ def test_truth_values_are_0_or_1(tmp_path: Path) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             y: Tensor = self.linear(x)
-            return y.masked_fill(self.mask, 0.0)
+            mask = self.mask
+            assert isinstance(mask, Tensor)
+            return y.masked_fill(mask, 0.0)
 
     quantize(seeded(Masked()), "int8_weight_only", [rand(6, 4)]).save(tmp_path)
     tensors = load_file(tensor_file(tmp_path))

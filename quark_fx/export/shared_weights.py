@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quark_fx.errors import ExportError
+from quark_fx.untrusted import brief, read_json
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+_MANIFEST_LIMIT = 1 << 24
+"""Bytes of the largest `export.json` that is read."""
 
 Places = dict[bytes, "ir.ExternalTensor"]
 """The tensor on disk that has some bytes, by their digest."""
@@ -29,30 +32,73 @@ def share_weights(folder: str | os.PathLike[str]) -> int:
         folder: where `ExportedModel.save_pretrained` wrote ONNX graphs.
 
     Raises:
-        ExportError: if there are none, or one or its data is no regular file.
+        ExportError: if there are none, one or its data is no regular file, or anything there names a file elsewhere.
     """
     from quark_fx.export.whole_files import require_regular
 
     folder = Path(folder)
     try:
-        manifest = json.loads((folder / "export.json").read_text(encoding="utf-8"))
-        paths = [folder / entry["file"] for entry in manifest["components"].values()]
-    except (OSError, KeyError, ValueError) as error:
+        manifest = read_json(folder / "export.json", _MANIFEST_LIMIT)
+        paths = [folder / _plain_name(entry["file"]) for entry in manifest["components"].values()]
+    except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise ExportError(f"{folder} holds no export of transformers: {error}") from error
+    if len(set(paths)) < len(paths):
+        raise ExportError(f"{folder / 'export.json'} names a graph twice")
     if any(path.suffix != ".onnx" for path in paths):
         raise ExportError(f"the graphs in {folder} are not ONNX: {', '.join(path.name for path in paths)}")
-    require_regular(*paths, *(path.with_name(f"{path.name}.data") for path in paths))
+    data = [path.with_name(f"{path.name}.data") for path in paths]
+    require_regular(*paths, *data)
+    for path in (*paths, *data):
+        if path.is_symlink():
+            raise ExportError(f"{path} is a link to another file; copy the file it leads to in its place")
+    models = [_loaded(path, {file.name for file in data}) for path in paths]
     places: Places = {}
-    return sum(_rewrite(path, places) for path in paths)
+    return sum(_rewrite(path, model, places) for path, model in zip(paths, models, strict=True))
 
 
-def _rewrite(path: Path, places: Places) -> int:
+def _plain_name(name: object) -> str:
+    """Return the name of a file in a folder.
+
+    Raises:
+        ValueError: if it leads anywhere else.
+    """
+    if not isinstance(name, str) or not name or Path(name).name != name or "\\" in name or "\0" in name:
+        raise ValueError(f"{brief(name)} is no file beside it")
+    return name
+
+
+def _loaded(path: Path, known: set[str]) -> ir.Model:
+    """Return a graph whose tensors lie in the data files of the export, and in none that is anywhere else."""
+    import onnx_ir as ir
+
+    from quark_fx.export.whole_files import external_tensors
+
+    try:
+        model = ir.load(path)
+        tensors = list(external_tensors(model))
+        sizes = {name: (path.parent / name).stat().st_size for name in known if (path.parent / name).exists()}
+    except Exception as error:  # whatever protobuf and onnx_ir raise about a file that is no graph
+        raise ExportError(f"{path} is no ONNX graph: {type(error).__name__}: {brief(str(error))}") from error
+    for tensor in tensors:
+        if str(tensor.location) not in sizes:
+            raise ExportError(
+                f"{path} reads its tensor {brief(tensor.name)} from {brief(str(tensor.location))}, which is none of "
+                "the data files of this export; export it again"
+            )
+        start, length = tensor.offset or 0, tensor.length
+        end = start + (tensor.nbytes if length is None else length)
+        if start < 0 or end < start or end > sizes[str(tensor.location)] or length not in (None, tensor.nbytes):
+            raise ExportError(f"{path} reads its tensor {brief(tensor.name)} from beyond the end of {tensor.location}")
+    return model
+
+
+def _rewrite(path: Path, model: ir.Model, places: Places) -> int:
     """Let a graph read what `places` has from there, and add the rest; return by how many bytes its data shrank."""
     import onnx_ir as ir
 
     from quark_fx.export.whole_files import relocated
 
-    model, data = ir.load(path), path.with_name(f"{path.name}.data")
+    data = path.with_name(f"{path.name}.data")
     inner = [value.name for graph in model.graph.subgraphs() for value in graph.initializers.values()]
     if inner:
         raise ExportError(

@@ -6,6 +6,7 @@ import glob
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import onnx_ir as ir
@@ -78,9 +79,20 @@ def _asides(target: Path, aside: str) -> list[Path]:
 
 def data_files(model: ir.Model, folder: Path) -> set[Path]:
     """Return the files from which a graph in `folder` reads its tensors."""
-    graphs = (model.graph, *model.graph.subgraphs())
-    tensors = (value.const_value for graph in graphs for value in graph.initializers.values())
-    return {folder / tensor.location for tensor in tensors if isinstance(tensor, ir.ExternalTensor)}
+    return {folder / tensor.location for tensor in external_tensors(model)}
+
+
+def external_tensors(model: ir.Model) -> Iterator[ir.ExternalTensor]:
+    """Yield every tensor that a graph reads from other files: of its weights, inner graphs, functions and constants."""
+    for graph in (model.graph, *model.graph.subgraphs()):
+        for value in graph.initializers.values():
+            if isinstance(value.const_value, ir.ExternalTensor):
+                yield value.const_value
+    for owner in (model.graph, *model.functions.values()):
+        for node in owner.all_nodes():
+            for attribute in node.attributes.values():
+                found = attribute.value if isinstance(attribute.value, list | tuple) else [attribute.value]
+                yield from (tensor for tensor in found if isinstance(tensor, ir.ExternalTensor))
 
 
 def _reading(path: Path, old: str, new: str) -> ir.Model:
@@ -113,4 +125,4 @@ def _duplicate(source: Path, link: Path) -> None:
         shutil.copyfile(source, link)
 
 
-__all__ = ["data_files", "put_in_place", "relocated", "require_regular"]
+__all__ = ["data_files", "external_tensors", "put_in_place", "relocated", "require_regular"]
