@@ -253,10 +253,15 @@ class TensorSpec:
         values = known_fields(cls, data)
         if "format" not in values:
             raise ConfigError(f"a tensor spec needs a format: {brief(dict(data))}")
-        for key, value in values.items():
-            kinds = {"group_size": int, "sub_group_size": int, "dynamic": bool, "observer": str | Mapping}
-            if not isinstance(value, kinds.get(key, str) | None):
-                raise ConfigError(f"{key} of a tensor spec is {brief(value)}")
+        kinds: dict[str, Any] = {
+            "format": str,
+            "dynamic": bool,
+            "observer": str | Mapping,
+            **dict.fromkeys(_ENUMS, str),
+        }
+        for key, kind in kinds.items():
+            if not isinstance(values.get(key), kind | None):
+                raise ConfigError(f"{key} of a tensor spec is {brief(values[key])}")
         if stored and values.get("observer") is not None:
             values["observer"] = stored_observer(values["observer"])
         return cls(**values)

@@ -51,9 +51,9 @@ def structure_to_data(spec: pytree.TreeSpec) -> Any:
             return {"kind": name, "items": children}
     if kind is defaultdict:
         factory, keys = context
-        if factory is not None and _FACTORIES.get(getattr(factory, "__name__", "")) is not factory:
+        if factory is not None and not any(known is factory for known in _FACTORIES.values()):
             raise QuarkError(f"{brief(factory)}, the factory of a defaultdict, is none of {', '.join(_FACTORIES)}")
-        made = None if factory is None else str(factory.__name__)
+        made = None if factory is None else next(name for name, known in _FACTORIES.items() if known is factory)
         return {"kind": "defaultdict", "factory": made, "keys": _keys(keys), "items": children}
     if kind is deque:
         return {"kind": "deque", "length": context, "items": children}
