@@ -353,7 +353,7 @@ def _preset(name: Any) -> QuantConfig:
     from quark_fx.presets import preset  # which are made of configurations
 
     if not isinstance(name, str):
-        raise ConfigError(f"preset is the name of one, not {name!r}")
+        raise ConfigError(f"preset is the name of one, not {brief(name)}")
     return preset(name)
 
 

@@ -57,8 +57,8 @@ def structure_to_data(spec: pytree.TreeSpec) -> Any:
         return {"kind": "defaultdict", "factory": made, "keys": _keys(keys), "items": children}
     if kind is deque:
         return {"kind": "deque", "length": context, "items": children}
-    if getattr(torch.return_types, kind.__name__, None) is kind:
-        return {"kind": "torch", "name": kind.__name__, "items": children}
+    if getattr(torch.return_types, getattr(kind, "__name__", ""), None) is kind:
+        return {"kind": "torch", "name": str(getattr(kind, "__name__", "")), "items": children}
     return _registered_to_data(spec, children)
 
 
