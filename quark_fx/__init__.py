@@ -25,7 +25,7 @@ from quark_fx.model import QuantizedModel
 from quark_fx.open_checkpoint import open_checkpoint
 from quark_fx.pass_manager import graph_pass, run_passes
 from quark_fx.qparams import ScaleType, Scheme, Symmetry
-from quark_fx.quantization import predict, quantize
+from quark_fx.quantization import check, predict, quantize
 from quark_fx.resources import Resources
 from quark_fx.serialization import load
 
@@ -53,6 +53,7 @@ __all__ = [
     "TensorSpec",
     "block_formats",
     "capture_graph",
+    "check",
     "export",
     "formats",
     "graph_pass",

@@ -7,9 +7,10 @@ import logging
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from quark_fx.context import Calibrated, Checkpoint, Context, fingerprint, requi
 from quark_fx.correspondence import Source
 from quark_fx.eager import is_eager
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
+from quark_fx.export import gguf, huggingface, onnx
 from quark_fx.graph import (
     device_of,
     own_tensors,
@@ -271,6 +273,55 @@ def predict(
             return expect(gm, config, context, others, shelf=streamed, shapes=shapes)
         finally:
             context.cache.close()
+
+
+@isolated
+def check(
+    model: nn.Module | str | Path,
+    config: str | QuantConfig | Mapping[str, Any],
+    calibration_data: Iterable[Any],
+    *,
+    export: str = "compressed-tensors",
+    dynamic_shapes: Any = None,
+) -> None:
+    """Raise if what `quantize` would make cannot be exported: in the time that round-to-nearest takes, on one batch.
+
+    The export itself is asked, with codes that nothing was learned for: passes that need data are left out. A layer
+    that such a pass rewrites (`SmoothQuant(explicit=True)`) is therefore not found here.
+
+    Args:
+        model: as for `quantize`.
+        config: as for `quantize`.
+        calibration_data: the first batch is used.
+        export: `"compressed-tensors"`, `"gptq"`, `"gptq_v2"` or `"awq"` (`quark_fx.export.huggingface`), `"gguf"`, or
+            `"qdq"`, `"qoperator"` or `"matmul_nbits"` (`quark_fx.export.onnx`).
+
+    Raises:
+        ExportError: naming every layer that the format cannot hold, which can be left in float with `exclude`.
+        QuarkError: as `quantize` does, for the model, the configuration and the batch.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4)).eval()
+    >>> check(model, "int8_static", [torch.ones(2, 8)], export="qdq")
+    """
+    if export not in _EXPORTS:
+        raise ConfigError(f"unknown export {export!r}; choose one of {', '.join(_EXPORTS)}")
+    config = _resolve(config)
+    config = config.replace(passes=tuple(p for p in config.passes if not needs_context(p)))
+    first, _ = _peek(calibration_data)
+    with tempfile.TemporaryDirectory() as folder:
+        if isinstance(model, str | Path):
+            model = open_checkpoint(model, scratch=folder)
+        batches = [] if first is None else [first]
+        qmodel = quantize(model, config, batches, dynamic_shapes=dynamic_shapes, progress=False)
+        _EXPORTS[export](qmodel, Path(folder, "checked"))
+
+
+_EXPORTS: dict[str, Callable[..., Any]] = {
+    **{name: partial(huggingface, format=name) for name in ("compressed-tensors", "gptq", "gptq_v2", "awq")},
+    "gguf": gguf,
+    **{name: partial(onnx, format=name) for name in ("qdq", "qoperator", "matmul_nbits")},
+}
+"""What writes a quantized model to a path, by the name of its format."""
 
 
 def _begun(

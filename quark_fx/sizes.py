@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import optimization_hint
 
 from quark_fx.blocks import Block, Unit, between, find_blocks
 from quark_fx.graph import is_getitem, named_nodes, placeholders, value_of
@@ -157,7 +156,7 @@ class Sizes:
         expression = size.node.expr
         if expression not in self._lengths:
             known: Any = expression.subs(self._symbols)
-            self._lengths[expression] = int(known) if known.is_number else optimization_hint(size, 1)
+            self._lengths[expression] = int(known) if known.is_number else size.node.hint or 1
         return self._lengths[expression]
 
     @cached_property

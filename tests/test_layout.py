@@ -161,6 +161,7 @@ def test_the_public_list_is_pinned() -> None:
         "TensorSpec",
         "block_formats",
         "capture_graph",
+        "check",
         "export",
         "formats",
         "graph_pass",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -107,7 +108,7 @@ def _require_found(shell: Any, directory: Path) -> None:
         except ImportError:
             return  # there is no reader to ask here: compressed-tensors or accelerate is missing
         except Exception as error:  # whatever the reader's own code raises
-            why = f"{type(error).__name__}: {error}"
+            why = f"{type(error).__name__}: {error}{_reader(error)}"
         else:
             missing = sorted(found["missing_keys"])
             why = f"it does not find {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}" * bool(missing)
@@ -115,9 +116,23 @@ def _require_found(shell: Any, directory: Path) -> None:
         for file in (*directory.glob("model*.safetensors*"), directory / "config.json"):
             file.unlink()
         raise ExportError(
-            f"transformers does not load what {type(shell).__name__} becomes in {_DEFAULT}: {why}; if it has experts, "
-            "quantize all of them or none; else choose another format, or use qmodel.save(directory)"
+            f"transformers does not load what {type(shell).__name__} becomes in {_DEFAULT}: {why}; leave these layers "
+            "in float (exclude=), of experts all, choose another format, or use qmodel.save(directory)"
         )
+
+
+def _reader(error: Exception) -> str:
+    """Say which modules' code reads a weight that a quantized layer does not have, where the traceback shows it."""
+    frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+    models = [
+        v for found in frames for v in found.values() if hasattr(v, "save_pretrained") and isinstance(v, nn.Module)
+    ]
+    reader = next((m for found in reversed(frames) if isinstance(m := found.get("module"), nn.Module)), None)
+    if not models or reader is None:
+        return ""
+    names = [name for name, module in models[0].named_modules() if type(module) is type(reader)]
+    shown = ", ".join(f"{name}.*" for name in names[:3]) + ", ..." * (len(names) > 3)
+    return f" (the code of {type(reader).__name__} reads weights of {shown})" if names else ""
 
 
 def _forms(config: dict[str, Any]) -> list[str]:
