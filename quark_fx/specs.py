@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from quark_fx.errors import ConfigError
 from quark_fx.formats import UINT32, FloatFormat, Format, parse_format
-from quark_fx.observers import Distribution, MinMax, NonOverflow, Observer, Placeholder, PowerOfTwoMinMse
+from quark_fx.observers import Adjusted, Distribution, MinMax, NonOverflow, Observer, Placeholder, PowerOfTwoMinMse
 from quark_fx.observers.base import observer_from_dict, observer_to_dict, stored_observer
 from quark_fx.qparams import ScaleType, Scheme, Symmetry
 from quark_fx.untrusted import brief
@@ -81,6 +81,7 @@ class TensorSpec:
             object.__setattr__(self, "symmetry", Symmetry.SYMMETRIC if signed else Symmetry.ASYMMETRIC)
         if self.observer is None:
             object.__setattr__(self, "observer", Placeholder() if cast else MinMax())
+        finder = self.observer.observer if isinstance(self.observer, Adjusted) else self.observer
         for wrong, message in (
             (
                 (self.granularity is Granularity.GROUP) != (self.group_size is not None),
@@ -126,12 +127,11 @@ class TensorSpec:
                 "'placeholder'",
             ),
             (
-                isinstance(self.observer, NonOverflow | PowerOfTwoMinMse)
-                and self.scale_type is not ScaleType.POWER_OF_TWO,
-                f"observer {type(self.observer).__name__} chooses power-of-two scales; set scale_type='power_of_two'",
+                isinstance(finder, NonOverflow | PowerOfTwoMinMse) and self.scale_type is not ScaleType.POWER_OF_TWO,
+                f"observer {type(finder).__name__} chooses power-of-two scales; set scale_type='power_of_two'",
             ),
             (
-                isinstance(self.observer, Distribution) and (cast or not isinstance(self.format, FloatFormat)),
+                isinstance(finder, Distribution) and (cast or not isinstance(self.format, FloatFormat)),
                 f"observer Distribution fits floats of 4 to 8 bits, not {self.format}; choose another observer",
             ),
             (

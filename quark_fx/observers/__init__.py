@@ -1,5 +1,6 @@
 """From tensors to ranges: every observer, one file a family."""
 
+from quark_fx.observers.adjusted import Adjusted
 from quark_fx.observers.base import OBSERVERS, Observer, observer, observer_from_dict, observer_to_dict, state
 from quark_fx.observers.distribution import Distribution
 from quark_fx.observers.entropy import Entropy
@@ -15,6 +16,7 @@ from quark_fx.observers.reading import HistogramObserver
 __all__ = [
     "OBSERVERS",
     "SPANS",
+    "Adjusted",
     "Bins",
     "Distribution",
     "Entropy",

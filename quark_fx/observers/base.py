@@ -161,7 +161,10 @@ def finite_range(low: Tensor | None, high: Tensor | None) -> tuple[Tensor, Tenso
 
 def observer_to_dict(value: Observer) -> dict[str, Any]:
     """Return `{"name": ..., option: value, ...}`, plain data for JSON and YAML."""
-    return {"name": value.name, **value.options()}
+    options = value.options()
+    return {"name": value.name} | {
+        key: observer_to_dict(option) if isinstance(option, Observer) else option for key, option in options.items()
+    }
 
 
 def observer_from_dict(data: str | Mapping[str, Any]) -> Observer:

@@ -17,6 +17,7 @@ from quark_fx.errors import ConfigError
 from quark_fx.formats import FP8_E4M3, FP8_E5M2, FP16, INT4, INT8, INT16, UINT8
 from quark_fx.observers import (
     OBSERVERS,
+    Adjusted,
     Distribution,
     Entropy,
     HistogramL2,
@@ -46,6 +47,8 @@ UNORDERED: list[Observer] = [
     Mse(bins=256, stride=3, start_bin=5),
     HistogramL2(bins=256, candidates=16),
     Distribution(bins=256),
+    Adjusted(ratio=0.995),
+    Adjusted(observer=Percentile(percentile=90.0, bins=256), eps=1e-6),
     Distribution(bins=256, scenario="p3"),
     Entropy(bins=256, quantized_bins=32),
     Entropy(bins=256, quantized_bins=32, method="onnxruntime", stride=4),
@@ -94,7 +97,11 @@ def fold(observer: Observer, batches: list[Tensor]) -> Observer:
     return reduce(lambda seen, batch: seen.observe(batch), batches, observer)
 
 
-def state_of(observer: Observer) -> list[Tensor]:
+def state_of(observer: Observer | None) -> list[Tensor]:
+    if observer is None:
+        return []
+    if isinstance(observer, Adjusted):
+        return state_of(observer.seen)
     parts = [getattr(observer, f.name) for f in dataclasses.fields(observer) if f.metadata.get("state")]
     return [tensor for tensor in torch.utils._pytree.tree_leaves(parts) if tensor is not None]
 

@@ -1,0 +1,69 @@
+"""Another observer's range with a fixed change: shrunk, or wide enough for a smallest scale."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from quark_fx.errors import ConfigError
+from quark_fx.observers.base import Observer, observer, observer_from_dict, state
+from quark_fx.observers.minmax import MinMax, Placeholder
+from quark_fx.qparams import Scheme
+
+
+@observer
+@dataclass(frozen=True, kw_only=True)
+class Adjusted(Observer):
+    """The range of another observer, both ends times `ratio`, and as wide as the scale `eps` makes it at least.
+
+    Args:
+        observer: what finds the range, also by name or as a dict.
+        ratio: share of the range that is kept; what lies beyond saturates.
+        eps: smallest scale; 0 for any. Torch's observers have `torch.finfo(torch.float32).eps`.
+
+    Raises:
+        ConfigError: for a value out of range, or an observer that has no range or chooses its own scales.
+
+    Source:
+        `ratio` of Neural Compressor's `quant_tensor`, for symmetric formats; `eps` of `torch.ao.quantization` and of
+        Quark for PyTorch.
+    """
+
+    observer: Observer = field(default_factory=MinMax)
+    ratio: float = 1.0
+    eps: float = 0.0
+    seen: Observer | None = state()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.observer, str | dict):
+            object.__setattr__(self, "observer", observer_from_dict(self.observer))
+        if not isinstance(self.observer, Observer) or isinstance(self.observer, Placeholder):
+            raise ConfigError(f"Adjusted changes the range of an observer that finds one, not {self.observer!r}")
+        if self.observer.weights_only:
+            raise ConfigError(
+                f"observer {self.observer.name!r} chooses its own scales; Adjusted has no range to change"
+            )
+        if not 0 < self.ratio <= 1 or not 0 <= self.eps < math.inf:
+            raise ConfigError(f"ratio is above 0 and at most 1, eps finite and not negative: {self}")
+
+    def observe(self, x: Tensor) -> Self:
+        return replace(self, seen=(self.seen or self.observer).observe(x))
+
+    def merge(self, other: Self) -> Self:
+        if self.seen is None or other.seen is None:
+            return other if self.seen is None else self
+        return replace(self, seen=self.seen.merge(other.seen))
+
+    def range(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
+        low, high = (bound.double() * self.ratio for bound in (self.seen or self.observer).range(scheme))
+        if scheme.symmetric:
+            return low, high.clamp(min=self.eps * scheme.largest)
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        return low, torch.maximum(high, low + self.eps * (scheme.qmax - scheme.qmin))
+
+
+__all__ = ["Adjusted"]
