@@ -109,8 +109,9 @@ FORMATS: dict[str, Format] = {
 """The rows, by what the table calls them."""
 
 ELSEWHERE = {
-    **dict.fromkeys(("int3", "uint3"), "ONNX has no type; the configuration refuses them"),
-    "int32": "of biases: in `int8_static`",
+    **dict.fromkeys(("int3", "uint3"), "weights alone, stored as those of 4 bits"),
+    **dict.fromkeys((f"{sign}int{bits}" for sign in ("", "u") for bits in (5, 6, 7)), "stored as those of 8 bits"),
+    "int32": "of biases: in `int8_static`; of others with the vendor's nodes alone",
     "uint32": "its zero points do not fit int32; the configuration refuses it",
     "int8_static_mse": "other scales than `int8_static`",
     **dict.fromkeys(("w4a16_gptq", "w4a16_awq", "w4a16_best"), "other codes and scales than `w4a16_rtn`"),

@@ -361,7 +361,8 @@ def _exported(spec: TensorSpec, constant: bool) -> bool:
     """Tell whether ONNX has a type for the format, or the export builds one, as it does for weights and groups."""
     fmt = spec.format
     if has_onnx_type(fmt):
-        return fmt.bits < 32
+        # A dequantizer takes no zero points of 32 bits.
+        return fmt.bits < 32 or spec.symmetry is not Symmetry.ASYMMETRIC
     if isinstance(fmt, IntFormat) and not fmt.sign_magnitude:
         # Codes of an activation are clipped, for which runtimes have kernels of whole bytes.
         return constant or onnx_container(fmt).bits == 8

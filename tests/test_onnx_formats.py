@@ -27,9 +27,9 @@ from quark_fx.export.matmul_nbits import block_size
 from quark_fx.export.onnx_edit import Kept
 from quark_fx.export.onnx_formats import FORMATS
 from quark_fx.export.vitis import PREFIXES
-from quark_fx.formats import INT2, INT4, INT8, INT16, UINT2, UINT4, UINT8, IntFormat
+from quark_fx.formats import INT2, INT4, INT8, INT16, INT32, UINT2, UINT4, UINT8, IntFormat
 from quark_fx.presets import BFP16 as BFP16_PRESET
-from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, PRESETS, XINT8
+from quark_fx.presets import FP8_STATIC, INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, PRESETS, XINT8
 from quark_fx.qparams import ScaleType, Symmetry
 
 ROUNDING = 255 * 128 * 2**-24
@@ -508,13 +508,16 @@ def vendor_kernels(domain: str) -> list[type[OpRun]]:
             parameter.reshape([-1 if d == axis % x.ndim else 1 for d in range(x.ndim)]) if parameter.ndim else parameter
         )
 
-    def quantize_(self: Any, x: Any, scale: Any, zero_point: Any, axis: int = 1) -> tuple[Any]:
+    # Scales lie along dimension 0 unless an attribute says otherwise, and a zero point is always read.
+    def quantize_(self: Any, x: Any, scale: Any, zero_point: Any, axis: int = 0) -> tuple[Any]:
+        if not np.issubdtype(zero_point.dtype, np.integer):
+            return (x.astype(zero_point.dtype),)
         info = np.iinfo(zero_point.dtype)
         codes = np.rint(x / shaped(scale, x, axis)) + shaped(zero_point, x, axis).astype(np.float32)
         return (np.clip(codes, info.min, info.max).astype(zero_point.dtype),)
 
-    def dequantize_(self: Any, codes: Any, scale: Any, zero_point: Any = None, axis: int = 1) -> tuple[Any]:
-        zero = np.zeros((), np.float32) if zero_point is None else zero_point.astype(np.float32)
+    def dequantize_(self: Any, codes: Any, scale: Any, zero_point: Any, axis: int = 0) -> tuple[Any]:
+        zero = zero_point.astype(np.float32)
         return ((codes.astype(np.float32) - shaped(zero, codes, axis)) * shaped(scale, codes, axis),)
 
     kinds = {"QuantizeLinear": quantize_, "DequantizeLinear": dequantize_}
@@ -539,6 +542,52 @@ def test_the_vendors_nodes_compute_what_torch_does(name: str, domain: str, tmp_p
     got = ReferenceEvaluator(stored, new_ops=vendor_kernels(domain)).run(None, {stored.graph.input[0].name: x.numpy()})
     np.testing.assert_allclose(np.asarray(got[0]), qmodel(x).detach(), rtol=1e-6, atol=1e-6)
     assert qfx.verify(qmodel, path, data(3)).max_steps <= ROUNDING
+
+
+@pytest.mark.parametrize("domain", PREFIXES)
+@pytest.mark.parametrize("preset", ["int8_static", "int16_act_int8_weight", "int8_weight_only", "fp16", "bf16"])
+@pytest.mark.parametrize("name", ["cnn", "transposed"])
+def test_the_vendors_nodes_take_float_scales_and_half_precision(
+    name: str, preset: str, domain: str, tmp_path: Path
+) -> None:
+    model = seeded(nn.Sequential(nn.ConvTranspose2d(3, 6, 3), nn.Conv2d(6, 4, 3))) if name == "transposed" else cnn()
+    qmodel = quantize(model, preset, images())
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="vitis", domain=domain)
+    stored = onnx.load(path)
+    assert "Cast" not in {node.op_type for node in stored.graph.node}
+    assert all(len(node.input) == 3 for node in stored.graph.node if node.domain == domain)
+    # Sums in another order may round to the neighbouring code.
+    assert qfx.verify(qmodel, path, images(3)).max_steps <= 1 + ROUNDING
+    (x,) = images(3)
+    evaluator = ReferenceEvaluator(stored, new_ops=vendor_kernels(domain))
+    (got,) = evaluator.run(None, {stored.graph.input[0].name: x.numpy()})
+    expected = qmodel(x).detach().numpy()
+    # Sums in another order, and a value between two codes of 8 bits that they round another way.
+    assert np.abs(got - expected).max() <= (expected.max() - expected.min()) / 255
+
+
+@pytest.mark.parametrize("fmt", [INT2, INT4, UINT4, INT32], ids=str)
+def test_the_vendors_codes_are_torchs_at_and_beyond_the_limits(fmt: IntFormat, tmp_path: Path) -> None:
+    spec = TensorSpec(format=fmt, symmetry=Symmetry.SYMMETRIC)
+    qmodel = quantize(cnn(), QuantConfig(weight=spec, input=spec, output=spec), images())
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format="vitis")
+    types = {t.data_type for t in onnx.load(path).graph.initializer if "codes" in t.name or "zero_point" in t.name}
+    assert types <= {TensorProto.INT8, TensorProto.UINT8, TensorProto.INT32}  # what its kernels have
+    (x,) = images(3)
+    found = qfx.verify(qmodel, path, [x, 4 * x], per_node=True)
+    assert found.differences
+    # Codes of 32 bits show the last bits of float32 sums: those of 128 terms in another order.
+    tolerance = 2.0**31 * 128 * 2**-24 if fmt == INT32 else 0
+    assert all(d.max_abs <= tolerance for d in found.differences if d.name != "output")
+
+
+def test_codes_of_32_bits_are_the_vendors_alone(tmp_path: Path) -> None:
+    spec = TensorSpec(format=INT32)
+    qmodel = quantize(cnn(), QuantConfig(weight=spec, input=spec), images())
+    with pytest.raises(qfx.ExportError, match=r"int32, which format='vitis' alone has: quark_fx\.quantize"):
+        qfx.export.onnx(qmodel, tmp_path / "m.onnx")
+    with pytest.raises(qfx.ConfigError, match="int32 has no ONNX type"):
+        QuantConfig(weight=TensorSpec(format=INT32, symmetry=Symmetry.ASYMMETRIC))
 
 
 @pytest.mark.parametrize(
@@ -632,7 +681,7 @@ def test_two_bits_need_the_newest_opset(tmp_path: Path) -> None:
         *((PRESETS[name], {"domain": "com.microsoft"}, "has none in pairs; drop it") for name in ("mxfp4", "bf16")),
         (INT8_STATIC, {"format": "matmul_nbits"}, r"\.weight \(Conv\).*\n.*head.weight \(Gemm\): its activation is"),
         (INT8_WEIGHT_ONLY, {"format": "qoperator"}, "one of its inputs is not quantized"),
-        (INT8_STATIC, {"format": "vitis"}, r"static power-of-two scales; these are none:\n  x_quantizer_scale: 0\.0"),
+        (FP8_STATIC, {"format": "vitis"}, r"static scales.*\n(.*\n)*  \S+ has codes of float8e4m3fn"),
         (INT8_DYNAMIC, {"format": "vitis"}, "measures its scale at run time"),
         (INT8_STATIC.replace(input=TensorSpec(format=INT16), output=None), {"opset": 17}, "or domain='com.microsoft'"),
     ],
@@ -665,8 +714,7 @@ def test_what_has_no_older_form_is_sent_to_the_opset_it_is_translated_at(tmp_pat
         ("nvfp4", "matmul_nbits", r"  0.weight \(Gemm\): it is in blocks of fp4_e2m1\nUse format='qdq'"),
         ("mx9", "matmul_nbits", r"  0.weight \(Gemm\): it is in blocks of sm8\nUse format='qdq'"),
         ("mxfp6_e2m3", "matmul_nbits", r"  0.weight \(Gemm\): it is in blocks of fp6_e2m3\nUse format='qdq'"),
-        ("fp16", "vitis", "nothing in this model has a scale; use the preset 'xint8' .* or format='qdq'"),
-        ("bf16", "vitis", "nothing in this model has a scale; use the preset 'xint8' .* or format='qdq'"),
+        ("int4_weight_only", "vitis", r"  \S+ has scales in blocks\n(.*\n)*Use the preset 'xint8'"),
     ],
 )
 def test_a_refusal_says_what_is_true_and_what_works(preset: str, format: str, message: str, tmp_path: Path) -> None:

@@ -39,11 +39,13 @@ class OnnxFormat:
         rewrite: edits the model; returns what it left as it was.
         choices: the values of each option that means something, the default first.
         runs: whether ONNX Runtime has kernels for it.
+        wide: whether its quantizers have codes of 32 bits.
     """
 
     rewrite: Callable[[ir.Model, FormatOptions], tuple[Kept, ...]]
     choices: dict[str, tuple[object, ...]]
     runs: bool = True
+    wide: bool = False
 
 
 def _qdq(model: ir.Model, options: FormatOptions) -> tuple[Kept, ...]:
@@ -66,7 +68,7 @@ FORMATS: dict[str, OnnxFormat] = {
     "qdq": OnnxFormat(rewrite=_qdq, choices={"domain": ("ai.onnx", CONTRIB)}),
     "qoperator": OnnxFormat(rewrite=lambda model, _: use_integer_operators(model), choices={}),
     "matmul_nbits": OnnxFormat(rewrite=_matmul_nbits, choices={"accuracy_level": (0, 1, 2, 3, 4)}),
-    "vitis": OnnxFormat(rewrite=_vitis, choices={"domain": tuple(reversed(PREFIXES))}, runs=False),
+    "vitis": OnnxFormat(rewrite=_vitis, choices={"domain": tuple(reversed(PREFIXES))}, runs=False, wide=True),
 }
 """Every format by its name."""
 

@@ -19,7 +19,7 @@ from quark_fx.export.respelling import respelled
 from quark_fx.export.runtime import may_optimize, open_session, runtime_options
 from quark_fx.export.table import translation_table
 from quark_fx.export.translation import translate
-from quark_fx.formats import FloatFormat, Format, has_onnx_type, onnx_container, parse_format
+from quark_fx.formats import INT32, FloatFormat, Format, has_onnx_type, onnx_container, parse_format
 from quark_fx.graph import code_format, describe, results_of, target_name, tensor_names
 from quark_fx.isolation import isolated
 from quark_fx.model import QuantizedModel
@@ -62,7 +62,7 @@ def onnx(
         format: `"qdq"`, pairs of `QuantizeLinear` and `DequantizeLinear` around operators on floats, which runtimes
             fuse; `"qoperator"`, operators on integers (`QLinearConv`, `QGemm`, `MatMulInteger`, …);
             `"matmul_nbits"`, weights of 2, 4 or 8 bits for ONNX Runtime's `MatMulNBits` and `GatherBlockQuantized`;
-            `"vitis"`, pairs of the vendor's nodes with power-of-two scales, and one for a tensor in blocks, for AMD's
+            `"vitis"`, pairs of the vendor's nodes with static scales, and one for a tensor in blocks, for AMD's
             compilers.
         opset: 14 to 25; 21 is the first with 4- and 16-bit codes and scales in blocks, 25 with 2-bit codes.
         domain: of the pairs, or of the vendor's nodes: `"com.microsoft"` for 4- and 16-bit codes in any opset
@@ -103,7 +103,7 @@ def onnx(
     _require_values(gm)
     _require_names("input_names", input_names, qmodel.signature.input_names)
     _require_names("output_names", output_names, qmodel.signature.output_names)
-    _require_onnx_types(gm)
+    _require_onnx_types(gm, wide=chosen.wide)
     _require_writable(file)
     inputs = input_names or qmodel.signature.input_names
     names = inputs, output_names or _named_apart(qmodel.signature.output_names, inputs)
@@ -243,10 +243,13 @@ def _missing_lowerings(gm: GraphModule, error: Exception) -> str:
     return f"{len(nodes) or 1} node(s) have no ONNX lowering:\n{where}\n{remedy}"
 
 
-def _require_onnx_types(gm: GraphModule) -> None:
+def _require_onnx_types(gm: GraphModule, *, wide: bool) -> None:
     bad = []
     for node in gm.graph.nodes:
         fmt = code_format(node)
+        if fmt == INT32 and not wide and target_name(node) == "quark_fx.quantize.default":
+            bad.append(f"  {fmt}, which format='vitis' alone has: {describe(node)}")
+            continue
         if fmt is not None and not has_onnx_type(fmt) and not _is_built(node, fmt):
             bad.append(f"  {fmt}: {describe(node)}")
         elif target_name(node) == "quark_fx.dynamic_qparams.default" and not _is_measured(node):

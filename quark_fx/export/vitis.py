@@ -1,6 +1,6 @@
-"""The nodes of Vitis AI and Quark in place of `QuantizeLinear` and `DequantizeLinear`, for power-of-two scales.
+"""The nodes of Vitis AI and Quark in place of `QuantizeLinear` and `DequantizeLinear`, and of casts to half precision.
 
-Those of blocks are in `vitis_blocks`.
+Those of blocks are in `vitis_blocks`, what the kernels need of a quantizer in `vitis_codes`.
 
 Source: the custom operators of AMD Quark for ONNX (`VitisQuantizeLinear` up to release 0.8, `ExtendedQuantizeLinear`
 since). ONNX Runtime has no kernels for them without that library, so `with_standard_nodes` puts standard operators in
@@ -14,9 +14,10 @@ import onnx_ir as ir
 
 from quark_fx.errors import ExportError
 from quark_fx.export.float_weights import keep_floats
-from quark_fx.export.onnx_edit import array_of
+from quark_fx.export.onnx_edit import add_array, add_initializer, array_of
 from quark_fx.export.onnx_opset import first_with, raised
 from quark_fx.export.vitis_blocks import has_block_nodes, spell_out_block_nodes, use_block_nodes
+from quark_fx.export.vitis_codes import CODES, HALVES, settle_quantizers, spell_out_codes
 
 PREFIXES = {"com.vai.quantize": "Vitis", "com.amd.quark": "Extended"}
 """What the operators of each domain are called: this and `QuantizeLinear` or `DequantizeLinear`."""
@@ -28,39 +29,67 @@ def use_vendor_nodes(model: ir.Model, domain: str) -> None:
     """Rename every quantizer and dequantizer to the vendor's, and put its nodes where values are rounded to blocks.
 
     Raises:
-        ExportError: if a scale is no power of two, or is measured at run time, or the vendor has no node for a kind of
-            blocks; all are listed.
+        ExportError: if a scale is measured at run time or the vendor has no node for a kind of codes or blocks; all
+            are listed.
     """
     blocks = use_block_nodes(model, domain)
+    quantize_halves(model)
     nodes = [node for node in model.graph.all_nodes() if node.op_type in _PAIRS]
-    require_powers_of_two(model, nodes, allow_none=bool(blocks))
+    require_static(model, nodes, allow_none=bool(blocks))
+    settle_quantizers(model, nodes)
     for node in nodes:
         node.domain, node.op_type, node.version = domain, f"{PREFIXES[domain]}{node.op_type}", 1
     model.opset_imports[domain] = 1
 
 
-def require_powers_of_two(model: ir.Model, nodes: list[ir.Node], *, allow_none: bool) -> None:
-    """Raise, naming every scale of `nodes` that is no power of two."""
+def quantize_halves(model: ir.Model) -> int:
+    """Write a cast of float32 to half precision and back as a quantizer and dequantizer, scale 1 and zero point 0."""
+    done = 0
+    for node in list(model.graph):
+        if node.op_type != "Cast" or node.inputs[0] is None or not node.outputs[0].uses():
+            continue
+        x, target = node.inputs[0], ir.DataType(node.attributes["to"].as_int())
+        back = all(_is_cast(use.node, ir.DataType.FLOAT) for use in node.outputs[0].uses())
+        narrows = target in HALVES and x.dtype == ir.DataType.FLOAT and back and not node.outputs[0].is_graph_output()
+        source = x.producer()
+        stored = x.dtype in HALVES and (x.const_value is not None or (source is not None and source.op_type in _PAIRS))
+        if not narrows and not (stored and target == ir.DataType.FLOAT):
+            continue
+        half = target if narrows else x.dtype
+        assert half is not None
+        name = f"{node.name}_zero_{half.name.lower()}"
+        zero = add_initializer(model, name, ir.Tensor(np.zeros((), half.numpy()), dtype=half, name=name))
+        node.resize_inputs(3)
+        node.replace_input_with(1, add_array(model, "one", np.ones((), np.float32)))
+        node.replace_input_with(2, zero)
+        node.op_type = "QuantizeLinear" if narrows else "DequantizeLinear"
+        node.attributes.clear()
+        done += 1
+    return done
+
+
+def _is_cast(node: ir.Node, target: ir.DataType) -> bool:
+    return node.op_type == "Cast" and ir.DataType(node.attributes["to"].as_int()) is target
+
+
+def require_static(model: ir.Model, nodes: list[ir.Node], *, allow_none: bool) -> None:
+    """Raise, naming every scale of `nodes` that the vendor's kernels do not take, and every kind of codes."""
     measured = {node.op_type for node in model.graph if node.op_type in ("DynamicQuantizeLinear", "MatMulInteger")}
     bad = [f"  {name} measures its scale at run time" for name in sorted(measured)]
     for value in dict.fromkeys(node.inputs[1] for node in nodes):
-        scale = array_of(value)
-        name = value.name if value is not None else None
-        if scale is None:
-            bad.append(f"  {name} is measured at run time")
-        elif (np.abs(np.frexp(scale.astype(np.float64))[0]) != 0.5).any() or (scale <= 0).any():
-            bad.append(f"  {name}: {float(scale.flat[0]):.6g}")
+        if array_of(value) is None:
+            bad.append(f"  {value.name if value is not None else None} is measured at run time")
     bad += [f"  {node.name} has scales in blocks" for node in nodes if node.attributes.get_int("block_size", 0)]
+    for node in nodes:
+        codes = node.outputs[0] if node.op_type == "QuantizeLinear" else node.inputs[0]
+        if codes is not None and codes.dtype not in CODES:
+            bad.append(f"  {node.name} has codes of {'?' if codes.dtype is None else codes.dtype.name.lower()}")
     if not (nodes or measured or allow_none):
-        raise ExportError(
-            "format='vitis' is for static power-of-two scales, and nothing in this model has a scale; "
-            "use the preset 'xint8' or scale_type='power_of_two', or format='qdq'"
-        )
+        raise ExportError("format='vitis' is for static scales, and nothing in this model is quantized so; use another")
     if bad:
         raise ExportError(
-            "format='vitis' is for static power-of-two scales; these are none:\n"
-            + "\n".join(bad)
-            + "\nUse the preset 'xint8' or scale_type='power_of_two', or format='qdq'."
+            "format='vitis' is for static scales, per tensor or channel, of integers or half precision; these are "
+            "none:\n" + "\n".join(bad) + "\nUse the preset 'xint8', 'int8_static' or 'bf16', or format='qdq'."
         )
 
 
@@ -80,6 +109,7 @@ def with_standard_nodes(model: ir.Model) -> ir.Model:
         kind = node.op_type.removeprefix(PREFIXES.get(node.domain, ""))
         if node.domain in PREFIXES and kind in _PAIRS:
             node.domain, node.op_type, node.version = "", kind, None
+    spell_out_codes(model)
     if pairs:
         keep_floats(model)
     return model
