@@ -210,8 +210,8 @@ def page(rows: list[Row], release: str) -> str:
 
 `format="vitis"`, run by ONNX Runtime with the operator library of `amd-quark` {release} on a processor: {equal} of
 {len(rows)} files load and make torch's output, every value equal bit for bit; the last columns count the values that
-differ. That is the arithmetic of the nodes; whether a compiler for an NPU accepts a file is another question, which
-needs one.
+differ, [onnx.md](onnx.md#the-vendors-nodes) says why. That is the arithmetic of the nodes; whether a compiler for an
+NPU accepts a file is another question, which needs one.
 
 `python -m benchmarks.vitis_library --amd-quark PYTHON --write` writes this page; its module says what the networks are.
 

@@ -92,8 +92,8 @@ def settle_zero_points(model: ir.Model) -> int:
             continue
         dtype = zero_point.const_value.dtype
         blocks = node.attributes.get_int("block_size", 0)
-        gemm = not blocks and any(use.node.op_type == "Gemm" for use in node.outputs[0].uses())
-        if dtype == ir.DataType.INT8 or (gemm and dtype != ir.DataType.INT32):
+        gemm = any(use.node.op_type == "Gemm" for use in node.outputs[0].uses())
+        if not blocks and (dtype == ir.DataType.INT8 or (gemm and dtype != ir.DataType.INT32)):
             zeros = np.zeros(scale.shape.numpy(), dtype=dtype.numpy())
             name = f"{node.name}_zero_point"
             node.replace_input_with(2, add_initializer(model, name, ir.Tensor(zeros, dtype=dtype, name=name)))
