@@ -126,7 +126,8 @@ def call(gm: GraphModule, target: Any, *args: Any, like: Node | None = None, **k
     node.meta |= {"nn_module_stack": {}, "stack_trace": ""}
     if like is not None:
         node.meta |= {k: like.meta[k] for k in ("stack_trace", "nn_module_stack") if k in like.meta}
-    with fake_mode(gm):
+    # Torch's own rules for composite operators keep sizes that vary; the compiled ones ask for numbers, and fix them.
+    with fake_mode(gm), enable_python_dispatcher():
         node.meta["val"] = target(*(_values(gm, args)), **kwargs)
     return node
 

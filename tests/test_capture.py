@@ -624,7 +624,7 @@ def test_a_batch_that_varies_is_not_said_to_be_fixed(batch: int) -> None:
             self.register_buffer("row", torch.ones(7, 8))
 
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return self.linear(x) * mask @ self.row.mT
+            return self.linear(x) * mask @ self.row.mT  # type: ignore[no-any-return]
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -310,6 +310,42 @@ def keep_sums_from_norms(model: ir.Model) -> int:
     return kept
 
 
+_FUSED_ACTIVATIONS = frozenset(
+    {"Relu", "LeakyRelu", "Sigmoid", "Tanh", "Elu", "HardSigmoid", "Selu", "Softplus", "Softsign", "ThresholdedRelu"}
+)
+
+
+def keep_products_from_activations(model: ir.Model) -> int:
+    """Keep ONNX Runtime from fusing an integer `Gemm` with an activation that it computes in float.
+
+    It does so before it looks for integers, and the product then runs in float as well. A maximum of one value, which
+    changes nothing, keeps the two apart. A relu that a quantizer follows is left: both go into the kernel.
+    """
+    kept = 0
+    for node in list(model.graph):
+        if node.op_type != "Gemm" or not all(_has_codes_of_a_byte(value) for value in node.inputs[:2]):
+            continue
+        output = node.outputs[0]
+        readers = [use.node for use in output.uses()]
+        if len(readers) != 1 or output.is_graph_output() or readers[0].op_type not in _FUSED_ACTIVATIONS:
+            continue
+        after = [use.node.op_type for use in readers[0].outputs[0].uses()]
+        if readers[0].op_type == "Relu" and after == ["QuantizeLinear"]:
+            continue
+        same = ir.node("Max", [output])
+        same.outputs[0].shape, same.outputs[0].type = output.shape, output.type
+        model.graph.insert_after(node, same)
+        readers[0].replace_input_with(0, same.outputs[0])
+        kept += 1
+    return kept
+
+
+def _has_codes_of_a_byte(value: ir.Value | None) -> bool:
+    source = made_by(value, "DequantizeLinear")
+    codes = source.inputs[0] if source is not None else None
+    return codes is not None and codes.dtype in (ir.DataType.UINT8, ir.DataType.INT8)
+
+
 def spell_out_row_scales(model: ir.Model) -> int:
     """Dequantize a weight by casts and products where its scales vary along the axis that is summed over.
 
