@@ -62,6 +62,8 @@ class Promise:
         after: names of passes that, listed as well, have to be listed before it.
         distributed: it runs on several ranks: it adds up what it measures, and all ranks end with the same graph.
         targets: what it is for, `quark_fx.Target` values; empty for anything.
+        held_out: it keeps a change only where that lowers the error on batches it did not learn from, and notes that
+            error; otherwise what it notes is the error on the data it learned from.
     """
 
     exact: bool = True
@@ -71,6 +73,7 @@ class Promise:
     after: tuple[str, ...] = ()
     distributed: bool = False
     targets: tuple[str, ...] = ()
+    held_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,8 @@ class Change:
         name: module path, or the paths of a site's operators.
         what: in a few words.
         changed: whether it did anything.
-        before: relative squared error of what it minimises (0 is exact), on data that is not learned from.
-        after: the same after the change, which was accepted for being smaller.
+        before: relative squared error of what it minimises (0 is exact); `PassRecord.held_out` says on which data.
+        after: the same with what was kept.
         seconds: what it took; NaN of a loaded model.
     """
 
@@ -100,7 +103,8 @@ class PassRecord:
 
     Attributes:
         seconds: what it took; NaN of a loaded model.
-        held_out: the errors of the rows are on data that was not learned from; a single sample leaves none.
+        held_out: the errors of the rows are on data that was not learned from: the pass judges by it
+            (`Promise.held_out`), and there was more than a single sample.
         remark: what else could be done, in a few words.
     """
 
@@ -151,6 +155,7 @@ def graph_pass(
     after: tuple[str, ...] = (),
     distributed: bool = False,
     targets: tuple[str, ...] = (),
+    held_out: bool = False,
 ) -> Callable[[P], P]:
     """Register a pass under its name and attach its `Promise`.
 
@@ -167,7 +172,7 @@ def graph_pass(
                 f"{target.__module__} registers a pass called {name}, and {known.__module__} has one of that name; "
                 "configurations name passes, so give it another name"
             )
-        target.promise = Promise(exact, requires, ensures, stage, after, distributed, targets)  # type: ignore[attr-defined]
+        target.promise = Promise(exact, requires, ensures, stage, after, distributed, targets, held_out)  # type: ignore[attr-defined]
         PASSES[name] = target
         return target
 
@@ -355,7 +360,8 @@ def run_passes(
             records.append(PassRecord(name, rewrites, seconds))
         else:
             changes, context.remark, remark = tuple(context.take_changes()), "", context.remark
-            records.append(PassRecord(name, rewrites, seconds, changes, context.holds_out, remark))
+            held_out = context.holds_out and promise.held_out
+            records.append(PassRecord(name, rewrites, seconds, changes, held_out, remark))
     return gm, records
 
 

@@ -182,8 +182,13 @@ def _operators(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperator
             # The bounds of a clamp that equalization made one per channel are no weights.
             tables = node.all_input_nodes if target_name(node) not in _CLAMPS else ()
             for weight in tables:
-                if is_parameter(weight) and is_floating(gm, weight) and value_of(gm, weight).dim() > 1:
-                    kind = target_name(node)
+                if not is_parameter(weight) or value_of(gm, weight).dim() < 2:
+                    continue
+                kind = target_name(node)
+                if value_of(gm, weight).is_complex():
+                    reason = "complex numbers have no codes"
+                    yield PlannedOperator(node, None, module_name(node, weight), kind, weight, reason=reason)
+                elif is_floating(gm, weight):
                     many = " (transformers multiplies stacks of experts after set_experts_implementation('grouped_mm'))"
                     reason = f"a table read by {kind}, not a weight" + many * (value_of(gm, weight).dim() == 3)
                     yield PlannedOperator(node, None, str(weight.target), kind, weight, reason=reason)

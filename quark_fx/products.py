@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from quark_fx.qparams import ScaleType, constrain_scale, recover_global_scale
 from quark_fx.quantized_weights import QuantizedWeight
 from quark_fx.scale_search import fit_scales, fit_scales_to_feedback
 from quark_fx.second_moment import Entrance, SecondMoment
+
+R = TypeVar("R")
 
 _SAMPLED = 64
 """Output channels, about, that errors are measured on: on all it would cost as much as the rest."""
@@ -74,6 +77,23 @@ class Part:
             noise += ((lost @ h[matrices]) * lost).sum()
             signal += ((aim.float() @ h[matrices]) * aim).sum()
         return float(noise / signal.clamp_min(torch.finfo(torch.float32).tiny))
+
+    def keep_if_lower(self, target: Tensor, h: Tensor, change: Callable[[], R]) -> tuple[R, float, float, bool]:
+        """Take back what `change` stores if the error on the data behind `h` is higher with it.
+
+        Returns:
+            What `change` returned, the error before, the error of what was kept, and whether it was.
+        """
+        module, names = self.run.module, (self.weight.codes, self.weight.scale_name)
+        old, was = {name: tensor_of(module, name) for name in names}, self.error(target, h)
+        result = change()
+        now = self.error(target, h)
+        if now <= was:
+            return result, was, now, True
+        for name, tensor in old.items():
+            if tensor_of(module, name) is not tensor:
+                self.run.store(name, tensor)
+        return result, was, was, False
 
     def store(self, codes: Tensor) -> None:
         """Store codes, given as matrices."""

@@ -410,12 +410,14 @@ def _source(model: nn.Module, captured: Captured, gm: GraphModule) -> Source | N
 
 
 def _with_learned_weights(rows: list[Row], gm: GraphModule, context: Context) -> list[Row]:
-    """Return the rows with the noise of the weights as passes on the quantized graph left them."""
+    """Return the rows with the scales and the noise of the weights as passes on the quantized graph left them."""
     assert context.float_graph is not None
-    noise = {}
+    now: dict[tuple[str, str], dict[str, float]] = {}
     for weight in quantized_weights(gm, context.plan):
-        noise[weight.name, weight.weight] = weight.sqnr(gm, tensor_of(context.float_graph, weight.weight).detach())
-    return [replace(row, sqnr=noise.get((row.name, row.parameter), row.sqnr)) for row in rows]
+        scale, real = weight.scale(gm), tensor_of(context.float_graph, weight.weight).detach()
+        ends = {"scale_min": float(scale.min()), "scale_max": float(scale.max())}
+        now[weight.name, weight.weight] = {"sqnr": weight.sqnr(gm, real), **ends}
+    return [replace(row, **now.get((row.name, row.parameter), {})) for row in rows]  # type: ignore[arg-type]
 
 
 def _divisible(captured: Captured) -> bool:

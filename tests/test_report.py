@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 import torch
 from tiny import calls, cnn, constant, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 import quark_fx as qfx
-from quark_fx.formats import parse_format
-from quark_fx.pass_manager import Change, PassRecord
-from quark_fx.passes import BiasCorrection
+from quark_fx.config import Granularity, QuantConfig, Target, TensorSpec
+from quark_fx.context import Context
+from quark_fx.formats import INT3, parse_format
+from quark_fx.graph import stored_tensors
+from quark_fx.pass_manager import Change, PassRecord, graph_pass
+from quark_fx.passes import AWQ, GPTQ, AutoRound, BiasCorrection, FitScales
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC, INT8_WEIGHT_ONLY, PRESETS
 from quark_fx.report import Report, Row
 
@@ -211,6 +216,63 @@ def test_what_was_judged_on_the_data_it_was_learned_from_says_so() -> None:
     assert "held-out" not in str(one.report())
     assert "on held-out data" in str(many.report())
     assert PassRecord.from_dict(asdict(one.report().passes[-1])) == one.report().passes[-1]
+
+
+@pytest.mark.parametrize("learns", [GPTQ(), FitScales(), AWQ(explicit=True)], ids=lambda p: type(p).__name__)
+def test_passes_that_hold_no_data_out_say_what_judged_them(learns: Any) -> None:
+    """Whatever the number of batches; a pass of somebody else's that promises nothing is taken for such a one."""
+    weight = TensorSpec(format=INT3, granularity=Granularity.GROUP, group_size=16)
+    config = QuantConfig(weight=weight, passes=(_noting, learns), target=Target.TORCH)
+    report = quantize(mlp(), config, tokens(4, 4, 4)).report()
+    assert not any(record.held_out for record in report.passes)
+    lines = [line for line in str(report).splitlines() if "mean error" in line]
+    assert len(lines) == 2
+    assert all("on the data it was learned from" in line for line in lines)
+
+
+@graph_pass(exact=False)
+def _noting(gm: GraphModule, context: Context) -> int:
+    """Note an error of nothing."""
+    context.note(Change("nothing", "nothing", False, 0.5, 0.5))
+    return 0
+
+
+@pytest.mark.parametrize("learns", [FitScales(), GPTQ(fit_scales=True), AutoRound(iterations=5)], ids=str)
+def test_scales_in_the_report_are_those_of_the_graph(learns: Any) -> None:
+    weight = TensorSpec(format=INT3, granularity=Granularity.GROUP, group_size=16)
+    data = [rand(32, 32, seed=i) * torch.linspace(0.05, 3, 32) for i in range(4)]
+    model = seeded(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)))
+    config = QuantConfig(weight=weight, passes=(learns,), target=Target.TORCH)
+    qmodel, plain = (quantize(model, c, data) for c in (config, config.replace(passes=())))
+    stored = stored_tensors(qmodel.graph_module)
+    for row, before in zip(qmodel.report(), plain.report(), strict=True):
+        scale = stored[f"{row.name}.weight_scale"]
+        assert (row.scale_min, row.scale_max) == (float(scale.min()), float(scale.max()))
+        assert (row.scale_min, row.scale_max) != (before.scale_min, before.scale_max)
+
+
+class Complex(nn.Module):
+    """Two products of complex numbers, and one of real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotate = nn.Linear(8, 16, dtype=torch.cfloat)
+        self.table = nn.Parameter(torch.randn(16, 16, dtype=torch.cfloat))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head((self.rotate(x.to(torch.cfloat)) @ self.table).abs())
+        return out
+
+
+def test_weights_of_complex_numbers_are_in_the_report() -> None:
+    report = quantize(Complex().eval(), INT8_WEIGHT_ONLY, [torch.randn(4, 8)]).report()
+    rows = {row.name: row for row in report}
+    assert rows.keys() == {"rotate", "table", "head"}
+    assert rows["rotate"].reason == "complex numbers have no codes"
+    assert rows["table"].reason
+    assert rows["rotate"].bytes_before == rows["rotate"].bytes_after == 8 * 16 * 8
+    assert "1 of 3 weighted operators quantized" in str(report)
 
 
 def test_calibration_alone_needs_no_second_sample() -> None:

@@ -41,7 +41,7 @@ class StraightThrough:
         return self.grid.round(self.parameter)
 
 
-@graph_pass(exact=False, stage=Stage.QUANTIZED)
+@graph_pass(exact=False, stage=Stage.QUANTIZED, held_out=True)
 @dataclass(frozen=True, kw_only=True)
 class AdaQuant(Schedule):
     """Learn weights through their rounding, with biases and activation scales, to keep what an operator or block makes.

@@ -64,7 +64,7 @@ class SoftRounding:
         return (torch.sigmoid(self.parameter) * (_ZETA - _GAMMA) + _GAMMA).clamp(0, 1)
 
 
-@graph_pass(exact=False, stage=Stage.QUANTIZED)
+@graph_pass(exact=False, stage=Stage.QUANTIZED, held_out=True)
 @dataclass(frozen=True, kw_only=True)
 class AdaRound(Schedule):
     """Learn, for each weight, which of two codes to take, so that what an operator or a block makes is kept.

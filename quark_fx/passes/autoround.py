@@ -79,7 +79,7 @@ def _within(x: Tensor, low: float, high: float) -> Tensor:
     return x + (x.clamp(low, high) - x).detach()
 
 
-@graph_pass(exact=False, stage=Stage.QUANTIZED)
+@graph_pass(exact=False, stage=Stage.QUANTIZED, held_out=True)
 @dataclass(frozen=True, kw_only=True)
 class AutoRound(Schedule):
     """Learn how each weight rounds and how much of its range each scale covers, by the signs of gradients.

@@ -31,7 +31,7 @@ class Means(StrEnum):
     """The batch norm folded into the operator before: its activations are normal, and clamped."""
 
 
-@graph_pass(exact=False, stage=Stage.QUANTIZED)
+@graph_pass(exact=False, stage=Stage.QUANTIZED, held_out=True)
 @dataclass(frozen=True, kw_only=True)
 class BiasCorrection(Selective):
     """Add to each bias the mean, per output channel, of what quantization takes from the operator's output.

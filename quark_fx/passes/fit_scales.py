@@ -6,7 +6,9 @@ import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
+from torch import Tensor
 from torch.fx import GraphModule
 
 from quark_fx.block_walk import BlockRun, walk_blocks
@@ -14,7 +16,7 @@ from quark_fx.blocks import Unit
 from quark_fx.context import Context
 from quark_fx.error_feedback import working_bytes
 from quark_fx.pass_manager import Change, Stage, graph_pass
-from quark_fx.products import Product, find_products
+from quark_fx.products import Part, Product, find_products
 from quark_fx.quantized_weights import quantized_weights, shared_tensors
 from quark_fx.reconstruction import note_left_alone
 from quark_fx.selection import Selective
@@ -28,7 +30,8 @@ class FitScales(Selective):
 
     After `AWQ` this is the clip search of that paper; `GPTQ(fit_scales=True)` begins with it. Every operator sees
     inputs that everything before it, quantized, makes of the data, in one forward pass over it. Scales per tensor,
-    powers of two, those of sub-groups, and those that a bias follows stay.
+    powers of two, those of sub-groups, and those that a bias follows stay. What was fitted is kept unless the error on
+    the data it was fitted to is higher; no data is held out.
 
     Source:
         Lin et al. 2024 (AWQ), the clip search of its reference code, with the sum over tokens taken beforehand.
@@ -64,13 +67,19 @@ class FitScales(Selective):
         h = product.second_moment(context).h
         for part in (part for part, n in zip(product.parts, number, strict=False) if context.ranks.owns(n)):
             began = time.perf_counter()
-            was, fitted = part.error(part.real, h), part.fit_scales(h)
-            if fitted:
-                grid = part.grid()
-                part.store(grid.round_(grid.position(part.real.float())))
-            what = "scales fitted" if fitted else "scales left: not free to change"
-            now = part.error(part.real, h)
-            context.note(Change(part.weight.name, what, fitted, was, now, time.perf_counter() - began))
+            fitted, was, now, kept = part.keep_if_lower(part.real, h, partial(_shrink_and_round, part, h))
+            left = "scales left: no better" if fitted else "scales left: not free to change"
+            what = "scales fitted" if fitted and kept else left
+            context.note(Change(part.weight.name, what, fitted and kept, was, now, time.perf_counter() - began))
+
+
+def _shrink_and_round(part: Part, h: Tensor) -> bool:
+    """Fit the scales of a weight and round it to nearest; return whether they are free to change."""
+    fitted = part.fit_scales(h)
+    if fitted:
+        grid = part.grid()
+        part.store(grid.round_(grid.position(part.real.float())))
+    return fitted
 
 
 __all__ = ["FitScales"]

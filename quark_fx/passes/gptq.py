@@ -33,6 +33,7 @@ class GPTQ(Selective):
     makes of the data (true sequential), in one forward pass over it. Operators that read one value share its second
     moment and its factors; of a stack of experts each has the tokens routed to it, and borrows from the average
     of all where they are few. Positions that the data's `attention_mask` leaves out do not count, but for experts.
+    A weight keeps its codes where the error on the data that it was rounded for would be higher; no data is held out.
 
     Args:
         damping: share of the mean diagonal of the second moment that is added to it.
@@ -117,14 +118,16 @@ class GPTQ(Selective):
     ) -> None:
         give_back()
         target, nearest = part.target(moment, factors, self.asymmetry), part.codes()
-        was = part.error(target, moment.h)
-        stays = self.fit_scales and not part.fit_scales_to_feedback(target, factors)
-        damping = part.round(target, factors)
+
+        def round_() -> tuple[bool, float]:
+            stays = self.fit_scales and not part.fit_scales_to_feedback(target, factors)
+            return stays, part.round(target, factors)
+
+        (stays, damping), was, now, kept = part.keep_if_lower(target, moment.h, round_)
         share = share_changed(nearest, part.codes())
-        now = part.error(target, moment.h)
         left = "; scales left: not free to change" * stays
         damped = f"; damped by {damping:g}" * (damping > self.damping)
-        what = f"{share:.1%} of the codes{left}{damped}{_few(moment)}"
+        what = f"{share:.1%} of the codes{left}{damped}{_few(moment)}" if kept else "left: no better than it was"
         context.note(Change(part.weight.name, what, share > 0, was, now, time.perf_counter() - began))
 
 

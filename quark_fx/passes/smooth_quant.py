@@ -53,7 +53,7 @@ _GOLDEN = 0.618
 _SMALLEST, _LARGEST = 1e-4, 1e4
 
 
-@graph_pass()
+@graph_pass(held_out=True)
 @dataclass(frozen=True, kw_only=True)
 class SmoothQuant(Selective):
     """Divide the channels of quantized activations by `s = a ** alpha / w ** (1 - alpha)` and multiply weights by `s`.
