@@ -1,0 +1,79 @@
+"""What comes of reading files that were changed at random: stored models, checkpoints, manifests, configurations.
+
+    python -m benchmarks.mutated_files [--count COUNT] [--first FIRST]
+
+Each case changes fields or bytes of a good file (`tests/mutations.py`), reads it in a process with a limit on memory,
+and calls what loads. A process that ends is counted as a crash and continued after the case. In capitals is what must
+not be: an exception that is no `QuarkError`, a crash, more than 60 seconds, code of a file that runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+_TESTS = Path(__file__).resolve().parent.parent / "tests"
+_BATCH = 500
+
+
+def run(source: Path, first: int, count: int) -> dict[int, tuple[str, str]]:
+    """Return the kind of each case and what came of it.
+
+    Args:
+        source: the good files, made by `mutations.make`.
+        first: the first case.
+        count: how many.
+    """
+    found: dict[int, tuple[str, str]] = {}
+    path = os.pathsep.join([str(_TESTS), str(_TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    case, end = first, first + count
+    while case < end:
+        size = min(_BATCH, end - case)
+        command = [sys.executable, str(_TESTS / "mutations.py"), str(source), str(case), str(size)]
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, check=False, timeout=120 + 30 * size
+            )
+            output, status = done.stdout, f"CRASHED with {done.returncode}: {done.stderr[-300:]}"
+        except subprocess.TimeoutExpired as error:
+            output, status = (error.stdout or b"").decode(), "HANG"
+        lines = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
+        found |= {line[0]: (line[1], line[2]) for line in lines if len(line) == 3}
+        begun = [line[0] for line in lines if len(line) == 1]
+        if not begun:
+            raise RuntimeError(status)
+        if begun[-1] not in found:
+            found[begun[-1]] = ("unknown", status)
+        case = begun[-1] + 1
+    return found
+
+
+def main() -> None:
+    """Run the cases and print the counts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        code = "import sys; from pathlib import Path; from mutations import make; make(Path(sys.argv[1]))"
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_TESTS), str(_TESTS.parent)])}
+        subprocess.run([sys.executable, "-c", code, folder], env=environment, check=True, capture_output=True)
+        found = run(Path(folder), arguments.first, arguments.count)
+    counts = Counter((kind, outcome.partition(":")[0]) for kind, outcome in found.values())
+    for (kind, outcome), number in sorted(counts.items()):
+        print(f"{number:6} {kind}: {outcome}")
+    wrong = {case: outcome for case, (_, outcome) in found.items() if outcome[:1].isupper()}
+    for case, outcome in sorted(wrong.items())[:50]:
+        print(f"case {case}: {outcome}")
+    print(f"{len(found)} changed files, {len(wrong)} wrong")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""A sample of the random changes of `python -m benchmarks.mutated_files`: our errors only, and no code runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mutations import make
+
+from benchmarks.mutated_files import run
+
+
+def test_changed_files_are_read_or_refused_by_name(tmp_path: Path) -> None:
+    pytest.importorskip("resource")
+    make(tmp_path)
+    outcomes = run(tmp_path, 0, 300)
+    assert len(outcomes) == 300
+    wrong = {case: found for case, (_, found) in outcomes.items() if found[:1].isupper()}
+    assert not wrong
+    assert sum(found == "refused" for _, found in outcomes.values()) > 100
+    assert any(found == "loaded and called" for _, found in outcomes.values())
