@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,21 @@ _INDEX_LIMIT = 1 << 27
 """Bytes of the largest index that is read."""
 GRAPH_FILE = "graph.json"
 """What `QuantizedModel.save` writes beside its tensors."""
+
+
+def link_or_copy(source: Path, place: Path) -> None:
+    """Let a file have a second name: linked where that is allowed (Windows asks for a right of its own), else copied.
+
+    Raises:
+        OSError: if there is no room for a copy, or the folder cannot be written.
+    """
+    for link in (Path.symlink_to, Path.hardlink_to):
+        try:
+            link(place, source)
+        except (OSError, NotImplementedError):
+            continue
+        return
+    shutil.copyfile(source, place)
 
 
 @dataclass(frozen=True)
@@ -100,7 +116,7 @@ class CheckpointFiles:
         # The names are ours: transformers unpickles a file whose name has another ending.
         links = {file: f"model-{i:05}-of-{len(found):05}.safetensors" for i, file in enumerate(found, 1)}
         for file, link in links.items():
-            (folder / link).symlink_to(file.absolute())
+            link_or_copy(file.absolute(), folder / link)
         index = {"metadata": {}, "weight_map": {name: links[file] for name, file in self.files.items()}}
         (folder / _INDEX).write_text(json.dumps(index), encoding="utf-8")
 
@@ -206,4 +222,4 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(name[:200] for name in names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
-__all__ = ["GRAPH_FILE", "CheckpointFiles", "MappedFiles", "is_float"]
+__all__ = ["GRAPH_FILE", "CheckpointFiles", "MappedFiles", "is_float", "link_or_copy"]

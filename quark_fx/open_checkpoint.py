@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from quark_fx.checkpoint_files import CheckpointFiles, MappedFiles, is_float
+from quark_fx.checkpoint_files import CheckpointFiles, MappedFiles, is_float, link_or_copy
 from quark_fx.errors import CheckpointError, ConfigError
 from quark_fx.isolation import isolated, quiet
 from quark_fx.shelf import Shelf
@@ -222,7 +222,7 @@ def _stage(files: CheckpointFiles, config: dict[str, Any], folder: Path) -> None
         files.link(folder)
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         if generation.is_file():
-            (folder / generation.name).symlink_to(generation.absolute())
+            link_or_copy(generation.absolute(), folder / generation.name)
     except OSError as error:
         raise CheckpointError(
             f"{folder.parent.parent} cannot hold links to {files.path}: {error}; pass another directory as scratch"

@@ -156,7 +156,7 @@ class Sizes:
         expression = size.node.expr
         if expression not in self._lengths:
             known: Any = expression.subs(self._symbols)
-            self._lengths[expression] = int(known) if known.is_number else size.node.hint or 1
+            self._lengths[expression] = int(known) if known.is_number else int(size.node.hint or 1)
         return self._lengths[expression]
 
     @cached_property

@@ -136,6 +136,7 @@ def fake_quantize(
         For a `scale` that wants a gradient: LSQ, Esser et al. 2020.
     """
     fmt = parse_format(format)
+    y: Tensor
     if isinstance(fmt, IntFormat) and scale.numel() == 1:
         wide = x.float()
         if scale.requires_grad:
@@ -155,8 +156,7 @@ def fake_quantize(
     if drop <= 0:
         return y
     chance = torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device)
-    dropped: Tensor = torch.where(chance < drop, x, y)
-    return dropped
+    return torch.where(chance < drop, x, y)
 
 
 def activation_scales(gm: GraphModule) -> list[str]:

@@ -187,3 +187,18 @@ def test_workers_of_other_tools_import_nothing_of_this_package() -> None:
         "sys.exit(any(name.partition('.')[0] == 'quark_fx' for name in sys.modules))"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+def test_a_checkout_without_symbolic_links_imports_and_collects(tmp_path: Path) -> None:
+    """Git writes the target of a link as text where links are not allowed."""
+    for name in ("quark_fx", "conftest.py", "pyproject.toml"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name in LINKS:
+        (tmp_path / name).write_text(f"quark_fx/{name}")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_one.py").write_text("import quark_fx.passes\n\ndef test_one() -> None: ...\n")
+    options = ["-p", "no:cacheprovider", "--collect-only", "-q", "--ignore=quark_fx"]
+    command = [sys.executable, "-m", "pytest", *options, "."]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.split() == ["tests/test_one.py:", "1"]

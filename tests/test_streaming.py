@@ -511,7 +511,9 @@ def test_scratch_that_takes_no_links_is_named(tmp_path: Path, monkeypatch: pytes
         raise PermissionError("no links here")
 
     stored("llama", tmp_path / "model")
-    monkeypatch.setattr(Path, "symlink_to", refuse)
+    for link in ("symlink_to", "hardlink_to"):
+        monkeypatch.setattr(Path, link, refuse)
+    monkeypatch.setattr("shutil.copyfile", refuse)
     with pytest.raises(CheckpointError, match=r"scratch cannot hold links to .*model: no links here; pass another"):
         qfx.open_checkpoint(tmp_path / "model", scratch=tmp_path / "scratch")
 
@@ -728,3 +730,20 @@ def test_a_factory_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         quantize(tmp_path / "nowhere", W4A16_GPTQ, IDS, output_dir=tmp_path / "out")  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("refused", [("symlink_to",), ("symlink_to", "hardlink_to")], ids=" ".join)
+def test_a_checkpoint_is_opened_where_links_are_not_allowed(
+    refused: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows asks for a right of its own for symbolic links, and some file systems have no links at all."""
+    model = stored("llama", tmp_path / "checkpoint")
+
+    def no_right(self: Path, target: Path, target_is_directory: bool = False) -> None:
+        raise OSError(1314, "A required privilege is not held by the client")
+
+    for link in refused:
+        monkeypatch.setattr(Path, link, no_right)
+    opened = qfx.open_checkpoint(tmp_path / "checkpoint")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(opened.state_dict()[name], tensor), name
