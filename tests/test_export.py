@@ -21,7 +21,7 @@ import quark_fx as qfx
 import quark_fx.export.lowering  # fills the table
 from quark_fx.config import Granularity, QuantConfig, Target, TensorSpec
 from quark_fx.export.table import LOWERINGS, translation_table
-from quark_fx.formats import INT3, INT4, UINT4
+from quark_fx.formats import INT4, SM5, UINT4
 from quark_fx.presets import INT8_DYNAMIC, INT8_STATIC, PRESETS
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., list[Tensor]]]] = {
@@ -372,16 +372,16 @@ def test_a_format_without_an_onnx_type_is_refused_with_the_users_line(tmp_path: 
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear = nn.Linear(4, 3)
+            self.linear = nn.Linear(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.linear(x)
+            out: Tensor = self.linear(self.linear(x))
             return out
 
-    config = QuantConfig(weight=TensorSpec(format=INT3), target=Target.TORCH)
+    config = QuantConfig(weight=TensorSpec(format=INT4), input=TensorSpec(format=SM5), target=Target.TORCH)
     qmodel = quantize(seeded(Model()), config, [rand(4, 4)])
     line = Model.forward.__code__.co_firstlineno + 1
-    with pytest.raises(qfx.ExportError, match=rf"int3: quark_fx.dequantize.*test_export.py:{line}, module linear\)"):
+    with pytest.raises(qfx.ExportError, match=rf"sm5: quark_fx.quantize.*test_export.py:{line}, module linear\)"):
         exported(qmodel, tmp_path)
     assert not list(tmp_path.iterdir())
 
