@@ -26,8 +26,8 @@ SAMPLE = (
     *("tests/test_export.py::test_every_preset_agrees_with_onnx_runtime_for_every_batch_size", "tests/test_hqq.py"),
 )
 LEFT_OUT = "not wrapped_model_of_transformers and not recurrent"
-"""torch 2.11 does not take shapes for what reaches a model through `**kwargs`, and translates a recurrent layer of varying
-length to a slice that ONNX Runtime 1.24 refuses."""
+"""torch 2.11 does not take shapes for what reaches a model through `**kwargs`, and translates a recurrent layer of
+varying length to a slice that ONNX Runtime 1.24 refuses."""
 
 
 def floors(pyproject: str) -> list[str]:
