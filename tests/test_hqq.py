@@ -6,12 +6,13 @@ import pytest
 import torch
 from devices import on_devices
 from tiny import mlp, quantize, rand, tokens
+from torch import Tensor
 
 from quark_fx import Granularity, QuantConfig, Target, TensorSpec
 from quark_fx.errors import ConfigError
-from quark_fx.formats import INT3, INT4, UINT8
+from quark_fx.formats import INT3, INT4, UINT4, UINT8
 from quark_fx.observers import Hqq, MinMax
-from quark_fx.qparams import QParams, Scheme, Symmetry
+from quark_fx.qparams import QParams, Scheme, Symmetry, affine_qparams
 
 SCHEME = Scheme(format=INT3, symmetry=Symmetry.ASYMMETRIC)
 
@@ -52,3 +53,26 @@ def test_a_symmetric_scheme_and_options_out_of_range_are_refused() -> None:
     for options in ({"norm": 0.0}, {"norm": 1.5}, {"penalty": 0.0}, {"iterations": 0}):
         with pytest.raises(ConfigError, match="norm is above 0"):
             Hqq(**options)
+
+
+def test_the_penalty_grows_by_a_hundredth_from_one_iteration_to_the_next() -> None:
+    """Against the iteration written out in float64: fitted scales show which penalty each of them had."""
+    x, scheme = rand(6, 64) ** 3, Scheme(format=UINT4, symmetry=Symmetry.ASYMMETRIC)
+    found = Hqq(iterations=8, penalty=30.0).of_constant(x, scheme)
+    w, start = x.double(), affine_qparams(x.amin(1), x.amax(1), scheme)
+    scale, zero = start.scale.double()[:, None], start.zero_point.double()[:, None]
+
+    def lost(scale: Tensor, zero: Tensor) -> Tensor:
+        return w - ((w / scale + zero).round().clamp(0, 15) - zero) * scale
+
+    best, least = scale, lost(scale, zero).abs().pow(0.7).sum(1, keepdim=True)
+    for step in range(8):
+        penalty, missed = 30.0 * 1.01**step, lost(scale, zero)
+        codes = (w / scale + zero).round().clamp(0, 15)
+        kept = missed.sign() * (missed.abs() - missed.abs().clamp(min=1e-12) ** -0.3 / penalty).clamp(min=0)
+        zero = (codes - (w - kept) / scale).mean(1, keepdim=True).round().clamp(0, 15)
+        steps = codes - zero
+        scale = ((w - kept) * steps).sum(1, keepdim=True) / steps.square().sum(1, keepdim=True)
+        error = lost(scale, zero).abs().pow(0.7).sum(1, keepdim=True)
+        best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
+    torch.testing.assert_close(found.scale.double(), best[:, 0], rtol=1e-5, atol=0)

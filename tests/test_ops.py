@@ -372,3 +372,31 @@ def test_the_input_is_not_written_to() -> None:
     dequantize(codes, one, zero, "int8")
     assert torch.equal(x, before)
     assert torch.equal(codes, kept)
+
+
+@pytest.mark.parametrize("kind", ["quantize", "encode"])
+def test_codes_of_32_bits_are_exact_beyond_those_of_float32(kind: str) -> None:
+    x, one = torch.tensor([2.0**24, 2.0**25, -(2.0**24), 2.0**30]), torch.ones(())
+    point = torch.tensor(1, dtype=torch.int32)
+    if kind == "quantize":
+        codes = quantize(x, one, point, "int32")
+    else:
+        scheme = Scheme(format=FORMATS["int32"], symmetry=Symmetry.ASYMMETRIC)
+        codes = encode(x, QParams(one, point), scheme)
+    assert codes.tolist() == [2**24 + 1, 2**25 + 1, -(2**24) + 1, 2**30 + 1]
+
+
+@pytest.mark.parametrize(
+    ("fmt", "symmetry"), [("int8", "symmetric"), ("uint8", "asymmetric"), ("fp8_e4m3", "symmetric")]
+)
+def test_a_token_too_small_for_a_normal_scale_has_scale_one(fmt: str, symmetry: str) -> None:
+    """Of zeros, and of values whose scale would be subnormal; quantized they are zeros, and not NaN."""
+    x = torch.tensor([[0.0, 0.0, 0.0], [1e-44, -1e-44, 3e-38], [1.0, -2.0, 3.0]])
+    scale, zero = dynamic_qparams(x, fmt, symmetry, 1, -1)
+    assert scale[:2].tolist() == [[1.0], [1.0]]
+    assert 0 < float(scale[2]) < 1
+    whole, _ = dynamic_qparams(x[:2], fmt, symmetry)
+    assert float(whole) == 1.0
+    back = dequantize(quantize(x, scale, zero, fmt, 1, -1), scale, zero, fmt, 1, -1)
+    assert not back[:2].any()
+    assert bool(back.isfinite().all())

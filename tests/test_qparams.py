@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from onnxruntime.quantization.quant_utils import compute_scale_zp
 
 from quark_fx.errors import ConfigError
-from quark_fx.formats import FORMATS, FP8_E4M3, FP8_E5M2, INT4, FloatFormat, IntFormat
+from quark_fx.formats import FORMATS, FP8_E4M3, FP8_E5M2, INT4, UINT8, FloatFormat, IntFormat
 from quark_fx.qparams import ScaleType, Scheme, Symmetry, affine_qparams
 
 NUMPY = {name: np.dtype(name) for name in ("int8", "uint8", "int16", "uint16")}
@@ -185,3 +185,18 @@ def test_a_sign_aware_scale_puts_the_largest_magnitude_on_the_code_without_a_cou
     assert found.scale.tolist() == [0.5, -0.5, 1.0]
     assert found.zero_point.tolist() == [0, 0, 0]
     assert (scheme.qmin, scheme.qmax) == (-8, 7)
+
+
+def test_a_tie_is_that_of_the_exact_scale() -> None:
+    """From -1 to 169 in 255 steps of two thirds, zero lies at 1.5: to even. The scale in float32 would give 1."""
+    scheme = Scheme(format=UINT8, symmetry=Symmetry.ASYMMETRIC)
+    assert int(affine_qparams(torch.tensor(-1.0), torch.tensor(169.0), scheme).zero_point) == 2
+
+
+@pytest.mark.parametrize(("fmt", "low"), [("uint16", -1000.0), ("uint16", -77.7), ("uint8", -1e9), ("int8", -1e9)])
+def test_a_zero_point_is_a_code_where_the_scale_is_smaller_than_the_ideal_one(fmt: str, low: float) -> None:
+    """float16 rounds a scale down, or ends at 65504: the quotient by it lies beyond the codes."""
+    scheme = Scheme(format=FORMATS[fmt], symmetry=Symmetry.ASYMMETRIC, scale_type=ScaleType.FLOAT16)
+    for share in (1.0, 1.01, 1.02, 1.05, 1.1):
+        found = affine_qparams(torch.tensor(low * share), torch.tensor(0.0), scheme)
+        assert scheme.qmin <= int(found.zero_point) <= scheme.qmax

@@ -500,3 +500,32 @@ def test_what_is_given_is_left_alone() -> None:
     before = [t.clone() for t in given]
     descend(weight, error, scale, limits)
     assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
+
+
+def test_few_rows_damp_by_the_inputs_for_each_row() -> None:
+    """Inputs over rows is added to the damping, whatever that is; without it the codes are others."""
+    weight, rows = rand(1, 12, 24), rand(1, 24, 6, seed=3)
+    error, (scale, limits) = OutputError.of(rows, weight @ rows), grid(weight, 3)
+    levels = Grid(scale, torch.zeros(1), limits)
+    few = round_by_descent(weight, error, levels, damping=0.1)
+    many = [round_by_descent(weight, replace(error, rows=1 << 40), levels, damping=d) for d in (0.1 + 24 / 6, 0.1)]
+    assert torch.equal(few, many[0])
+    assert not torch.equal(few, many[1])
+
+
+def test_sweeps_go_on_while_they_gain_and_end_when_none_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x, y = problem(1, 32, inputs=48, rows=200, mixed=0.5, noise=0.2, seed=1)
+    error, (scale, limits) = form_of(x, y), grid(weight, 3)
+    begun: list[slice] = []
+    round_block = rounding._round_block
+
+    def counted(*arguments: Any) -> Tensor:
+        begun.append(arguments[-1])
+        return round_block(*arguments)
+
+    monkeypatch.setattr(rounding, "_round_block", counted)
+    losses = [
+        float(forms(error, weight, descend(weight, error, scale, limits, sweeps) * scale).sum()) for sweeps in (2, 200)
+    ]
+    assert losses[1] < losses[0] * (1 - 1e-4)
+    assert 2 + 3 <= len(begun) < 2 + 100

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quark_fx.errors import ConfigError
-from quark_fx.formats import FP8_E4M3, FP8_E5M2, FP16, INT4, INT8, INT16, UINT8, FloatFormat
+from quark_fx.formats import FP8_E4M3, FP8_E5M2, FP16, INT4, INT8, INT16, UINT4, UINT8, FloatFormat
 from quark_fx.observers import HistogramL2, MinMax, Mse, Percentile
 from quark_fx.observers.squared_error import Moments, squared_error
 from quark_fx.qparams import QParams, Scheme, Symmetry, affine_qparams
@@ -159,3 +159,18 @@ def test_mse_is_never_worse_than_its_neighbours() -> None:
     ours = error(Mse().observe(x).qparams(SYMMETRIC))
     for other in (MinMax(), Percentile(), HistogramL2()):
         assert ours <= error(other.observe(x).qparams(SYMMETRIC)) * 1.01
+
+
+@pytest.mark.parametrize("side", [1.0, -1.0])
+def test_the_asymmetric_search_moves_the_end_with_the_outlier(side: float) -> None:
+    """An outlier on one side only: nearly the best pair of all, far from the extremes, and the other end whole."""
+    x = torch.rand(1, 4000, generator=torch.Generator().manual_seed(0))
+    x[0, :1200], x[0, -1] = 1.0, -2.0
+    x *= side
+    scheme = Scheme(format=UINT4, symmetry=Symmetry.ASYMMETRIC)
+    low, high = (float(end) for end in Mse().observe(x).range(scheme))
+    extremes = float(x.min()), float(x.max())
+    shares = [i / 40 for i in range(1, 41)]
+    tried = min(raw_error(x, extremes[0] * a, extremes[1] * b, scheme) for a in shares for b in shares)
+    assert raw_error(x, low, high, scheme) <= 1.05 * tried
+    assert raw_error(x, low, high, scheme) < 0.8 * raw_error(x, *extremes, scheme)

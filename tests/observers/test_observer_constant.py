@@ -1,0 +1,59 @@
+"""Ranges of constants whose squared error is measured: against every share of the range, row by row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quark_fx.formats import INT3, INT4, UINT4
+from quark_fx.observers.constant import smallest_error_qparams
+from quark_fx.ops import dequantize, encode
+from quark_fx.qparams import QParams, Scheme, Symmetry, affine_qparams
+
+
+def rows() -> Tensor:
+    """Normal rows with an outlier above, one below, one on each side, and none."""
+    x = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
+    x[0, 0], x[1, 0], x[2, :2] = 9.0, -9.0, torch.tensor([-7.0, 11.0])
+    return x
+
+
+def error(x: Tensor, found: QParams, scheme: Scheme) -> Tensor:
+    codes = encode(x, found, scheme, 0)
+    values: Tensor = dequantize(codes, found.scale, found.zero_point, str(scheme.format), 0)
+    return (values - x).double().square().sum(1)
+
+
+@pytest.mark.parametrize("fmt", [INT3, INT4])
+def test_a_symmetric_range_is_nearly_the_best_of_all_shares(fmt: object) -> None:
+    x, scheme = rows(), Scheme(format=fmt)  # type: ignore[arg-type]
+    amax = x.abs().amax(1)
+    tried = [error(x, affine_qparams(-amax * i / 128, amax * i / 128, scheme), scheme) for i in range(1, 129)]
+    found = error(x, smallest_error_qparams(x, scheme), scheme)
+    assert bool((found <= torch.stack(tried).amin(0) * 1.03).all())
+    assert bool((found[:3] < 0.8 * tried[-1][:3]).all())
+
+
+def test_both_ends_of_an_asymmetric_range_move_by_themselves() -> None:
+    scheme = Scheme(format=UINT4, symmetry=Symmetry.ASYMMETRIC)
+    x = torch.rand(2, 4000, generator=torch.Generator().manual_seed(0))
+    x[:, :1200], x[:, -1] = 1.0, -2.0  # many at one end, which would lose most if both ends moved, and one beyond
+    x[1] *= -1
+    low, high = x.amin(1), x.amax(1)
+    shares = [i / 24 for i in range(1, 25)]
+    tried = torch.stack([error(x, affine_qparams(low * a, high * b, scheme), scheme) for a in shares for b in shares])
+    alike = torch.stack([error(x, affine_qparams(low * a, high * a, scheme), scheme) for a in shares])
+    found = error(x, smallest_error_qparams(x, scheme), scheme)
+    assert bool((found <= tried.amin(0) * 1.1).all())
+    assert bool((found < 0.8 * alike.amin(0)).all())
+
+
+@pytest.mark.parametrize("symmetry", [Symmetry.SYMMETRIC, Symmetry.ASYMMETRIC])
+def test_rows_do_not_know_of_each_other(symmetry: Symmetry) -> None:
+    x, scheme = rows(), Scheme(format=INT4, symmetry=symmetry)
+    together = smallest_error_qparams(x, scheme)
+    for row in range(len(x)):
+        alone = smallest_error_qparams(x[row : row + 1], scheme)
+        assert torch.equal(together.scale[row], alone.scale[0])
+        assert torch.equal(together.zero_point[row], alone.zero_point[0])
