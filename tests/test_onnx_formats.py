@@ -926,3 +926,23 @@ def test_what_is_returned_is_a_path(tmp_path: Path) -> None:
     assert path == tmp_path / "model.onnx"
     assert path.with_suffix(".data") == tmp_path / "model.data"
     assert not path.kept
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_token_of_zeros_is_divided_by_one_in_the_file(symmetric: bool, tmp_path: Path) -> None:
+    """The scale is what the file divides by: 1, as in torch, where it would be 0."""
+    symmetry = Symmetry.SYMMETRIC if symmetric else Symmetry.ASYMMETRIC
+    token = TensorSpec(format=INT8, granularity=Granularity.TOKEN, dynamic=True, symmetry=symmetry)
+    config = QuantConfig(weight=TensorSpec(format=INT8), input=token)
+    path = qfx.export.onnx(quantize(seeded(nn.Linear(4, 2)), config, [rand(3, 4)]), tmp_path / "m.onnx")
+    model = onnx.load(path)
+    (divided,) = {node.input[1] for node in model.graph.node if node.op_type == "Div" and node.input[0] == "input"}
+    model.graph.output.append(onnx.helper.make_tensor_value_info(divided, TensorProto.FLOAT, None))
+    x = torch.cat((torch.zeros(1, 4), rand(2, 4)))
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+    _, scale = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    assert float(scale[0, 0]) == 1.0
+    assert bool((scale[1:] > 0).all())
+    assert bool((scale[1:] < 0.1).all())
