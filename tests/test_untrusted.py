@@ -219,6 +219,19 @@ def test_weights_are_shared_within_an_export(export: Path) -> None:
     assert qfx.export.share_weights(export) == 64
 
 
+def test_a_graph_that_is_read_and_cannot_be_written_is_left_alone(
+    export: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any, **options: Any) -> None:
+        raise RuntimeError("this graph has no name")
+
+    monkeypatch.setattr("onnx_ir.save", stop)
+    before = {file: file.read_bytes() for file in export.iterdir()}
+    with pytest.raises(ExportError, match=r"b\.onnx cannot be written: RuntimeError: 'this graph has no name'"):
+        qfx.export.share_weights(export)
+    assert {file: file.read_bytes() for file in export.iterdir()} == before
+
+
 def linked(folder: Path) -> None:
     (folder / "b.onnx.data").unlink()
     (folder / "b.onnx.data").symlink_to(folder.parent / "secret.key")

@@ -53,7 +53,15 @@ def share_weights(folder: str | os.PathLike[str]) -> int:
             raise ExportError(f"{path} is a link to another file; copy the file it leads to in its place")
     models = [_loaded(path, {file.name for file in data}) for path in paths]
     places: Places = {}
-    return sum(_rewrite(path, model, places) for path, model in zip(paths, models, strict=True))
+    saved = 0
+    for path, model in zip(paths, models, strict=True):
+        try:
+            saved += _rewrite(path, model, places)
+        except (ExportError, OSError):
+            raise
+        except Exception as error:  # whatever onnx_ir raises about a graph that it reads and cannot write
+            raise ExportError(f"{path} cannot be written: {type(error).__name__}: {brief(str(error))}") from error
+    return saved
 
 
 def _plain_name(name: object) -> str:
