@@ -1,0 +1,361 @@
+"""Exact on every processor: the same files on kernels with VNNI, on AVX-512 and AVX2 without it, and what that costs.
+
+    python -m benchmarks.processors [--models minilm ...] [--rounds 10] [--write]
+
+The files are written once and run by ONNX Runtime four times: on this processor as it is; on the kernels that ONNX
+Runtime has for AVX-512 and for AVX2 without VNNI, which this processor runs too when a copy of the library is told that
+VNNI is missing (a changed comparison in the copy, Linux on x64 with AVX-512 and VNNI only); and on an emulated Haswell
+(`qemu-x86_64` of Debian's `qemu-user`). A column that this machine cannot fill is `–`. Models have trained weights
+(`cnn`, `mobilenet`, `vit`, MiniLM) or seeded random ones (torchvision's, and timm's EfficientFormer where it is
+installed). SQNR is that of the first output on data that was not calibrated on, against the float model. `--write`
+updates `docs/processors.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+import torchvision
+from torch import Tensor, nn
+
+import quark_fx as qfx
+from benchmarks.common import environment, estimate_batch_norm, images, publish, sqnr, table
+from benchmarks.models import perturb
+from quark_fx.config import QuantConfig, Target
+from quark_fx.export import verification
+from quark_fx.presets import INT8_DYNAMIC, INT8_STATIC, XINT8
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+import sentences
+import test_trained as judge
+from networks import NETWORKS, trained
+from processors import EMULATOR
+
+Made = tuple[nn.Module, list[Any], Any]
+"""A model, calibration batches, and the batch that is judged."""
+
+assert INT8_STATIC.weight is not None
+_STATIC_VNNI, _DYNAMIC_VNNI = (config.replace(target=Target.ONNX_VNNI) for config in (INT8_STATIC, INT8_DYNAMIC))
+REDUCED = _STATIC_VNNI.replace(weight=INT8_STATIC.weight.replace(reduce_range=True))
+UNSIGNED = INT8_STATIC.replace(weight=INT8_STATIC.weight.replace(format="uint8", symmetry="symmetric"))
+
+FILES: dict[str, tuple[QuantConfig, dict[str, Any]]] = {
+    "int8_static": (INT8_STATIC, {}),
+    "int8_static, qoperator": (INT8_STATIC, {"format": "qoperator"}),
+    "int8_dynamic": (INT8_DYNAMIC, {}),
+    "xint8": (XINT8, {}),
+    "int8_static, all codes": (_STATIC_VNNI, {}),
+    "int8_dynamic, all codes": (_DYNAMIC_VNNI, {}),
+}
+"""What is run on every processor; `all codes` is `target="onnx_vnni"`."""
+
+WEIGHTS: dict[str, QuantConfig] = {
+    "all codes": _STATIC_VNNI,
+    "default": INT8_STATIC,
+    "reduce_range": REDUCED,
+    "uint8 weights": UNSIGNED,
+}
+"""What int8_static can do about pairs."""
+
+
+def digits(name: str) -> Made:
+    """Return a network trained on scikit-learn's digits."""
+    network = trained(name)
+    return network.model, network.calibration, network.images[:64]
+
+
+def encoder() -> Made:
+    """Return the sentence encoder all-MiniLM-L6-v2."""
+    model, tokenizer = judge.encoder()
+    calibration, held_out = (judge.token_batches(tokenizer, s) for s in (sentences.CALIBRATION, sentences.HELD_OUT))
+    return model, calibration, held_out[0]
+
+
+def vision(name: str) -> Made:
+    """Return a torchvision or timm classifier with seeded weights and statistics of its data."""
+    torch.manual_seed(0)
+    if name.startswith("efficientformer"):
+        import timm
+
+        model, size = timm.create_model(name, pretrained=False), 224
+    else:
+        model, size = getattr(torchvision.models, name)(), 96
+    perturb(model)
+    batches = images(12, 4, size, seed=1)
+    estimate_batch_norm(model, batches[:2])
+    return model.eval(), batches[:2], batches[2]
+
+
+MODELS: dict[str, Callable[[], Made]] = {
+    **{name: lambda name=name: digits(name) for name in NETWORKS},  # type: ignore[misc]
+    "minilm": encoder,
+    **{
+        name: lambda name=name: vision(name)  # type: ignore[misc]
+        for name in ("squeezenet1_1", "shufflenet_v2_x1_0", "resnet18", "efficientformer_l1")
+    },
+}
+
+
+@dataclass(frozen=True)
+class Processor:
+    """How a file is run.
+
+    Attributes:
+        name: for the page.
+        command: what comes before the interpreter.
+        library: folder of the onnxruntime to import, `None` for the installed one.
+    """
+
+    name: str
+    command: tuple[str, ...] = ()
+    library: Path | None = None
+
+    def run(self, script: str, *arguments: str) -> str:
+        """Run a script of this project in a process of its own; return what it prints."""
+        path = os.pathsep.join(str(p) for p in (self.library, ROOT) if p is not None)
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        command = [*self.command, sys.executable, script, *arguments]
+        done = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
+        return done.stdout
+
+    def outputs(self, file: Path, feeds: Mapping[str, Any]) -> list[Any]:
+        """Return what ONNX Runtime computes of a file."""
+        with tempfile.TemporaryDirectory() as folder:
+            np.savez(Path(folder, "0.npz"), **feeds)
+            self.run(str(ROOT / "tests" / "run_files.py"), folder, str(file.resolve()))
+            with np.load(Path(folder, "0.out.npz")) as arrays:
+                return [arrays[name] for name in arrays.files]
+
+
+HERE = Processor("as it is")
+
+
+@cache
+def processors(folder: Path) -> dict[str, Processor | None]:
+    """Return the ways to run a file, by column."""
+    return {
+        "this processor": HERE,
+        "AVX-512, no VNNI": _without(folder / "avx512", vnni=True),
+        "AVX2": _without(folder / "avx2", vnni=True, avx512=True),
+        "Haswell, emulated": Processor("Haswell", (EMULATOR, "-cpu", "Haswell")) if EMULATOR else None,
+    }
+
+
+_AVX512_CORE = re.compile(rb"\x81[\xe0-\xe7](\x00\x00\x02\xc0)")
+"""`and register, 0xC0020000`: the features of AVX-512 that integer kernels need."""
+_VNNI = re.compile(rb"\x81[\xe0-\xe7](\x00\x08\x00\x00)")
+"""`and register, 0x800`: AVX-512 VNNI, asked soon after those."""
+
+
+def _without(folder: Path, *, vnni: bool, avx512: bool = False) -> Processor | None:
+    """Return a processor whose copy of ONNX Runtime finds no VNNI, and no integer AVX-512; `None` where it cannot be."""
+    source = Path(onnxruntime.__file__).parent
+    library = next(source.glob("capi/onnxruntime_pybind11_state*.so"), None)
+    if library is None or not _here_has("avx512_vnni"):
+        return None
+    code = bytearray(library.read_bytes())
+    for core in _AVX512_CORE.finditer(bytes(code)):
+        places = [core.start(1)] if avx512 else []
+        near = bytes(code[core.end() : core.end() + 400])
+        places += [core.end() + found.start(1) for found in _VNNI.finditer(near)] if vnni else []
+        for place in places:
+            code[place : place + 4] = bytes(4)
+    shutil.copytree(source, folder / "onnxruntime")
+    (folder / "onnxruntime" / library.relative_to(source)).write_bytes(code)
+    made = Processor(folder.name, library=folder)
+    saturates = made.run("-c", "from quark_fx.export.runtime import *; print(adds_pairs_in_16_bits())").strip()
+    return made if saturates == "True" else None
+
+
+def _here_has(extension: str) -> bool:
+    cpu = Path("/proc/cpuinfo")
+    return cpu.exists() and extension in cpu.read_text(encoding="utf-8").split()
+
+
+class Elsewhere:
+    """A session whose runs happen on another processor."""
+
+    def __init__(self, file: Path, processor: Processor, options: Any) -> None:
+        self.file, self.processor = file, processor
+        self.session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        self.get_inputs, self.get_outputs = self.session.get_inputs, self.session.get_outputs
+
+    def run(self, names: list[str], feeds: Mapping[str, Any]) -> list[Any]:
+        """Run the file there; `names` are all of its outputs."""
+        return self.processor.outputs(self.file, feeds)
+
+
+@contextmanager
+def verified_on(processor: Processor, folder: Path) -> Iterator[None]:
+    """Let `verify` run files on another processor."""
+    import onnx_ir as ir
+
+    from quark_fx.export.vitis import with_standard_nodes
+
+    def opened(path: Path, options: Any, edit: Callable[[ir.Model], None] | None = None) -> Elsewhere:
+        model = ir.load(path)
+        if edit is not None:
+            edit(model)
+        file = folder / "elsewhere.onnx"
+        ir.save(with_standard_nodes(model), file)
+        return Elsewhere(file, processor, options)
+
+    original, verification.open_session = verification.open_session, opened  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        verification.open_session = original
+
+
+def leading(value: Any) -> Tensor:
+    """Return the first tensor of an output."""
+    leaves = torch.utils._pytree.tree_leaves(value)
+    return next(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def called(model: Any, batch: Any) -> Tensor:
+    """Return the first output of a model."""
+    with torch.no_grad():
+        return leading(model(**batch) if isinstance(batch, Mapping) else model(batch))
+
+
+def exactness(name: str, folder: Path) -> list[list[object]]:
+    """Return a row for every file of a model: SQNR in torch and on each processor, and steps one by one."""
+    model, calibration, batch = MODELS[name]()
+    expected, rows = called(model, batch), []
+    for kind, (config, options) in FILES.items():
+        qmodel = qfx.quantize(model, config, calibration, progress=False)
+        file = folder / "model.onnx"
+        try:
+            written = qfx.export.onnx(qmodel, file, **options)
+        except qfx.QuarkError as error:
+            rows.append([name, kind, f"– ({str(error).splitlines()[0][:60]})", *["–"] * 6])
+            continue
+        leaves = qmodel.signature.flatten(*qfx.signature.split_batch(batch))
+        session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+        feeds = {i.name: leaf.numpy() for i, leaf in zip(session.get_inputs(), leaves, strict=True)}
+        row: list[object] = [name, kind, f"{sqnr(expected, called(qmodel, batch)):.2f}"]
+        steps = "–"
+        for processor in processors(folder).values():
+            row.append(
+                "–"
+                if processor is None
+                else f"{sqnr(expected, torch.from_numpy(processor.outputs(file, feeds)[0])):.2f}"
+            )
+        there = processors(folder)["Haswell, emulated"] or processors(folder)["AVX2"]
+        if there is not None:
+            with verified_on(there, folder):
+                steps = f"{qfx.verify(qmodel, file, [batch], per_node=True).max_steps:.2f}"
+        report = written.report()
+        row += [steps, f"{len(report.nodes) - len(report.saturating)} of {len(report.nodes)}"]
+        rows.append(row)
+        print(*row, flush=True)
+    return rows
+
+
+def cost(name: str, folder: Path, rounds: int) -> list[list[object]]:
+    """Return a row for every way to keep int8_static exact: SQNR of weights and output, and time over all codes."""
+    model, calibration, batch = MODELS[name]()
+    expected, files, rows = called(model, batch), {}, {}
+    for kind, config in WEIGHTS.items():
+        qmodel = qfx.quantize(model, config, calibration, progress=False)
+        files[kind] = qfx.export.onnx(qmodel, folder / f"{kind}.onnx")
+        weights = [row.sqnr for row in qmodel.report() if not row.reason and row.sqnr is not None]
+        rows[kind] = [f"{statistics.mean(weights):.2f}", f"{sqnr(expected, called(qmodel, batch)):.2f}"]
+    one = batch[:1] if isinstance(batch, Tensor) else {key: value[:1] for key, value in batch.items()}
+    leaves = qmodel.signature.flatten(*qfx.signature.split_batch(one))
+    torch.save([leaf for leaf in leaves if isinstance(leaf, Tensor)], folder / "inputs.pt")
+    for column, processor in processors(folder).items():
+        if processor is None or processor.command:
+            for row in rows.values():
+                row += ["–"] if processor is None and not column.startswith("Haswell") else []
+            continue
+        given = [str(rounds), str(folder / "inputs.pt"), *(f"{k}={v}" for k, v in files.items())]
+        times = json.loads(processor.run("-m", "benchmarks.processors", "--child", *given).splitlines()[-1])
+        for kind, row in rows.items():
+            ratios = [a / b for a, b in zip(times[kind], times["all codes"], strict=True)]
+            row.append(f"{statistics.median(ratios):.2f}")
+    made = [[name, kind, *row] for kind, row in rows.items()]
+    for row in made:
+        print(*row, flush=True)
+    return made
+
+
+def child(rounds: str, inputs: str, *files: str) -> None:
+    """Print the latencies of files, by name, on whatever ONNX Runtime this process has."""
+    from benchmarks.onnx_sessions import latencies
+
+    paths = {name: Path(path) for name, _, path in (file.partition("=") for file in files)}
+    print(json.dumps(latencies(paths, torch.load(inputs), 1, int(rounds))))
+
+
+def main() -> None:
+    """Measure, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS), metavar="MODEL")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--write", action="store_true", help="update docs/processors.md")
+    parser.add_argument("--child", nargs="*", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        return child(*arguments.child)
+    warnings.simplefilter("ignore", UserWarning)
+    exact: list[list[object]] = []
+    costs: list[list[object]] = []
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        for name in arguments.models:
+            exact += exactness(name, folder)
+            costs += cost(name, folder, arguments.rounds)
+        columns = list(processors(folder))
+    header = ("model", "file", "torch", *columns, "steps, one by one", "nodes exact by their codes")
+    timed = [f"time, {column}" for column in columns[:3]]
+    page = f"""# Processors
+
+{EXPLANATION}
+
+{table(header, exact)}
+
+## What it costs
+
+`all codes` is `int8_static` with `target="onnx_vnni"`, the codes before pairs were limited. SQNR in dB: mean of the
+weights, and of the output in torch. Time is that of one sample on one thread over `all codes`, the files in turn.
+
+{table(("model", "weights of int8_static", "SQNR of weights", "SQNR of output", *timed), costs)}
+
+{environment()}
+"""
+    publish(page, "processors.md" if arguments.write else None)
+    return None
+
+
+EXPLANATION = """SQNR in dB of a held-out output against the float model: in torch, and of the same file in ONNX Runtime on
+kernels with VNNI (this processor), without it on AVX-512 and AVX2, and on an emulated Haswell. `steps, one by one` is
+the largest difference of any quantized value that torch computes from the same codes
+(`verify(per_node=True)` with ONNX Runtime on the emulated Haswell). `int8_static`, `int8_dynamic` and
+`format="qoperator"` are exact everywhere; `all codes` (`target="onnx_vnni"`) shows what x64 processors without VNNI do
+to codes that are not limited. Reproduce with `python -m benchmarks.processors`."""
+
+
+if __name__ == "__main__":
+    main()
