@@ -43,13 +43,14 @@ from quark_fx.config import QuantConfig, Target
 from quark_fx.export import verification
 from quark_fx.presets import INT8_DYNAMIC, INT8_STATIC, XINT8
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import sentences
 import test_trained as judge
 from networks import NETWORKS, trained
 from processors import EMULATOR
+
+ROOT = Path(__file__).resolve().parent.parent
 
 Made = tuple[nn.Module, list[Any], Any]
 """A model, calibration batches, and the batch that is judged."""
@@ -95,7 +96,7 @@ def vision(name: str) -> Made:
     """Return a torchvision or timm classifier with seeded weights and statistics of its data."""
     torch.manual_seed(0)
     if name.startswith("efficientformer"):
-        import timm
+        import timm  # type: ignore[import-not-found]
 
         model, size = timm.create_model(name, pretrained=False), 224
     else:
@@ -168,7 +169,7 @@ _VNNI = re.compile(rb"\x81[\xe0-\xe7](\x00\x08\x00\x00)")
 
 
 def _without(folder: Path, *, vnni: bool, avx512: bool = False) -> Processor | None:
-    """Return a processor whose copy of ONNX Runtime finds no VNNI, and no integer AVX-512; `None` where it cannot be."""
+    """Return a processor whose copy of ONNX Runtime finds no VNNI and no integer AVX-512, `None` if there is none."""
     source = Path(onnxruntime.__file__).parent
     library = next(source.glob("capi/onnxruntime_pybind11_state*.so"), None)
     if library is None or not _here_has("avx512_vnni"):
@@ -220,11 +221,12 @@ def verified_on(processor: Processor, folder: Path) -> Iterator[None]:
         ir.save(with_standard_nodes(model), file)
         return Elsewhere(file, processor, options)
 
-    original, verification.open_session = verification.open_session, opened  # type: ignore[assignment]
+    original = getattr(verification, "open_session")  # noqa: B009
+    setattr(verification, "open_session", opened)  # noqa: B010
     try:
         yield
     finally:
-        verification.open_session = original
+        setattr(verification, "open_session", original)  # noqa: B010
 
 
 def leading(value: Any) -> Tensor:
@@ -242,7 +244,8 @@ def called(model: Any, batch: Any) -> Tensor:
 def exactness(name: str, folder: Path) -> list[list[object]]:
     """Return a row for every file of a model: SQNR in torch and on each processor, and steps one by one."""
     model, calibration, batch = MODELS[name]()
-    expected, rows = called(model, batch), []
+    expected = called(model, batch)
+    rows: list[list[object]] = []
     for kind, (config, options) in FILES.items():
         qmodel = qfx.quantize(model, config, calibration, progress=False)
         file = folder / "model.onnx"
@@ -295,7 +298,7 @@ def cost(name: str, folder: Path, rounds: int) -> list[list[object]]:
         for kind, row in rows.items():
             ratios = [a / b for a, b in zip(times[kind], times["all codes"], strict=True)]
             row.append(f"{statistics.median(ratios):.2f}")
-    made = [[name, kind, *row] for kind, row in rows.items()]
+    made: list[list[object]] = [[name, kind, *row] for kind, row in rows.items()]
     for row in made:
         print(*row, flush=True)
     return made
@@ -349,12 +352,11 @@ weights, and of the output in torch. Time is that of one sample on one thread ov
     return None
 
 
-EXPLANATION = """SQNR in dB of a held-out output against the float model: in torch, and of the same file in ONNX Runtime on
-kernels with VNNI (this processor), without it on AVX-512 and AVX2, and on an emulated Haswell. `steps, one by one` is
-the largest difference of any quantized value that torch computes from the same codes
-(`verify(per_node=True)` with ONNX Runtime on the emulated Haswell). `int8_static`, `int8_dynamic` and
-`format="qoperator"` are exact everywhere; `all codes` (`target="onnx_vnni"`) shows what x64 processors without VNNI do
-to codes that are not limited. Reproduce with `python -m benchmarks.processors`."""
+EXPLANATION = """SQNR in dB of a held-out output against the float model: in torch, and of the same file in ONNX
+Runtime on kernels with VNNI (this processor), without it on AVX-512 and AVX2, and on an emulated Haswell.
+`steps, one by one` is the largest difference of any quantized value that torch computes from the same codes
+(`verify(per_node=True)` with ONNX Runtime on the emulated Haswell). `all codes` (`target="onnx_vnni"`) shows what x64
+processors without VNNI do to codes that are not limited. Reproduce with `python -m benchmarks.processors`."""
 
 
 if __name__ == "__main__":

@@ -58,6 +58,17 @@ class PairBound:
         inverse = [self.order.index(dim) for dim in range(len(self.order))]
         return rows.reshape([like.shape[dim] for dim in self.order]).permute(inverse).contiguous()
 
+    def has_own_scales(self, weight: Tensor, scale: Tensor, axis: int | None) -> bool:
+        """Tell whether each sum has a scale of its own, or all have one, for `scale` along `axis` of `weight`."""
+        if scale.numel() == 1:
+            return True
+        counted, summed = self.order[: -self.summed], self.order[-self.summed :]
+        if scale.dim() == 1:
+            return axis is not None and counted == (axis % weight.dim(),)
+        return all(scale.shape[dim] == 1 for dim in summed) and all(
+            scale.shape[dim] == weight.shape[dim] for dim in counted
+        )
+
     def exceeded(self, codes: Tensor) -> Tensor:
         """Return which pairs of `codes`, integers in the weight's shape, saturate: shape (sums, pairs), bool."""
         first, second = _pairs(self.rows(codes).to(torch.int16))

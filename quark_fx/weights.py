@@ -128,7 +128,7 @@ def quantize_tensor(
         qparams = _observed(x, spec, axis, block, amax)
     if smallest_scale is not None:
         qparams = _raise_scale(qparams, smallest_scale, spec)
-    if pairs is not None and not settled and spec.scheme.symmetric:
+    if pairs is not None and not settled and spec.scheme.symmetric and pairs.has_own_scales(x, qparams.scale, axis):
         qparams = _widened(x, qparams, spec, pairs, axis, block)
     codes = encode(x, qparams, spec.scheme, axis, block)
     if pairs is not None and bool(pairs.exceeded(codes).any()):

@@ -8,12 +8,13 @@ import pytest
 import torch
 import transformers
 from devices import on_devices
-from tiny import mlp, quantize, rand, tokens
+from tiny import mlp, quantize, rand, seeded, tokens
+from torch import nn
 
 from quark_fx import Granularity, QuantConfig, Target, TensorSpec
 from quark_fx.blocks import Unit
 from quark_fx.errors import ConfigError
-from quark_fx.formats import INT2, INT3, IntFormat
+from quark_fx.formats import INT2, INT3, INT4, IntFormat
 from quark_fx.graph import stored_tensors
 from quark_fx.grid import Grid
 from quark_fx.layout import Layout
@@ -145,11 +146,15 @@ def test_from_feedback_codes_are_as_near_to_the_next_as_what_it_rounded(
 
 
 def test_scales_that_integer_biases_follow_stay() -> None:
-    config = INT8_STATIC.replace(passes=(AutoRound(iterations=5),), exclude=("op:embedding",))
-    plain, learned = (quantize(mlp(), c, tokens(8, 8)) for c in (config.replace(passes=()), config))
-    for name, value in stored_tensors(plain.graph_module).items():
-        if "up_weight_scale" in name or "up.weight_scale" in name:
-            assert torch.equal(value, stored_tensors(learned.graph_module)[name])
+    config = INT8_STATIC.replace(weight=TensorSpec(format=INT4, granularity=Granularity.CHANNEL))
+    model = seeded(nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 10)))
+    data = [rand(64, 32, seed=i) for i in range(4)]
+    learning = config.replace(passes=(AutoRound(iterations=5),))
+    plain, learned = (stored_tensors(quantize(model, c, data).graph_module) for c in (config, learning))
+    assert plain["0.bias_codes"].dtype == torch.int32
+    assert any(not torch.equal(plain[name], learned[name]) for name in plain if name.endswith("weight_codes"))
+    for name in plain:
+        assert not name.endswith("weight_scale") or torch.equal(plain[name], learned[name])
 
 
 def test_the_step_is_one_over_their_number_unless_given() -> None:

@@ -124,7 +124,9 @@ class SmoothQuant(Selective):
         trial = _Trial(gm, site, planned, seen)
         best = self._strength(trial)
         errors, alone = (trial.errors(alpha, ["tuning", "held_out"]) for alpha in (best, None))
-        kept = all(error < _GAIN * untouched for error, untouched in zip(errors, alone, strict=True))
+        free = [trial.errors(alpha, ["tuning", "held_out"], limited=False) for alpha in (best, None)]
+        pairs = [*zip(errors, alone, strict=True), *zip(*free, strict=True)]
+        kept = all(error < _GAIN * untouched for error, untouched in pairs)
         before, after = alone[1], errors[1]
         if kept:
             apply_scale(gm, site, trial.scale(best))
@@ -135,7 +137,7 @@ class SmoothQuant(Selective):
 
     def _strength(self, trial: _Trial) -> float:
         """Return the best strength: from the middle one upwards, then downwards, while the error falls."""
-        tried = cache(lambda alpha: trial.errors(alpha, ["choice"]))
+        tried = cache(lambda alpha: trial.errors(alpha, ["choice"], limited=False))
         alphas = sorted(self.alphas)
         at = (len(alphas) - 1) // 2
         for step in (1, -1):
@@ -370,17 +372,19 @@ class _Trial:
         floored = a.maximum(a[used].median())
         return torch.where(used, (floored**alpha / w ** (1 - alpha)).clamp(_SMALLEST, _LARGEST), 1.0)
 
-    def errors(self, alpha: float | None, parts: Sequence[str]) -> list[float]:
+    def errors(self, alpha: float | None, parts: Sequence[str], *, limited: bool = True) -> list[float]:
         """Return, for each part of the samples, the relative squared error that quantization at a strength makes.
 
-        It is that of the outputs, and of weights that make the activation where these share one scale.
+        It is that of the outputs, and of weights that make the activation where these share one scale. Without
+        `limited`, codes are those of a target that does not limit pairs of them: which pairs exceed a limit changes
+        with every scale by chance, and few samples would take that for a gain.
         """
         totals, scale = [0.0] * len(parts), self.scale(alpha)
         for reader in self.readers:
             spec = reader.operator.weight
             assert spec is not None
             weight = reader.weight.float() * _spread(reader.labels, scale)
-            rounded = _rounded(weight, reader.operator).to(reader.weight.dtype)
+            rounded = _rounded(weight, reader.operator, limited).to(reader.weight.dtype)
             assert reader.operator.weight_node is not None
             set_parameter(reader.module, str(reader.operator.weight_node.target), rounded)
             for i, part in enumerate(parts):
@@ -388,7 +392,7 @@ class _Trial:
         for operator, weight, labels in self.weights:
             factor = _spread(labels, scale)
             if operator.weight is not None and operator.weight.granularity is Granularity.TENSOR:
-                made = _relative([_rounded(weight.float() / factor, operator) * factor], [weight])
+                made = _relative([_rounded(weight.float() / factor, operator, limited) * factor], [weight])
                 totals = [total + made for total in totals]
         return totals
 
@@ -445,12 +449,8 @@ def _range(reader: _Reader, divisor: Tensor, without: int | None) -> QParams:
     return QParams(found.scale.reshape(()), found.zero_point.reshape(()))
 
 
-def _rounded(weight: Tensor, operator: PlannedOperator) -> Tensor:
-    """Return the values of a weight's codes.
-
-    Pairs are not limited: which of them exceed the target's limit changes with every scale, by chance, and few samples
-    would take that for a gain.
-    """
+def _rounded(weight: Tensor, operator: PlannedOperator, limited: bool) -> Tensor:
+    """Return the values of a weight's codes, `limited` to what pairs of them may add up to on the target."""
     assert operator.row is not None
     assert operator.weight is not None
     return quantize_tensor(
@@ -460,6 +460,7 @@ def _rounded(weight: Tensor, operator: PlannedOperator) -> Tensor:
         input_axis=operator.row.input_axis,
         stacked=weight.dim() > 2 and not operator.kind.startswith("conv"),
         groups=groups_of_channels(operator.node, operator.row),
+        pairs=operator.pairs if limited else None,
     ).dequantize()
 
 
