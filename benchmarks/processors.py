@@ -14,6 +14,7 @@ updates `docs/processors.md`.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -213,11 +214,13 @@ def verified_on(processor: Processor, folder: Path) -> Iterator[None]:
 
     from quark_fx.export.vitis import with_standard_nodes
 
+    count = itertools.count()
+
     def opened(path: Path, options: Any, edit: Callable[[ir.Model], None] | None = None) -> Elsewhere:
         model = ir.load(path)
         if edit is not None:
             edit(model)
-        file = folder / "elsewhere.onnx"
+        file = folder / f"elsewhere{next(count)}.onnx"
         ir.save(with_standard_nodes(model), file)
         return Elsewhere(file, processor, options)
 
@@ -299,8 +302,8 @@ def cost(name: str, folder: Path, rounds: int) -> list[list[object]]:
             ratios = [a / b for a, b in zip(times[kind], times["all codes"], strict=True)]
             row.append(f"{statistics.median(ratios):.2f}")
     made: list[list[object]] = [[name, kind, *row] for kind, row in rows.items()]
-    for row in made:
-        print(*row, flush=True)
+    for line in made:
+        print(*line, flush=True)
     return made
 
 

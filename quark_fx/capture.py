@@ -170,9 +170,9 @@ def _is_hugging_face(model: nn.Module) -> bool:
 def _no_cache_within(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Keep models of transformers that `model` wraps, as a PeftModel does, from returning a cache nobody asked for."""
     transformers = sys.modules.get("transformers")
-    configs = []
+    configs: list[Any] = []
     if transformers is not None and not _is_hugging_face(model) and not {"use_cache", "past_key_values"} & set(kwargs):
-        wrapped = [m.config for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
+        wrapped: list[Any] = [m.config for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
         configs = [config for config in wrapped if getattr(config, "use_cache", None)]
     for config in configs:
         config.use_cache = False

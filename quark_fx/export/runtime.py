@@ -56,13 +56,14 @@ def adds_pairs_in_16_bits() -> bool:
 
     codes = ir.Value(name="codes", type=ir.TensorType(ir.DataType.UINT8), shape=ir.Shape((1, 2)))
     weight = ir.tensor(np.full((2, 1), 127, np.int8), name="weight")
-    constant = ir.Value(name="weight", const_value=weight, type=ir.TensorType(weight.dtype), shape=weight.shape)
+    constant = ir.Value(name="weight", const_value=weight, type=ir.TensorType(weight.dtype), shape=ir.Shape((2, 1)))
     product = ir.node("MatMulInteger", [codes, constant])
     product.outputs[0].name, product.outputs[0].dtype = "sum", ir.DataType.INT32
     graph = ir.Graph([codes], product.outputs, nodes=[product], initializers=[constant], opset_imports={"": 21})
     source = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
     session = onnxruntime.InferenceSession(source, session_options(optimize=False), providers=["CPUExecutionProvider"])
-    return bool(session.run(None, {"codes": np.full((1, 2), 255, np.uint8)})[0].item() < 2 * 255 * 127)
+    (made,) = session.run(None, {"codes": np.full((1, 2), 255, np.uint8)})
+    return int(np.asarray(made).item()) < 2 * 255 * 127
 
 
 def open_session(path: Path, options: Any, edit: Callable[[ir.Model], None] | None = None) -> Any:

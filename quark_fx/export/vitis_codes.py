@@ -48,24 +48,26 @@ def settle_quantizers(model: ir.Model, nodes: Sequence[ir.Node]) -> None:
 
 def _widen(value: ir.Value) -> None:
     """Store a constant of codes in bytes."""
+    constant = value.const_value
     assert value.dtype is not None
-    assert value.const_value is not None
+    assert constant is not None
     dtype = _NARROW[value.dtype]
-    value.const_value = ir.Tensor(value.const_value.numpy().astype(dtype.numpy()), dtype=dtype, name=value.name)
+    value.const_value = ir.Tensor(constant.numpy().astype(dtype.numpy()), dtype=dtype, name=value.name)
     value.dtype = dtype
 
 
 def _clip(model: ir.Model, node: ir.Node) -> None:
     """Keep the codes of a quantizer, now bytes, within what they were."""
     codes = node.outputs[0]
-    assert codes.dtype is not None
-    narrow, codes.dtype = codes.dtype, _NARROW[codes.dtype]
-    kind = codes.dtype.numpy()
+    narrow = codes.dtype
+    assert narrow is not None
+    codes.dtype = wide = _NARROW[narrow]
+    kind = wide.numpy()
     limits = [add_array(model, f"code_{limit}_{kind}", np.asarray(limit, kind)) for limit in (narrow.min, narrow.max)]
     clip = ir.node("Clip", [codes, *limits])
     (clipped,) = clip.outputs
     clipped.name, codes.name = codes.name, f"{codes.name}_wide"
-    clipped.dtype, clipped.shape = codes.dtype, codes.shape
+    clipped.dtype, clipped.shape = wide, codes.shape
     for use in list(codes.uses()):
         if use.node is not clip:
             use.node.replace_input_with(use.idx, clipped)
