@@ -140,7 +140,9 @@ def quantize_tensor(
 def _widened(x: Tensor, qparams: QParams, spec: TensorSpec, pairs: PairBound, axis: int | None, block: int) -> QParams:
     """Return larger scales where that costs less than lowering the codes of pairs that saturate."""
     joint = qparams.scale.numel() == 1
-    ratio = pairs.widening(x.float() / spread(qparams.scale, x, axis, block), joint=joint)
+    # What the observer chose to clip stays clipped.
+    position = (x.float() / spread(qparams.scale, x, axis, block)).clamp_(*spec.scheme.limits)
+    ratio = pairs.widening(position, joint=joint)
     if spec.scale_type is ScaleType.POWER_OF_TWO:
         ratio = torch.where(ratio > 2**0.5, 2.0, 1.0)
     wanted = qparams.scale.abs().double() * ratio.reshape(qparams.scale.shape)

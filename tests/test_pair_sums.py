@@ -25,6 +25,7 @@ from quark_fx.config import Granularity, QuantConfig, Target, TensorSpec
 from quark_fx.errors import ConfigError
 from quark_fx.export.runtime import adds_pairs_in_16_bits
 from quark_fx.formats import INT8, UINT8
+from quark_fx.observers import Adjusted, MinMax, Percentile
 from quark_fx.pair_sums import PairBound
 from quark_fx.passes import GPTQ, AdaRound, AutoRound, FitScales
 
@@ -342,6 +343,35 @@ def test_a_tied_weight_fits_every_operator_that_reads_it() -> None:
     assert not BOUND.exceeded(codes[0]).any()
 
 
+def test_readers_of_a_weight_in_two_orders_have_codes_of_their_own(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(32, 32, generator=torch.Generator().manual_seed(3)) + 0.1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            product: Tensor = torch.relu(nn.functional.linear(x, self.weight)) @ self.weight
+            return product
+
+    qmodel = tiny.quantize(Twice().eval(), STATIC, [tiny.rand(8, 32)])
+    assert not qfx.export.onnx(qmodel, tmp_path / "model.onnx").report().saturating
+
+
+@pytest.mark.parametrize("observer", [Percentile(percentile=99.5), Adjusted(observer=MinMax(), ratio=0.05)])
+def test_values_that_an_observer_clips_do_not_widen_scales(observer: Any) -> None:
+    model = tiny.seeded(nn.Sequential(nn.Linear(512, 8)))
+    with torch.no_grad():
+        model[0].weight[:, :2] = 50 * model[0].weight.abs().max()
+
+    def scale(target: str) -> Tensor:
+        assert STATIC.weight is not None
+        config = STATIC.replace(weight=STATIC.weight.replace(observer=observer), target=target)
+        qmodel = tiny.quantize(model, config, [tiny.rand(8, 512)])
+        return tiny.constant(qmodel, tiny.calls(qmodel, "quark_fx.dequantize")[-1].args[1])
+
+    assert (scale("onnx") < 2 * scale("onnx_vnni")).all()
+
+
 def test_free_codes_lose_nothing_and_the_bound_less_than_seven_bits() -> None:
     def sqnr(config: QuantConfig) -> float:
         rows = tiny.quantize(tiny.cnn(), config, DATA).report().rows
@@ -360,7 +390,7 @@ def test_free_codes_lose_nothing_and_the_bound_less_than_seven_bits() -> None:
 def test_a_reduced_range_has_the_codes_of_other_tools(format: str, limits: tuple[int, int]) -> None:
     scheme = TensorSpec(format=format, reduce_range=True).scheme  # type: ignore[arg-type]
     assert (scheme.qmin, scheme.qmax) == limits
-    assert scheme.middle == 0 if format.startswith("int") else (limits[1] + 1) // 2
+    assert scheme.middle == (0 if format.startswith("int") else (limits[1] + 1) // 2)
 
 
 @pytest.mark.parametrize("options", [{"format": "int4"}, {"format": "fp8_e4m3"}, {"format": "uint8", "dynamic": True}])

@@ -16,6 +16,7 @@ from quark_fx.formats import INT32, IntFormat
 from quark_fx.graph import call, cast, describe, get_attr, is_finite, is_parameter, parameter, value_of
 from quark_fx.memory import give_back
 from quark_fx.operators import argument, groups_of_channels, set_argument, stored_weight
+from quark_fx.pair_sums import PairBound
 from quark_fx.placement import Plan, PlannedOperator
 from quark_fx.qparams import QParams, ScaleType
 from quark_fx.report import Row
@@ -52,15 +53,15 @@ def quantize_constants(
     """
     stored: dict[_Key, _Stored] = {}
     rows, joint = [], _joint_magnitudes(gm, plan)
-    # A tied weight has one set of codes: they fit every operator that reads it.
-    pairs = {str(op.weight_node): op.pairs for op in plan.operators if op.pairs is not None}
+    # What looks rows of a tied weight up reads the codes of an operator that multiplies by it.
+    pairs = {str(op.weight_node): op.pairs for op in reversed(plan.operators) if op.pairs is not None}
     for op in plan.operators:
         if op.weight_node is None or op.weight is None:
             rows.append(_float_row(gm, op))
             continue
         give_back()
         known = {position: found for (node, position), found in settled.items() if node is op.node}
-        op = replace(op, pairs=pairs.get(str(op.weight_node)))
+        op = replace(op, pairs=op.pairs or pairs.get(str(op.weight_node)))
         rows.append(_quantize_operator(gm, op, input_scales.get(op.node), bias, stored, joint.get(op.node), known))
     return rows
 
@@ -86,8 +87,8 @@ _BIAS_STEPS = 1 << 23
 """Steps that the bias of a channel of zeros gets. float32 holds as many, and the bias may grow 255 times in int32."""
 
 
-_Key = tuple[str, TensorSpec, float | None]
-"""A weight is stored once for each spec and, where that is settled beforehand, scale it is read with."""
+_Key = tuple[str, TensorSpec, float | None, PairBound | None]
+"""A weight is stored once for each spec, scale that is settled beforehand, and order in which its codes are added."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def _quantize_operator(
         free = magnitude / _BIAS_STEPS
 
     known = settled.get(op.row.weight)
-    key = (str(op.weight_node.target), op.weight, None if known is None else float(known.scale))
+    key = (str(op.weight_node.target), op.weight, None if known is None else float(known.scale), op.pairs)
     found = stored.get(key)
     if found is None or not _suits(found.tensor, smallest, free if known is None else None):
         quantized = _quantize_weight(op, weight, smallest, amax, known)
