@@ -11,6 +11,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny import images, quantize, rand, seeded
 from torch import Tensor, nn
 
@@ -64,6 +65,19 @@ class Turned(nn.Module):
         return x.permute(0, 1, 3, 2)
 
 
+class Padded(nn.Module):
+    """An image with a margin of one value, or of its own ones; then what moves it."""
+
+    def __init__(self, value: float, *then: nn.Module, mode: str = "constant") -> None:
+        super().__init__()
+        self.value, self.then, self.mode = value, nn.Sequential(*then), mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = self.value if self.mode == "constant" else None
+        out: Tensor = self.then(F.pad(x, (1, 2, 2, 0), mode=self.mode, value=value))
+        return out
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "convolution": lambda: Between(nn.Conv2d(8, 8, 3, padding=1)),
     "no bias": lambda: Between(nn.Conv2d(8, 8, 3, bias=False)),
@@ -75,6 +89,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "padding before": lambda: Between(nn.Conv2d(8, 8, 3), before=nn.ZeroPad2d((1, 2, 3, 0))),
     "turned before": lambda: Between(nn.Conv2d(8, 8, 3), before=Turned()),
     "turned, then padding": lambda: Between(nn.Conv2d(8, 8, 3), before=nn.Sequential(Turned(), nn.ZeroPad2d(1))),
+    "margin": lambda: Between(nn.Conv2d(8, 8, 3), before=Padded(40.3)),
+    "margin, then turned": lambda: Between(nn.Conv2d(8, 8, 3), before=Padded(40.3, Turned())),
+    "margin, then pool": lambda: Between(nn.Conv2d(8, 8, 3), before=Padded(-40.3, nn.MaxPool2d(3, 1))),
+    "padding, then turned": lambda: Between(nn.Conv2d(8, 8, 3), before=Padded(0.0, Turned())),
+    "reflected, then turned": lambda: Between(nn.Conv2d(8, 8, 3), before=Padded(0.0, Turned(), mode="reflect")),
     "batch norm": lambda: Between(nn.Conv2d(8, 8, 3), after=nn.BatchNorm2d(8)),
     "transposed": lambda: Between(nn.ConvTranspose2d(8, 8, 2, stride=2)),
     "grouped transposed": lambda: Between(nn.ConvTranspose2d(8, 8, 2, groups=2, bias=False)),

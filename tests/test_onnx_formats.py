@@ -325,6 +325,41 @@ def test_windows_beyond_the_rim_are_averaged_as_in_torch(
     assert any(node.kernel == "QLinearAveragePool" for node in path.report().nodes) == integer
 
 
+PADDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "maximum": lambda x: F.max_pool2d(F.pad(x, (1, 2, 2, 0)), 3),
+    "maximum, a window of padding": lambda x: F.max_pool2d(F.pad(x, (1, 2, 3, 0)), 3),
+    "maximum of ones": lambda x: F.max_pool2d(F.pad(x, (1, 2, 2, 0), value=1.0), 3),
+    "average": lambda x: F.avg_pool2d(F.pad(x, (1, 2, 2, 0)), 3),
+    "average, a window of padding": lambda x: F.avg_pool2d(F.pad(x, (1, 2, 3, 0)), 3),
+    "average beyond the rim": lambda x: F.avg_pool2d(F.pad(x, (1, 2, 2, 0)), 3, 2, ceil_mode=True),
+}
+
+
+class PooledNegatives(nn.Module):
+    """Values below -1, padded and pooled between two convolutions."""
+
+    def __init__(self, pool: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.pool = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 4, 1), pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.pool(-torch.relu(self.first(x)) - 1))
+        return out
+
+
+@pytest.mark.parametrize(("format", "exclude"), [("qdq", ()), ("qoperator", ()), ("qdq", ("*",))])
+@pytest.mark.parametrize("name", PADDED)
+@pytest.mark.filterwarnings("ignore:nothing was quantized")
+def test_padding_before_a_pool_keeps_its_values(
+    name: str, format: str, exclude: tuple[str, ...], tmp_path: Path
+) -> None:
+    """ONNX Runtime makes it padding of the pool: -inf for a maximum, another count for an average."""
+    qmodel = quantize(seeded(PooledNegatives(PADDED[name])), INT8_STATIC.replace(exclude=exclude), images())
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", format=format)
+    assert qfx.verify(qmodel, path, images()).max_steps <= 1.001
+    assert ("Max" in operators(path)) == (name != "average")
+
+
 class Twice(nn.Module):
     """A weight that is multiplied by both ways: its scales are those of columns for one of them only."""
 

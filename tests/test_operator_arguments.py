@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 import torch.nn.functional as F
@@ -241,17 +242,42 @@ def test_attention_of_any_rank_is_exported(rank: int, arguments: dict[str, Any],
     agrees(seeded(Attention(**arguments)), (rand(*SHAPES[rank]),), tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["float", "bool", "bool that forbids a row", "of every head"])
+@pytest.mark.parametrize(
+    "kind", ["float", "float that forbids a row", "bool", "bool that forbids a row", "of every head"]
+)
 @pytest.mark.parametrize("rank", SHAPES)
 def test_attention_of_any_rank_takes_a_mask(rank: int, kind: str, tmp_path: Path) -> None:
     mask = rand(5, 5)
     if kind == "of every head":
         mask = rand(*SHAPES[rank][:-1], 5)
-    elif kind != "float":
+    elif kind.startswith("bool"):
         mask = (mask > 0) | torch.eye(5, dtype=torch.bool)
-        if "forbids" in kind:
-            mask[2] = False
+    if "forbids" in kind:
+        mask[2] = False if mask.dtype == torch.bool else -torch.inf
     agrees(seeded(Attention()), (rand(*SHAPES[rank]), mask), tmp_path)
+
+
+class Masked(Attention):
+    """Attention with a mask of its own."""
+
+    mask: Tensor
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, self.mask)
+
+
+@pytest.mark.parametrize("forbids", [False, True])
+@pytest.mark.parametrize("rank", SHAPES)
+def test_only_a_stored_mask_that_forbids_a_row_costs_a_selection(rank: int, forbids: bool, tmp_path: Path) -> None:
+    mask = rand(5, 5)
+    mask[2, : 5 if forbids else 4] = -torch.inf
+    agrees(seeded(Masked(mask)), (rand(*SHAPES[rank]),), tmp_path)
+    operators = [node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node]
+    assert ("Where" in operators) == forbids
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((4, 8), -1), ((4, 8), 1), ((4, 1), -1), ((4, 1, 8), 1)])

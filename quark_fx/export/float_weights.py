@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from quark_fx.export.onnx_edit import add_array, array_of, made_by, only_reader
+from quark_fx.export.onnx_edit import add_array, array_of, constant_of, made_by, only_reader
 
 _CONVOLUTIONS = ("Conv", "ConvTranspose")
 
@@ -63,9 +63,20 @@ def _is_at_risk(node: ir.Node) -> bool:
 def _dequantizer(value: ir.Value | None) -> ir.Node | None:
     """Return the `DequantizeLinear` that makes `value`, looking past what ONNX Runtime moves it past."""
     node = value.producer() if value is not None else None
-    while node is not None and (node.op_type in MOVES or node.op_type == "Pad"):
+    while node is not None and (node.op_type in MOVES or _pads_with_codes(node)):
         node = node.inputs[0].producer() if node.inputs[0] is not None else None
     return node if node is not None and node.op_type == "DequantizeLinear" else None
+
+
+def _pads_with_codes(node: ir.Node) -> bool:
+    """Tell whether a node pads with zeros or with values of its input, which all have a code; others may have none."""
+    if node.op_type != "Pad":
+        return False
+    if node.attributes.get_string("mode", "constant") != "constant":
+        return True
+    value = node.inputs[2] if len(node.inputs) > 2 else None
+    array = constant_of(value)
+    return value is None or (array is not None and not bool(array.any()))
 
 
 def _spread_scale(model: ir.Model, node: ir.Node) -> bool:

@@ -127,6 +127,12 @@ def array_of(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
     return value.const_value.numpy() if value is not None and value.const_value is not None else None
 
 
+def constant_of(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
+    """Return the array of a value that is stored or that a `Constant` makes."""
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    return tensor.numpy() if tensor is not None else None
+
+
 def only_reader(value: ir.Value) -> ir.Node | None:
     """Return the node that alone reads `value`, once; `None` if there is none or the value leaves the graph."""
     uses = list(value.uses())

@@ -13,7 +13,12 @@ from quark_fx.export.float_weights import keep_floats
 from quark_fx.export.matmul_nbits import use_matmul_nbits
 from quark_fx.export.onnx_blocks import spell_out_blocks
 from quark_fx.export.onnx_edit import Kept, keep_names_apart
-from quark_fx.export.onnx_passes import PASSES, keep_products_from_activations, keep_sums_from_norms
+from quark_fx.export.onnx_passes import (
+    PASSES,
+    keep_padding_from_pools,
+    keep_products_from_activations,
+    keep_sums_from_norms,
+)
 from quark_fx.export.qoperator import use_integer_operators
 from quark_fx.export.vitis import PREFIXES, use_vendor_nodes
 
@@ -104,6 +109,7 @@ def write_in_format(model: ir.Model, chosen: OnnxFormat, options: FormatOptions)
     if chosen.runs:
         keep_sums_from_norms(model)
         keep_products_from_activations(model)
+        keep_padding_from_pools(model)
     spell_out_blocks(model)
     if chosen.runs:
         keep_floats(model)

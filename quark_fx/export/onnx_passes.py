@@ -9,10 +9,12 @@ import numpy as np
 import onnx_ir as ir
 
 from quark_fx.export.block_nodes import fuse_block_rounding
+from quark_fx.export.float_weights import MOVES
 from quark_fx.export.onnx_edit import (
     add_array,
     add_initializer,
     array_of,
+    constant_of,
     drop_unused_initializers,
     erase_unread,
     made_by,
@@ -332,12 +334,54 @@ def keep_products_from_activations(model: ir.Model) -> int:
         after = [use.node.op_type for use in readers[0].outputs[0].uses()]
         if readers[0].op_type == "Relu" and after == ["QuantizeLinear"]:
             continue
-        same = ir.node("Max", [output])
-        same.outputs[0].shape, same.outputs[0].type = output.shape, output.type
-        model.graph.insert_after(node, same)
-        readers[0].replace_input_with(0, same.outputs[0])
+        readers[0].replace_input_with(0, _same_value(output))
         kept += 1
     return kept
+
+
+def keep_padding_from_pools(model: ir.Model) -> int:
+    """Keep ONNX Runtime from making padding with zeros a part of a pool where that changes the result.
+
+    A maximum pool pads with -inf, which loses the zeros. An average pool with `ceil_mode` divides by another count.
+    Neither takes padding as wide as its window. A maximum of one value, which changes nothing, keeps the two apart.
+    """
+    kept = 0
+    for node in list(model.graph):
+        pad = made_by(node.inputs[0], "Pad") if node.op_type in ("MaxPool", "AveragePool") else None
+        if pad is None or pad.attributes.get_string("mode", "constant") != "constant":
+            continue
+        if node.op_type == "MaxPool" and _is_minus_infinity(pad.inputs[2] if len(pad.inputs) > 2 else None):
+            continue
+        if node.op_type == "AveragePool" and not node.attributes.get_int("ceil_mode", 0) and _fits_window(pad, node):
+            continue
+        node.replace_input_with(0, _same_value(pad.outputs[0]))
+        kept += 1
+    return kept
+
+
+def _is_minus_infinity(value: ir.Value | None) -> bool:
+    array = constant_of(value)
+    return array is not None and bool(np.isneginf(array.astype(np.float32)).all())
+
+
+def _fits_window(pad: ir.Node, pool: ir.Node) -> bool:
+    """Tell whether each side is padded by less than the window of a pool is wide."""
+    kernel, pads = pool.attributes.get_ints("kernel_shape", ()), constant_of(pad.inputs[1])
+    if pads is None or not kernel:
+        return False
+    sides = pads.reshape(2, -1)
+    return sides.shape[1] >= len(kernel) and bool((sides[:, -len(kernel) :] < np.asarray(kernel)).all())
+
+
+def _same_value(value: ir.Value) -> ir.Value:
+    """Insert a maximum of `value` alone behind the node that makes it, and return its result."""
+    node = value.producer()
+    assert node is not None
+    assert node.graph is not None
+    same = ir.node("Max", [value])
+    same.outputs[0].shape, same.outputs[0].type = value.shape, value.type
+    node.graph.insert_after(node, same)
+    return same.outputs[0]
 
 
 def _has_codes_of_a_byte(value: ir.Value | None) -> bool:
@@ -423,7 +467,6 @@ def type_codes(model: ir.Model) -> int:
 
 
 _SIGNED = frozenset({ir.DataType.INT4, ir.DataType.INT8, ir.DataType.INT16})
-_MOVES = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "MaxPool", "Slice"})
 
 
 def repeat_moved_pairs(model: ir.Model) -> int:
@@ -442,7 +485,7 @@ def repeat_moved_pairs(model: ir.Model) -> int:
             continue
         if scale is None or scale.shape is None or scale.shape.rank():
             continue
-        for mover in [use.node for use in dequantize.outputs[0].uses() if use.node.op_type in _MOVES]:
+        for mover in [use.node for use in dequantize.outputs[0].uses() if use.node.op_type in MOVES]:
             moved = mover.outputs[0]
             leaves = moved.is_graph_output()
             if not leaves and all(use.node.op_type == "QuantizeLinear" for use in moved.uses()):

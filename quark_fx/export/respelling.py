@@ -78,15 +78,26 @@ def _is_projected(gm: GraphModule, node: Node) -> bool:
 
 
 def _may_forbid_rows(gm: GraphModule, mask: Node | None) -> bool:
-    """Tell whether a mask may forbid a query everything; torch makes zeros of that, the softmax of ONNX a mean."""
-    if mask is None or value_of(gm, mask).dtype != torch.bool:
+    """Tell whether a mask may forbid a query everything; torch makes zeros of that, ONNX a mean or NaN."""
+    if mask is None:
         return False
-    return not (is_parameter(mask) and bool(parameter(gm, mask).any(-1).all()))
+    if not is_parameter(mask):
+        return True
+    values = parameter(gm, mask)
+    allowed = values if values.dtype == torch.bool else values != -math.inf
+    return not bool(allowed.any(-1).all())
 
 
 def _attention_to_nothing(gm: GraphModule, node: Node) -> Node:
     attended = call(gm, node.target, *node.args, like=node, **node.kwargs)
-    allowed = call(gm, aten.any.dim, argument(node, 3), -1, True, like=node)
+    return _zero_where_forbidden(gm, attended, argument(node, 3), node)
+
+
+def _zero_where_forbidden(gm: GraphModule, attended: Node, mask: Node, node: Node) -> Node:
+    """Make zeros of what a query attends to that a mask of booleans or of summands forbids everything."""
+    if value_of(gm, mask).dtype != torch.bool:
+        mask = call(gm, aten.ne.Scalar, mask, -math.inf, like=node)
+    allowed = call(gm, aten.any.dim, mask, -1, True, like=node)
     return call(gm, aten.where.ScalarOther, allowed, attended, 0.0, like=node)
 
 
@@ -112,9 +123,8 @@ def _attention_of_rank_four(gm: GraphModule, node: Node) -> Node:
         values = [call(gm, aten.flatten.using_ints, value, 0, rank - 4, like=node) for value in values]
     options = {key: value for key, value in node.kwargs.items() if key not in ("query", "key", "value", "attn_mask")}
     attended = call(gm, node.target, *values, mask, *node.args[4:], like=node, **options)
-    if _may_forbid_rows(gm, mask):
-        allowed = call(gm, aten.any.dim, mask, -1, True, like=node)
-        attended = call(gm, aten.where.ScalarOther, allowed, attended, 0.0, like=node)
+    if mask is not None and _may_forbid_rows(gm, argument(node, 3)):
+        attended = _zero_where_forbidden(gm, attended, mask, node)
     if rank >= 4:
         sizes = [size if static_size(value_of(gm, size)) is None else value_of(gm, size) for size in leading]
         return call(gm, aten.unflatten.int, attended, 0, sizes, like=node)

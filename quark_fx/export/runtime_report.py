@@ -146,7 +146,9 @@ _HAVE_INTEGER_KERNELS = frozenset(
 )
 
 
-_MOVE = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Expand", "Gather", "MaxPool"})
+_KEEP_TYPE = frozenset(
+    {"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Expand", "Gather", "MaxPool"}
+)
 
 
 def _infer_types(model: ir.Model) -> None:
@@ -161,7 +163,7 @@ def _infer_types(model: ir.Model) -> None:
             dtype = zero_point.dtype if zero_point is not None else ir.DataType.UINT8
         elif node.op_type == "QLinearConcat":
             dtype = node.inputs[1].dtype if node.inputs[1] is not None else ir.DataType.UINT8
-        elif node.op_type in _MOVE or node.op_type.startswith("QLinear") or node.op_type in ("QGemm", "Clip"):
+        elif node.op_type in _KEEP_TYPE or node.op_type.startswith("QLinear") or node.op_type in ("QGemm", "Clip"):
             dtype = source.dtype
         if dtype is not None:
             output.dtype = dtype
