@@ -122,8 +122,8 @@ def calibrate(
     for position, found in zip(quantized, torch.stack(nonzero).any(0).tolist(), strict=True):
         if not found:
             warnings.warn(
-                f"input {places[position].target} is zero in all calibration data, so no range can be told from it; "
-                "pass batches of real inputs",
+                f"input {places[position].target} is all zeros in the calibration data, so its range cannot be "
+                "calibrated; pass batches of real inputs",
                 stacklevel=2,
             )
     seen = ranks.fold(

@@ -338,7 +338,7 @@ def run_passes(
             before = {node: _operation(node) for node in gm.graph.nodes}
             weights = _Unwritten(gm, p)
             rewrites = p(gm, context=context) if takes_context(p) else p(gm)
-            if not isinstance(rewrites, int) or rewrites < 0:
+            if type(rewrites) is not int or rewrites < 0:
                 raise PassError(f"pass {name} returned {rewrites!r}; a pass returns how often it rewrote the graph")
             weights.check(name)
             _lint(gm, name)

@@ -110,8 +110,11 @@ def test_a_model_made_under_inference_mode_is_refused_by_name() -> None:
         quantize(model, INT8, [rand(2, 4)])
 
 
-def test_a_generator_of_data_runs_in_the_surroundings_of_its_caller() -> None:
+@pytest.mark.parametrize("function", ["quantize", "verify"])
+def test_a_generator_of_data_runs_in_the_surroundings_of_its_caller(function: str, tmp_path: Path) -> None:
     seen, model, data = [], cnn(), images(4, 3)
+    qmodel = quantize(model, INT8, data)
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx")
 
     def batches() -> Iterator[Tensor]:
         for batch in data:
@@ -121,7 +124,10 @@ def test_a_generator_of_data_runs_in_the_surroundings_of_its_caller() -> None:
 
     def run() -> tuple[bool, bool, bool, str]:
         seen.clear()
-        quantize(model, INT8, batches())
+        if function == "quantize":
+            quantize(model, INT8, batches())
+        else:
+            qfx.verify(qmodel, path, batches())
         assert len(set(seen)) == 1
         return seen[0]
 

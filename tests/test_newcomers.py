@@ -129,7 +129,9 @@ def test_the_class_of_an_observer_is_not_taken_for_one() -> None:
 
 
 def test_data_that_is_zero_everywhere_is_remarked_on() -> None:
-    with pytest.warns(UserWarning, match="input x is zero in all calibration data"):
+    with pytest.warns(
+        UserWarning, match="input x is all zeros in the calibration data, so its range cannot be calibrated"
+    ):
         quantize(Two().eval(), INT8, [torch.zeros(4, 8), torch.zeros(2, 8)])
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -437,7 +437,7 @@ def test_a_pass_may_be_defined_anew_by_its_own_module() -> None:
     assert PASSES["defined_twice"] is again
 
 
-@pytest.mark.parametrize("returned", [None, "2", -1, 1.0])
+@pytest.mark.parametrize("returned", [None, "2", -1, 1.0, True, False])
 def test_a_pass_that_does_not_count_is_named(returned: Any) -> None:
     def forgets(gm: GraphModule) -> Any:
         return returned

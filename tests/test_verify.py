@@ -212,8 +212,11 @@ def test_values_that_are_nan_on_both_sides_are_counted_and_not_called_equal(tmp_
     path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", output_names=["log", "plain"])
     count = int(sum(qmodel(x)[0].isnan().sum() for x in (rand(6, 4), rand(5, 4))))
     assert 0 < count < 33
-    with pytest.warns(UserWarning, match=rf"NaN in torch and in the file were not compared: {{'\w+': {count}}}"):
+    with pytest.warns(
+        UserWarning, match=rf"NaN in torch and in the file were not compared: {{'\w+': {count}}}"
+    ) as found:
         result = qfx.verify(qmodel, path, [rand(6, 4), rand(5, 4)])
+    assert [warning.filename for warning in found] == [__file__]
     assert [d.uncompared for d in result.differences] == [count, 0]
     assert result.max_steps <= 1
     assert str(result).endswith(f": {count} values not compared, NaN in both")

@@ -20,7 +20,7 @@ from quark_fx.errors import ExportError
 from quark_fx.export.runtime import adds_pairs_in_16_bits, may_optimize, open_session, runtime_options
 from quark_fx.formats import FloatFormat, parse_format
 from quark_fx.graph import parameter, results_of, target_name
-from quark_fx.isolation import isolated
+from quark_fx.isolation import as_called, isolated
 from quark_fx.model import QuantizedModel
 from quark_fx.ops import dequantize, spread
 from quark_fx.signature import split_batch
@@ -153,7 +153,7 @@ def verify(
     inputs, names = session.get_inputs(), [output.name for output in session.get_outputs()]
     compared, shipped = _Comparison(qmodel, shown), _Comparison(qmodel, shown)
     count = 0
-    for batch in batches:
+    for batch in as_called(batches):
         leaves = qmodel.signature.flatten(*split_batch(batch))
         feed = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         _require_elements(feed, count)
@@ -186,7 +186,7 @@ def verify(
     if result.max_steps > 1 and (cause := _saturation(Path(path), qmodel, optimize)):
         result = replace(result, cause=cause)
     if unsaid := {d.name: d.uncompared for d in result.differences if d.uncompared}:
-        warnings.warn(f"values that are NaN in torch and in the file were not compared: {unsaid}", stacklevel=2)
+        warnings.warn(f"values that are NaN in torch and in the file were not compared: {unsaid}", stacklevel=3)
     return result
 
 
