@@ -359,9 +359,9 @@ def test_readers_of_a_weight_in_two_orders_have_codes_of_their_own(tmp_path: Pat
 
 @pytest.mark.parametrize("observer", [Percentile(percentile=99.5), Adjusted(observer=MinMax(), ratio=0.05)])
 def test_values_that_an_observer_clips_do_not_widen_scales(observer: Any) -> None:
-    model = tiny.seeded(nn.Sequential(nn.Linear(512, 8)))
+    model = tiny.seeded(nn.Linear(512, 8))
     with torch.no_grad():
-        model[0].weight[:, :2] = 50 * model[0].weight.abs().max()
+        model.weight[:, :2] = 50 * model.weight.abs().max()
 
     def scale(target: str) -> Tensor:
         assert STATIC.weight is not None
