@@ -292,6 +292,8 @@ class QuantConfig:
     def from_dict(cls, data: Mapping[str, Any], *, stored: bool = False) -> Self:
         """Inverse of `to_dict`. Fields besides a `preset`, which is a name, replace those that it has.
 
+        Of a spec that the preset has, only the fields that are given are replaced.
+
         Args:
             data: plain data.
             stored: keep passes and observers that nothing here has registered as data (`StoredPass`,
@@ -317,8 +319,12 @@ class QuantConfig:
         base = _preset(data.pop("preset")) if "preset" in data else None
         values = known_fields(cls, data)
         for key in ("weight", "input", "output", "bias"):
-            if values.get(key) is not None:
-                values[key] = TensorSpec.from_dict(values[key], stored=stored)
+            if (given := values.get(key)) is not None:
+                own: TensorSpec | None = getattr(base, key, None)
+                if own is not None and isinstance(given, Mapping):
+                    values[key] = own.replace(**given)
+                else:
+                    values[key] = TensorSpec.from_dict(given, stored=stored)
         for key in ("passes", "overrides"):
             if not isinstance(given := values.get(key) or (), list | tuple):
                 raise ConfigError(f"{key} is a list, not {brief(given)}; write [{brief(given)}]")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,15 @@ def test_transformers_computes_what_the_graph_computes(name: str, tmp_path: Path
     # from `round(x / s) + z`, so the data here holds no ties.
     torch.testing.assert_close(logits(loaded), logits(qmodel), rtol=0, atol=2e-6)
     assert quantization(tmp_path / "deep" / "checkpoint")["format"] == kind
+
+
+def test_a_scale_that_transformers_measures_otherwise_is_said(tmp_path: Path) -> None:
+    for symmetry, said in ((Symmetry.SYMMETRIC, 1), (Symmetry.SYMMETRIC_FULL, 0)):
+        qmodel = quantized(INT8_DYNAMIC.replace(input=TOKEN.replace(symmetry=symmetry), exclude=FLOAT_ENDS))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            qfx.export.huggingface(qmodel, tmp_path / symmetry)
+        assert len([w for w in caught if "127.5" in str(w.message)]) == said
 
 
 @pytest.mark.parametrize("both", [True, False])

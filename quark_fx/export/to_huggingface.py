@@ -20,7 +20,7 @@ from quark_fx.errors import CheckpointError, ExportError
 from quark_fx.export.checkpoint import Checkpoint, Layer, each_layer, take_apart, unholdable
 from quark_fx.export.experts import as_saved, common_paths, literal, name_patterns
 from quark_fx.export.packing import Matrix, pack, pack_awq, pack_columns, patterns
-from quark_fx.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, FloatFormat, IntFormat, parse_format
+from quark_fx.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, INT8, FloatFormat, IntFormat, parse_format
 from quark_fx.isolation import isolated, quiet
 from quark_fx.model import QuantizedModel
 from quark_fx.qparams import ScaleType, Symmetry, recover_global_scale
@@ -161,6 +161,13 @@ def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
         return _compressed(layer, scheme["format"])
 
     tensors = each_layer(checkpoint.layers, write, shelf)
+    if any(_divides_by_127(layer) for layer in checkpoint.layers):
+        warnings.warn(
+            "transformers divides the largest magnitude of a token by 127.5, this model by 127 as other readers do: "
+            "there its int8 activations are rounded differently; for equal results in transformers set "
+            "symmetry='symmetric_full' on `input`",
+            stacklevel=2,
+        )
     _share_global_scales(tensors)
     _require_readable(schemes, members)
     groups = {}
@@ -200,6 +207,13 @@ def _require_readable(schemes: Mapping[str, dict[str, Any]], members: Mapping[st
     found = {layer.stack: kinds[key] for key, some in members.items() for layer in some if layer.stack}
     if len(set(found.values())) > 1:
         raise unholdable([f"{name}: {kind}; all experts of a checkpoint have the same" for name, kind in found.items()])
+
+
+def _divides_by_127(layer: Layer) -> bool:
+    """Tell whether a layer measures scales of int8 activations as transformers does not."""
+    activation = layer.input
+    measured = activation is not None and activation.scale is None and activation.format == str(INT8)
+    return measured and activation is not None and activation.symmetry == Symmetry.SYMMETRIC
 
 
 def _scheme(layer: Layer) -> dict[str, Any]:
