@@ -73,7 +73,7 @@ SHIFTED: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], int]]
     "signals": (lambda: nn.Conv1d(3, 4, 3), lambda seed: rand(8, 3, 20, seed=seed) + 3, 1),
     "images": (lambda: nn.Conv2d(3, 4, 3), lambda seed: rand(8, 3, 8, 8, seed=seed) + 3, 1),
     "depthwise": (lambda: nn.Conv2d(4, 8, 3, groups=4, padding=1), lambda seed: rand(8, 4, 8, 8, seed=seed) + 3, 1),
-    "transposed": (lambda: nn.ConvTranspose2d(4, 6, 3, 2, groups=2), lambda seed: rand(8, 4, 6, 6, seed=seed) + 3, 1),
+    "transposed": (lambda: nn.ConvTranspose2d(16, 6, 3, 2, groups=2), lambda seed: rand(8, 16, 6, 6, seed=seed) + 3, 1),
     "three dimensions": (lambda: nn.Conv3d(3, 4, 2), lambda seed: rand(4, 3, 4, 4, 4, seed=seed) + 3, 1),
 }
 
