@@ -327,3 +327,19 @@ def test_a_file_that_does_not_run_is_named(per_node: bool, tmp_path: Path) -> No
     path = qfx.export.onnx(fixed, tmp_path / "m.onnx")
     with pytest.raises(qfx.ExportError, match=r"does not run .*m\.onnx on batch 1"):
         qfx.verify(varies, path, [rand(6, 4), rand(5, 4)], per_node=per_node)
+
+
+def test_rounding_of_a_constant_output_is_no_difference(tmp_path: Path) -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 40)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = self.linear(x)
+            return y, torch.softmax(y, -1).sum(-1)
+
+    x = rand(8, 16)
+    qmodel = quantize(seeded(Sums()), INT8_STATIC, [x])
+    file = qfx.export.onnx(qmodel, tmp_path / "model.onnx")
+    assert qfx.verify(qmodel, file, [x]).max_steps < 1

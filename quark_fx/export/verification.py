@@ -37,7 +37,7 @@ class Difference:
         name: output name, or node name.
         max_abs: largest absolute difference.
         step: the quantization step of the value: its own scale where the graph quantizes it, else one
-            255th of its range over the batches.
+            255th of its range over the batches, and at least 64 float32 roundings of its largest magnitude.
         share: share of elements that differ by more than half a step.
         sqnr: signal to noise of ONNX Runtime's value against torch's, dB.
         uncompared: elements that are NaN in both, which says of neither whether it is right.
@@ -299,7 +299,9 @@ class _Comparison:
         uncompared, a, b = int((~known).sum()), a[known], b[known]
         gap = torch.where(a == b, 0.0, (a - b).abs().nan_to_num(nan=torch.inf))
         finite = a[a.isfinite()]
-        spread = float(finite.max() - finite.min()) / 255 if finite.numel() else 0.0
+        spread = (
+            max(float(finite.max() - finite.min()) / 255, _NOISE * float(finite.abs().max())) if len(finite) else 0.0
+        )
         step = self.steps.get(name) or spread or 1.0
         noise, signal = float(gap.square().sum()), float(finite.square().sum())
         return Difference(
@@ -310,6 +312,10 @@ class _Comparison:
             sqnr=_decibels(signal, noise),
             uncompared=uncompared,
         )
+
+
+_NOISE = 64 * torch.finfo(torch.float32).eps
+"""A step is no smaller a part of a value: sums of float32 in another order differ by a few of its last bits."""
 
 
 def _decibels(signal: float, noise: float) -> float:
