@@ -358,8 +358,11 @@ weights, and of the output in torch. Time is that of one sample on one thread ov
 EXPLANATION = """SQNR in dB of a held-out output against the float model: in torch, and of the same file in ONNX
 Runtime on kernels with VNNI (this processor), without it on AVX-512 and AVX2, and on an emulated Haswell.
 `steps, one by one` is the largest difference of any quantized value that torch computes from the same codes
-(`verify(per_node=True)` with ONNX Runtime on the emulated Haswell). `all codes` (`target="onnx_vnni"`) shows what x64
-processors without VNNI do to codes that are not limited. Reproduce with `python -m benchmarks.processors`."""
+(`verify(per_node=True)` with ONNX Runtime on the emulated Haswell). For `int8_dynamic` it is that of the outputs, as
+kernels keep the codes they measure to themselves: a value between two codes that is rounded the other way moves what
+follows, with VNNI as well. `xint8` is made for a DPU and its codes are not limited. `all codes`
+(`target="onnx_vnni"`) shows what x64 processors without VNNI do to such codes. Reproduce with
+`python -m benchmarks.processors`."""
 
 
 if __name__ == "__main__":
