@@ -59,6 +59,7 @@ _OPERATORS = {
     "aten.conv_transpose3d.input": _TRANSPOSED,
     "aten.embedding.default": Operator(kind="embedding", activations=(), weight=0),
     "aten._grouped_mm.default": _EXPERTS,
+    "quark_fx.grouped_mm.default": _EXPERTS,
     "transformers.grouped_mm_fallback.default": _EXPERTS,
 }
 

@@ -2,7 +2,7 @@
 
 What these compute is what `QuantizeLinear` and `DequantizeLinear` compute: division by the scale, round
 half to even, zero point added, saturation at the limits of the *format*. A third, `dynamic_qparams`,
-measures scale and zero point at run time.
+measures scale and zero point at run time; a fourth, `grouped_mm`, is in loaded graphs of experts.
 
 Granularity is the pair (`axis`, `block_size`), for every operator here:
 
@@ -97,6 +97,29 @@ def _(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     return torch.empty_like(codes, dtype=dtype)
+
+
+@torch.library.custom_op("quark_fx::grouped_mm", mutates_args=())
+def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Return the products of groups of rows with a matrix each, and 0 for rows after the last group.
+
+    `aten._grouped_mm` leaves those rows as the memory was; everything else it computes alike.
+
+    Args:
+        x: `(rows, inputs)`.
+        weight: `(groups, inputs, outputs)`, of the dtype of `x`.
+        offsets: int32, `(groups,)`; the (exclusive) ends of the groups, in order.
+    """
+    y: Tensor = torch.ops.aten._grouped_mm.default(x, weight, offsets)
+    covered = torch.arange(y.shape[0], device=y.device) < offsets[-1]
+    return y.where(covered.unsqueeze(-1), 0.0)
+
+
+@grouped_mm.register_fake
+def _(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    if (x.dim(), weight.dim(), offsets.dim()) != (2, 3, 1) or offsets.shape[0] != weight.shape[0]:
+        raise ValueError(f"no grouped product: {x.dim()}, {weight.dim()} and {offsets.dim()} dimensions")
+    return x.new_empty(x.shape[0], weight.shape[2])
 
 
 @torch.library.custom_op("quark_fx::dynamic_qparams", mutates_args=())

@@ -36,6 +36,7 @@ from quark_fx.stored_operators import (
     PYTHON,
     operator_name,
     require_fitting,
+    require_recurrent_sizes,
     require_small,
     resolve,
     written,
@@ -109,8 +110,7 @@ def load(
     directory = Path(directory)
     place = torch.device(device)
     try:
-        document, file = read_model(directory)
-        tensors = _read_tensors(file, place)
+        document, tensors = _read(directory, place)
     except (OSError, SafetensorError, ValueError) as error:
         hint = "; transformers' from_pretrained reads checkpoints" * (directory / "config.json").exists()
         raise QuarkError(f"{directory} holds no readable quantized model: {error}{hint}") from error
@@ -129,6 +129,16 @@ def load(
     except Exception as error:  # what a damaged graph breaks is anyone's guess
         why = brief(str(error))
         raise QuarkError(f"{directory / GRAPH_FILE} is damaged: {type(error).__name__}: {why}") from error
+
+
+def _read(directory: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    for _ in range(100):  # as often as another process replaces the model between the two looks at its tensors
+        document, file = read_model(directory)
+        try:
+            return document, _read_tensors(file, device)
+        except FileNotFoundError:
+            continue
+    raise OSError(f"{directory} is being replaced all the time")
 
 
 def _read_tensors(file: Path, device: torch.device) -> dict[str, Tensor]:
@@ -261,7 +271,7 @@ def _node_from_data(
     if op == "call_function":
         target = resolve(target, namespaces)
         require_fitting(target, args, kwargs)
-        target, kwargs = written(target, kwargs)
+        target, args, kwargs = written(target, args, kwargs)
     elif op == "output" and target == "output" and len(args) == 1 and isinstance(args[0], list) and not kwargs:
         args = (tuple(args[0]),)
         if any(not isinstance(item, Node | bool | int | float | str | None) for item in args[0]):
@@ -312,13 +322,17 @@ def _restore(gm: GraphModule, symbols: Any, inputs: Any, device: torch.device) -
 
 
 class _LimitError(QuarkError):
-    """A graph whose values would take any memory or time."""
+    """A graph whose values would take any memory or time, or whose kernels would read memory that is not theirs."""
 
 
 def _require_computable(node: Node, values: Sequence[Any]) -> None:
-    """Refuse what no model does: tensors of terabytes, and sums or powers of anything but sizes."""
+    """Refuse what no model does: tensors of terabytes, sums or powers of anything but sizes, biases that are short."""
     if node.target in _ON_SIZES and any(isinstance(value, Tensor) for value in values):
         raise _LimitError(f"the stored graph computes with tensors as with sizes at %{node.name}")
+    try:
+        require_recurrent_sizes(node.target, node.args, node.kwargs)
+    except QuarkError as error:
+        raise _LimitError(f"{error} at %{node.name}") from None
     if node.target is PYTHON["pow"]:
         exponent: Any = node.args[-1]
         values = [*values, exponent.meta.get("val") if isinstance(exponent, Node) else exponent]

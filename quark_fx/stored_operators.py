@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 
 from quark_fx.errors import QuarkError
+from quark_fx.graph import static_size
 from quark_fx.untrusted import brief
 
 PYTHON: dict[str, Callable[..., Any]] = {
@@ -68,9 +69,7 @@ _ATEN_BY_KIND = {
     """,
     "normalisation": """
         alpha_dropout batch_norm dropout feature_alpha_dropout feature_dropout _fused_rms_norm group_norm
-        instance_norm layer_norm native_batch_norm _native_batch_norm_legit.no_stats
-        _native_batch_norm_legit_no_training native_dropout native_group_norm native_layer_norm norm_except_dim
-        renorm rms_norm _weight_norm
+        instance_norm layer_norm native_dropout native_group_norm native_layer_norm norm_except_dim renorm rms_norm
     """,
     "windows and sampling": """
         adaptive_avg_pool1d adaptive_avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool3d _adaptive_avg_pool3d
@@ -79,9 +78,10 @@ _ATEN_BY_KIND = {
         max_pool1d max_pool1d_with_indices max_pool2d max_pool2d_with_indices max_pool3d max_pool3d_with_indices
         max_unpool2d max_unpool3d native_channel_shuffle pad _pad_circular _pad_enum pixel_shuffle
         pixel_unshuffle reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d
-        replication_pad3d upsample_bicubic2d _upsample_bicubic2d_aa upsample_bilinear2d _upsample_bilinear2d_aa
-        upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
-        _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_trilinear3d
+        replication_pad3d upsample_bicubic2d.vec _upsample_bicubic2d_aa.vec upsample_bilinear2d.vec
+        _upsample_bilinear2d_aa.vec upsample_linear1d.vec upsample_nearest1d.vec upsample_nearest2d.vec
+        upsample_nearest3d.vec _upsample_nearest_exact1d.vec _upsample_nearest_exact2d.vec
+        _upsample_nearest_exact3d.vec upsample_trilinear3d.vec
     """,
     "movement": """
         adjoint atleast_1d atleast_2d atleast_3d block_diag broadcast_tensors broadcast_to cartesian_prod cat
@@ -112,8 +112,7 @@ _ATEN_BY_KIND = {
         l1_loss mse_loss nll_loss nll_loss_nd smooth_l1_loss stft
     """,
     "sizes": """
-        ATen: Operators a every functional item _local_scalar_dense name, named. of one or overload
-        sym_constrain_range sym_constrain_range_for_size sym_numel sym_size sym_stride the
+        item _local_scalar_dense sym_constrain_range sym_constrain_range_for_size sym_numel sym_size sym_stride
     """,
 }
 _ATEN = frozenset(" ".join(_ATEN_BY_KIND.values()).split())
@@ -121,10 +120,11 @@ _ATEN = frozenset(" ".join(_ATEN_BY_KIND.values()).split())
 
 _OPERATORS: dict[str, frozenset[str]] = {
     "aten": _ATEN,
-    "quark_fx": frozenset({"quantize", "dequantize", "dynamic_qparams"}),
+    "quark_fx": frozenset({"quantize", "dequantize", "dynamic_qparams", "grouped_mm"}),
     "transformers": frozenset({"grouped_mm_fallback"}),
-    # Those on regions of interest do not check which image of the batch a region is of.
-    "torchvision": frozenset({"deform_conv2d", "nms"}),
+    # Those on regions of interest do not check which image of the batch a region is of, deform_conv2d follows offsets
+    # that are NaN.
+    "torchvision": frozenset({"nms"}),
 }
 
 _DTYPES = (
@@ -182,13 +182,33 @@ _WRITTEN: dict[Any, Callable[..., Any]] = {
 }
 
 
-def written(target: Any, kwargs: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return a call that writes the memory it returns: what lay there before may be anybody's."""
+def written(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Return a call that writes all memory it returns: uninitialized memory can hold another user's data.
+
+    Raises:
+        QuarkError: if a grouped product is not one of rows and a stack of matrices.
+    """
+    if target is torch.ops.aten._grouped_mm.default:
+        given = _bound(target, args, kwargs)
+        parts = tuple(given.pop(name, None) for name in ("self", "mat2", "offs"))
+        if not all(isinstance(part, Node) for part in parts) or any(value is not None for value in given.values()):
+            raise QuarkError(
+                f"the stored graph calls {target} with {brief([*args])} and {brief(sorted(kwargs))}; it may multiply "
+                "groups of rows, which offs ends, by a stack of matrices, without bias and out_dtype"
+            )
+        return torch.ops.quark_fx.grouped_mm.default, parts, {}
     found: Any = _WRITTEN.get(target)
     if found is None:
-        return target, kwargs
+        return target, args, kwargs
     names = {argument.name for argument in found._schema.arguments}
-    return found, {name: value for name, value in kwargs.items() if name in names}
+    return found, args, {name: value for name, value in kwargs.items() if name in names}
+
+
+def _bound(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments given in a call, by their names in the schema."""
+    return dict(zip((argument.name for argument in target._schema.arguments), args, strict=False)) | dict(kwargs)
 
 
 def _schema(namespace: str, packet: str, overload: str) -> Any:
@@ -231,6 +251,71 @@ def require_fitting(target: Callable[..., Any], args: Sequence[Any], kwargs: Map
     # Memory that holds anything but 0 and 1 as truth values leads kernels out of bounds.
     if target._opname in ("view", "view_copy") and torch.bool in [*args, *kwargs.values()]:
         raise QuarkError(f"the stored graph calls {target} with dtype=torch.bool, which is not allowed")
+    # Kernels compare the number of a mode with those they know and write nothing for others.
+    if target.namespace == "aten" and target._opname.startswith("grid_sampler"):
+        bound = _bound(target, args, kwargs)
+        modes = {"interpolation_mode": range(2 if target._opname.endswith("3d") else 3), "padding_mode": range(3)}
+        for mode, choices in modes.items():
+            if type(bound[mode]) is not int or bound[mode] not in choices:
+                raise QuarkError(
+                    f"the stored graph calls {target} with {mode}={brief(bound[mode])}, which is none of "
+                    f"{', '.join(map(str, choices))}"
+                )
+
+
+_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+
+
+def require_recurrent_sizes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise `QuarkError` if a call of a recurrent layer has states, weights or biases of other sizes than it reads.
+
+    Args:
+        target: any function; only recurrent operators are looked at.
+        args: its arguments, nodes with their values in `meta["val"]`.
+        kwargs: its keywords.
+    """
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._opname not in _GATES:
+        return
+    given = _bound(target, args, kwargs)
+    gates, hx, params = _GATES[target._opname], given["hx"], given["params"]
+    states = hx if isinstance(hx, list | tuple) else [hx]
+    layers, two, biased = given["num_layers"], given["bidirectional"], given["has_biases"]
+    if not (
+        target._overloadname == "input"
+        and type(layers) is int
+        and layers > 0
+        and type(two) is type(biased) is bool
+        and len(states) == 1 + (target._opname == "lstm")
+        and isinstance(params, list | tuple)
+    ):
+        raise QuarkError(f"the stored graph calls {target} with arguments that are no layers, states and weights")
+    shapes = [_shape(item) for item in (given["input"], *states, *params)]
+    x, first, *rest = shapes
+    last, rest = (rest[0], rest[1:]) if target._opname == "lstm" else (first, rest)
+    runs = 2 if two else 1
+    if not len(x) == len(first) == len(last) == 3 or not first[0] == last[0] == layers * runs:
+        raise QuarkError(
+            f"the stored graph calls {target} with an input and states of shapes {brief([x, first, last])}"
+        )
+    out, hidden = first[2], last[2]
+    wanted: list[tuple[Any, ...]] = []
+    for layer in range(min(layers, len(rest))):
+        width = x[2] if layer == 0 else runs * out
+        one: list[tuple[Any, ...]] = [(gates * hidden, width), (gates * hidden, out)]
+        one += [(gates * hidden,)] * (2 * biased)
+        one += [(out, hidden)] * (out != hidden)  # the projection of the outputs
+        wanted += one * runs
+    if None in (x[2], out, hidden) or rest != wanted:
+        raise QuarkError(
+            f"the stored graph calls {target} with weights of shapes {brief(rest)}, which are not {brief(wanted)}"
+        )
+
+
+def _shape(value: Any) -> tuple[Any, ...]:
+    """Return the shape of a node, `None` for a size that varies; empty for anything else."""
+    found = value.meta.get("val") if isinstance(value, Node) else None
+    sizes: list[Any] = list(found.shape) if isinstance(found, torch.Tensor) else []
+    return tuple(static_size(size) for size in sizes)
 
 
 def _fits(value: Any, kind: str) -> bool:
@@ -269,5 +354,6 @@ def require_small(value: Any) -> None:
 
 
 __all__ = [
-    *("DTYPES", "MEMORY_FORMATS", "PYTHON", "operator_name", "require_fitting", "require_small", "resolve", "written"),
+    *("DTYPES", "MEMORY_FORMATS", "PYTHON", "operator_name", "require_fitting", "require_recurrent_sizes"),
+    *("require_small", "resolve", "written"),
 ]

@@ -22,7 +22,7 @@ YAML_VALUES = 1 << 15
 
 
 def require_regular(path: Path) -> None:
-    """Raise `OSError` unless `path` is a regular file or a link to one: opening a pipe may wait for ever."""
+    """Raise `OSError` unless `path` is a regular file or a link to one: opening a pipe can block forever."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(f"{path.name} is no regular file")
 

@@ -23,9 +23,11 @@ from tiny import calls, cnn, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 
 import quark_fx as qfx
+from quark_fx import serialization
 from quark_fx.graph import placeholders, stored_tensors, tensor_names
-from quark_fx.model_directory import tensor_file
+from quark_fx.model_directory import read_model, tensor_file
 from quark_fx.presets import INT8_DYNAMIC, PRESETS
+from quark_fx.stored_operators import _ATEN
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., list[Tensor]]]] = {
     "cnn": (cnn, images),
@@ -431,6 +433,36 @@ def call_of(target: str, *args: Any, **kwargs: Any) -> Callable[[dict[str, Any]]
     return change
 
 
+def graph_of(*steps: tuple[str, list[Any]]) -> Callable[[dict[str, Any]], Any]:
+    """Return a change that inserts calls: the texts "0", "1", … in their arguments are results of earlier ones."""
+
+    def change(document: dict[str, Any]) -> None:
+        def given(value: Any) -> Any:
+            if isinstance(value, list):
+                return [given(item) for item in value]
+            return {"node": f"n{value}"} if isinstance(value, str) else value
+
+        for i, (target, args) in enumerate(steps):
+            call = {"name": f"n{i}", "op": "call_function", "target": target, "args": given(args)}
+            document["nodes"].insert(-1, call)
+        node(document, "output").update(args=[[{"node": f"n{len(steps) - 1}"}]])
+
+    return change
+
+
+def zeros(*shape: int) -> tuple[str, list[Any]]:
+    return "aten.zeros.default", [list(shape)]
+
+
+def recurrent(name: str, *weights: tuple[int, ...]) -> Callable[[dict[str, Any]], Any]:
+    """Return a change to one layer of 5 inputs and 6 values, with weights of these shapes."""
+    states = ["1", "2"] if name == "lstm" else "1"
+    params = [str(i) for i in range(3, 3 + len(weights))]
+    call = (f"aten.{name}.input", ["0", states, params, len(weights) == 4, 1, 0.0, False, False, False])
+    tensors = [zeros(3, 2, 5), zeros(1, 2, 6), zeros(1, 2, 6), *(zeros(*shape) for shape in weights)]
+    return graph_of(*tensors, call, ("python.getitem", [str(len(tensors)), 0]))
+
+
 X = object()
 """Stands for the input of a stored model, in `call_of`."""
 
@@ -454,6 +486,50 @@ UNSAFE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a tensor for a text": (call_of("aten.einsum.default", X, [X]), "which is no str"),
     "a list for a tensor": (call_of("aten.relu.default", [X]), "which is no Tensor"),
     "a generator": (call_of("aten.rand.generator", [2], generator=1), "which is no Optional"),
+    "a weight norm": (
+        graph_of(zeros(40, 4), zeros(1), ("aten._weight_norm.default", ["0", "1", 0])),
+        "is not allowed",
+    ),
+    **{
+        f"a fused batch norm: {name}": (
+            graph_of(zeros(2, 40, 3), zeros(1), (f"aten.{name}", ["0", *["1"] * n, *more, 0.1, 1e-5])),
+            "is not allowed",
+        )
+        for name, n, more in (
+            ("native_batch_norm.default", 4, [False]),
+            ("_native_batch_norm_legit.no_stats", 2, [True]),
+            ("_native_batch_norm_legit_no_training.default", 4, []),
+        )
+    },
+    **{
+        f"biases of one value: {name}": (recurrent(name, (g * 6, 5), (g * 6, 6), (1,), (1,)), "which are not")
+        for name, g in (("lstm", 4), ("gru", 3), ("rnn_tanh", 1), ("rnn_relu", 1))
+    },
+    "a short weight of an LSTM": (recurrent("lstm", (24, 5), (6, 6), (24,), (24,)), "which are not"),
+    "weights of an LSTM that lack": (recurrent("lstm", (24, 5)), "which are not"),
+    **{
+        f"a size and another scale: {name}": (
+            graph_of(zeros(1, 1, *[8] * d), (f"aten.{name}.default", ["0", [4] * d, *[1e-30] * d])),
+            "is not allowed",
+        )
+        for name, d in (("upsample_nearest1d", 1), ("upsample_nearest2d", 2), ("_upsample_nearest_exact2d", 2))
+    },
+    "offsets of a deformed convolution": (
+        call_of("torchvision.deform_conv2d.default", X, X, X, X, X),
+        "is not allowed",
+    ),
+    **{
+        f"{name} of modes {modes}": (
+            graph_of(zeros(1, 1, *[4] * d), zeros(1, *[3] * d, d), (f"aten.{name}.default", ["0", "1", *modes, False])),
+            "which is none of 0, 1",
+        )
+        for name, d in (("grid_sampler", 2), ("grid_sampler_2d", 2), ("grid_sampler_3d", 3))
+        for modes in ((7, 0), (0, 9), (-1, 0))
+    },
+    "a grouped product of another kind": (
+        graph_of(zeros(8, 16), zeros(16, 8), ("aten._grouped_mm.default", ["0", "1"])),
+        "may multiply groups of rows",
+    ),
     "pinned memory": (call_of("aten.zeros.default", [2], pin_memory=True), "which is no Optional"),
 }
 
@@ -477,6 +553,69 @@ def test_memory_that_nobody_has_written_is_not_returned(stored: Path) -> None:
         edit(stored, call_of(target, *([] if "memory" in target else [X]), *([] if "like" in target else [[3, 4]])))
         assert torch.equal(qfx.load(stored)(rand(3, 4)), torch.zeros(3, 4))
         edit(stored, lambda d: d["nodes"].pop(-2))
+
+
+def test_rows_that_no_group_has_are_zero(stored: Path) -> None:
+    weight = ("aten.ones.default", [[2, 16, 16]])
+    # Memory that was in use before: without a value it would be returned.
+    for end in (3, 0, -2):
+        change = graph_of(
+            ("aten.ones.default", [[300, 16]]),
+            weight,
+            ("aten.full.default", [[2], end]),
+            ("aten._to_copy.default", ["2"]),
+            ("aten._grouped_mm.default", ["0", "1", "3"]),
+        )
+        edit(stored, change)
+        edit(
+            stored,
+            lambda d: next(n for n in d["nodes"] if n["name"] == "n3").update(kwargs={"dtype": {"torch": "int32"}}),
+        )
+        loaded = qfx.load(stored)
+        used = [torch.full((300, 16), 7.0) for _ in range(50)]
+        del used
+        expected = torch.zeros(300, 16)
+        expected[: max(end, 0)] = 16
+        assert torch.equal(loaded(rand(3, 4)), expected)
+        edit(stored, lambda d: [d["nodes"].pop(-2) for _ in range(5)])
+
+
+@pytest.mark.parametrize(("name", "gates"), [("lstm", 4), ("gru", 3), ("rnn_tanh", 1), ("rnn_relu", 1)])
+def test_a_recurrent_layer_of_fitting_sizes_is_not_refused(name: str, gates: int, stored: Path) -> None:
+    edit(stored, recurrent(name, (gates * 6, 5), (gates * 6, 6), (gates * 6,), (gates * 6,)))
+    assert torch.equal(qfx.load(stored)(rand(3, 4)), torch.zeros(3, 2, 6))
+
+
+@pytest.mark.parametrize("options", [{"num_layers": 2, "bidirectional": True}, {"proj_size": 3, "bias": False}])
+def test_layers_directions_and_projections_of_an_lstm_are_read_back(options: dict[str, Any], tmp_path: Path) -> None:
+    qmodel = quantize(seeded(nn.LSTM(4, 5, batch_first=True, **options)), "int8_weight_only", [rand(4, 5, 4)])
+    qmodel.save(tmp_path)
+    x = rand(3, 5, 4)
+    torch.testing.assert_close(qfx.load(tmp_path)(x), qmodel(x), rtol=0, atol=0)
+
+
+def test_every_listed_name_is_an_operator() -> None:
+    names = {name.partition(".")[0] for name in _ATEN}
+    assert not [name for name in names if not torch._C._jit_get_schemas_for_operator(f"aten::{name}")]
+
+
+def test_a_model_that_is_replaced_while_it_is_opened_is_read_again(
+    stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = read_model
+    other = quantize(seeded(nn.Linear(4, 2)), INT8_DYNAMIC, [rand(6, 4)])
+    reads = []
+
+    def replaced(directory: Path) -> Any:
+        reads.append(found(directory))
+        if len(reads) == 1:
+            other.save(directory)
+        return reads[-1]
+
+    monkeypatch.setattr(serialization, "read_model", replaced)
+    x = rand(3, 4)
+    torch.testing.assert_close(qfx.load(stored)(x), other(x), rtol=0, atol=0)
+    assert len(reads) == 2
 
 
 def test_truth_values_are_0_or_1(tmp_path: Path) -> None:

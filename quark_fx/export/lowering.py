@@ -138,6 +138,7 @@ def dynamic_qparams(
 
 
 @lowers("aten._grouped_mm.default")
+@lowers("quark_fx.grouped_mm.default")
 @lowers("transformers.grouped_mm_fallback.default")
 def grouped_mm(x: Any, weight: Any, offsets: Any, *unused: Any, **also_unused: Any) -> Any:
     """One `MatMul` per expert on its slice of rows; `offsets` are the (exclusive) ends of the slices."""
