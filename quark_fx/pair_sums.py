@@ -48,6 +48,16 @@ class PairBound:
     order: tuple[int, ...]
     summed: int
 
+    @classmethod
+    def of_convolution(cls, limit: int, rank: int) -> PairBound:
+        """Return the bound of a convolution's weight, (outputs, inputs, *kernel): it sums by position, then channel."""
+        return cls(limit, (0, *range(2, rank), 1), rank - 1)
+
+    @classmethod
+    def of_product(cls, limit: int, rank: int, inputs: int) -> PairBound:
+        """Return the bound of a matrix, or a stack of them, that is summed over its dimension `inputs`."""
+        return cls(limit, (*(dim for dim in range(rank) if dim != inputs), inputs), 1)
+
     def rows(self, weight: Tensor) -> Tensor:
         """Return a tensor of the weight's shape as (sums, values) in the kernel's order."""
         moved = weight.permute(self.order)
@@ -179,9 +189,8 @@ def pair_bound(
     if row.kind == "conv":
         if input.dynamic or (shape[1] == 1 and argument(node, 6) == shape[0]):
             return None  # a convolution of codes measured at run time is ConvInteger's; a depthwise one has 32 bits
-        return PairBound(limit, (0, *range(2, rank), 1), rank - 1)
-    inputs = row.input_axis % rank
-    return PairBound(limit, (*(dim for dim in range(rank) if dim != inputs), inputs), 1)
+        return PairBound.of_convolution(limit, rank)
+    return PairBound.of_product(limit, rank, row.input_axis % rank)
 
 
 def _largest_code(spec: TensorSpec) -> int | None:

@@ -232,9 +232,8 @@ def _bound(node: ir.Node, codes: torch.Tensor) -> PairBound | None:
     if node.op_type == "QLinearConv":
         if codes.shape[1] == 1 and node.attributes.get_int("group", 1) == codes.shape[0]:
             return None
-        return PairBound(limit, (0, *range(2, rank), 1), rank - 1)
-    inputs = rank - 1 if node.attributes.get_int("transB", 0) else rank - 2
-    return PairBound(limit, (*(dim for dim in range(rank) if dim != inputs), inputs), 1)
+        return PairBound.of_convolution(limit, rank)
+    return PairBound.of_product(limit, rank, rank - 1 if node.attributes.get_int("transB", 0) else rank - 2)
 
 
 def _reason(node: ir.Node) -> str:
