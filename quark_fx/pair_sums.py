@@ -111,7 +111,7 @@ class PairBound:
         )
         return pairs.flatten(-2)[..., : rows.shape[-1]]
 
-    def widening(self, position: Tensor, *, joint: bool = False) -> Tensor:
+    def widening(self, position: Tensor, *, joint: bool = False, doubled: bool = False) -> Tensor:
         """Return what each scale is to be multiplied by for the smallest expected squared error, at least 1.
 
         Larger scales round more coarsely, smaller ones have more pairs limited: the error of `n` values at a scale of
@@ -121,6 +121,7 @@ class PairBound:
         Args:
             position: the weight over its scale, in the weight's shape.
             joint: one scale for the whole weight instead of one for each sum.
+            doubled: scales can be doubled only, as powers of two are.
 
         Returns:
             float64, shape (sums,), or () if `joint`.
@@ -129,7 +130,8 @@ class PairBound:
         values = math.prod(position.shape) if joint else self.rows(position).shape[-1]
         if joint:
             sums = [torch.cat([s.flatten() for s in sums])[None]]
-        found = torch.cat([_widening(some, self.limit, values) for some in sums])
+        best = _doubling if doubled else _widening
+        found = torch.cat([best(some, self.limit, values) for some in sums])
         return found[0] if joint else found
 
     def _excess(self, rows: Tensor) -> Tensor:
@@ -147,6 +149,15 @@ def _widening(sums: Tensor, limit: int, values: int) -> Tensor:
         falls = values * ratio / 6 < limit * lost
         low, high = torch.where(falls, ratio, low), torch.where(falls, high, ratio)
     return torch.where(low > 1, high, torch.ones_like(high))
+
+
+def _doubling(sums: Tensor, limit: int, values: int) -> Tensor:
+    """Return 2 where the expected error is smaller than at 1; sums of two codes are below `2 * limit`."""
+    now, twice = (
+        values * ratio**2 / 12 + (sums - limit * ratio).clamp_min_(0).square_().sum(-1).double() / 2
+        for ratio in (1.0, 2.0)
+    )
+    return torch.where(twice < now, 2.0, 1.0).double()
 
 
 def _pieces(rows: Tensor) -> tuple[Tensor, ...]:

@@ -142,9 +142,7 @@ def _widened(x: Tensor, qparams: QParams, spec: TensorSpec, pairs: PairBound, ax
     joint = qparams.scale.numel() == 1
     # What the observer chose to clip stays clipped.
     position = (x.float() / spread(qparams.scale, x, axis, block)).clamp_(*spec.scheme.limits)
-    ratio = pairs.widening(position, joint=joint)
-    if spec.scale_type is ScaleType.POWER_OF_TWO:
-        ratio = torch.where(ratio > 2**0.5, 2.0, 1.0)
+    ratio = pairs.widening(position, joint=joint, doubled=spec.scale_type is ScaleType.POWER_OF_TWO)
     wanted = qparams.scale.abs().double() * ratio.reshape(qparams.scale.shape)
     scale = constrain_scale(wanted, spec.scale_type).copysign(qparams.scale)
     return QParams(torch.where(ratio.reshape(scale.shape) > 1, scale, qparams.scale), qparams.zero_point)

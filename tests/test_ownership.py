@@ -133,7 +133,7 @@ def test_verification_without_a_batch_is_refused() -> None:
 
 
 def test_channels_without_bias_keep_their_scale_under_power_of_two_scales() -> None:
-    model = nn.Linear(8, 4).eval()
+    model = seeded(nn.Linear(8, 4))
     with torch.no_grad():
         model.weight.mul_(0.01)
         model.bias.copy_(torch.tensor([0.0, 1.0, 0.0, -1.0]))

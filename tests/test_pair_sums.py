@@ -106,6 +106,10 @@ def test_widening_has_the_smallest_expected_error(device: torch.device, seed: in
     assert (found >= 1).all()
     for other in torch.linspace(1, 2, 101, dtype=torch.float64, device=device):
         assert (expected(found) <= expected(other.expand(3)) * (1 + 1e-6)).all()
+    doubled = BOUND.widening(position, doubled=True)
+    for power in (1.0, 2.0):
+        assert (expected(doubled) <= expected(torch.full_like(doubled, power)) * (1 + 1e-6)).all()
+    assert set(doubled.tolist()) <= {1.0, 2.0}
 
 
 class Mixed(nn.Module):
