@@ -13,9 +13,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quark_fx.errors import CalibrationError, ConfigError
+from quark_fx.errors import CalibrationError
+from quark_fx.options import NonNegativeInt, checked
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class CacheBudget:
     """How much memory cached activations may take.
@@ -29,14 +31,9 @@ class CacheBudget:
         ConfigError: for a budget that is negative or no whole number.
     """
 
-    device_bytes: int = 0
-    host_bytes: int | None = None
+    device_bytes: NonNegativeInt = 0
+    host_bytes: NonNegativeInt | None = None
     directory: str | Path | None = None
-
-    def __post_init__(self) -> None:
-        budgets = (self.device_bytes, 0 if self.host_bytes is None else self.host_bytes)
-        if not all(isinstance(budget, int) and budget >= 0 for budget in budgets):
-            raise ConfigError(f"a budget is a number of bytes, zero or more: {self}")
 
 
 class ActivationCache:

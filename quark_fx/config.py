@@ -13,6 +13,7 @@ import yaml
 
 from quark_fx.errors import ConfigError
 from quark_fx.formats import INT32, FloatFormat, IntFormat, has_onnx_type, onnx_container
+from quark_fx.options import checked, known_fields, parsed
 from quark_fx.pass_manager import (
     GraphPass,
     pass_from_dict,
@@ -25,7 +26,7 @@ from quark_fx.pass_manager import (
 )
 from quark_fx.qparams import ScaleType, Symmetry
 from quark_fx.selection import Selective, matches
-from quark_fx.specs import Granularity, TensorSpec, enum_member, known_fields
+from quark_fx.specs import Granularity, TensorSpec
 from quark_fx.untrusted import YAML_LIMIT, brief, parse_yaml, read_bytes
 
 
@@ -56,9 +57,11 @@ class _Inherit:
 
 
 INHERIT: Final = _Inherit()
+parsed(_Inherit, ("INHERIT",), (), lambda _: INHERIT)
 SpecOrInherit = TensorSpec | _Inherit | None
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Override:
     """Other specs for the operators a pattern selects.
@@ -76,12 +79,6 @@ class Override:
     weight: SpecOrInherit = INHERIT
     input: SpecOrInherit = INHERIT
     output: SpecOrInherit = INHERIT
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.pattern, str):
-            raise ConfigError(f"a pattern is a string, not {self.pattern!r}")
-        for name in ("weight", "input", "output"):
-            _require_spec(name, getattr(self, name), INHERIT)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; inherited fields are left out."""
@@ -108,6 +105,7 @@ class OperatorSpecs:
     output: TensorSpec | None
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class QuantConfig:
     """What to quantize, how, and the passes to run before.
@@ -139,23 +137,10 @@ class QuantConfig:
     target: Target = Target.ONNX
 
     def __post_init__(self) -> None:
-        for name in ("weight", "input", "output", "bias"):
-            _require_spec(name, getattr(self, name), None)
-        kinds: dict[str, Any] = {"passes": Callable, "overrides": Override, "exclude": str}
-        for name, kind in kinds.items():
-            items = getattr(self, name)
-            wanted = {"passes": "passes", "overrides": "Override values", "exclude": "pattern strings"}[name]
-            if not isinstance(items, list | tuple):
-                raise ConfigError(f"{name} is a list or tuple of {wanted}, not {items!r}")
-            for item in items:
-                if isinstance(item, type) and name == "passes":
-                    raise ConfigError(f"passes: {item.__name__} is a class; write {item.__name__}()")
-                if not isinstance(item, kind):
-                    raise ConfigError(f"{name} is a list or tuple of {wanted}; {item!r} is none")
-                if name == "passes":
-                    require_callable(item)
-            object.__setattr__(self, name, tuple(items))
-        object.__setattr__(self, "target", enum_member(Target, self.target))
+        for item in self.passes:
+            if isinstance(item, type):
+                raise ConfigError(f"passes: {item.__name__} is a class; write {item.__name__}()")
+            require_callable(item)
         require_order(self.passes)
         for override in (None, *self.overrides):
             self._check(self._apply(override) if override else self._specs(), override)
@@ -392,11 +377,6 @@ def _shifts(spec: TensorSpec) -> bool:
         and spec.granularity is Granularity.TENSOR
         and not spec.dynamic
     )
-
-
-def _require_spec(name: str, value: Any, other: Any) -> None:
-    if value is not None and value is not other and not isinstance(value, TensorSpec):
-        raise ConfigError(f"`{name}` is a TensorSpec or None, not {value!r}; write TensorSpec(format=...)")
 
 
 __all__ = ["INHERIT", "Granularity", "OperatorSpecs", "Override", "QuantConfig", "Target", "TensorSpec", "matches"]

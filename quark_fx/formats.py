@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from quark_fx.errors import ConfigError
+from quark_fx.options import Interval, checked, nearest, parsed
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class IntFormat:
     """Two's complement or unsigned integers of `bits` bits, or a sign and a magnitude.
@@ -23,13 +26,11 @@ class IntFormat:
     (-128, 127, 'uint4', -127)
     """
 
-    bits: int
+    bits: Annotated[int, Interval("[2, 32]")]
     signed: bool = True
     sign_magnitude: bool = False
 
     def __post_init__(self) -> None:
-        if not 2 <= self.bits <= 32:
-            raise ConfigError(f"an integer format has 2 to 32 bits, not {self.bits}")
         if self.sign_magnitude and not self.signed:
             raise ConfigError("a format of sign and magnitude is signed; drop signed=False")
 
@@ -62,6 +63,7 @@ class Specials(StrEnum):
     """Numbers alone (FP6 and FP4 of the OCP microscaling specification, section 5.3)."""
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class FloatFormat:
     """Sign, `exponent` and `mantissa` bits.
@@ -78,8 +80,8 @@ class FloatFormat:
     (448.0, 57344.0, 65504.0, 6.0)
     """
 
-    exponent: int
-    mantissa: int
+    exponent: Annotated[int, Interval("[1, 8]")]
+    mantissa: Annotated[int, Interval("[0, 23]")]
     specials: Specials = Specials.IEEE
 
     @property
@@ -205,5 +207,9 @@ def parse_format(name: str) -> Format:
     """
     name = LONG_NAMES.get(name, name)
     if name not in FORMATS:
-        raise ConfigError(f"unknown number format {name!r}; choose one of {', '.join(FORMATS)}")
+        raise ConfigError(f"unknown number format {name!r}; choose one of {', '.join(FORMATS)}{nearest(name, FORMATS)}")
     return FORMATS[name]
+
+
+for _format in (IntFormat, FloatFormat):
+    parsed(_format, ("a number format", "the name of one"), str, parse_format)

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from quark_fx.errors import ConfigError, PassError
 from quark_fx.graph import output_node, stored_tensors
 from quark_fx.isolation import isolated
+from quark_fx.options import checked, nearest
 from quark_fx.untrusted import brief
 
 GraphPass = Callable[..., int]
@@ -159,7 +160,8 @@ def graph_pass(
 ) -> Callable[[P], P]:
     """Register a pass under its name and attach its `Promise`.
 
-    A module may define its pass anew, as a notebook's cell does that is run twice.
+    The options of a class are checked by their annotations (`quark_fx.options`). A module may define its pass anew, as
+    a notebook's cell does that is run twice.
 
     Raises:
         ConfigError: if a pass of another module has the name.
@@ -174,7 +176,7 @@ def graph_pass(
             )
         target.promise = Promise(exact, requires, ensures, stage, after, distributed, targets, held_out)  # type: ignore[attr-defined]
         PASSES[name] = target
-        return target
+        return checked(target) if isinstance(target, type) else target
 
     return register
 
@@ -267,12 +269,15 @@ def pass_from_dict(data: str | Mapping[str, Any]) -> GraphPass:
     options = {"name": data} if isinstance(data, str) else dict(data)
     name = options.pop("name", None)
     if name not in PASSES:
-        raise ConfigError(f"unknown pass {name!r}; choose one of {', '.join(sorted(PASSES))}")
+        raise ConfigError(
+            f"unknown pass {brief(name)}; choose one of {', '.join(sorted(PASSES))}{nearest(name, PASSES)}"
+        )
     registered = PASSES[name]
     known = [f.name for f in fields(registered)] if is_dataclass(registered) else []
     if unknown := set(options) - set(known):
         raise ConfigError(
             f"pass {name!r} has no option {', '.join(sorted(unknown))}; it has {', '.join(known) or 'none'}"
+            f"{nearest(min(unknown), known)}"
         )
     return registered(**options) if isinstance(registered, type) else registered  # type: ignore[no-any-return]
 

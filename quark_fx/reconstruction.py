@@ -7,13 +7,12 @@ on the way, the one that is best on batches that were not learned from is stored
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,13 +22,14 @@ from quark_fx.block_walk import BlockRun, relative_error, walk_blocks
 from quark_fx.blocks import Unit, extract
 from quark_fx.context import Context
 from quark_fx.error_feedback import working_bytes
-from quark_fx.errors import CalibrationError, ConfigError
+from quark_fx.errors import CalibrationError
 from quark_fx.formats import INT32
 from quark_fx.graph import named_nodes, placeholders, tensor_of
 from quark_fx.grid import Grid
 from quark_fx.linear_map import LinearMap, linear_map
 from quark_fx.memory import give_back, is_shortage
 from quark_fx.operators import argument
+from quark_fx.options import Interval, NonNegativeFloat, NonNegativeInt, PositiveInt
 from quark_fx.pass_manager import Change
 from quark_fx.products import Product, find_products
 from quark_fx.qparams import ScaleType
@@ -37,7 +37,6 @@ from quark_fx.quantized_weights import QuantizedWeight, quantized_weights, share
 from quark_fx.rounding import OutputError, round_by_descent
 from quark_fx.selection import NOT_SELECTED, Selective
 from quark_fx.sizes import FLOAT32, BlockSize, Need, Sizes
-from quark_fx.specs import enum_member
 from quark_fx.trainable import Trainable, activation_scales, trainable_block
 
 _DAMPING = 0.01
@@ -119,14 +118,14 @@ class Schedule(Selective):
     """
 
     unit: Unit = Unit.OPERATOR
-    iterations: int = 250
-    batch_size: int = 32
-    learning_rate: float = 1e-2
-    scale_rate: float = 0.0
-    bias_rate: float = 0.0
-    drop: float = 0.0
+    iterations: NonNegativeInt = 250
+    batch_size: PositiveInt = 32
+    learning_rate: NonNegativeFloat = 1e-2
+    scale_rate: NonNegativeFloat = 0.0
+    bias_rate: NonNegativeFloat = 0.0
+    drop: Annotated[float, Interval("[0, 1)")] = 0.0
     start: Start = Start.DESCENT
-    patience: int = 5
+    patience: PositiveInt = 5
     seed: int = 0
 
     @property
@@ -138,19 +137,6 @@ class Schedule(Selective):
     def fits_scales(self) -> bool:
         """Whether a start by error feedback shrinks scales first, where nothing else depends on them."""
         return False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "unit", enum_member(Unit, self.unit))
-        object.__setattr__(self, "start", enum_member(Start, self.start))
-        counts = (self.iterations, self.batch_size, self.patience, self.seed)
-        if not all(isinstance(count, int) and not isinstance(count, bool) for count in counts):
-            raise ConfigError(f"iterations, batch_size, patience and seed are whole numbers: {self}")
-        if self.batch_size < 1 or self.iterations < 0 or self.patience < 1:
-            raise ConfigError(f"batch_size and patience are at least 1, iterations at least 0: {self}")
-        rates = (self.rate, self.scale_rate, self.bias_rate)
-        if not all(0 <= rate < math.inf for rate in rates) or not 0 <= self.drop < 1:
-            raise ConfigError(f"rates are finite and not negative, and `drop` is a probability below 1: {self}")
 
     def needs(self, sizes: Sizes) -> Need:
         """Return what a run takes: a gradient's values, and of each weight what it is learned through."""

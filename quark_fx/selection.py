@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Protocol, TypeVar
 
-from quark_fx.errors import ConfigError
-
 NOT_SELECTED = "skipped: not selected"
 """What a pass notes of an operator that its patterns leave out."""
 
@@ -53,17 +51,9 @@ class Selective:
     Args:
         only: patterns, as `QuantConfig.exclude` has them, of the operators it changes; empty for all. What scales
             channels between operators counts as a change of those that read the channels.
-
-    Raises:
-        ConfigError: if it is no tuple of strings.
     """
 
     only: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.only, list | tuple) or not all(isinstance(pattern, str) for pattern in self.only):
-            raise ConfigError(f"only is a tuple of patterns, not {self.only!r}; write only=('layers.*',)")
-        object.__setattr__(self, "only", tuple(self.only))
 
     def selects(self, operator: Named) -> bool:
         """Tell whether the pass may change an operator."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from functools import partial
 from typing import Any, Self
 
 from quark_fx.errors import ConfigError
-from quark_fx.formats import UINT32, FloatFormat, Format, parse_format
+from quark_fx.formats import UINT32, FloatFormat, Format
 from quark_fx.observers import Adjusted, Distribution, MinMax, NonOverflow, Observer, Placeholder, PowerOfTwoMinMse
-from quark_fx.observers.base import observer_from_dict, observer_to_dict, stored_observer
+from quark_fx.observers.base import observer_to_dict, stored_observer
+from quark_fx.options import PositiveInt, checked, known_fields, parsed
 from quark_fx.qparams import ScaleType, Scheme, Symmetry
 from quark_fx.untrusted import brief
 
@@ -29,6 +29,7 @@ class Granularity(StrEnum):
     """One scale per row of the last dimension of an activation, measured at run time."""
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
     """How one tensor is quantized.
@@ -52,8 +53,8 @@ class TensorSpec:
 
     format: Format
     granularity: Granularity = Granularity.TENSOR
-    group_size: int | None = None
-    sub_group_size: int | None = None
+    group_size: PositiveInt | None = None
+    sub_group_size: PositiveInt | None = None
     symmetry: Symmetry | None = None
     scale_type: ScaleType = ScaleType.FLOAT32
     observer: Observer | None = None
@@ -61,20 +62,6 @@ class TensorSpec:
     reduce_range: bool = False
 
     def __post_init__(self) -> None:
-        parsers: dict[str, Any] = {name: partial(enum_member, enum) for name, enum in _ENUMS.items()}
-        parsers |= {"format": parse_format, "observer": observer_from_dict}
-        for name, parse in parsers.items():
-            given: Any = getattr(self, name)
-            if isinstance(given, str) or (name == "observer" and isinstance(given, dict)):
-                object.__setattr__(self, name, parse(given))
-        wrong_kind: Any = self.observer
-        if wrong_kind is not None and not isinstance(wrong_kind, Observer):
-            called = f"; write {wrong_kind.__name__}()" if isinstance(wrong_kind, type) else ""
-            raise ConfigError(f"observer is an Observer, its name or None, not {wrong_kind!r}{called}")
-        for name in ("group_size", "sub_group_size"):
-            size = getattr(self, name)
-            if size is not None and type(size) is not int:
-                raise ConfigError(f"{name} is a whole number, not {size!r}")
         signed = isinstance(self.format, FloatFormat) or self.format.signed
         cast = isinstance(self.format, FloatFormat) and not self.format.needs_scale
         if self.symmetry is None:
@@ -88,12 +75,7 @@ class TensorSpec:
                 "`group_size` and `granularity='group'` go together: give both or neither",
             ),
             (
-                self.group_size is not None and self.group_size < 1,
-                f"group_size must be positive, not {self.group_size}",
-            ),
-            (
-                self.sub_group_size is not None
-                and (self.sub_group_size < 1 or not self.group_size or self.group_size % self.sub_group_size != 0),
+                self.sub_group_size is not None and (not self.group_size or self.group_size % self.sub_group_size != 0),
                 f"sub_group_size={self.sub_group_size} must divide group_size={self.group_size}",
             ),
             (
@@ -253,40 +235,13 @@ class TensorSpec:
         values = known_fields(cls, data)
         if "format" not in values:
             raise ConfigError(f"a tensor spec needs a format: {brief(dict(data))}")
-        kinds: dict[str, Any] = {
-            "format": str,
-            "dynamic": bool,
-            "observer": str | Mapping,
-            **dict.fromkeys(_ENUMS, str),
-        }
-        for key, kind in kinds.items():
-            if not isinstance(values.get(key), kind | None):
-                raise ConfigError(f"{key} of a tensor spec is {brief(values[key])}")
         if stored and values.get("observer") is not None:
             values["observer"] = stored_observer(values["observer"])
         return cls(**values)
-
-
-_ENUMS: dict[str, type[StrEnum]] = {"granularity": Granularity, "symmetry": Symmetry, "scale_type": ScaleType}
 
 
 def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, StrEnum) else value
 
 
-def known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `data`, whose keys must be fields of the dataclass `cls`; raises `ConfigError` listing them."""
-    names = [f.name for f in fields(cls)]
-    if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
-        raise ConfigError(f"a {cls.__name__} is a mapping of {', '.join(names)}, not {brief(data)}")
-    if unknown := set(data) - set(names):
-        raise ConfigError(f"{cls.__name__} has no field {', '.join(sorted(unknown))}; it has {', '.join(names)}")
-    return dict(data)
-
-
-def enum_member(enum: type[StrEnum], value: str) -> Any:
-    """Return the member of `enum` with that value; raises `ConfigError` listing them."""
-    try:
-        return enum(value)
-    except ValueError:
-        raise ConfigError(f"unknown {enum.__name__} {value!r}; choose one of {', '.join(enum)}") from None
+parsed(TensorSpec, ("a TensorSpec(format=...)", "its dict"), Mapping, TensorSpec.from_dict)

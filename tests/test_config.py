@@ -185,12 +185,18 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "group without size": (spec(format=INT4, granularity=Granularity.GROUP), "give both or neither"),
     "size in words": (
         spec(format=INT4, granularity="group", group_size="32"),
-        "a whole number, not '32'",
+        "must be a whole number of at least 1 or None, not '32'",
     ),
-    "half a size": (spec(format=INT4, granularity="group", group_size=1.5), "group_size is a whole number, not 1.5"),
-    "size of truth": (spec(format=INT4, granularity="group", group_size=True), "group_size is a whole number"),
+    "half a size": (
+        spec(format=INT4, granularity="group", group_size=1.5),
+        "group_size of TensorSpec must be a whole number .*, not 1.5",
+    ),
+    "size of truth": (spec(format=INT4, granularity="group", group_size=True), "group_size .* a whole number"),
     "size without group": (spec(format=INT4, group_size=32), "give both or neither"),
-    "size of zero": (spec(format=INT4, granularity=Granularity.GROUP, group_size=0), "must be positive, not 0"),
+    "size of zero": (
+        spec(format=INT4, granularity=Granularity.GROUP, group_size=0),
+        "a whole number of at least 1 or None, not 0",
+    ),
     "asymmetric float": (spec(format=FP8_E4M3, symmetry=Symmetry.ASYMMETRIC), "drop symmetry='asymmetric'"),
     "sign-aware unsigned": (spec(format=UINT8, symmetry=Symmetry.SIGN_AWARE), "for weights in signed integers"),
     "sign-aware dynamic": (spec(format=INT8, symmetry=Symmetry.SIGN_AWARE, dynamic=True), "for weights in signed"),
@@ -215,7 +221,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "sub-groups of another size": (lambda: MX9.replace(sub_group_size=3), "=3 must divide group_size=16"),
     "sub-groups alone": (spec(format=INT8, sub_group_size=2), "=2 must divide group_size=None"),
-    "sub-groups of none": (lambda: MX9.replace(sub_group_size=0), "=0 must divide"),
+    "sub-groups of none": (lambda: MX9.replace(sub_group_size=0), "sub_group_size .* of at least 1 or None, not 0"),
     "sub-groups with float scales": (lambda: MX9.replace(scale_type="float32"), "set scale_type='e8m0_floor'"),
     "sub-groups of e4m3 scales": (lambda: NVFP4.replace(sub_group_size=2), "set scale_type='e8m0_floor'"),
     "block scales with zero points": (lambda: MXINT8.replace(symmetry="asymmetric"), "set symmetry='symmetric'"),
@@ -285,7 +291,10 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         "a DPU multiplies by shifts",
     ),
     "an unknown rule": (lambda: AlignShifts(rules=("concta",)), "unknown rule 'concta'; choose from concat, pool"),
-    "pools of nothing": (lambda: SplitLargePools(largest=0), "at least one value, not largest=0"),
+    "pools of nothing": (
+        lambda: SplitLargePools(largest=0),
+        "largest of SplitLargePools must be a whole number of at least 1, not 0",
+    ),
     "shifts after learning": (
         lambda: XINT8.replace(passes=(AdaRound(), AlignShifts())),
         "AlignShifts rewrites the calibrated graph and is listed after AdaRound",
@@ -330,12 +339,15 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "pass by its name": (
         config(passes=(fold_batch_norm, "AdaRound")),
-        "passes is a list or tuple.*; 'AdaRound' is none",
+        "passes of QuantConfig must be a tuple whose items are each a function, not .*'AdaRound'",
     ),
-    "pass that is no list": (config(passes=fold_batch_norm), "passes is a list or tuple of passes, not <function fold"),
+    "pass that is no list": (
+        config(passes=fold_batch_norm),
+        "passes of QuantConfig must be a tuple .*, not <function fold.*; write passes=",
+    ),
     "override without parentheses": (
         config(overrides=(Override,)),
-        "overrides is a list or tuple of Override values; ",
+        "overrides of QuantConfig must be a tuple whose items are each an Override, not ",
     ),
     "passes in a string": (
         lambda: QuantConfig.from_dict({"passes": "AdaRound"}),
@@ -439,7 +451,7 @@ def test_configurations_are_values() -> None:
     assert hash(PER_CHANNEL) == hash(TensorSpec.from_dict(PER_CHANNEL.to_dict()))
     with pytest.raises(AttributeError):
         INT8_STATIC.weight = None  # type: ignore[misc]
-    with pytest.raises(TypeError):
+    with pytest.raises(ConfigError, match=r"by name: write TensorSpec\(format=...\)"):
         TensorSpec(INT8)  # type: ignore[call-arg]
 
 

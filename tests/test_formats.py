@@ -130,7 +130,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 @pytest.mark.parametrize("bits", [-1, 0, 1, 33, 64])
 def test_a_width_without_codes_is_refused(bits: int) -> None:
-    with pytest.raises(ConfigError, match=f"2 to 32 bits, not {bits}"):
+    with pytest.raises(ConfigError, match=f"bits of IntFormat must be a whole number from 2 to 32, not {bits}"):
         IntFormat(bits)
 
 

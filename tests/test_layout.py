@@ -17,7 +17,7 @@ PACKAGE = ROOT / "quark_fx"
 LINKS = ("passes", "observers", "export")
 
 LAYERS = (
-    {"errors", "isolation", "memory", "untrusted"},
+    {"errors", "isolation", "memory", "untrusted", "options"},
     {"formats", "shelf", "checkpoint_files", "ranks", "selection"},
     {"qparams", "layout"},
     {"ops", "observers", "graph", "signature", "structures", "stored_operators", "model_directory"},

@@ -124,7 +124,7 @@ def test_a_fraction_is_not_taken_for_a_percentile() -> None:
 
 def test_the_class_of_an_observer_is_not_taken_for_one() -> None:
     observer: Any = Percentile
-    with pytest.raises(qfx.ConfigError, match=r"observer is an Observer.*; write Percentile\(\)"):
+    with pytest.raises(qfx.ConfigError, match=r"observer of TensorSpec must be an Observer.*; write Percentile\(\)"):
         qfx.TensorSpec(format="int8", observer=observer)  # type: ignore[arg-type]
 
 

@@ -107,9 +107,15 @@ def test_strings_mean_their_enum_members_and_formats() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: INT8_STATIC.replace(exclude="op:conv*"), "exclude is a list or tuple of pattern strings"),
-        (lambda: INT8_STATIC.replace(exclude=(0,)), "pattern strings"),
-        (lambda: Override(pattern="a", weight="int8"), "write TensorSpec"),  # type: ignore[arg-type]
+        (
+            lambda: INT8_STATIC.replace(exclude="op:conv*"),
+            r"exclude .* must be a tuple whose items are each a string, not .*; write exclude=\('op:conv\*',\)",
+        ),
+        (lambda: INT8_STATIC.replace(exclude=(0,)), r"each a string, not \(0,\)"),
+        (
+            lambda: Override(pattern="a", weight="int8"),  # type: ignore[arg-type]
+            r"must be a TensorSpec\(format=...\), its dict, INHERIT or None, not 'int8'",
+        ),
         (lambda: TensorSpec(format=UINT8, dynamic=True, observer=Mse()), "drop the observer"),
         (lambda: INT8_STATIC.replace(bias=TensorSpec(format=INT32, observer=Mse())), "drop its other options"),
         (lambda: INT8_STATIC.replace(input=TensorSpec(format=qfx.formats.INT3)), "int3 has no ONNX type"),

@@ -172,5 +172,5 @@ def test_the_option_survives_dicts_and_yaml(p: type[Any]) -> None:
 @pytest.mark.parametrize("p", [*ROUNDING, *SCALING], ids=lambda p: p.__name__)
 @pytest.mark.parametrize("only", ["layers.*", (3,), None])
 def test_what_is_no_list_of_patterns_is_refused(p: type[Any], only: Any) -> None:
-    with pytest.raises(ConfigError, match="only is a tuple of patterns"):
+    with pytest.raises(ConfigError, match=f"only of {p.__name__} must be a tuple whose items are each a string"):
         p(only=only)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Annotated, Self
 
 import torch
 from torch import Tensor
 
 from quark_fx.errors import ConfigError
-from quark_fx.observers.base import Observer, observer, observer_from_dict, state
+from quark_fx.observers.base import Observer, observer, state
 from quark_fx.observers.minmax import MinMax, Placeholder
+from quark_fx.options import Interval, NonNegativeFloat
 from quark_fx.qparams import Scheme
 
 
@@ -34,21 +34,17 @@ class Adjusted(Observer):
     """
 
     observer: Observer = field(default_factory=MinMax)
-    ratio: float = 1.0
-    eps: float = 0.0
+    ratio: Annotated[float, Interval("(0, 1]")] = 1.0
+    eps: NonNegativeFloat = 0.0
     seen: Observer | None = state()
 
     def __post_init__(self) -> None:
-        if isinstance(self.observer, str | dict):
-            object.__setattr__(self, "observer", observer_from_dict(self.observer))
-        if not isinstance(self.observer, Observer) or isinstance(self.observer, Placeholder):
+        if isinstance(self.observer, Placeholder):
             raise ConfigError(f"Adjusted changes the range of an observer that finds one, not {self.observer!r}")
         if self.observer.weights_only:
             raise ConfigError(
                 f"observer {self.observer.name!r} chooses its own scales; Adjusted has no range to change"
             )
-        if not 0 < self.ratio <= 1 or not 0 <= self.eps < math.inf:
-            raise ConfigError(f"ratio is above 0 and at most 1, eps finite and not negative: {self}")
 
     def observe(self, x: Tensor) -> Self:
         return replace(self, seen=(self.seen or self.observer).observe(x))

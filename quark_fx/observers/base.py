@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from quark_fx.errors import ConfigError
+from quark_fx.options import checked, nearest, parsed
 from quark_fx.qparams import QParams, Scheme, affine_qparams
 from quark_fx.untrusted import brief
 
@@ -30,9 +31,12 @@ ObserverType = TypeVar("ObserverType", bound="type[Observer]")
 
 
 def observer(cls: ObserverType) -> ObserverType:
-    """Register an observer class under its name in snake case (`MovingAverage` is `moving_average`)."""
+    """Register an observer class under its name in snake case (`MovingAverage` is `moving_average`).
+
+    Its options are checked by their annotations (`quark_fx.options`).
+    """
     OBSERVERS[re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()] = cls
-    return cls
+    return checked(cls)
 
 
 def state() -> Any:
@@ -176,11 +180,17 @@ def observer_from_dict(data: str | Mapping[str, Any]) -> Observer:
     options = {"name": data} if isinstance(data, str) else dict(data)
     name = options.pop("name", None)
     if name not in OBSERVERS:
-        raise ConfigError(f"unknown observer {name!r}; choose one of {', '.join(sorted(OBSERVERS))}")
+        raise ConfigError(
+            f"unknown observer {brief(name)}; choose one of {', '.join(sorted(OBSERVERS))}{nearest(name, OBSERVERS)}"
+        )
     cls = OBSERVERS[name]
     known = [f.name for f in fields(cls) if not f.metadata.get("state")]
     if unknown := set(options) - set(known):
         raise ConfigError(
             f"observer {name!r} has no option {', '.join(sorted(unknown))}; it has {', '.join(known) or 'none'}"
+            f"{nearest(min(unknown), known)}"
         )
     return cls(**options)
+
+
+parsed(Observer, ("an Observer", "its name", "its dict"), str | Mapping, observer_from_dict)

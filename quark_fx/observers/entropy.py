@@ -12,6 +12,7 @@ from quark_fx.formats import IntFormat
 from quark_fx.observers.base import observer
 from quark_fx.observers.histogram import Bins
 from quark_fx.observers.reading import HistogramObserver
+from quark_fx.options import PositiveInt
 from quark_fx.qparams import Scheme
 
 
@@ -39,16 +40,14 @@ class Entropy(HistogramObserver):
     """
 
     method: str = "modelopt"
-    quantized_bins: int | None = None
-    stride: int = 1
-    start_bin: int | None = None
+    quantized_bins: PositiveInt | None = None
+    stride: PositiveInt = 1
+    start_bin: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.method not in ("modelopt", "onnxruntime"):
             raise ConfigError(f"unknown entropy method {self.method!r}; choose one of modelopt, onnxruntime")
-        if self.stride < 1 or (self.quantized_bins or 1) < 1 or (self.start_bin or 1) < 1:
-            raise ConfigError("stride, quantized_bins and start_bin are positive")
         if self.method == "onnxruntime" and self.grid not in ("dyadic", "onnxruntime"):
             raise ConfigError(f'method "onnxruntime" needs the grid "dyadic" or "onnxruntime", not {self.grid!r}')
         if self.method == "modelopt" and self.grid in ("onnxruntime", "quark"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from quark_fx.errors import ConfigError
 from quark_fx.observers.base import observer
 from quark_fx.observers.minmax import MinMax
+from quark_fx.options import Interval, PositiveInt
 from quark_fx.qparams import QParams, ScaleType, Scheme, affine_qparams, constrain_scale
 
 _GROWTH = 1.01
@@ -38,15 +39,11 @@ class Hqq(MinMax):
         Badri and Shaji 2023 (HQQ), equations 3 to 7.
     """
 
-    norm: float = 0.7
-    penalty: float = 10.0
-    iterations: int = 20
+    norm: Annotated[float, Interval("(0, 1]")] = 0.7
+    penalty: Annotated[float, Interval("(0, inf)")] = 10.0
+    iterations: PositiveInt = 20
 
     weights_only: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if not 0 < self.norm <= 1 or self.penalty <= 0 or self.iterations < 1:
-            raise ConfigError(f"norm is above 0 and at most 1, penalty and iterations are positive: {self}")
 
     def of_constant(self, x: Tensor, scheme: Scheme) -> QParams:
         if scheme.symmetric:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Annotated, Self
 
 import torch
 from torch import Tensor
 
-from quark_fx.errors import ConfigError
 from quark_fx.observers.base import Observer, finite_range, observer, state
+from quark_fx.options import Interval
 from quark_fx.qparams import Scheme
 
 
@@ -69,17 +69,13 @@ class MovingAverage(Observer):
         ConfigError: if `constant` is not in (0, 1].
     """
 
-    constant: float = 0.01
+    constant: Annotated[float, Interval("(0, 1]")] = 0.01
     first: Tensor | None = state()
     """Extremes of the first batch, shape `(2, channels)`."""
     rest: Tensor | None = state()
     """Weighted sum of the extremes of all later batches, same shape."""
     decay: Tensor | None = state()
     """Weight of `first` in the average, which is `decay * first + rest`; a scalar."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.constant <= 1:
-            raise ConfigError(f"the constant of a moving average lies in (0, 1], not {self.constant}")
 
     def observe(self, x: Tensor) -> Self:
         if x.numel() == 0:

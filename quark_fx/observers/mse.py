@@ -13,6 +13,7 @@ from quark_fx.observers.constant import smallest_error_qparams
 from quark_fx.observers.histogram import Bins
 from quark_fx.observers.reading import HistogramObserver
 from quark_fx.observers.squared_error import best_range
+from quark_fx.options import NonNegativeInt, PositiveInt
 from quark_fx.qparams import QParams, Scheme
 
 
@@ -32,13 +33,13 @@ class Mse(HistogramObserver):
         ModelOpt `compute_amax("mse")` as intended; Quark `PerTensorMSEObserver` as intended.
     """
 
-    stride: int = 1
-    start_bin: int = 0
+    stride: PositiveInt = 1
+    start_bin: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.stride < 1 or not 0 <= self.start_bin < self.bins:
-            raise ConfigError(f"needs stride >= 1 and 0 <= start_bin < {self.bins}: {self.stride}, {self.start_bin}")
+        if self.start_bin >= self.bins:
+            raise ConfigError(f"start_bin={self.start_bin} lies behind the last of bins={self.bins}")
 
     def read(self, low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
         bins = self.collected(absolute=False)
@@ -82,12 +83,7 @@ class HistogramL2(HistogramObserver):
         `torch.ao.quantization.HistogramObserver`, whose greedy walk this replaces by the minimum.
     """
 
-    candidates: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.candidates < 1:
-            raise ConfigError(f"the search needs candidates, not {self.candidates}")
+    candidates: PositiveInt = 64
 
     def read(self, low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
         bins = self.collected()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Annotated, Self
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from quark_fx.observers.histogram import Histogram, power_of_two
 from quark_fx.observers.linear_histogram import LinearHistogram
 from quark_fx.observers.minmax import MinMax
 from quark_fx.observers.squared_error import Moments, squared_error
+from quark_fx.options import Interval, NonNegativeInt
 from quark_fx.qparams import QParams, ScaleType, Scheme, Symmetry, affine_qparams, symmetric_qparams
 
 
@@ -87,9 +88,9 @@ class PowerOfTwoMinMse(Observer):
     """
 
     mode: str = "all"
-    percentile: float = 99.999
-    offsets: tuple[int, ...] = (-1, 0, 1, 2, 3)
-    bins: int = 0
+    percentile: Annotated[float, Interval("(0, 100]")] = 99.999
+    offsets: tuple[Annotated[int, Interval("[-6, 6]")], ...] = (-1, 0, 1, 2, 3)
+    bins: NonNegativeInt = 0
     vote: str = "int8"
     vote_symmetry: str = "symmetric"
     histogram: Histogram | LinearHistogram | None = state()
@@ -97,17 +98,14 @@ class PowerOfTwoMinMse(Observer):
     """How many batches chose `2**(column - 127)`, int64, `(channels, 256)`; column 0: batches that were not finite."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "offsets", tuple(self.offsets))
         if self.mode not in ("all", "most_common", "percentile"):
             raise ConfigError(f"unknown mode {self.mode!r}; choose one of all, most_common, percentile")
-        if not self.offsets or max(map(abs, self.offsets)) > 6:
-            raise ConfigError(f"offsets are one or more integers from -6 to 6, not {self.offsets}")
-        if not 0 < self.percentile <= 100:
-            raise ConfigError(f"a percentile lies in (0, 100], not {self.percentile}")
+        if not self.offsets:
+            raise ConfigError("offsets are one or more whole numbers; write offsets=(0, 1)")
         for option, mode in (("percentile", "percentile"), ("vote", "most_common"), ("vote_symmetry", "most_common")):
             if self.mode != mode and getattr(self, option) != type(self).__dataclass_fields__[option].default:
                 raise ConfigError(f"{option} is an option of mode={mode!r}, and means nothing to mode={self.mode!r}")
-        if self.bins < 0 or self.bins == 1 or (self.bins and self.mode != "all"):
+        if self.bins == 1 or (self.bins and self.mode != "all"):
             raise ConfigError(f'bins is 0, or at least 2 in mode "all", not {self.bins} in mode {self.mode!r}')
         if not isinstance(parse_format(self.vote), IntFormat) or self.vote_symmetry == Symmetry.ASYMMETRIC:
             raise ConfigError(f"batches vote for a symmetric integer format, not {self.vote_symmetry} {self.vote}")

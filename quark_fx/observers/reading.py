@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Annotated, Self
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from quark_fx.errors import ConfigError
 from quark_fx.observers.base import Observer, finite_range, state
 from quark_fx.observers.histogram import Bins, Histogram
 from quark_fx.observers.linear_histogram import SPANS, LinearHistogram
+from quark_fx.options import Interval
 from quark_fx.qparams import Scheme
 
 
@@ -31,7 +32,7 @@ class HistogramObserver(Observer):
         ConfigError: for a grid that does not exist or a number of bins it cannot have.
     """
 
-    bins: int = 2048
+    bins: Annotated[int, Interval("[2, inf)")] = 2048
     grid: str = "dyadic"
     skip_zeros: bool = False
     histogram: Histogram | LinearHistogram | None = state()
@@ -39,10 +40,8 @@ class HistogramObserver(Observer):
     def __post_init__(self) -> None:
         if self.grid != "dyadic" and self.grid not in SPANS:
             raise ConfigError(f"unknown grid {self.grid!r}; choose one of dyadic, {', '.join(SPANS)}")
-        if self.grid == "dyadic" and (self.bins < 2 or self.bins & (self.bins - 1)):
+        if self.grid == "dyadic" and self.bins & (self.bins - 1):
             raise ConfigError(f"a dyadic grid has a power of two of bins on a side, not {self.bins}")
-        if self.bins < 2:
-            raise ConfigError(f"a histogram has at least 2 bins, not {self.bins}")
 
     def observe(self, x: Tensor) -> Self:
         if x.numel() == 0:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.context import Context
-from quark_fx.errors import ConfigError
 from quark_fx.graph import get_attr, is_parameter, parameter, set_parameter, target_name, value_of
 from quark_fx.operators import argument, channel_dim, operator_row, response, set_argument
+from quark_fx.options import NonNegativeFloat
 from quark_fx.pass_manager import Change, graph_pass
 from quark_fx.placement import names_of
 from quark_fx.selection import NOT_SELECTED, Selective
@@ -35,12 +34,7 @@ class AbsorbHighBias(Selective):
         Nagel et al. 2019, section 4.1.3.
     """
 
-    deviations: float = 3.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.deviations < math.inf:
-            raise ConfigError(f"deviations is finite and not negative, not {self.deviations}")
+    deviations: NonNegativeFloat = 3.0
 
     def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
         """Rewrite `gm`, note what became of each operator, and return how many biases were lowered."""

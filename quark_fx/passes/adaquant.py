@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from quark_fx.context import Context
 from quark_fx.grid import Grid
+from quark_fx.options import NonNegativeFloat, NonNegativeInt
 from quark_fx.pass_manager import Stage, graph_pass
 from quark_fx.reconstruction import Schedule, reconstruct
 
@@ -53,10 +54,10 @@ class AdaQuant(Schedule):
         Hubara et al. 2021, section 3; by default codes start from coordinate descent.
     """
 
-    iterations: int = 250
-    learning_rate: float = 1e-2
-    scale_rate: float = 1e-2
-    bias_rate: float = 1e-3
+    iterations: NonNegativeInt = 250
+    learning_rate: NonNegativeFloat = 1e-2
+    scale_rate: NonNegativeFloat = 1e-2
+    bias_rate: NonNegativeFloat = 1e-3
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Learn the weights of `gm`; return how many changed."""

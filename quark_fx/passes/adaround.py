@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
 from quark_fx.context import Context
-from quark_fx.errors import ConfigError
 from quark_fx.grid import Grid
+from quark_fx.options import Interval, NonNegativeFloat, NonNegativeInt
 from quark_fx.pass_manager import Stage, graph_pass
 from quark_fx.reconstruction import Schedule, reconstruct
 
@@ -87,16 +88,11 @@ class AdaRound(Schedule):
         Nagel et al. 2020, section 3; Li et al. 2021 (BRECQ); Wei et al. 2022 (QDrop).
     """
 
-    iterations: int = 100
-    learning_rate: float = 1e-2
-    regularization: float = 0.01
-    warm_start: float = 0.2
-    softness: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (0 <= self.warm_start < 1 and 0 <= self.softness <= 1 and self.regularization >= 0):
-            raise ConfigError(f"warm_start is below 1, softness within 0 and 1, regularization not negative: {self}")
+    iterations: NonNegativeInt = 100
+    learning_rate: NonNegativeFloat = 1e-2
+    regularization: NonNegativeFloat = 0.01
+    warm_start: Annotated[float, Interval("[0, 1)")] = 0.2
+    softness: Annotated[float, Interval("[0, 1]")] = 0.5
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Learn the codes of `gm`; return how many weights changed."""

@@ -49,7 +49,6 @@ class AlignShifts:
     rules: tuple[str, ...] = RULES
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rules", tuple(self.rules))
         if unknown := [rule for rule in self.rules if rule not in RULES]:
             raise ConfigError(f"unknown rule {unknown[0]!r}; choose from {', '.join(RULES)}")
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -12,8 +11,8 @@ from torch.fx import GraphModule
 
 from quark_fx.blocks import Unit
 from quark_fx.context import Context
-from quark_fx.errors import ConfigError
 from quark_fx.grid import Grid
+from quark_fx.options import Interval, NonNegativeFloat, NonNegativeInt, PositiveInt
 from quark_fx.pass_manager import Change, Stage, graph_pass
 from quark_fx.qparams import ScaleType
 from quark_fx.reconstruction import Schedule, Start, reconstruct
@@ -104,17 +103,12 @@ class AutoRound(Schedule):
 
     unit: Unit = Unit.BLOCK
     start: Start = Start.FEEDBACK
-    iterations: int = 15
-    batch_size: int = 8
-    learning_rate: float = 0.0
+    iterations: NonNegativeInt = 15
+    batch_size: PositiveInt = 8
+    learning_rate: NonNegativeFloat = 0.0
     ranges: bool = True
-    smallest_range: float = 0.5
-    range_rate: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.smallest_range <= 1 or not 0 <= self.range_rate < math.inf:
-            raise ConfigError(f"smallest_range is above 0 and at most 1, range_rate not negative: {self}")
+    smallest_range: Annotated[float, Interval("(0, 1]")] = 0.5
+    range_rate: NonNegativeFloat = 0.1
 
     @property
     def rate(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -14,11 +15,11 @@ from quark_fx.block_walk import FloatRun, walk_float_blocks
 from quark_fx.blocks import Unit
 from quark_fx.config import Granularity
 from quark_fx.context import Context
-from quark_fx.errors import ConfigError
 from quark_fx.graph import named_nodes, parameter
 from quark_fx.linear_map import LinearMap, linear_map
 from quark_fx.operators import argument
 from quark_fx.ops import spread
+from quark_fx.options import Interval
 from quark_fx.pass_manager import Change, copy_graph, graph_pass
 from quark_fx.placement import PlannedOperator
 from quark_fx.planned_sites import planned_sites
@@ -70,13 +71,8 @@ class AWQ(Selective):
         block; squares are what the error of an operator weighs by. llm-compressor's "duo" scales have `q = 1 - r`.
     """
 
-    steps: int = 20
+    steps: Annotated[int, Interval("[2, inf)")] = 20
     explicit: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.steps < 2:
-            raise ConfigError(f"the grid has two steps or more, not {self.steps}")
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Scale the sites of `gm` that quantized weights read; return how many changed."""

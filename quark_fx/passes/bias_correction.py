@@ -19,7 +19,6 @@ from quark_fx.pass_manager import Change, Stage, graph_pass
 from quark_fx.quantized_weights import QuantizedWeight, quantized_weights, shared_tensors
 from quark_fx.selection import NOT_SELECTED, Selective
 from quark_fx.sizes import Need, Sizes
-from quark_fx.specs import enum_member
 
 
 class Means(StrEnum):
@@ -48,10 +47,6 @@ class BiasCorrection(Selective):
     """
 
     means: Means = Means.EMPIRICAL
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "means", enum_member(Means, self.means))
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Correct the biases of `gm`; return how many changed."""

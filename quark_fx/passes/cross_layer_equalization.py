@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.context import Context
-from quark_fx.errors import ConfigError
 from quark_fx.graph import parameter, target_name
 from quark_fx.operators import Operator, operator_row
+from quark_fx.options import Interval, PositiveInt
 from quark_fx.pass_manager import Change, graph_pass
 from quark_fx.placement import names_of
 from quark_fx.scale_sites import Absorber, ScaleSite, apply_scale, find_scale_sites
@@ -40,14 +41,9 @@ class CrossLayerEqualization(Selective):
         Nagel et al. 2019, section 4.1.
     """
 
-    rounds: int = 20
-    tolerance: float = 0.05
+    rounds: PositiveInt = 20
+    tolerance: Annotated[float, Interval("(0, inf)")] = 0.05
     keep_scalar_bounds: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.rounds, int) or self.rounds < 1 or not 0 < self.tolerance < math.inf:
-            raise ConfigError(f"rounds is a whole number of at least 1, tolerance finite and above 0: {self}")
 
     def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
         """Equalize `gm`, note what became of each operator, and return the number of sites that were rescaled."""

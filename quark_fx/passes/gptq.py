@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch.fx import GraphModule
 
@@ -13,8 +14,8 @@ from quark_fx.block_walk import BlockRun, walk_blocks
 from quark_fx.blocks import Unit
 from quark_fx.context import Context
 from quark_fx.error_feedback import working_bytes
-from quark_fx.errors import ConfigError
 from quark_fx.memory import give_back
+from quark_fx.options import Interval
 from quark_fx.pass_manager import Change, Stage, graph_pass
 from quark_fx.products import Factors, Part, Product, find_products
 from quark_fx.quantized_weights import quantized_weights, share_changed, shared_tensors
@@ -50,15 +51,10 @@ class GPTQ(Selective):
         (Qronos), minimised column by column.
     """
 
-    damping: float = 0.01
+    damping: Annotated[float, Interval("(0, 1]")] = 0.01
     by_activation: bool = True
-    asymmetry: float = 0.0
+    asymmetry: Annotated[float, Interval("[0, 1]")] = 0.0
     fit_scales: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (0 < self.damping <= 1 and 0 <= self.asymmetry <= 1):
-            raise ConfigError(f"damping is above 0 and at most 1, asymmetry within 0 and 1: {self}")
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Choose the codes of `gm`; return how many weights changed."""

@@ -9,9 +9,9 @@ import torch
 from torch.fx import GraphModule
 
 from quark_fx.context import Context
-from quark_fx.errors import ConfigError
 from quark_fx.graph import call, static_size, target_name, value_of
 from quark_fx.operators import argument
+from quark_fx.options import PositiveInt
 from quark_fx.pass_manager import Change, graph_pass
 from quark_fx.placement import module_name
 
@@ -36,11 +36,7 @@ class SplitLargePools:
         AMD Quark for ONNX, `SplitLargeKernelPool`; 512 is what it has for the DPU.
     """
 
-    largest: int = 512
-
-    def __post_init__(self) -> None:
-        if self.largest < 1:
-            raise ConfigError(f"a kernel has at least one value, not largest={self.largest}")
+    largest: PositiveInt = 512
 
     def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
         """Split the pools of `gm`, note those that cannot be, and return how many were."""

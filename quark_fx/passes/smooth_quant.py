@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from quark_fx.linear_map import linear_map
 from quark_fx.observers import MinMax
 from quark_fx.operators import groups_of_channels
 from quark_fx.ops import dequantize, dynamic_qparams, encode, quantize
+from quark_fx.options import Interval
 from quark_fx.pass_manager import Change, graph_pass
 from quark_fx.placement import PlannedOperator
 from quark_fx.planned_sites import planned_sites
@@ -74,16 +76,12 @@ class SmoothQuant(Selective):
         Xiao et al. 2023, equation 4; floor, search and acceptance are ours.
     """
 
-    alphas: tuple[float, ...] = (0.35, 0.5, 0.65, 0.8)
+    alphas: tuple[Annotated[float, Interval("[0, 1]")], ...] = (0.35, 0.5, 0.65, 0.8)
     explicit: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.alphas, list | tuple):
-            raise ConfigError(f"alphas is a tuple of strengths, not {self.alphas!r}; write ({self.alphas!r},)")
-        object.__setattr__(self, "alphas", tuple(self.alphas))
-        if not self.alphas or not all(0 <= alpha <= 1 for alpha in self.alphas):
-            raise ConfigError(f"alphas are one or more strengths between 0 and 1, not {self.alphas}")
+        if not self.alphas:
+            raise ConfigError("alphas are one or more strengths from 0 to 1; write alphas=(0.5,)")
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Smooth the sites of `gm` that quantized operators read; return how many changed."""

@@ -91,12 +91,12 @@ def test_any_observer_can_be_adjusted_and_named_in_a_configuration() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ratio": 0.0}, "ratio is above 0"),
-        ({"ratio": 1.5}, "ratio is above 0"),
-        ({"eps": -1.0}, "eps finite and not negative"),
-        ({"eps": float("nan")}, "eps finite and not negative"),
+        ({"ratio": 0.0}, "ratio of Adjusted must be a number above 0 and at most 1, not"),
+        ({"ratio": 1.5}, "ratio of Adjusted must be a number above 0 and at most 1, not"),
+        ({"eps": -1.0}, "eps of Adjusted must be a number of at least 0, not"),
+        ({"eps": float("nan")}, "eps of Adjusted must be a number of at least 0, not"),
         ({"observer": Placeholder()}, "an observer that finds one"),
-        ({"observer": 3}, "an observer that finds one"),
+        ({"observer": 3}, "must be an Observer, its name or its dict, not 3"),
         ({"observer": Hqq()}, "chooses its own scales"),
     ],
 )

@@ -159,7 +159,7 @@ def test_moving_average_is_no_mean_of_the_extremes() -> None:
 
 @pytest.mark.parametrize("constant", [0.0, -1.0, 1.5, float("nan")])
 def test_moving_average_refuses_a_constant_out_of_range(constant: float) -> None:
-    with pytest.raises(ConfigError, match="lies in"):
+    with pytest.raises(ConfigError, match=f"a number above 0 and at most 1, not {constant}"):
         MovingAverage(constant)
 
 
