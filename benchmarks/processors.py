@@ -1,6 +1,7 @@
 """Exact on every processor: the same files on kernels with VNNI, on AVX-512 and AVX2 without it, and what that costs.
 
     python -m benchmarks.processors [--models minilm ...] [--rounds 10] [--write]
+    python -m benchmarks.processors --suite
 
 The files are written once and run by ONNX Runtime four times: on this processor as it is; on the kernels that ONNX
 Runtime has for AVX-512 and for AVX2 without VNNI, which this processor runs too when a copy of the library is told that
@@ -8,7 +9,8 @@ VNNI is missing (a changed comparison in the copy, Linux on x64 with AVX-512 and
 (`qemu-x86_64` of Debian's `qemu-user`). A column that this machine cannot fill is `–`. Models have trained weights
 (`cnn`, `mobilenet`, `vit`, MiniLM) or seeded random ones (torchvision's, and timm's EfficientFormer where it is
 installed). SQNR is that of the first output on data that was not calibrated on, against the float model. `--write`
-updates `docs/processors.md`.
+updates `docs/processors.md`. `--suite` types the README's two commands, the second of which runs all tests, into a
+fresh environment with the kernels for AVX2.
 """
 
 from __future__ import annotations
@@ -157,8 +159,8 @@ def processors(folder: Path) -> dict[str, Processor | None]:
     """Return the ways to run a file, by column."""
     return {
         "this processor": HERE,
-        "AVX-512, no VNNI": _without(folder / "avx512", vnni=True),
-        "AVX2": _without(folder / "avx2", vnni=True, avx512=True),
+        "AVX-512, no VNNI": _without(folder / "avx512"),
+        "AVX2": _without(folder / "avx2", avx512=True),
         "Haswell, emulated": Processor("Haswell", (EMULATOR, "-cpu", "Haswell")) if EMULATOR else None,
     }
 
@@ -167,26 +169,32 @@ _AVX512_CORE = re.compile(rb"\x81[\xe0-\xe7](\x00\x00\x02\xc0)")
 """`and register, 0xC0020000`: the features of AVX-512 that integer kernels need."""
 _VNNI = re.compile(rb"\x81[\xe0-\xe7](\x00\x08\x00\x00)")
 """`and register, 0x800`: AVX-512 VNNI, asked soon after those."""
+_LIBRARY = "capi/onnxruntime_pybind11_state*.so"
+_SATURATES = "from quark_fx.export.runtime import *; print(adds_pairs_in_16_bits())"
 
 
-def _without(folder: Path, *, vnni: bool, avx512: bool = False) -> Processor | None:
-    """Return a processor whose copy of ONNX Runtime finds no VNNI and no integer AVX-512, `None` if there is none."""
+def _without(folder: Path, *, avx512: bool = False) -> Processor | None:
+    """Return a processor whose copy of ONNX Runtime finds no VNNI (and no integer AVX-512), `None` if there is none."""
     source = Path(onnxruntime.__file__).parent
-    library = next(source.glob("capi/onnxruntime_pybind11_state*.so"), None)
-    if library is None or not _here_has("avx512_vnni"):
+    if not list(source.glob(_LIBRARY)) or not _here_has("avx512_vnni"):
         return None
-    code = bytearray(library.read_bytes())
-    for core in _AVX512_CORE.finditer(bytes(code)):
-        places = [core.start(1)] if avx512 else []
-        near = bytes(code[core.end() : core.end() + 400])
-        places += [core.end() + found.start(1) for found in _VNNI.finditer(near)] if vnni else []
-        for place in places:
-            code[place : place + 4] = bytes(4)
     shutil.copytree(source, folder / "onnxruntime")
-    (folder / "onnxruntime" / library.relative_to(source)).write_bytes(code)
+    _forget(folder / "onnxruntime", avx512=avx512)
     made = Processor(folder.name, library=folder)
-    saturates = made.run("-c", "from quark_fx.export.runtime import *; print(adds_pairs_in_16_bits())").strip()
-    return made if saturates == "True" else None
+    return made if made.run("-c", _SATURATES).strip() == "True" else None
+
+
+def _forget(package: Path, *, avx512: bool) -> None:
+    """Change the comparisons of a copy of onnxruntime, so that it finds no VNNI, and no integer AVX-512 if asked to."""
+    for library in package.glob(_LIBRARY):
+        code = bytearray(library.read_bytes())
+        for core in _AVX512_CORE.finditer(bytes(code)):
+            near = bytes(code[core.end() : core.end() + 400])
+            places = [core.end() + found.start(1) for found in _VNNI.finditer(near)]
+            for place in [*places, *([core.start(1)] if avx512 else [])]:
+                code[place : place + 4] = bytes(4)
+        library.unlink()  # pip may have linked it to its cache
+        library.write_bytes(code)
 
 
 def _here_has(extension: str) -> bool:
@@ -307,6 +315,37 @@ def cost(name: str, folder: Path, rounds: int) -> list[list[object]]:
     return made
 
 
+def suite(folder: Path) -> int:
+    """Type the README's commands into a clone of this checkout's last commit, on kernels for AVX2 without VNNI.
+
+    Each command ends with a script. Before that, the ONNX Runtime that the command installed is changed as above.
+
+    Returns:
+        The number of commands that failed.
+
+    Raises:
+        RuntimeError: if ONNX Runtime still finds VNNI.
+    """
+    checkout, failed = folder / "checkout", 0
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(checkout)], check=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for command in re.findall(r"^python3 -m venv .*", (checkout / "README.md").read_text(), re.MULTILINE):
+        install, _, script = command.rpartition(" && ")
+        print("+", install, flush=True)
+        subprocess.run(["bash", "-c", install], cwd=checkout, env=environment, check=True, stdout=subprocess.DEVNULL)
+        for package in checkout.glob(".venv/lib/python*/site-packages/onnxruntime"):
+            _forget(package, avx512=True)
+        check = [str(checkout / ".venv/bin/python"), "-c", _SATURATES]
+        if (
+            subprocess.run(check, cwd=checkout, env=environment, capture_output=True, text=True).stdout.strip()
+            != "True"
+        ):
+            raise RuntimeError("ONNX Runtime still finds VNNI here; --suite needs Linux on x64")
+        print("+", script, flush=True)
+        failed += subprocess.run(["bash", "-c", script], cwd=checkout, env=environment).returncode != 0
+    return failed
+
+
 def child(rounds: str, inputs: str, *files: str) -> None:
     """Print the latencies of files, by name, on whatever ONNX Runtime this process has."""
     from benchmarks.onnx_sessions import latencies
@@ -321,10 +360,14 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS), metavar="MODEL")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--write", action="store_true", help="update docs/processors.md")
+    parser.add_argument("--suite", action="store_true", help="run the README's commands on kernels for AVX2 instead")
     parser.add_argument("--child", nargs="*", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         return child(*arguments.child)
+    if arguments.suite:
+        with tempfile.TemporaryDirectory() as made:
+            sys.exit(suite(Path(made)))
     warnings.simplefilter("ignore", UserWarning)
     exact: list[list[object]] = []
     costs: list[list[object]] = []
