@@ -313,6 +313,18 @@ def test_verify_names_the_processor_where_it_saturates(files: dict[str, Any], mo
     assert not exact.cause
 
 
+@pytest.mark.parametrize("name", ["static", "static, free"])
+def test_verify_names_the_processor_for_the_vendors_nodes_too(
+    files: dict[str, Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = qfx.export.onnx(files[name][0], tmp_path / "model.onnx", format="vitis")
+    other, _ = files["zero points"]  # codes of another model, which differ by several steps anywhere
+    monkeypatch.setattr("quark_fx.export.verification.adds_pairs_in_16_bits", lambda: True)
+    found = qfx.verify(other, file, [DATA[0] * 9])
+    assert found.max_steps > 1
+    assert ("in pairs in 16 bits" in found.cause) == (name == "static, free")
+
+
 SOLVERS: list[Any] = [
     GPTQ(),
     FitScales(),

@@ -112,6 +112,23 @@ def runtime_report(path: Path, *, kept: Iterable[Kept] = (), optimize: bool = Tr
     original = ir.load(path)
     if vendor := PREFIXES.keys() & original.opset_imports.keys():
         raise ExportError(f"ONNX Runtime has no kernels for {', '.join(vendor)}; the vendor's tools say what they run")
+    nodes, conversions = _optimized(path, original, optimize)
+    size = sum(file.stat().st_size for file in (path, *data_files(original, path.parent)))
+    return RuntimeReport(nodes, tuple(kept), conversions, original.opset_imports[""], size)
+
+
+def saturating_kernels(path: Path, *, optimize: bool) -> list[str]:
+    """Return the names of nodes whose kernels saturate on x64 without VNNI; a vendor's nodes run as standard ones.
+
+    Raises:
+        ExportError: if ONNX Runtime does not load the file.
+    """
+    nodes, _ = _optimized(path, ir.load(path), optimize)
+    return [node.name for node in nodes if node.saturates]
+
+
+def _optimized(path: Path, original: ir.Model, optimize: bool) -> tuple[tuple[RuntimeNode, ...], int]:
+    """Return the kernels that ONNX Runtime runs a file with, and how many conversions there are between them."""
     with tempfile.TemporaryDirectory() as folder:
         options = session_options(optimize=optimize)
         options.log_severity_level = 4  # it warns that the optimized graph is of this machine
@@ -125,9 +142,7 @@ def runtime_report(path: Path, *, kept: Iterable[Kept] = (), optimize: bool = Tr
         _infer_types(run)
         kept_signed = {(node.name, node.op_type) for node in original.graph}
         nodes = tuple(_described(node, kept_signed) for node in run.graph if not _is_plumbing(node))
-        conversions = sum(node.op_type in _CONVERSIONS for node in run.graph)
-    size = sum(file.stat().st_size for file in (path, *data_files(original, path.parent)))
-    return RuntimeReport(nodes, tuple(kept), conversions, original.opset_imports[""], size)
+        return nodes, sum(node.op_type in _CONVERSIONS for node in run.graph)
 
 
 _CONVERSIONS = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast"})
