@@ -1,8 +1,9 @@
 """Random models through the whole pipeline: `python -m benchmarks.random_models --count 1000`.
 
-Each seed is a model of `tests/random_models.py` and a preset: captured, quantized, saved and loaded (odd seeds),
-exported and compared with torch. Prints how many were right, refused by name, wrong, or ended in an exception that is
-not ours, and the seed of each that was not right.
+Each seed is a model of `tests/random_models.py`, a preset with more or fewer operators left out, and a format of ONNX
+file: captured, quantized, saved and loaded (odd seeds), exported and compared with torch. Prints how many were right,
+refused by name, wrong, or ended in an exception that is not ours; the seed of each that was not right; and how many
+models with each preset, in each format and with each row of the operator table came through.
 """
 
 from __future__ import annotations
@@ -15,51 +16,113 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 import quark_fx as qfx
+from quark_fx.config import Override, QuantConfig, Target
+from quark_fx.export import onnx_formats
+from quark_fx.graph import target_name
+from quark_fx.operators import ARITHMETIC, MOVING, TARGETS
+from quark_fx.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 from random_models import random_model  # noqa: E402 (beside the tests)
 
-PRESETS = (
-    *("int8_static", "int8_static", "int8_static_mse", "int8_dynamic", "int8_weight_only", "int16_act_int8_weight"),
-    *("int4_weight_only", "fp8_static", "fp16", "bf16", "xint8", "w8a8_dynamic", "mxfp8_e4m3", "mxint8", "bfp16"),
+COMMON = ("int8_static",) * 6 + (
+    "int8_static_mse",
+    "int8_dynamic",
+    "int8_dynamic",
+    "int4_weight_only",
+    "xint8",
+    "xint8",
 )
+"""Presets that are drawn more often than once in a round."""
+FORMATS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("int8_static", "int8_static_mse", "int8_dynamic"), ("qdq", "qdq", "qoperator")),
+    **dict.fromkeys(("int8_weight_only", "int4_weight_only"), ("qdq", "matmul_nbits")),
+    **dict.fromkeys((name for name in PRESETS if name.startswith("w4a16")), ("qdq", "matmul_nbits")),
+    "xint8": ("qdq", "qdq", "qoperator", "vitis"),
+    "bfp16": ("qdq", "vitis"),
+}
+"""Formats that hold a preset, drawn nine times in ten; otherwise any is, and may be refused. Not listed: `qdq`."""
 STEPS = 1.001
 """Steps a value may be off by: two right kernels may round what lies between two codes either way."""
 
 
-def outcome(seed: int, folder: Path) -> tuple[str, str]:
-    """Return how a seed ends, `right`, `refused`, `wrong` or `raw`, and what there is to say of it."""
-    preset = random.Random(seed).choice(PRESETS)
+@dataclass(frozen=True)
+class Outcome:
+    """How a seed ends.
+
+    Attributes:
+        what: `right`, `refused`, `wrong` or `raw`.
+        words: what there is to say of it.
+        preset: the preset's name.
+        format: of the ONNX file.
+        operators: that its graph calls; empty if it ended before there was one.
+    """
+
+    what: str
+    words: str
+    preset: str
+    format: str
+    operators: frozenset[str] = frozenset()
+
+
+def drawn(seed: int) -> tuple[str, QuantConfig, str]:
+    """Return the preset of a seed, its configuration and the format of its file."""
+    dice = random.Random(seed)
+    name = dice.choice([*PRESETS, *COMMON])
+    config = PRESETS[name]
+    if dice.random() < 0.7:  # the last matrix product of these models would be taken for the head
+        config = config.replace(exclude=tuple(pattern for pattern in config.exclude if pattern != "op:head"))
+    if config.exclude == () and dice.random() < 0.2:
+        config = config.replace(
+            exclude=(dice.choice(("layers.0", "layers.1", "op:conv", "op:linear", "op:embedding")),)
+        )
+    if config.target is not Target.DPU and dice.random() < 0.2:
+        config = config.replace(overrides=(*config.overrides, Override(pattern="op:matmul")))
+    of_preset = FORMATS.get(name, ("qdq",))
+    return name, config, dice.choice(of_preset if dice.random() < 0.9 else tuple(onnx_formats.FORMATS))
+
+
+def outcome(seed: int, folder: Path) -> Outcome:
+    """Return how a seed ends."""
+    preset, config, form = drawn(seed)
+    operators: frozenset[str] = frozenset()
+    words = ""
+
+    def ended(what: str, why: object) -> Outcome:
+        return Outcome(what, f"{preset}, {form}; {words}: {' '.join(str(why).split())[:300]}", preset, form, operators)
+
     try:
         case = random_model(seed)
-        qmodel = qfx.quantize(case.model, preset, case.batches[:2], progress=False)
+        words = case.words
+        qmodel = qfx.quantize(case.model, config, case.batches[:2], progress=False)
+        operators = frozenset(target_name(node) for node in qmodel.graph_module.graph.nodes)
         shapes = [_shapes(qmodel(*batch)) for batch in case.batches]
         if shapes != [_shapes(case.model(*batch)) for batch in case.batches]:
-            return "wrong", f"{preset}; {case.words}: shapes differ from the model's"
+            return ended("wrong", "shapes differ from the model's")
         if seed % 2:
             qmodel.save(folder / str(seed))
             qmodel = qfx.load(folder / str(seed))
-        path = qfx.export.onnx(qmodel, folder / "model.onnx")
+        path = qfx.export.onnx(qmodel, folder / "model.onnx", format=form)
         ends = qfx.verify(qmodel, path, case.batches)
         nodes = ends if ends.max_steps <= STEPS else qfx.verify(qmodel, path, case.batches, per_node=True)
         if nodes.max_steps > STEPS:
-            return "wrong", f"{preset}; {case.words}: {nodes.max_steps:.3g} steps"
+            return ended("wrong", f"{nodes.max_steps:.3g} steps")
     except qfx.QuarkError as error:
-        if "does not run" in str(error) or "does not load" in str(error):
-            return "wrong", f"{preset}; {case.words}; {' '.join(str(error).split())[:300]}"
-        return "refused", f"{preset}; {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        runs = "does not run" not in str(error) and "does not load" not in str(error)
+        return ended("refused" if runs else "wrong", f"{type(error).__name__}: {error}")
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        words = " ".join(str(error).split())[:300]
-        return "raw", f"{preset}; {type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {words}"
-    return "right", ""
+        return ended("raw", f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {error}")
+    return Outcome("right", "", preset, form, operators)
 
 
 def _shapes(result: object) -> list[torch.Size]:
@@ -74,17 +137,29 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after that many")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    start, count = time.monotonic(), Counter[str]()
+    start, found = time.monotonic(), list[Outcome]()
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(options.first, options.first + options.count):
             if time.monotonic() - start > options.seconds:
                 break
-            what, words = outcome(seed, Path(folder))
-            count[what] += 1
-            if words:
-                print(f"{seed:6} {what:8} {words}", flush=True)
-    print(f"\n| seeds | {' | '.join(('right', 'refused by name', 'wrong', 'raw exception'))} |\n|---|---|---|---|---|")
-    print(f"| {count.total()} | {' | '.join(str(count[what]) for what in ('right', 'refused', 'wrong', 'raw'))} |")
+            found.append(outcome(seed, Path(folder)))
+            if found[-1].words:
+                print(f"{seed:6} {found[-1].what:8} {found[-1].words}", flush=True)
+    count = Counter(one.what for one in found)
+    right = [one for one in found if one.what == "right"]
+    print(f"\nSeeds {options.first} to {options.first + len(found) - 1}, {time.monotonic() - start:.0f} s.\n")
+    print("| seeds | right | refused by name | wrong | raw exception |\n|---|---|---|---|---|")
+    print(f"| {len(found)} | {' | '.join(str(count[what]) for what in ('right', 'refused', 'wrong', 'raw'))} |")
+    print("\nOf those that were right:")
+    _say("presets", PRESETS, Counter(one.preset for one in right))
+    _say("formats", onnx_formats.FORMATS, Counter(one.format for one in right))
+    operators = Counter(name for one in right for name in one.operators)
+    _say("operators with weights", sorted(TARGETS), operators)
+    _say("operators that move data or have integer kernels", sorted(MOVING | ARITHMETIC), operators)
+
+
+def _say(what: str, names: Iterable[str], count: Counter[str]) -> None:
+    print(f"{what}: {', '.join(f'{name} {count[name]}' for name in names)}")
 
 
 if __name__ == "__main__":

@@ -66,6 +66,9 @@ _OPERATORS = {
 KINDS = frozenset(row.kind for row in (*_OPERATORS.values(), _PRODUCT))
 """Every operator family, as patterns name them."""
 
+TARGETS = frozenset(_OPERATORS)
+"""Every operator with a row of its own, by target name."""
+
 _WEIGHTED_BUT_UNSUPPORTED = {
     "aten.convolution.default": (1,),
     "aten.embedding_bag.padding_idx": (0,),

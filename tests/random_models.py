@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401 (registers the operator of experts)
 from torch import Tensor, nn
 
 
@@ -139,18 +140,47 @@ def _linear(b: _Builder, i: int) -> int:
 class _Product(nn.Module):
     """A product with a matrix that is a parameter."""
 
-    def __init__(self, features: int, out: int, turned: bool) -> None:
+    def __init__(self, features: int, out: int, turned: bool, how: str) -> None:
         super().__init__()
-        self.turned = turned
+        self.turned, self.how = turned, how
         self.weight = nn.Parameter(torch.randn(out, features) if turned else torch.randn(features, out))
+        self.bias = nn.Parameter(torch.randn(out))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ (self.weight.t() if self.turned else self.weight)
+        weight = self.weight.t() if self.turned else self.weight
+        if self.how == "product":
+            return x @ weight
+        rows = x.reshape(-1, x.shape[-1])
+        rows = torch.mm(rows, weight) if self.how == "mm" else torch.addmm(self.bias, rows, weight)
+        return rows.reshape(*x.shape[:-1], -1)
 
 
 def _product(b: _Builder, i: int) -> int:
     features, out, turned = b.shape(i)[-1], b.dice.choice([4, 6]), b.dice.random() < 0.5
-    return b.layer("product", lambda: _Product(features, out, turned), i)
+    how = b.dice.choice(["product", "mm", "addmm"])
+    return b.layer(how, lambda: _Product(features, out, turned, how), i)
+
+
+class _Experts(nn.Module):
+    """A stack of matrices: all rows times each of them, or each row times the one that its place chooses."""
+
+    def __init__(self, features: int, out: int, all_rows: bool) -> None:
+        super().__init__()
+        self.all_rows, self.weight = all_rows, nn.Parameter(torch.randn(3, features, out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if self.all_rows:
+            rows = torch.bmm(rows.expand(3, -1, -1), self.weight).sum(0)
+        else:
+            ends = torch.arange(1, 4) * rows.shape[0] // 3
+            rows = torch.ops.transformers.grouped_mm_fallback(rows, self.weight, ends)
+        return rows.reshape(*x.shape[:-1], -1)
+
+
+def _experts(b: _Builder, i: int) -> int:
+    features, out, all_rows = b.shape(i)[-1], b.dice.choice([4, 8]), b.dice.random() < 0.5
+    return b.layer("stack" if all_rows else "experts", lambda: _Experts(features, out, all_rows), i)
 
 
 def _self_product(b: _Builder, i: int) -> int:
@@ -283,6 +313,17 @@ MOVES: dict[str, Callable[[Tensor], Tensor]] = {
     "repeat": lambda x: torch.cat((x, x), 1) if x.shape[1] <= 8 else x,
     "stack": lambda x: torch.stack((x, x * 2), 1).mean(1),
     "padding": lambda x: F.pad(x, (1, 1)),
+    "index_select": lambda x: x.index_select(1, torch.arange(x.shape[1]).flip(0)),
+    "select": lambda x: torch.stack((x.select(1, 0), x.select(1, -1)), 1),
+    "narrow": lambda x: x.narrow(1, 0, max(x.shape[1] - 1, 1)),
+    "unbind": lambda x: torch.cat([part.unsqueeze(1) for part in x.unbind(1)[::-1]], 1),
+    "chunk": lambda x: torch.cat(x.chunk(2, 1)[::-1], 1),
+    "split": lambda x: torch.cat(x.split(2, 1)[::-1], 1),
+    "expand": lambda x: x.unsqueeze(1).expand(-1, 2, *x.shape[1:]).flatten(1, 2) if x.shape[1] <= 8 else x,
+    "tiled": lambda x: x.repeat(1, 2, *[1] * (x.dim() - 2)) if x.shape[1] <= 8 else x,
+    "permuted": lambda x: x.permute(0, *range(x.dim() - 1, 0, -1)),
+    "pixel shuffle": lambda x: F.pixel_shuffle(x, 2),
+    "channel shuffle": lambda x: F.channel_shuffle(x, 2),
 }
 
 
@@ -327,13 +368,14 @@ _IMAGE: tuple[tuple[Callable[[_Builder, int], int], int], ...] = (
     (_pointwise, 4),
     (_image_norm, 2),
     (_pool, 2),
-    (_move, 1),
+    (_move, 2),
     (_join, 3),
     (_again, 1),
 )
 _ROWS: tuple[tuple[Callable[[_Builder, int], int], int], ...] = (
     (_linear, 5),
-    (_product, 1),
+    (_product, 2),
+    (_experts, 1),
     (_pointwise, 4),
     (_row_norm, 2),
     (_move, 1),

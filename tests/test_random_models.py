@@ -14,8 +14,8 @@ from benchmarks.random_models import outcome
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seed", range(20))
 def test_a_random_model_is_right_or_refused_by_name(seed: int, tmp_path: Path) -> None:
-    what, words = outcome(seed, tmp_path)
-    assert what in ("right", "refused"), words
+    found = outcome(seed, tmp_path)
+    assert found.what in ("right", "refused"), found.words
 
 
 def test_a_seed_is_one_model() -> None:
@@ -30,5 +30,19 @@ def test_a_seed_is_one_model() -> None:
 
 def test_seeds_reach_every_kind_of_operator() -> None:
     words = " ".join(random_model(seed).words for seed in range(150))
-    kinds = ("conv1d", "conv2d", "conv3d", "transposed2d", "linear", "product", "embedding", "attention", "LSTM", "GRU")
+    kinds = (
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "transposed2d",
+        "linear",
+        "product",
+        "embedding",
+        "attention",
+        "LSTM",
+        "GRU",
+        "experts",
+        "stack",
+        "addmm",
+    )
     assert all(kind in words for kind in (*kinds, "depthwise", "grouped", "dilated", "shared layer", "concat", "add"))
