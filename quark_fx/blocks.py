@@ -18,7 +18,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from quark_fx.graph import results_of, value_of
-from quark_fx.operators import argument, operator_row
+from quark_fx.linear import Linear
+from quark_fx.operators import operator_row
 from quark_fx.placement import module_name
 
 _LONGEST_SPAN = 8
@@ -184,8 +185,8 @@ def _is_weighted(node: Node) -> bool:
 
 def _activation(node: Node) -> object:
     """Return what a weighted operator multiplies; `None` for one that looks rows up."""
-    row = operator_row(node)
-    return argument(node, row.activations[0]) if row is not None and row.activations else None
+    linear = Linear.of(node)
+    return None if linear is None else linear.activation
 
 
 def _reached(nodes: Sequence[Node], starts: Callable[[Node], bool]) -> set[Node]:

@@ -8,9 +8,6 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn import functional as F
 
-from quark_fx.graph import target_name
-from quark_fx.operators import Operator, argument
-
 
 @dataclass(frozen=True)
 class LinearMap:
@@ -86,43 +83,4 @@ class LinearMap:
         return columns, outputs.transpose(0, 1).reshape(self.groups, -1, count)
 
 
-def linear_map(node: Node, row: Operator, weight: Tensor) -> LinearMap | None:
-    """Return how the operator multiplies its activation by `weight`, `None` where rounding does not know."""
-    if row.kind in ("linear", "experts"):
-        transposed = row.output_axis % weight.dim() == weight.dim() - 1
-        if weight.dim() == 2:
-            return LinearMap(transposed=transposed)
-        offsets = argument(node, 2) if row.kind == "experts" else None
-        alike = isinstance(offsets, Node) or node.meta["val"].dim() == weight.dim()
-        known = weight.dim() == 3 and alike
-        return LinearMap(len(weight), transposed=transposed, stacked=True, offsets=offsets) if known else None
-    if not target_name(node).startswith(("aten.conv1d.", "aten.conv2d.")):
-        return None
-    if node.meta["val"].dim() != weight.dim():
-        return None
-    rank = weight.dim() - 2
-    stride, dilation = (_tuple(argument(node, position), rank, 1) for position in (3, 5))
-    kernel = tuple(weight.shape[2:])
-    padding = _padding(argument(node, 4), kernel, dilation)
-    return LinearMap(argument(node, 6) or 1, kernel, stride, padding, dilation)
-
-
-def _padding(given: object, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return what is added before and after each spatial dimension."""
-    if given == "same":
-        total = [d * (size - 1) for size, d in zip(kernel, dilation, strict=True)]
-        return tuple((t // 2, t - t // 2) for t in total)
-    sizes = _tuple(None if given == "valid" else given, len(kernel), 0)
-    return tuple((size, size) for size in sizes)
-
-
-def _tuple(given: object, rank: int, fill: int) -> tuple[int, ...]:
-    if given is None:
-        return (fill,) * rank
-    if isinstance(given, int):
-        return (given,) * rank
-    sizes = tuple(int(g) for g in given)  # type: ignore[attr-defined]
-    return sizes * rank if len(sizes) == 1 else sizes
-
-
-__all__ = ["LinearMap", "linear_map"]
+__all__ = ["LinearMap"]

@@ -28,7 +28,8 @@ from quark_fx.graph import (
     static_size,
     target_name,
 )
-from quark_fx.operators import argument, operator_row
+from quark_fx.linear import Linear
+from quark_fx.operators import argument
 from quark_fx.signature import Signature, leaf_names
 
 
@@ -108,19 +109,19 @@ def _require_operators(program: ExportedProgram) -> None:
 def _require_floats(gm: GraphModule) -> None:
     """Raise `CaptureError` where an operator multiplies integers by a weight of floats; torch.export does not."""
     for node in gm.graph.nodes:
-        row = operator_row(node)
-        for position in row.activations if row is not None and row.weight is not None else ():
-            x, weight = argument(node, position), argument(node, row.weight)  # type: ignore[union-attr,arg-type]
-            values = [v.meta.get("val") if isinstance(v, Node) else None for v in (x, weight)]
-            if not all(isinstance(value, Tensor) for value in values):
-                continue
-            given, own = (value.dtype for value in values)  # type: ignore[union-attr]
-            if own.is_floating_point and not (given.is_floating_point or given.is_complex):
-                source = f"input {x.target} is" if x.op == "placeholder" else f"{x.name} is"
-                raise CaptureError(
-                    f"{source} {given}, and {describe(node)} multiplies it by weights in {own}; convert the batch "
-                    f"first, as what the model was trained on was: x.to({own}), scaled as there (pixels often / 255)"
-                )
+        if (linear := Linear.of(node)) is None:
+            continue
+        x = linear.activation
+        values = [v.meta.get("val") if isinstance(v, Node) else None for v in (x, linear.weight)]
+        if not all(isinstance(value, Tensor) for value in values):
+            continue
+        given, own = (value.dtype for value in values)  # type: ignore[union-attr]
+        if own.is_floating_point and not (given.is_floating_point or given.is_complex):
+            source = f"input {x.target} is" if x.op == "placeholder" else f"{x.name} is"
+            raise CaptureError(
+                f"{source} {given}, and {describe(node)} multiplies it by weights in {own}; convert the batch "
+                f"first, as what the model was trained on was: x.to({own}), scaled as there (pixels often / 255)"
+            )
 
 
 def _limits(program: ExportedProgram, inputs: list[Node]) -> tuple[tuple[str, int, int, int | None], ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
-from torch import Tensor
 from torch.fx import Node
 
 from quark_fx.graph import target_name
@@ -28,6 +27,7 @@ class Operator:
         integer_output: its integer kernels exist only with a quantized output (measured on ONNX Runtime:
             a convolution without one runs in float, a matrix product does not).
         by_default: quantized unless an override says otherwise.
+        offsets: position of where the rows end that each matrix of a stack multiplies, `None` if data chooses no rows.
     """
 
     kind: str
@@ -38,6 +38,7 @@ class Operator:
     input_axis: int = 1
     integer_output: bool = False
     by_default: bool = True
+    offsets: int | None = None
 
 
 _LINEAR = Operator(kind="linear", activations=(0,), weight=1, bias=2)
@@ -45,7 +46,7 @@ _CONV = Operator(kind="conv", activations=(0,), weight=1, bias=2, integer_output
 _TRANSPOSED = Operator(kind="conv_transpose", activations=(0,), weight=1, bias=2, output_axis=1, input_axis=0)
 _MATMUL = Operator(kind="linear", activations=(0,), weight=1, output_axis=-1, input_axis=-2)
 _PRODUCT = Operator(kind="matmul", activations=(0, 1), by_default=False)
-_EXPERTS = Operator(kind="experts", activations=(0,), weight=1, output_axis=-1, input_axis=-2)
+_EXPERTS = Operator(kind="experts", activations=(0,), weight=1, output_axis=-1, input_axis=-2, offsets=2)
 
 _OPERATORS = {
     "aten.linear.default": _LINEAR,
@@ -217,6 +218,12 @@ def argument(node: Node, position: int) -> Any:
     return node.kwargs.get(schema[position].name)
 
 
+def named_argument(node: Node, name: str) -> Any:
+    """Return the argument that the operator's schema has under a name; `None` if it was not given."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    return argument(node, next(i for i, entry in enumerate(schema) if entry.name == name))
+
+
 def set_argument(node: Node, position: int, value: Any) -> None:
     """Set the argument at a schema position; arguments left out before it get their defaults."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
@@ -227,61 +234,6 @@ def set_argument(node: Node, position: int, value: Any) -> None:
     else:
         defaults = [schema[i].default_value for i in range(len(node.args), position)]
         node.args = (*node.args, *defaults, value)
-
-
-def groups_of_channels(node: Node, row: Operator) -> int:
-    """Return how many groups count their output channels alike: those of a transposed convolution, whose weight has
-    the output channels of one group.
-    """
-    return int(argument(node, 6) or 1) if row.kind == "conv_transpose" else 1
-
-
-def channel_dim(row: Operator, weight_rank: int, value_rank: int) -> int:
-    """Return the dimension that counts channels, in the operator's activation and output alike."""
-    spatial = 0 if row.kind == "linear" else weight_rank - 2
-    return value_rank - 1 - spatial
-
-
-def reduced_dim(row: Operator, position: int, weight_rank: int, value_rank: int) -> int:
-    """Return the dimension of an activation that the operator sums over.
-
-    Args:
-        row: its row.
-        position: of the activation among the arguments.
-        weight_rank: dimensions of the weight; unused for a product of two activations.
-        value_rank: dimensions of the activation.
-    """
-    if row.weight is None and position != row.activations[0]:
-        return max(value_rank - 2, 0)
-    return channel_dim(row, weight_rank, value_rank) if row.kind.startswith("conv") else value_rank - 1
-
-
-def response(node: Node, row: Operator, weight: Tensor, shift: Tensor) -> Tensor | None:
-    """Return what each output channel gains when each input channel gains a constant.
-
-    Borders that a convolution pads gain less.
-
-    Args:
-        node: the call.
-        row: its row.
-        weight: as it is stored.
-        shift: one value per input channel.
-
-    Returns:
-        One value per output channel, float32; `None` for an operator that does not say (a transposed convolution
-        adds up a different part of its kernel at every position).
-    """
-    if row.kind not in ("conv", "linear") or (row.kind == "linear" and weight.dim() != 2):
-        return None
-    per_kernel = weight.detach().float().movedim((row.output_axis, row.input_axis), (0, 1))
-    if per_kernel.dim() > 2:
-        per_kernel = per_kernel.flatten(2).sum(2)
-    outputs, per_group = per_kernel.shape
-    if shift.numel() % per_group or any(node.kwargs.get(factor, 1) != 1 for factor in ("alpha", "beta")):
-        return None
-    groups = shift.numel() // per_group
-    grouped = per_kernel.reshape(groups, outputs // groups, per_group)
-    return (grouped @ shift.to(grouped).reshape(groups, per_group, 1)).flatten()
 
 
 def unsupported_weight(node: Node) -> Node | None:

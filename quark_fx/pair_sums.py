@@ -14,15 +14,15 @@ Source: Intel SDM, PMADDUBSW; kernels of ONNX Runtime's MLAS.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
 from quark_fx.formats import FloatFormat, IntFormat
-from quark_fx.operators import Operator, argument
+from quark_fx.linear import Linear
 from quark_fx.specs import Granularity, TensorSpec
 
 LARGEST_SUM = 2**15 - 1
@@ -49,9 +49,16 @@ class PairBound:
     summed: int
 
     @classmethod
-    def of_convolution(cls, limit: int, rank: int) -> PairBound:
-        """Return the bound of a convolution's weight, (outputs, inputs, *kernel): it sums by position, then channel."""
-        return cls(limit, (0, *range(2, rank), 1), rank - 1)
+    def of_convolution(cls, limit: int, kernel: Sequence[int], inputs: int) -> PairBound:
+        """Return the bound of a convolution's weight: it sums by position in the kernel, then input channel.
+
+        Args:
+            limit: of a sum.
+            kernel: dimensions of the weight along which the convolution moves.
+            inputs: dimension of the weight that counts input channels.
+        """
+        summed = (*kernel, inputs)
+        return cls(limit, (*(dim for dim in range(len(summed) + 1) if dim not in summed), *summed), len(summed))
 
     @classmethod
     def of_product(cls, limit: int, rank: int, inputs: int) -> PairBound:
@@ -176,19 +183,15 @@ def _exceeded(first: Tensor, second: Tensor, limit: int) -> Tensor:
     return ((first > 0) == (second > 0)) & ((first + second).abs() > limit)
 
 
-def pair_bound(
-    node: Node, row: Operator, shape: tuple[int, ...], weight: TensorSpec | None, input: TensorSpec | None
-) -> PairBound | None:
+def pair_bound(linear: Linear, weight: TensorSpec | None, input: TensorSpec | None) -> PairBound | None:
     """Return which pairs of an operator's codes are added in 16 bits; `None` where all sums are of 32 bits.
 
     Args:
-        node: the call.
-        row: its row of the table.
-        shape: of the weight as it is stored.
-        weight: its spec, `None` for float.
+        linear: the operator.
+        weight: spec of its weight, `None` for float.
         input: spec of the activation, `None` for float.
     """
-    if weight is None or input is None or row.kind not in ("conv", "linear"):
+    if weight is None or input is None or linear.kind not in ("conv", "linear"):
         return None
     largest = _largest_code(input)
     if largest is None or weight.granularity is Granularity.GROUP or not isinstance(weight.format, IntFormat):
@@ -196,12 +199,12 @@ def pair_bound(
     limit = LARGEST_SUM // largest
     if not weight.format.signed or weight.format.bits > 8 or 2 * -weight.format.qmin <= limit:
         return None
-    rank = len(shape)
-    if row.kind == "conv":
-        if input.dynamic or (shape[1] == 1 and argument(node, 6) == shape[0]):
-            return None  # a convolution of codes measured at run time is ConvInteger's; a depthwise one has 32 bits
-        return PairBound.of_convolution(limit, rank)
-    return PairBound.of_product(limit, rank, row.input_axis % rank)
+    outputs, inputs = linear.shape[linear.output_axis], linear.shape[linear.input_axis]
+    if not linear.kernel:
+        return PairBound.of_product(limit, len(linear.shape), linear.input_axis)
+    if input.dynamic or (inputs == 1 and linear.groups == outputs):
+        return None  # a convolution of codes measured at run time is ConvInteger's; a depthwise one has 32 bits
+    return PairBound.of_convolution(limit, linear.kernel_axes, linear.input_axis)
 
 
 def _largest_code(spec: TensorSpec) -> int | None:

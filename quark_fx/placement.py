@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from quark_fx.config import Granularity, QuantConfig, Target, TensorSpec
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.graph import describe, is_finite, is_floating, is_parameter, parameter, target_name, value_of
+from quark_fx.linear import Linear
 from quark_fx.operators import (
     ARITHMETIC,
     DPU_ARITHMETIC,
@@ -29,7 +30,6 @@ from quark_fx.operators import (
     clamp_bounds,
     continues,
     operator_row,
-    reduced_dim,
     stored_weight,
     unsupported_weight,
 )
@@ -57,6 +57,7 @@ class PlannedOperator:
         name: the module it comes from.
         kind: the operator family, or the ATen name where there is no row.
         weight_node: the `get_attr` node of its weight.
+        linear: what it multiplies by what, `None` for a table, a product of activations or one without a row.
         weight: spec of the weight, `None` if it stays in float.
         input: spec of its activations, `None` if they stay in float.
         output: spec of its output, `None` if it stays in float.
@@ -70,6 +71,7 @@ class PlannedOperator:
     name: str
     kind: str
     weight_node: Node | None = None
+    linear: Linear | None = None
     weight: TensorSpec | None = None
     input: TensorSpec | None = None
     output: TensorSpec | None = None
@@ -204,6 +206,7 @@ def _leads_to_row(node: Node) -> bool:
 
 def _plan_operator(gm: GraphModule, config: QuantConfig, node: Node, row: Operator) -> PlannedOperator:
     stored = stored_weight(node, row) if row.weight is not None else None
+    linear = Linear.of(node)
     operands = (argument(node, position) for position in row.activations)
     constant = next((operand for operand in operands if is_parameter(operand)), None)
     weight = stored.node if stored is not None else constant
@@ -223,8 +226,9 @@ def _plan_operator(gm: GraphModule, config: QuantConfig, node: Node, row: Operat
     elif row.weight is None and specs.input is None:
         reason = "the configuration keeps its inputs in float"
     if reason:
-        return PlannedOperator(node, row, name, row.kind, weight, reason=reason, role=role)
-    if specs.input is not None and specs.input.granularity is Granularity.TOKEN and row.kind.startswith("conv"):
+        return PlannedOperator(node, row, name, row.kind, weight, linear, reason=reason, role=role)
+    convolves = linear is not None and bool(linear.kernel)
+    if convolves and specs.input is not None and specs.input.granularity is Granularity.TOKEN:
         raise ConfigError(
             f"{name} is a convolution, whose tokens are not rows of the last dimension: give it "
             f"Override(pattern={name!r}, input=...) with granularity='tensor', or None"
@@ -233,9 +237,9 @@ def _plan_operator(gm: GraphModule, config: QuantConfig, node: Node, row: Operat
     inputs = specs.input if row.activations else None
     output = specs.output if inputs else None
     pairs = None
-    if weight is not None and config.target.adds_pairs:
-        pairs = pair_bound(node, row, tuple(value_of(gm, weight).shape), spec, inputs)
-    return PlannedOperator(node, row, name, row.kind, weight, spec, inputs, output, role=role, pairs=pairs)
+    if linear is not None and config.target.adds_pairs:
+        pairs = pair_bound(linear, spec, inputs)
+    return PlannedOperator(node, row, name, row.kind, weight, linear, spec, inputs, output, role=role, pairs=pairs)
 
 
 def require_finite_weights(gm: GraphModule, operators: Iterable[PlannedOperator]) -> None:
@@ -433,8 +437,10 @@ class _Placement:
         """Return the dimension of an activation that groups lie along, `None` for one without groups."""
         if op.input is None or op.row is None or op.input.granularity is not Granularity.GROUP:
             return None
-        weight_rank = 0 if op.weight_node is None else value_of(self.gm, op.weight_node).dim()
-        return reduced_dim(op.row, position, weight_rank, value_of(self.gm, value).dim())
+        rank: int = value_of(self.gm, value).dim()
+        if op.linear is not None:
+            return op.linear.channel_dim(rank)
+        return rank - 1 if position == op.row.activations[0] else max(rank - 2, 0)
 
     def _produced(self) -> dict[Node, TensorSpec]:
         """Return the operators whose own output is in integers."""
@@ -448,9 +454,9 @@ class _Placement:
 
     def _shifts(self, op: PlannedOperator) -> bool:
         """Tell whether a DPU computes the operator: a convolution, or a product of two dimensions."""
-        return self.dpu and (
-            op.kind.startswith("conv") or (op.kind == "linear" and value_of(self.gm, op.node).dim() == 2)
-        )
+        if not self.dpu or op.linear is None:
+            return False
+        return bool(op.linear.kernel) or (op.kind == "linear" and value_of(self.gm, op.node).dim() == 2)
 
     def _origin(self, value: Node, produced: dict[Node, Point]) -> Node | None:
         """Return the value produced in integers that data movement makes `value` of, if there is one."""

@@ -17,8 +17,7 @@ from quark_fx.errors import CalibrationError
 from quark_fx.graph import named_nodes, tensor_of
 from quark_fx.grid import Grid
 from quark_fx.layout import Columns
-from quark_fx.linear_map import LinearMap, linear_map
-from quark_fx.operators import argument
+from quark_fx.linear_map import LinearMap
 from quark_fx.pass_manager import Change
 from quark_fx.qparams import ScaleType, constrain_scale, recover_global_scale
 from quark_fx.quantized_weights import QuantizedWeight
@@ -198,11 +197,11 @@ class Product:
         first = self.parts[0]
         weight, mapping, run = first.weight, first.mapping, first.run
         groups, _, inputs = first.real.shape
-        entrance = Entrance(run.module, weight.node, weight.row, mapping, run.inputs)
+        entrance = Entrance(run.module, weight.linear, mapping, run.inputs)
         reference = None
         if shifted and mapping.offsets is None:
             real = named_nodes(run.reference)[weight.node.name]
-            reference = Entrance(run.reference, real, weight.row, mapping, run.reference_inputs)
+            reference = Entrance(run.reference, weight.linear.at(real), mapping, run.reference_inputs)
         return SecondMoment.measure(context, (groups, inputs), entrance, reference, batches=batches)
 
     def factors(self, moment: SecondMoment, *, damping: float, by_activation: bool) -> Factors:
@@ -261,14 +260,13 @@ def find_products(run: BlockRun, weights: Iterable[QuantizedWeight], context: Co
     found: dict[object, list[Part]] = {}
     for weight in weights:
         stored = tensor_of(run.reference, weight.weight).detach()
-        mapping = linear_map(weight.node, weight.row, stored)
+        mapping = weight.linear.matrices
         if mapping is None:
             if context is not None:
                 context.note(Change(weight.name, "left: how it multiplies is not known", changed=False))
             continue
-        activation = argument(weight.node, weight.row.activations[0])
         part = Part(run, weight, mapping, mapping.matrix(stored))
-        found.setdefault((activation, replace(mapping, transposed=False)), []).append(part)
+        found.setdefault((weight.linear.activation, replace(mapping, transposed=False)), []).append(part)
     return [Product(tuple(parts)) for parts in found.values()]
 
 

@@ -13,7 +13,7 @@ from quark_fx.formats import INT32, FloatFormat, IntFormat, parse_format
 from quark_fx.graph import is_parameter, parameter, target_name, tensor_of
 from quark_fx.grid import Grid
 from quark_fx.layout import Layout
-from quark_fx.operators import Operator, argument, channel_dim
+from quark_fx.linear import Linear
 from quark_fx.placement import PlannedOperator
 from quark_fx.qparams import QParams, ScaleType, Scheme
 from quark_fx.weights import QuantizedTensor
@@ -27,7 +27,7 @@ class QuantizedWeight:
 
     Attributes:
         operator: how it was planned.
-        node: the call, in the graph that was asked.
+        linear: the call, in the graph that was asked.
         dequantize: the node that turns the codes of the weight into values.
         weight: name of the float weight in the graph before conversion.
         axis: dimension the scales vary along, `None` for one scale.
@@ -35,7 +35,7 @@ class QuantizedWeight:
     """
 
     operator: PlannedOperator
-    node: Node
+    linear: Linear
     dequantize: Node
     weight: str
     axis: int | None
@@ -47,9 +47,9 @@ class QuantizedWeight:
         return self.operator.name
 
     @property
-    def row(self) -> Operator:
-        assert self.operator.row is not None
-        return self.operator.row
+    def node(self) -> Node:
+        """The call, in the graph that was asked."""
+        return self.linear.node
 
     @property
     def scheme(self) -> Scheme:
@@ -116,12 +116,12 @@ class QuantizedWeight:
 
     def channel_dim(self, output: Tensor) -> int:
         """Return the dimension of the operator's output that counts output channels."""
-        return channel_dim(self.row, self.dequantize.meta["val"].dim(), output.dim())
+        return self.linear.channel_dim(output.dim())
 
     @property
     def bias(self) -> Node | None:
         """The node that gives a bias that can be replaced: a parameter, or a `dequantize` of integer codes."""
-        node = self._bias_argument
+        node = self.linear.bias
         if node is None or node.op == "get_attr":
             return node
         stored = target_name(node) == _DEQUANTIZE and is_parameter(node.args[0])
@@ -136,12 +136,8 @@ class QuantizedWeight:
     @property
     def is_plain(self) -> bool:
         """Whether the operator is its product and a bias that is known, without factors of either."""
-        known = self.bias is not None or self._bias_argument is None
-        return known and all(self.node.kwargs.get(factor, 1) == 1 for factor in ("alpha", "beta"))
-
-    @property
-    def _bias_argument(self) -> Node | None:
-        return argument(self.node, self.row.bias) if self.row.bias is not None else None
+        known = self.bias is not None or self.linear.bias is None
+        return known and not self.linear.has_factors
 
     @property
     def bias_scale_follows(self) -> bool:
@@ -161,7 +157,7 @@ class QuantizedWeight:
     @property
     def input_scale(self) -> str | None:
         """Name of the scale its activation is quantized with, if that is a constant."""
-        source = argument(self.node, self.row.activations[0])
+        source = self.linear.activation
         scale = source.args[1] if target_name(source) == _DEQUANTIZE else None
         return str(scale.target) if isinstance(scale, Node) and scale.op == "get_attr" else None
 
@@ -196,9 +192,10 @@ def quantized_weights(gm: GraphModule, plan: Mapping[str, PlannedOperator]) -> l
     for node in gm.graph.nodes:
         # A block's input bears the name of the operator it comes from.
         operator = plan.get(node.name) if node.op == "call_function" else None
-        if operator is None or operator.row is None or operator.row.weight is None or operator.weight_node is None:
+        if operator is None or operator.linear is None or operator.weight_node is None:
             continue
-        value = argument(node, operator.row.weight)
+        linear = operator.linear.at(node)
+        value: object = linear.weight
         while isinstance(value, Node) and target_name(value) != _DEQUANTIZE and value.op == "call_function":
             value = value.args[0]
         if not isinstance(value, Node) or target_name(value) != _DEQUANTIZE:
@@ -206,7 +203,7 @@ def quantized_weights(gm: GraphModule, plan: Mapping[str, PlannedOperator]) -> l
         if operator.weight is None:
             continue
         axis, block = value.args[4], value.args[5]
-        found.append(QuantizedWeight(operator, node, value, str(operator.weight_node.target), axis, block))  # type: ignore[arg-type]
+        found.append(QuantizedWeight(operator, linear, value, str(operator.weight_node.target), axis, block))  # type: ignore[arg-type]
     return found
 
 

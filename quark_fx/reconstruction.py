@@ -26,9 +26,8 @@ from quark_fx.errors import CalibrationError
 from quark_fx.formats import INT32
 from quark_fx.graph import named_nodes, placeholders, tensor_of
 from quark_fx.grid import Grid
-from quark_fx.linear_map import LinearMap, linear_map
+from quark_fx.linear_map import LinearMap
 from quark_fx.memory import give_back, is_shortage
-from quark_fx.operators import argument
 from quark_fx.options import Interval, NonNegativeFloat, NonNegativeInt, PositiveInt
 from quark_fx.pass_manager import Change
 from quark_fx.products import Product, find_products
@@ -209,7 +208,7 @@ def _leave_routed(weight: QuantizedWeight, context: Context) -> bool:
 
     The quantized model may send a token elsewhere than the float one, and the rows of both are then no pairs.
     """
-    if weight.row.kind != "experts":
+    if weight.linear.offsets_at is None:
         return False
     what = "left: data chooses the rows it multiplies; unit='block' learns it with what chooses them"
     context.note(Change(name=weight.name, what=what, changed=False))
@@ -339,7 +338,7 @@ class _Unit:
     def _descend(self) -> None:
         """Store the codes of coordinate descent."""
         for weight, real, grid in zip(self.weights, self.real, self.grids, strict=True):
-            mapping = linear_map(weight.node, weight.row, real)
+            mapping = weight.linear.matrices
             if mapping is not None and not mapping.stacked and weight.is_plain:
                 scale, zero_point = (mapping.matrix(p.expand_as(real)) for p in (grid.scale, grid.zero_point))
                 error = self._output_error(weight, mapping)
@@ -372,7 +371,7 @@ class _Unit:
         """Return the error of the operator's output as a function of its weight, over the tuning batches."""
         run = self.run
         real = named_nodes(run.reference)[weight.node.name]
-        activation = extract(run.module, placeholders(run.module), [argument(weight.node, weight.row.activations[0])])
+        activation = extract(run.module, placeholders(run.module), [weight.linear.activation])
         output = extract(run.reference, placeholders(run.reference), [real])
         bias = weight.bias_value(run.module) if weight.bias is not None else None
         total: OutputError | None = None

@@ -17,9 +17,9 @@ from quark_fx.blocks import Unit
 from quark_fx.config import QuantConfig
 from quark_fx.context import Context
 from quark_fx.errors import ConfigError
-from quark_fx.graph import is_parameter, target_name, value_of
+from quark_fx.graph import is_parameter, value_of
+from quark_fx.linear import Linear
 from quark_fx.memory import occupied
-from quark_fx.operators import argument
 from quark_fx.pass_manager import GraphPass, Stage, needs_context, pass_name, pass_stage
 from quark_fx.placement import Plan, plan_quantization
 from quark_fx.signature import BatchShape
@@ -177,9 +177,10 @@ def _calibration(sizes: Sizes, context: Context) -> Need:
 
 def _laid_out(sizes: Sizes) -> int:
     """Return the bytes of convolutions' weights that are laid out anew while batches run."""
-    nodes = [node for node in sizes.gm.graph.nodes if target_name(node).startswith("aten.conv2d.")]
-    weights = {w for node in nodes if is_parameter(w := argument(node, 1)) and max(value_of(sizes.gm, w).shape[2:]) > 1}
-    return sum(value_of(sizes.gm, w).nbytes for w in weights)
+    found = (Linear.of(node) for node in sizes.gm.graph.nodes)
+    images = (linear for linear in found if linear is not None and linear.kind == "conv" and len(linear.kernel) == 2)
+    weights = {linear.stored.node for linear in images if max(linear.kernel) > 1}
+    return sum(value_of(sizes.gm, weight).nbytes for weight in weights)
 
 
 def _largest(shapes: Sequence[BatchShape]) -> tuple[BatchShape, float]:

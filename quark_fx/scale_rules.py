@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from quark_fx.graph import describe, is_floating, is_getitem, is_parameter, parameter, target_name, value_of
+from quark_fx.linear import Linear
 from quark_fx.operators import MOVING, Operator, argument, clamp_bounds, operator_row, stored_weight
-from quark_fx.scale_walk import Absorption, Unknown, Walk, lift
+from quark_fx.scale_walk import Absorption, ReadInput, Unknown, Walk, lift
 
 Rule = Callable[[Walk, Node], None]
 
@@ -25,10 +26,11 @@ Rule = Callable[[Walk, Node], None]
 def visit(walk: Walk, node: Node) -> None:
     """Run the rule of a node: derive labels of its inputs and output from each other."""
     if node.op == "call_function":
-        row = operator_row(node)
         rule = RULES.get(target_name(node), _stop)
-        if row is not None and row.weight is not None:
-            rule = partial(_weighted, row=row)
+        if (linear := Linear.of(node)) is not None:
+            rule = partial(_weighted, linear=linear)
+        elif (row := operator_row(node)) is not None and row.weight is not None:
+            rule = partial(_look_up, row=row)
         try:
             rule(walk, node)
         except Unknown:
@@ -41,27 +43,9 @@ def visit(walk: Walk, node: Node) -> None:
         walk.freeze([node], "is an input of the model")
 
 
-def input_axis(walk: Walk, node: Node, row: Operator) -> int:
-    """Return the dimension of the activation that a weighted operator sums over."""
-    assert row.weight is not None
-    value = argument(node, row.activations[0])
-    # A convolution's input may lack the batch dimension.
-    return _channels(walk, value, argument(node, row.weight)) if row.kind.startswith("conv") else _last(walk, value)
-
-
-def weight_sharer(walk: Walk, node: Node, row: Operator) -> Node | None:
+def weight_sharer(walk: Walk, linear: Linear) -> Node | None:
     """Return another reader of the operator's weight."""
-    stored = stored_weight(node, row)
-    assert stored is not None
-    return walk.sharer(stored.node, stored.reader)
-
-
-def _last(walk: Walk, value: Node) -> int:
-    return len(walk.shape(value)) - 1
-
-
-def _channels(walk: Walk, value: Node, weight: Node) -> int:
-    return len(walk.shape(value)) - len(walk.shape(weight)) + 1
+    return walk.sharer(linear.stored.node, linear.stored.reader)
 
 
 def _stop(walk: Walk, node: Node, *, inputs: bool = True) -> None:
@@ -71,33 +55,42 @@ def _stop(walk: Walk, node: Node, *, inputs: bool = True) -> None:
     walk.freeze([node], f"is made by {describe(node)}")
 
 
-def _weighted(walk: Walk, node: Node, row: Operator) -> None:
+def _weighted(walk: Walk, node: Node, linear: Linear) -> None:
     """Multiply the weight's input channels, divide its output channels and the bias."""
-    assert row.weight is not None
-    if (sharer := weight_sharer(walk, node, row)) is not None:
+    if (sharer := weight_sharer(walk, linear)) is not None:
         return _stop_shared(walk, node, sharer)
-    stored = stored_weight(node, row)
-    assert stored is not None
-    weight, bias = stored.node, argument(node, row.bias) if row.bias is not None else None
+    weight, bias, value = linear.stored.node, linear.bias, linear.activation
     absorptions = []
-    if row.activations:
-        value, axis = argument(node, row.activations[0]), input_axis(walk, node, row)
-        if (vector := walk.along(value, [axis])) is not None:
-            labels = input_labels(walk, node, row, vector)
-            absorptions.append(Absorption(node, row.weight, weight, labels, divides=False))
-            walk.inputs[node] = value, axis, vector
-    axis = _channels(walk, node, weight) if row.kind.startswith("conv") else _last(walk, node)
-    if (vector := walk.along(node, [axis])) is not None:
-        labels = _output_labels(walk, node, row, weight, vector)
-        absorptions.append(Absorption(node, row.weight, weight, labels, divides=True))
+    axis = linear.channel_dim(len(walk.shape(value)))
+    if (vector := walk.along(value, [axis])) is not None:
+        labels = linear.of_inputs(vector)
+        absorptions.append(Absorption(node, linear.weight_at, weight, labels, divides=False))
+        walk.inputs[node] = ReadInput(linear, value, axis, vector)
+    if (vector := walk.along(node, [linear.channel_dim(len(walk.shape(node)))])) is not None:
+        labels = linear.of_outputs(vector)
+        absorptions.append(Absorption(node, linear.weight_at, weight, labels, divides=True))
         if is_parameter(bias):
             if (sharer := walk.sharer(bias, node)) is not None:
                 walk.freeze([node], f"is made by {_shared(node, sharer)}")
             shape = [1] * (len(walk.shape(bias)) - 1) + [-1]
-            absorptions.append(Absorption(node, row.bias or 0, bias, vector.reshape(shape), divides=True))
+            absorptions.append(Absorption(node, linear.bias_at or 0, bias, vector.reshape(shape), divides=True))
     if isinstance(bias, Node) and not is_parameter(bias):
         walk.broadcast([bias], node)
     walk.absorptions[node] = absorptions
+    return None
+
+
+def _look_up(walk: Walk, node: Node, row: Operator) -> None:
+    """Divide the columns of a table whose rows are looked up."""
+    stored = stored_weight(node, row)
+    assert stored is not None
+    assert row.weight is not None
+    if (sharer := walk.sharer(stored.node, stored.reader)) is not None:
+        return _stop_shared(walk, node, sharer)
+    vector = walk.along(node, [-1])
+    if vector is not None:
+        labels = vector.reshape([-1 if d == row.input_axis else 1 for d in range(2)])
+        walk.absorptions[node] = [Absorption(node, row.weight, stored.node, labels, divides=True)]
     return None
 
 
@@ -109,41 +102,6 @@ def _stop_shared(walk: Walk, node: Node, sharer: Node) -> None:
 
 def _shared(node: Node, sharer: Node) -> str:
     return f"{describe(node)}, whose parameters are shared with {describe(sharer)}"
-
-
-def _groups(node: Node, row: Operator) -> int:
-    return (argument(node, 6) or 1) if row.kind.startswith("conv") else 1
-
-
-def input_labels(walk: Walk, node: Node, row: Operator, vector: Tensor) -> Tensor:
-    """Return labels of the stored weight for the components of the input channels, shape `(channels,)`."""
-    stored = stored_weight(node, row)
-    assert stored is not None
-    weight, groups = stored.node, _groups(node, row)
-    if row.kind == "conv_transpose" or groups == 1:
-        return _place(walk, row, weight, vector[None])
-    outputs = int(walk.shape(weight)[row.output_axis])
-    return _place(walk, row, weight, vector.reshape(groups, -1).repeat_interleave(outputs // groups, 0))
-
-
-def _output_labels(walk: Walk, node: Node, row: Operator, weight: Node, vector: Tensor) -> Tensor:
-    """Return labels of the stored weight for the components of the output channels, shape `(channels,)`."""
-    groups = _groups(node, row)
-    if row.kind == "embedding":  # its rows are looked up, so its columns are what a product's rows are
-        return _place(walk, row, weight, vector[None])
-    if row.kind != "conv_transpose" or groups == 1:
-        return _place(walk, row, weight, vector[:, None])
-    inputs = int(walk.shape(weight)[row.input_axis])
-    return _place(walk, row, weight, vector.reshape(groups, -1).repeat_interleave(inputs // groups, 0).T)
-
-
-def _place(walk: Walk, row: Operator, weight: Node, table: Tensor) -> Tensor:
-    """Lay a table of (output, input) channels out as the stored weight is."""
-    rank = len(walk.shape(weight))
-    output, input_ = row.output_axis % rank, row.input_axis % rank
-    shape = [1] * rank
-    shape[output], shape[input_] = table.shape
-    return (table if output < input_ else table.T).reshape(shape)
 
 
 def _constant(walk: Walk, node: Node) -> None:

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.graph import call, describe, fake_mode, get_attr, is_parameter, parameter, set_parameter, value_of
-from quark_fx.operators import Operator, argument, operator_row, set_argument, stored_weight
-from quark_fx.scale_rules import given_bounds, input_axis, input_labels, visit, weight_sharer
+from quark_fx.linear import Linear
+from quark_fx.operators import operator_row, set_argument
+from quark_fx.scale_rules import given_bounds, visit, weight_sharer
 from quark_fx.scale_walk import Components, Walk
 
 _AT_ONCE = 1 << 20
@@ -47,16 +48,21 @@ class ScaledInput:
     """An activation that is divided, as a weighted operator reads it.
 
     Attributes:
-        reader: the operator.
+        linear: the operator.
         value: the activation.
         axis: its dimension of channels, counted from 0.
         labels: the scale's component per channel, -1 for a scale of one; shape `(channels of the value,)`.
     """
 
-    reader: Node
+    linear: Linear
     value: Node
     axis: int
     labels: Tensor
+
+    @property
+    def reader(self) -> Node:
+        """The call of the operator."""
+        return self.linear.node
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,16 +113,16 @@ def find_scale_sites(gm: GraphModule, *, explicit: bool = False) -> SiteAnalysis
     """
     walk = Walk(gm)
     reasons: dict[Node, str] = {}
-    readers = list(_readers(gm))
-    for node, row in readers:
-        assert row.weight is not None
-        value = argument(node, row.activations[0])
-        if (sharer := weight_sharer(walk, node, row)) is not None:
-            reasons[node] = f"its weight is shared with {describe(sharer)}"
+    readers = [linear for node in gm.graph.nodes if (linear := Linear.of(node)) is not None]
+    for linear in readers:
+        value = linear.activation
+        if (sharer := weight_sharer(walk, linear)) is not None:
+            reasons[linear.node] = f"its weight is shared with {describe(sharer)}"
         elif isinstance(value, Node):
-            axis = input_axis(walk, node, row)
+            rank = len(walk.shape(value))
+            axis = linear.channel_dim(rank)
             size = walk.concrete(walk.shape(value)[axis])
-            shape = [-1 if d == axis else 1 for d in range(len(walk.shape(value)))]
+            shape = [-1 if d == axis else 1 for d in range(rank)]
             walk.join(value, walk.components.fresh(size).reshape(shape))
     while walk.pending:
         node = next(iter(walk.pending))
@@ -125,50 +131,37 @@ def find_scale_sites(gm: GraphModule, *, explicit: bool = False) -> SiteAnalysis
     _settle_products(walk)
     sites = _sites(walk)
     scaled = {found.reader for site in sites for found in site.inputs}
-    for node, _ in readers:
-        if node not in scaled and node not in reasons:
-            reasons[node] = _reason(walk, node)
+    for linear in readers:
+        if linear.node not in scaled and linear.node not in reasons:
+            reasons[linear.node] = _reason(walk, linear.node)
     if explicit:
-        for site in _explicit_sites(walk, [(node, row) for node, row in readers if node in reasons]):
+        for site in _explicit_sites(walk, [linear for linear in readers if linear.node in reasons]):
             sites.append(site)
             for found in site.inputs:
                 del reasons[found.reader]
     return SiteAnalysis(tuple(sites), reasons, frozenset(reasons.keys() & walk.inputs.keys()))
 
 
-def _explicit_sites(walk: Walk, readers: list[tuple[Node, Operator]]) -> Iterator[ScaleSite]:
+def _explicit_sites(walk: Walk, readers: list[Linear]) -> Iterator[ScaleSite]:
     """Yield a site for each value that `readers`, whose weights nobody else reads, have in common."""
-    together: dict[tuple[Node, int], list[tuple[Node, Operator]]] = {}
-    for node, row in readers:
-        if node in walk.inputs:
-            value, axis, _ = walk.inputs[node]
-            together.setdefault((value, axis), []).append((node, row))
+    together: dict[tuple[Node, int], list[Linear]] = {}
+    for linear in readers:
+        if linear.node in walk.inputs:
+            found = walk.inputs[linear.node]
+            together.setdefault((found.value, found.axis), []).append(linear)
     for (value, axis), members in together.items():
         channels = walk.sizes(value)[axis]
         vector = torch.arange(channels)
-        consumers = []
-        for node, row in members:
-            weight = stored_weight(node, row)
-            assert weight is not None
-            assert row.weight is not None
-            consumers.append(Absorber(node, row.weight, weight.node, input_labels(walk, node, row, vector)))
-        inputs = (ScaledInput(node, value, axis, vector) for node, _ in members)
+        consumers = (Absorber(m.node, m.weight_at, m.stored.node, m.of_inputs(vector)) for m in members)
+        inputs = (ScaledInput(linear, value, axis, vector) for linear in members)
         yield ScaleSite(channels, (), tuple(consumers), tuple(inputs), explicit=True)
 
 
-def _readers(gm: GraphModule) -> Iterator[tuple[Node, Operator]]:
-    """Yield the operators with a weight that read an activation."""
-    for node in gm.graph.nodes:
-        row = operator_row(node)
-        if row is not None and row.weight is not None and row.activations:
-            yield node, row
-
-
 def _reason(walk: Walk, node: Node) -> str:
-    value, _, labels = walk.inputs[node]
-    known = walk.components.reasons(labels)
+    found = walk.inputs[node]
+    known = walk.components.reasons(found.labels)
     culprit, text = walk.reasons[int(known[known > 0][0])]
-    if culprit is value:
+    if culprit is found.value:
         return f"its input {text}"
     return f"its input is tied to %{culprit.name if culprit else '?'}, which {text}"
 
@@ -208,8 +201,8 @@ def _sites(walk: Walk) -> list[ScaleSite]:
     components = walk.components
     groups = Components()
     groups.fresh(components.count)
-    final = {node: _free(components, labels) for node, (_, _, labels) in walk.inputs.items()}
-    for labels in final.values():
+    final = [_free(components, found.labels) for found in walk.inputs.values()]
+    for labels in final:
         used = labels[labels >= 0]
         groups.tie(used, used[:1].expand_as(used))
     # One more than there are components: -1 selects the last.
@@ -217,7 +210,7 @@ def _sites(walk: Walk) -> list[ScaleSite]:
     number = torch.full((components.count + 1,), -1)
     sizes: list[int] = []
     first_of: dict[int, int] = {}
-    for labels in final.values():
+    for labels in final:
         used = labels[labels >= 0]
         if not len(used):
             continue
@@ -244,9 +237,9 @@ def _sites(walk: Walk) -> list[ScaleSite]:
     for node, labels in walk.bounds.items():
         for index, part in split(labels):
             made[index].bounds.append((node, part))
-    for node, (value, axis, labels) in walk.inputs.items():
-        for index, part in split(labels):
-            made[index].inputs.append(ScaledInput(node, value, axis, part))
+    for found in walk.inputs.values():
+        for index, part in split(found.labels):
+            made[index].inputs.append(ScaledInput(found.linear, found.value, found.axis, part))
     order = {node: i for i, node in enumerate(walk.gm.graph.nodes)}
     for draft in made:
         for side in (draft.producers, draft.consumers):
@@ -308,9 +301,7 @@ def _insert_division(gm: GraphModule, site: ScaleSite, scale: Tensor) -> None:
         constant = get_attr(gm, f"{first.name}_input_factor", factor)
         scaled = call(gm, torch.ops.aten.mul.Tensor, value, constant, like=first)
     for found in site.inputs:
-        row = operator_row(found.reader)
-        assert row is not None
-        set_argument(found.reader, row.activations[0], scaled)
+        set_argument(found.reader, found.linear.activation_at, scaled)
 
 
 def _rescale(gm: GraphModule, node: Node, labels: Tensor, factor: Tensor) -> None:
@@ -339,8 +330,8 @@ def _scaled(value: Tensor, labels: Tensor, factor: Tensor) -> Tensor:
 
 def _rescale_statistics(producer: Absorber, factor: Tensor) -> None:
     """Rescale what `fold_batch_norm` noted about the distribution of the operator's output."""
-    row = operator_row(producer.node)
-    if row is not None and producer.position == row.bias and (found := producer.node.meta.get("batch_norm")):
+    linear = Linear.of(producer.node)
+    if linear is not None and producer.position == linear.bias_at and (found := producer.node.meta.get("batch_norm")):
         producer.node.meta["batch_norm"] = tuple(_scaled(x, producer.labels, factor) for x in found)
 
 

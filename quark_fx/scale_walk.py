@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from quark_fx.graph import is_floating, is_getitem, parameter, static_size, value_of
+from quark_fx.linear import Linear
 
 _SMALL = 2
 """Where a size varies, rearrangements are worked out at this one, or at a larger one where it is too small: they look
@@ -95,6 +96,15 @@ class Absorption:
     divides: bool
 
 
+class ReadInput(NamedTuple):
+    """What a weighted operator reads: the operator, the value, its dimension of channels, and a component for each."""
+
+    linear: Linear
+    value: Node
+    axis: int
+    labels: Tensor
+
+
 class Unknown(Exception):  # noqa: N818
     """How a rearrangement moves elements could not be worked out."""
 
@@ -109,7 +119,7 @@ class Walk:
         self.pending: dict[Node, None] = {}
         self.absorptions: dict[Node, list[Absorption]] = {}
         self.bounds: dict[Node, Tensor] = {}
-        self.inputs: dict[Node, tuple[Node, int, Tensor]] = {}
+        self.inputs: dict[Node, ReadInput] = {}
         self.products: dict[Node, Tensor] = {}
         self.reasons: list[tuple[Node | None, str]] = [(None, "")]
         self._known: dict[str, Any] = {}

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from quark_fx.block_walk import running
 from quark_fx.blocks import extract
 from quark_fx.context import Context
 from quark_fx.graph import placeholders
+from quark_fx.linear import Linear
 from quark_fx.linear_map import LinearMap
-from quark_fx.operators import Operator, argument
 
 _TILE = 256
 """Columns of `x x'` at a time, of which only those on and above the diagonal are computed."""
@@ -151,20 +151,19 @@ class Entrance:
 
     Args:
         module: the block.
-        node: the operator.
-        row: its row in the table.
+        linear: the operator.
         mapping: how it multiplies.
         inputs: returns what enters the block for a batch.
     """
 
     def __init__(
-        self, module: GraphModule, node: Node, row: Operator, mapping: LinearMap, inputs: Callable[[int], list[Any]]
+        self, module: GraphModule, linear: Linear, mapping: LinearMap, inputs: Callable[[int], list[Any]]
     ) -> None:
-        nodes = [argument(node, row.activations[0])]
+        nodes = [linear.activation]
         if mapping.kernel:
-            nodes.append(node)
-        if mapping.offsets is not None:
-            nodes.append(argument(node, 2))
+            nodes.append(linear.node)
+        if linear.offsets is not None:
+            nodes.append(linear.offsets)
         self.mapping, self._inputs = mapping, inputs
         self._part = extract(module, placeholders(module), nodes)
 

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from quark_fx.blocks import Block, Unit, between, find_blocks
 from quark_fx.graph import is_getitem, named_nodes, placeholders, value_of
-from quark_fx.linear_map import linear_map
+from quark_fx.linear import Linear
 from quark_fx.operators import operator_row
 from quark_fx.placement import PlannedOperator
 from quark_fx.signature import BatchShape
@@ -207,12 +207,10 @@ class Sizes:
         return {op.node.name: found for op in self.operators if (found := self._matrices(op)) is not None}
 
     def _matrices(self, op: PlannedOperator) -> Matrices | None:
-        if op.weight is None or op.row is None or op.weight_node is None:
+        mapping = op.linear.matrices if op.linear is not None else None
+        if mapping is None or op.weight is None or op.weight_node is None:
             return None
         weight = value_of(self.gm, op.weight_node)
-        mapping = linear_map(op.node, op.row, weight)
-        if mapping is None:
-            return None
         groups, outputs, inputs = (int(size) for size in mapping.matrix(weight).shape)
         stacked = 1 if mapping.offsets is not None else groups
         rows = self.count(op.node) // max(1, stacked * outputs)
@@ -272,13 +270,15 @@ class Sizes:
         row = operator_row(node)
         if row is None or not row.activations:
             return 0
-        weight = node.args[row.weight] if row.weight is not None else node.args[1]
-        if not isinstance(weight, Node):
+        if (linear := Linear.of(node)) is not None:
+            stack = math.prod(linear.shape[:-2]) if linear.stacked else 1
+            return 2 * self.count(node) * math.prod(linear.shape) // max(1, linear.shape[linear.output_axis] * stack)
+        factor = node.args[1]
+        if not isinstance(factor, Node):
             return 0
-        shape = value_of(self.gm, weight).shape
-        outputs = self._length(shape[row.output_axis if row.weight is not None else -1])
+        shape = value_of(self.gm, factor).shape
         groups = self._length(shape[0]) if len(shape) == 3 else 1
-        return 2 * self.count(node) * self.count(weight) // max(1, outputs * groups)
+        return 2 * self.count(node) * self.count(factor) // max(1, self._length(shape[-1]) * groups)
 
     def walk(
         self,

@@ -13,6 +13,7 @@ from torch import Tensor
 from quark_fx.config import Granularity, TensorSpec
 from quark_fx.formats import IntFormat
 from quark_fx.layout import Layout
+from quark_fx.linear import Linear
 from quark_fx.ops import dequantize, encode, row_pieces, spread
 from quark_fx.pair_sums import PairBound
 from quark_fx.qparams import QParams, ScaleType, Scheme, constrain_scale, global_scale_of, share_scale
@@ -84,10 +85,7 @@ def quantize_tensor(
     x: Tensor,
     spec: TensorSpec,
     *,
-    output_axis: int = 0,
-    input_axis: int = 1,
-    stacked: bool = False,
-    groups: int = 1,
+    linear: Linear | None = None,
     smallest_scale: Tensor | None = None,
     amax: Tensor | None = None,
     qparams: QParams | None = None,
@@ -98,11 +96,9 @@ def quantize_tensor(
     Args:
         x: floating point, any shape.
         spec: static, not per token.
-        output_axis: dimension of the output channels, for `Granularity.CHANNEL`.
-        input_axis: dimension that groups lie along, for `Granularity.GROUP`.
-        stacked: `x` is a stack of matrices (experts): channels of different matrices have their own scales.
-        groups: parts of `input_axis` whose output channels are others, all counted along `output_axis`: those of a
-            transposed convolution, for `Granularity.CHANNEL`.
+        linear: the operator that multiplies by `x` or by some of its rows, which says what its dimensions count:
+            channels of different matrices of a stack, or groups of a transposed convolution, have scales of their own.
+            Default: dimension 0 counts channels, and groups lie along dimension 1.
         smallest_scale: lower bound of the scales, broadcastable to one value per output channel.
         amax: the largest magnitude that the global scale of `ScaleType.FP8_E4M3` follows, shape `()`; default: that of
             `x`. Give tensors that will be joined one.
@@ -120,10 +116,12 @@ def quantize_tensor(
             raise ValueError(f"it overflows {spec.format}, whose largest value is {spec.scheme.largest:.6g}")
         one = torch.ones((), device=x.device, dtype=torch.float32)
         return QuantizedTensor(x.to(spec.format.dtype), QParams(one, torch.zeros_like(one).int()), spec, None, 0)
-    axis, block = _layout(x, spec, output_axis, input_axis, stacked)
+    outputs, inputs = (0, min(1, x.dim() - 1)) if linear is None else (linear.output_axis, linear.input_axis)
+    axis, block = _layout(x, spec, outputs, inputs, linear is not None and linear.stacked)
     settled = qparams is not None
+    groups = 1 if linear is None else linear.output_groups
     if groups > 1 and spec.granularity is Granularity.CHANNEL and qparams is None:
-        axis, block, qparams = _channels_of_groups(x, spec, output_axis % x.dim(), input_axis % x.dim(), groups)
+        axis, block, qparams = _channels_of_groups(x, spec, outputs, inputs, groups)
     if qparams is None:
         qparams = _observed(x, spec, axis, block, amax)
     if smallest_scale is not None:
@@ -181,10 +179,10 @@ def _layout(x: Tensor, spec: TensorSpec, output_axis: int, input_axis: int, stac
         return None, 0
     if spec.granularity is Granularity.GROUP:
         assert spec.block_size is not None
-        return input_axis % x.dim(), min(spec.block_size, x.shape[input_axis])
+        return input_axis, min(spec.block_size, x.shape[input_axis])
     if stacked:  # one scale per matrix and output channel
-        return input_axis % x.dim(), x.shape[input_axis]
-    return output_axis % x.dim(), 0
+        return input_axis, x.shape[input_axis]
+    return output_axis, 0
 
 
 def _channels_of_groups(

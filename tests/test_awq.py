@@ -77,7 +77,7 @@ def by_hand(model: Chain) -> dict[tuple[float, float], float]:
     for r, q in itertools.product(range(21), repeat=2):
         scale = x.square().mean(0).sqrt() ** (r / 20) / ratio ** (q / 20)
         assert GROUPS.weight is not None
-        rounded = quantize_tensor(weight * scale, GROUPS.weight, output_axis=0, input_axis=1).dequantize() / scale
+        rounded = quantize_tensor(weight * scale, GROUPS.weight).dequantize() / scale
         errors[r / 20, q / 20] = float((x @ (rounded - weight).T).square().sum() / (x @ weight.T).square().sum())
     return errors
 
@@ -139,7 +139,7 @@ def test_the_groups_of_a_convolution_have_channels_of_their_own() -> None:
     ratio = (weight / weight.abs().amax((1, 2, 3), keepdim=True)).abs().unflatten(0, (2, 16)).mean(1).flatten()
     scale = x.square().mean((0, 2, 3)).sqrt() ** r / ratio**q
     factor = scale.reshape(2, 1, 8, 1, 1).expand(2, 16, 8, 1, 1).flatten(0, 1)
-    rounded = quantize_tensor(weight * factor, spec, output_axis=0, input_axis=1).dequantize() / factor
+    rounded = quantize_tensor(weight * factor, spec).dequantize() / factor
     lost, signal = (F.conv2d(x, w, groups=2).square().sum() for w in (rounded - weight, weight))
     assert change.after == pytest.approx(float(lost / signal), rel=1e-3)
     assert change.after is not None

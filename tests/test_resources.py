@@ -17,6 +17,7 @@ from test_resume import assert_same, outcome
 from tiny import mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils.flop_counter import FlopCounterMode
 
 import quark_fx as qfx
 from quark_fx import graph_pass
@@ -76,11 +77,36 @@ def test_a_weight_is_counted_as_the_matrices_that_it_multiplies_by() -> None:
     assert (conv.values, conv.moment, conv.target) == (108, 4 * 2 * 18**2, 432)
 
 
+class Turned(nn.Module):
+    """A product with a weight that is stored turned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(rand(3, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.mm(x, self.weight.t())
+
+
 def test_operations_are_those_of_products() -> None:
     blocks = sizes(Chain(), rand(4, 8)).blocks(Unit.BLOCK)
     assert sum(block.operations for block in blocks) == 2 * 4 * (8 * 32 + 32 * 8)
     attention = sizes(seeded(Encoder(32, 4)), rand(2, 6, 32)).blocks(Unit.BLOCK)
     assert sum(block.operations for block in attention) >= 2 * 2 * 6 * 32 * 3 * 32
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (nn.Conv1d(4, 6, 3, groups=2), rand(2, 4, 9)),
+        (nn.Conv2d(4, 6, 3, groups=2), rand(2, 4, 9, 9)),
+        (Turned(), rand(5, 7)),
+    ],
+)
+def test_operations_are_those_that_torch_counts(model: nn.Module, x: Tensor) -> None:
+    with FlopCounterMode(display=False) as counter:
+        model(x)
+    assert sum(block.operations for block in sizes(model, x).blocks(Unit.BLOCK)) == counter.get_total_flops()
 
 
 def test_larger_batches_are_counted_as_they_are() -> None:

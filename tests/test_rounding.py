@@ -18,8 +18,8 @@ from torch.fx import Graph, Node
 
 from quark_fx import rounding
 from quark_fx.grid import Grid
-from quark_fx.linear_map import LinearMap, linear_map
-from quark_fx.operators import operator_row
+from quark_fx.linear import Linear
+from quark_fx.linear_map import LinearMap
 from quark_fx.rounding import OutputError, round_by_descent
 
 aten = torch.ops.aten
@@ -34,6 +34,7 @@ def call(target: Any, *args: Any, weight: int, output: Tensor, **kwargs: Any) ->
     graph = Graph()
     x = graph.placeholder("x")
     stored = graph.get_attr("weight")
+    stored.meta["val"] = args[weight]
     given = [stored if i == weight else x if isinstance(arg, Tensor) else arg for i, arg in enumerate(args)]
     node = graph.call_function(target, tuple(given), kwargs)
     node.meta["val"] = output
@@ -41,15 +42,20 @@ def call(target: Any, *args: Any, weight: int, output: Tensor, **kwargs: Any) ->
     return node
 
 
+def matrices_of(node: Node) -> LinearMap:
+    """Return how the call multiplies."""
+    linear = Linear.of(node)
+    assert linear is not None
+    found = linear.matrices
+    assert found is not None
+    return found
+
+
 def mapping_of(target: Any, *args: Any, weight: int, **kwargs: Any) -> tuple[LinearMap, Tensor]:
     """Return how the call multiplies by its weight, and its output."""
     y = target(*args, **kwargs)
     node = call(target, *args, weight=weight, output=y, **kwargs)
-    row = operator_row(node)
-    assert row is not None
-    found = linear_map(node, row, args[weight])
-    assert found is not None
-    return found, y
+    return matrices_of(node), y
 
 
 def assert_multiplies(mapping: LinearMap, x: Tensor, weight: Tensor, y: Tensor, most: int, seed: int) -> Tensor:
@@ -143,10 +149,7 @@ def test_a_transposed_view_of_a_stored_weight_is_looked_through() -> None:
     y = value @ weight
     node = graph.call_function(aten.linear.default, (x, turned))
     node.meta["val"] = y
-    row = operator_row(node)
-    assert row is not None
-    mapping = linear_map(node, row, weight)
-    assert mapping is not None
+    mapping = matrices_of(node)
     assert_multiplies(mapping, value, weight, y, ALL, 0)
 
 
@@ -162,18 +165,15 @@ UNKNOWN: dict[str, Callable[[], tuple[Any, ...]]] = {
 def test_what_rounding_does_not_know_it_says_so_about(what: str) -> None:
     target, *args = UNKNOWN[what]()
     node = call(target, *args, weight=1, output=target(*args))
-    row = operator_row(node)
-    assert row is not None
-    assert linear_map(node, row, args[1]) is None
+    linear = Linear.of(node)
+    assert linear is not None
+    assert linear.matrices is None
 
 
 def test_a_stack_of_matrices_is_a_group_each() -> None:
     x, weight = rand(2, 3, 4), rand(2, 4, 5)
     node = call(aten.bmm.default, x, weight, weight=1, output=x @ weight)
-    row = operator_row(node)
-    assert row is not None
-    mapping = linear_map(node, row, weight)
-    assert mapping is not None
+    mapping = matrices_of(node)
     assert (mapping.stacked, mapping.groups, mapping.offsets) == (True, 2, None)
     matrices = mapping.matrix(weight)
     assert torch.equal(matrices, weight.mT)

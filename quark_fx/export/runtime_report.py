@@ -247,7 +247,7 @@ def _bound(node: ir.Node, codes: torch.Tensor) -> PairBound | None:
     if node.op_type == "QLinearConv":
         if codes.shape[1] == 1 and node.attributes.get_int("group", 1) == codes.shape[0]:
             return None
-        return PairBound.of_convolution(limit, rank)
+        return PairBound.of_convolution(limit, range(2, rank), 1)
     return PairBound.of_product(limit, rank, rank - 1 if node.attributes.get_int("transB", 0) else rank - 2)
 
 

@@ -9,7 +9,8 @@ from torch.fx import GraphModule, Node
 
 from quark_fx.context import Context
 from quark_fx.graph import get_attr, is_parameter, parameter, set_parameter, target_name, value_of
-from quark_fx.operators import argument, channel_dim, operator_row, response, set_argument
+from quark_fx.linear import Linear
+from quark_fx.operators import set_argument
 from quark_fx.options import NonNegativeFloat
 from quark_fx.pass_manager import Change, graph_pass
 from quark_fx.placement import names_of
@@ -40,11 +41,12 @@ class AbsorbHighBias(Selective):
         """Rewrite `gm`, note what became of each operator, and return how many biases were lowered."""
         absorbed = 0
         for node in list(gm.graph.nodes):
-            if (position := _bias_position(node)) is None:
+            linear = Linear.of(node)
+            if linear is None or linear.bias_at is None:
                 continue
             names, found = names_of(node), None
             if self.selects(names):
-                found = self._absorb(gm, node, position)
+                found = self._absorb(gm, linear, linear.bias_at)
             moved = isinstance(found, float)
             what = f"lowered by up to {found:.3g}" if moved else NOT_SELECTED if found is None else f"left: {found}"
             if context is not None:
@@ -52,33 +54,33 @@ class AbsorbHighBias(Selective):
             absorbed += moved
         return absorbed
 
-    def _absorb(self, gm: GraphModule, producer: Node, position: int) -> float | str:
+    def _absorb(self, gm: GraphModule, producer: Linear, position: int) -> float | str:
         """Move what can be moved of a bias; return the most that a channel's is lowered by, or why nothing is."""
-        if "batch_norm" not in producer.meta:
+        if "batch_norm" not in producer.node.meta:
             return "no batch norm was folded into it"
-        consumer, rectified = _only_reader(producer), False
+        consumer, rectified = _only_reader(producer.node), False
         if consumer is not None and target_name(consumer) == "aten.relu.default":
             consumer, rectified = _only_reader(consumer), True
         if consumer is None:
             return "several operators read what it makes"
-        beta, gamma = producer.meta["batch_norm"]
+        beta, gamma = producer.node.meta["batch_norm"]
         shift = (beta - self.deviations * gamma).clamp(min=0) if rectified else beta
         if not bool((shift != 0).any()):
             return "its mean is too near to where the ReLU cuts"
-        if reason := _refusal(gm, producer, consumer):
+        reader = Linear.of(consumer)
+        if reader is None or reader.bias_at is None:
+            return f"it is read by {target_name(consumer)} (%{consumer.name})"
+        if reason := _refusal(gm, producer, reader):
             return reason
-        bias = argument(producer, position)
-        weight, other = argument(consumer, 1), argument(consumer, 2)
+        bias = producer.bias
         if not is_parameter(bias) or len(bias.users) > 1:
             return "its bias is not its own"
-        row = operator_row(consumer)
-        assert row is not None
-        moved = response(consumer, row, parameter(gm, weight), shift)
+        moved = reader.response(parameter(gm, reader.weight), shift)
         if moved is None:
             return f"the response of %{consumer.name} is not constant"
-        _add(gm, producer, position, bias, -shift)
-        _add(gm, consumer, 2, other, moved)
-        producer.meta["batch_norm"] = (beta - shift, gamma)
+        _add(gm, producer, position, -shift)
+        _add(gm, reader, reader.bias_at, moved)
+        producer.node.meta["batch_norm"] = (beta - shift, gamma)
         return float(shift.max())
 
 
@@ -86,40 +88,30 @@ def _only_reader(node: Node) -> Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _bias_position(node: Node) -> int | None:
-    row = operator_row(node)
-    return row.bias if row is not None else None
-
-
-def _refusal(gm: GraphModule, producer: Node, consumer: Node) -> str:
-    """Return why the consumer does not sum over the producer's channels with constants alone; empty if it does."""
-    row = operator_row(consumer)
-    if row is None or row.kind not in ("conv", "linear") or (row.weight, row.bias) != (1, 2):
-        return f"it is read by {target_name(consumer)} (%{consumer.name})"
-    weight, bias = argument(consumer, 1), argument(consumer, 2)
-    if not is_parameter(weight) or not (bias is None or is_parameter(bias)):
-        return f"weight or bias of %{consumer.name} is not constant"
-    padding = argument(consumer, 4) if row.kind == "conv" else None
-    if padding not in (None, "valid") and any(p != 0 for p in padding):
-        return f"%{consumer.name} pads with zeros, which would have to be lowered, too"
-    made = operator_row(producer)
-    assert made is not None
-    assert made.weight is not None
-    rank = value_of(gm, producer).dim()
-    ranks = (value_of(gm, argument(producer, made.weight)).dim(), value_of(gm, weight).dim())
-    if channel_dim(made, ranks[0], rank) != channel_dim(row, ranks[1], rank):
-        return f"%{consumer.name} sums over another dimension than its channels"
+def _refusal(gm: GraphModule, producer: Linear, reader: Linear) -> str:
+    """Return why the reader does not sum over the producer's channels with constants alone; empty if it does."""
+    name = reader.node.name
+    if reader.kind not in ("conv", "linear") or (reader.weight_at, reader.bias_at) != (1, 2):
+        return f"it is read by {target_name(reader.node)} (%{name})"
+    if not is_parameter(reader.weight) or not (reader.bias is None or is_parameter(reader.bias)):
+        return f"weight or bias of %{name} is not constant"
+    if reader.pads:
+        return f"%{name} pads with zeros, which would have to be lowered, too"
+    rank = value_of(gm, producer.node).dim()
+    if producer.channel_dim(rank) != reader.channel_dim(rank):
+        return f"%{name} sums over another dimension than its channels"
     return ""
 
 
-def _add(gm: GraphModule, node: Node, position: int, old: Node | None, change: Tensor) -> None:
+def _add(gm: GraphModule, linear: Linear, position: int, change: Tensor) -> None:
+    """Add to the bias of an operator, the argument at `position`; one that other operators read stays theirs."""
+    old = linear.bias
     if old is not None and len(old.users) == 1:
         bias = parameter(gm, old).detach()
         set_parameter(gm, str(old.target), (bias.float() + change.to(bias.device)).to(bias.dtype))
         return
-    weight = argument(node, 1)
-    like = parameter(gm, weight)
+    like = parameter(gm, linear.weight)
     value = change.to(like.device) if old is None else parameter(gm, old).detach().float() + change.to(like.device)
-    name = str(weight.target).removesuffix("weight") + "bias"
-    with gm.graph.inserting_before(node):
-        set_argument(node, position, get_attr(gm, name, value.to(like.dtype)))
+    name = str(linear.weight.target).removesuffix("weight") + "bias"
+    with gm.graph.inserting_before(linear.node):
+        set_argument(linear.node, position, get_attr(gm, name, value.to(like.dtype)))

@@ -15,7 +15,7 @@ from quark_fx.config import TensorSpec
 from quark_fx.context import Calibrated, Context
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.graph import is_parameter, parameter, target_name
-from quark_fx.operators import MOVING, argument, is_average
+from quark_fx.operators import MOVING, is_average
 from quark_fx.pass_manager import Change, Stage, graph_pass
 from quark_fx.placement import PlannedOperator, Point, module_name
 from quark_fx.qparams import QParams
@@ -168,27 +168,21 @@ class _Builder:
         return False
 
     def _add_product(self, op: PlannedOperator) -> None:
-        row, node = op.row, op.node
-        if op.reason or row is None or row.weight is None or op.weight_node is None or op.weight is None:
+        linear, node = op.linear, op.node
+        if op.reason or linear is None or op.weight_node is None or op.weight is None:
             return
-        read = self._read(node, argument(node, row.activations[0])) if row.activations else None
-        made = self._made(node)
-        if read is None or made is None or not self._add_constant((node, row.weight), op.weight_node, op.weight):
+        read, made, weight = self._read(node, linear.activation), self._made(node), (node, linear.weight_at)
+        if read is None or made is None or not self._add_constant(weight, op.weight_node, op.weight):
             return
-        self.names[node, row.weight] = f"{op.name} weight"
-        bias = argument(node, row.bias) if row.bias is not None else None
-        has_bias = (
-            is_parameter(bias)
-            and self.bias is not None
-            and row.bias is not None
-            and self._add_constant((node, row.bias), bias, self.bias)
-        )
-        if has_bias:
-            self.names[node, row.bias] = f"{op.name} bias"
+        self.names[weight] = f"{op.name} weight"
+        given, bias = linear.bias, None
+        if is_parameter(given) and self.bias is not None and linear.bias_at is not None:
+            key = node, linear.bias_at
+            bias = key if self._add_constant(key, given, self.bias) else None
+        if bias is not None:
+            self.names[bias] = f"{op.name} bias"
         leaky = any(target_name(user) == "aten.leaky_relu.default" for user in node.users)
-        self.system.products.append(
-            shifts.Product(read, (node, row.weight), (node, row.bias) if has_bias else None, made, leaky)
-        )
+        self.system.products.append(shifts.Product(read, weight, bias, made, leaky))
 
     def _add_constant(self, key: Constant, node: Node, spec: TensorSpec) -> bool:
         """Observe a weight or bias; tell whether it is finite (conversion names what is not)."""

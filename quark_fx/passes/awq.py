@@ -16,8 +16,8 @@ from quark_fx.blocks import Unit
 from quark_fx.config import Granularity
 from quark_fx.context import Context
 from quark_fx.graph import named_nodes, parameter
-from quark_fx.linear_map import LinearMap, linear_map
-from quark_fx.operators import argument
+from quark_fx.linear import Linear
+from quark_fx.linear_map import LinearMap
 from quark_fx.ops import spread
 from quark_fx.options import Interval
 from quark_fx.pass_manager import Change, copy_graph, graph_pass
@@ -263,6 +263,11 @@ class _Search:
     signal: Tensor | None = None
 
     @property
+    def linear(self) -> Linear:
+        """The operator."""
+        return self.scaled.linear
+
+    @property
     def h(self) -> Tensor:
         """The sum of `x x'` of what it reads."""
         assert self.moment is not None
@@ -317,20 +322,13 @@ class _Search:
 
     def _quantize(self, weight: Tensor, amax: Tensor | None) -> QuantizedTensor:
         op = self.operator
-        assert op.row is not None
         assert op.weight is not None
-        stacked = op.row.kind in ("experts", "linear") and weight.dim() > 2
-        axes = op.row.output_axis, op.row.input_axis
-        return quantize_tensor(
-            weight, op.weight, output_axis=axes[0], input_axis=axes[1], stacked=stacked, amax=amax, pairs=op.pairs
-        )
+        return quantize_tensor(weight, op.weight, linear=self.linear, amax=amax, pairs=op.pairs)
 
     def _pieces(self, weight: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
         """Yield parts of a weight whose scales do not depend on each other, and the moments of what they multiply."""
-        row, spec = self.operator.row, self.operator.weight
-        assert row is not None
+        outputs, spec = self.linear.output_axis, self.operator.weight
         assert spec is not None
-        outputs = row.output_axis % weight.dim()
         apart = spec.granularity is not Granularity.TENSOR and (self.mapping.stacked or self.mapping.groups == 1)
         stride = _stride(weight.shape[outputs]) if apart else 1
         stacked = self.mapping.stacked
@@ -368,14 +366,13 @@ def _search(
     gm: GraphModule, site: ScaleSite, scaled: ScaledInput, planned: dict[Node, PlannedOperator]
 ) -> _Search | None:
     op = planned.get(scaled.reader)
-    if op is None or op.row is None or op.weight is None or op.weight.is_cast or op.weight_node is None:
+    if op is None or op.weight is None or op.weight.is_cast:
         return None
-    weight = parameter(gm, op.weight_node)
-    mapping = linear_map(op.node, op.row, weight)
+    mapping = scaled.linear.matrices
     absorber = next((a for a in site.consumers if a.parameter is op.weight_node), None)
     if mapping is None or absorber is None:
         return None
-    groups, _, inputs = mapping.matrix(weight).shape
+    groups, _, inputs = mapping.matrix(parameter(gm, absorber.parameter)).shape
     return _Search(scaled, op, mapping, absorber, (groups, inputs))
 
 
@@ -384,13 +381,13 @@ def _collect(run: FloatRun, searches: Sequence[_Search], context: Context) -> No
     known: dict[object, SecondMoment] = {}
     nodes = named_nodes(run.module)
     for search in searches:
-        name, row, mapping = search.operator.node.name, search.operator.row, search.mapping
+        name, mapping = search.linear.node.name, search.mapping
         if name not in run.block.operators:
             continue
-        assert row is not None
-        key = argument(nodes[name], row.activations[0]), replace(mapping, transposed=False)
+        linear = search.linear.at(nodes[name])
+        key = linear.activation, replace(mapping, transposed=False)
         if key not in known:
-            entrance = Entrance(run.module, nodes[name], row, mapping, run.inputs)
+            entrance = Entrance(run.module, linear, mapping, run.inputs)
             known[key] = SecondMoment.measure(context, search.shape, entrance)
         search.moment = known[key]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from quark_fx.block_walk import BlockRun, walk_blocks
 from quark_fx.blocks import Unit, extract
 from quark_fx.context import Context
 from quark_fx.graph import is_parameter, named_nodes, parameter, placeholders, set_parameter, target_name, tensor_of
-from quark_fx.operators import argument, channel_dim, clamp_bounds, operator_row, response
+from quark_fx.linear import Linear
+from quark_fx.operators import argument, clamp_bounds
 from quark_fx.pass_manager import Change, Stage, graph_pass
 from quark_fx.quantized_weights import QuantizedWeight, quantized_weights, shared_tensors
 from quark_fx.selection import NOT_SELECTED, Selective
@@ -113,9 +115,10 @@ def _mean_error(run: BlockRun, weight: QuantizedWeight, context: Context) -> Ten
 def _correct_analytically(gm: GraphModule, weight: QuantizedWeight, context: Context) -> None:
     assert context.float_graph is not None
     node = named_nodes(context.float_graph)[weight.node.name]
-    mean = _expected_input(context.float_graph, node, weight)
+    linear = weight.linear.at(node)
+    mean = _expected_input(context.float_graph, linear)
     lost = tensor_of(context.float_graph, weight.weight).detach().float() - weight.value(gm)
-    shift = None if mean is None else response(node, weight.row, lost, mean)
+    shift = None if mean is None else linear.response(lost, mean)
     if shift is None:
         reason = "no batch norm (and at most a clamp) before it" if mean is None else "its response is not constant"
         context.note(Change(weight.name, f"left: {reason}", changed=False))
@@ -125,18 +128,16 @@ def _correct_analytically(gm: GraphModule, weight: QuantizedWeight, context: Con
     context.note(Change(weight.name, f"corrected by up to {float(shift.abs().max()):.3g}"))
 
 
-def _expected_input(gm: GraphModule, node: Node, weight: QuantizedWeight) -> Tensor | None:
+def _expected_input(gm: GraphModule, linear: Linear) -> Tensor | None:
     """Return the mean of each input channel, from the batch norm before and the clamp between."""
-    source = argument(node, weight.row.activations[0])
+    source = linear.activation
     bounds = _bounds(gm, source)
-    norm = source if bounds is None else source.args[0]
-    made = operator_row(norm) if isinstance(norm, Node) and "batch_norm" in norm.meta else None
-    if made is None or made.weight is None:
+    norm: Any = source if bounds is None else source.args[0]
+    made = Linear.of(norm) if isinstance(norm, Node) and "batch_norm" in norm.meta else None
+    if made is None:
         return None
     rank = norm.meta["val"].dim()
-    made_rank = argument(norm, made.weight).meta["val"].dim()
-    weight_rank = weight.dequantize.meta["val"].dim()
-    if channel_dim(made, made_rank, rank) != channel_dim(weight.row, weight_rank, rank):
+    if made.channel_dim(rank) != linear.channel_dim(rank):
         return None  # it sums over positions, not over channels
     mean, deviation = norm.meta["batch_norm"]
     return clamped_mean(mean, deviation, *(bounds or (None, None)))

@@ -10,7 +10,6 @@ from torch.fx import GraphModule, Node
 
 from quark_fx.config import TensorSpec
 from quark_fx.graph import erase_dead
-from quark_fx.operators import argument
 from quark_fx.passes.quantize_constants import quantize_constants
 from quark_fx.passes.quantize_values import quantize_values
 from quark_fx.placement import Plan, PlannedOperator
@@ -48,8 +47,8 @@ def convert(
 
 def _input_scale(op: PlannedOperator, plan: Plan, qparams: Mapping[tuple[Node, TensorSpec], QParams]) -> Tensor | None:
     """Return the static scale of the operator's activation, shape `()`, if it has one."""
-    if op.row is None or op.input is None or not op.row.activations:
+    if op.linear is None or op.input is None:
         return None
-    point = plan.points.get((argument(op.node, op.row.activations[0]), op.input, None))
+    point = plan.points.get((op.linear.activation, op.input, None))
     found = qparams.get((point.source, point.spec)) if point is not None else None
     return found.scale.reshape(()) if found is not None else None

@@ -13,11 +13,11 @@ from torch.fx import GraphModule, Node
 
 from quark_fx.context import Context
 from quark_fx.graph import parameter, target_name
-from quark_fx.operators import Operator, operator_row
+from quark_fx.linear import Linear
 from quark_fx.options import Interval, PositiveInt
 from quark_fx.pass_manager import Change, graph_pass
 from quark_fx.placement import names_of
-from quark_fx.scale_sites import Absorber, ScaleSite, apply_scale, find_scale_sites
+from quark_fx.scale_sites import ScaleSite, apply_scale, find_scale_sites
 from quark_fx.selection import NOT_SELECTED, Selective
 
 
@@ -78,9 +78,8 @@ class CrossLayerEqualization(Selective):
         if not all(self.selects(names_of(found.reader)) for found in site.inputs):
             return NOT_SELECTED
         for absorber in (*site.producers, *site.consumers):
-            row = _row(absorber)
-            if row is None or not row.activations:
-                node = absorber.node
+            node = absorber.node
+            if Linear.of(node) is None:
                 return f"left: {target_name(node)} (%{node.name}) takes part, whose constants have no range to even out"
         if site.bounds and self.keep_scalar_bounds:
             return f"left: the bounds of %{site.bounds[0][0].name} stay scalar (keep_scalar_bounds)"
@@ -89,11 +88,6 @@ class CrossLayerEqualization(Selective):
 
 def _names(site: ScaleSite) -> str:
     return ", ".join(names_of(found.reader).name for found in site.inputs)
-
-
-def _row(absorber: Absorber) -> Operator | None:
-    row = operator_row(absorber.node)
-    return row if row is not None and row.weight is not None else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,8 +135,8 @@ def _weights(gm: GraphModule, sites: Sequence[ScaleSite]) -> list[list[tuple[_We
         per_site.append([])
         for absorbers, divides in ((site.producers, True), (site.consumers, False)):
             for absorber in absorbers:
-                row = _row(absorber)
-                if row is not None and absorber.position == row.weight:
+                linear = Linear.of(absorber.node)
+                if linear is not None and absorber.position == linear.weight_at:
                     weight = found.setdefault(absorber.parameter, _Weight())
                     weight.roles.append(_Role(index, absorber.labels, divides))
     for node, weight in found.items():

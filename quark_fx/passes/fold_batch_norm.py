@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.graph import erase_dead, get_attr, is_parameter, parameter, set_parameter, target_name, value_of
-from quark_fx.operators import Operator, argument, operator_row, set_argument
+from quark_fx.linear import Linear
+from quark_fx.operators import argument, set_argument
 from quark_fx.pass_manager import graph_pass
 
 
@@ -69,14 +70,14 @@ def _affine(gm: GraphModule, node: Node) -> tuple[Tensor, Tensor] | None:
 
 def _fold_into_producer(gm: GraphModule, norm: Node, factor: Tensor, offset: Tensor) -> bool:
     node: Any = norm.args[0]
-    row = operator_row(node)
-    if row is None or row.weight is None or row.bias is None or len(node.users) > 1 or not _foldable(gm, node, row):
+    linear = Linear.of(node)
+    if linear is None or linear.bias_at is None or len(node.users) > 1 or not _foldable(gm, linear):
         return False
-    weight, bias = argument(node, row.weight), argument(node, row.bias)
-    scaled = _scale_outputs(parameter(gm, weight), factor, row, _groups(node, row))
-    _replace(gm, node, row.weight, weight, scaled, weight)
+    weight, bias = linear.weight, linear.bias
+    scaled = parameter(gm, weight) * linear.of_outputs(factor)
+    _replace(gm, node, linear.weight_at, weight, scaled, weight)
     shifted = offset if bias is None else offset + parameter(gm, bias) * factor
-    _replace(gm, node, row.bias, bias, shifted, weight)
+    _replace(gm, node, linear.bias_at, bias, shifted, weight)
     node.meta["batch_norm"] = _statistics(gm, norm, factor)
     return True
 
@@ -91,64 +92,30 @@ def _statistics(gm: GraphModule, norm: Node, like: Tensor) -> tuple[Tensor, Tens
 
 def _fold_into_consumer(gm: GraphModule, norm: Node, output: Node, factor: Tensor, offset: Tensor) -> bool:
     users = list(output.users)
-    row = operator_row(users[0]) if len(users) == 1 else None
-    if row is None or row.weight is None or row.bias is None or not _foldable(gm, users[0], row):
+    linear = Linear.of(users[0]) if len(users) == 1 else None
+    if linear is None or linear.bias_at is None or not _foldable(gm, linear):
         return False
-    node = users[0]
-    if argument(node, row.activations[0]) is not output or row.kind == "conv_transpose" or _pads(node, row):
+    if linear.activation is not output or linear.kind == "conv_transpose" or linear.pads:
         return False
-    weight, bias = argument(node, row.weight), argument(node, row.bias)
+    weight, bias = linear.weight, linear.bias
     old = parameter(gm, weight)
-    groups = _groups(node, row)
-    channels, per_group = old.shape[row.output_axis], old.shape[row.input_axis]
-    if factor.numel() != groups * per_group:
+    if factor.numel() != linear.groups * old.shape[linear.input_axis]:
         return False
-    order = old.movedim((row.output_axis, row.input_axis), (0, 1))
-    shape = (groups, channels // groups, per_group, *order.shape[2:])
-    spread = (groups, 1, per_group, *(1 for _ in order.shape[2:]))
-    grouped = order.reshape(shape)
-    added = (grouped * offset.reshape(spread)).flatten(2).sum(2).flatten()
-    new = (grouped * factor.reshape(spread)).reshape(order.shape).movedim((0, 1), (row.output_axis, row.input_axis))
-    _replace(gm, node, row.weight, weight, new.contiguous(), weight)
-    _replace(gm, node, row.bias, bias, added if bias is None else added + parameter(gm, bias), weight)
+    added = (old * linear.of_inputs(offset)).movedim(linear.output_axis, 0).flatten(1).sum(1)
+    _replace(gm, linear.node, linear.weight_at, weight, old * linear.of_inputs(factor), weight)
+    shifted = added if bias is None else added + parameter(gm, bias)
+    _replace(gm, linear.node, linear.bias_at, bias, shifted, weight)
     return True
 
 
-_FACTORS = ("alpha", "beta")
-"""Factors of `addmm`'s product and bias, which the formulae above leave out."""
-
-
-def _foldable(gm: GraphModule, node: Node, row: Operator) -> bool:
+def _foldable(gm: GraphModule, linear: Linear) -> bool:
     """Tell whether the operator's channels are dimension 1 of its values, as a batch norm's are."""
-    assert row.weight is not None
-    assert row.bias is not None
-    constants = [argument(node, row.weight), argument(node, row.bias)]
-    if not all(p is None or is_parameter(p) for p in constants) or any(node.kwargs.get(k, 1) != 1 for k in _FACTORS):
+    constants = (linear.weight, linear.bias)
+    if not all(p is None or is_parameter(p) for p in constants) or linear.has_factors:
         return False
-    value = value_of(gm, node)
+    value = value_of(gm, linear.node)
     # A matrix has its features last, which is dimension 1 of two; a convolution without a batch has them in front.
-    rank = 2 if row.kind == "linear" else value_of(gm, constants[0]).dim()
-    return isinstance(value, Tensor) and value.dim() == rank
-
-
-def _scale_outputs(weight: Tensor, factor: Tensor, row: Operator, groups: int) -> Tensor:
-    if row.kind != "conv_transpose":
-        return weight * factor.reshape([-1 if d == row.output_axis else 1 for d in range(weight.dim())])
-    # A transposed convolution's weight is (in, out / groups, ...): the group is a slice of the input channels.
-    rest = (1 for _ in weight.shape[2:])
-    grouped = weight.reshape(groups, -1, *weight.shape[1:]) * factor.reshape(groups, 1, weight.shape[1], *rest)
-    return grouped.reshape(weight.shape)
-
-
-def _groups(node: Node, row: Operator) -> int:
-    if row.kind == "linear":
-        return 1
-    return argument(node, 6) or 1
-
-
-def _pads(node: Node, row: Operator) -> bool:
-    padding: Any = argument(node, 4) if row.kind == "conv" else None
-    return padding not in (None, "valid") and any(p != 0 for p in padding)
+    return isinstance(value, Tensor) and value.dim() == len(linear.kernel) + 2
 
 
 def _replace(gm: GraphModule, node: Node, position: int, old: Node | None, value: Tensor, weight: Node) -> None:

@@ -15,7 +15,7 @@ from quark_fx.errors import CalibrationError
 from quark_fx.formats import INT32, IntFormat
 from quark_fx.graph import call, cast, describe, get_attr, is_finite, is_parameter, parameter, value_of
 from quark_fx.memory import give_back
-from quark_fx.operators import argument, groups_of_channels, set_argument, stored_weight
+from quark_fx.operators import argument, set_argument, stored_weight
 from quark_fx.pair_sums import PairBound
 from quark_fx.placement import Plan, PlannedOperator
 from quark_fx.qparams import QParams, ScaleType
@@ -73,8 +73,8 @@ def _joint_magnitudes(gm: GraphModule, plan: Plan) -> dict[Node, Tensor]:
     """
     groups: dict[object, list[PlannedOperator]] = {}
     for op in plan.operators:
-        if op.kind == "linear" and op.row and op.weight and op.weight.scale_type is ScaleType.FP8_E4M3:
-            groups.setdefault((argument(op.node, op.row.activations[0]), op.weight), []).append(op)
+        if op.kind == "linear" and op.linear and op.weight and op.weight.scale_type is ScaleType.FP8_E4M3:
+            groups.setdefault((op.linear.activation, op.weight), []).append(op)
     found: dict[Node, Tensor] = {}
     for group in groups.values():
         weights = [parameter(gm, op.weight_node).detach() for op in group if op.weight_node is not None]
@@ -169,17 +169,13 @@ def _quantize_weight(
     amax: Tensor | None,
     qparams: QParams | None,
 ) -> QuantizedTensor:
-    assert op.row is not None
     assert op.weight is not None
     assert op.weight_node is not None
     try:
         return quantize_tensor(
             weight.detach(),
             op.weight,
-            output_axis=op.row.output_axis,
-            input_axis=op.row.input_axis,
-            stacked=op.row.kind in ("experts", "linear") and weight.dim() > 2,
-            groups=groups_of_channels(op.node, op.row),
+            linear=op.linear,
             smallest_scale=smallest_scale,
             amax=amax,
             qparams=qparams,

@@ -17,10 +17,9 @@ from quark_fx.calibration import run_batches, watching
 from quark_fx.config import Granularity
 from quark_fx.context import Context
 from quark_fx.errors import ConfigError
-from quark_fx.graph import device_of, parameter, set_parameter, value_of
-from quark_fx.linear_map import linear_map
+from quark_fx.graph import device_of, parameter, set_parameter
+from quark_fx.linear import Linear
 from quark_fx.observers import MinMax
-from quark_fx.operators import groups_of_channels
 from quark_fx.ops import dequantize, dynamic_qparams, encode, quantize
 from quark_fx.options import Interval
 from quark_fx.pass_manager import Change, graph_pass
@@ -265,9 +264,8 @@ def _watch(
     for scaled in (scaled for site in sites for scaled in site.inputs):
         key = scaled.value, scaled.axis
         watch = watches.setdefault(key, _Watch(scaled.axis, context.tuning, context.held_out))
-        operator = planned[scaled.reader]
-        watch.divisible &= scaled.axis > 0 and not _is_stacked(gm, operator)
-        watch.windows.append(_window(gm, operator))
+        watch.divisible &= scaled.axis > 0 and not scaled.linear.stacked
+        watch.windows.append(_window(scaled.linear))
     with watching(gm, ((value, watch) for (value, _), watch in watches.items())):
         run_batches(gm, context)
     home = device_of(gm)
@@ -281,20 +279,11 @@ def _watch(
     return found
 
 
-def _window(gm: GraphModule, operator: PlannedOperator) -> tuple[int, ...] | None:
+def _window(linear: Linear) -> tuple[int, ...] | None:
     """Return how many positions along each dimension but samples and channels one output is computed from."""
-    assert operator.row is not None
-    assert operator.weight_node is not None
-    found = linear_map(operator.node, operator.row, value_of(gm, operator.weight_node))
-    if found is None:
+    if linear.matrices is None:
         return None
-    return tuple((size - 1) * step + 1 for size, step in zip(found.kernel, found.dilation, strict=True))
-
-
-def _is_stacked(gm: GraphModule, operator: PlannedOperator) -> bool:
-    """Tell whether the operator has a weight for each index of its input's dimension 0."""
-    assert operator.weight_node is not None
-    return value_of(gm, operator.weight_node).dim() > 2 and not operator.kind.startswith("conv")
+    return tuple((size - 1) * step + 1 for size, step in zip(linear.kernel, linear.dilation, strict=True))
 
 
 @dataclass
@@ -449,15 +438,11 @@ def _range(reader: _Reader, divisor: Tensor, without: int | None) -> QParams:
 
 def _rounded(weight: Tensor, operator: PlannedOperator, limited: bool) -> Tensor:
     """Return the values of a weight's codes, `limited` to what pairs of them may add up to on the target."""
-    assert operator.row is not None
     assert operator.weight is not None
     return quantize_tensor(
         weight,
         operator.weight,
-        output_axis=operator.row.output_axis,
-        input_axis=operator.row.input_axis,
-        stacked=weight.dim() > 2 and not operator.kind.startswith("conv"),
-        groups=groups_of_channels(operator.node, operator.row),
+        linear=operator.linear,
         pairs=operator.pairs if limited else None,
     ).dequantize()
 
