@@ -24,6 +24,7 @@ from quark_fx.export import verify
 from quark_fx.model import QuantizedModel
 from quark_fx.open_checkpoint import open_checkpoint
 from quark_fx.pass_manager import graph_pass, run_passes
+from quark_fx.qat import prepare_qat
 from quark_fx.qparams import ScaleType, Scheme, Symmetry
 from quark_fx.quantization import check, predict, quantize
 from quark_fx.resources import Resources
@@ -63,6 +64,7 @@ __all__ = [
     "ops",
     "passes",
     "predict",
+    "prepare_qat",
     "presets",
     "quantize",
     "run_passes",

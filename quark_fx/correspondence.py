@@ -192,7 +192,7 @@ class _Walk:
             self.pending += [(a, b, reader) for a, b in zip(ours, theirs, strict=True)]
         elif isinstance(theirs, slice):
             self._pair_values([ours.start, ours.stop, ours.step], [theirs.start, theirs.stop, theirs.step], reader)
-        elif theirs is None and isinstance(ours, Node) and (added := self._constant(ours)) is not None:
+        elif theirs is None and isinstance(ours, Node) and (added := constant_of(self.gm, ours)) is not None:
             row = operator_row(reader)
             if row is None or row.bias is None:
                 raise self._differs(reader, ours)
@@ -203,13 +203,13 @@ class _Walk:
     def _read(self, ours: Node, theirs: Node, reader: Node) -> bool:
         """Note a constant or a rounded activation that `reader` reads; tell whether there was one."""
         if theirs.op == "get_attr":
-            constant = self._constant(ours)
+            constant = constant_of(self.gm, ours)
             if constant is None:
                 raise self._differs(theirs, ours)
             self.readers.setdefault(str(theirs.target), {})[reader] = constant
             return True
         weight = theirs.args[0] if target_name(theirs) == _EMBEDDING else None
-        if is_parameter(weight) and (table := self._table(ours)) is not None:
+        if is_parameter(weight) and (table := table_of(self.gm, ours)) is not None:
             codes, constant = table
             self.readers.setdefault(str(weight.target), {})[theirs] = constant
             self.pending.append((argument(codes, 1), argument(theirs, 1), theirs))
@@ -224,7 +224,7 @@ class _Walk:
             self.pending.append((value, theirs, reader))
             return True
         same = ours.op == theirs.op and ours.target == theirs.target
-        if not same and _is_constant(theirs) and (constant := self._constant(ours)) is not None:
+        if not same and _is_constant(theirs) and (constant := constant_of(self.gm, ours)) is not None:
             self.folded.append((theirs, reader, constant))
             return True
         return False
@@ -264,47 +264,6 @@ class _Walk:
         self.pending += [(piece.entry, call.entry, user) for user in call.readers]
         return True
 
-    def _constant(self, node: Node) -> Constant | None:
-        if node.op == "get_attr":
-            value = parameter(self.gm, node)
-            return Constant((str(node.target),), value, value.dtype)
-        if target_name(node) == _CAST and is_parameter(node.args[0]):
-            inner = self._constant(node.args[0])
-            return inner and replace(inner, dtype=value_of(self.gm, node).dtype)
-        if target_name(node) != _DEQUANTIZE or not all(is_parameter(n) for n in node.args[:3]):
-            return None
-        return self._codes(*node.args)
-
-    def _codes(self, *args: Any) -> Constant:
-        defaults: tuple[Any, ...] = (None, 0, torch.float32)
-        codes, scale, zero_point, fmt, axis, block, dtype = args + defaults[len(args) - 4 :]
-        tensors = [parameter(self.gm, n) for n in (codes, scale, zero_point)]
-        names = tuple(str(n.target) for n in (codes, scale, zero_point))
-        return Constant(names, tensors[0], dtype, tensors[1], tensors[2], fmt, axis, block)
-
-    def _table(self, node: Node) -> tuple[Node, Constant] | None:
-        """Return the look-up of codes, and the table, behind rows that are dequantized after they were found."""
-        codes: Any = node.args[0] if target_name(node) in (_DEQUANTIZE, _CAST) else None
-        if codes is None or target_name(codes) != _EMBEDDING or not is_parameter(codes.args[0]):
-            return None
-        if target_name(node) == _CAST:
-            table = self._constant(codes.args[0])
-            assert table is not None
-            return codes, replace(table, dtype=value_of(self.gm, node).dtype)
-        axis: int | None = None
-        tables = []
-        for rows in node.args[1:3]:
-            assert isinstance(rows, Node)
-            per_row = target_name(rows) == _EMBEDDING
-            table_node: Any = rows.args[0] if per_row else rows
-            whole = is_parameter(table_node)
-            if per_row:
-                axis = 1 if whole else 0
-            tables.append(table_node if whole else table_node.args[0])
-        block = int(node.args[5]) if axis == 1 and len(node.args) > 5 else 0  # type: ignore[arg-type]
-        arguments: Any = node.args
-        return codes, self._codes(codes.args[0], *tables, arguments[3], axis, block, *arguments[6:])
-
     def _activation(self, node: Node, theirs: Node) -> tuple[Node, Activation] | None:
         inner: Any = node.args[0] if target_name(node) in (_DEQUANTIZE, _CAST) else None
         if target_name(node) == _CAST == target_name(inner) and target_name(theirs) != _CAST:
@@ -326,6 +285,51 @@ class _Walk:
 
     def _differs(self, theirs: Node, ours: Any) -> QuarkError:
         return _differs(theirs, ours, self.partners.get(theirs), self._count(module_path(theirs)))
+
+
+def constant_of(gm: GraphModule, node: Node) -> Constant | None:
+    """Return the constant that a node is: a tensor, one that is cast, or codes that are dequantized; else `None`."""
+    if node.op == "get_attr":
+        value = parameter(gm, node)
+        return Constant((str(node.target),), value, value.dtype)
+    if target_name(node) == _CAST and is_parameter(node.args[0]):
+        inner = constant_of(gm, node.args[0])
+        return inner and replace(inner, dtype=value_of(gm, node).dtype)
+    if target_name(node) != _DEQUANTIZE or not all(is_parameter(n) for n in node.args[:3]):
+        return None
+    return _codes(gm, *node.args)
+
+
+def _codes(gm: GraphModule, *args: Any) -> Constant:
+    defaults: tuple[Any, ...] = (None, 0, torch.float32)
+    codes, scale, zero_point, fmt, axis, block, dtype = args + defaults[len(args) - 4 :]
+    tensors = [parameter(gm, n) for n in (codes, scale, zero_point)]
+    names = tuple(str(n.target) for n in (codes, scale, zero_point))
+    return Constant(names, tensors[0], dtype, tensors[1], tensors[2], fmt, axis, block)
+
+
+def table_of(gm: GraphModule, node: Node) -> tuple[Node, Constant] | None:
+    """Return the look-up of codes, and the table, behind rows that are dequantized after they were found."""
+    codes: Any = node.args[0] if target_name(node) in (_DEQUANTIZE, _CAST) else None
+    if codes is None or target_name(codes) != _EMBEDDING or not is_parameter(codes.args[0]):
+        return None
+    if target_name(node) == _CAST:
+        table = constant_of(gm, codes.args[0])
+        assert table is not None
+        return codes, replace(table, dtype=value_of(gm, node).dtype)
+    axis: int | None = None
+    tables = []
+    for rows in node.args[1:3]:
+        assert isinstance(rows, Node)
+        per_row = target_name(rows) == _EMBEDDING
+        table_node: Any = rows.args[0] if per_row else rows
+        whole = is_parameter(table_node)
+        if per_row:
+            axis = 1 if whole else 0
+        tables.append(table_node if whole else table_node.args[0])
+    block = int(node.args[5]) if axis == 1 and len(node.args) > 5 else 0  # type: ignore[arg-type]
+    arguments: Any = node.args
+    return codes, _codes(gm, codes.args[0], *tables, arguments[3], axis, block, *arguments[6:])
 
 
 def _is_constant(node: Node) -> bool:

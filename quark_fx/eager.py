@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +18,13 @@ from torch.utils import _pytree as pytree
 from quark_fx.capture import capture_graph
 from quark_fx.correspondence import Constant, Source, correspond
 from quark_fx.errors import ExportError, QuarkError
-from quark_fx.graph import describe, placeholders
+from quark_fx.fake_quantize import Cast, FakeQuantize, Trained, require_float32
+from quark_fx.graph import describe, erase_dead, placeholders, stored_tensors
 from quark_fx.isolation import isolated
 from quark_fx.model import QuantizedModel
 from quark_fx.module_slices import ModuleCall
 from quark_fx.rounded_modules import Activation
+from quark_fx.straight_through import quantize_of, records_gradients, run_with_gradients
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ class Dequantize(nn.Module):
         return value
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Dequantize:
-        _require_float32(fn)
+        require_float32(fn)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -60,15 +63,19 @@ class Dequantize(nn.Module):
 class Round(nn.Module):
     """Sends the floating-point input or result of a module through `quantize` and `dequantize`, as a hook.
 
+    Where gradients are recorded, both are one operator with a straight-through gradient.
+
     Args:
         activation: how; a static scale and zero point become buffers.
+        trained: what rounds instead.
     """
 
     scale: Tensor | None
     zero_point: Tensor | None
 
-    def __init__(self, activation: Activation) -> None:
+    def __init__(self, activation: Activation, trained: FakeQuantize | None = None) -> None:
         super().__init__()
+        self.trained = trained
         self.register_buffer("scale", _own(activation.scale))
         self.register_buffer("zero_point", _own(activation.zero_point))
         self.format, self.cast = activation.format, activation.cast
@@ -76,11 +83,17 @@ class Round(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` rounded, in its dtype."""
+        if self.trained is not None:
+            rounded: Tensor = self.trained(x)
+            return rounded
         if self.cast is not None:
             return x.to(self.cast).to(x.dtype)
         scale, zero_point = self.scale, self.zero_point
         if scale is None:
             scale, zero_point = ops.dynamic_qparams(x, *self.measurement)
+        if records_gradients(x):
+            straight: Tensor = ops.fake_quantize(x, scale, zero_point, self.format, *self.layout)
+            return straight
         codes = ops.quantize(x, scale, zero_point, self.format, *self.layout)
         value: Tensor = ops.dequantize(codes, scale, zero_point, self.format, *self.layout, x.dtype)
         return value
@@ -94,7 +107,7 @@ class Round(nn.Module):
         return _with_floating(self, result, f"{type(module).__name__} was quantized for one result")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Round:
-        _require_float32(fn)
+        require_float32(fn)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -113,10 +126,13 @@ class Rewritten(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result for the one floating-point tensor among the arguments."""
         leaves = pytree.tree_leaves((args, kwargs))
-        return self.graph_module(leaves[_floating(leaves, "a rewritten module has one input")])
+        x = leaves[_floating(leaves, "a rewritten module has one input")]
+        if records_gradients(x):
+            return run_with_gradients(self.graph_module, x)
+        return self.graph_module(x)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rewritten:
-        _require_float32(fn)
+        require_float32(fn)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -140,7 +156,7 @@ def _floating(leaves: Sequence[Any], expected: str) -> int:
 
 
 @isolated
-def eager(qmodel: QuantizedModel, model: nn.Module | None = None) -> nn.Module:
+def eager(qmodel: QuantizedModel, model: nn.Module | None = None, *, trained: Trained | None = None) -> nn.Module:
     """Return the model `qmodel` was made of, of the same class, that computes what `qmodel` computes.
 
     Its quantized parameters are parametrizations of codes, its rounded activations hooks of the modules that read or
@@ -151,6 +167,7 @@ def eager(qmodel: QuantizedModel, model: nn.Module | None = None) -> nn.Module:
         qmodel: from `quantize` or `load`.
         model: a float model of the same architecture, for a `qmodel` that was loaded or made of an
             `ExportedProgram`; its parameters do not matter.
+        trained: the parameters of `qmodel` while it is trained, and what rounds them; they become those of the result.
 
     Raises:
         QuarkError: if no module computes what the graph does; the message names the operator.
@@ -163,25 +180,40 @@ def eager(qmodel: QuantizedModel, model: nn.Module | None = None) -> nn.Module:
         owner, _, leaf = path.rpartition(".")
         setattr(result.get_submodule(owner), leaf, nn.Identity().eval())
     installed: dict[tuple[int, str], tuple[str, ...]] = {}
+    fixed: list[str] = []
     for name, constant in found.constants.items():
         owner, _, leaf = name.rpartition(".")
         module = result.get_submodule(owner)
         if installed.setdefault((id(module), leaf), constant.names) != constant.names:
             raise QuarkError(f"{name} is stored in several ways; give all operators that read it the same specs")
-        if not parametrize.is_parametrized(module, leaf):
-            _install(module, leaf, constant, shared)
+        if parametrize.is_parametrized(module, leaf) or (trained and _install_trained(module, leaf, constant, trained)):
+            continue
+        _install(module, leaf, constant, shared)
+        if trained and (kept := module._parameters.get(leaf)) is not None:
+            fixed.append(name)
+            kept.requires_grad_(False)
+    if fixed:
+        warnings.warn(
+            f"{', '.join(fixed)} stay as they are: the quantized graph holds them in another form; train the graph",
+            stacklevel=4,
+        )
     _part({*found.slices, *found.rounding.inputs, *found.rounding.outputs}, result)
+    scales = {id(tensor): name for name, tensor in stored_tensors(qmodel.graph_module).items()}
+    quantizers = trained.activations if trained is not None else {}
     for path, (call, piece) in found.slices.items():
         _require_tensor(result.get_submodule(path), call)
         owner, _, leaf = path.rpartition(".")
-        setattr(result.get_submodule(owner), leaf, Rewritten(piece.module(qmodel.graph_module)))
+        rewritten = _with_quantizers(piece.module(qmodel.graph_module), quantizers)
+        setattr(result.get_submodule(owner), leaf, Rewritten(rewritten))
     for path, activation in found.rounding.inputs.items():
         module = result.get_submodule(path)
-        module.add_module("round_input", rounding := Round(activation))
+        quantizer = quantizers.get(scales.get(id(activation.scale), ""))
+        module.add_module("round_input", rounding := Round(activation, quantizer))
         module.register_forward_pre_hook(rounding.before, with_kwargs=True)
     for path, activation in found.rounding.outputs.items():
         module = result.get_submodule(path)
-        module.add_module("round_output", rounding := Round(activation))
+        quantizer = quantizers.get(scales.get(id(activation.scale), ""))
+        module.add_module("round_output", rounding := Round(activation, quantizer))
         module.register_forward_hook(rounding.after)
     if missing := [name for name, p in result.named_parameters() if p.is_meta]:
         raise QuarkError(f"the quantized graph does not hold {', '.join(missing)}; pass eager(model)")
@@ -192,7 +224,7 @@ def eager(qmodel: QuantizedModel, model: nn.Module | None = None) -> nn.Module:
 
 def is_eager(model: nn.Module) -> bool:
     """Tell whether `eager` made the model."""
-    return any(isinstance(module, Dequantize | Round | Rewritten) for module in model.modules())
+    return any(isinstance(module, Dequantize | FakeQuantize | Cast | Round | Rewritten) for module in model.modules())
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
@@ -274,13 +306,38 @@ def _install(owner: nn.Module, leaf: str, constant: Constant, shared: dict[tuple
         parametrize.register_parametrization(owner, leaf, Dequantize(constant), unsafe=True)
 
 
+def _install_trained(owner: nn.Module, leaf: str, constant: Constant, trained: Trained) -> bool:
+    """Make a parameter that is trained the parameter `leaf` of `owner`; tell whether there is one."""
+    weight, value = trained.weights.get(constant.names[0]), trained.floats.get(constant.names[0])
+    if leaf in owner._buffers or (weight is None and value is None):
+        return False
+    if value is not None and value.shape != constant.tensor.shape:
+        return False
+    owner._parameters[leaf] = value if weight is None else weight[0]
+    if weight is not None:
+        parametrize.register_parametrization(owner, leaf, weight[1], unsafe=True)
+    return True
+
+
+def _with_quantizers(gm: GraphModule, quantizers: Mapping[str, FakeQuantize]) -> GraphModule:
+    """Let modules that are trained round in `gm`, by the name of their scale."""
+    for node in list(gm.graph.nodes):
+        pair = quantize_of(node)
+        scale: Any = pair.args[1] if pair is not None else None
+        quantizer = quantizers.get(str(scale.target)) if scale is not None and scale.op == "get_attr" else None
+        if pair is None or quantizer is None:
+            continue
+        path = f"{node.name}_quantizer"
+        gm.add_submodule(path, quantizer)
+        with gm.graph.inserting_before(node):
+            node.replace_all_uses_with(gm.graph.call_module(path, (pair.args[0],)))
+    erase_dead(gm)
+    gm.recompile()
+    return gm
+
+
 def _own(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().clone()
-
-
-def _require_float32(fn: Callable[[Tensor], Tensor]) -> None:
-    if fn(torch.zeros((), dtype=torch.float32)).dtype != torch.float32:
-        raise RuntimeError("the scales of a quantized model are float32; convert the model before quantizing it")
 
 
 __all__ = ["Dequantize", "Rewritten", "Round", "eager", "source_of"]

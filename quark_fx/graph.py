@@ -162,6 +162,11 @@ def _leaves(value: Any) -> Iterator[Any]:
     yield from value if isinstance(value, tuple | list) else (value,)
 
 
+def buffer_names(gm: GraphModule) -> frozenset[str]:
+    """Return the names of the tensors that were no parameters of the captured model: statistics, masks, tables."""
+    return gm.meta.get("buffers", frozenset())  # type: ignore[no-any-return]
+
+
 def stored_tensors(gm: GraphModule) -> dict[str, Tensor]:
     """Return every tensor the graph reads, by its dotted name."""
     return {str(node.target): parameter(gm, node) for node in gm.graph.nodes if node.op == "get_attr"}

@@ -90,6 +90,23 @@ class Layout:
             return parameter
         return parameter.repeat_interleave(self.block, dim=self.axis).narrow(self.axis, 0, self.shape[self.axis])
 
+    def total(self, values: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return the sums of `values`, one per element, over the elements that share a scale: the adjoint of `spread`.
+
+        Args:
+            values: the shape of the tensor.
+            shape: of the scale.
+        """
+        if self.axis is None or len(shape) == 0:
+            return values.sum().reshape(shape)
+        if self.flat:
+            return values.sum_to_size(self.kept).reshape(shape)
+        if self.block > 1 and shape[self.axis] > 1:
+            padding = -self.shape[self.axis] % self.block
+            last = F.pad(values.movedim(self.axis, -1), (0, padding)).unflatten(-1, (-1, self.block)).sum(-1)
+            values = last.movedim(-1, self.axis)
+        return values.sum_to_size(shape)
+
     # Some rows, dimension 0, at a time.
 
     def pieces(self, most: int) -> Iterator[slice | EllipsisType]:

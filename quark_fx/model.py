@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ from torch.fx import GraphModule
 from quark_fx.config import QuantConfig
 from quark_fx.correspondence import Source
 from quark_fx.errors import QuarkError
-from quark_fx.graph import own_tensors, target_name
+from quark_fx.graph import own_tensors
 from quark_fx.pass_manager import PassRecord, copy_graph
 from quark_fx.report import Report, Row
 from quark_fx.signature import Signature, split_batch
+from quark_fx.straight_through import records_gradients, run_with_gradients
 
 
 class QuantizedModel(nn.Module):
@@ -50,22 +50,16 @@ class QuantizedModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the quantized graph; inputs and outputs are those of the original model.
 
+        Gradients of inputs are straight-through: rounding counts as the identity within the clip range of an
+        activation. For those of weights see `quark_fx.prepare_qat`.
+
         Raises:
             QuarkError: if the inputs differ in structure, rank, fixed dimensions or dtype.
         """
         leaves = self.signature.flatten(args, kwargs)
-        if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-            self._warn_of_gradients()
+        if records_gradients(*leaves):
+            return self.signature.unflatten(run_with_gradients(self.graph_module, *leaves))
         return self.signature.unflatten(self.graph_module(*leaves))
-
-    def _warn_of_gradients(self) -> None:
-        if any(target_name(node) == "quark_fx.quantize.default" for node in self.graph_module.graph.nodes):
-            warnings.warn(
-                "an input requires gradients, and this model rounds activations to codes, which no gradient passes: "
-                "what reaches the input is missing or a part; call the model under torch.no_grad(), take gradients of "
-                "the float model, or quantize weights only",
-                stacklevel=5,
-            )
 
     def run_batch(self, batch: Any) -> Any:
         """Run a batch as calibration data is given: a tensor, a tuple of positions or a mapping of keywords."""
@@ -109,7 +103,9 @@ class QuantizedModel(nn.Module):
             RuntimeError: for `mode=True`.
         """
         if mode:
-            raise RuntimeError("a quantized graph is captured in eval mode and cannot be put in training mode")
+            raise RuntimeError(
+                "a quantized graph is captured in eval mode; to train it, call quark_fx.prepare_qat(qmodel)"
+            )
         super().train(False)
         return self
 

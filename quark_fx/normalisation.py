@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
@@ -26,6 +26,7 @@ from quark_fx.graph import (
     output_node,
     source_line,
     static_size,
+    stored_tensors,
     target_name,
 )
 from quark_fx.linear import Linear
@@ -59,6 +60,8 @@ def normalise(program: ExportedProgram, parameters: tuple[str, ...]) -> Captured
     erase_dead(gm)
     plain = GraphModule(gm, gm.graph, class_name="CapturedGraph")
     plain.graph.lint()
+    stored = stored_tensors(plain)
+    plain.meta["buffers"] = frozenset(name for name, tensor in stored.items() if not isinstance(tensor, nn.Parameter))
     _require_floats(plain)
     inputs = [node for node in plain.graph.nodes if node.op == "placeholder"]
     values = [node.meta.get("val") for node in inputs]

@@ -4,6 +4,9 @@ What these compute is what `QuantizeLinear` and `DequantizeLinear` compute: divi
 half to even, zero point added, saturation at the limits of the *format*. A third, `dynamic_qparams`,
 measures scale and zero point at run time; a fourth, `grouped_mm`, is in loaded graphs of experts.
 
+Codes have no gradient. `fake_quantize` computes what `dequantize` makes of `quantize`, with the straight-through
+gradient; it takes their place where a graph is trained.
+
 Granularity is the pair (`axis`, `block_size`), for every operator here:
 
 * `axis=None`: one scale, shape `()` (a zero point may have this shape under any granularity);
@@ -25,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quark_fx.formats import FloatFormat, IntFormat, parse_format
+from quark_fx.formats import FloatFormat, Format, IntFormat, parse_format
 from quark_fx.layout import Layout
 from quark_fx.qparams import QParams, ScaleType, Scheme, Symmetry, block_scale, like, share_scale
 
@@ -48,14 +51,26 @@ def quantize(
         block_size: see the module docstring.
     """
     fmt = parse_format(format)
+    return _codes(x, scale, zero_point, fmt, axis, block_size).to(fmt.dtype)
+
+
+def _codes(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    fmt: Format,
+    axis: int | None,
+    block_size: int,
+    limits: tuple[float, float] | None = None,
+) -> Tensor:
+    """Return the codes of `x` in a type that computes; saturates at `limits`, by default those of the format."""
     y = x.float() / spread(scale, x, axis, block_size)
     if isinstance(fmt, FloatFormat):
         # Of 8 bits, the dtype rounds by itself.
-        y = fmt.round_(y) if fmt.bits < 8 else y.clamp_(-fmt.max, fmt.max)
-        return y.to(fmt.dtype)
+        return fmt.round_(y) if fmt.bits < 8 else y.clamp_(-fmt.max, fmt.max)
+    low, high = limits or (fmt.qmin, fmt.qmax)
     y = y.double() if fmt.bits > 24 else y
-    y = y.round_().add_(spread(zero_point, x, axis, block_size))
-    return y.nan_to_num_(nan=fmt.qmin).clamp_(fmt.qmin, fmt.qmax).to(fmt.dtype)
+    return y.round_().add_(spread(zero_point, x, axis, block_size)).nan_to_num_(nan=low).clamp_(low, high)
 
 
 @quantize.register_fake
@@ -63,6 +78,18 @@ def _(
     x: Tensor, scale: Tensor, zero_point: Tensor, format: str, axis: int | None = None, block_size: int = 0
 ) -> Tensor:
     return torch.empty_like(x, dtype=parse_format(format).dtype)
+
+
+def _cut(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.mark_non_differentiable(output)
+
+
+def _no_gradient(ctx: Any, *gradients: Any) -> None:
+    raise AssertionError("codes have no gradient")
+
+
+# Without this, codes that are floats would ask for a gradient, of 8 bits.
+quantize.register_autograd(_no_gradient, setup_context=_cut)
 
 
 @torch.library.custom_op("quark_fx::dequantize", mutates_args=())
@@ -99,6 +126,135 @@ def _(
     return torch.empty_like(codes, dtype=dtype)
 
 
+def _keep_codes(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    codes, scale, zero_point, ctx.format, axis, block_size, _ = inputs
+    ctx.save_for_backward(codes, scale, zero_point)
+    ctx.layout = axis, block_size
+
+
+def _gradient_of_dequantize(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    if not ctx.needs_input_grad[1]:
+        return (None,) * 7
+    codes, scale, zero_point = ctx.saved_tensors
+    slope = codes.float()
+    if isinstance(parse_format(ctx.format), IntFormat):
+        slope = slope - spread(zero_point, codes, *ctx.layout)
+    return None, Layout.of(codes.shape, *ctx.layout).total(slope * gradient, scale.shape), *(None,) * 5
+
+
+dequantize.register_autograd(_gradient_of_dequantize, setup_context=_keep_codes)
+
+
+@torch.library.custom_op("quark_fx::fake_quantize", mutates_args=())
+def fake_quantize(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    format: str,
+    axis: int | None = None,
+    block_size: int = 0,
+    low: float | None = None,
+    high: float | None = None,
+) -> Tensor:
+    """Return `dequantize(quantize(x))` in the dtype of `x`, bit for bit, with a straight-through gradient.
+
+    The gradient of `x` is 1 where its code lies within the clip range and 0 where it saturates. That of a `scale` which
+    wants one is the rounding error in steps, or the limit that a value saturates at, times `1 / sqrt(n * largest code)`
+    for the `n` values that share the scale. Nothing waits for the device.
+
+    Args:
+        x: floating point, any shape.
+        scale: float32, shaped by the granularity (module docstring).
+        zero_point: int32, the shape of `scale`; ignored by float formats.
+        format: name of a format with integer codes or a float of at most 8 bits.
+        axis: see the module docstring.
+        block_size: see the module docstring.
+        low: smallest integer code; default: that of the format.
+        high: largest integer code; default: that of the format.
+
+    Source:
+        Esser et al. 2020, "Learned Step Size Quantization", equations 1 to 3 and section 2.2.
+    """
+    fmt = parse_format(format)
+    y = _codes(x, scale, zero_point, fmt, axis, block_size, _limits(fmt, low, high))
+    if isinstance(fmt, FloatFormat):
+        y = y.to(fmt.dtype).float()
+    else:
+        y = y.float().sub_(spread(zero_point, x, axis, block_size))
+    return y.mul_(spread(scale, x, axis, block_size)).to(x.dtype)
+
+
+@fake_quantize.register_fake
+def _(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    format: str,
+    axis: int | None = None,
+    block_size: int = 0,
+    low: float | None = None,
+    high: float | None = None,
+) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _limits(fmt: Format, low: float | None, high: float | None) -> tuple[float, float]:
+    """Return the smallest and the largest code in use."""
+    ends = (-fmt.max, fmt.max) if isinstance(fmt, FloatFormat) else (fmt.qmin, fmt.qmax)
+    return ends[0] if low is None else low, ends[1] if high is None else high
+
+
+def _keep_values(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, scale, zero_point, format, axis, block_size, low, high = inputs
+    ctx.save_for_backward(x, scale, zero_point)
+    ctx.format, ctx.layout = parse_format(format), (axis, block_size)
+    ctx.limits = _limits(ctx.format, low, high)
+
+
+def _gradient_of_fake_quantize(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x, scale, zero_point = ctx.saved_tensors
+    fmt, (low, high) = ctx.format, ctx.limits
+    position = x.float() / spread(scale, x, *ctx.layout)
+    if isinstance(fmt, FloatFormat):
+        rounded, reach = position, 2.0 ** (fmt.max_exponent - fmt.mantissa) / 2
+        low, high, least, most = low - reach, high + reach, low, high
+    else:
+        zero_point = spread(zero_point, x, *ctx.layout)
+        rounded = position.round() + zero_point
+        least, most = low, high
+    inside = (rounded >= low) & (rounded <= high)
+    of_x = gradient * inside if ctx.needs_input_grad[0] else None
+    of_scale = None
+    if ctx.needs_input_grad[1]:
+        if isinstance(fmt, FloatFormat):
+            codes = _codes(x, scale, zero_point, fmt, *ctx.layout).to(fmt.dtype).float()
+            slope = torch.where(inside, codes - position, codes)
+        else:
+            slope = torch.where(inside, rounded - zero_point - position, rounded.clamp(least, most) - zero_point)
+        factor = (x.numel() / max(1, scale.numel()) * max(most, 1)) ** -0.5
+        of_scale = Layout.of(x.shape, *ctx.layout).total(slope * gradient, scale.shape) * factor
+    return of_x, of_scale, *(None,) * 6
+
+
+fake_quantize.register_autograd(_gradient_of_fake_quantize, setup_context=_keep_values)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, like: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
+
+
+def straight_through(value: Tensor, like: Tensor) -> Tensor:
+    """Return `value`, bit for bit, with the gradient of `like`, which has its shape and dtype."""
+    result: Tensor = _StraightThrough.apply(value, like)
+    return result
+
+
 @torch.library.custom_op("quark_fx::grouped_mm", mutates_args=())
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Return the products of groups of rows with a matrix each, and 0 for rows after the last group.
@@ -120,6 +276,21 @@ def _(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     if (x.dim(), weight.dim(), offsets.dim()) != (2, 3, 1) or offsets.shape[0] != weight.shape[0]:
         raise ValueError(f"no grouped product: {x.dim()}, {weight.dim()} and {offsets.dim()} dimensions")
     return x.new_empty(x.shape[0], weight.shape[2])
+
+
+def _keep_factors(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradient_of_grouped_mm(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, offsets = ctx.saved_tensors
+    gradient = gradient.contiguous()
+    of_x = grouped_mm(gradient, weight.mT.contiguous(), offsets) if ctx.needs_input_grad[0] else None
+    of_weight = torch.ops.aten._grouped_mm.default(x.mT, gradient, offsets) if ctx.needs_input_grad[1] else None
+    return of_x, of_weight, None
+
+
+grouped_mm.register_autograd(_gradient_of_grouped_mm, setup_context=_keep_factors)
 
 
 @torch.library.custom_op("quark_fx::dynamic_qparams", mutates_args=())
@@ -163,6 +334,14 @@ def dynamic_qparams(
     scale = _nonzero((high - low) / like(low, scheme.qmax - scheme.qmin))
     zero_point = (scheme.qmin - low / scale).clamp_(scheme.qmin, scheme.qmax).round_()
     return scale, zero_point.to(torch.int32)
+
+
+def _cut_both(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(*output)
+
+
+# A range that is measured is a constant to the gradient, as one that is calibrated.
+dynamic_qparams.register_autograd(_no_gradient, setup_context=_cut_both)
 
 
 @dynamic_qparams.register_fake
@@ -237,4 +416,13 @@ def _nonzero(scale: Tensor) -> Tensor:
     return torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
 
 
-__all__ = ["dequantize", "dynamic_qparams", "encode", "quantize", "row_pieces", "spread"]
+__all__ = [
+    "dequantize",
+    "dynamic_qparams",
+    "encode",
+    "fake_quantize",
+    "quantize",
+    "row_pieces",
+    "spread",
+    "straight_through",
+]

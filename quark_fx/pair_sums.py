@@ -99,8 +99,10 @@ class PairBound:
             position: what they were rounded from, in units of a code; default: the codes. A pair that saturates
                 becomes the nearest one that does not.
         """
-        if not bool(self.exceeded(codes).any()):
-            return codes
+        return self.lowered(codes, position) if bool(self.exceeded(codes).any()) else codes
+
+    def lowered(self, codes: Tensor, position: Tensor | None = None) -> Tensor:
+        """Return `limited(codes, position)` without waiting for the device that holds them."""
         rows = self.rows(codes).to(torch.float32)
         near = rows if position is None else self.rows(position.to(torch.float32))
         kept = torch.cat([self._limited(*part) for part in zip(*map(_pieces, (rows, near)), strict=True)])

@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 from quark_fx.checkpoint_files import GRAPH_FILE
 from quark_fx.config import QuantConfig
 from quark_fx.errors import QuarkError
-from quark_fx.graph import restore_values, results_of, static_size, stored_tensors, tensor_names
+from quark_fx.graph import buffer_names, restore_values, results_of, static_size, stored_tensors, tensor_names
 from quark_fx.isolation import isolated, quiet
 from quark_fx.model import QuantizedModel
 from quark_fx.model_directory import read_model, write_model
@@ -78,6 +78,7 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
         "symbols": (symbols := _Symbols()).sizes,
         "inputs": [_value_to_data(node, symbols) for node in gm.graph.nodes if node.op == "placeholder"],
         "tensors": {ids[name]: names.get(name, name) for name in tensors},
+        "buffers": [ids[name] for name in tensors if name in buffer_names(gm)],
         "nodes": [_node_to_data(node, ids) for node in gm.graph.nodes],
     }
     try:
@@ -251,6 +252,7 @@ def _graph_from_data(
         raise QuarkError("the stored graph has no output")
     gm = GraphModule(root, graph, class_name="CapturedGraph")
     gm.meta["tensor_names"] = dict(names)
+    gm.meta["buffers"] = frozenset(_names(document.get("buffers", [])))
     _restore(gm, document["symbols"], document["inputs"], device)
     return gm
 

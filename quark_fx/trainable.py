@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from quark_fx import ops
 from quark_fx.block_walk import BlockRun
 from quark_fx.blocks import extract
 from quark_fx.formats import IntFormat, parse_format
 from quark_fx.graph import parameter, results_of, target_name
-from quark_fx.ops import dequantize, quantize
 from quark_fx.quantized_weights import QuantizedWeight
-
-_PAIR = ("quark_fx.dequantize.default", "quark_fx.quantize.default")
+from quark_fx.straight_through import QUANTIZE, quantize_of
 
 
 @dataclass(frozen=True)
@@ -88,12 +87,8 @@ def trainable_block(
                 named[weight.node.name].replace_input_with(named[weight.bias.name], graph.placeholder(f"bias_{i}"))
         places_of = {name: graph.placeholder(f"scale_{i}") for i, name in enumerate(scales)}
     for node in list(graph.nodes):
-        if target_name(node) == _PAIR[0] and target_name(source := node.args[0]) == _PAIR[1]:
+        if (source := quantize_of(node)) is not None:
             _differentiable(graph, node, source, {"drop": drop, "generator": generator}, places_of)
-        elif target_name(node) == "quark_fx.dynamic_qparams.default":
-            # A range that is measured is a constant to the gradient, as one that is calibrated.
-            with graph.inserting_before(node):
-                node.args = (graph.call_function(torch.ops.aten.detach.default, (node.args[0],)), *node.args[1:])
     graph.eliminate_dead_code()
     module.recompile()
     made = [i for i, name in enumerate(run.block.outputs) if name in run.block.made]
@@ -123,36 +118,14 @@ def fake_quantize(
     drop: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return `dequantize(quantize(x))` with the gradient of a straight line.
-
-    Where a value saturates at the ends of an integer format with one scale, its gradient is zero.
+    """Return `quark_fx.ops.fake_quantize(x)`, with some values left in float.
 
     Args:
         x, scale, zero_point, format, axis, block_size: as in `quark_fx.ops`.
         drop: probability that a value stays as it is (QDrop, Wei et al. 2022).
         generator: draws which; default: that of the process.
-
-    Source:
-        For a `scale` that wants a gradient: LSQ, Esser et al. 2020.
     """
-    fmt = parse_format(format)
-    y: Tensor
-    if isinstance(fmt, IntFormat) and scale.numel() == 1:
-        wide = x.float()
-        if scale.requires_grad:
-            factor = (x.numel() * max(fmt.qmax, 1)) ** -0.5
-            point = zero_point.float().reshape(1)
-            y = torch.ops.aten._fake_quantize_learnable_per_tensor_affine(
-                wide, scale.reshape(1), point, fmt.qmin, fmt.qmax, factor
-            )
-        else:
-            y = torch.fake_quantize_per_tensor_affine(wide, scale, zero_point, fmt.qmin, fmt.qmax)
-        y = y.to(x.dtype)
-    else:
-        with torch.no_grad():
-            codes = quantize(x, scale, zero_point, format, axis, block_size)
-            rounded = dequantize(codes, scale, zero_point, format, axis, block_size, x.dtype)
-        y = x + (rounded - x).detach()
+    y: Tensor = ops.fake_quantize(x, scale, zero_point, format, axis, block_size)
     if drop <= 0:
         return y
     chance = torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device)
@@ -164,7 +137,7 @@ def activation_scales(gm: GraphModule) -> list[str]:
     found = [
         str(node.args[1].target)
         for node in gm.graph.nodes
-        if target_name(node) == _PAIR[1]
+        if target_name(node) == QUANTIZE
         and isinstance(node.args[1], Node)
         and node.args[1].op == "get_attr"
         and parameter(gm, node.args[1]).dim() == 0

@@ -138,19 +138,16 @@ def test_data_that_is_zero_everywhere_is_remarked_on() -> None:
         quantize(Two().eval(), INT8, [torch.zeros(4, 8), rand(2, 8)])
 
 
-def test_an_input_that_wants_gradients_is_warned_about_where_activations_are_rounded() -> None:
-    x = rand(4, 8).requires_grad_()
-    static, weights = (quantize(Two().eval(), name, [rand(4, 8)]) for name in ("int8_static", "int8_weight_only"))
-    with pytest.warns(UserWarning, match="which no gradient passes") as found:
-        static(x)
-    assert found[0].filename == __file__
+@pytest.mark.parametrize("preset", ["int8_static", "int8_dynamic", "int8_weight_only"])
+def test_gradients_reach_the_input_of_a_quantized_model(preset: str) -> None:
+    model, x = Two().eval(), (rand(4, 8) / 2).requires_grad_()  # well within the clip ranges
+    qmodel = quantize(model, preset, [rand(4, 8)])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        weights(x).sum().backward()
-        with torch.no_grad():
-            static(x)
-        static(rand(4, 8))
-    assert x.grad is not None
+        y = qmodel(x)
+    assert torch.equal(y, qmodel(x.detach()))
+    (found,), (wanted,) = (torch.autograd.grad(made.sum(), x) for made in (y, model(x)))
+    assert float(torch.cosine_similarity(found.flatten(), wanted.flatten(), 0)) > 0.99
 
 
 def test_pickling_names_what_to_call_instead_and_copies_work() -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from quark_fx.graph import erase_dead, get_attr, is_floating, is_parameter, parameter, target_name
+from quark_fx.graph import buffer_names, erase_dead, get_attr, is_floating, is_parameter, parameter, target_name
 from quark_fx.operators import MOVING, operator_row
 from quark_fx.pass_manager import graph_pass
 
@@ -30,7 +30,10 @@ def fold_constants(gm: GraphModule) -> int:
         with torch.no_grad():
             value = _evaluate(gm, node)
         with gm.graph.inserting_before(node):
-            node.replace_all_uses_with(get_attr(gm, _name(inputs[0]), value))
+            constant = get_attr(gm, _name(inputs[0]), value)
+            node.replace_all_uses_with(constant)
+        if buffer_names(gm).issuperset(str(n.target) for n in inputs):
+            gm.meta["buffers"] = buffer_names(gm) | {str(constant.target)}
         gm.graph.erase_node(node)
         folded += 1
     erase_dead(gm)
