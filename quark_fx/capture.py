@@ -27,6 +27,7 @@ from quark_fx.graph import static_size, target_name
 from quark_fx.isolation import isolated, quiet
 from quark_fx.normalisation import Captured, normalise
 from quark_fx.signature import bind, parameter_names, split_batch
+from quark_fx.symbolic_sizes import chunked_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ def _widen_ones(
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
     hugging_face = _is_hugging_face(model) and not args
     try:
-        with torch.no_grad(), quiet(), _no_cache_within(model, kwargs):
+        with torch.no_grad(), quiet(), chunked_sizes(), _no_cache_within(model, kwargs):
             if hugging_face and (program := _export_hugging_face(model, kwargs, dynamic_shapes)) is not None:
                 return program
             if dynamic_shapes is None:

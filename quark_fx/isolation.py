@@ -136,6 +136,9 @@ def quiet() -> Iterator[None]:
     handlers = {id(h): h for logger in known if isinstance(logger, logging.Logger) for h in logger.handlers}
     if logging.lastResort is not None:
         handlers[id(logging.lastResort)] = logging.lastResort
+    # A handler without a stream prints nothing. That of torch's traces finds out on its first record that nobody wants
+    # them; kept from it, torch composes a record for every comparison of sizes.
+    handlers = {key: h for key, h in handlers.items() if getattr(h, "stream", h) is not None}
     silence = _OfThisThread()
     for handler in handlers.values():
         handler.addFilter(silence)

@@ -6,10 +6,13 @@ their original names; inputs and outputs are flat (their structure is the `Signa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
@@ -21,17 +24,18 @@ from quark_fx.errors import CaptureError
 from quark_fx.graph import (
     describe,
     erase_dead,
-    is_getitem,
-    is_parameter,
     output_node,
     source_line,
     static_size,
     stored_tensors,
     target_name,
 )
+from quark_fx.in_place import UnresolvedError, make_functional
 from quark_fx.linear import Linear
 from quark_fx.operators import argument
 from quark_fx.signature import Signature, leaf_names
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,13 +49,7 @@ class Captured:
 def normalise(program: ExportedProgram, parameters: tuple[str, ...]) -> Captured:
     """Turn a fresh `ExportedProgram` into a `Captured`."""
     _require_operators(program)
-    program = _functionalise(program)
-    gm = program.module(check_guards=False)
-    assert isinstance(gm, GraphModule)
-    for node in list(gm.graph.nodes):
-        if node.op == "call_module":  # leftover guard calls
-            gm.graph.erase_node(node)
-    _make_functional(gm)
+    gm = _functional_module(program)
     _drop_no_ops(gm)
     spec = program.call_spec
     gm.graph.set_codegen(CodeGen())
@@ -76,6 +74,7 @@ def normalise(program: ExportedProgram, parameters: tuple[str, ...]) -> Captured
         input_shapes=tuple(tuple(static_size(d) for d in v.shape) if isinstance(v, Tensor) else None for v in values),
         input_dtypes=tuple(v.dtype if isinstance(v, Tensor) else None for v in values),
         input_limits=_limits(program, inputs),
+        input_multiples=_multiples(inputs),
         input_constants={
             str(node.target): v
             for node, v in zip(inputs, values, strict=True)
@@ -144,11 +143,35 @@ def _limits(program: ExportedProgram, inputs: list[Node]) -> tuple[tuple[str, in
     return tuple(found)
 
 
-def _functionalise(program: ExportedProgram) -> ExportedProgram:
-    """Return the program with mutations of views and aliases resolved by torch, if it has any.
+def _multiples(inputs: list[Node]) -> tuple[tuple[str, int, int], ...]:
+    """Return the dynamic dimensions whose sizes have to be multiples of a number for the captured path to hold."""
+    found: list[tuple[str, int, int]] = []
+    for node in inputs:
+        value = node.meta.get("val")
+        sizes: list[Any] = list(value.shape) if isinstance(value, Tensor) else []
+        for dim, size in enumerate(sizes):
+            symbol = size.node.expr if isinstance(size, torch.SymInt) else None
+            if isinstance(symbol, sympy.Symbol):
+                guards = [guard.expr for guard in getattr(size.node.shape_env, "guards", ())]
+                numbers = {n for guard in guards if guard.free_symbols == {symbol} for n in _multiple(guard, symbol)}
+                if numbers:
+                    found.append((str(node.target), dim, math.lcm(*numbers)))
+    return tuple(found)
 
-    Most in-place operators overwrite a value nobody else can see; those are renamed by
-    `_make_functional` in one walk, which saves a retrace.
+
+def _multiple(guard: Any, symbol: Any) -> Iterator[int]:
+    """Yield the number whose multiples fulfil `guard`, while no size between them does, if there is one."""
+    for number in sorted({int(n) for n in guard.atoms(sympy.Integer) if n > 1}):
+        sizes = range(2 * number, 5 * number)
+        if all((guard.xreplace({symbol: sympy.Integer(n)}) == sympy.true) == (n % number == 0) for n in sizes):
+            yield number
+            return
+
+
+def _functional_module(program: ExportedProgram) -> GraphModule:
+    """Return the program as a module without in-place operators.
+
+    What `make_functional` cannot follow is resolved by torch, which traces the program once more.
     """
     mutated = [spec.target for spec in program.graph_signature.output_specs if spec.kind.name == "BUFFER_MUTATION"]
     if mutated:
@@ -157,58 +180,24 @@ def _functionalise(program: ExportedProgram) -> ExportedProgram:
             "quantized graph is a function of its inputs: pass that state as an input and return it (a functional "
             "cache), or disable it"
         )
-    nodes = program.graph_module.graph.nodes
-    order = {node: i for i, node in enumerate(nodes)}
-    visible = any(_is_mutation(node) and not _is_private(node, order) for node in nodes if node.op == "call_function")
-    return program.run_decompositions({}) if visible else program
+    try:
+        return _module(program)
+    except UnresolvedError as reason:
+        logger.debug("the program is traced once more because of %s", reason)
+    try:
+        return _module(program.run_decompositions({}))
+    except UnresolvedError as reason:
+        raise CaptureError(f"{reason} has no functional form; replace it by an out-of-place operator") from None
 
 
-def _is_mutation(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
-
-
-def _is_private(node: Node, order: Mapping[Node, int]) -> bool:
-    """Tell whether nothing but the in-place `node` itself still reads what it overwrites, under any alias."""
-    family, pending = set(), [node.args[0]]
-    while pending:
-        value = pending.pop()
-        if not isinstance(value, Node) or value in family:
-            continue
-        family.add(value)
-        if value.op in ("placeholder", "get_attr"):
-            return target_name(node) == "aten.detach_.default"
-        aliases = [value.args[0]] if _is_view(value) else []
-        pending += aliases + [user for user in value.users if user is not node and _is_view(user)]
-    return len(family) == 1 or all(order[user] <= order[node] for value in family for user in value.users)
-
-
-def _is_view(node: Node) -> bool:
-    if is_getitem(node):  # of one part of a split, which is a view too
-        return _is_view(node.args[0])  # type: ignore[arg-type]
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns)
-
-
-def _make_functional(gm: GraphModule) -> None:
+def _module(program: ExportedProgram) -> GraphModule:
+    gm = program.module(check_guards=False)
+    assert isinstance(gm, GraphModule)
     for node in list(gm.graph.nodes):
-        if node.op != "call_function" or not _is_mutation(node):
-            continue
-        overwritten = node.args[0]
-        name, overload = node.target._schema.name.split("::")[1], node.target._overloadname
-        functional = getattr(getattr(torch.ops.aten, name.removesuffix("_"), None), overload, None)
-        if is_parameter(overwritten) and name != "detach_":
-            raise CaptureError(f"{describe(node)} overwrites the parameter or buffer {overwritten.target}")
-        if functional is None:
-            raise CaptureError(f"{describe(node)} has no functional form; replace it by an out-of-place operator")
-        node.target = functional
-        overwritten.replace_all_uses_with(
-            node, delete_user_cb=lambda user, node=node: user is not node and _comes_after(user, node)
-        )
-
-
-def _comes_after(user: Node, node: Node) -> bool:
-    return node < user
+        if node.op == "call_module":  # leftover guard calls
+            gm.graph.erase_node(node)
+    make_functional(gm)
+    return gm
 
 
 _CASTS = (

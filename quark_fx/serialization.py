@@ -383,6 +383,7 @@ def _signature_to_data(signature: Signature) -> dict[str, Any]:
         "output_names": list(signature.output_names),
         "input_constants": {name: _encode(value) for name, value in signature.input_constants.items()},
         "input_limits": [list(limit) for limit in signature.input_limits],
+        "input_multiples": [list(multiple) for multiple in signature.input_multiples],
         "fixed_arguments": {name: _encode(value) for name, value in signature.fixed_arguments.items()},
     }
 
@@ -406,6 +407,11 @@ def _signature_from_data(data: Any, inputs: list[Any], gm: GraphModule) -> Signa
         whole = len(limit) == 4 and all(type(n) is int for n in limit[1:3]) and type(limit[3]) in (int, type(None))
         if not whole or limit[0] not in ranks or not 0 <= limit[1] < ranks[limit[0]]:
             raise QuarkError(f"the stored model limits an input by {brief(limit)}")
+    multiples: list[Any] = [tuple(_list(multiple)) for multiple in _list(data.get("input_multiples", []))]
+    for multiple in multiples:
+        whole = len(multiple) == 3 and all(type(n) is int for n in multiple[1:]) and multiple[2] > 1
+        if not whole or multiple[0] not in ranks or not 0 <= multiple[1] < ranks[multiple[0]]:
+            raise QuarkError(f"the stored model takes multiples of an input by {brief(multiple)}")
     return Signature(
         in_spec=in_spec,
         out_spec=out_spec,
@@ -419,6 +425,7 @@ def _signature_from_data(data: Any, inputs: list[Any], gm: GraphModule) -> Signa
         input_dtypes=tuple(None if value is None else DTYPES[value["dtype"]] for value in inputs),
         input_constants={name: _constant(value) for name, value in _mapping(data["input_constants"]).items()},
         input_limits=tuple(limits),
+        input_multiples=tuple(multiples),
         fixed_arguments={name: _constant(value) for name, value in _mapping(data["fixed_arguments"]).items()},
     )
 

@@ -38,6 +38,7 @@ class Signature:
         input_constants: by name, the value of an input that is no tensor: the graph was captured with it.
         input_limits: by name and dimension, the smallest and largest size a dynamic dimension may have, where the
             model's code distinguishes sizes.
+        input_multiples: by name and dimension, the number whose multiples a dynamic dimension may have as size.
         fixed_arguments: keyword arguments the graph was captured with that are no inputs of it.
     """
 
@@ -50,6 +51,7 @@ class Signature:
     input_dtypes: tuple[torch.dtype | None, ...]
     input_constants: Mapping[str, Any] = field(default_factory=dict)
     input_limits: tuple[tuple[str, int, int, int | None], ...] = ()
+    input_multiples: tuple[tuple[str, int, int], ...] = ()
     fixed_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -85,6 +87,14 @@ class Signature:
                 raise QuarkError(
                     f"input {name} has size {size} in dimension {dim}; the model's code takes another path there than "
                     f"the captured one, which holds from {low} to {high or 'any size'}; capture a batch of that size"
+                )
+        for name, dim, multiple in self.input_multiples:
+            size = by_name[name].shape[dim]
+            if size % multiple:
+                raise QuarkError(
+                    f"input {name} has size {size} in dimension {dim}; the model's code takes another path there than "
+                    f"the captured one, which holds for multiples of {multiple}; pad the batch, or capture a batch "
+                    "whose size is none"
                 )
         return leaves
 

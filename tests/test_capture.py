@@ -10,13 +10,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
+import sympy
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny import calls, cnn, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.functions import Mod, PythonMod
 
 import quark_fx as qfx
 from quark_fx.capture import Captured
+from quark_fx.symbolic_sizes import round_up
 
 
 class Function(nn.Module):
@@ -93,7 +99,25 @@ IN_PLACE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "copy_": lambda x, w: torch.empty_like(x).copy_(x) @ w,
     "chunks_mutated": lambda x, w: chunks_mutated(x @ w),
     "transpose_mutated": lambda x, w: transpose_mutated(x @ w),
+    "rows_substituted": lambda x, w: rows_substituted(x @ w),
+    "view_of_view_read_later": lambda x, w: view_of_view_read_later(x @ w),
+    "written_by_a_result": lambda x, w: (x @ w)[:, :2].mul_(2).add_(1)[0],
+    "part_unbound": lambda x, w: part_unbound(x @ w),
+    "split_unevenly": lambda x, w: split_unevenly(x @ w),
+    "permuted_and_unsqueezed": lambda x, w: permuted_and_unsqueezed(x @ w),
+    "diagonal_written": lambda x, w: diagonal_written(x @ w),
+    "wider_operand": lambda x, w: wider_operand(x @ w),
+    "copied_across_types": lambda x, w: copied_across_types(x @ w),
+    "steps_written": lambda x, w: steps_written(x @ w),
+    "renamed_in_place": lambda x, w: renamed_in_place(x @ w),
+    "source_changed_after_the_copy": lambda x, w: source_changed_after_the_copy(x @ w),
+    "overlapping_windows": lambda x, w: overlapping_windows(x @ w),
+    "reshaped_copy_kept": lambda x, w: reshaped_copy_kept(x @ w),
+    "expanded_then_written": lambda x, w: expanded_then_written(x @ w),
 }
+
+RETRACED = ("reshaped_copy_kept",)
+"""Those of `IN_PLACE` that torch has to resolve: whether a reshape is a copy there depends on strides."""
 
 
 def add_to(y: Tensor, x: Tensor) -> Tensor:
@@ -157,9 +181,189 @@ def transpose_mutated(y: Tensor) -> Tensor:
     return y
 
 
+def rows_substituted(y: Tensor) -> Tensor:
+    for i in range(1, 4):
+        row = y[..., i, :i].clone() if y.dim() > 2 else y[:, :i].clone()
+        y[:, i : i + 1] = y[:, i : i + 1] + row.sum(-1, keepdim=True)
+    return y * 2
+
+
+def view_of_view_read_later(y: Tensor) -> tuple[Tensor, Tensor]:
+    columns = y.t()
+    inner = columns[1:3]
+    y[:, 1].neg_()
+    inner[0].add_(1)
+    return inner * 2, columns.sum(0)
+
+
+def part_unbound(y: Tensor) -> Tensor:
+    first, second, *_ = y.unbind(1)
+    second.mul_(first)
+    return y + second[:, None]
+
+
+def split_unevenly(y: Tensor) -> tuple[Tensor, Tensor]:
+    a, b = y.split([1, 3], dim=-1)
+    b.relu_()
+    y.add_(1)
+    return a + b, y
+
+
+def permuted_and_unsqueezed(y: Tensor) -> Tensor:
+    y[None].permute(2, 0, 1)[:2].unsqueeze(-1).squeeze(1).mul_(3)
+    return y
+
+
+def diagonal_written(y: Tensor) -> Tensor:
+    y.diagonal().zero_()
+    y.diagonal(1).fill_(2.0)
+    return y
+
+
+def wider_operand(y: Tensor) -> Tensor:
+    y[:, :2].add_(y[:, 2:].double())
+    return y / 3
+
+
+def copied_across_types(y: Tensor) -> Tensor:
+    z = torch.zeros_like(y)
+    z.copy_(torch.arange(4, device=y.device))
+    z[0] = y[0].double()
+    return y + z
+
+
+def steps_written(y: Tensor) -> Tensor:
+    y[:, ::2] = y[:, 1::2]
+    return y
+
+
+def renamed_in_place(y: Tensor) -> tuple[Tensor, Tensor]:
+    whole = y[:]
+    y.unsqueeze_(0)
+    y[0, :, 0].add_(1)
+    return y.exp(), whole
+
+
+def source_changed_after_the_copy(y: Tensor) -> tuple[Tensor, Tensor]:
+    kept = torch.empty_like(y).copy_(y)
+    y.mul_(0)
+    return kept, y
+
+
+def overlapping_windows(y: Tensor) -> Tensor:
+    windows = y.unfold(1, 2, 1)
+    y[:, 1] = 5.0
+    return windows.sum(-1)
+
+
+def reshaped_copy_kept(y: Tensor) -> tuple[Tensor, Tensor]:
+    flat = y.t().reshape(-1)
+    y.add_(1)
+    return flat * 2, y
+
+
+def expanded_then_written(y: Tensor) -> Tensor:
+    wide = y[:, None].expand(-1, 2, -1)
+    y.abs_()
+    return wide * 2
+
+
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_in_place_operators_give_what_eager_gives(name: str) -> None:
     assert_captured(seeded(Function(IN_PLACE[name])), rand(3, 4), other=(rand(5, 4, seed=2),))
+
+
+@pytest.mark.parametrize("name", [name for name in IN_PLACE if name not in RETRACED])
+def test_writes_to_views_become_functional_without_a_retrace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", None)
+    qfx.capture_graph(seeded(Function(IN_PLACE[name])), rand(3, 4))
+
+
+class OverwritesItsBuffer(nn.Module):
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen[:2].add_(1)
+        return x + self.seen
+
+
+def test_a_write_to_a_view_of_a_buffer_is_refused() -> None:
+    with pytest.raises(qfx.CaptureError, match=r"(writes to its buffer|overwrites the parameter or buffer) .*seen"):
+        qfx.capture_graph(OverwritesItsBuffer().eval(), rand(3, 4))
+
+
+def padded_to_chunks(x: Tensor, size: int) -> Tensor:
+    """Sum over chunks of `size` tokens: the tokens are padded to whole chunks, which are then cut off again."""
+    batch, tokens, _ = x.shape
+    missing = (size - tokens % size) % size
+    chunks = nn.functional.pad(x, (0, 0, 0, missing)).reshape(batch, -1, size, x.shape[-1])
+    return (chunks + chunks.sum(2, keepdim=True)).reshape(batch, -1, x.shape[-1])[:, :tokens]
+
+
+class Chunked(nn.Module):
+    """Tokens in chunks of four; `scanned` walks the chunks one by one, `cut` cuts only what was padded."""
+
+    def __init__(self, *, scanned: bool = False, cut: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(rand(4, 4))
+        self.scanned, self.cut = scanned, cut
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = padded_to_chunks(x @ self.weight, 4)
+        if self.scanned:
+            for _ in range((x.shape[1] + -x.shape[1] % 4) // 4):
+                y = y * 2
+        if self.cut:
+            padded = x.shape[1] + (4 - x.shape[1] % 4) % 4
+            whole = nn.functional.pad(y, (0, 0, 0, padded - x.shape[1]))
+            y = (whole[:, : x.shape[1]] if padded > x.shape[1] else whole) + x
+        return y
+
+
+def test_sizes_padded_to_chunks_are_simple_expressions() -> None:
+    captured = assert_captured(seeded(Chunked()), rand(2, 10, 4), other=(rand(3, 23, 4),))
+    sizes = {str(d) for n in calls(captured.module, "") for d in getattr(n.meta.get("val"), "shape", ())}
+    assert not any("Mod" in size or "%" in size for size in sizes), sizes
+
+
+def test_a_walk_over_chunks_holds_for_the_lengths_of_as_many() -> None:
+    captured = assert_captured(seeded(Chunked(scanned=True)), rand(2, 10, 4), other=(rand(3, 12, 4),))
+    assert captured.signature.input_limits == (("x", 1, 9, 12),)
+    with pytest.raises(qfx.QuarkError, match="from 9 to 12; capture a batch of that size"):
+        captured.signature.flatten((rand(2, 13, 4),), {})
+
+
+def test_a_length_of_whole_chunks_is_not_taken_for_any_length() -> None:
+    captured = assert_captured(seeded(Chunked(cut=True)), rand(2, 12, 4), other=(rand(3, 16, 4),))
+    with pytest.raises(qfx.QuarkError, match=r"multiples of 4;.*capture a batch whose size is none"):
+        captured.signature.flatten((rand(2, 13, 4),), {})
+    assert_captured(seeded(Chunked(cut=True)), rand(2, 11, 4), other=(rand(3, 17, 4),))
+
+
+@given(st.integers(1, 40), st.integers(0, 99), st.integers(-3, 3), st.booleans())
+def test_what_is_missing_to_whole_chunks_is_the_remainder(size: int, n: int, more: int, nested: bool) -> None:
+    x = sympy.Symbol("x", integer=True, nonnegative=True)
+    inner = Mod(x, sympy.Integer(size)) if nested and size > 1 else x
+    found = round_up(more * size - inner, sympy.Integer(size))
+    assert found is not None
+    assert found.subs(x, n) == -n % size
+
+
+@pytest.mark.parametrize("expression", ["x", "1 - x", "-2*x", "-x - y"])
+def test_other_remainders_stay(expression: str) -> None:
+    x = sympy.Symbol("x", integer=True, nonnegative=True)
+    y = sympy.Symbol("y", integer=True)
+    assert round_up(sympy.sympify(expression, locals={"x": x, "y": y}), sympy.Integer(8)) is None
+
+
+def test_torch_is_left_as_it_was() -> None:
+    before = [Mod.eval, PythonMod.eval, ShapeEnv._maybe_guard_rel]
+    qfx.capture_graph(seeded(Chunked()), rand(2, 10, 4))
+    assert [Mod.eval, PythonMod.eval, ShapeEnv._maybe_guard_rel] == before
 
 
 class Pair(NamedTuple):

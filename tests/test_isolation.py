@@ -228,6 +228,21 @@ def test_only_the_own_thread_is_quiet(caplog: pytest.LogCaptureFixture) -> None:
     assert logging.root.manager.disable == logging.NOTSET
 
 
+def test_a_handler_that_waits_for_its_first_record_gets_it() -> None:
+    """Torch's traces find out on it that nobody wants them, and stop composing records."""
+
+    class Lazy(logging.StreamHandler):  # type: ignore[type-arg]
+        def emit(self, record: logging.LogRecord) -> None:
+            log.removeHandler(self)
+
+    log, handler = logging.getLogger("traces"), Lazy()
+    handler.stream = None
+    log.addHandler(handler)
+    with quiet():
+        log.error("the first")
+    assert handler not in log.handlers
+
+
 def test_a_warning_names_the_line_of_the_caller() -> None:
     config = INT8.replace(exclude=("*",))
     with warnings.catch_warnings(record=True) as found:

@@ -23,7 +23,7 @@ LAYERS = (
     {"ops", "observers", "graph", "signature", "structures", "stored_operators", "model_directory"},
     {"operators", "linear_map", "linear", "pass_manager", "grid", "shifts", "straight_through"},
     {"specs"},
-    {"config", "block_formats", "pair_sums"},
+    {"config", "block_formats", "pair_sums", "in_place", "symbolic_sizes"},
     {"normalisation", "capture_errors", "fake_quantize"},
     {"weights", "placement", "capture", "scale_walk", "scale_rules", "scale_sites"} | {"activation_cache", "rounding"},
     {"report", "blocks", "context", "quantized_weights", "correspondence", "module_slices", "rounded_modules"},

@@ -1,0 +1,101 @@
+"""Sizes that torch rounds up to whole chunks, written so that its symbolic arithmetic can tell what they are.
+
+A model that pads a sequence to whole chunks computes `n + (c - n % c) % c`, or `n + -n % c`. Torch does not see that
+this is a multiple of `c`, so each comparison of strides behind it is a proof about nested remainders, and the proofs
+take most of the time of an export. Written as `c * ((n + c - 1) // c)`, the remainders cancel where `c` divides the
+size.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import sympy
+
+
+def round_up(dividend: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr | None:
+    """Return `dividend % divisor` without remainders, if it is what is missing to the next multiple of the divisor.
+
+    Args:
+        dividend: an integer expression.
+        divisor: what it is divided by.
+
+    Returns:
+        `divisor * ((x + divisor - 1) // divisor) - x` where the dividend is `-x`, or `-(x % divisor)`, plus a multiple
+        of the divisor, for an `x` that is known not to be negative; otherwise `None`.
+    """
+    functions = importlib.import_module("torch.utils._sympy.functions")
+    if not isinstance(divisor, sympy.Integer) or divisor <= 0:
+        return None
+    terms = sympy.Add.make_args(dividend)
+    rest = sympy.Add(*(t for t in terms if not (t.is_Integer and t % divisor == 0)))
+    factor, size = rest.as_coeff_Mul()
+    if isinstance(size, functions.Mod | functions.PythonMod) and size.args[1] == divisor:
+        size = size.args[0]
+    if factor != -1 or not (size.is_integer and size.is_nonnegative):
+        return None
+    return divisor * functions.FloorDiv(size + divisor - 1, divisor) - size
+
+
+def _remainder(original: Any) -> classmethod[Any, Any, Any]:
+    def evaluate(cls: Any, dividend: Any, divisor: Any) -> Any:
+        found = original.__func__(cls, dividend, divisor)
+        return round_up(dividend, divisor) if found is None else found
+
+    return classmethod(evaluate)
+
+
+def _quotient_bounds(expression: Any, floor_div: Any) -> tuple[Any, ...]:
+    """Return what `x // divisor == number` says about `x`: torch keeps bounds of sizes, but not of quotients."""
+    if not isinstance(expression, sympy.Eq):
+        return ()
+    left, right = expression.args
+    for quotient, number in ((left, right), (right, left)):
+        if isinstance(quotient, floor_div) and isinstance(number, sympy.Integer):
+            dividend, divisor = quotient.args
+            if isinstance(divisor, sympy.Integer) and divisor > 0:
+                return (
+                    sympy.Ge(dividend, number * divisor),
+                    sympy.Lt(dividend, (number + 1) * divisor),
+                )
+    return ()
+
+
+@contextmanager
+def chunked_sizes() -> Iterator[None]:
+    """Let torch's symbolic sizes know of whole chunks meanwhile.
+
+    Private parts of torch are replaced; where this version is built otherwise, nothing changes but the time it takes.
+    """
+    try:
+        functions = importlib.import_module("torch.utils._sympy.functions")
+        symbolic_shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+        shapes, not_the_users = symbolic_shapes.ShapeEnv, symbolic_shapes.uninteresting_files()
+        evaluations = [(kind, vars(kind)["eval"]) for kind in (functions.Mod, functions.PythonMod)]
+        learn, refine, floor_div = shapes._maybe_guard_rel, shapes._refine_ranges, functions.FloorDiv
+    except (ImportError, AttributeError, KeyError):
+        yield
+        return
+
+    def learned(self: Any, expression: Any) -> None:
+        learn(self, expression)
+        for bound in _quotient_bounds(expression, floor_div):
+            if bound.free_symbols:
+                refine(self, bound)
+
+    with ExitStack() as stack:
+        for kind, evaluation in evaluations:
+            stack.callback(setattr, kind, "eval", evaluation)
+            kind.eval = _remainder(evaluation)
+        # Torch names the innermost line that is not its own as the one that compares sizes.
+        stack.callback(not_the_users.discard, __file__)
+        not_the_users.add(__file__)
+        stack.callback(setattr, shapes, "_maybe_guard_rel", learn)
+        shapes._maybe_guard_rel = learned
+        yield
+
+
+__all__ = ["chunked_sizes", "round_up"]
