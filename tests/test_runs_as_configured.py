@@ -40,14 +40,16 @@ KINDS = {"stem": "conv", "deep": "conv", "point": "conv", "hidden": "linear", "h
 EXCLUSIONS = [(), ("stem",), ("deep",), ("point", "hidden"), ("hidden",), ("head",), tuple(KINDS)]
 LEVELS = ("ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL", None)
 INTEGER = {
-    "conv": ("QLinearConv",),
-    "linear": ("QGemm", "QLinearMatMul", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"),
+    "conv": ("QLinearConv", "ConvInteger"),
+    "linear": (
+        *("QGemm", "QLinearMatMul", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "MatMulInteger", "MatMulNBits"),
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Runs:
-    """How a preset runs.
+    """How a preset runs in a format of file.
 
     Attributes:
         integer: kinds of operators that ONNX Runtime has kernels on integers for.
@@ -60,11 +62,24 @@ class Runs:
 
 PRESETS = {
     "int8_static": Runs(("conv", "linear")),
-    "int8_dynamic": Runs(("linear",)),
+    "int8_dynamic": Runs(("linear",), LEVELS),  # its products are on integers before they are fused
     "int16_act_int8_weight": Runs(()),
     "int8_weight_only": Runs(()),
     "fp16": Runs(()),
 }
+OTHERS = {
+    ("xint8", "qdq"): Runs(()),  # no kernel takes its biases
+    ("xint8", "qoperator"): Runs(("conv", "linear"), LEVELS),
+    ("int8_static", "qoperator"): Runs(("conv", "linear"), LEVELS),
+    ("int8_dynamic", "qoperator"): Runs(("conv", "linear"), LEVELS),
+    ("int8_weight_only", "matmul_nbits"): Runs(("linear",), LEVELS),
+    ("int4_weight_only", "matmul_nbits"): Runs(("linear",), LEVELS),
+}
+"""Presets in the formats that are not the default, and the preset of a DPU: a sample of exclusions is looked at."""
+CASES = [
+    *((name, "qdq", exclude, runs) for name, runs in PRESETS.items() for exclude in EXCLUSIONS),
+    *((*file, exclude, runs) for file, runs in OTHERS.items() for exclude in ((), ("point", "hidden"))),
+]
 
 
 def optimized(path: Path, level: str | None) -> onnx.ModelProto:
@@ -86,15 +101,16 @@ def holds(model: onnx.ModelProto, weight: Tensor) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:nothing was quantized")
-@pytest.mark.parametrize("exclude", EXCLUSIONS, ids="-".join)
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    ("name", "form", "exclude", "runs"), CASES, ids=["-".join((*case[:2], *case[2])) for case in CASES]
+)
 def test_the_kernels_on_integers_are_those_of_the_quantized_operators(
-    name: str, exclude: tuple[str, ...], tmp_path: Path
+    name: str, form: str, exclude: tuple[str, ...], runs: Runs, tmp_path: Path
 ) -> None:
-    model, x, runs = seeded(Net()), images(4, 4), PRESETS[name]
+    model, x = seeded(Net()), images(4, 4)
     config: QuantConfig = preset(name).replace(exclude=exclude)
     qmodel = quantize(model, config, x)
-    path = qfx.export.onnx(qmodel, tmp_path / "model.onnx")
+    path = qfx.export.onnx(qmodel, tmp_path / "model.onnx", format=form)
     for level in LEVELS:
         graph = optimized(path, level)
         kernels = Counter(node.op_type for node in graph.graph.node)
