@@ -2,9 +2,10 @@
 
     python -m benchmarks.mutated_files [--count COUNT] [--first FIRST]
 
-Each case changes fields or bytes of a good file (`tests/mutations.py`), reads it in a process with a limit on memory,
-and calls what loads. A process that ends is counted as a crash and continued after the case. In capitals is what must
-not be: an exception that is no `QuarkError`, a crash, more than 60 seconds, code of a file that runs.
+Each case changes fields or bytes of a good file, or makes a stored graph that calls an operator with arguments of any
+values (`tests/mutations.py`); reads it in a process with a limit on memory, and calls what loads. A process that ends
+is counted as a crash and continued after the case. In capitals is what must not be: an exception that is no
+`QuarkError`, a crash, more than 60 seconds, code of a file that runs.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from quark_fx.checkpoint_files import CheckpointFiles
 from quark_fx.errors import QuarkError
 from quark_fx.model_directory import document_text, tensor_file
 from quark_fx.presets import PRESETS
+from quark_fx.stored_operators import _OPERATORS as ALLOWED
 from quark_fx.stored_operators import PYTHON
 
 VICTIM = "quark_fx_victim"
@@ -202,6 +203,112 @@ def _run(place: Path, name: str) -> str:
     return "loaded and called"
 
 
+_CALLABLE = sorted(
+    (schema.name.replace("::", "."), schema.overload_name or "default")
+    for namespace, names in ALLOWED.items()
+    for name in names
+    for schema in torch._C._jit_get_schemas_for_operator(f"{namespace}::{name.partition('.')[0]}")
+    if name.partition(".")[2] in ("", schema.overload_name)
+    and not schema.is_mutable
+    and any("Tensor" in str(argument.type) for argument in (*schema.arguments, *schema.returns))
+)
+"""Every overload on tensors that a stored graph may call: packet and overload."""
+_SHAPES: list[list[int]] = [
+    [4],
+    [3, 4],
+    [2, 3, 4],
+    [1, 2, 6, 6],
+    [1, 2, 4, 4, 4],
+    [4, 4],
+    [],
+    [0],
+    [2, 0, 3],
+    [1, 1, 1, 1],
+]
+_TYPES = (
+    ["float32"] * 6 + ["int64"] * 4 + ["bool", "int8", "uint8", "int32", "float16", "bfloat16", "float64", "complex64"]
+)
+_INTEGERS = [0, 1, 1, 2, 2, 3, 4, -1, -1, -2, 7, 100, 1 << 20, 1 << 31, 1 << 40, -(1 << 31), (1 << 63) - 1, -(1 << 63)]
+_NUMBERS: list[Any] = [0.0, 0.5, 1.0, -1.0, 1e-30, 1e30, {"float": "nan"}, {"float": "inf"}, *_INTEGERS]
+_TEXTS = ["mean", "sum", "none", "zeros", "reflect", "constant", "ij", "xy", "same", "tanh", "ab,bc->ac", "linear", "x"]
+
+
+class _Calls:
+    """Draws the arguments of a call, and calls that make its tensors."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.nodes = rng, list[dict[str, Any]]()
+        self.shape = rng.choice(_SHAPES)
+
+    def tensor(self) -> Any:
+        """Return a tensor of one value, or of the numbers from one on, of any shape and type."""
+        rng, name = self.rng, f"made_{len(self.nodes)}"
+        shape = self.shape if rng.random() < 0.7 else rng.choice(_SHAPES)
+        dtype = rng.choice(_TYPES)
+        value: Any = rng.choice(_NUMBERS if dtype.startswith(("float", "bfloat", "complex")) else _INTEGERS)
+        if dtype != "int64" and not dtype.startswith(("float", "bfloat", "complex")):
+            value = int(value) % 100
+        call = {"target": "aten.full.default", "args": [shape, value], "kwargs": {"dtype": {"torch": dtype}}}
+        self.nodes.append({"name": name, "op": "call_function", **call})
+        return {"node": name}
+
+    def argument(self, kind: str) -> Any:
+        """Return a value of a schema's type."""
+        rng = self.rng
+        if kind.startswith("Optional["):
+            return None if rng.random() < 0.5 else self.argument(kind[9:-1])
+        if kind.startswith("List["):
+            return [self.argument(kind[5:-1]) for _ in range(rng.choice((0, 1, 1, 2, 2, 2, 3, 4)))]
+        draw: dict[str, Callable[[], Any]] = {
+            "Tensor": self.tensor,
+            "int": lambda: rng.choice(_INTEGERS),
+            "SymInt": lambda: rng.choice(_INTEGERS),
+            "float": lambda: rng.choice(_NUMBERS),
+            "number": lambda: rng.choice(_NUMBERS),
+            "bool": lambda: rng.random() < 0.5,
+            "str": lambda: rng.choice(_TEXTS),
+            "ScalarType": lambda: {"torch": rng.choice(_TYPES)},
+            "MemoryFormat": lambda: {"torch": rng.choice(("contiguous_format", "channels_last"))},
+        }
+        return draw.get(kind, lambda: None)()
+
+    def of(self, packet: str, overload: str) -> None:
+        """Add the call of an operator, and its first result where it has several."""
+        schemas = torch._C._jit_get_schemas_for_operator(packet.replace(".", "::"))
+        schema = next(one for one in schemas if (one.overload_name or "default") == overload)
+        args, kwargs = list[Any](), dict[str, Any]()
+        for argument in schema.arguments:
+            if argument.has_default_value() and self.rng.random() < 0.5:
+                if argument.kwarg_only:
+                    continue
+                value = json.loads(json.dumps(argument.default_value, default=lambda _: None))
+            else:
+                value = self.argument(str(argument.real_type))
+            if argument.kwarg_only:
+                kwargs[argument.name] = value
+            else:
+                args.append(value)
+        self.nodes.append(
+            {"name": "call", "op": "call_function", "target": f"{packet}.{overload}", "args": args, "kwargs": kwargs}
+        )
+        if len(schema.returns) != 1 or "List" in str(schema.returns[0].type):
+            first = {"target": "python.getitem", "args": [{"node": "call"}, 0]}
+            self.nodes.append({"name": "first", "op": "call_function", **first})
+
+
+def _call(source: Path, place: Path, rng: random.Random) -> Callable[[], Any]:
+    """Store a graph that calls any operator it may with arguments of the types that it takes, whatever their values."""
+    shutil.copytree(source / "mlp", place)
+    calls = _Calls(rng)
+    calls.of(*rng.choice(_CALLABLE))
+    model = json.loads((place / "graph.json").read_text())["model"]
+    output = model["nodes"].pop()
+    output["args"] = [[{"node": calls.nodes[-1]["name"]}]]
+    model["nodes"] += [*calls.nodes, output]
+    (place / "graph.json").write_text(document_text(model))
+    return lambda: _run(place, "mlp")
+
+
 def _tensors(source: Path, place: Path, rng: random.Random) -> Callable[[], Any]:
     name = rng.choice(("cnn", "mlp"))
     shutil.copytree(source / name, place)
@@ -266,6 +373,7 @@ def _config(source: Path, place: Path, rng: random.Random) -> Callable[[], Any]:
 
 KINDS = {
     "stored graph": (_graph, 10),
+    "call of an operator": (_call, 9),
     "bytes of a stored graph": (_graph_bytes, 3),
     "bytes of stored tensors": (_tensors, 3),
     "index or shard": (_index, 4),
@@ -273,7 +381,7 @@ KINDS = {
     "YAML": (_yaml, 4),
     "configuration": (_config, 4),
 }
-"""Kinds of files: what changes and reads one, and how many of 31 cases are of it."""
+"""Kinds of files: what changes and reads one, and how many of 40 cases are of it."""
 
 
 class Hang(BaseException):
@@ -316,7 +424,7 @@ def main(source: str, first: str, count: str) -> None:
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 35, 1 << 35))
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 33, 1 << 33))
     signal.signal(signal.SIGALRM, hang)
     qfx.load(Path(source, "cnn"))  # what is imported and forked once
     sys.addaudithook(guard)

@@ -1,4 +1,4 @@
-"""A sample of the random changes of `python -m benchmarks.mutated_files`: our errors only, and no code runs."""
+"""A sample of the random changes of `python -m benchmarks.mutated_files`: our errors only, no code runs, no crash."""
 
 from __future__ import annotations
 
@@ -18,4 +18,5 @@ def test_changed_files_are_read_or_refused_by_name(tmp_path: Path) -> None:
     wrong = {case: found for case, (_, found) in outcomes.items() if found[:1].isupper()}
     assert not wrong
     assert sum(found == "refused" for _, found in outcomes.values()) > 100
-    assert any(found == "loaded and called" for _, found in outcomes.values())
+    called = {kind for kind, found in outcomes.values() if found == "loaded and called"}
+    assert called >= {"stored graph", "call of an operator"}
