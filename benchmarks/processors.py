@@ -9,8 +9,8 @@ VNNI is missing (a changed comparison in the copy, Linux on x64 with AVX-512 and
 (`qemu-x86_64` of Debian's `qemu-user`). A column that this machine cannot fill is `–`. Models have trained weights
 (`cnn`, `mobilenet`, `vit`, MiniLM) or seeded random ones (torchvision's, and timm's EfficientFormer where it is
 installed). SQNR is that of the first output on data that was not calibrated on, against the float model. `--write`
-updates `docs/processors.md`. `--suite` types the README's two commands, the second of which runs all tests, into a
-fresh environment with the kernels for AVX2.
+updates the rows of these models in `docs/processors.md`. `--suite` types the README's two commands, the second of
+which runs all tests, into a fresh environment with the kernels for AVX2.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import torchvision
 from torch import Tensor, nn
 
 import quark_fx as qfx
-from benchmarks.common import environment, estimate_batch_norm, images, publish, sqnr, table
+from benchmarks.common import DOCS, environment, estimate_batch_norm, images, publish, sqnr, table
 from benchmarks.models import perturb
 from quark_fx.config import QuantConfig, Target
 from quark_fx.export import verification
@@ -354,6 +354,15 @@ def child(rounds: str, inputs: str, *files: str) -> None:
     print(json.dumps(latencies(paths, torch.load(inputs), 1, int(rounds))))
 
 
+def with_rows_of_others(rows: list[list[object]], columns: int) -> list[list[object]]:
+    """Return rows and those that the page has, in a table of that many columns, of models that were not measured."""
+    measured, page = {row[0] for row in rows}, DOCS / "processors.md"
+    lines = page.read_text(encoding="utf-8").splitlines() if page.exists() else []
+    there = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|"))
+    kept = [row for row in there if len(row) == columns and row[0] in MODELS and row[0] not in measured]
+    return sorted([*kept, *rows], key=lambda row: list(MODELS).index(str(row[0])))
+
+
 def main() -> None:
     """Measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -379,6 +388,9 @@ def main() -> None:
         columns = list(processors(folder))
     header = ("model", "file", "torch", *columns, "steps, one by one", "nodes exact by their codes")
     timed = [f"time, {column}" for column in columns[:3]]
+    cost_header = ("model", "weights of int8_static", "SQNR of weights", "SQNR of output", *timed)
+    if arguments.write:
+        exact, costs = with_rows_of_others(exact, len(header)), with_rows_of_others(costs, len(cost_header))
     page = f"""# Processors
 
 {EXPLANATION}
@@ -390,7 +402,7 @@ def main() -> None:
 `all codes` is `int8_static` with `target="onnx_vnni"`, the codes before pairs were limited. SQNR in dB: mean of the
 weights, and of the output in torch. Time is that of one sample on one thread over `all codes`, the files in turn.
 
-{table(("model", "weights of int8_static", "SQNR of weights", "SQNR of output", *timed), costs)}
+{table(cost_header, costs)}
 
 {environment()}
 """
