@@ -17,6 +17,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,7 +139,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     start, found = time.monotonic(), list[Outcome]()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, suppress(KeyboardInterrupt):  # which ends it with what was seen
         for seed in range(options.first, options.first + options.count):
             if time.monotonic() - start > options.seconds:
                 break
