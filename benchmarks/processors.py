@@ -359,7 +359,9 @@ def with_rows_of_others(rows: list[list[object]], columns: int) -> list[list[obj
     measured, page = {row[0] for row in rows}, DOCS / "processors.md"
     lines = page.read_text(encoding="utf-8").splitlines() if page.exists() else []
     there = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|"))
-    kept = [row for row in there if len(row) == columns and row[0] in MODELS and row[0] not in measured]
+    kept: list[list[object]] = [
+        [*row] for row in there if len(row) == columns and row[0] in MODELS and row[0] not in measured
+    ]
     return sorted([*kept, *rows], key=lambda row: list(MODELS).index(str(row[0])))
 
 
