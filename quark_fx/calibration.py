@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -18,6 +17,7 @@ from quark_fx.config import TensorSpec
 from quark_fx.context import Context
 from quark_fx.errors import CalibrationError
 from quark_fx.graph import describe, device_of, is_parameter, parameter, placeholders, set_parameter, target_name
+from quark_fx.isolation import warn
 from quark_fx.observers import Observer
 from quark_fx.placement import Plan, require_finite_weights
 from quark_fx.qparams import QParams
@@ -121,10 +121,9 @@ def calibrate(
                 )
     for position, found in zip(quantized, torch.stack(nonzero).any(0).tolist(), strict=True):
         if not found:
-            warnings.warn(
+            warn(
                 f"input {places[position].target} is all zeros in the calibration data, so its range cannot be "
-                "calibrated; pass batches of real inputs",
-                stacklevel=2,
+                "calibrated; pass batches of real inputs"
             )
     seen = ranks.fold(
         [watch.observer for watch in watches.values()], partial(_merge, [source for source, _ in sources])

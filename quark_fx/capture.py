@@ -21,7 +21,15 @@ from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from quark_fx.capture_errors import dtype_hint, explain, require_capturable, require_inputs_fit, warn_of_fixed_batch
+from quark_fx.capture_errors import (
+    dtype_hint,
+    explain,
+    explain_dynamic_shapes,
+    require_capturable,
+    require_inputs_fit,
+    require_runs,
+    warn_of_fixed_batch,
+)
 from quark_fx.errors import CaptureError
 from quark_fx.graph import static_size, target_name
 from quark_fx.isolation import isolated, quiet
@@ -147,7 +155,7 @@ def _widen_ones(
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
-    hugging_face = _is_hugging_face(model) and not args
+    hugging_face, given = _is_hugging_face(model) and not args, dynamic_shapes
     try:
         with torch.no_grad(), quiet(), chunked_sizes(), _no_cache_within(model, kwargs):
             if hugging_face and (program := _export_hugging_face(model, kwargs, dynamic_shapes)) is not None:
@@ -159,7 +167,9 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
                         dynamic_shapes[leaf] = dynamic_dimensions(leaf)
             return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:  # whatever the model's own code raises while traced
-        raise CaptureError(explain(error, model) + dtype_hint(model, (args, kwargs))) from error
+        require_runs(model, args, kwargs)
+        asked = given is not None and explain_dynamic_shapes(error, model, args, kwargs)
+        raise CaptureError(asked or explain(error, model) + dtype_hint(model, (args, kwargs))) from error
 
 
 def _is_hugging_face(model: nn.Module) -> bool:

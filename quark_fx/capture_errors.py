@@ -6,7 +6,6 @@ import itertools
 import keyword
 import re
 import traceback
-import warnings
 from collections import Counter
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from quark_fx.errors import CaptureError
 from quark_fx.graph import static_size
+from quark_fx.isolation import warn
 from quark_fx.memory import is_shortage
 
 
@@ -110,7 +110,8 @@ def _require_dtypes_fit(model: nn.Module, batch: Any) -> None:
         ) from error
 
 
-def explain(error: Exception, model: nn.Module) -> str:
+def _where(error: Exception, model: nn.Module) -> str:
+    """Return the user's line an error comes from, and the module."""
     names = {id(module): name for name, module in model.named_modules()}
     where, module_name = "", ""
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -121,11 +122,62 @@ def explain(error: Exception, model: nn.Module) -> str:
         library = any(part in code.co_filename for part in ("/torch/", "<", "/quark_fx/capture.py"))
         if not library and code.co_name != "_export":
             where = f"{code.co_filename}:{line} in {code.co_name}"
-    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return f"{where or 'an unknown line'}{f', module {module_name}' if module_name else ''}"
+
+
+def explain(error: Exception, model: nn.Module) -> str:
     return (
-        f"{type(model).__name__} could not be captured: {type(error).__name__}: {reason}\n"
-        f"  at {where or 'an unknown line'}{f', module {module_name}' if module_name else ''}\n"
+        f"{type(model).__name__} could not be captured: {type(error).__name__}: {_reason(error)}\n"
+        f"  at {_where(error, model)}\n"
         f"{_advice(type(error).__name__ + str(error), model)}"
+    )
+
+
+def require_runs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise `CaptureError` if the model itself does not run on a batch with which it could not be captured."""
+    try:
+        with torch.no_grad():
+            model(*args, **kwargs)
+    except Exception as error:  # whatever the model's own code raises
+        if is_shortage(error) or "FakeTensor" in str(error):  # which a trace that failed left in the model
+            return
+        raise CaptureError(
+            f"{type(model).__name__} itself does not run on the first batch ({_shapes(args, kwargs)}): "
+            f"{type(error).__name__}: {_reason(error)}\n  at {_where(error, model)}\n"
+            "pass batches that model(...) takes, of its number of dimensions, sizes and dtypes"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the inputs of a batch in words."""
+    leaves = pytree.tree_flatten_with_path((list(args), kwargs))[0]
+    named = ((pytree.keystr(path[1:]).strip("[]'"), leaf) for path, leaf in leaves if isinstance(leaf, Tensor))
+    return ", ".join(f"{name}: {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for name, x in named)
+
+
+def explain_dynamic_shapes(error: Exception, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return what is wrong with the `dynamic_shapes` that were asked for, empty if that is not why capture failed."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines)
+    last = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
+    about = ("dynamic_shapes", "Constraints violated", "not in range", "dynamic dimension")
+    checked = type(error) in (AssertionError, IndexError) and "export" in "".join(last)  # by torch.export's own code
+    if not checked and not any(words in text for words in about):
+        return ""
+    details = [line for line in lines if line.startswith("- ") or re.match(r"\w+ = ", line)]
+    inputs = _shapes(args, kwargs)
+    name = inputs.partition(":")[0]
+    ones = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and 1 in x.shape]
+    single = "a dimension of size 1 in the example is always fixed: capture with 2 or more there; " if ones else ""
+    return (
+        f"dynamic_shapes does not fit {type(model).__name__}, whose inputs are {inputs}: "
+        f"{' '.join(details[:4] or lines[:1]) or type(error).__name__}\n"
+        f"{single}write one entry for every input, {{{name!r}: {{0: Dim.AUTO}}, ...}}, with None for what is fixed; "
+        "Dim.AUTO takes what the model's code allows. Without dynamic_shapes batch and sequence vary as far as they can"
     )
 
 
@@ -167,11 +219,10 @@ def warn_of_fixed_batch(program: ExportedProgram) -> None:
         # A vector of features or a mask among the inputs has no batch, and another size as a rule.
         fixed = batch is not None and static_size(value.shape[0]) == batch
         if fixed and (where := _fixed_at(value, str(node.target))):
-            warnings.warn(
+            warn(
                 f"the model fixes dimension 0 of input {node.target} at {batch}, the size in the example{where}; other "
                 "sizes will be refused. A loop over the samples or a comparison with a number does that: write it for "
-                "all samples at once if batches of other sizes are to run",
-                stacklevel=4,
+                "all samples at once if batches of other sizes are to run"
             )
 
 

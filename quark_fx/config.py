@@ -13,7 +13,7 @@ import yaml
 
 from quark_fx.errors import ConfigError
 from quark_fx.formats import INT32, FloatFormat, IntFormat, has_onnx_type, onnx_container
-from quark_fx.options import checked, known_fields, parsed
+from quark_fx.options import checked, checked_call, known_fields, parsed
 from quark_fx.pass_manager import (
     GraphPass,
     pass_from_dict,
@@ -138,8 +138,6 @@ class QuantConfig:
 
     def __post_init__(self) -> None:
         for item in self.passes:
-            if isinstance(item, type):
-                raise ConfigError(f"passes: {item.__name__} is a class; write {item.__name__}()")
             require_callable(item)
         require_order(self.passes)
         for override in (None, *self.overrides):
@@ -326,6 +324,7 @@ class QuantConfig:
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
     @classmethod
+    @checked_call
     def from_yaml(cls, source: str | Path) -> Self:
         """Build from YAML text, or from the file a `Path` names; errors as `from_dict`."""
         try:

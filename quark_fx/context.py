@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import tempfile
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from quark_fx.activation_cache import ActivationCache, CacheBudget
 from quark_fx.config import QuantConfig, TensorSpec
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.graph import stored_tensors, target_name
+from quark_fx.isolation import warn
 from quark_fx.pass_manager import Change, needs_context
 from quark_fx.placement import Plan, PlannedOperator
 from quark_fx.qparams import QParams
@@ -124,10 +124,9 @@ class Context:
             raise CalibrationError(f"{_MASK} leaves out every position of all calibration data; 1 stands for a token")
         self._given = len(self.batches)
         if not self.holds_out and any(needs_context(p) for p in self.config.passes):
-            warnings.warn(
+            warn(
                 "the calibration data is one sample, or one batch that cannot be divided: what passes learn from it is "
-                "judged on it, too; pass more batches",
-                stacklevel=3,
+                "judged on it, too; pass more batches"
             )
 
     def keep_share(self) -> None:

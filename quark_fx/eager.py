@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from quark_fx.correspondence import Constant, Source, correspond
 from quark_fx.errors import ExportError, QuarkError
 from quark_fx.fake_quantize import Cast, FakeQuantize, Trained, require_float32
 from quark_fx.graph import describe, erase_dead, placeholders, stored_tensors
-from quark_fx.isolation import isolated
+from quark_fx.isolation import isolated, warn
 from quark_fx.model import QuantizedModel
 from quark_fx.module_slices import ModuleCall
 from quark_fx.rounded_modules import Activation
@@ -193,10 +192,7 @@ def eager(qmodel: QuantizedModel, model: nn.Module | None = None, *, trained: Tr
             fixed.append(name)
             kept.requires_grad_(False)
     if fixed:
-        warnings.warn(
-            f"{', '.join(fixed)} stay as they are: the quantized graph holds them in another form; train the graph",
-            stacklevel=4,
-        )
+        warn(f"{', '.join(fixed)} stay as they are: the quantized graph holds them in another form; train the graph")
     _part({*found.slices, *found.rounding.inputs, *found.rounding.outputs}, result)
     scales = {id(tensor): name for name, tensor in stored_tensors(qmodel.graph_module).items()}
     quantizers = trained.activations if trained is not None else {}

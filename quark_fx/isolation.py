@@ -6,13 +6,18 @@ threads make calls of their own.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import os
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -110,6 +115,18 @@ def isolated(function: Callable[P, R]) -> Callable[P, R]:
             _CALLERS.reset(token)
 
     return run
+
+
+_INNER = (f"{Path(__file__).parent}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", str(contextlib.__file__))
+"""Where the code lies that runs between a caller's line and a warning."""
+
+
+def warn(message: str) -> None:
+    """Warn at the line of the caller's own code, however many calls of this package and of torch lie between."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INNER):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def as_called(items: Iterable[Any]) -> Iterator[Any]:

@@ -14,6 +14,7 @@ from quark_fx.config import QuantConfig
 from quark_fx.correspondence import Source
 from quark_fx.errors import QuarkError
 from quark_fx.graph import own_tensors
+from quark_fx.options import checked_call
 from quark_fx.pass_manager import PassRecord, copy_graph
 from quark_fx.report import Report, Row
 from quark_fx.signature import Signature, split_batch
@@ -71,6 +72,7 @@ class QuantizedModel(nn.Module):
         """Return one row per weighted operator: how it was quantized, or why not."""
         return self._report
 
+    @checked_call
     def save(self, directory: str | Path) -> None:
         """Write the graph, tensors and configuration to `directory`; `quark_fx.load` reads them back.
 

@@ -7,7 +7,6 @@ import json
 import re
 import tempfile
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from quark_fx.checkpoint_files import CheckpointFiles, MappedFiles, is_float, link_or_copy
 from quark_fx.errors import CheckpointError, ConfigError
-from quark_fx.isolation import isolated, quiet
+from quark_fx.isolation import isolated, quiet, warn
+from quark_fx.options import checked_call
 from quark_fx.shelf import Shelf
 from quark_fx.untrusted import read_json
 
@@ -31,6 +31,7 @@ _NO_CODES = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
 """Dtypes of weights, positions and masks, as safetensors names them."""
 
 
+@checked_call
 @isolated
 def open_checkpoint(
     path: str | Path,
@@ -166,10 +167,9 @@ def _parameters_on_meta() -> Iterator[None]:
 
 def _warn_unused(files: CheckpointFiles, names: list[str]) -> None:
     if names:
-        warnings.warn(
+        warn(
             f"{files.path} holds {len(names)} tensors that the model does not have: {', '.join(names[:3])}; is it "
-            "the checkpoint of this very model?",
-            stacklevel=5,
+            "the checkpoint of this very model?"
         )
 
 

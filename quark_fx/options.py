@@ -7,21 +7,28 @@ a class is made of text or of plain data. Passes and observers, also those of ot
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
+import inspect
 import math
 import numbers
+import os
 import re
+import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import StrEnum
-from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from quark_fx.errors import ConfigError
 from quark_fx.untrusted import brief
 
 C = TypeVar("C", bound=type)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -128,26 +135,60 @@ def checked(cls: C) -> C:
     return cls
 
 
-def _value(cls: type, name: str, kind: _Kind, given: Any) -> Any:
+def checked_call(function: Callable[P, R]) -> Callable[P, R]:
+    """Check the arguments of a function as `checked` does fields; those whose annotation cannot be read are left alone.
+
+    Raises:
+        ConfigError: when it is called, for a value the annotation does not allow.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        bound = signature.bind(*args, **kwargs)
+        for name, kind in _argument_kinds(function).items():
+            if name in bound.arguments:
+                _value(function, name, kind, bound.arguments[name])
+        return function(*args, **kwargs)
+
+    return call
+
+
+@functools.cache
+def _argument_kinds(function: Callable[..., Any]) -> dict[str, _Kind]:
+    inner = inspect.unwrap(function)
+    return dict(_annotated(inner, set(inspect.signature(inner).parameters), inner.__globals__))
+
+
+def _value(owner: Any, name: str, kind: _Kind, given: Any) -> Any:
     found = kind.read(given)
     if found is not _NO:
         return found
     advice = ""
     if isinstance(given, type) and is_dataclass(given):
         advice = f"; write {given.__name__}()"
-    elif kind.read((given,)) is not _NO:
+    elif given is not None and kind.read((given,)) is not _NO:
         advice = f"; write {name}=({brief(given)},)"
-    raise ConfigError(f"{name} of {cls.__name__} must be {kind}, not {brief(given)}{advice}")
+    text = brief(given)
+    shown = text if "\n" not in text else _with_article(type(given).__name__)
+    raise ConfigError(f"{name} of {owner.__name__} must be {kind}, not {shown}{advice}")
 
 
 @functools.cache
 def _kinds(cls: type) -> dict[str, _Kind]:
-    try:
-        hints = get_type_hints(cls, include_extras=True)
-    except NameError:  # of a class whose annotations name what only a type checker sees
-        return {}
-    options = [f.name for f in fields(cls) if f.init and not f.metadata.get("state")]
-    return {name: _kind(hints[name]) for name in options}
+    options = {f.name for f in fields(cls) if f.init and not f.metadata.get("state")}
+    annotated = (_annotated(base, options, vars(sys.modules[base.__module__])) for base in reversed(cls.__mro__))
+    return {name: kind for kinds in annotated for name, kind in kinds}
+
+
+def _annotated(owner: Any, names: Set[str], namespace: dict[str, Any]) -> Iterator[tuple[str, _Kind]]:
+    """Yield what the annotations of some names allow, but for those that only a type checker can read."""
+    for name, annotation in inspect.get_annotations(owner).items():
+        if name not in names:
+            continue
+        with contextlib.suppress(NameError):
+            alone = types.SimpleNamespace(__annotations__={name: annotation})
+            yield name, _kind(get_type_hints(alone, namespace, include_extras=True)[name])
 
 
 def _kind(hint: Any) -> _Kind:
@@ -159,22 +200,39 @@ def _kind(hint: Any) -> _Kind:
         return _any_of([_kind(argument) for argument in arguments])
     if origin is tuple and arguments[1:] == (...,):
         return _tuple_of(_kind(arguments[0]))
+    if hint is Path or origin is os.PathLike:
+        return _instance(os.PathLike, "a path")
+    if origin is get_origin(Iterable[Any]):  # or what has no more than items by number, as data sets do
+        return _Kind(lambda value: value if _is_iterable(value) else _NO, ("an iterable",))
+    if hint is Any:
+        return _instance(object, "anything")
     if origin is not None or not isinstance(hint, type):
         if origin is get_origin(Callable[..., Any]):
             return _Kind(lambda value: value if callable(value) else _NO, ("a function",))
-        return _instance(origin, f"a {origin.__name__}") if isinstance(origin, type) else _instance(object, "anything")
+        return (
+            _instance(origin, _with_article(origin.__name__))
+            if isinstance(origin, type)
+            else _instance(object, "anything")
+        )
     if hint in _PARSED:
         return _PARSED[hint]
     if hint in _PLAIN:
         return _PLAIN[hint]
-    name = hint.__name__.lstrip("_")
     if issubclass(hint, StrEnum):
         return _Kind(functools.partial(_member, hint), tuple(f"'{member}'" for member in hint))
-    return _instance(hint, f"{'an' if name[0] in 'AEIOU' else 'a'} {name}")
+    return _instance(hint, _with_article(hint.__name__))
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
 def _instance(cls: type, words: str) -> _Kind:
     return _Kind(lambda value: value if isinstance(value, cls) else _NO, (words,))
+
+
+def _is_iterable(value: Any) -> bool:
+    return isinstance(value, Iterable) or hasattr(value, "__getitem__")
 
 
 def _limited(kind: _Kind, limits: list[Interval]) -> _Kind:
@@ -261,5 +319,5 @@ def nearest(name: object, names: Iterable[str]) -> str:
 
 __all__ = [
     *("Interval", "NonNegativeFloat", "NonNegativeInt", "PositiveInt"),
-    *("checked", "enum_member", "known_fields", "nearest", "parsed"),
+    *("checked", "checked_call", "enum_member", "known_fields", "nearest", "parsed"),
 ]

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from quark_fx.errors import ConfigError, PassError
 from quark_fx.graph import output_node, stored_tensors
 from quark_fx.isolation import isolated
-from quark_fx.options import checked, nearest
+from quark_fx.options import checked, checked_call, nearest
 from quark_fx.untrusted import brief
 
 GraphPass = Callable[..., int]
@@ -234,6 +234,10 @@ def _parameters(p: GraphPass) -> Mapping[str, inspect.Parameter]:
 
 def require_callable(p: GraphPass) -> None:
     """Raise `ConfigError` if a pass cannot be called with a graph, and with `context` if it takes that."""
+    if isinstance(p, type):
+        raise ConfigError(f"passes: {p.__name__} is a class; write {p.__name__}()")
+    if not callable(p):
+        raise ConfigError(f"passes: {brief(p)} is no pass; give a function or an instance of a class of passes")
     try:
         inspect.signature(p).bind(None, **({"context": None} if takes_context(p) else {}))
     except TypeError as error:
@@ -297,6 +301,7 @@ def stored_pass(data: Any) -> GraphPass:
         return StoredPass(name, {} if isinstance(data, str) else {k: v for k, v in data.items() if k != "name"})
 
 
+@checked_call
 @isolated
 def run_passes(
     gm: GraphModule,
@@ -325,6 +330,8 @@ def run_passes(
     Raises:
         PassError: naming the pass, if it left an invalid graph or broke a promise.
     """
+    for p in passes:
+        require_callable(p)
     gm = gm if in_place else copy_graph(gm)
     records = []
     expected = _outputs(gm, verify_inputs) if verify_inputs is not None else None
@@ -339,7 +346,6 @@ def run_passes(
                 raise ConfigError(
                     f"pass {name} learns from data; run it through `quantize`, or give `run_passes` a context"
                 )
-            require_callable(p)
             before = {node: _operation(node) for node in gm.graph.nodes}
             weights = _Unwritten(gm, p)
             rewrites = p(gm, context=context) if takes_context(p) else p(gm)

@@ -8,7 +8,6 @@ operators; for a DPU, wherever their inputs are integers. No rule asks what mode
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from torch.fx import GraphModule, Node
 from quark_fx.config import Granularity, QuantConfig, Target, TensorSpec
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.graph import describe, is_finite, is_floating, is_parameter, parameter, target_name, value_of
+from quark_fx.isolation import warn
 from quark_fx.linear import Linear
 from quark_fx.operators import (
     ARITHMETIC,
@@ -145,12 +145,18 @@ def plan_quantization(gm: GraphModule, config: QuantConfig, *, quiet: bool = Fal
 
 
 def module_name(node: Node, weight: Node | None = None) -> str:
-    """Return the module path of an operator: that of its weight, else of the module that called it."""
-    if weight is not None:
-        owner, _, leaf = str(weight.target).rpartition(".")
-        return owner if owner and (leaf.startswith("weight") or leaf.endswith("weight")) else str(weight.target)
+    """Return the module path of an operator: that of its weight, or of the module that calls it if the two share one.
+
+    A module that calls an operator on the weight of one inside of it goes by the inner one's name.
+    """
     stack = node.meta.get("nn_module_stack") or {}
-    return next((path for path, _ in reversed(list(stack.values())) if path), node.name)
+    caller = next((path for path, _ in reversed(list(stack.values())) if path), "")
+    if weight is None:
+        return caller or node.name
+    owner, _, leaf = str(weight.target).rpartition(".")
+    if caller and not f"{owner}.".startswith(f"{caller}."):
+        return caller
+    return owner if owner and (leaf.startswith("weight") or leaf.endswith("weight")) else str(weight.target)
 
 
 class Names(NamedTuple):
@@ -178,7 +184,7 @@ def _operators(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperator
         elif (weight := unsupported_weight(node)) is not None:
             kind = target_name(node)
             yield PlannedOperator(
-                node, None, module_name(node, weight), kind, weight, reason=f"{kind} has no row in quark_fx.operators"
+                node, None, module_name(node, weight), kind, weight, reason=f"no quantization rule for {kind}"
             )
         elif not any(_leads_to_row(user) for user in node.users):
             # The bounds of a clamp that equalization made one per channel are no weights.
@@ -523,6 +529,4 @@ def _warn_unmatched(config: QuantConfig, operators: list[PlannedOperator]) -> No
         if pattern.startswith("op:") and any(matches(pattern, "", kind) for kind in kinds):
             continue  # a kind that exists and that this model does not have: presets name several
         near = difflib.get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.3) or names[:3]
-        warnings.warn(
-            f"pattern {pattern!r} selects no operator; names near it: {', '.join(near) or 'none'}", stacklevel=3
-        )
+        warn(f"pattern {pattern!r} selects no operator; names near it: {', '.join(near) or 'none'}")

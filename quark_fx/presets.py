@@ -11,6 +11,7 @@ from quark_fx.formats import BF16 as BFLOAT16
 from quark_fx.formats import FP8_E4M3, INT4, INT8, INT16, INT32, LONG_NAMES, UINT8
 from quark_fx.formats import FP16 as FLOAT16
 from quark_fx.observers import Mse, NonOverflow, PowerOfTwoMinMse
+from quark_fx.options import checked_call
 from quark_fx.passes.align_shifts import AlignShifts
 from quark_fx.passes.awq import AWQ
 from quark_fx.passes.dpu_average import use_dpu_averages
@@ -194,6 +195,7 @@ PRESETS: dict[str, QuantConfig] = {
 """Every preset by its name in lower case."""
 
 
+@checked_call
 def preset(name: str) -> QuantConfig:
     """Return the preset called `name`, in any case; `float16` and `bfloat16` are names, too.
 

@@ -7,7 +7,6 @@ for bit.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +31,7 @@ from quark_fx.graph import (
     tensor_names,
     tensor_of,
 )
+from quark_fx.isolation import warn
 from quark_fx.linear import Linear
 from quark_fx.model import QuantizedModel
 from quark_fx.operators import set_argument
@@ -206,7 +206,7 @@ class _Preparation:
         self.gm = GraphModule(self.gm, self.gm.graph, class_name="TrainedGraph")
         self._register_floats()
         if cut := [describe(node) for node in self.gm.graph.nodes if target_name(node) == QUANTIZE]:
-            warnings.warn(f"no gradient passes {', '.join(cut)}, whose codes are not dequantized", stacklevel=4)
+            warn(f"no gradient passes {', '.join(cut)}, whose codes are not dequantized")
 
     # Constants in codes: first each becomes a parameter that operators read, so that the operator table finds it.
 

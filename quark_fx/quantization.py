@@ -6,7 +6,6 @@ import itertools
 import logging
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -40,7 +39,7 @@ from quark_fx.graph import (
     tensor_of,
     value_of,
 )
-from quark_fx.isolation import as_called, isolated
+from quark_fx.isolation import as_called, isolated, warn
 from quark_fx.memory import give_back_at_once, occupied
 from quark_fx.model import QuantizedModel
 from quark_fx.open_checkpoint import open_checkpoint
@@ -126,7 +125,8 @@ def quantize(
     """
     config = _resolve(config)
     require_resources(device, cache)
-    _require_path(output_dir)
+    _require_path(output_dir, "output_dir")
+    _require_path(checkpoint, "checkpoint")
     memory, disk = parse_bytes(memory, "memory"), parse_bytes(disk, "disk")
     ranks = Ranks.current() if distributed else ALONE
     _require_distributed(config, ranks)
@@ -150,7 +150,7 @@ def quantize(
         with closing(context.cache):
             gm, rows, records = _transformed(captured, context, batches, inputs, checkpoint, memory, disk)
         if rows and all(row.reason for row in rows):
-            warnings.warn(f"nothing was quantized: {len(rows)} operators stay in float, see report()", stacklevel=3)
+            warn(f"nothing was quantized: {len(rows)} operators stay in float, see report()")
         # The copy holds only what the graph reads, and nothing of the user's model.
         source = None if isinstance(model, ExportedProgram) else _source(model, captured, gm)
         gm = copy_graph(gm)
@@ -294,7 +294,7 @@ def check(
         config: as for `quantize`.
         calibration_data: the first batch is used.
         export: `"compressed-tensors"`, `"gptq"`, `"gptq_v2"` or `"awq"` (`quark_fx.export.huggingface`), `"gguf"`, or
-            `"qdq"`, `"qoperator"` or `"matmul_nbits"` (`quark_fx.export.onnx`).
+            `"qdq"`, `"qoperator"`, `"matmul_nbits"` or `"vitis"` (`quark_fx.export.onnx`).
 
     Raises:
         ExportError: naming every layer that the format cannot hold, which can be left in float with `exclude`.
@@ -319,7 +319,7 @@ def check(
 _EXPORTS: dict[str, Callable[..., Any]] = {
     **{name: partial(huggingface, format=name) for name in ("compressed-tensors", "gptq", "gptq_v2", "awq")},
     "gguf": gguf,
-    **{name: partial(onnx, format=name) for name in ("qdq", "qoperator", "matmul_nbits")},
+    **{name: partial(onnx, format=name) for name in ("qdq", "qoperator", "matmul_nbits", "vitis")},
 }
 """What writes a quantized model to a path, by the name of its format."""
 
@@ -351,7 +351,8 @@ def _begun(
         raise ConfigError("the model is what eager() made of a quantized one; quantize the float model it came from")
     if first is None and not isinstance(model, ExportedProgram):
         raise CalibrationError(
-            "calibration_data is missing or empty; pass batches of real inputs (the first is used to capture the model)"
+            "calibration_data is missing or empty; pass batches of real inputs, the first of which the model is "
+            "captured with (a generator that was read before has none left: make it anew)"
         )
     captured = capture_graph(model, first, dynamic_shapes=dynamic_shapes)
     captured.module.meta["shelf"] = shelf
@@ -379,9 +380,9 @@ def _begun(
     return captured, context, batches
 
 
-def _require_path(output: str | Path | None) -> None:
-    if output is not None and not (isinstance(output, str | Path) and str(output)):
-        raise ConfigError(f"output_dir is the path of a directory, not {output!r}")
+def _require_path(path: str | Path | None, name: str) -> None:
+    if path is not None and not (isinstance(path, str | Path) and str(path)):
+        raise ConfigError(f"{name} is the path of a directory, not {path!r}")
 
 
 def _require_distributed(config: QuantConfig, ranks: Ranks) -> None:
@@ -442,15 +443,20 @@ def _peek(data: Any) -> tuple[Any, Iterable[Any]]:
     if data is None:
         return None, ()
     several = isinstance(data, Iterable) or hasattr(data, "__getitem__")  # a dataset may have nothing else
-    if isinstance(data, torch.Tensor | Mapping | str) or hasattr(data, "keys") or not several:
-        raise CalibrationError(
-            f"calibration_data is an iterable of batches, not one {type(data).__name__}; wrap a single batch in a list"
-        )
-    if isinstance(data, list | tuple):
-        return (data[0] if data else None), data
+    if (
+        isinstance(data, torch.Tensor | Mapping | str)
+        or hasattr(data, "keys")
+        or hasattr(data, "__array__")
+        or not several
+    ):
+        remedy = "pass what it returns: call it" if callable(data) else "wrap a single batch in a list"
+        raise CalibrationError(f"calibration_data is an iterable of batches, not one {type(data).__name__}; {remedy}")
     iterator = as_called(data)
-    first = next(iterator, None)
-    return first, () if first is None else itertools.chain([first], iterator)
+    for first in iterator:
+        if first is None:
+            raise CalibrationError("calibration batch 0 is None; pass tensors, tuples of inputs or dicts of keywords")
+        return first, data if isinstance(data, list | tuple) else itertools.chain([first], iterator)
+    return None, ()
 
 
 def _flat_batches(captured: Captured, batches: Iterable[Any]) -> Iterator[list[Any]]:
@@ -464,7 +470,12 @@ def _flat_batches(captured: Captured, batches: Iterable[Any]) -> Iterator[list[A
         try:
             leaves = _flatten(captured, batch)
         except QuarkError as error:
-            raise CalibrationError(f"calibration batch {index} does not fit: {error}") from error
+            several = (
+                "; a tuple is read as several batches: one batch of several inputs is [(x, y)]"
+                if isinstance(batches, tuple)
+                else ""
+            )
+            raise CalibrationError(f"calibration batch {index} does not fit: {error}{several}") from error
         for name, leaf in zip(captured.signature.input_names, leaves, strict=True):
             if isinstance(leaf, Tensor) and not leaf.numel():
                 raise CalibrationError(

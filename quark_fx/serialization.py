@@ -27,6 +27,7 @@ from quark_fx.graph import buffer_names, restore_values, results_of, static_size
 from quark_fx.isolation import isolated, quiet
 from quark_fx.model import QuantizedModel
 from quark_fx.model_directory import read_model, write_model
+from quark_fx.options import checked_call
 from quark_fx.pass_manager import Change, PassRecord
 from quark_fx.report import Row
 from quark_fx.signature import Signature
@@ -89,6 +90,7 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
         raise QuarkError(f"{directory} cannot be written: {error}; {remedy}, or choose another directory") from error
 
 
+@checked_call
 @isolated
 def load(
     directory: str | Path, *, device: str | torch.device = "cpu", namespaces: Collection[str] = ()

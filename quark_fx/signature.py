@@ -143,14 +143,24 @@ def _check_leaf(name: str, leaf: Any, shape: tuple[int | None, ...] | None, dtyp
     if shape is None:
         return
     if not isinstance(leaf, Tensor):
-        raise QuarkError(f"input {name} is a {type(leaf).__name__}; the model was captured with a tensor there")
+        convert = ": convert it with torch.from_numpy" if hasattr(leaf, "__array__") else ""
+        raise QuarkError(
+            f"input {name} is a {type(leaf).__name__}; the model was captured with a tensor there{convert}"
+        )
     if leaf.dtype != dtype:
         raise QuarkError(f"input {name} has dtype {leaf.dtype}; the model was captured with {dtype}: convert it first")
-    if leaf.dim() != len(shape) or any(d is not None and d != n for d, n in zip(shape, leaf.shape, strict=True)):
-        expected = "(" + ", ".join("any" if d is None else str(d) for d in shape) + ")"
+    expected = "(" + ", ".join("any" if d is None else str(d) for d in shape) + ")"
+    if leaf.dim() != len(shape):
         raise QuarkError(
-            f"input {name} has shape {tuple(leaf.shape)}; the graph was captured for {expected}. "
-            "To vary another dimension pass `dynamic_shapes` (see torch.export) to quantize()"
+            f"input {name} has shape {tuple(leaf.shape)}; the graph was captured for {expected}, {len(shape)} "
+            f"dimension(s): give every batch as many as the first one"
+        )
+    wrong = [i for i, (d, n) in enumerate(zip(shape, leaf.shape, strict=True)) if d is not None and d != n]
+    if wrong:
+        raise QuarkError(
+            f"input {name} has shape {tuple(leaf.shape)}; the graph was captured for {expected}: pad or cut dimension "
+            f"{wrong[0]} to {shape[wrong[0]]}, or, if the model takes other sizes there, let it vary in "
+            f"`dynamic_shapes` of quantize(), {{{name!r}: {{{wrong[0]}: Dim.AUTO}}}}"
         )
 
 
@@ -174,6 +184,10 @@ def bind(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         hint = "; if the loader yields (input, label) pairs, pass `(x for x, _ in loader)`" if len(args) > 1 else ""
+        if kwargs and not args:
+            taken = [name for name in kwargs if name in signature.parameters]
+            fitting = f"leave out the others: {{key: batch[key] for key in {taken}}}" if taken else "rename them"
+            hint = f"; the batch has the keys {', '.join(kwargs)}: {fitting}"
         raise CaptureError(f"a batch does not fit `forward{signature}`: {error}{hint}") from error
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
     if any(signature.parameters[name].kind in variable for name in bound.arguments):

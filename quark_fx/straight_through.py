@@ -6,7 +6,6 @@ them are integers, which have none.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from quark_fx import ops
 from quark_fx.graph import describe, target_name
+from quark_fx.isolation import warn
 
 QUANTIZE, DEQUANTIZE = "quark_fx.quantize.default", "quark_fx.dequantize.default"
 
@@ -58,7 +58,7 @@ class _Differentiable(Interpreter):
                 return ops.fake_quantize(x.float(), *rest, **kwargs)
             if x.requires_grad:
                 others = ", ".join(describe(user) for user in n.users if quantize_of(user) is not n)
-                warnings.warn(f"no gradient passes {describe(n)}: {others or 'the caller'} reads codes", stacklevel=2)
+                warn(f"no gradient passes {describe(n)}: {others or 'the caller'} reads codes")
         elif (source := quantize_of(n)) is not None and _read_in_pairs(source):
             (value, *rest), kwargs = self.fetch_args_kwargs_from_env(n)
             return value.to(kwargs.get("dtype", rest[5] if len(rest) > 5 else torch.float32))

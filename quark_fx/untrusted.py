@@ -87,8 +87,8 @@ def parse_yaml(text: str) -> Any:
     """Return what YAML says, of plain types only.
 
     Raises:
-        ValueError: if it is malformed, longer than `YAML_LIMIT`, nested more than `MAX_DEPTH` levels deep, or says much
-            more than it is long: aliases of aliases.
+        ValueError: if it is malformed, has a key twice in one mapping, is longer than `YAML_LIMIT`, nested more than
+            `MAX_DEPTH` levels deep, or says much more than it is long: aliases of aliases.
     """
     if len(text) > YAML_LIMIT:
         raise ValueError(f"it is longer than {YAML_LIMIT} characters, the most that is read")
@@ -97,6 +97,7 @@ def parse_yaml(text: str) -> Any:
         node = loader.get_single_node()
         if node is not None:
             _require_small(node)
+            _require_distinct_keys(node)
         return None if node is None else loader.construct_document(node)
     except RecursionError:
         raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep") from None
@@ -125,6 +126,26 @@ def _require_small(node: Any) -> None:
         return sizes[id(node)]
 
     size(node, 0)
+
+
+def _require_distinct_keys(document: Any) -> None:
+    """Raise `YAMLError` for a key that a mapping has twice, of which YAML's reader keeps the last."""
+    pending, seen = [document], set[int]()
+    while pending:
+        node = pending.pop()
+        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+            continue
+        seen.add(id(node))
+        if not isinstance(node, yaml.MappingNode):
+            pending += node.value
+            continue
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and name in lines:
+                raise yaml.YAMLError(f"key {brief(name)} is in lines {lines[name]} and {line}; keep one of them")
+            lines[name] = line
+            pending += (key, value)
 
 
 _REPR = reprlib.Repr()

@@ -586,3 +586,19 @@ def test_where_there_is_no_reader_a_checkpoint_is_left_unread(
         with pytest.raises(qfx.ExportError, match="TypeError: no reader; "):
             qfx.export.huggingface(qmodel, tmp_path)
     assert (tmp_path / "model.safetensors").exists() == (error is ImportError)
+
+
+def test_check_says_what_of_a_speech_model_has_to_stay_in_float() -> None:
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_mel_bins": 8, "vocab_size": 64}
+    marks = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    lengths = {"max_source_positions": 16, "max_target_positions": 16}
+    model = transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(**sizes, **heads, **marks, **lengths)
+    ).eval()
+    batch = {"input_features": rand(2, 8, 32), "decoder_input_ids": torch.arange(3, 11).reshape(2, 4)}
+    config = qfx.presets.W4A16_RTN.replace(group_size=16)
+    with pytest.raises(qfx.ExportError, match=r"conv1\.weight: the kernel of a convolution .*") as caught:
+        qfx.check(model, config, [batch])
+    remedy = str(caught.value).rpartition("To leave these weights in float: ")[2]
+    qfx.check(model, eval(remedy, {"config": config}), [batch])

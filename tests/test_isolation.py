@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import logging
+import re
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -243,12 +243,53 @@ def test_a_handler_that_waits_for_its_first_record_gets_it() -> None:
     assert handler not in log.handlers
 
 
-def test_a_warning_names_the_line_of_the_caller() -> None:
-    config = INT8.replace(exclude=("*",))
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        qfx.quantize(nn.Sequential(nn.Linear(4, 4)).eval(), config, [rand(2, 4)], progress=False)
-    assert [w.filename for w in found if "nothing was quantized" in str(w.message)] == [__file__]
+class Loop(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([row * 2 for row in x])
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8)).eval()
+
+
+NO_SUCH, NOTHING = INT8.replace(exclude=("zz",)), INT8.replace(exclude=("*",))
+ONE_SAMPLE = INT8.replace(passes=(AdaRound(iterations=1),))
+
+WARNINGS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "a pattern": (
+        "selects no operator",
+        lambda: qfx.quantize(linear(), NO_SUCH, [rand(4, 8)], progress=False),
+    ),
+    "nothing": (
+        "nothing was quantized",
+        lambda: qfx.quantize(linear(), NOTHING, [rand(4, 8)], progress=False),
+    ),
+    "zeros": ("is all zeros", lambda: qfx.quantize(linear(), INT8, [torch.zeros(4, 8)], progress=False)),
+    "one sample": ("is one sample", lambda: qfx.quantize(linear(), ONE_SAMPLE, [rand(1, 8)], progress=False)),
+    "a fixed batch": ("fixes dimension 0", lambda: qfx.capture_graph(Loop().eval(), rand(4, 8))),
+    "a fixed batch, deeper": (
+        "fixes dimension 0",
+        lambda: qfx.quantize(nn.Sequential(Loop(), linear()).eval(), INT8, [rand(4, 8)], progress=False),
+    ),
+    "a check": (
+        "selects no operator",
+        lambda: qfx.check(linear(), NO_SUCH, [rand(4, 8)], export="qdq"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WARNINGS)
+def test_a_warning_names_the_line_of_the_caller(name: str) -> None:
+    words, call = WARNINGS[name]
+    with pytest.warns(UserWarning, match=words) as found:
+        call()
+    assert {w.filename for w in found if re.search(words, str(w.message))} == {__file__}
+
+
+def test_every_warning_of_the_package_finds_that_line_in_one_way() -> None:
+    package = Path(qfx.__file__).parent
+    own = [file.name for file in package.rglob("*.py") if "warnings.warn(" in file.read_text()]
+    assert own == ["isolation.py"]
 
 
 FACTORIES = {"zeros", "ones", "empty", "eye", "linspace", "logspace", "rand", "randn", "tensor", "as_tensor"}

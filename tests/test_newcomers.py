@@ -14,6 +14,7 @@ import pytest
 import torch
 from tiny import cnn, images, quantize, rand
 from torch import Tensor, nn
+from torch.export import Dim
 
 import quark_fx as qfx
 from quark_fx.observers import Percentile
@@ -220,3 +221,84 @@ def test_a_wrapped_model_of_transformers_needs_none_to_be_quantized_before_it() 
     pytest.importorskip("transformers")
     done = subprocess.run([sys.executable, "-c", _WRAPPED], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "['logits']", done.stderr[-2000:]
+
+
+class Keywords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, mask: Any = None) -> Any:
+        return self.layer(x)
+
+
+X = torch.ones(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("batches", "words"),
+    [
+        ([{"x": X, "label": X}], r"the batch has the keys x, label: leave out the others: .* for key in \['x'\]"),
+        ([{"input": X}], "missing a required argument: 'x'; the batch has the keys input: rename them"),
+        ([(X, X, X)], "too many positional arguments; if the loader yields"),
+        ([X, X.numpy()], "batch 1 .* is a ndarray; .* convert it with torch.from_numpy"),
+        ([X.numpy()], "is a ndarray; convert it with torch.from_numpy"),
+        (X.numpy(), "not one ndarray; wrap a single batch in a list"),
+        (lambda: [X], "not one function; pass what it returns: call it"),
+        (iter([]), "missing or empty; .*a generator that was read before has none left"),
+        ([None], "calibration batch 0 is None"),
+        ((X, torch.arange(4)), r"a tuple is read as several batches: one batch of several inputs is \[\(x, y\)\]"),
+        ([X, torch.ones(2, 4, 8)], r"captured for \(any, 8\), 2 dimension\(s\): give every batch as many"),
+        ([X, torch.ones(4, 9)], r"pad or cut dimension 1 to 8, or, .* \{'x': \{1: Dim\.AUTO\}\}"),
+        ([torch.ones(4, 9)], r"Keywords itself does not run on the first batch \(x: \(4, 9\) float32\): RuntimeError"),
+        ([torch.ones(9)], r"itself does not run on the first batch \(x: \(9,\) float32\)"),
+    ],
+)
+def test_batches_that_do_not_fit_are_answered_with_what_to_change(batches: Any, words: str) -> None:
+    with pytest.raises(qfx.QuarkError, match=words):
+        quantize(Keywords().eval(), INT8, batches)
+
+
+class Fixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x).reshape(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "shapes", "words"),
+    [
+        (Keywords(), {"input": {0: Dim("batch")}}, r"whose inputs are x: \(4, 8\) float32: .*\['input'\]"),
+        (Keywords(), {0: Dim("batch")}, "top-level keys must be the arg names"),
+        (Keywords(), {"x": {5: Dim("batch")}}, "write one entry for every input"),
+        (Keywords(), "batch", "expected dynamic_shapes to be dict, tuple, or list"),
+        (Keywords(), {"x": {1: Dim("features")}}, r"specialized it to be a constant \(8\)"),
+        (Fixed(), {"x": {0: Dim("batch")}}, r"specialized it to be a constant \(4\)"),
+    ],
+)
+def test_what_is_wrong_with_dynamic_shapes_is_said_and_how_to_write_them(
+    model: nn.Module, shapes: Any, words: str
+) -> None:
+    with pytest.raises(qfx.CaptureError, match=words) as caught:
+        quantize(model.eval(), INT8, [X], dynamic_shapes=shapes)
+    assert "{'x': {0: Dim.AUTO}, ...}" in str(caught.value)
+    assert "pass `dynamic_shapes`" not in str(caught.value)
+    quantize(model.eval(), INT8, [X], dynamic_shapes={"x": {0: Dim.AUTO}})
+
+
+def test_a_fixed_dimension_of_one_is_said_to_be_the_reason() -> None:
+    with pytest.raises(qfx.CaptureError, match="a dimension of size 1 in the example is always fixed: capture with 2"):
+        quantize(Keywords().eval(), INT8, [X[:1]], dynamic_shapes={"x": {0: Dim("batch")}})
+
+
+def test_an_assertion_of_the_models_own_code_is_not_blamed_on_dynamic_shapes() -> None:
+    class Asserts(Keywords):
+        def forward(self, x: Tensor, mask: Any = None) -> Any:
+            assert not torch.compiler.is_exporting()
+            return self.layer(x)
+
+    with pytest.raises(qfx.CaptureError, match="could not be captured: AssertionError"):
+        quantize(Asserts().eval(), INT8, [X], dynamic_shapes={"x": {0: Dim.AUTO}})

@@ -981,3 +981,36 @@ def test_a_token_of_zeros_is_divided_by_one_in_the_file(symmetric: bool, tmp_pat
     assert float(scale[0, 0]) == 1.0
     assert bool((scale[1:] > 0).all())
     assert bool((scale[1:] < 0.1).all())
+
+
+def test_the_advice_about_a_grouped_transposed_convolution_is_one_that_the_format_takes(tmp_path: Path) -> None:
+    model, batch = nn.Sequential(nn.ConvTranspose2d(8, 8, 3, groups=2)).eval(), rand(2, 8, 6, 6)
+    config = qfx.presets.INT8_STATIC
+    with pytest.raises(qfx.ExportError, match=r"every group of a ConvTranspose: give it one scale") as caught:
+        qfx.export.onnx(quantize(model, config, [batch]), tmp_path / "a.onnx", format="vitis")
+    assert "'int8_static'" not in str(caught.value)
+    assert "Override(pattern='op:conv_transpose*', weight=config.weight.replace(granularity='tensor'))" in str(
+        caught.value
+    )
+    assert config.weight is not None
+    override = qfx.Override(pattern="op:conv_transpose*", weight=config.weight.replace(granularity="tensor"))
+    qmodel = quantize(model, config.replace(overrides=(override,)), [batch])
+    qfx.export.onnx(qmodel, tmp_path / "a.onnx", format="vitis")
+    qfx.check(model, config.replace(overrides=(override,)), [batch], export="vitis")
+    with pytest.raises(qfx.ExportError, match="ConvTranspose"):
+        qfx.check(model, config, [batch], export="vitis")
+
+
+def test_a_gated_recurrent_model_is_exported_and_runs(tmp_path: Path) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells, self.head = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.head(self.cells(x)[0])
+
+    batches = [rand(2, 5, 8)]
+    qmodel = quantize(Recurrent().eval(), qfx.presets.INT8_STATIC, batches)
+    qfx.export.onnx(qmodel, tmp_path / "gru.onnx")
+    assert qfx.verify(qmodel, tmp_path / "gru.onnx", batches).max_steps <= 1

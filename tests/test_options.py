@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import quark_fx as qfx
 import quark_fx.observers
@@ -29,6 +31,8 @@ CONFIGURATIONS: list[Any] = [
     *(*OWN, *OBSERVING),
 ]
 """What users make of options."""
+
+GRAPH: Any = torch.fx.symbolic_trace(nn.Linear(2, 2))
 
 NEEDED: dict[Any, dict[str, Any]] = {
     qfx.TensorSpec: {"format": INT8},
@@ -180,3 +184,43 @@ def test_a_class_whose_annotations_cannot_be_read_is_left_alone() -> None:
     assert Unread(3).value == 3
     with pytest.raises(ConfigError, match="did you mean 'value'"):
         Unread(valu=3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: qfx.load(None), "directory of load must be a string or a path, not None"),  # type: ignore[arg-type]
+        (lambda: qfx.open_checkpoint(5), "path of open_checkpoint must be a string or a path, not 5"),  # type: ignore[arg-type]
+        (lambda: qfx.presets.preset(5), "name of preset must be a string, not 5"),  # type: ignore[arg-type]
+        (lambda: qfx.QuantConfig.from_yaml(5), "source of from_yaml must be a string or a path, not 5"),  # type: ignore[arg-type]
+        (lambda: qfx.export.onnx(nn.Linear(2, 2), "a"), "qmodel of onnx must be a QuantizedModel, not "),  # type: ignore[arg-type]
+        (lambda: qfx.export.gguf(nn.Linear(2, 2), "a"), "qmodel of gguf must be a QuantizedModel, not "),  # type: ignore[arg-type]
+        (lambda: qfx.export.huggingface(nn.Linear(2, 2), "a"), "of huggingface must be a QuantizedModel, not "),  # type: ignore[arg-type]
+        (lambda: qfx.verify(nn.Linear(2, 2), "a", []), "qmodel of verify must be a QuantizedModel, not "),  # type: ignore[arg-type]
+        (lambda: qfx.run_passes(nn.Linear(2, 2), []), "gm of run_passes must be a GraphModule, not "),  # type: ignore[arg-type]
+        (lambda: qfx.run_passes(GRAPH, [GPTQ]), r"passes: GPTQ is a class; write GPTQ\(\)"),  # type: ignore[list-item]
+        (lambda: qfx.run_passes(GRAPH, ["GPTQ"]), "passes: 'GPTQ' is no pass"),  # type: ignore[list-item]
+        (lambda: qfx.quantize(nn.Linear(2, 2), "int8_statik"), r"did you mean 'int8_static'\?"),
+        (lambda: qfx.quantize(nn.Linear(2, 2), 5), "config is a preset's name, a QuantConfig or its dict, not int"),  # type: ignore[arg-type]
+        (lambda: qfx.quantize(nn.Linear(2, 2), checkpoint=5), "checkpoint is the path of a directory, not 5"),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_of_another_type_are_refused_by_name(call: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        call()
+
+
+def test_what_every_result_and_data_set_is_passes(tmp_path: Any) -> None:
+    class Numbered:
+        """A data set that has items by number and nothing else."""
+
+        def __getitem__(self, index: int) -> Any:
+            return (torch.ones(2, 2),)[index]
+
+    qmodel = qfx.quantize(nn.Linear(2, 2).eval(), "int8_weight_only", [torch.ones(2, 2)], progress=False)
+    qmodel.save(tmp_path / "model")
+    assert isinstance(qfx.load(tmp_path / "model"), qfx.QuantizedModel)
+    batches: Any = Numbered()
+    pytest.importorskip("onnxruntime")
+    qfx.export.onnx(qmodel, tmp_path / "model.onnx")
+    assert qfx.verify(qmodel, tmp_path / "model.onnx", batches).max_steps <= 1

@@ -242,6 +242,23 @@ def test_an_addmm_is_a_linear() -> None:
     assert_folds_exactly(seeded(Model()), rand(4, 6), 1)
 
 
+@pytest.mark.parametrize(
+    ("tensor", "value", "words"),
+    [
+        ("running_var", -0.5, r"1\.running_var of .* is -0\.5 in channel 1, and a variance is not negative"),
+        ("running_var", float("inf"), r"1\.running_var of .* holds NaN or infinity"),
+        ("running_mean", float("nan"), r"1\.running_mean of .* holds NaN or infinity"),
+        ("weight", float("nan"), r"1\.weight of .* holds NaN or infinity"),
+        ("bias", float("inf"), r"1\.bias of .* holds NaN or infinity"),
+    ],
+)
+def test_a_norm_with_impossible_statistics_is_named(tensor: str, value: float, words: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval()
+    getattr(model[1], tensor).data[1] = value
+    with pytest.raises(qfx.CalibrationError, match=words):
+        qfx.quantize(model, "int8_static", [rand(2, 3, 4, 4)], progress=False)
+
+
 def test_a_norm_without_statistics_stays() -> None:
     model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3, track_running_stats=False))
     assert_folds_exactly(seeded(model), rand(2, 2, 4, 4), 0)

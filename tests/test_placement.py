@@ -385,8 +385,8 @@ def test_each_expert_and_output_channel_has_its_own_scales(transposed: bool, con
 @pytest.mark.parametrize(
     ("name", "model", "data", "reason"),
     [
-        ("lstm", nn.LSTM(4, 4), rand(3, 2, 4), "has no row in quark_fx.operators"),
-        ("bilinear", None, rand(3, 4), "has no row in quark_fx.operators"),
+        ("lstm", nn.LSTM(4, 4), rand(3, 2, 4), "no quantization rule for aten."),
+        ("bilinear", None, rand(3, 4), "no quantization rule for aten."),
         ("table", None, rand(3, 4), "a table read by aten.mul.Tensor, not a weight"),
     ],
 )
@@ -523,3 +523,50 @@ def test_a_router_of_its_own_format() -> None:
     config = INT4_WEIGHT_ONLY.replace(overrides=(Override(pattern="op:router", weight=TensorSpec(format=INT8)),))
     qmodel = quantize(model, config, [rand(8, 16)])
     assert (row(qmodel, "route").weight[:4], row(qmodel, "body").weight[:4]) == ("int8", "int4")
+
+
+class Shared(nn.Module):
+    """Two modules with one weight, one module under two names, and a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.a = nn.Linear(8, 8)
+        self.again = self.a
+        self.b = nn.Linear(8, 8)
+        self.b.weight = self.a.weight
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.b(self.again(self.a(self.embed(ids)).relu()).relu())
+        return self.head(x)
+
+
+def test_operators_that_share_a_weight_go_by_the_names_of_their_own_modules() -> None:
+    ids = torch.arange(10).reshape(2, 5)
+    rows = quantize(Shared().eval(), INT8_WEIGHT_ONLY, [ids]).report().rows
+    assert [row.name for row in rows] == ["embed", "a", "again", "b", "head"]
+    assert len({row.parameter for row in rows}) == 2
+
+
+@pytest.mark.parametrize("name", ["embed", "a", "again", "b", "head"])
+def test_a_pattern_reaches_each_operator_that_shares_a_weight(name: str) -> None:
+    ids = torch.arange(10).reshape(2, 5)
+    excluded = quantize(Shared().eval(), INT8_WEIGHT_ONLY.replace(exclude=(name,)), [ids])
+    assert {row.name for row in excluded.report() if row.reason} == {name}
+    overridden = INT8_WEIGHT_ONLY.replace(overrides=(qfx.Override(pattern=name, weight=None),))
+    assert {row.name for row in quantize(Shared().eval(), overridden, [ids]).report() if row.reason} == {name}
+
+
+def test_a_weight_of_an_inner_module_keeps_its_name_where_the_outer_one_computes() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.own_table = nn.Linear(8, 8), nn.Parameter(torch.ones(8, 8))
+
+        def forward(self, x: Tensor) -> Any:
+            return nn.functional.linear(nn.functional.linear(x, self.inner.weight), self.own_table)
+
+    rows = quantize(nn.Sequential(Outer()).eval(), INT8_WEIGHT_ONLY, [torch.ones(2, 8)]).report().rows
+    assert [row.name for row in rows] == ["0.inner", "0.own_table"]

@@ -39,6 +39,8 @@ YAML = {
     "a number of many digits": "weight: " + "9" * 5000,
     "a truth value that is none": "weight: !!bool maybe",
     "an empty number": "weight: !!int ''",
+    "a key twice": "weight: {format: int8}\nweight: {format: int4}",
+    "a key twice, deeper": "overrides: [{pattern: a, weight: {format: int8, format: int4}}]",
     "a call": "weight: !!python/object/apply:os.system [ls]",
     "a key that is a list": "{[1]: 2}",
     "a key that is a number": "{1: 2}",
@@ -55,6 +57,11 @@ def test_yaml_that_no_configuration_is_is_refused_in_a_short_message(name: str) 
         qfx.QuantConfig.from_yaml(YAML[name])
     assert len(str(caught.value)) < 2000
     assert time.process_time() - began < 20
+
+
+def test_a_key_that_is_there_twice_is_named_with_its_lines() -> None:
+    with pytest.raises(ConfigError, match="key 'exclude' is in lines 2 and 4; keep one of them"):
+        qfx.QuantConfig.from_yaml("preset: int8_static\nexclude: [a]\ntarget: onnx\nexclude: [b]\n")
 
 
 def test_aliases_that_say_little_are_read() -> None:

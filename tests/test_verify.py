@@ -343,3 +343,36 @@ def test_rounding_of_a_constant_output_is_no_difference(tmp_path: Path) -> None:
     qmodel = quantize(seeded(Sums()), INT8_STATIC, [x])
     file = qfx.export.onnx(qmodel, tmp_path / "model.onnx")
     assert qfx.verify(qmodel, file, [x]).max_steps < 1
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.a(x), self.b(x)
+
+
+@pytest.mark.parametrize("per_node", [False, True])
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), "quantize.* has shape"),
+        (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 5)), "output has shape"),
+        (Pair(), "has 2 outputs, the model 1"),
+    ],
+    ids=["wider inside", "other outputs", "more outputs"],
+)
+def test_the_file_of_another_model_is_refused_by_name(
+    other: nn.Module, words: str, per_node: bool, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    batches = [rand(4, 8)]
+    own, others = (quantize(m.eval(), qfx.presets.INT8_STATIC, batches) for m in (model, other))
+    qfx.export.onnx(others, tmp_path / "other.onnx")
+    if "quantize" in words and not per_node:
+        assert qfx.verify(own, tmp_path / "other.onnx", batches).max_steps > 1  # from the outside they look alike
+        return
+    with pytest.raises(qfx.ExportError, match=rf"{words}.*not this model's export; write it with qfx\.export\.onnx"):
+        qfx.verify(own, tmp_path / "other.onnx", batches, per_node=per_node)

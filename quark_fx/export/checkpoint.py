@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -130,7 +130,7 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
 def _layers(source: Source, found: Correspondence) -> list[Layer]:
     """Return the modules with quantized weights, or one error about all that no format holds."""
     layers: list[Layer] = []
-    errors = []
+    errors, names = [], list[str]()
 
     @lru_cache(maxsize=1)  # the matrices of a stack are copies, and asked for one after another
     def apart(name: str) -> dict[str, Matrix]:
@@ -154,7 +154,8 @@ def _layers(source: Source, found: Correspondence) -> list[Layer]:
             simple = isinstance(module, _CLASSES) and len(inspect.signature(module.forward).parameters) == 1
             shape = tuple(constant.tensor.shape)
             if len(shape) > 2:
-                raise ExportError(f"a stack {shape} that transformers does not take apart; leave it in float")
+                what = "the kernel of a convolution" if "Conv" in type(module).__name__ else "a stack"
+                raise ExportError(f"{what} {shape} that transformers does not take apart; leave it in float")
             if leaf != "weight" or not simple:
                 raise ExportError(
                     "checkpoints hold weights of nn.Linear and nn.Embedding with one input, this is the parameter "
@@ -164,6 +165,7 @@ def _layers(source: Source, found: Correspondence) -> list[Layer]:
             layers.append(Layer(path, module, partial(Matrix.of, constant), found.rounding.inputs.get(path)))
         except ExportError as error:
             errors.append(f"{name}: {error}")
+            names.append(name.removesuffix(".weight"))
     errors += [
         f"{p}: its activation is quantized and its weight is not" for p in found.rounding.inputs if p not in paths
     ]
@@ -171,17 +173,19 @@ def _layers(source: Source, found: Correspondence) -> list[Layer]:
     errors += [f"{p}: a pass rewrote what it computes" for p in found.slices]
     errors += [f"{p}: it is folded into its neighbour" for p in found.identities]
     if errors:
-        raise unholdable(errors)
+        raise unholdable(errors, names)
     if not layers:
         raise ExportError("no weight is quantized; save the float model instead")
     return layers
 
 
-def unholdable(errors: list[str]) -> ExportError:
-    """Return the error that lists what a format cannot hold."""
+def unholdable(errors: list[str], names: Iterable[str] = ()) -> ExportError:
+    """Return the error that lists what a format cannot hold, and which `names` patterns can leave in float."""
+    names = list(names)
+    remedy = f"config.replace(exclude=(*config.exclude, {', '.join(map(repr, names))}))"
     return ExportError(
         "the checkpoint format cannot hold how these are quantized; exclude them (exclude=, Override) or change "
-        "their specs:\n  " + "\n  ".join(errors)
+        "their specs:\n  " + "\n  ".join(errors) + f"\nTo leave these weights in float: {remedy}" * bool(names)
     )
 
 

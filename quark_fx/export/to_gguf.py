@@ -18,6 +18,7 @@ from quark_fx.export.checkpoint import Checkpoint, Layer, take_apart, unholdable
 from quark_fx.export.packing import Matrix
 from quark_fx.isolation import isolated
 from quark_fx.model import QuantizedModel
+from quark_fx.options import checked_call
 
 _BLOCK = 32
 """Inputs that share a scale in every type that is written."""
@@ -25,6 +26,7 @@ _BLOCK = 32
 Array = np.ndarray[Any, Any]
 
 
+@checked_call
 @isolated
 def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, model: nn.Module | None = None) -> Path:
     """Write `qmodel`, made of a Hugging Face language model, as a GGUF file.

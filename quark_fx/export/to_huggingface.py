@@ -21,14 +21,16 @@ from quark_fx.export.checkpoint import Checkpoint, Layer, each_layer, take_apart
 from quark_fx.export.experts import as_saved, common_paths, literal, name_patterns
 from quark_fx.export.packing import Matrix, pack, pack_awq, pack_columns, patterns
 from quark_fx.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, INT8, FloatFormat, IntFormat, parse_format
-from quark_fx.isolation import isolated, quiet
+from quark_fx.isolation import isolated, quiet, warn
 from quark_fx.model import QuantizedModel
+from quark_fx.options import checked_call
 from quark_fx.qparams import ScaleType, Symmetry, recover_global_scale
 from quark_fx.shelf import Shelf
 
 _DEFAULT = "compressed-tensors"
 
 
+@checked_call
 @isolated
 def huggingface(
     qmodel: QuantizedModel,
@@ -162,11 +164,10 @@ def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
 
     tensors = each_layer(checkpoint.layers, write, shelf)
     if any(_divides_by_127(layer) for layer in checkpoint.layers):
-        warnings.warn(
+        warn(
             "transformers divides the largest magnitude of a token by 127.5, this model by 127 as other readers do: "
             "there its int8 activations are rounded differently; for equal results in transformers set "
-            "symmetry='symmetric_full' on `input`",
-            stacklevel=2,
+            "symmetry='symmetric_full' on `input`"
         )
     _share_global_scales(tensors)
     _require_readable(schemes, members)

@@ -23,6 +23,7 @@ from quark_fx.formats import INT32, FloatFormat, Format, has_onnx_type, onnx_con
 from quark_fx.graph import code_format, describe, results_of, target_name, tensor_names
 from quark_fx.isolation import isolated
 from quark_fx.model import QuantizedModel
+from quark_fx.options import checked_call
 from quark_fx.qparams import ScaleType, Scheme, Symmetry
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ _EXTERNAL = 1_900_000_000
 """Bytes of tensors above which they go to `<name>.data`: a protobuf file ends at 2 GiB."""
 
 
+@checked_call
 @isolated
 def onnx(
     qmodel: QuantizedModel,

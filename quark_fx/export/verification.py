@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,9 +19,10 @@ from quark_fx.errors import ExportError
 from quark_fx.export.runtime import adds_pairs_in_16_bits, may_optimize, open_session, runtime_options
 from quark_fx.formats import FloatFormat, parse_format
 from quark_fx.graph import parameter, results_of, target_name
-from quark_fx.isolation import as_called, isolated
+from quark_fx.isolation import as_called, isolated, warn
 from quark_fx.model import QuantizedModel
 from quark_fx.ops import dequantize, spread
+from quark_fx.options import checked_call
 from quark_fx.signature import split_batch
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ class Verification:
         return "\n".join([header, *lines, *left_out, *skipped, *([self.cause] if self.cause else [])])
 
 
+@checked_call
 @isolated
 def verify(
     qmodel: QuantizedModel,
@@ -158,7 +159,9 @@ def verify(
         feed = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         _require_elements(feed, count)
         if len(inputs) != len(feed):
-            raise ExportError(f"{path} has {len(inputs)} inputs, the model {len(feed)}: it is not this model's export")
+            raise ExportError(
+                f"{path} has {len(inputs)} inputs, the model {len(feed)}: it is not this model's export; {_AGAIN}"
+            )
         feeds = {i.name: leaf.numpy(force=True) for i, leaf in zip(inputs, feed, strict=True)}
         results = _run(session, feeds, path, count)
         codes = {name: torch.from_numpy(value) for name, value in results.items() if name in shown}
@@ -168,6 +171,10 @@ def verify(
         for name, (own, theirs) in follower.compared.items():
             compared.add(name, own, theirs)
         tensors = [name for name in names if name not in codes]  # in the order of the model's own outputs
+        if len(tensors) != len(expected):
+            raise ExportError(
+                f"{path} has {len(tensors)} outputs, the model {len(expected)}: it is not this model's export; {_AGAIN}"
+            )
         for name, own in zip(tensors, expected, strict=True):
             compared.add(name, own, torch.from_numpy(np.asarray(results[name])))
         if per_node:
@@ -186,7 +193,7 @@ def verify(
     if result.max_steps > 1 and (cause := _saturation(Path(path), qmodel, optimize)):
         result = replace(result, cause=cause)
     if unsaid := {d.name: d.uncompared for d in result.differences if d.uncompared}:
-        warnings.warn(f"values that are NaN in torch and in the file were not compared: {unsaid}", stacklevel=3)
+        warn(f"values that are NaN in torch and in the file were not compared: {unsaid}")
     return result
 
 
@@ -221,6 +228,9 @@ def _run(session: Any, feeds: dict[str, Any], path: str | os.PathLike[str], batc
         ) from error
 
 
+_AGAIN = "write it with qfx.export.onnx again"
+
+
 def _require_file(path: str | os.PathLike[str]) -> None:
     try:
         os.stat(path)
@@ -252,6 +262,9 @@ class _Follower(Interpreter):
         theirs = self.codes.get(n.name)
         if theirs is None:
             return value
+        if theirs.shape != value.shape:
+            shapes = f"{tuple(theirs.shape)} in the file and {tuple(value.shape)} in the model"
+            raise ExportError(f"{n.name} has shape {shapes}: the file is not this model's export; {_AGAIN}")
         if _in_blocks(n):
             step, (_, scale, zero_point, *layout) = self._steps(n, value), n.args
             own = dequantize(value, self.env[scale], self.env[zero_point], *layout)  # type: ignore[index]
@@ -286,7 +299,7 @@ class _Comparison:
     def add(self, name: str, expected: Tensor, got: Tensor) -> None:
         if got.shape != expected.shape:
             shapes = f"{tuple(got.shape)} in ONNX Runtime and {tuple(expected.shape)} in torch"
-            raise ExportError(f"{name} has shape {shapes}")
+            raise ExportError(f"{name} has shape {shapes}: the file is not this model's export; {_AGAIN}")
         pair = (expected.detach().cpu().double().flatten(), got.cpu().double().flatten())
         self.pairs.setdefault(name, []).append(pair)
 

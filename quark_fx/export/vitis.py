@@ -79,7 +79,11 @@ def require_static(model: ir.Model, nodes: list[ir.Node], *, allow_none: bool) -
     for value in dict.fromkeys(node.inputs[1] for node in nodes):
         if array_of(value) is None:
             bad.append(f"  {value.name if value is not None else None} is measured at run time")
-    bad += [f"  {node.name} has scales in blocks" for node in nodes if node.attributes.get_int("block_size", 0)]
+    bad += [
+        f"  {node.name} has scales in blocks{_PER_TENSOR if _of_grouped_transpose(node) else ''}"
+        for node in nodes
+        if node.attributes.get_int("block_size", 0)
+    ]
     for node in nodes:
         codes = node.outputs[0] if node.op_type == "QuantizeLinear" else node.inputs[0]
         if codes is not None and codes.dtype not in CODES:
@@ -87,10 +91,23 @@ def require_static(model: ir.Model, nodes: list[ir.Node], *, allow_none: bool) -
     if not (nodes or measured or allow_none):
         raise ExportError("format='vitis' is for static scales, and nothing in this model is quantized so; use another")
     if bad:
+        presets = "'xint8'" if all(_PER_TENSOR in line for line in bad) else "'xint8', 'int8_static' or 'bf16'"
         raise ExportError(
             "format='vitis' is for static scales, per tensor or channel, of integers or half precision; these are "
-            "none:\n" + "\n".join(bad) + "\nUse the preset 'xint8', 'int8_static' or 'bf16', or format='qdq'."
+            "none:\n" + "\n".join(bad) + f"\nUse the preset {presets}, or format='qdq'."
         )
+
+
+_PER_TENSOR = (
+    ", those of the channels of every group of a ConvTranspose: give it one scale, "
+    "Override(pattern='op:conv_transpose*', weight=config.weight.replace(granularity='tensor'))"
+)
+
+
+def _of_grouped_transpose(node: ir.Node) -> bool:
+    """Tell whether a dequantizer makes the weight of a transposed convolution in groups."""
+    readers = [reader for output in node.outputs for reader, _ in output.uses()]
+    return any(reader.op_type == "ConvTranspose" and reader.attributes.get_int("group", 1) > 1 for reader in readers)
 
 
 def with_standard_nodes(model: ir.Model) -> ir.Model:

@@ -9,7 +9,18 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from quark_fx.graph import erase_dead, get_attr, is_parameter, parameter, set_parameter, target_name, value_of
+from quark_fx.errors import CalibrationError
+from quark_fx.graph import (
+    describe,
+    erase_dead,
+    get_attr,
+    is_finite,
+    is_parameter,
+    parameter,
+    set_parameter,
+    target_name,
+    value_of,
+)
 from quark_fx.linear import Linear
 from quark_fx.operators import argument, set_argument
 from quark_fx.pass_manager import graph_pass
@@ -59,6 +70,7 @@ def _affine(gm: GraphModule, node: Node) -> tuple[Tensor, Tensor] | None:
     weight, bias, mean, variance = (argument(node, i) for i in (1, 2, 3, 4))
     if training or not all(p is None or is_parameter(p) for p in (weight, bias, mean, variance)) or mean is None:
         return None
+    _require_usable(gm, node, variance, epsilon)
     # In half precision the sum of a small variance and epsilon, or its root, is off by per cents.
     wide = torch.promote_types(parameter(gm, variance).dtype, torch.float32)
     factor = torch.rsqrt(parameter(gm, variance).to(wide) + epsilon)
@@ -66,6 +78,19 @@ def _affine(gm: GraphModule, node: Node) -> tuple[Tensor, Tensor] | None:
         factor = factor * parameter(gm, weight)
     offset = -parameter(gm, mean) * factor
     return factor, offset if bias is None else offset + parameter(gm, bias)
+
+
+def _require_usable(gm: GraphModule, node: Node, variance: Any, epsilon: float) -> None:
+    """Raise `CalibrationError` for a constant that is not finite, or a variance that no data has."""
+    for constant in node.args:
+        if is_parameter(constant) and not is_finite(parameter(gm, constant)):
+            raise CalibrationError(f"{constant.target} of {describe(node)} holds NaN or infinity; mend the checkpoint")
+    smallest = float(parameter(gm, variance).detach().min()) if parameter(gm, variance).numel() else 0.0
+    if smallest + epsilon <= 0:
+        raise CalibrationError(
+            f"{variance.target} of {describe(node)} is {smallest:.3g} in channel "
+            f"{int(parameter(gm, variance).argmin())}, and a variance is not negative; mend the checkpoint"
+        )
 
 
 def _fold_into_producer(gm: GraphModule, norm: Node, factor: Tensor, offset: Tensor) -> bool:
