@@ -196,7 +196,7 @@ class _Preparation:
         self.floats: list[str] = []
         self.activations: dict[str, str] = {}
         self.steps: dict[str, Tensor] = {}
-        self.buffers = buffer_names(self.gm)
+        self.buffers, self.read_as_is = buffer_names(self.gm), self._read_as_is()
         self._expose_values(qmodel.graph_module)
         bounds, factors = self._pair_bounds(), self._bias_factors()
         self._round_activations()
@@ -228,12 +228,23 @@ class _Preparation:
                 node.replace_all_uses_with(value)
         erase_dead(self.gm)
 
+    def _read_as_is(self) -> frozenset[str]:
+        """Return the names of tensors that something else than a cast reads, or looks rows of up for."""
+        found: set[str] = set()
+        for node in self.gm.graph.nodes:
+            if node.op == "get_attr":
+                lookups = [user for user in node.users if target_name(user) == "aten.embedding.default"]
+                readers = [user for user in node.users if user not in lookups] + [u for n in lookups for u in n.users]
+                if any(target_name(user) != "aten._to_copy.default" for user in readers):
+                    found.add(str(node.target))
+        return frozenset(found)
+
     def _is_stored(self, constant: Constant) -> bool:
         """Tell whether a constant is one of codes, or a parameter in a 16-bit float that is cast."""
         if constant.scale is not None:
             return True
         half = constant.tensor.dtype in (torch.float16, torch.bfloat16) and constant.dtype == torch.float32
-        return half and constant.names[0] not in self.buffers
+        return half and constant.names[0] not in self.buffers | self.read_as_is
 
     def _read(self, constant: Constant, original: GraphModule) -> Node:
         """Insert what reads the values of a constant, a parameter from now on."""

@@ -346,6 +346,25 @@ def test_a_tied_table_is_one_parameter() -> None:
     assert torch.equal(qat.convert()(ids), qat(ids))
 
 
+def test_a_table_that_is_cast_for_one_reader_and_not_for_another_is_one_parameter() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            rows = self.table(ids)
+            y: Tensor = self.head((rows + rows.float().square()).to(rows.dtype))
+            return y
+
+    ids = torch.arange(6).reshape(2, 3)
+    config = preset("int8_dynamic").replace(exclude=("table",))
+    qat = qfx.prepare_qat(qfx.quantize(seeded(Half()).to(torch.bfloat16), config, [ids], progress=False))
+    assert sorted(tuple(p.shape) for p in qat.parameters()) == [(12,), (12, 8), (12, 8)]
+    steps(qat, ids)
+    assert torch.equal(qat.convert()(ids), qat(ids))
+
+
 def test_the_report_has_what_training_left() -> None:
     qmodel, x = quantized("int8_static")
     qat = qfx.prepare_qat(qmodel, scales=True)
