@@ -32,7 +32,7 @@ from quark_fx.graph import (
 )
 from quark_fx.module_slices import ModuleCall, ModuleSlice, calls_without_parameters, slice_of
 from quark_fx.operators import argument, clamp_bounds, operator_row
-from quark_fx.ops import dequantize
+from quark_fx.quantized_tensor import QuantizedTensor
 from quark_fx.rounded_modules import Activation, RoundedModules, place_rounding
 
 _QUANTIZE, _DEQUANTIZE, _CAST = "quark_fx.quantize.default", "quark_fx.dequantize.default", "aten._to_copy.default"
@@ -45,36 +45,29 @@ class Constant:
 
     Attributes:
         names: of the tensors it is made of, in the quantized graph; operators share it if they share these.
-        tensor: its values, or codes.
-        scale: of the codes, `None` for values and for codes that a cast turns into values.
-        zero_point: of the codes.
-        format: name of the codes' format, empty for values.
-        axis: see `quark_fx.ops`.
-        block_size: see `quark_fx.ops`.
+        stored: its values, perhaps in another floating-point type, or what it is quantized to.
         dtype: of the values.
     """
 
     names: tuple[str, ...]
-    tensor: Tensor
+    stored: Tensor | QuantizedTensor
     dtype: torch.dtype
-    scale: Tensor | None = None
-    zero_point: Tensor | None = None
-    format: str = ""
-    axis: int | None = None
-    block_size: int = 0
+
+    @property
+    def tensor(self) -> Tensor:
+        """The values, or the codes."""
+        return self.stored.codes if isinstance(self.stored, QuantizedTensor) else self.stored
 
     @property
     def is_float(self) -> bool:
         """Whether the tensor holds the values themselves."""
-        return self.scale is None and self.tensor.dtype == self.dtype
+        return isinstance(self.stored, Tensor) and self.stored.dtype == self.dtype
 
     def value(self) -> Tensor:
         """Return the values."""
-        if self.scale is None or self.zero_point is None:
-            return self.tensor.to(self.dtype)
-        layout = (self.format, self.axis, self.block_size, self.dtype)
-        value: Tensor = dequantize(self.tensor, self.scale, self.zero_point, *layout)
-        return value
+        if isinstance(self.stored, QuantizedTensor):
+            return self.stored.dequantize(self.dtype)
+        return self.stored.to(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -303,9 +296,9 @@ def constant_of(gm: GraphModule, node: Node) -> Constant | None:
 def _codes(gm: GraphModule, *args: Any) -> Constant:
     defaults: tuple[Any, ...] = (None, 0, torch.float32)
     codes, scale, zero_point, fmt, axis, block, dtype = args + defaults[len(args) - 4 :]
-    tensors = [parameter(gm, n) for n in (codes, scale, zero_point)]
     names = tuple(str(n.target) for n in (codes, scale, zero_point))
-    return Constant(names, tensors[0], dtype, tensors[1], tensors[2], fmt, axis, block)
+    codes, scale, zero_point = (parameter(gm, n) for n in (codes, scale, zero_point))
+    return Constant(names, QuantizedTensor.of(codes, scale, zero_point, fmt, axis, block), dtype)
 
 
 def table_of(gm: GraphModule, node: Node) -> tuple[Node, Constant] | None:
@@ -413,7 +406,7 @@ def _shaped(constant: Constant, like: Tensor | None, reader: Node) -> Constant:
             f"{tuple(like.shape)} in the model; call the quantized model itself, or quantize without the pass that "
             "rescales it"
         )
-    return replace(constant, tensor=constant.tensor.reshape(like.shape))
+    return replace(constant, stored=constant.tensor.reshape(like.shape))
 
 
 def _alias(aliases: list[str], reader: Node) -> str:

@@ -22,6 +22,7 @@ from quark_fx.graph import describe, erase_dead, placeholders, stored_tensors
 from quark_fx.isolation import isolated, warn
 from quark_fx.model import QuantizedModel
 from quark_fx.module_slices import ModuleCall
+from quark_fx.quantized_tensor import QuantizedTensor
 from quark_fx.rounded_modules import Activation
 from quark_fx.straight_through import quantize_of, records_gradients, run_with_gradients
 
@@ -42,9 +43,11 @@ class Dequantize(nn.Module):
 
     def __init__(self, constant: Constant) -> None:
         super().__init__()
-        self.register_buffer("scale", _own(constant.scale))
-        self.register_buffer("zero_point", _own(constant.zero_point))
-        self.layout = (constant.format, constant.axis, constant.block_size, constant.dtype)
+        stored = constant.stored if isinstance(constant.stored, QuantizedTensor) else None
+        self.register_buffer("scale", _own(None if stored is None else stored.scale))
+        self.register_buffer("zero_point", _own(None if stored is None else stored.zero_point))
+        layout = ("", None, 0) if stored is None else (str(stored.format), stored.axis, stored.block_size)
+        self.layout = (*layout, constant.dtype)
 
     def forward(self, codes: Tensor) -> Tensor:
         """Return the values of `codes`."""

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from quark_fx.formats import FloatFormat
 from quark_fx.layout import Layout
+from quark_fx.qparams import Scheme
+from quark_fx.quantized_tensor import QuantizedTensor, decode
 
 _BELOW_ONE = 1 - 2.0**-20
 
@@ -35,6 +37,17 @@ class Grid:
     movable: bool = False
     format: FloatFormat | None = None
 
+    @classmethod
+    def of(cls, tensor: QuantizedTensor, scheme: Scheme, *, movable: bool = False) -> Grid:
+        """Return what the codes of a tensor can be, with a scale and zero point for each."""
+        zero_point = tensor.zero_point
+        if scheme.symmetric:  # one number for all, which takes no memory when it is spread
+            zero_point = zero_point.flatten()[:1].reshape(())
+        layout = tensor.layout
+        scale, zero_point = (layout.spread(p.float()).expand_as(tensor.codes) for p in (tensor.scale, zero_point))
+        fmt = tensor.format if isinstance(tensor.format, FloatFormat) else None
+        return cls(scale, zero_point, scheme.limits, layout, movable, fmt)
+
     def times(self, ratio: Tensor) -> Grid:
         """Return the grid with every stored scale multiplied; `ratio` has their shape, `layout.scale_shape`."""
         assert self.layout is not None
@@ -46,7 +59,7 @@ class Grid:
 
     def value(self, codes: Tensor) -> Tensor:
         """Return the weights that codes, or values between codes, stand for."""
-        return (codes - self.zero_point) * self.scale
+        return decode(codes, self.scale, self.zero_point)
 
     def round_(self, position: Tensor) -> Tensor:
         """Replace each position, float32, by the nearest code: half to even, saturating."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Protocol, Self
 
@@ -106,6 +106,10 @@ class Layout:
             last = F.pad(values.movedim(self.axis, -1), (0, padding)).unflatten(-1, (-1, self.block)).sum(-1)
             values = last.movedim(-1, self.axis)
         return values.sum_to_size(shape)
+
+    def of_shape(self, shape: tuple[int, ...]) -> Layout:
+        """Return the layout of a tensor of another shape whose scales lie alike."""
+        return replace(self, shape=tuple(shape))
 
     # Some rows, dimension 0, at a time.
 

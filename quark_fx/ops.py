@@ -21,9 +21,6 @@ Source: https://onnx.ai/onnx/operators/onnx__QuantizeLinear.html.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,9 +28,7 @@ from torch import Tensor
 from quark_fx.formats import FloatFormat, Format, IntFormat, parse_format
 from quark_fx.layout import Layout
 from quark_fx.qparams import QParams, ScaleType, Scheme, Symmetry, block_scale, like, share_scale
-
-_AT_ONCE = 1 << 20
-"""Values of a constant that are quantized together, about: a few megabytes, which the processor's caches hold."""
+from quark_fx.quantized_tensor import QuantizedTensor
 
 
 @torch.library.custom_op("quark_fx::quantize", mutates_args=())
@@ -103,14 +98,7 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return `(codes - zero_point) * scale`, computed in float32 and then cast to `dtype`; inverse of `quantize`."""
-    result = torch.empty_like(codes, dtype=dtype)
-    # The float32 values of a large weight beside its spread scales would take several times what the result does.
-    for rows, some_scale, some_point in row_pieces(codes, QParams(scale, zero_point), axis, block_size):
-        values = codes[rows].to(torch.float32)
-        if isinstance(parse_format(format), IntFormat):
-            values = values.sub_(spread(some_point, values, axis, block_size))
-        result[rows] = values.mul_(spread(some_scale, values, axis, block_size))
-    return result
+    return QuantizedTensor.of(codes, scale, zero_point, format, axis, block_size).dequantize(dtype)
 
 
 @dequantize.register_fake
@@ -386,8 +374,9 @@ def spread(parameter: Tensor, x: Tensor, axis: int | None, block_size: int) -> T
 def encode(x: Tensor, qparams: QParams, scheme: Scheme, axis: int | None = None, block_size: int = 0) -> Tensor:
     """Quantize `x` like `quantize`, and keep to the codes the *scheme* allows (±127 for symmetric int8)."""
     codes = torch.empty(x.shape, dtype=scheme.format.dtype, device=x.device)
-    for rows, scale, zero_point in row_pieces(codes, qparams, axis, block_size):
-        codes[rows] = _encode(x[rows], scale, zero_point, scheme, axis, block_size)
+    whole = QuantizedTensor.of(codes, qparams.scale, qparams.zero_point, scheme.format, axis, block_size)
+    for rows, part in whole.pieces():
+        codes[rows] = _encode(x[rows], part.scale, part.zero_point, scheme, axis, block_size)
     return codes
 
 
@@ -401,17 +390,6 @@ def _encode(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, axis: 
     return y.clamp_(scheme.qmin, scheme.qmax)
 
 
-def row_pieces(
-    codes: Tensor, qparams: QParams, axis: int | None, block_size: int
-) -> Iterator[tuple[Any, Tensor, Tensor]]:
-    """Yield indices of some rows at a time (dimension 0) and their parameters, so that what is made of a large tensor
-    meanwhile stays small.
-    """
-    layout = Layout.of(codes.shape, axis, block_size)
-    for rows in layout.pieces(_AT_ONCE if codes.is_cpu else _AT_ONCE << 8):
-        yield rows, layout.of_rows(qparams.scale, rows), layout.of_rows(qparams.zero_point, rows)
-
-
 def _nonzero(scale: Tensor) -> Tensor:
     return torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
 
@@ -422,7 +400,6 @@ __all__ = [
     "encode",
     "fake_quantize",
     "quantize",
-    "row_pieces",
     "spread",
     "straight_through",
 ]

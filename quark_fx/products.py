@@ -20,6 +20,7 @@ from quark_fx.layout import Columns
 from quark_fx.linear_map import LinearMap
 from quark_fx.pass_manager import Change
 from quark_fx.qparams import ScaleType, constrain_scale, recover_global_scale
+from quark_fx.quantized_tensor import decode
 from quark_fx.quantized_weights import QuantizedWeight
 from quark_fx.scale_search import fit_scales, fit_scales_to_feedback
 from quark_fx.second_moment import Entrance, SecondMoment
@@ -58,7 +59,7 @@ class Part:
         """Return what the codes stand for, as matrices; of a stack, those of `matrices`."""
         found = self.weight.grid(self.run.module, matrices if self.mapping.stacked else slice(None))
         scale, zero_point = (self.mapping.matrix(p) for p in (found.scale, found.zero_point))
-        return Grid(scale, zero_point, self.weight.scheme.limits, format=self.weight.float_format)
+        return replace(found, scale=scale, zero_point=zero_point, layout=None, movable=False)
 
     def error(self, target: Tensor, h: Tensor) -> float:
         """Return the squared error of the output over its square, for some output channels.
@@ -72,7 +73,7 @@ class Part:
         for matrices in [slice(i, i + 1) for i in range(len(h))] if self.mapping.stacked else [slice(None)]:
             grid, aim = self.grid(matrices), target[matrices, some]
             scale, zero_point = (p.expand_as(target[matrices])[:, some] for p in (grid.scale, grid.zero_point))
-            lost = (codes[matrices, some].float() - zero_point) * scale - aim
+            lost = decode(codes[matrices, some].float(), scale, zero_point) - aim
             noise += ((lost @ h[matrices]) * lost).sum()
             signal += ((aim.float() @ h[matrices]) * aim).sum()
         return float(noise / signal.clamp_min(torch.finfo(torch.float32).tiny))

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from quark_fx.formats import INT32, FloatFormat, IntFormat, parse_format
+from quark_fx.formats import INT32, IntFormat, parse_format
 from quark_fx.graph import is_parameter, parameter, target_name, tensor_of
 from quark_fx.grid import Grid
 from quark_fx.layout import Layout
 from quark_fx.linear import Linear
 from quark_fx.placement import PlannedOperator
-from quark_fx.qparams import QParams, ScaleType, Scheme
-from quark_fx.weights import QuantizedTensor
+from quark_fx.qparams import ScaleType, Scheme
+from quark_fx.quantized_tensor import QuantizedTensor
 
 _DEQUANTIZE = "quark_fx.dequantize.default"
 
@@ -30,16 +30,12 @@ class QuantizedWeight:
         linear: the call, in the graph that was asked.
         dequantize: the node that turns the codes of the weight into values.
         weight: name of the float weight in the graph before conversion.
-        axis: dimension the scales vary along, `None` for one scale.
-        block_size: see `quark_fx.ops`.
     """
 
     operator: PlannedOperator
     linear: Linear
     dequantize: Node
     weight: str
-    axis: int | None
-    block_size: int
 
     @property
     def name(self) -> str:
@@ -71,27 +67,19 @@ class QuantizedWeight:
         codes = codes.to(tensor_of(gm, self.codes).dtype)
         return codes if self.operator.pairs is None else self.operator.pairs.limited(codes)
 
+    def stored(self, gm: GraphModule) -> QuantizedTensor:
+        """Return the weight as it is stored."""
+        return stored_tensor(gm, self.dequantize)
+
     def grid(self, gm: GraphModule, matrices: slice = slice(None)) -> Grid:
         """Return what the codes stand for; of a stack of matrices, those of `matrices`."""
-        codes, scale, zero_point = (parameter(gm, node) for node in self.dequantize.args[:3])  # type: ignore[arg-type]
-        if self.scheme.symmetric:  # one number for all, which takes no memory when it is spread
-            zero_point = zero_point.flatten()[:1].reshape(())
-        whole = self.layout(gm)
-        scale, zero_point = (whole.of_rows(p, matrices) for p in (scale, zero_point))
-        codes = codes[matrices]
-        layout = Layout.of(codes.shape, self.axis, self.block_size)
-        scale, zero_point = (layout.spread(p.float()).expand_as(codes) for p in (scale, zero_point))
+        stored = self.stored(gm)[matrices]
         movable = self.scheme.scale_type is ScaleType.FLOAT32 and not self.bias_scale_follows
-        return Grid(scale, zero_point, self.scheme.limits, layout, movable, self.float_format)
+        return Grid.of(stored, self.scheme, movable=movable)
 
     def layout(self, gm: GraphModule) -> Layout:
         """Return which scale is that of which code."""
-        return Layout.of(parameter(gm, self.dequantize.args[0]).shape, self.axis, self.block_size)  # type: ignore[arg-type]
-
-    @property
-    def float_format(self) -> FloatFormat | None:
-        """Whose values the codes are, `None` for whole numbers."""
-        return self.scheme.format if isinstance(self.scheme.format, FloatFormat) else None
+        return self.stored(gm).layout
 
     @property
     def scale_name(self) -> str:
@@ -104,15 +92,11 @@ class QuantizedWeight:
 
     def value(self, gm: GraphModule) -> Tensor:
         """Return the weight the operator multiplies by now, float32."""
-        return self.grid(gm).value(tensor_of(gm, self.codes).float())
+        return self.stored(gm).dequantize()
 
     def sqnr(self, gm: GraphModule, real: Tensor) -> float:
         """Return the signal to noise ratio in dB of what the codes stand for, `real` being the float weight."""
-        assert self.operator.weight is not None
-        parameters = (parameter(gm, node).to(real.device) for node in self.dequantize.args[:3])  # type: ignore[arg-type]
-        codes, scale, zero_point = parameters
-        stored = QuantizedTensor(codes, QParams(scale, zero_point), self.operator.weight, self.axis, self.block_size)
-        return stored.sqnr(real)
+        return self.stored(gm).to(real.device).sqnr(real)
 
     def channel_dim(self, output: Tensor) -> int:
         """Return the dimension of the operator's output that counts output channels."""
@@ -151,8 +135,7 @@ class QuantizedWeight:
         assert node is not None
         if node.op == "get_attr":
             return parameter(gm, node).detach().float()
-        codes, scale, zero_point = (parameter(gm, n).double() for n in node.args[:3])  # type: ignore[arg-type]
-        return ((codes - zero_point) * scale).float()
+        return stored_tensor(gm, node).dequantize()
 
     @property
     def input_scale(self) -> str | None:
@@ -183,6 +166,13 @@ class QuantizedWeight:
         return {_name(codes): stored, _name(scale_node): scale}
 
 
+def stored_tensor(gm: GraphModule, dequantize: Node) -> QuantizedTensor:
+    """Return what a `dequantize` of parameters reads."""
+    codes, scale, zero_point = (parameter(gm, node) for node in dequantize.args[:3])  # type: ignore[arg-type]
+    format, axis, block_size = (*dequantize.args[3:6], None, 0)[:3]
+    return QuantizedTensor.of(codes, scale, zero_point, format, axis, block_size)  # type: ignore[arg-type]
+
+
 def quantized_weights(gm: GraphModule, plan: Mapping[str, PlannedOperator]) -> list[QuantizedWeight]:
     """Return the operators of `gm` (a converted graph, or a block of one) whose weights are codes, in order.
 
@@ -202,8 +192,7 @@ def quantized_weights(gm: GraphModule, plan: Mapping[str, PlannedOperator]) -> l
             continue
         if operator.weight is None:
             continue
-        axis, block = value.args[4], value.args[5]
-        found.append(QuantizedWeight(operator, linear, value, str(operator.weight_node.target), axis, block))  # type: ignore[arg-type]
+        found.append(QuantizedWeight(operator, linear, value, str(operator.weight_node.target)))
     return found
 
 
@@ -229,4 +218,4 @@ def _name(node: object) -> str:
     return str(node.target)
 
 
-__all__ = ["QuantizedWeight", "quantized_weights", "share_changed", "shared_tensors"]
+__all__ = ["QuantizedWeight", "quantized_weights", "share_changed", "shared_tensors", "stored_tensor"]

@@ -11,7 +11,9 @@ from typing import Any, Self
 from torch import Tensor
 
 from quark_fx.pass_manager import PassRecord
-from quark_fx.weights import QuantizedTensor
+from quark_fx.quantized_tensor import QuantizedTensor
+from quark_fx.specs import TensorSpec
+from quark_fx.weights import stored_bytes
 
 _WIDEST = 70
 
@@ -47,14 +49,14 @@ class Row:
     parameter: str = ""
 
     @classmethod
-    def of_quantized(cls, *, original: Tensor, quantized: QuantizedTensor, **fields: Any) -> Self:
+    def of_quantized(cls, *, original: Tensor, quantized: QuantizedTensor, spec: TensorSpec, **fields: Any) -> Self:
         """Build the row of a quantized weight."""
-        scale = None if quantized.spec.is_cast else quantized.qparams.scale
+        scale = None if spec.is_cast else quantized.scale
         return cls(
             scale_min=None if scale is None else float(scale.min()),
             scale_max=None if scale is None else float(scale.max()),
             bytes_before=original.nbytes,
-            bytes_after=quantized.nbytes,
+            bytes_after=stored_bytes(quantized, spec),
             **fields,
         )
 

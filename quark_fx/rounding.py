@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quark_fx.grid import Grid
+from quark_fx.quantized_tensor import decode
 
 _BLOCK = 128
 """Inputs whose changes reach the others in one matrix product."""
@@ -125,7 +126,7 @@ def _round_block(
         i = block.start + j
         best = values[:, i] - local[:, j] / curvature[:, i]
         code = grid.round_((best / scale[:, i]).add_(zero_point[:, i]))
-        value = (code - zero_point[:, i]).mul_(scale[:, i])
+        value = decode(code, scale[:, i], zero_point[:, i])
         change = value - values[:, i]
         local[:, j + 1 :].baddbmm_(inner[:, j + 1 :, j, None], change.unsqueeze(1))
         values[:, i], codes[:, i] = value, code

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,73 +11,37 @@ from torch import Tensor
 
 from quark_fx.config import Granularity, TensorSpec
 from quark_fx.formats import IntFormat
-from quark_fx.layout import Layout
 from quark_fx.linear import Linear
-from quark_fx.ops import dequantize, encode, row_pieces, spread
+from quark_fx.ops import encode, spread
 from quark_fx.pair_sums import PairBound
 from quark_fx.qparams import QParams, ScaleType, Scheme, constrain_scale, global_scale_of, share_scale
+from quark_fx.quantized_tensor import QuantizedTensor
 
 _ROWS_AT_ONCE = 8192
 
 
-@dataclass(frozen=True)
-class QuantizedTensor:
-    """Codes and parameters of a constant.
+def stored_bytes(tensor: QuantizedTensor, spec: TensorSpec) -> int:
+    """Return the bytes of a stored tensor: packed codes, scales, zero points unless all are the format's.
 
-    Attributes:
-        codes: in the format's dtype, the shape of the constant.
-        qparams: shaped by (`axis`, `block_size`), see `quark_fx.ops`.
-        spec: how it was quantized.
-        axis: dimension the scales vary along, `None` for one scale.
-        block_size: values per scale along `axis`, 0 for one scale per index.
+    Args:
+        tensor: quantized as `spec` says.
+        spec: what the bits of the scales follow from.
     """
+    total = (tensor.codes.numel() * spec.format.bits + 7) // 8
+    if spec.is_cast:
+        return total
+    stored = isinstance(spec.format, IntFormat) and not spec.scheme.symmetric
+    points = (tensor.zero_point.numel() * spec.format.bits + 7) // 8 if stored else 0
+    return total + _scale_bytes(tensor, spec) + points
 
-    codes: Tensor
-    qparams: QParams
-    spec: TensorSpec
-    axis: int | None
-    block_size: int
 
-    def dequantize(self) -> Tensor:
-        """Return the float32 values the codes stand for."""
-        if self.spec.is_cast:
-            return self.codes.float()
-        p = self.qparams
-        values: Tensor = dequantize(
-            self.codes, p.scale, p.zero_point, str(self.spec.format), self.axis, self.block_size
-        )
-        return values
-
-    def sqnr(self, reference: Tensor) -> float:
-        """Return the signal to noise ratio in dB of what the codes stand for."""
-        if self.spec.is_cast:
-            return sqnr(reference, self.dequantize())
-        signal = noise = 0.0
-        for rows, scale, zero_point in row_pieces(self.codes, self.qparams, self.axis, self.block_size):
-            real = reference[rows].float()
-            layout = str(self.spec.format), self.axis, self.block_size
-            lost = dequantize(self.codes[rows], scale, zero_point, *layout).sub_(real)
-            signal += float(torch.linalg.vector_norm(real)) ** 2
-            noise += float(torch.linalg.vector_norm(lost)) ** 2
-        return _decibels(signal, noise)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes when stored: packed codes, scales of 8 or 32 bits, zero points unless all are the format's own."""
-        total = (self.codes.numel() * self.spec.format.bits + 7) // 8
-        if self.spec.is_cast:
-            return total
-        stored = isinstance(self.spec.format, IntFormat) and not self.spec.scheme.symmetric
-        points = (self.qparams.zero_point.numel() * self.spec.format.bits + 7) // 8 if stored else 0
-        return total + self._scale_bytes() + points
-
-    def _scale_bytes(self) -> int:
-        spec, count = self.spec, self.qparams.scale.numel()
-        if spec.sub_group_size and spec.group_size and self.axis is not None:
-            blocks = self.qparams.scale.shape[self.axis]
-            groups = count // blocks * -(-self.codes.shape[self.axis] // spec.group_size)
-            return groups + (count + 7) // 8  # a byte per group, and a bit per sub-group
-        return count * spec.scale_type.bits // 8 + 4 * (spec.scale_type is ScaleType.FP8_E4M3)
+def _scale_bytes(tensor: QuantizedTensor, spec: TensorSpec) -> int:
+    count = tensor.scale.numel()
+    if spec.sub_group_size and spec.group_size and tensor.axis is not None:
+        blocks = tensor.scale.shape[tensor.axis]
+        groups = count // blocks * -(-tensor.codes.shape[tensor.axis] // spec.group_size)
+        return groups + (count + 7) // 8  # a byte per group, and a bit per sub-group
+    return count * spec.scale_type.bits // 8 + 4 * (spec.scale_type is ScaleType.FP8_E4M3)
 
 
 def quantize_tensor(
@@ -114,8 +77,7 @@ def quantize_tensor(
             raise ValueError("it holds NaN or infinity")
         if not torch.isfinite(x.to(spec.format.dtype)).all():
             raise ValueError(f"it overflows {spec.format}, whose largest value is {spec.scheme.largest:.6g}")
-        one = torch.ones((), device=x.device, dtype=torch.float32)
-        return QuantizedTensor(x.to(spec.format.dtype), QParams(one, torch.zeros_like(one).int()), spec, None, 0)
+        return QuantizedTensor.cast(x, spec.format)
     outputs, inputs = (0, min(1, x.dim() - 1)) if linear is None else (linear.output_axis, linear.input_axis)
     axis, block = _layout(x, spec, outputs, inputs, linear is not None and linear.stacked)
     settled = qparams is not None
@@ -132,7 +94,7 @@ def quantize_tensor(
     if pairs is not None and bool(pairs.exceeded(codes).any()):
         position = x.float() / spread(qparams.scale, x, axis, block) + spread(qparams.zero_point, x, axis, block)
         codes = pairs.limited(codes, position)
-    return QuantizedTensor(codes, qparams, spec, axis, block)
+    return QuantizedTensor.of(codes, qparams.scale, qparams.zero_point, spec.format, axis, block)
 
 
 def _widened(x: Tensor, qparams: QParams, spec: TensorSpec, pairs: PairBound, axis: int | None, block: int) -> QParams:
@@ -237,7 +199,7 @@ def _raise_scale(qparams: QParams, smallest: Tensor, spec: TensorSpec) -> QParam
     return QParams(raised, qparams.zero_point)
 
 
-def rescale_zeros(weight: QuantizedTensor, wanted: Tensor) -> QuantizedTensor:
+def rescale_zeros(weight: QuantizedTensor, wanted: Tensor, scale_type: ScaleType) -> QuantizedTensor:
     """Give channels whose codes all stand for zero another scale: any scale gives their values.
 
     What follows a weight's scale, as the steps of an int32 bias, is coarse beside the 1 that a range of zeros gets.
@@ -245,24 +207,12 @@ def rescale_zeros(weight: QuantizedTensor, wanted: Tensor) -> QuantizedTensor:
     Args:
         weight: with one scale, or one per channel.
         wanted: one scale per channel, 0 where any does.
+        scale_type: of the scales.
     """
-    scale, layout = weight.qparams.scale, Layout.of(weight.codes.shape, weight.axis, weight.block_size)
-    used = weight.codes != layout.spread(weight.qparams.zero_point).to(weight.codes.dtype)
+    used = weight.codes != weight.layout.spread(weight.zero_point).to(weight.codes.dtype)
     if weight.axis is None:
         zeros, wanted = ~used.any(), wanted.max()
     else:
         zeros = ~used.movedim(weight.axis, 0).flatten(1).any(1)
-    new = constrain_scale(wanted.double(), weight.spec.scale_type).to(scale)
-    scale = torch.where(zeros & (wanted > 0), new, scale)
-    return replace(weight, qparams=QParams(scale, weight.qparams.zero_point))
-
-
-def sqnr(reference: Tensor, approximation: Tensor) -> float:
-    """Return the signal to quantization noise ratio in dB; infinite where nothing was lost."""
-    signal = float(torch.linalg.vector_norm(reference.float()))
-    noise = float(torch.linalg.vector_norm(reference.float() - approximation.float()))
-    return _decibels(signal**2, noise**2)
-
-
-def _decibels(signal: float, noise: float) -> float:
-    return 10 * math.log10(signal / noise) if noise > 0 and signal > 0 else math.inf
+    new = constrain_scale(wanted.double(), scale_type).to(weight.scale)
+    return replace(weight, scale=torch.where(zeros & (wanted > 0), new, weight.scale))

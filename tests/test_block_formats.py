@@ -34,7 +34,8 @@ from quark_fx.formats import FP4_E2M1, INT4, INT8, SM8
 from quark_fx.graph import tensor_of
 from quark_fx.ops import dequantize, dynamic_qparams, quantize
 from quark_fx.qparams import ScaleType, recover_global_scale
-from quark_fx.weights import QuantizedTensor, quantize_tensor
+from quark_fx.quantized_tensor import QuantizedTensor
+from quark_fx.weights import quantize_tensor, stored_bytes
 
 Rounding = Callable[[float], float]
 Row = Sequence[float]
@@ -281,8 +282,8 @@ def test_nvfp4_with_a_value_that_is_not_finite_is_refused_or_spoilt() -> None:
 
 
 def e4m3_parts(quantized: QuantizedTensor) -> tuple[Tensor, Tensor]:
-    unit = recover_global_scale(quantized.qparams.scale)
-    return quantized.qparams.scale / unit, unit
+    unit = recover_global_scale(quantized.scale)
+    return quantized.scale / unit, unit
 
 
 @on_devices
@@ -307,17 +308,17 @@ def test_every_scale_of_two_levels_is_an_exact_product(amax: float, shares: list
     quantized = quantize_tensor(x, NVFP4)
     multiples, unit = e4m3_parts(quantized)
     assert torch.equal(multiples.to(torch.float8_e4m3fn).float(), multiples)
-    assert torch.equal(multiples.double() * unit.double(), quantized.qparams.scale.double())
-    assert abs(float(quantized.qparams.scale.max()) * 6 / amax - 1) <= 2.0**-19
+    assert torch.equal(multiples.double() * unit.double(), quantized.scale.double())
+    assert abs(float(quantized.scale.max()) * 6 / amax - 1) <= 2.0**-19
 
 
 def test_tensors_that_are_joined_share_a_global_scale() -> None:
     generator = torch.Generator().manual_seed(1)
     small, large = torch.randn(4, 32, generator=generator), torch.randn(4, 32, generator=generator) * 37
-    apart = [quantize_tensor(x, NVFP4).qparams.scale for x in (small, large)]
+    apart = [quantize_tensor(x, NVFP4).scale for x in (small, large)]
     with pytest.raises(ValueError, match="one global scale"):
         recover_global_scale(torch.cat(apart))
-    joint = [quantize_tensor(x, NVFP4, amax=large.abs().amax()).qparams.scale for x in (small, large)]
+    joint = [quantize_tensor(x, NVFP4, amax=large.abs().amax()).scale for x in (small, large)]
     recover_global_scale(torch.cat(joint))
     assert torch.equal(joint[1], apart[1])
 
@@ -353,14 +354,14 @@ def test_linears_that_read_one_value_share_a_global_scale() -> None:
     ids=str,
 )
 def test_bits_per_value_are_those_of_the_standard(spec: TensorSpec, bits: float) -> None:
-    assert quantize_tensor(torch.randn(8, 64), spec).nbytes == 8 * 64 * bits / 8
+    assert stored_bytes(quantize_tensor(torch.randn(8, 64), spec), spec) == 8 * 64 * bits / 8
 
 
 def test_bytes_of_ragged_groups_and_of_two_levels() -> None:
     x = torch.randn(4, 37)
-    assert quantize_tensor(x, NVFP4).nbytes == 4 * 37 // 2 + 4 * 3 + 4
+    assert stored_bytes(quantize_tensor(x, NVFP4), NVFP4) == 4 * 37 // 2 + 4 * 3 + 4
     # Three exponents and 19 shift bits a row.
-    assert quantize_tensor(x, MX4).nbytes == (4 * 37 * 3 + 7) // 8 + 4 * 3 + (4 * 19 + 7) // 8
+    assert stored_bytes(quantize_tensor(x, MX4), MX4) == (4 * 37 * 3 + 7) // 8 + 4 * 3 + (4 * 19 + 7) // 8
 
 
 @pytest.mark.parametrize("width", [1, 2, 7, 15])
@@ -383,7 +384,7 @@ def test_a_scale_of_two_levels_serves_integers(device: torch.device) -> None:
     assert float(quantized.codes.abs().max()) == 7
     error = (quantized.dequantize() - x).abs().unflatten(1, (4, 16)).amax(-1)
     # Half a step, and what the largest value loses where its scale was rounded down by up to a sixteenth.
-    assert (error <= quantized.qparams.scale * (0.5 + 7 / 16)).all()
+    assert (error <= quantized.scale * (0.5 + 7 / 16)).all()
 
 
 class Products(nn.Module):

@@ -31,10 +31,11 @@ from quark_fx.passes import AWQ, GPTQ, AdaQuant, AdaRound, AutoRound, BiasCorrec
 from quark_fx.passes.adaround import SoftRounding
 from quark_fx.passes.autoround import SignRounding
 from quark_fx.qparams import ScaleType, constrain_scale, recover_global_scale
+from quark_fx.quantized_tensor import sqnr
 from quark_fx.reconstruction import Start
 from quark_fx.rounding import OutputError, round_by_descent
 from quark_fx.scale_search import RATIOS, fit_scales
-from quark_fx.weights import quantize_tensor, sqnr
+from quark_fx.weights import quantize_tensor
 
 FLOATS = (FP4_E2M1, FP6_E2M3, FP6_E3M2, FP8_E4M3, FP8_E5M2)
 floats = pytest.mark.parametrize("fmt", FLOATS, ids=str)
@@ -333,9 +334,9 @@ def test_observers_search_scales_of_their_kind(spec: TensorSpec) -> None:
     nearest, searched = (quantize_tensor(weight, s) for s in (spec, spec.replace(observer=Mse())))
     assert sqnr(weight, searched.dequantize()) > sqnr(weight, nearest.dequantize())
     if spec is NVFP4:
-        recover_global_scale(torch.cat((nearest.qparams.scale, searched.qparams.scale)))
+        recover_global_scale(torch.cat((nearest.scale, searched.scale)))
     else:
-        assert (torch.frexp(searched.qparams.scale)[0] == 0.5).all()
+        assert (torch.frexp(searched.scale)[0] == 0.5).all()
 
 
 class Normed(nn.Module):

@@ -17,11 +17,12 @@ import quark_fx as qfx
 from quark_fx.config import Granularity, QuantConfig, Target, TensorSpec
 from quark_fx.correspondence import Constant
 from quark_fx.errors import ExportError
-from quark_fx.export.packing import Matrix
+from quark_fx.export.packing import matrix_of
 from quark_fx.export.to_gguf import blocks
 from quark_fx.formats import FP8_E4M3, INT3, INT4, INT8, UINT4, UINT8, Format
 from quark_fx.presets import INT8_DYNAMIC
 from quark_fx.qparams import ScaleType, Symmetry
+from quark_fx.quantized_tensor import QuantizedTensor
 
 package = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -103,13 +104,14 @@ def test_blocks_are_what_the_package_dequantizes(weight: TensorSpec) -> None:
     qmodel = quantize(model, QuantConfig(weight=weight, target=Target.TORCH), [rand(4, 96)])
     tensors = qmodel.graph_module.state_dict()
     codes, scale, zero = (tensors[f"0.weight_{part}"] for part in ("codes", "scale", "zero_point"))
-    matrix = Matrix.of(Constant(("",), codes, torch.float32, scale, zero, str(weight.format), 1, 32))
+    stored = QuantizedTensor.of(codes, scale, zero, weight.format, 1, 32)
+    matrix = matrix_of(Constant(("",), stored, torch.float32))
     data, kind = blocks(matrix)
     assert data.shape == (24, package.quant_shape_to_byte_shape((24, 96), package.GGMLQuantizationType[kind])[1])
     found = package.quants.dequantize(data.numpy(), package.GGMLQuantizationType[kind])
     # The smallest value, up to 15 steps, is rounded to float16.
     bound = 15 * scale.max() * 2**-11 if kind == "Q4_1" else 0.0
-    assert (torch.from_numpy(found) - matrix.value()).abs().max() <= bound
+    assert (torch.from_numpy(found) - matrix.dequantize()).abs().max() <= bound
 
 
 def test_a_tokenizer_goes_into_the_file(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ LINKS = ("passes", "observers", "export")
 LAYERS = (
     {"errors", "isolation", "memory", "untrusted", "options"},
     {"formats", "shelf", "checkpoint_files", "ranks", "selection"},
-    {"qparams", "layout"},
+    {"qparams", "layout", "quantized_tensor"},
     {"ops", "observers", "graph", "signature", "structures", "stored_operators", "model_directory"},
     {"operators", "linear_map", "linear", "pass_manager", "grid", "shifts", "straight_through"},
     {"specs"},

@@ -31,7 +31,7 @@ from quark_fx.ops import dequantize, dynamic_qparams
 from quark_fx.ops import quantize as to_codes
 from quark_fx.presets import PRESETS
 from quark_fx.qparams import ScaleType
-from quark_fx.weights import quantize_tensor
+from quark_fx.weights import quantize_tensor, stored_bytes
 
 SPECS = {
     **{name: spec for name, (spec, _) in CASES.items()},
@@ -209,7 +209,8 @@ def test_weights_take_the_space_of_their_bits(preset: str, width: int, tmp_path:
     spec = whole(preset).weight
     assert spec is not None
     filled = width + -width % (spec.group_size or 1)
-    expected = quantize_tensor(torch.nn.functional.pad(model.weight.detach(), (0, filled - width)), spec).nbytes
+    weight = torch.nn.functional.pad(model.weight.detach(), (0, filled - width))
+    expected = stored_bytes(quantize_tensor(weight, spec), spec)
     assert stored(qfx.export.onnx(qmodel, tmp_path / "model.onnx")) == expected
 
 

@@ -229,9 +229,9 @@ def test_a_mask_of_infinities_is_no_bad_data() -> None:
 def test_histograms_of_groups_stay_small() -> None:
     spec = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=8, observer=Mse(bins=64))
     chunked = quantize_tensor(rand(1100, 64), spec)
-    assert chunked.qparams.scale.shape == (1100, 8)
+    assert chunked.scale.shape == (1100, 8)
     plain = quantize_tensor(rand(1100, 64), spec.replace(observer=MinMax()))
-    assert (chunked.qparams.scale <= plain.qparams.scale * 1.001).all()
+    assert (chunked.scale <= plain.scale * 1.001).all()
 
 
 def test_the_squared_error_of_8_bit_floats_with_few_bins() -> None:

@@ -16,8 +16,9 @@ from quark_fx.correspondence import Correspondence, Source, correspond
 from quark_fx.eager import source_of
 from quark_fx.errors import ExportError, QuarkError
 from quark_fx.export.experts import as_saved, matrices, taken_apart
-from quark_fx.export.packing import Matrix
+from quark_fx.export.packing import matrix_of
 from quark_fx.model import QuantizedModel
+from quark_fx.quantized_tensor import QuantizedTensor
 from quark_fx.rounded_modules import Activation
 from quark_fx.shelf import Shelf
 
@@ -39,12 +40,12 @@ class Layer:
 
     name: str
     module: nn.Module
-    matrix: Callable[[], Matrix]
+    matrix: Callable[[], QuantizedTensor]
     input: Activation | None
     stack: str = ""
 
     @property
-    def weight(self) -> Matrix:
+    def weight(self) -> QuantizedTensor:
         """The quantized weight, made anew."""
         return self.matrix()
 
@@ -133,10 +134,10 @@ def _layers(source: Source, found: Correspondence) -> list[Layer]:
     errors, names = [], list[str]()
 
     @lru_cache(maxsize=1)  # the matrices of a stack are copies, and asked for one after another
-    def apart(name: str) -> dict[str, Matrix]:
+    def apart(name: str) -> dict[str, QuantizedTensor]:
         return matrices(source.model, name, found.constants[name])
 
-    def of_expert(name: str, key: str) -> Matrix:
+    def of_expert(name: str, key: str) -> QuantizedTensor:
         return apart(name)[key]
 
     paths = {path: name for name, c in found.constants.items() if not c.is_float for path in [name.rpartition(".")[0]]}
@@ -161,8 +162,8 @@ def _layers(source: Source, found: Correspondence) -> list[Layer]:
                     "checkpoints hold weights of nn.Linear and nn.Embedding with one input, this is the parameter "
                     f"{leaf} of a {type(module).__name__}, {shape}"
                 )
-            Matrix.of(constant)  # what cannot be is found now
-            layers.append(Layer(path, module, partial(Matrix.of, constant), found.rounding.inputs.get(path)))
+            matrix_of(constant)  # what cannot be is found now
+            layers.append(Layer(path, module, partial(matrix_of, constant), found.rounding.inputs.get(path)))
         except ExportError as error:
             errors.append(f"{name}: {error}")
             names.append(name.removesuffix(".weight"))

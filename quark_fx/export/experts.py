@@ -16,7 +16,8 @@ from torch import Tensor
 
 from quark_fx.correspondence import Constant
 from quark_fx.errors import ExportError
-from quark_fx.export.packing import Matrix
+from quark_fx.export.packing import matrix_of
+from quark_fx.quantized_tensor import QuantizedTensor
 
 _SUFFIX = ".weight"
 
@@ -38,22 +39,28 @@ def taken_apart(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
     return {key.removesuffix(_SUFFIX): part for key, part in parts.items()} if apart else {}
 
 
-def matrices(model: Any, name: str, constant: Constant) -> dict[str, Matrix]:
+def matrices(model: Any, name: str, constant: Constant) -> dict[str, QuantizedTensor]:
     """Return the matrices of a quantized stack by the modules they belong to; empty if checkpoints hold no stack.
 
     Raises:
         ExportError: if a checkpoint cannot hold them.
     """
-    codes, scale, zero_point = constant.tensor, constant.scale, constant.zero_point
-    if scale is None or zero_point is None or not taken_apart(model, name, scale if scale.dim() == 3 else codes):
+    stored = constant.stored
+    if not isinstance(stored, QuantizedTensor):
         return {}
-    if constant.axis != 2 or scale.shape[:2] != codes.shape[:2]:
+    codes, scale, zero_point = stored.codes, stored.scale, stored.zero_point
+    if not taken_apart(model, name, scale if scale.dim() == 3 else codes):
+        return {}
+    if stored.axis != 2 or scale.shape[:2] != codes.shape[:2]:
         raise ExportError("a stack whose scales are not per channel or in groups of inputs; choose one of these")
     if not _moves_rows(model, name, codes):
         raise ExportError("what transformers does to this stack as it saves it cannot be done to its codes")
     parts, scales, zero_points = (taken_apart(model, name, t) for t in (codes, scale, zero_point.expand_as(scale)))
-    apart = {k: replace(constant, tensor=parts[k], scale=scales[k], zero_point=zero_points[k], axis=1) for k in parts}
-    return {key: Matrix.of(part) for key, part in apart.items()}
+
+    def part(key: str) -> QuantizedTensor:
+        return QuantizedTensor.of(parts[key], scales[key], zero_points[key], stored.format, 1, stored.block_size)
+
+    return {key: matrix_of(replace(constant, stored=part(key))) for key in parts}
 
 
 def _moves_rows(model: Any, name: str, stack: Tensor) -> bool:

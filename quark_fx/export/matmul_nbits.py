@@ -6,12 +6,13 @@ accept beyond it was measured on ONNX Runtime 1.31.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import torch
+from torch import Tensor
 
 from quark_fx.errors import ExportError
 from quark_fx.export.contrib_domain import CONTRIB
@@ -26,14 +27,17 @@ from quark_fx.export.onnx_edit import (
     put_node,
     without_trailing_none,
 )
+from quark_fx.export.onnx_tensors import FORMATS, StoredCodes, dequantized, stem
 from quark_fx.export.packing import pack
+from quark_fx.formats import IntFormat
+from quark_fx.quantized_tensor import QuantizedTensor
 
 Array = np.ndarray[Any, Any]
 
 _BLOCKS = (16, 32, 64, 128, 256)
 """Values per scale that the kernels of both operators take."""
 
-_BITS = {ir.DataType[f"{sign}INT{bits}"]: bits for sign in ("", "U") for bits in (2, 4, 8)}
+_BITS = (2, 4, 8)
 
 
 def use_matmul_nbits(model: ir.Model, accuracy_level: int) -> tuple[Kept, ...]:
@@ -85,7 +89,7 @@ def _beyond(node: ir.Node) -> Kept | None:
         reason = f"it is in blocks of {node.attributes.get_string('format', '')}"
     else:
         return None
-    return Kept(_stem(codes), operator, reason) if codes is not None and array_of(codes) is not None else None
+    return Kept(stem(codes), operator, reason) if codes is not None and array_of(codes) is not None else None
 
 
 def _reader(node: ir.Node) -> str:
@@ -96,73 +100,12 @@ def _reader(node: ir.Node) -> str:
     return _reader(reader) if reader.op_type in ("Transpose", "Cast") else str(reader.op_type)
 
 
-def _stem(codes: ir.Value) -> str:
-    return (codes.name or "weight").removesuffix("_int4").removesuffix("_uint4").removesuffix("_codes")
-
-
 # Weights -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Weight:
-    """A constant of codes, wherever it is dequantized: before or after rows are looked up.
-
-    Attributes:
-        codes: the constant.
-        scale: its scales.
-        zero_point: its zero points, `None` for zero.
-        axis: of `codes`, along which the scales vary, or along which `group` values share one.
-        group: values that share a scale; 0 for all.
-        turned: transposed on the way to its reader.
-        cast: cast on the way to its reader.
-    """
-
-    codes: ir.Value
-    scale: ir.Value | None
-    zero_point: ir.Value | None
-    axis: int
-    group: int
-    turned: bool = False
-    cast: bool = False
-
-    @property
-    def name(self) -> str:
-        return _stem(self.codes)
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """A matrix of unsigned codes with one scale and zero point per block of a row.
-
-    Attributes:
-        codes: integers, shape `(rows, columns)`.
-        scale: float32, shape `(rows, ceil(columns / size))`.
-        zero_point: integers, the shape of `scale`.
-        bits: of a code.
-        size: columns per block.
-    """
-
-    codes: Array
-    scale: Array
-    zero_point: Array
-    bits: int
-    size: int
-
-    @property
-    def packed_zero_point(self) -> Array | None:
-        """The zero points, row by row in bytes; `None` if they are what the kernels assume."""
-        return None if (self.zero_point == 1 << (self.bits - 1)).all() else packed(self.zero_point, self.bits)
-
-    @property
-    def packed_blocks(self) -> Array:
-        """The codes, shape `(rows, blocks, size * bits / 8)`; the last block is filled up."""
-        missing = self.scale.shape[1] * self.size - self.codes.shape[1]
-        return packed(np.pad(self.codes, ((0, 0), (0, missing))), self.bits).reshape(*self.scale.shape, -1)
-
-
-def packed(codes: Array, bits: int) -> Array:
+def packed(codes: Tensor, bits: int) -> Array:
     """Pack the rows of `codes` into bytes, lowest bits first; the last byte of a row is filled up with zeros."""
-    words = pack(torch.from_numpy(codes), bits)
+    words = pack(codes, bits)
     filled: Array = words.view(torch.uint8)[:, : -(-codes.shape[1] * bits // 8)].numpy()
     return filled
 
@@ -178,101 +121,104 @@ def block_size(group: int, columns: int) -> int | None:
     return next((size for size in reversed(_BLOCKS) if group % size == 0), None)
 
 
-def read_blocks(weight: Weight, *, axis: int) -> Blocks:
-    """Return a constant matrix as the kernels want it, its rows along `axis`.
+def read_blocks(weight: StoredCodes, *, axis: int) -> QuantizedTensor:
+    """Return a constant matrix as the kernels want it.
+
+    Args:
+        weight: where it is.
+        axis: dimension of its rows.
+
+    Returns:
+        Unsigned codes of shape (rows, columns), with a scale and a zero point for each block of a row.
 
     Raises:
         StaysFloatError: if the kernels do not take it.
         ExportError: if they would, were its groups of another size.
     """
-    codes, scale, zero_point = (array_of(value) for value in (weight.codes, weight.scale, weight.zero_point))
-    bits = _BITS.get(weight.codes.dtype) if weight.codes.dtype is not None else None
+    codes = array_of(weight.codes)
     if codes is None or codes.ndim != 2:
         raise StaysFloatError("it is no constant matrix")
-    if scale is None or (weight.zero_point is not None and zero_point is None):
+    if (stored := weight.read()) is None:
         raise StaysFloatError("its scales or zero points are computed")
-    if bits is None:
+    fmt = weight.format
+    if not isinstance(fmt, IntFormat) or fmt.bits not in _BITS:
         raise StaysFloatError(f"its codes are {str(weight.codes.dtype).lower()}")
-    if scale.ndim and (weight.axis % 2 == axis) == bool(weight.group):
+    if stored.axis is not None and (stored.axis == axis) == bool(stored.block_size):
         raise StaysFloatError("its scales vary along its columns")
-    zero_point = np.zeros_like(scale) if zero_point is None else zero_point
-    if axis == 1:
-        codes, scale, zero_point = codes.T, scale.T, zero_point.T
-    rows, columns = codes.shape
-    group = min(weight.group or columns, columns)
+    rows, columns = stored.codes.shape[axis], stored.codes.shape[1 - axis]
+    group = min(stored.block_size or columns, columns)
     size = block_size(group, columns)
     if size is None:
         raise ExportError(
             f"{weight.name}: ONNX Runtime has no weight-only kernel for groups of {group}; use a group_size of 16, 32, "
             "64, 128, 256 or another multiple of 16, or format='qdq'"
         )
-    blocks = -(-columns // size)
-    offset = 0 if weight.codes.dtype in _UNSIGNED else 1 << (bits - 1)
+    blocks, offset = -(-columns // size), 1 << (fmt.bits - 1) if fmt.signed else 0
 
-    def per_block(values: Array) -> Array:
-        groups = np.broadcast_to(values if values.ndim == 2 else values.reshape(-1, 1), (rows, -(-columns // group)))
-        return groups.repeat(blocks if group == columns else group // size, axis=1)[:, :blocks]
+    def per_block(values: Tensor) -> Tensor:
+        matrix = (values if axis == 0 else values.t()) if values.dim() == 2 else values.reshape(-1, 1)
+        groups = matrix.expand(rows, -(-columns // group))
+        return groups.repeat_interleave(blocks if group == columns else group // size, dim=1)[:, :blocks].contiguous()
 
-    return Blocks(
-        codes=codes.astype(np.int32) + offset,
-        scale=np.ascontiguousarray(per_block(scale.astype(np.float32))),
-        zero_point=per_block(zero_point.astype(np.int32)) + offset,
-        bits=bits,
-        size=size,
-    )
+    unsigned = (stored.codes if axis == 0 else stored.codes.t()).int() + offset
+    zero_point = per_block(stored.zero_point) + offset
+    return QuantizedTensor.of(unsigned, per_block(stored.scale), zero_point, IntFormat(fmt.bits, False), 1, size)
 
 
-_UNSIGNED = frozenset(dtype for dtype in _BITS if dtype.name.startswith("U"))
+def packed_zero_point(blocks: QuantizedTensor) -> Array | None:
+    """Return the zero points, row by row in bytes; `None` if they are what the kernels assume."""
+    bits = blocks.format.bits
+    return None if bool((blocks.zero_point == 1 << (bits - 1)).all()) else packed(blocks.zero_point, bits)
 
 
-def _dequantized(node: ir.Node, codes: ir.Value, **path: bool) -> Weight:
-    zero_point = node.inputs[2] if len(node.inputs) > 2 else None
-    axis, group = node.attributes.get_int("axis", 1), node.attributes.get_int("block_size", 0)
-    return Weight(codes, node.inputs[1], zero_point, axis, group, **path)
+def packed_blocks(blocks: QuantizedTensor) -> Array:
+    """Return the codes, shape `(rows, blocks, block * bits / 8)`; the last block is filled up."""
+    missing = blocks.scale.shape[1] * blocks.block_size - blocks.codes.shape[1]
+    filled = torch.nn.functional.pad(blocks.codes, (0, missing))
+    return packed(filled, blocks.format.bits).reshape(*blocks.scale.shape, -1)
 
 
 # Products ------------------------------------------------------------------------------------------------------------
 
 
-def _multiplied(node: ir.Node) -> Weight | None:
+def _multiplied(node: ir.Node) -> StoredCodes | None:
     """Return the weight that `node` reads dequantized, perhaps transposed or cast."""
     if node.op_type in ("Transpose", "Cast"):
         return None
     return next((found for value in node.inputs if (found := _constant_behind(value)) is not None), None)
 
 
-def _constant_behind(value: ir.Value | None) -> Weight | None:
+def _constant_behind(value: ir.Value | None) -> StoredCodes | None:
     turned = cast = False
     while (step := made_by(value, "Transpose", "Cast")) is not None:
         turned ^= step.op_type == "Transpose"
         cast |= step.op_type == "Cast"
         value = step.inputs[0]
-    node = made_by(value, "DequantizeLinear")
-    codes = node.inputs[0] if node is not None else None
-    array = array_of(codes)
-    if node is None or codes is None or array is None or array.ndim < 2:
+    weight = dequantized(made_by(value, "DequantizeLinear"))
+    array = array_of(weight.codes) if weight is not None else None
+    if weight is None or array is None or array.ndim < 2:
         return None
-    return _dequantized(node, codes, turned=turned, cast=cast)
+    return replace(weight, turned=turned, cast=cast)
 
 
-def _use_product(model: ir.Model, node: ir.Node, weight: Weight, accuracy_level: int) -> None:
+def _use_product(model: ir.Model, node: ir.Node, weight: StoredCodes, accuracy_level: int) -> None:
     x = node.inputs[0]
     turned = weight.turned ^ _require_plain_product(node)
     blocks = read_blocks(weight, axis=0 if turned else 1)
     assert x is not None
-    scale = _in_type_of(x, blocks.scale, weight)
+    scale = _in_type_of(x, blocks.scale.numpy(), weight)
     bias, last = _bias(model, node, len(blocks.codes))
-    zero_point = blocks.packed_zero_point
+    zero_point = packed_zero_point(blocks)
     inputs = [
         x,
-        add_array(model, f"{weight.name}_blocks", blocks.packed_blocks),
+        add_array(model, f"{weight.name}_blocks", packed_blocks(blocks)),
         add_array(model, f"{weight.name}_block_scales", scale),
         None if zero_point is None else add_array(model, f"{weight.name}_block_zero_points", zero_point),
         None,
         bias,
     ]
     rows, columns = blocks.codes.shape
-    attributes = {"K": columns, "N": rows, "bits": blocks.bits, "block_size": blocks.size}
+    attributes = {"K": columns, "N": rows, "bits": blocks.format.bits, "block_size": blocks.block_size}
     attributes |= {"accuracy_level": accuracy_level} if accuracy_level else {}
     new = ir.node("MatMulNBits", without_trailing_none(inputs), attributes, domain=CONTRIB, name=node.name)
     put_node(last, new)
@@ -294,7 +240,7 @@ def _require_plain_product(node: ir.Node) -> bool:
     return bool(node.attributes.get_int("transB", 0))
 
 
-def _in_type_of(x: ir.Value, scale: Array, weight: Weight) -> Array:
+def _in_type_of(x: ir.Value, scale: Array, weight: StoredCodes) -> Array:
     """Return the scales in the type of the activation, which the kernel wants."""
     if not weight.cast:
         return scale
@@ -320,7 +266,7 @@ def _bias(model: ir.Model, node: ir.Node, channels: int) -> tuple[ir.Value | Non
 # Embeddings ----------------------------------------------------------------------------------------------------------
 
 
-def _looked_up(node: ir.Node) -> Weight | None:
+def _looked_up(node: ir.Node) -> StoredCodes | None:
     """Return the weight of which `node` gives rows, whether they are dequantized before, after, or spelled out."""
     if node.op_type == "Gather":
         return _constant_behind(node.inputs[0])
@@ -330,7 +276,7 @@ def _looked_up(node: ir.Node) -> Weight | None:
     return _rows(node) if node.op_type == "Mul" else None
 
 
-def _rows_dequantized(node: ir.Node, gather: ir.Node) -> Weight | None:
+def _rows_dequantized(node: ir.Node, gather: ir.Node) -> StoredCodes | None:
     """Match the dequantization of looked-up codes, at one scale or at scales looked up as well, several per row."""
     parameters = []
     for value in node.inputs[1:]:
@@ -341,12 +287,12 @@ def _rows_dequantized(node: ir.Node, gather: ir.Node) -> Weight | None:
         parameters.append(value if lookup is None else lookup.inputs[0])
     scale, zero_point = (*parameters, None)[:2]
     codes, group = gather.inputs[0], node.attributes.get_int("block_size", 0)
-    if codes is None or array_of(codes) is None:
+    if codes is None or scale is None or codes.dtype not in FORMATS or array_of(codes) is None:
         return None
-    return Weight(codes, scale, zero_point, axis=1 if group else 0, group=group)
+    return StoredCodes(codes, scale, zero_point, 1 if group else 0, int(group or 0), FORMATS[codes.dtype])
 
 
-def _rows(node: ir.Node) -> Weight | None:
+def _rows(node: ir.Node) -> StoredCodes | None:
     """Match `(Cast(Gather(codes)) - Cast(zero_point)) * Gather(scale)`: a scale, and perhaps a zero point, per row."""
     difference, scale = made_by(node.inputs[0], "Sub"), made_by(node.inputs[1], "Gather")
     if difference is None or scale is None:
@@ -359,9 +305,11 @@ def _rows(node: ir.Node) -> Weight | None:
     if (gathered := made_by(zero_point, "Gather")) is not None:
         zero_point = _unsqueezed(gathered.inputs[0])
     table, rows = codes.inputs[0], _unsqueezed(scale.inputs[0])
-    if table is None or any(array_of(value) is None for value in (table, rows, zero_point)):
+    if table is None or rows is None or table.dtype not in FORMATS:
         return None
-    return Weight(table, rows, zero_point, axis=0, group=0)
+    if any(array_of(value) is None for value in (table, rows, zero_point)):
+        return None
+    return StoredCodes(table, rows, zero_point, 0, 0, FORMATS[table.dtype])
 
 
 def _unsqueezed(value: ir.Value | None) -> ir.Value | None:
@@ -379,23 +327,24 @@ def _gather_of(node: ir.Node) -> ir.Node:
     return node
 
 
-def _use_gather(model: ir.Model, node: ir.Node, weight: Weight) -> None:
+def _use_gather(model: ir.Model, node: ir.Node, weight: StoredCodes) -> None:
     gather = _gather_of(node)
     if gather.attributes.get_int("axis", 0) or weight.turned:
         raise StaysFloatError("it is not looked up by rows")
     if weight.cast or node.outputs[0].dtype not in (None, ir.DataType.FLOAT):
         raise StaysFloatError("the model does not compute in float32; quantize model.float()")
     blocks = read_blocks(weight, axis=0)
-    if blocks.codes.shape[1] * blocks.bits % 8:
-        raise StaysFloatError(f"rows of {blocks.codes.shape[1]} codes of {blocks.bits} bits end within a byte")
-    zero_point = blocks.packed_zero_point
+    bits = blocks.format.bits
+    if blocks.codes.shape[1] * bits % 8:
+        raise StaysFloatError(f"rows of {blocks.codes.shape[1]} codes of {bits} bits end within a byte")
+    zero_point = packed_zero_point(blocks)
     inputs = [
-        add_array(model, f"{weight.name}_rows", packed(blocks.codes, blocks.bits)),
+        add_array(model, f"{weight.name}_rows", packed(blocks.codes, bits)),
         gather.inputs[1],
-        add_array(model, f"{weight.name}_block_scales", blocks.scale),
+        add_array(model, f"{weight.name}_block_scales", blocks.scale.numpy()),
         None if zero_point is None else add_array(model, f"{weight.name}_block_zero_points", zero_point),
     ]
-    attributes = {"bits": blocks.bits, "block_size": blocks.size, "gather_axis": 0, "quantize_axis": 1}
+    attributes = {"bits": bits, "block_size": blocks.block_size, "gather_axis": 0, "quantize_axis": 1}
     name = gather.name
     new = ir.node("GatherBlockQuantized", without_trailing_none(inputs), attributes, domain=CONTRIB, name=name)
     put_node(node, new)

@@ -7,7 +7,6 @@ so that a runtime does it once, when it loads the file.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,10 +24,11 @@ from quark_fx.export.block_functions import (
 )
 from quark_fx.export.block_nodes import DOMAIN, Rounding
 from quark_fx.export.onnx_edit import add_array, array_of, drop_unused_initializers, erase_unread, made_by, put_node
+from quark_fx.export.onnx_tensors import StoredCodes, dequantized
 from quark_fx.export.packing import pack, patterns
-from quark_fx.formats import FP8_E4M3, FP8_E5M2, INT8, FloatFormat, Format, parse_format
-from quark_fx.ops import spread
+from quark_fx.formats import FP8_E4M3, FP8_E5M2, INT8, FloatFormat
 from quark_fx.qparams import recover_global_scale
+from quark_fx.quantized_tensor import QuantizedTensor
 
 _SHARING = (16, 8, 4, 2)
 """Blocks in a group that may share an exponent."""
@@ -45,8 +45,8 @@ def spell_out_blocks(model: ir.Model) -> int:
     for node in list(model.graph):
         if node.domain == DOMAIN and node.op_type == "RoundBlocks":
             spell_out_rounding(model, node)
-        elif weight := stored_weight(node):
-            _spell_out_weight(model, node, weight)
+        elif found := stored_weight(node):
+            _spell_out_weight(model, node, *found)
         else:
             continue
         done += 1
@@ -167,77 +167,37 @@ def _pads(do: _Before, length: ir.Value, known: int | None, each: int) -> ir.Val
 # Weights -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StoredWeight:
-    """A constant in codes.
-
-    Attributes:
-        name: of its codes in the file.
-        scale_name: of its scales.
-        fmt: of the codes.
-        codes: float32 or int8.
-        scale: float32.
-        axis: dimension the scales vary along.
-        block_size: values with one scale, 0 for one scale per index.
-    """
-
-    name: str
-    scale_name: str
-    fmt: Format
-    codes: Tensor
-    scale: Tensor
-    axis: int
-    block_size: int
-
-    @property
-    def values(self) -> Tensor:
-        """What the codes stand for, float32."""
-        return self.codes.float() * spread(self.scale, self.codes, self.axis, self.block_size)
+_PLAIN = (INT8, FP8_E4M3, FP8_E5M2)
 
 
-_PLAIN: dict[ir.DataType | None, Format] = {
-    ir.DataType.INT8: INT8,
-    ir.DataType.FLOAT8E4M3FN: FP8_E4M3,
-    ir.DataType.FLOAT8E5M2: FP8_E5M2,
-}
-
-
-def stored_weight(node: ir.Node) -> StoredWeight | None:
-    """Return the weight that the node dequantizes, if that is for this file to spell out."""
+def stored_weight(node: ir.Node) -> tuple[StoredCodes, QuantizedTensor] | None:
+    """Return the weight that the node dequantizes, and what it holds, if that is for this file to spell out."""
     own = node.domain == DOMAIN and node.op_type == "DequantizeBlocks"
     if not own and (node.domain or node.op_type != "DequantizeLinear" or len(node.inputs) > 2):
         return None
-    codes, scale = node.inputs[:2]
-    known, scales = array_of(codes), array_of(scale)
-    if own and (known is None or scales is None):
+    weight = dequantized(node)
+    stored = weight.read() if weight is not None else None
+    if own and stored is None:
         raise ExportError(
             f"{node.name} reads codes without an ONNX type that are not constant; quantize that weight to 2, 4, 8 or "
             "16 bits, or leave its operator in float with QuantConfig(exclude=...)"
         )
-    block, axis = (int(node.attributes.get_int(key, default) or 0) for key, default in (("block_size", 0), ("axis", 1)))
-    if codes is None or scale is None or known is None or scales is None:
+    if weight is None or stored is None:
         return None
-    scale_values = torch.from_numpy(scales)
-    fmt: Format | None = None
-    if own:
-        fmt = parse_format(str(node.attributes.get_string("format")))
-    elif block and _are_exponents(scale_values):
-        fmt = _PLAIN.get(codes.dtype)
-    if fmt is None:
-        return None
-    values = torch.from_numpy(known if isinstance(known.dtype.type(0), np.integer) else known.astype(np.float32))
-    return StoredWeight(str(codes.name), str(scale.name), fmt, values, scale_values, axis % max(values.dim(), 1), block)
+    in_blocks = stored.block_size and stored.format in _PLAIN and _are_exponents(stored.scale)
+    return (weight, stored) if own or in_blocks else None
 
 
-def _spell_out_weight(model: ir.Model, node: ir.Node, weight: StoredWeight) -> None:
-    do, axis, size, codes = _Before(model, node), weight.axis, weight.block_size, weight.codes
-    if not size:
-        scale = weight.scale if weight.scale.dim() == 0 else _along(weight.scale, codes.dim(), axis)
+def _spell_out_weight(model: ir.Model, node: ir.Node, weight: StoredCodes, stored: QuantizedTensor) -> None:
+    do, axis, size = _Before(model, node), stored.axis, stored.block_size
+    codes = stored.codes.float() if stored.is_float else stored.codes
+    if axis is None or not size:
+        scale = stored.layout.spread(stored.scale)
         put_node(node, ir.node("Mul", [_values(do, weight, codes), _scales(do, weight, scale)]))
         return
-    shared = _sharing(weight.scale, axis, size)
+    shared = _sharing(stored.scale, axis, size)
     blocks = _cut(_cut(codes, axis, size, 0), axis, shared, 0) if shared > 1 else _cut(codes, axis, size, 0)
-    scale = _cut(weight.scale, axis, shared, None) if shared > 1 else weight.scale
+    scale = _cut(stored.scale, axis, shared, None) if shared > 1 else stored.scale
     scale = scale.unsqueeze(axis + 1 + (shared > 1))
     values = do("Mul", _values(do, weight, blocks), _scales(do, weight, scale, axis if shared > 1 else None))
     length = codes.shape[axis]
@@ -248,10 +208,6 @@ def _spell_out_weight(model: ir.Model, node: ir.Node, weight: StoredWeight) -> N
     else:
         together = do("Reshape", values, do.integers(*padded))
         put_node(node, ir.node("Slice", [together, do.integers(0), do.integers(length), do.integers(axis)]))
-
-
-def _along(vector: Tensor, rank: int, axis: int) -> Tensor:
-    return vector.reshape([-1 if dim == axis else 1 for dim in range(rank)])
 
 
 def _cut(x: Tensor, axis: int, size: int, fill: int | None) -> Tensor:
@@ -265,9 +221,9 @@ def _cut(x: Tensor, axis: int, size: int, fill: int | None) -> Tensor:
     return pieces
 
 
-def _values(do: _Before, weight: StoredWeight, codes: Tensor) -> ir.Value:
+def _values(do: _Before, weight: StoredCodes, codes: Tensor) -> ir.Value:
     """Store codes and return the float32 values they stand for."""
-    fmt, name, model = weight.fmt, f"{weight.name.removesuffix('_codes')}_{weight.fmt}", do.model
+    fmt, name, model = weight.format, f"{weight.name}_{weight.format}", do.model
     if fmt.bits == 8:
         dtype = float_type(fmt) if isinstance(fmt, FloatFormat) else ir.DataType.INT8
         return do("Cast", add_array(model, name, codes.numpy().astype(dtype.numpy())), to=ir.DataType.FLOAT)
@@ -277,7 +233,7 @@ def _values(do: _Before, weight: StoredWeight, codes: Tensor) -> ir.Value:
     return do.function(function, _packed(model, name, found, fmt.bits), do.integers(*codes.shape))
 
 
-def _scales(do: _Before, weight: StoredWeight, scale: Tensor, groups: int | None = None) -> ir.Value:
+def _scales(do: _Before, weight: StoredCodes, scale: Tensor, groups: int | None = None) -> ir.Value:
     """Store scales in as few bits as hold them and return them in float32.
 
     Args:
@@ -286,7 +242,7 @@ def _scales(do: _Before, weight: StoredWeight, scale: Tensor, groups: int | None
         scale: broadcasts over the codes.
         groups: dimension of groups whose scales, along the one behind, are that of the largest or half of it.
     """
-    name, model = weight.scale_name, do.model
+    name, model = str(weight.scale.name), do.model
     if groups is not None:
         largest = scale.amax(groups + 1, keepdim=True)
         bits = _packed(model, f"{name}_halved", (scale < largest).long(), 1)

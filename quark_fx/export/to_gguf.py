@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from quark_fx.errors import ExportError
 from quark_fx.export.checkpoint import Checkpoint, Layer, take_apart, unholdable
-from quark_fx.export.packing import Matrix
+from quark_fx.export.packing import group_size, half_scales, unsigned
 from quark_fx.isolation import isolated
 from quark_fx.model import QuantizedModel
 from quark_fx.options import checked_call
+from quark_fx.quantized_tensor import QuantizedTensor
 
 _BLOCK = 32
 """Inputs that share a scale in every type that is written."""
@@ -207,7 +208,7 @@ def _quantized(layer: Layer, reader: _Reader, name: str, kinds: Any) -> tuple[Ar
     return data[reader.rows(name, layer.weight.codes)].numpy(), kinds[kind]
 
 
-def blocks(weight: Matrix) -> tuple[Tensor, str]:
+def blocks(weight: QuantizedTensor) -> tuple[Tensor, str]:
     """Return the blocks of a weight, uint8 of shape (outputs, bytes), and the name of their type.
 
     A block is its scale, for Q4_1 also its smallest value, both float16, and its codes: of 4 bits the first sixteen in
@@ -216,20 +217,20 @@ def blocks(weight: Matrix) -> tuple[Tensor, str]:
     Raises:
         ExportError: if no type holds the weight.
     """
-    inputs = weight.codes.shape[1]
-    group = weight.group_size or inputs
-    if weight.is_float or weight.bits not in (4, 8) or (weight.bits == 8 and weight.zero_point is not None):
+    inputs, bits = weight.codes.shape[1], weight.format.bits
+    group = group_size(weight) or inputs
+    if weight.is_float or bits not in (4, 8) or (bits == 8 and not weight.is_symmetric):
         raise ExportError("GGUF holds int4, uint4 and int8 without zero points here")
     if group % _BLOCK or inputs % group:
         raise ExportError(f"blocks have {_BLOCK} inputs, which do not divide a group of {group}")
-    scale = weight.half_scales().repeat_interleave(group // _BLOCK, 1).unsqueeze(-1)
-    if weight.bits == 8:
+    scale = half_scales(weight).repeat_interleave(group // _BLOCK, 1).unsqueeze(-1)
+    if bits == 8:
         codes = weight.codes.unflatten(1, (-1, _BLOCK))
         return _joined(scale, codes), "Q8_0"
-    codes, zeros = weight.unsigned()
+    codes, zeros = unsigned(weight)
     low, high = codes.to(torch.uint8).unflatten(1, (-1, 2, _BLOCK // 2)).unbind(2)
     halves = low | high << 4
-    if weight.zero_point is None:
+    if weight.is_symmetric:
         return _joined(scale, halves), "Q4_0"
     smallest = -zeros.repeat_interleave(group // _BLOCK, 1).unsqueeze(-1) * scale.float()
     return _joined(scale, smallest.half(), halves), "Q4_1"

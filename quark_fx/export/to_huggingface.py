@@ -19,12 +19,22 @@ from quark_fx.checkpoint_files import GRAPH_FILE
 from quark_fx.errors import CheckpointError, ExportError
 from quark_fx.export.checkpoint import Checkpoint, Layer, each_layer, take_apart, unholdable
 from quark_fx.export.experts import as_saved, common_paths, literal, name_patterns
-from quark_fx.export.packing import Matrix, pack, pack_awq, pack_columns, patterns
+from quark_fx.export.packing import (
+    exponents,
+    group_size,
+    half_scales,
+    pack,
+    pack_awq,
+    pack_columns,
+    patterns,
+    unsigned,
+)
 from quark_fx.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, INT8, FloatFormat, IntFormat, parse_format
 from quark_fx.isolation import isolated, quiet, warn
 from quark_fx.model import QuantizedModel
 from quark_fx.options import checked_call
 from quark_fx.qparams import ScaleType, Symmetry, recover_global_scale
+from quark_fx.quantized_tensor import QuantizedTensor
 from quark_fx.shelf import Shelf
 
 _DEFAULT = "compressed-tensors"
@@ -150,7 +160,7 @@ def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
     schemes: dict[str, dict[str, Any]] = {}
     members: dict[str, list[Layer]] = {}
     stacks = {layer.stack: layer for layer in checkpoint.layers if layer.stack}.values()
-    group = next((size for layer in stacks if (size := layer.weight.group_size)), None)
+    group = next((size for layer in stacks if (size := group_size(layer.weight))), None)
 
     def write(layer: Layer) -> dict[str, Tensor]:
         scheme = _scheme(layer)
@@ -219,15 +229,15 @@ def _divides_by_127(layer: Layer) -> bool:
 
 def _scheme(layer: Layer) -> dict[str, Any]:
     weight, activation = layer.weight, layer.input
-    if weight.zero_point is not None:
+    if not weight.is_symmetric:
         raise ExportError(
             "zero points of weights, which transformers does not load; use symmetry='symmetric', or export "
             "format='gptq' or 'awq'"
         )
-    strategy = "group" if weight.group_size else "tensor" if weight.scale.numel() == 1 else "channel"
-    weights = _arguments(weight.bits, weight.is_float, True, strategy, False)
-    weights["group_size"] = weight.group_size
-    if weight.is_float and (weight.group_size or weight.bits < 8):
+    strategy = "group" if group_size(weight) else "tensor" if weight.scale.numel() == 1 else "channel"
+    weights = _arguments(weight.format.bits, weight.is_float, True, strategy, False)
+    weights["group_size"] = group_size(weight)
+    if weight.is_float and (group_size(weight) or weight.format.bits < 8):
         return _block_scheme(layer, weights)
     if weight.is_float and weight.format != FP8_E4M3:
         raise ExportError(f"{weight.format}; it holds 8-bit floats as {FP8_E4M3} only")
@@ -237,7 +247,7 @@ def _scheme(layer: Layer) -> dict[str, Any]:
         kind = "naive-quantized" if plain else "pack-quantized"
         return {"weights": weights, "input_activations": None, "format": kind}
     fmt = parse_format(activation.format) if activation.format else None
-    alike = fmt == FP8_E4M3 if weight.is_float else isinstance(fmt, IntFormat) and fmt.bits == weight.bits == 8
+    alike = fmt == FP8_E4M3 if weight.is_float else isinstance(fmt, IntFormat) and fmt.bits == weight.format.bits == 8
     if fmt is None or not alike:
         raise ExportError(f"activations in {fmt or activation.cast} beside this weight; it holds 8 bits of one kind")
     if activation.block_size > 0 or activation.scale_type != ScaleType.FLOAT32:
@@ -274,13 +284,13 @@ def _block_scheme(layer: Layer, weights: dict[str, Any]) -> dict[str, Any]:
             f"{weight.format} in groups, which it holds for linear layers with float activations; use input=None, as "
             "the presets named weight_only do"
         )
-    if weight.group_size == 16 and weight.format == FP4_E2M1:
+    if group_size(weight) == 16 and weight.format == FP4_E2M1:
         form, strategy, scales = _NVFP4, "tensor_group", torch.float8_e4m3fn
-    elif weight.group_size == 32 and str(weight.format) in _MICROSCALING:
+    elif group_size(weight) == 32 and str(weight.format) in _MICROSCALING:
         form, strategy, scales = _MICROSCALING[str(weight.format)], "group", torch.uint8
     else:
         raise ExportError(
-            f"{weight.format} in groups of {weight.group_size}; it holds fp4_e2m1 in groups of 16 or 32, fp6_e2m3 and "
+            f"{weight.format} in groups of {group_size(weight)}; it holds fp4_e2m1 in groups of 16 or 32, fp6_e2m3 and "
             "fp8_e4m3 in groups of 32"
         )
     if layer.stack and form in (_NVFP4, _MXFP8):
@@ -289,13 +299,13 @@ def _block_scheme(layer: Layer, weights: dict[str, Any]) -> dict[str, Any]:
     return {"weights": weights, "input_activations": None, "format": form}
 
 
-def _blocks(weight: Matrix, form: str) -> dict[str, Tensor]:
+def _blocks(weight: QuantizedTensor, form: str) -> dict[str, Tensor]:
     """Return the tensors of small floats in groups."""
-    packed = pack(patterns(weight.codes, weight.format), weight.bits).view(torch.uint8)
+    packed = pack(patterns(weight.codes, weight.format), weight.format.bits).view(torch.uint8)
     if form == _MXFP8:
-        return {"weight": weight.codes, "weight_scale": weight.exponents()}
+        return {"weight": weight.codes, "weight_scale": exponents(weight)}
     if form != _NVFP4:
-        return {"weight_packed": packed, "weight_scale": weight.exponents()}
+        return {"weight_packed": packed, "weight_scale": exponents(weight)}
     try:
         whole = recover_global_scale(weight.scale)
     except ValueError as error:
@@ -334,7 +344,7 @@ def _compressed(layer: Layer, kind: str) -> dict[str, Tensor]:
     scale = weight.scale.reshape(-1) if weight.scale.numel() == 1 else weight.scale
     tensors = {"weight_scale": scale}
     if kind == "pack-quantized":
-        tensors["weight_packed"] = pack(weight.unsigned()[0], weight.bits)
+        tensors["weight_packed"] = pack(unsigned(weight)[0], weight.format.bits)
         tensors["weight_shape"] = torch.tensor(weight.codes.shape, dtype=torch.int64)
     else:
         tensors["weight"] = weight.codes
@@ -350,16 +360,16 @@ def _compressed(layer: Layer, kind: str) -> dict[str, Tensor]:
 def _uniform(layers: list[Layer], bits: tuple[int, ...], form: str, shelf: Shelf) -> tuple[int, int]:
     """Return the bits and group size (-1: all inputs) that all layers have."""
     weights = (layer.weight for layer in layers)
-    found = Counter((weight.bits, weight.group_size or -1) for weight in weights)
+    found = Counter((weight.format.bits, group_size(weight) or -1) for weight in weights)
     (common, _), *_ = found.most_common(1)
 
     def check(layer: Layer) -> dict[str, Tensor]:
         weight = layer.weight
-        if not isinstance(layer.module, nn.Linear) or weight.is_float or weight.bits not in bits:
+        if not isinstance(layer.module, nn.Linear) or weight.is_float or weight.format.bits not in bits:
             raise ExportError(f"{form} holds linear layers of {' or '.join(map(str, bits))}-bit integers, no experts")
         if layer.input is not None:
             raise ExportError(f"{form} has no place for quantized activations")
-        if (weight.bits, weight.group_size or -1) != common:
+        if (weight.format.bits, group_size(weight) or -1) != common:
             raise ExportError(f"{form} holds one number of bits and one group size, here {common[0]} and {common[1]}")
         return {}
 
@@ -374,17 +384,17 @@ def _gptq(checkpoint: Checkpoint, shelf: Shelf, version: int = 1) -> Written:
 
     def write(layer: Layer) -> dict[str, Tensor]:
         weight = layer.weight
-        codes, zeros = weight.unsigned()
+        codes, zeros = unsigned(weight)
         outputs, inputs = codes.shape
         if inputs * bits % 32 or outputs * bits % 32:
             raise ExportError(f"{outputs} outputs or {inputs} inputs of {bits} bits do not fill 32-bit words")
         if version == 1 and bool((zeros == 0).any()):
             raise ExportError("a zero point at the smallest code, which version 1 cannot hold; use format='gptq_v2'")
-        size = weight.group_size or inputs
+        size = group_size(weight) or inputs
         return {
             "qweight": pack_columns(codes.t(), bits),
             "qzeros": pack((zeros - int(version == 1)).t().contiguous(), bits),
-            "scales": weight.half_scales().t().contiguous(),
+            "scales": half_scales(weight).t().contiguous(),
             "g_idx": (torch.arange(inputs) // size).to(torch.int32),
         }
 
@@ -394,7 +404,7 @@ def _gptq(checkpoint: Checkpoint, shelf: Shelf, version: int = 1) -> Written:
         "bits": bits,
         "group_size": group,
         "desc_act": False,
-        "sym": all(layer.weight.zero_point is None for layer in layers),
+        "sym": all(layer.weight.is_symmetric for layer in layers),
         "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
         "pack_dtype": "int32",
         "lm_head": any(layer.name == "lm_head" for layer in layers),
@@ -412,13 +422,13 @@ def _awq(checkpoint: Checkpoint, shelf: Shelf) -> Written:
     bits, group = _uniform(checkpoint.layers, (4,), "AWQ", shelf)
 
     def write(layer: Layer) -> dict[str, Tensor]:
-        codes, zeros = layer.weight.unsigned()
+        codes, zeros = unsigned(layer.weight)
         if len(codes) % 8:
             raise ExportError(f"{len(codes)} outputs are not a multiple of 8")
         return {
             "qweight": pack_awq(codes.t()),
             "qzeros": pack_awq(zeros.t()),
-            "scales": layer.weight.half_scales().t().contiguous(),
+            "scales": half_scales(layer.weight).t().contiguous(),
         }
 
     return each_layer(checkpoint.layers, write, shelf), {

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from quark_fx.errors import ExportError
 from quark_fx.export.block_nodes import DOMAIN, Rounding
-from quark_fx.export.onnx_blocks import StoredWeight, look_up_values, spell_out_rounding, stored_weight
+from quark_fx.export.onnx_blocks import look_up_values, spell_out_rounding, stored_weight
 from quark_fx.export.onnx_edit import add_array, drop_unused_initializers, put_node
 from quark_fx.formats import INT8, SM3, SM5, SM8, FloatFormat, IntFormat, parse_format
 from quark_fx.qparams import ScaleType, Scheme
+from quark_fx.quantized_tensor import QuantizedTensor
 
 BLOCK_NODES = {
     "com.vai.quantize": {"BFP": "BFPFixNeuron", "MX": "MXFixNeuron"},
@@ -51,9 +52,10 @@ def use_block_nodes(model: ir.Model, domain: str) -> int:
         if _is_rounding(node):
             x, reason = node.inputs[0], _described(Rounding.of(node))
             rounding: Rounding | None = Rounding.of(node)
-        elif weight := stored_weight(node):
-            x, reason = add_array(model, weight.name.removesuffix("_codes"), _to_round(weight).numpy()), _why(weight)
-            rounding = _weight_rounding(weight, known)
+        elif found := stored_weight(node):
+            weight, stored = found
+            x, reason = add_array(model, weight.name, _to_round(stored).numpy()), _why(stored)
+            rounding = _weight_rounding(stored, known)
             known += [rounding] if rounding is not None else []
         else:
             continue
@@ -115,47 +117,47 @@ def vendor_attributes(rounding: Rounding) -> tuple[str, Attributes] | None:
 # Weights -------------------------------------------------------------------------------------------------------------
 
 
-def _weight_rounding(weight: StoredWeight, known: list[Rounding]) -> Rounding | None:
+def _weight_rounding(weight: QuantizedTensor, known: list[Rounding]) -> Rounding | None:
     """Return a rounding that the vendor has a node for and that makes the weight's values; `None` if there is none."""
-    given, values = _to_round(weight), weight.values
+    given, values = _to_round(weight), weight.dequantize()
     for rounding in _candidates(weight, known):
         if vendor_attributes(rounding) is not None and torch.equal(rounding.of_tensor(given), values):
             return rounding
     return None
 
 
-def _to_round(weight: StoredWeight) -> Tensor:
+def _to_round(weight: QuantizedTensor) -> Tensor:
     """Return floats that a node rounds to the weight's values: these, but for -128 steps, which is of the next binade.
 
     A block that holds such a power of two would be rounded with the exponent above.
     """
-    if weight.fmt != INT8:
-        return weight.values
+    if weight.format != INT8:
+        return weight.dequantize()
     nearer = torch.where(weight.codes == INT8.qmin, INT8.qmin + 0.25, weight.codes.float())
-    return replace(weight, codes=nearer).values
+    return replace(weight, codes=nearer).dequantize()
 
 
-def _candidates(weight: StoredWeight, known: list[Rounding]) -> Iterator[Rounding]:
+def _candidates(weight: QuantizedTensor, known: list[Rounding]) -> Iterator[Rounding]:
     """Yield what may have made the codes: the ways other values are rounded, then the usual ones of the format."""
-    if not weight.block_size:
+    if weight.axis is None or not weight.block_size:
         return
     length = weight.codes.shape[weight.axis]
     for rounding in dict.fromkeys(known):
         # Any block that holds the whole length is the same.
         same = min(rounding.block_size, length) == min(weight.block_size, length)
-        if rounding.scheme.format == weight.fmt and same:
+        if rounding.scheme.format == weight.format and same:
             yield replace(rounding, axis=weight.axis)
     rules = (ScaleType.E8M0_FLOOR, ScaleType.E8M0_EVEN)
-    shared = isinstance(weight.fmt, IntFormat) and weight.fmt.sign_magnitude and weight.block_size < min(_GROUPS)
+    shared = isinstance(weight.format, IntFormat) and weight.format.sign_magnitude and weight.block_size < min(_GROUPS)
     for rule in rules if weight.block_size == _MX_BLOCK else rules[::-1]:
         for group in (*_GROUPS, 0) if shared else (0,):
-            yield Rounding(Scheme(format=weight.fmt, scale_type=rule), weight.axis, weight.block_size, group)
+            yield Rounding(Scheme(format=weight.format, scale_type=rule), weight.axis, weight.block_size, group)
 
 
-def _why(weight: StoredWeight) -> str:
+def _why(weight: QuantizedTensor) -> str:
     if not weight.block_size:
-        return f"{weight.fmt} without blocks"
-    return f"{weight.fmt} in blocks of {weight.block_size}, with values or scales that a node does not give back"
+        return f"{weight.format} without blocks"
+    return f"{weight.format} in blocks of {weight.block_size}, with values or scales that a node does not give back"
 
 
 def _described(rounding: Rounding) -> str:

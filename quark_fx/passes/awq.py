@@ -18,17 +18,17 @@ from quark_fx.context import Context
 from quark_fx.graph import named_nodes, parameter
 from quark_fx.linear import Linear
 from quark_fx.linear_map import LinearMap
-from quark_fx.ops import spread
 from quark_fx.options import Interval
 from quark_fx.pass_manager import Change, copy_graph, graph_pass
 from quark_fx.placement import PlannedOperator
 from quark_fx.planned_sites import planned_sites
 from quark_fx.qparams import ScaleType
+from quark_fx.quantized_tensor import QuantizedTensor
 from quark_fx.scale_sites import Absorber, ScaledInput, ScaleSite, SiteAnalysis, apply_scale
 from quark_fx.second_moment import Entrance, SecondMoment
 from quark_fx.selection import Selective
 from quark_fx.sizes import FLOAT32, BlockSize, Need, Sizes
-from quark_fx.weights import QuantizedTensor, quantize_tensor
+from quark_fx.weights import quantize_tensor
 
 _COPIES = 7
 """Of a weight in float32 while an exponent is tried: it, scaled, rounded, what is lost, products with the moment."""
@@ -290,8 +290,7 @@ class _Search:
         for piece, _ in self._pieces(weight):
             real = weight[piece].float()
             rounded = self._quantize(real, amax)
-            scale = spread(rounded.qparams.scale, real, rounded.axis, rounded.block_size)
-            yield labels[piece], (real / scale).abs()
+            yield labels[piece], (real / rounded.layout.spread(rounded.scale)).abs()
 
     def error(self, gm: GraphModule, scale: Tensor) -> float:
         """Return the relative squared error of the operator's output if its site is scaled by `scale`."""

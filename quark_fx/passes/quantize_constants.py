@@ -19,8 +19,9 @@ from quark_fx.operators import argument, set_argument, stored_weight
 from quark_fx.pair_sums import PairBound
 from quark_fx.placement import Plan, PlannedOperator
 from quark_fx.qparams import QParams, ScaleType
+from quark_fx.quantized_tensor import QuantizedTensor
 from quark_fx.report import Row
-from quark_fx.weights import QuantizedTensor, quantize_tensor, rescale_zeros
+from quark_fx.weights import quantize_tensor, rescale_zeros
 
 ops = torch.ops.quark_fx
 
@@ -93,9 +94,10 @@ _Key = tuple[str, TensorSpec, float | None, PairBound | None]
 
 @dataclass(frozen=True)
 class _Stored:
-    """A quantized constant and the nodes that read its codes, scale and zero point."""
+    """A quantized constant, its spec, and the nodes that read its codes, scale and zero point."""
 
     tensor: QuantizedTensor
+    spec: TensorSpec
     nodes: list[Node]
 
 
@@ -125,11 +127,11 @@ def _quantize_operator(
     known = settled.get(op.row.weight)
     key = (str(op.weight_node.target), op.weight, None if known is None else float(known.scale), op.pairs)
     found = stored.get(key)
-    if found is None or not _suits(found.tensor, smallest, free if known is None else None):
+    if found is None or not _suits(found, smallest, free if known is None else None):
         quantized = _quantize_weight(op, weight, smallest, amax, known)
         if free is not None and known is None:
-            quantized = rescale_zeros(quantized, free)
-        found = stored[key] = _store(gm, key[0], quantized)
+            quantized = rescale_zeros(quantized, free, op.weight.scale_type)
+        found = stored[key] = _store(gm, key[0], quantized, op.weight)
     _use_weight(gm, op, found)
     if is_parameter(bias_node) and bias_spec is not None:
         own = settled.get(op.row.bias) if op.row.bias is not None else None
@@ -142,15 +144,17 @@ def _quantize_operator(
         activation=str(op.input) if op.input else "",
         original=weight,
         quantized=found.tensor,
+        spec=op.weight,
         sqnr=found.tensor.sqnr(weight.detach()),
     )
 
 
-def _suits(weight: QuantizedTensor, smallest: Tensor | None, free: Tensor | None) -> bool:
+def _suits(stored: _Stored, smallest: Tensor | None, free: Tensor | None) -> bool:
     """Tell whether a weight that is stored lets the bias of another operator that reads it be stored."""
-    if smallest is not None and bool((weight.qparams.scale.abs() < smallest).any()):
+    scale = stored.tensor.scale
+    if smallest is not None and bool((scale.abs() < smallest).any()):
         return False
-    return free is None or torch.equal(rescale_zeros(weight, free).qparams.scale, weight.qparams.scale)
+    return free is None or torch.equal(rescale_zeros(stored.tensor, free, stored.spec.scale_type).scale, scale)
 
 
 def _takes_int32_bias(gm: GraphModule, op: PlannedOperator, bias: TensorSpec) -> bool:
@@ -223,36 +227,35 @@ def _replace_bias(
     if spec.format != INT32:
         codes = quantize_tensor(bias, spec, qparams=qparams)
     elif input_scale is not None:
-        codes = _int32_bias(bias, spec, (input_scale * weight.qparams.scale).float())
+        codes = _int32_bias(bias, (input_scale * weight.scale).float())
     else:
         return
     with gm.graph.inserting_before(op.node):
-        set_argument(op.node, op.row.bias, _dequantize(gm, op.node, _store(gm, str(node.target), codes), bias.dtype))
+        stored = _store(gm, str(node.target), codes, spec)
+        set_argument(op.node, op.row.bias, _dequantize(gm, op.node, stored, bias.dtype))
 
 
-def _int32_bias(bias: Tensor, spec: TensorSpec, scale: Tensor) -> QuantizedTensor:
+def _int32_bias(bias: Tensor, scale: Tensor) -> QuantizedTensor:
     codes = (bias.double() / scale.double()).round().clamp(INT32.qmin, INT32.qmax).to(torch.int32)
-    qparams = QParams(scale, torch.zeros_like(scale, dtype=torch.int32))
-    return QuantizedTensor(codes, qparams, spec, None if scale.dim() == 0 else 0, 0)
+    return QuantizedTensor.of(codes, scale, None, INT32, None if scale.dim() == 0 else 0)
 
 
-def _store(gm: GraphModule, name: str, quantized: QuantizedTensor) -> _Stored:
+def _store(gm: GraphModule, name: str, quantized: QuantizedTensor, spec: TensorSpec) -> _Stored:
     """Add codes, scale and zero point as attributes of the graph."""
     parts = {"codes": quantized.codes}
-    if not quantized.spec.is_cast:
-        p = quantized.qparams
-        zero = torch.zeros((), dtype=torch.int32, device=p.scale.device)
-        parts |= {"scale": p.scale, "zero_point": p.zero_point if bool(p.zero_point.any()) else zero}
+    if not spec.is_cast:
+        zero = torch.zeros((), dtype=torch.int32, device=quantized.scale.device)
+        parts |= {"scale": quantized.scale, "zero_point": zero if quantized.is_symmetric else quantized.zero_point}
     with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
         nodes = [get_attr(gm, f"{name}_{part}", value) for part, value in parts.items()]
-    return _Stored(replace(quantized, codes=parameter(gm, nodes[0])), nodes)  # those of the graph may be on disk
+    return _Stored(replace(quantized, codes=parameter(gm, nodes[0])), spec, nodes)  # those of the graph may be on disk
 
 
 def _dequantize(gm: GraphModule, like: Node, stored: _Stored, dtype: torch.dtype) -> Node:
     quantized = stored.tensor
-    if quantized.spec.is_cast:
+    if stored.spec.is_cast:
         return cast(gm, stored.nodes[0], dtype, like)
-    layout = (str(quantized.spec.format), quantized.axis, quantized.block_size, dtype)
+    layout = (str(quantized.format), quantized.axis, quantized.block_size, dtype)
     return call(gm, ops.dequantize.default, *stored.nodes, *layout, like=like)
 
 
@@ -264,12 +267,12 @@ def _embed(gm: GraphModule, node: Node, stored: _Stored) -> Node:
     def look_up(table: Node) -> Node:
         return call(gm, torch.ops.aten.embedding.default, table, indices, like=node)
 
-    fmt = quantized.spec.format
-    if not quantized.spec.is_cast and not (isinstance(fmt, IntFormat) and fmt.bits >= 8):
+    fmt, is_cast = quantized.format, stored.spec.is_cast
+    if not is_cast and not (isinstance(fmt, IntFormat) and fmt.bits >= 8):
         # No runtime looks up 8-bit floats or packed codes.
         return look_up(_dequantize(gm, node, stored, dtype))
     codes = look_up(nodes[0])
-    if quantized.spec.is_cast:
+    if is_cast:
         return cast(gm, codes, dtype, node)
     if quantized.axis is None:
         return call(gm, ops.dequantize.default, codes, *nodes[1:], str(fmt), None, 0, dtype, like=node)
