@@ -29,7 +29,7 @@ from quark_fx.ranks import ALONE, Ranks
 from quark_fx.signature import BatchShape, batch_shape
 
 _HELD_OUT = 8
-"""One batch in eight is kept from tuning, to judge it by."""
+"""One sample in eight is kept from tuning, to judge it by; one batch in eight, where batches cannot be divided."""
 
 
 _MASK = "attention_mask"
@@ -91,6 +91,7 @@ class Context:
     remark: str = ""
     _walks: int = 0
     _given: int = 0
+    _judging: int = 0
 
     def add_batches(self, batches: Iterable[Sequence[Any]], *, divisible: bool = False) -> None:
         """Keep the flat inputs of calibration batches.
@@ -113,12 +114,9 @@ class Context:
                 self.cache.put(("batch", index, position), leaf.clone() if isinstance(leaf, Tensor) else leaf)
             self.batches.append((index, None))
             self.shapes.append(batch_shape(leaves))
-        if len(self.batches) == 1 and divisible:
-            sizes = {leaf.shape[0] for leaf in self.inputs(0) if isinstance(leaf, Tensor) and leaf.dim()}
-            if len(sizes) == 1 and (size := sizes.pop()) > 1:
-                kept = size - max(1, size // _HELD_OUT)
-                self.batches = [(0, slice(0, kept)), (0, slice(kept, size))]
-                self.shapes = [batch_shape(self.inputs(part)) for part in (0, 1)]
+        self._judging = min(len(self.batches), max(1, len(self.batches) // _HELD_OUT))
+        if divisible:
+            self._hold_out_samples()
         masks = (self.kept_positions(batch) for batch in range(len(self.batches)))
         if self.batches and all(mask is not None and not bool(mask.any()) for mask in masks):
             raise CalibrationError(f"{_MASK} leaves out every position of all calibration data; 1 stands for a token")
@@ -128,6 +126,28 @@ class Context:
                 "the calibration data is one sample, or one batch that cannot be divided: what passes learn from it is "
                 "judged on it, too; pass more batches"
             )
+
+    def _hold_out_samples(self) -> None:
+        """Hold out the last eighth of the samples, however they are divided into batches."""
+        counts = []
+        for index in range(len(self.batches)):
+            sizes = {leaf.shape[0] for leaf in self.inputs(index) if isinstance(leaf, Tensor) and leaf.dim()}
+            if len(sizes) != 1:
+                return
+            counts.append(sizes.pop())
+        if sum(counts) < 2:
+            return
+        wanted = max(1, sum(counts) // _HELD_OUT)
+        self._judging = 0
+        while wanted >= counts[-1 - self._judging]:
+            wanted -= counts[-1 - self._judging]
+            self._judging += 1
+        if wanted:  # a batch that belongs to both
+            index = len(counts) - 1 - self._judging
+            learned = counts[index] - wanted
+            self.batches[index : index + 1] = [(index, slice(0, learned)), (index, slice(learned, counts[index]))]
+            self.shapes[index : index + 1] = [batch_shape(self.inputs(part)) for part in (index, index + 1)]
+            self._judging += 1
 
     def keep_share(self) -> None:
         """Keep the batches of this rank, and nothing of the others'.
@@ -143,6 +163,8 @@ class Context:
                 "one for each, or start fewer"
             )
         every, self.batches = self.batches, list(self.ranks.share(self.batches))
+        judging = self.ranks.share([index >= len(every) - self._judging for index in range(len(every))])
+        self._judging = sum(judging)
         for batch in {batch for batch, _ in every} - {batch for batch, _ in self.batches}:
             for position in ("length", *range(self.cache.get(("batch", batch, "length")))):
                 self.cache.drop(("batch", batch, position))
@@ -183,13 +205,12 @@ class Context:
     @property
     def tuning(self) -> list[int]:
         """The batches to learn from."""
-        return list(range(len(self.batches) - len(self.held_out))) if len(self.batches) > 1 else [0]
+        return list(range(len(self.batches) - self._judging)) if self.holds_out else [0]
 
     @property
     def held_out(self) -> list[int]:
-        """The batches to judge by; with a single sample, the one there is."""
-        count = max(1, len(self.batches) // _HELD_OUT)
-        return list(range(len(self.batches) - count, len(self.batches)))
+        """The batches to judge by: an eighth of the samples; with a single one, the one there is."""
+        return list(range(len(self.batches) - self._judging, len(self.batches)))
 
     @property
     def holds_out(self) -> bool:

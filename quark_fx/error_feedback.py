@@ -27,13 +27,13 @@ _AT_ONCE = 1 << 21
 128 times as many, of which five copies are a few gigabytes."""
 
 _FACTORED = 1 << 22
-"""Elements of the second moments, about, that are factored together."""
+"""Elements of the Hessians, about, that are factored together."""
 
 _ARRAYS = 6
 """Arrays of the size of a piece that there are at once while it is rounded."""
 
 _ROWS = 64
-"""Rows of a second moment that are moved at once."""
+"""Rows of a Hessian that are moved at once."""
 
 _DAMPING_STEP = 10.0
 """Damping that does not make `H` positive definite is raised by this factor, up to the mean diagonal itself."""
@@ -95,7 +95,7 @@ def factor(h: Tensor, *, damping: float, by_activation: bool) -> Factor:
         if not bool(failed.any()):
             break
         if share >= 1:
-            raise CalibrationError("the second moment of what it reads is not positive definite even when damped")
+            raise CalibrationError("the Hessian of what it reads is not positive definite even when damped")
         share = min(1.0, max(share, 1e-4) * _DAMPING_STEP)
     _reverse(found.flatten(-2))
     pivot = found.diagonal(dim1=-2, dim2=-1).clone()
@@ -137,7 +137,7 @@ def round_with_feedback(weight: Tensor, factor: Factor, grid: Grid, dtype: torch
 
     Args:
         weight: shape (groups, outputs, inputs).
-        factor: of the second moment of what it multiplies.
+        factor: of the Hessian of what it multiplies.
         grid: what codes stand for; it does not change on the way (static groups).
         dtype: of the result, one that holds all codes.
 
@@ -168,7 +168,7 @@ def _pieces(weight: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def working_bytes(groups: int, outputs: int, inputs: int) -> int:
-    """Return the bytes that rounding a weight of this shape on a processor takes, beside the second moment."""
+    """Return the bytes that rounding a weight of this shape on a processor takes, beside the Hessian."""
     together, values = min(groups, _together(inputs)), outputs * inputs
     # The factor, spread scales, codes as they are made and as they are stored, and a piece at work.
     return 4 * together * (inputs**2 + values) + 2 * groups * values + 4 * _ARRAYS * min(together * values, _AT_ONCE)

@@ -6,17 +6,21 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from quark_fx.context import Context
 from quark_fx.formats import INT32, IntFormat, parse_format
 from quark_fx.graph import is_parameter, parameter, target_name, tensor_of
 from quark_fx.grid import Grid
 from quark_fx.layout import Layout
 from quark_fx.linear import Linear
+from quark_fx.pass_manager import Change
 from quark_fx.placement import PlannedOperator
 from quark_fx.qparams import ScaleType, Scheme
 from quark_fx.quantized_tensor import QuantizedTensor
+from quark_fx.selection import NOT_SELECTED, Selective
 
 _DEQUANTIZE = "quark_fx.dequantize.default"
 
@@ -137,6 +141,25 @@ class QuantizedWeight:
             return parameter(gm, node).detach().float()
         return stored_tensor(gm, node).dequantize()
 
+    def bias_at(self, gm: GraphModule, ratio: Tensor) -> dict[str, Tensor]:
+        """Return the tensors, by name, of an int32 bias of the same value at scales `ratio` times what they are.
+
+        Raises:
+            OverflowError: if it does not fit int32 then.
+        """
+        node = self.bias
+        assert node is not None
+        scale = parameter(gm, node.args[1]) * ratio  # type: ignore[arg-type]
+        bias = self.bias_value(gm)
+        if bool(((bias.double() / scale.double()).abs() > 0.999 * INT32.qmax).any()):
+            raise OverflowError("the bias does not fit int32")
+        return self.bias_tensors(gm, bias, scale)
+
+    def bias_scale_shape(self, gm: GraphModule) -> torch.Size | None:
+        """Return the shape of the scales of an int32 bias, `None` if there is none."""
+        node = self.bias if self.bias_scale_follows else None
+        return None if node is None else parameter(gm, node.args[1]).shape  # type: ignore[arg-type]
+
     @property
     def input_scale(self) -> str | None:
         """Name of the scale its activation is quantized with, if that is a constant."""
@@ -205,6 +228,26 @@ def shared_tensors(gm: GraphModule) -> set[str]:
     return {name for name, count in readers.items() if count > 1}
 
 
+def note_left_alone(gm: GraphModule, context: Context, chooser: Selective) -> None:
+    """Note the quantized operators whose codes the pass `chooser` does not learn, and why."""
+    learned = {weight.node.name: weight for weight in quantized_weights(gm, context.plan)}
+    shared = shared_tensors(gm)
+    for name, operator in context.plan.items():
+        if operator.weight is None:
+            continue
+        if not chooser.selects(operator):
+            context.note(Change(name=operator.name, what=NOT_SELECTED, changed=False))
+            continue
+        reason = ""
+        if name not in learned:
+            embedding = operator.row is not None and not operator.row.activations
+            reason = "its rows are looked up, not multiplied" if embedding else f"{operator.weight.format} has no codes"
+        elif learned[name].codes in shared:
+            reason = "several operators read its weight"
+        if reason:
+            context.note(Change(name=operator.name, what=f"left: {reason}", changed=False))
+
+
 def share_changed(old: Tensor, new: Tensor) -> float:
     """Return the share of codes that differ, within 0 and 1."""
     if old.is_floating_point():  # torch does not compare 8-bit floats
@@ -218,4 +261,11 @@ def _name(node: object) -> str:
     return str(node.target)
 
 
-__all__ = ["QuantizedWeight", "quantized_weights", "share_changed", "shared_tensors", "stored_tensor"]
+__all__ = [
+    "QuantizedWeight",
+    "note_left_alone",
+    "quantized_weights",
+    "share_changed",
+    "shared_tensors",
+    "stored_tensor",
+]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from quark_fx.blocks import Unit, extract
 from quark_fx.context import Context
 from quark_fx.error_feedback import working_bytes
 from quark_fx.errors import CalibrationError
+from quark_fx.feedback import compensated, fitted_to_feedback, rounded_with_feedback
 from quark_fx.formats import INT32
 from quark_fx.graph import named_nodes, placeholders, tensor_of
 from quark_fx.grid import Grid
@@ -32,14 +33,20 @@ from quark_fx.options import Interval, NonNegativeFloat, NonNegativeInt, Positiv
 from quark_fx.pass_manager import Change
 from quark_fx.products import Product, find_products
 from quark_fx.qparams import ScaleType
-from quark_fx.quantized_weights import QuantizedWeight, quantized_weights, share_changed, shared_tensors
+from quark_fx.quantized_weights import (
+    QuantizedWeight,
+    note_left_alone,
+    quantized_weights,
+    share_changed,
+    shared_tensors,
+)
 from quark_fx.rounding import OutputError, round_by_descent
-from quark_fx.selection import NOT_SELECTED, Selective
+from quark_fx.selection import Selective
 from quark_fx.sizes import FLOAT32, BlockSize, Need, Sizes
 from quark_fx.trainable import Trainable, activation_scales, trainable_block
 
 _DAMPING = 0.01
-"""Of the second moments that a start by error feedback reads, as a share of their mean diagonal."""
+"""Of the Hessians that a start by error feedback reads, as a share of their mean diagonal."""
 
 _LEARNED_COPIES = 6
 """Copies of a weight while it is learned: real, parameter, gradient, two moments of the optimizer, and rounded."""
@@ -215,26 +222,6 @@ def _leave_routed(weight: QuantizedWeight, context: Context) -> bool:
     return True
 
 
-def note_left_alone(gm: GraphModule, context: Context, chooser: Selective) -> None:
-    """Note the quantized operators whose codes the pass `chooser` does not learn, and why."""
-    learned = {weight.node.name: weight for weight in quantized_weights(gm, context.plan)}
-    shared = shared_tensors(gm)
-    for name, operator in context.plan.items():
-        if operator.weight is None:
-            continue
-        if not chooser.selects(operator):
-            context.note(Change(name=operator.name, what=NOT_SELECTED, changed=False))
-            continue
-        reason = ""
-        if name not in learned:
-            embedding = operator.row is not None and not operator.row.activations
-            reason = "its rows are looked up, not multiplied" if embedding else f"{operator.weight.format} has no codes"
-        elif learned[name].codes in shared:
-            reason = "several operators read its weight"
-        if reason:
-            context.note(Change(name=operator.name, what=f"left: {reason}", changed=False))
-
-
 def _free_scales(context: Context) -> bool:
     """Tell whether activation scales may take any value."""
     specs = (spec for op in context.plan.values() for spec in (op.input, op.output) if spec is not None)
@@ -356,15 +343,21 @@ class _Unit:
 
     def _feed_back_product(self, product: Product) -> dict[str, Tensor]:
         """Round the parts of a product; return what was rounded, by node."""
-        moment = product.second_moment(self.context, shifted=True, batches=self.context.tuning)
-        factors = product.factors(moment, damping=_DAMPING, by_activation=True)
+        seen = product.hessian(self.context, shifted=True, batches=self.context.tuning)
+        factors = partial(seen.factors, damping=_DAMPING, by_activation=True)
         near = {}
-        for part in product.parts:
-            target, real = part.target(moment, factors, 1.0), tensor_of(self.run.reference, part.weight.weight)
-            if self.schedule.fits_scales and part.weight.grid(self.run.module).movable:
-                part.fit_scales_to_feedback(target, factors)
-            part.round(target, factors)
-            near[part.weight.node.name] = part.mapping.restore(part.made_up_for(target, factors), real)
+        try:
+            for part in product.parts:
+                matrix = part.matrix
+                target = seen.target(matrix.real, 1.0, factors())
+                movable = self.schedule.fits_scales and part.weight.grid(self.run.module).movable
+                if movable and matrix.columns is not None:
+                    matrix = fitted_to_feedback(matrix, target, factors())
+                matrix, _ = rounded_with_feedback(matrix, target, factors())
+                part.store(matrix)
+                near[part.weight.node.name] = part.mapping.restore(compensated(matrix, target, factors()), part.real)
+        except CalibrationError as error:
+            raise product.blamed(error) from error
         return near
 
     def _output_error(self, weight: QuantizedWeight, mapping: LinearMap) -> OutputError:

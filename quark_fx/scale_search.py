@@ -82,7 +82,7 @@ def fit_scales_to_feedback(
 
     Args:
         weight: to be rounded, shape (groups, outputs, inputs), float32.
-        factor: of the second moment of what it multiplies.
+        factor: of the Hessian of what it multiplies.
         grid, columns, allowed: as `fit_scales` has them.
 
     Returns:

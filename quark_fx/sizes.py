@@ -78,7 +78,7 @@ class Matrices:
 
     @property
     def moment(self) -> int:
-        """Bytes of the second moment of what it multiplies."""
+        """Bytes of the Hessian of what it multiplies."""
         return FLOAT32 * self.groups * self.inputs**2
 
     @property

@@ -25,6 +25,7 @@ from quark_fx.graph import target_name
 from quark_fx.pass_manager import pass_name
 from quark_fx.passes import AWQ, CrossLayerEqualization, SmoothQuant, harden_sigmoids
 from quark_fx.presets import BF16, FP8_STATIC, INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, XINT8
+from quark_fx.quantized_tensor import QuantizedTensor
 
 PER_TOKEN = INT8_DYNAMIC.replace(input=TensorSpec(format=INT8, granularity=Granularity.TOKEN, dynamic=True))
 
@@ -599,7 +600,11 @@ def test_what_the_walk_finds_is_plain_data() -> None:
     assert qmodel.source is not None
     found = correspond(qmodel.source, qmodel.graph_module)
     assert set(found.rounding.inputs) == {*(f"layers.{i}.parts.{p}" for i in (0, 1) for p in ("in-0", "out_0")), "head"}
-    assert {c.format for name, c in found.constants.items() if name.endswith("weight") and not c.is_float} == {"int8"}
+    assert {
+        str(c.stored.format)
+        for name, c in found.constants.items()
+        if name.endswith("weight") and isinstance(c.stored, QuantizedTensor)
+    } == {"int8"}
 
 
 def test_a_checkpoint_holds_no_rewritten_module(tmp_path: Path) -> None:

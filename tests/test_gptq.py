@@ -18,10 +18,10 @@ from quark_fx import Granularity, QuantConfig, Target, TensorSpec
 from quark_fx.error_feedback import factor
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.formats import INT3, INT4, INT8, INT16, UINT8, IntFormat
+from quark_fx.hessian import Entering, Hessian
 from quark_fx.linear_map import LinearMap
 from quark_fx.passes import GPTQ, SmoothQuant
 from quark_fx.presets import PRESETS, W4A16_GPTQ, W4A16_RTN
-from quark_fx.second_moment import Entering, SecondMoment
 
 WEIGHT = TensorSpec(format=INT3, granularity=Granularity.GROUP, group_size=16)
 RTN = QuantConfig(weight=WEIGHT, target=Target.TORCH)
@@ -131,11 +131,12 @@ def test_operators_that_read_one_value_are_solved_together() -> None:
         return factor(h, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quark_fx.products.factor", counted)
+        patch.setattr("quark_fx.hessian.factor", counted)
         together = quantize(model, with_gptq(), data)
         count = len(factored)
         alone = quantize(model, with_gptq(RTN.replace(exclude=("lift",))), data)
-    assert count == len(factored) - count < len(together.report())
+    # Each is factored for the calibration samples, and once more for all samples.
+    assert count == len(factored) - count < 2 * len(together.report())
     tensors = [q.graph_module.state_dict()["gate.weight_codes"] for q in (together, alone)]
     assert torch.equal(*tensors)
 
@@ -232,9 +233,9 @@ def test_without_data_it_says_so() -> None:
 # Second moments.
 
 
-def test_a_second_moment_is_the_sum_over_rows() -> None:
+def test_a_hessian_is_the_sum_over_rows() -> None:
     x, real = rand(2, 300, 520), rand(2, 300, 520, seed=2)
-    moment = SecondMoment.empty(1, 520, torch.device("cpu"), shifted=True)
+    moment = Hessian.empty(1, 520, torch.device("cpu"), shifted=True)
     for part, exact in zip(x, real, strict=True):
         moment.add(LinearMap(), Entering(part), Entering(exact))
     moment.finish(routed=False)
@@ -248,7 +249,7 @@ def test_a_second_moment_is_the_sum_over_rows() -> None:
 def test_experts_have_their_own_rows_and_borrow_where_they_are_few() -> None:
     x, ends = rand(40, 8), torch.tensor([30, 30, 40])
     mapping = LinearMap(3, stacked=True)
-    moment = SecondMoment.empty(3, 8, torch.device("cpu"), shifted=False)
+    moment = Hessian.empty(3, 8, torch.device("cpu"), shifted=False)
     moment.add(mapping, Entering(x, offsets=ends))
     moment.finish(routed=True)
     average = x.T @ x / 40 * 8
@@ -286,7 +287,7 @@ def test_every_matrix_of_a_language_model_is_rounded(name: str) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = ARCHITECTURES[name]().eval()
-    data = [{"input_ids": batch} for batch in ids(4, 4)]
+    data = [{"input_ids": batch} for batch in ids(16, 16)]
     group = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=16)
     qmodel = quantize(model, W4A16_GPTQ.replace(weight=group), data)
     rows = list(qmodel.report())

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from extensions.refit_scales import RefitScales
 from safetensors.torch import load_file
 from test_resume import assert_same, outcome
 from tiny import quantize, seeded
@@ -74,6 +75,7 @@ CONFIGS: dict[str, QuantConfig] = {
     # With a full range the largest weight of a group lies between two codes, which the last bits of a sum decide.
     "awq": in_groups(W4A16_AWQ, symmetry=Symmetry.SYMMETRIC),
     "fitted scales": in_groups(W4A16_GPTQ).replace(passes=(FitScales(),)),
+    "refitted scales": in_groups(W4A16_GPTQ).replace(passes=(RefitScales(),)),
     "static": INT8_STATIC,
     "percentile": INT8_STATIC.replace(input=TensorSpec(format=UINT8, observer=Percentile())),
 }

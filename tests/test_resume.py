@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from devices import on_devices
+from extensions.refit_scales import RefitScales
 from safetensors.torch import save_file
 from tiny import Residual, cnn, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ from quark_fx.pass_manager import Change, PassRecord, Promise, Stage
 from quark_fx.passes.adaquant import AdaQuant
 from quark_fx.passes.adaround import AdaRound
 from quark_fx.passes.bias_correction import BiasCorrection
-from quark_fx.presets import INT8_STATIC
+from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC
 from quark_fx.quantized_weights import quantized_weights
 
 
@@ -89,6 +90,7 @@ RUNS: dict[str, Run] = {
         learning(BiasCorrection(), AdaRound(iterations=20, batch_size=2)),
         images(4, 4),
     ),
+    "refitted scales": lambda: (mlp(), INT4_WEIGHT_ONLY.replace(exclude=(), passes=(RefitScales(),)), tokens(4, 4)),
 }
 
 

@@ -16,6 +16,7 @@ from quark_fx.blocks import Unit
 from quark_fx.config import Granularity
 from quark_fx.context import Context
 from quark_fx.graph import named_nodes, parameter
+from quark_fx.hessian import Entrance, Hessian
 from quark_fx.linear import Linear
 from quark_fx.linear_map import LinearMap
 from quark_fx.options import Interval
@@ -25,7 +26,6 @@ from quark_fx.planned_sites import planned_sites
 from quark_fx.qparams import ScaleType
 from quark_fx.quantized_tensor import QuantizedTensor
 from quark_fx.scale_sites import Absorber, ScaledInput, ScaleSite, SiteAnalysis, apply_scale
-from quark_fx.second_moment import Entrance, SecondMoment
 from quark_fx.selection import Selective
 from quark_fx.sizes import FLOAT32, BlockSize, Need, Sizes
 from quark_fx.weights import quantize_tensor
@@ -115,7 +115,7 @@ class AWQ(Selective):
             context.note(change)
 
     def needs(self, sizes: Sizes) -> Need:
-        """Return what a run takes: second moments of two sites, and copies of the weight an exponent is tried on."""
+        """Return what a run takes: Hessians of two sites, and copies of the weight an exponent is tried on."""
 
         def turn(block: BlockSize) -> int:
             moments = sorted((m.moment for m in block.matrices), reverse=True)
@@ -259,7 +259,7 @@ class _Search:
     mapping: LinearMap
     absorber: Absorber
     shape: tuple[int, int]
-    moment: SecondMoment | None = None
+    moment: Hessian | None = None
     signal: Tensor | None = None
 
     @property
@@ -377,7 +377,7 @@ def _search(
 
 def _collect(run: FloatRun, searches: Sequence[_Search], context: Context) -> None:
     """Give those of the searches whose operators are in the block the moment of what these read."""
-    known: dict[object, SecondMoment] = {}
+    known: dict[object, Hessian] = {}
     nodes = named_nodes(run.module)
     for search in searches:
         name, mapping = search.linear.node.name, search.mapping
@@ -387,7 +387,7 @@ def _collect(run: FloatRun, searches: Sequence[_Search], context: Context) -> No
         key = linear.activation, replace(mapping, transposed=False)
         if key not in known:
             entrance = Entrance(run.module, linear, mapping, run.inputs)
-            known[key] = SecondMoment.measure(context, search.shape, entrance)
+            known[key] = Hessian.measure(context, search.shape, entrance)
         search.moment = known[key]
 
 

@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
-from torch.fx import GraphModule
-
-from quark_fx.block_walk import BlockRun, walk_blocks
-from quark_fx.blocks import Unit
-from quark_fx.context import Context
 from quark_fx.error_feedback import working_bytes
-from quark_fx.memory import give_back
+from quark_fx.feedback import fitted_to_feedback, rounded_with_feedback
+from quark_fx.hessian import Hessian
 from quark_fx.options import Interval
-from quark_fx.pass_manager import Change, Stage, graph_pass
-from quark_fx.products import Factors, Part, Product, find_products
-from quark_fx.quantized_weights import quantized_weights, share_changed, shared_tensors
-from quark_fx.reconstruction import note_left_alone
-from quark_fx.second_moment import SecondMoment
-from quark_fx.selection import Selective
-from quark_fx.sizes import FLOAT32, BlockSize, Need, Sizes
+from quark_fx.quantized_matrix import QuantizedMatrix
+from quark_fx.sizes import Matrices
+from quark_fx.solver import Proposal, Solver, solver
 
 
-@graph_pass(exact=False, stage=Stage.QUANTIZED, distributed=True)
+@solver
 @dataclass(frozen=True, kw_only=True)
-class GPTQ(Selective):
+class GPTQ(Solver):
     """Round the weights of matrix products and convolutions so that their outputs, not the weights, are nearest.
 
     Scales do not change on the way (static groups). Every operator sees inputs that everything before it, quantized,
-    makes of the data (true sequential), in one forward pass over it. Operators that read one value share its second
-    moment and its factors; of a stack of experts each has the tokens routed to it, and borrows from the average
+    makes of the data (true sequential), in one forward pass over it. Operators that read one value share its
+    Hessian and its factors; of a stack of experts each has the tokens routed to it, and borrows from the average
     of all where they are few. Positions that the data's `attention_mask` leaves out do not count, but for experts.
-    A weight keeps its codes where the error on the data that it was rounded for would be higher; no data is held out.
+    A weight keeps its codes where the error on validation data would be higher.
 
     Args:
-        damping: share of the mean diagonal of the second moment that is added to it.
+        damping: share of the mean diagonal of the Hessian that is added to it.
         by_activation: round the inputs that matter most first (activation order; no trace of it in the result).
         asymmetry: how far the target moves from what the float weight makes of the quantized inputs (0, the paper's)
             to what the float model makes of its own inputs (1), at the cost of a second forward pass.
@@ -56,82 +46,41 @@ class GPTQ(Selective):
     asymmetry: Annotated[float, Interval("[0, 1]")] = 0.0
     fit_scales: bool = False
 
-    def __call__(self, gm: GraphModule, context: Context) -> int:
-        """Choose the codes of `gm`; return how many weights changed."""
-        note_left_alone(gm, context, self)
-        shared = shared_tensors(gm)
-        walk = walk_blocks(gm, context, unit=Unit.OPERATOR, label="GPTQ", side_by_side=self.asymmetry > 0)
-        number = itertools.count()
-        for run in walk:
-            if not run.finished:
-                self._round_block(run, shared, context, number)
-        return sum(change.changed for change in context.changes)
+    @property
+    def reads_float(self) -> bool:
+        """Whether the target moves to what the float model makes of its own inputs."""
+        return self.asymmetry > 0
 
-    def needs(self, sizes: Sizes) -> Need:
-        """Return what a run takes: the second moment of a product, its factor, and a piece of a weight at work."""
-        moments = 2 if self.asymmetry else 1
+    def solve(self, weight: QuantizedMatrix, seen: Hessian) -> Proposal:
+        """Round the weight with error feedback."""
+        factors = partial(seen.factors, damping=self.damping, by_activation=self.by_activation)
+        target = seen.target(weight.real, self.asymmetry, factors())
+        fits = self.fit_scales and weight.columns is not None
+        if fits:
+            weight = fitted_to_feedback(weight, target, factors())
+        weight, damping = rounded_with_feedback(weight, target, factors())
+        remarks = (
+            "scales left: not free to change" * (self.fit_scales and not fits),
+            f"damped by {damping:g}" * (damping > self.damping),
+            _few(seen),
+        )
+        return Proposal(weight, "; ".join(filter(None, remarks)), target)
 
-        def turn(block: BlockSize) -> int:
-            # Rows of another dtype are copied.
-            copied = (FLOAT32 * m.rows * m.inputs * (m.itemsize != FLOAT32) for m in block.matrices)
-            pairs = zip(block.matrices, copied, strict=True)
-            measured = (moments * m.moment + block.entrances + rows for m, rows in pairs)
-            shapes = ((m, working_bytes(m.groups, m.outputs, m.inputs)) for m in block.matrices)
-            # A target is solved for, and scales are fitted, with another matrix of the size of a factor.
-            kept = moments + bool(self.asymmetry or self.fit_scales)
-            rounded = (kept * m.moment + working + bool(self.asymmetry) * m.target for m, working in shapes)
-            return max((*measured, *rounded), default=0)
+    def working_bytes(self, matrices: Matrices) -> int:
+        """Return the bytes of a factor and a piece of a weight at work, and of what moves targets and fits scales."""
+        more = matrices.moment * bool(self.asymmetry or self.fit_scales) + matrices.target * bool(self.asymmetry)
+        return working_bytes(matrices.groups, matrices.outputs, matrices.inputs) + more
 
-        def work(block: BlockSize) -> float:
-            return sum(m.inputs * (m.inputs * m.rows * sizes.batches + 2 * m.values) for m in block.matrices)
-
-        streams = 2 if self.asymmetry else 1
-        return sizes.walk(Unit.OPERATOR, turn, streams=streams, work=work)
-
-    def _round_block(self, run: BlockRun, shared: set[str], context: Context, number: Iterator[int]) -> None:
-        weights = [w for w in quantized_weights(run.module, self.selected(context.plan)) if w.codes not in shared]
-        for product in find_products(run, weights, context):
-            self._round(product, context, number)
-
-    def _round(self, product: Product, context: Context, number: Iterator[int]) -> None:
-        began = time.perf_counter()
-        moment = product.second_moment(context, shifted=self.asymmetry > 0)
-        parts = [part for part, n in zip(product.parts, number, strict=False) if context.ranks.owns(n)]
-        if not parts:
-            return
-        factors = product.factors(moment, damping=self.damping, by_activation=self.by_activation)
-        shared = (time.perf_counter() - began) / len(parts)
-        for part in parts:
-            self._round_part(part, moment, factors, context, time.perf_counter() - shared)
-
-    def _round_part(
-        self,
-        part: Part,
-        moment: SecondMoment,
-        factors: Factors,
-        context: Context,
-        began: float,
-    ) -> None:
-        give_back()
-        target, nearest = part.target(moment, factors, self.asymmetry), part.codes()
-
-        def round_() -> tuple[bool, float]:
-            stays = self.fit_scales and not part.fit_scales_to_feedback(target, factors)
-            return stays, part.round(target, factors)
-
-        (stays, damping), was, now, kept = part.keep_if_lower(target, moment.h, round_)
-        share = share_changed(nearest, part.codes())
-        left = "; scales left: not free to change" * stays
-        damped = f"; damped by {damping:g}" * (damping > self.damping)
-        what = f"{share:.1%} of the codes{left}{damped}{_few(moment)}" if kept else "left: no better than it was"
-        context.note(Change(part.weight.name, what, share > 0, was, now, time.perf_counter() - began))
+    def working_operations(self, matrices: Matrices) -> float:
+        """Return the multiplications of rounding a weight."""
+        return 2 * matrices.inputs * matrices.values
 
 
-def _few(moment: SecondMoment) -> str:
+def _few(seen: Hessian) -> str:
     """Say which of a stack of experts saw fewer rows than it has inputs."""
-    rows, inputs = moment.rows, moment.h.shape[-1]
-    few = [f"{expert} ({count})" for expert, count in enumerate(rows.tolist()) if count < inputs]
-    return f"; few rows: expert {', '.join(few)}" if len(rows) > 1 and few else ""
+    inputs = seen.h.shape[-1]
+    few = [f"{expert} ({count})" for expert, count in enumerate(seen.rows.tolist()) if count < inputs]
+    return f"few rows: expert {', '.join(few)}" if len(seen.rows) > 1 and few else ""
 
 
 __all__ = ["GPTQ"]

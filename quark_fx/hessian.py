@@ -1,10 +1,10 @@
-"""The sum of `x x'` over what enters a weighted operator: all that GPTQ and AWQ need to know of the data."""
+"""The Hessian of an operator's squared error: the sum of `x x'` over what enters it."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from quark_fx.block_walk import running
 from quark_fx.blocks import extract
 from quark_fx.context import Context
+from quark_fx.error_feedback import Factor, at_once, factor, solve
 from quark_fx.graph import placeholders
 from quark_fx.linear import Linear
 from quark_fx.linear_map import LinearMap
@@ -23,8 +24,8 @@ _TILE = 256
 
 
 @dataclass
-class SecondMoment:
-    """Sums over the rows that enter an operator.
+class Hessian:
+    """Sums over the rows that enter an operator: half the Hessian of its squared output error by its weight.
 
     Attributes:
         h: sum of `x x'`, float32, shape (groups, inputs, inputs); the upper triangle until `finish`.
@@ -35,9 +36,46 @@ class SecondMoment:
     h: Tensor
     shift: Tensor | None
     rows: Tensor
+    _borrowed: Tensor | None = None
+    _factors: dict[tuple[float, bool], list[tuple[slice, Factor]]] = field(default_factory=dict)
+
+    def factors(self, *, damping: float, by_activation: bool) -> Iterator[tuple[slice, Factor]]:
+        """Yield the factors of `h`, each with the matrices of a stack that it is of.
+
+        They are kept for the next operator that reads the same values, unless a stack is long: its factors would fill
+        the memory, and are made as they come.
+
+        Args:
+            damping, by_activation: as `quark_fx.error_feedback.factor` takes them.
+
+        Raises:
+            CalibrationError: if `h` has no factor.
+        """
+        slices = [slice(None)] if self.shift is not None else at_once(self.h)
+        key = damping, by_activation
+        if key not in self._factors:
+            made = ((some, factor(self.h[some], damping=damping, by_activation=by_activation)) for some in slices)
+            if len(slices) > 1:
+                yield from made
+                return
+            self._factors[key] = list(made)
+        yield from self._factors[key]
+
+    def target(self, real: Tensor, share: float, factors: Iterable[tuple[slice, Factor]]) -> Tensor:
+        """Return the weight to round: `real`, moved towards what the float model makes of its own inputs.
+
+        Args:
+            real: float weight, shape (groups, outputs, inputs).
+            share: of the way, 0 to 1; where `shift` was not measured there is none to go.
+            factors: of the Hessian.
+        """
+        if self.shift is None:
+            return real
+        ((_, found),) = factors
+        return real + share * solve(found, real.float() @ self.shift)
 
     @classmethod
-    def empty(cls, groups: int, inputs: int, device: torch.device, *, shifted: bool) -> SecondMoment:
+    def empty(cls, groups: int, inputs: int, device: torch.device, *, shifted: bool) -> Hessian:
         """Return the sums over no rows."""
         h = torch.zeros(groups, inputs, inputs, device=device, dtype=torch.float32)
         rows = torch.zeros(groups, dtype=torch.int64, device=device)
@@ -52,7 +90,7 @@ class SecondMoment:
         reference: Entrance | None = None,
         *,
         batches: Sequence[int] | None = None,
-    ) -> SecondMoment:
+    ) -> Hessian:
         """Return the sums over calibration batches.
 
         Args:
@@ -110,7 +148,21 @@ class SecondMoment:
             corner = self.h[:, tile, tile]
             corner.copy_(corner.triu() + corner.triu(1).mT)
         if routed:
-            self.h += self.h.sum(0) / max(1, int(self.rows.sum())) * inputs
+            self._borrow()
+
+    def _borrow(self) -> None:
+        self._borrowed = self.h.sum(0) * (self.h.shape[-1] / self.rows.sum().clamp_min(1))
+        self.h += self._borrowed
+
+    def plus(self, other: Hessian) -> Hessian:
+        """Return the sums over the rows of both."""
+        h = self.h + other.h
+        shift = None if self.shift is None or other.shift is None else self.shift + other.shift
+        both = Hessian(h, shift, self.rows + other.rows)
+        if self._borrowed is not None and other._borrowed is not None:
+            h -= self._borrowed + other._borrowed
+            both._borrow()
+        return both
 
 
 @dataclass(frozen=True)
@@ -181,4 +233,4 @@ def _add_upper(h: Tensor, x: Tensor) -> None:
         h[start : start + _TILE, start:].addmm_(x[:, start : start + _TILE].T, x[:, start:])
 
 
-__all__ = ["Entering", "Entrance", "SecondMoment"]
+__all__ = ["Entering", "Entrance", "Hessian"]
