@@ -35,6 +35,13 @@ def seeded(model: M, seed: int = 0) -> M:
     return model.eval()
 
 
+def divided(batches: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the samples that are learned from, and the last eighth, which is validation data."""
+    samples = torch.cat(list(batches))
+    held_out = max(1, len(samples) // 8)
+    return samples[:-held_out], samples[-held_out:]
+
+
 def rand(*shape: int, seed: int = 1) -> Tensor:
     """Return normal values that do not depend on what ran before."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

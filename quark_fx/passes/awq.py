@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -46,7 +47,7 @@ _SMALLEST = 1e-4
 """Of a channel, relative to the largest: one that is never there is scaled like one that hardly is."""
 
 
-@graph_pass(distributed=True)
+@graph_pass(distributed=True, held_out=True)
 @dataclass(frozen=True, kw_only=True)
 class AWQ(Selective):
     """Multiply weights by `s = a ** r / w ** q` per input channel and divide what they read by it, where something can.
@@ -55,9 +56,9 @@ class AWQ(Selective):
     it, each relative to the scale of its group: what the data multiplies most is rounded finer, and so is what lies far
     below the largest weight of its group. Of the exponents it tries, on a grid from 0 to 1, each site takes those whose
     rounded weights change the outputs of the operators that read it least. That error is a quadratic form of the
-    weights, so the data is read once, whatever is tried. Of wide operators every few outputs are asked. The judge is
-    rounding to nearest on the data that was read; no data is held out. Error feedback (`GPTQ`) makes up for much of
-    what scaling would: at 4 bits in small groups and at 2 bits the two together may lose more than `GPTQ` alone.
+    weights, so the data is read once, whatever is tried. Of wide operators every few outputs are asked. What is
+    no better on validation data is dropped. The judge is rounding to nearest: error feedback (`GPTQ`) makes up for much
+    of what scaling would, and at 4 bits in small groups and at 2 bits the two together may lose more than `GPTQ` alone.
 
     Args:
         steps: intervals of the grid; about every fifth of it is tried for each exponent, then what lies around.
@@ -120,7 +121,7 @@ class AWQ(Selective):
         def turn(block: BlockSize) -> int:
             moments = sorted((m.moment for m in block.matrices), reverse=True)
             tried = max((FLOAT32 * _COPIES * min(m.values, _AT_ONCE) + m.target for m in block.matrices), default=0)
-            return sum(moments[:2]) + max(tried, block.entrances)
+            return 2 * sum(moments[:2]) + max(tried, block.entrances)
 
         def work(block: BlockSize) -> float:
             moments = (m.inputs * m.inputs * m.rows * sizes.batches for m in block.matrices)
@@ -152,10 +153,17 @@ class AWQ(Selective):
         best = context.ranks.gather(self._best(error))[0]
         changed = best != (0, 0)
         what = "exponents {:.2f}, {:.2f}".format(*(e / self.steps for e in best))
-        before, after = (error(exponents) / len(searches) for exponents in ((0, 0), best))
-        what = what if changed else "left: no exponents are better"
+        scale = context.ranks.gather(channels.scale(best, self.steps))[0].to(context.device)
+        judges = [replace(search, moment=search.judge, signal=None) for search in searches]
+        before, after = (
+            sum(judge.error(gm, s) for judge in judges) / len(judges) for s in (torch.ones_like(scale), scale)
+        )
+        if not changed:
+            what = "left: no exponents are better"
+        elif not context.ranks.gather(after < before)[0]:
+            what, changed, after = "left: no better on validation data", False, before
         context.note(Change(name, what, changed, before, after, time.perf_counter() - start))
-        return context.ranks.gather(channels.scale(best, self.steps))[0].to(context.device) if changed else None
+        return scale if changed else None
 
     def _best(self, error: Callable[[_Exponents], float]) -> _Exponents:
         """Return the exponents of the least error that is found: one after the other, nearer and nearer by."""
@@ -250,7 +258,8 @@ class _Search:
         mapping: how it multiplies.
         absorber: its weight.
         shape: groups and inputs of it as matrices.
-        moment: of what it reads, once the data has been there.
+        moment: of what it reads on the calibration batches, once the data has been there.
+        judge: of what it reads on the validation batches.
         signal: the squared output of the weight as it is, once it was needed.
     """
 
@@ -260,6 +269,7 @@ class _Search:
     absorber: Absorber
     shape: tuple[int, int]
     moment: Hessian | None = None
+    judge: Hessian | None = None
     signal: Tensor | None = None
 
     @property
@@ -377,7 +387,7 @@ def _search(
 
 def _collect(run: FloatRun, searches: Sequence[_Search], context: Context) -> None:
     """Give those of the searches whose operators are in the block the moment of what these read."""
-    known: dict[object, Hessian] = {}
+    known: dict[object, tuple[Hessian, Hessian]] = {}
     nodes = named_nodes(run.module)
     for search in searches:
         name, mapping = search.linear.node.name, search.mapping
@@ -387,8 +397,10 @@ def _collect(run: FloatRun, searches: Sequence[_Search], context: Context) -> No
         key = linear.activation, replace(mapping, transposed=False)
         if key not in known:
             entrance = Entrance(run.module, linear, mapping, run.inputs)
-            known[key] = Hessian.measure(context, search.shape, entrance)
-        search.moment = known[key]
+            measure = partial(Hessian.measure, context, search.shape, entrance)
+            seen = measure(batches=context.tuning)
+            known[key] = seen, measure(batches=context.held_out) if context.holds_out else seen
+        search.moment, search.judge = known[key]
 
 
 def _stride(outputs: int) -> int:
