@@ -54,6 +54,11 @@ class Constant:
     dtype: torch.dtype
 
     @property
+    def quantized(self) -> QuantizedTensor | None:
+        """What the values are quantized to, `None` for values and for those that are cast."""
+        return self.stored if isinstance(self.stored, QuantizedTensor) else None
+
+    @property
     def tensor(self) -> Tensor:
         """The values, or the codes."""
         return self.stored.codes if isinstance(self.stored, QuantizedTensor) else self.stored

@@ -21,6 +21,8 @@ Source: https://onnx.ai/onnx/operators/onnx__QuantizeLinear.html.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor

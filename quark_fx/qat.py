@@ -38,11 +38,11 @@ from quark_fx.operators import set_argument
 from quark_fx.pair_sums import PairBound, pair_bound
 from quark_fx.pass_manager import Change, PassRecord, copy_graph
 from quark_fx.qparams import ScaleType, Scheme, Symmetry
+from quark_fx.quantized_tensor import QuantizedTensor, sqnr
 from quark_fx.quantized_weights import share_changed
 from quark_fx.report import Row
 from quark_fx.specs import Granularity, TensorSpec
 from quark_fx.straight_through import QUANTIZE, quantize_of
-from quark_fx.weights import sqnr
 
 ops = torch.ops.quark_fx
 
@@ -175,7 +175,8 @@ class _Weight:
 
     def is_of(self, row: Row) -> bool:
         """Tell whether a row of the report is about it."""
-        return row.parameter == self.name and row.weight.split(" ")[0] == self.constant.format
+        stored = self.constant.quantized
+        return stored is not None and row.parameter == self.name and row.weight.split(" ")[0] == str(stored.format)
 
 
 def _updated(row: Row, value: Tensor, quantizer: nn.Module) -> Row:
@@ -241,7 +242,7 @@ class _Preparation:
 
     def _is_stored(self, constant: Constant) -> bool:
         """Tell whether a constant is one of codes, or a parameter in a 16-bit float that is cast."""
-        if constant.scale is not None:
+        if constant.quantized is not None:
             return True
         half = constant.tensor.dtype in (torch.float16, torch.bfloat16) and constant.dtype == torch.float32
         return half and constant.names[0] not in self.buffers | self.read_as_is
@@ -254,9 +255,10 @@ class _Preparation:
             name = fresh_name(self.gm, codes.removesuffix("_codes"))
             value = replace(constant, dtype=torch.float32).value().clone()
             _register(self.gm, name, nn.Parameter(value))
-            kept = {n: tensor_of(original, n) for n in constant.names}
-            stored = replace(constant, tensor=kept[codes])
-            self.weights[codes] = _Weight(stored, _float_name(called), name, f"{name}_quantizer")
+            whole, kept = constant.stored, tensor_of(original, codes)
+            stored = replace(whole, codes=kept) if isinstance(whole, QuantizedTensor) else kept
+            constant = replace(constant, stored=stored)
+            self.weights[codes] = _Weight(constant, _float_name(called), name, f"{name}_quantizer")
         return self.gm.graph.get_attr(self.weights[codes].parameter)
 
     def _by_parameter(self) -> dict[str, _Weight]:
@@ -269,9 +271,9 @@ class _Preparation:
         for node in self.gm.graph.nodes if self.config.target.adds_pairs else ():
             linear = Linear.of(node)
             weight = known.get(str(linear.stored.node.target)) if linear is not None else None
-            if linear is None or weight is None or weight.constant.scale is None:
+            if linear is None or weight is None or (stored := weight.constant.quantized) is None:
                 continue
-            codes, spec = weight.constant.tensor, _spec_of(weight.constant)
+            codes, spec = stored.codes, _spec_of(stored)
             bound = pair_bound(linear, spec, _activation_spec(linear.activation))
             # Codes that exceed the bound were made for another kernel.
             if bound is not None and not bool(bound.exceeded(codes).any()):
@@ -290,9 +292,10 @@ class _Preparation:
             scale: Any = pair.args[1] if pair is not None else None
             if bias is None or weight is None or scale is None or scale.op != "get_attr":
                 continue
-            if bias.constant.format != str(INT32) or bias.constant.scale is None or weight.constant.scale is None:
+            sums, stored = bias.constant.quantized, weight.constant.quantized
+            if sums is None or stored is None or sums.format != INT32:
                 continue
-            if torch.equal(tensor_of(self.gm, str(scale.target)) * weight.constant.scale, bias.constant.scale):
+            if torch.equal(tensor_of(self.gm, str(scale.target)) * stored.scale, sums.scale):
                 found[bias.constant.names[0]] = str(scale.target), weight.constant.names[0]
         return found
 
@@ -301,7 +304,7 @@ class _Preparation:
         modules: dict[str, FakeQuantize | Cast] = {}
         for codes, weight in sorted(self.weights.items(), key=lambda item: item[0] in factors):
             constant, own = weight.constant, None
-            if constant.scale is None or constant.zero_point is None:
+            if (stored := constant.quantized) is None:
                 modules[codes] = Cast(constant.tensor.dtype, constant.dtype)
                 continue
             if codes in factors:
@@ -310,11 +313,11 @@ class _Preparation:
                 own = product if all(isinstance(part, FakeQuantize) for part in product) else None
             specs = [self.config.weight, *(o.weight for o in self.config.overrides), self.config.bias]
             modules[codes] = FakeQuantize(
-                self._step(constant.names[1], constant.format, specs),
-                constant.zero_point.clone(),
-                _scheme(constant, specs),
-                constant.axis,
-                constant.block_size,
+                self._step(constant.names[1], str(stored.format), specs),
+                stored.zero_point.clone(),
+                _scheme(stored, specs),
+                stored.axis,
+                stored.block_size,
                 dtype=constant.dtype,
                 pairs=bounds.get(codes),
                 factors=own,  # type: ignore[arg-type]
@@ -419,26 +422,24 @@ def _float_name(codes: str) -> str:
     return codes.removesuffix("_codes") if codes.endswith("_codes") else codes.rpartition("_codes_")[0] or codes
 
 
-def _scheme(constant: Constant, specs: Iterable[TensorSpec | Any]) -> Scheme:
+def _scheme(stored: QuantizedTensor, specs: Iterable[TensorSpec | Any]) -> Scheme:
     """Return which codes a constant may have: those of the narrowest spec of its format that has all it has now."""
-    fmt = parse_format(constant.format)
+    fmt = stored.format
     whole = Scheme(format=fmt, symmetry=Symmetry.SYMMETRIC_FULL)
     if isinstance(fmt, FloatFormat):
         return whole
-    least, most = (int(end) for end in torch.aminmax(constant.tensor.to(torch.int64)))
+    least, most = (int(end) for end in torch.aminmax(stored.codes.to(torch.int64)))
     schemes = [spec.scheme for spec in specs if isinstance(spec, TensorSpec) and spec.format == fmt]
     holding = [s for s in schemes if s.limits[0] <= least and most <= s.limits[1]]
     return min(holding, key=lambda s: s.limits[1] - s.limits[0], default=whole)
 
 
-def _spec_of(constant: Constant) -> TensorSpec:
+def _spec_of(stored: QuantizedTensor) -> TensorSpec:
     """Return a spec of the format and granularity of a weight."""
-    size = constant.tensor.shape[constant.axis] if constant.axis is not None else 0
-    if 0 < constant.block_size < size:
-        return TensorSpec(
-            format=parse_format(constant.format), granularity=Granularity.GROUP, group_size=constant.block_size
-        )
-    return TensorSpec(format=parse_format(constant.format), granularity=Granularity.CHANNEL)
+    size = stored.codes.shape[stored.axis] if stored.axis is not None else 0
+    if 0 < stored.block_size < size:
+        return TensorSpec(format=stored.format, granularity=Granularity.GROUP, group_size=stored.block_size)
+    return TensorSpec(format=stored.format, granularity=Granularity.CHANNEL)
 
 
 def _activation_spec(read: Node) -> TensorSpec | None:
