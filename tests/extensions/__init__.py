@@ -1,0 +1,1 @@
+"""Solvers, passes and targets of one file each, as users write them."""
