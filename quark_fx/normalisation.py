@@ -233,12 +233,30 @@ _SPELLINGS = {
 }
 """Operators with two names, and the one that stays."""
 
+_TRANSPOSITIONS = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("mT.default", "mH.default", "adjoint.default", "matrix_H.default", "movedim.int", "movedim.intlist"),
+        *("moveaxis.int", "moveaxis.intlist", "swapdims.default", "swapaxes.default"),
+    )
+)
+"""Spellings of `permute`, of real numbers; those of a complex tensor conjugate it, too."""
+
 _ASSERTIONS = frozenset(
     {
         *("aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten._assert_scalar.default"),
         *("aten.sym_constrain_range_for_size.default", "aten.sym_constrain_range.default"),
     }
 )
+
+
+def _order(node: Node) -> list[int]:
+    """Return, for a transposition, the input's dimension for each dimension of the output."""
+    source: Any = node.args[0]
+    probe = torch.empty([2] * source.meta["val"].dim(), device="meta")  # whose strides are all different
+    target: Any = node.target
+    moved = target(probe, *node.args[1:], **node.kwargs)
+    return [probe.stride().index(stride) for stride in moved.stride()]
 
 
 def _size_at(value: Any, dim: int) -> int | None:
@@ -266,6 +284,9 @@ def _drop_no_ops(gm: GraphModule) -> None:
             gm.graph.erase_node(node)
         elif name in _SPELLINGS:
             node.target = _SPELLINGS[name]
+        elif name in _TRANSPOSITIONS and not node.meta["val"].is_complex():
+            order = _order(node)
+            node.target, node.args, node.kwargs = _aten.permute.default, (node.args[0], order), {}
         elif name == "aten.sort.default":
             # Which of two equal values comes first is open; a runtime must not answer differently from torch.
             arguments = dict(zip(("dim", "descending"), node.args[1:], strict=False))

@@ -160,6 +160,29 @@ def test_padding_by_name_is_what_torch_pads() -> None:
     assert not valid.pads
 
 
+TURNS = {
+    "mT": lambda w: w.mT,
+    "mH": lambda w: w.mH,
+    "H": lambda w: w.H,
+    "T": lambda w: w.T,
+    "t": lambda w: w.t(),
+    "adjoint": lambda w: w.adjoint(),
+    "transpose": lambda w: w.transpose(-1, -2),
+    "swapdims": lambda w: w.swapdims(0, 1),
+    "swapaxes": lambda w: w.swapaxes(0, 1),
+    "movedim": lambda w: w.movedim(0, 1),
+    "moveaxis": lambda w: torch.moveaxis(w, (0, 1), (1, 0)),
+    "permute": lambda w: w.permute(1, 0),
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_a_weight_is_found_whatever_turns_it(name: str) -> None:
+    turn = TURNS[name]
+    _, linear = view((Call(lambda x, w: x @ turn(w), rand(4, 5)), rand(2, 3, 5)))
+    assert (linear.shape, linear.output_axis, linear.input_axis) == ((4, 5), 0, 1)
+
+
 NO_PRODUCTS: dict[str, Case] = {
     "two activations": (Call(lambda x: x @ x.mT), rand(2, 3, 3)),
     "a table": (Call(lambda x, w: F.embedding(x.long(), w), rand(4, 3)), torch.ones(2, 2)),
