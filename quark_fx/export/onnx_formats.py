@@ -10,6 +10,7 @@ import onnx_ir as ir
 from quark_fx.errors import ExportError
 from quark_fx.export.contrib_domain import CONTRIB, use_contrib_domain
 from quark_fx.export.float_weights import keep_floats
+from quark_fx.export.half_scales import halve_scales
 from quark_fx.export.matmul_nbits import use_matmul_nbits
 from quark_fx.export.onnx_blocks import spell_out_blocks
 from quark_fx.export.onnx_edit import Kept, keep_names_apart
@@ -114,6 +115,8 @@ def write_in_format(model: ir.Model, chosen: OnnxFormat, options: FormatOptions)
     if chosen.runs:
         keep_floats(model)
     keep_names_apart(model)
+    if chosen.runs:
+        halve_scales(model)
     for domain in {node.domain for node in model.graph.all_nodes()} - {""}:
         model.opset_imports.setdefault(domain, 1)
     return kept
