@@ -107,6 +107,11 @@ def test_no_float_copy_of_a_quantized_weight_is_stored(name: str, preset: str, e
     assert not {"Identity", "Dropout"} & {n.op_type for n in model.graph.node}
 
 
+def another_order(terms: int) -> float:
+    """Return what sums of so many terms in another order may differ by, in steps of a 255th of the range."""
+    return 255 * terms * 2**-24
+
+
 WEIGHT_TYPES = {
     "int8_static": {TensorProto.INT8},
     "int8_dynamic": {TensorProto.INT8},
@@ -123,9 +128,9 @@ WEIGHT_TYPES = {
 @everywhere
 def test_weights_are_stored_in_the_type_of_their_format(name: str, preset: str, exports: Exports) -> None:
     model = onnx.load(exports(name, preset)[1])
-    shapes = {tuple(sorted(p.shape)) for p in MODELS[name][0]().parameters() if p.dim() > 1}
+    shapes = [tuple(sorted(p.shape)) for p in MODELS[name][0]().parameters() if p.dim() > 1]
     stored = [t for t in model.graph.initializer if tuple(sorted(t.dims)) in shapes]
-    assert len(stored) == len(shapes) == (3 if name == "cnn" else 2) or len(stored) == 3
+    assert sorted(tuple(sorted(t.dims)) for t in stored) == sorted(shapes)
     types = {t.data_type for t in stored}
     if preset == "int4_weight_only":
         expected = {TensorProto.INT4, TensorProto.INT8}
@@ -158,7 +163,7 @@ def test_outputs_are_named_by_the_keys_of_the_result_or_as_asked(tmp_path: Path)
     qmodel = quantize(seeded(Model()), "int8_static", [rand(6, 4)])
     path, _ = exported(qmodel, tmp_path)
     assert [o.name for o in session(path).get_outputs()] == ["logits", "states.0", "states.1"]
-    assert qfx.verify(qmodel, path, [rand(3, 4)]).max_steps <= 1
+    assert qfx.verify(qmodel, path, [rand(3, 4)]).max_steps <= another_order(4)
     path, _ = exported(qmodel, tmp_path, input_names=["pixels"], output_names=["a", "b", "c"])
     assert [o.name for o in session(path).get_outputs()] == ["a", "b", "c"]
     assert [i.name for i in session(path).get_inputs()] == ["pixels"]
@@ -178,7 +183,7 @@ def test_an_output_that_no_operator_computes_is_exported(result: str, tmp_path: 
     qmodel = quantize(seeded(Model()), "int8_static", [rand(6, 4)])
     path, _ = exported(qmodel, tmp_path)
     assert len(session(path).get_outputs()) == 2
-    assert qfx.verify(qmodel, path, [rand(3, 4)]).max_steps <= 1
+    assert qfx.verify(qmodel, path, [rand(3, 4)]).max_steps <= another_order(4)
 
 
 def test_a_model_in_half_precision_is_exported(tmp_path: Path) -> None:
@@ -200,7 +205,7 @@ def test_per_token_scales_are_exported(tmp_path: Path) -> None:
         qmodel = quantize(seeded(nn.Linear(8, 4)), INT8_DYNAMIC.replace(input=spec), [x])
         path, _ = exported(qmodel, tmp_path)
         data = [x, rand(1, 2, 8, seed=3) * torch.tensor([1e-3, 1e3])[None, :, None]]
-        assert qfx.verify(qmodel, path, data).max_steps <= 1
+        assert qfx.verify(qmodel, path, data).max_steps <= another_order(8)
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "token"])
@@ -213,7 +218,7 @@ def test_codes_of_less_than_a_byte_may_be_measured_at_run_time(
     data = [rand(3, 8), rand(1, 8, seed=3) * 1e3]
     qmodel = quantize(seeded(nn.Linear(8, 4)), INT8_DYNAMIC.replace(input=spec), data)
     path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", opset=opset)
-    assert qfx.verify(qmodel, path, data).max_steps <= 1
+    assert qfx.verify(qmodel, path, data).max_steps <= another_order(8)
     # Nor would the contributed domain do: the zero point or the codes are cast.
     for domain in (None, "com.microsoft") if opset == 21 else (None,):
         with pytest.raises(qfx.ExportError, match=rf"a cast to {fmt} needs opset {opset}\n") as refused:
@@ -229,7 +234,7 @@ def test_ragged_groups_are_exported(fmt: Any, features: int, tmp_path: Path) -> 
     path, model = exported(qmodel, tmp_path)
     stored = {t.data_type for t in model.graph.initializer}
     assert (TensorProto.INT4 if fmt == INT4 else TensorProto.UINT4) in stored
-    assert qfx.verify(qmodel, path, [rand(5, features)], optimize=False).max_steps <= 1
+    assert qfx.verify(qmodel, path, [rand(5, features)], optimize=False).max_steps <= another_order(features)
 
 
 @pytest.mark.parametrize("size", ["small", "large"])
@@ -241,7 +246,7 @@ def test_external_data_is_written_beside_the_file_and_read_back(size: str, tmp_p
     if size == "large":
         assert (tmp_path / "model.onnx.data").stat().st_size >= 512 * 64
         assert path.stat().st_size < 512 * 64
-    assert qfx.verify(qmodel, path, [x]).max_steps <= 1
+    assert qfx.verify(qmodel, path, [x]).max_steps <= another_order(model.in_features)
     exported(qmodel, tmp_path, external_data=False)
     assert path.stat().st_size >= (512 * 64 if size == "large" else 0)
 
@@ -442,7 +447,7 @@ def test_a_lowering_that_is_registered_is_used(
     monkeypatch.setitem(LOWERINGS, "quark_fx_test.mystery.default", mystery)
     qmodel = quantize(seeded(Model()), "int8_static", [rand(4, 4)])
     path, _ = exported(qmodel, tmp_path)
-    assert qfx.verify(qmodel, path, [rand(3, 4)]).max_steps <= 1
+    assert qfx.verify(qmodel, path, [rand(3, 4)]).max_steps <= another_order(4)
 
 
 @pytest.mark.parametrize("name", sorted(LOWERINGS))

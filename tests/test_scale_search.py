@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from devices import on_devices
@@ -28,7 +30,11 @@ def rounded(weight: Tensor, grid: Grid, ratio: Tensor, block: int) -> Tensor:
 
 @pytest.mark.parametrize(("inputs", "block"), [(64, 16), (70, 16), (300, 128), (300, 300), (16, 1)])
 @on_devices
-def test_each_block_has_the_best_ratio_of_the_partial_product(inputs: int, block: int, device: torch.device) -> None:
+def test_each_block_has_the_best_ratio_of_the_partial_product(
+    inputs: int, block: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = 48
+    monkeypatch.setattr(scale_search, "_CHUNK", chunk)  # wide blocks are weighed in several parts
     weight, x = rand(2, 5, inputs).to(device), rand(2, 90, inputs, seed=3).to(device)
     h = x.mT @ x
     grid = Grid(weight.abs().amax(-1, keepdim=True) / 7, torch.zeros(1, device=device), (-8, 7))
@@ -37,15 +43,15 @@ def test_each_block_has_the_best_ratio_of_the_partial_product(inputs: int, block
     tried = []
     for ratio in RATIOS:
         lost = rounded(weight, grid, torch.full_like(found, ratio), block) - weight
-        # What one block makes of the data, by itself; a wide block is weighed in chunks of 128 inputs.
-        chunk = [
-            (lost[..., a : min(a + 128, b)] @ x[..., a : min(a + 128, b)].mT).square().sum(-1)
+        # What one block makes of the data, by itself.
+        parts = [
+            (lost[..., a : min(a + chunk, b)] @ x[..., a : min(a + chunk, b)].mT).square().sum(-1)
             for start in range(0, inputs, block)
             for b in [min(start + block, inputs)]
-            for a in range(start, b, 128)
+            for a in range(start, b, chunk)
         ]
-        per = -(-block // 128)
-        tried.append(torch.stack([sum(chunk[i : i + per], torch.zeros(())) for i in range(0, len(chunk), per)], -1))
+        per = -(-block // chunk)
+        tried.append(torch.stack([sum(parts[i : i + per], torch.zeros(())) for i in range(0, len(parts), per)], -1))
     best = torch.tensor(RATIOS, device=device)[torch.stack(tried).argmin(0)]
     # float32 may order two ratios otherwise that are as good as each other.
     least = torch.stack(tried).amin(0)
@@ -86,12 +92,25 @@ def test_each_block_has_the_ratio_that_feedback_is_expected_to_lose_least_with(
     counts = torch.zeros(2, inputs).scatter_(1, found.order, found.curvature).double().unsqueeze(1)
     tried = []
     for ratio in RATIOS:
-        outer = sum(lost(w + side * 3**0.5 * spread, scale * ratio).square() for side in (-1, 1))
-        expected = (lost(w, scale * ratio).square() * 4 + outer) / 6 * counts
+        squares = (share * lost(w + away * spread, scale * ratio).square() for away, share in scale_search._QUADRATURE)
+        expected = sum(squares, torch.zeros(())) * counts
         tried.append(torch.stack([part.sum(-1) for part in expected.split(block, -1)], -1))
     index = (torch.tensor(RATIOS).reshape(-1, 1, 1, 1) == got).float().argmax(0, keepdim=True)
     assert got.shape == (2, 5, -(-inputs // block))
     assert bool((torch.stack(tried).gather(0, index)[0] <= torch.stack(tried).amin(0) * 1.001).all())
+
+
+def test_the_points_that_are_averaged_have_the_moments_of_a_normal_distribution() -> None:
+    """Three points can hold the first six: 1, 0, 1, 0, 3, 0."""
+    for power, moment in enumerate((1, 0, 1, 0, 3, 0)):
+        found = sum(share * away**power for away, share in scale_search._QUADRATURE)
+        assert found == pytest.approx(moment, abs=1e-12)
+
+
+def test_the_whole_range_is_the_first_share_that_is_tried_and_the_others_are_smaller() -> None:
+    """Of shares that are as good as each other the first is kept, and fitting never has to lose."""
+    assert RATIOS[0] == 1
+    assert all(0 < b < a for a, b in itertools.pairwise(RATIOS))
 
 
 def test_a_group_of_zeros_does_not_keep_the_range_of_others() -> None:

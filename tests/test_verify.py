@@ -179,7 +179,7 @@ def test_names_chosen_at_export_do_not_matter(tmp_path: Path) -> None:
 def test_per_node_reads_external_data(tmp_path: Path) -> None:
     qmodel = quantize(seeded(nn.Linear(512, 64)), "int8_static", [rand(4, 512)])
     path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", external_data=True)
-    assert qfx.verify(qmodel, path, [rand(4, 512)], per_node=True).max_steps <= 1
+    assert qfx.verify(qmodel, path, [rand(4, 512)], per_node=True).max_steps <= 255 * 512 * 2**-24
 
 
 def test_a_nan_that_torch_does_not_compute_is_noticed_whichever_output_it_is_in(tmp_path: Path) -> None:
