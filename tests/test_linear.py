@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -160,7 +161,7 @@ def test_padding_by_name_is_what_torch_pads() -> None:
     assert not valid.pads
 
 
-TURNS = {
+TURNS: dict[str, Callable[[Tensor], Tensor]] = {
     "mT": lambda w: w.mT,
     "mH": lambda w: w.mH,
     "H": lambda w: w.H,

@@ -210,8 +210,9 @@ def test_float16_scales_of_groups_take_two_bytes_and_no_other_kernel(
     weight = INT4_WEIGHT_ONLY.weight
     assert weight is not None
     kernels, nbytes = {}, {}
-    for kind in (ScaleType.FLOAT32, ScaleType.FLOAT16):
-        qmodel = quantize(model, QuantConfig(weight=weight.replace(scale_type=kind, group_size=16)), [x])
+    for kind in ("float32", "float16"):
+        spec = weight.replace(scale_type=ScaleType(kind), group_size=16)
+        qmodel = quantize(model, QuantConfig(weight=spec), [x])
         path = qfx.export.onnx(qmodel, tmp_path / f"{kind}.onnx", format=format)
         for optimize in (True, False):
             assert qfx.verify(qmodel, path, [x], optimize=optimize).max_steps <= ROUNDING
