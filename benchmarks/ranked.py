@@ -26,9 +26,12 @@ import quark_fx as qfx
 from benchmarks.common import environment, publish, table
 from benchmarks.language_models import load
 from benchmarks.watch import Watch
+from quark_fx.hessian import Hessian
 from quark_fx.model_directory import read_model
 from quark_fx.passes import GPTQ
+from quark_fx.quantized_matrix import QuantizedMatrix
 from quark_fx.ranks import Ranks
+from quark_fx.solver import Proposal
 
 COUNTS = (1, 2, 4)
 
@@ -74,20 +77,20 @@ def _rank(rank: int, count: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=count)
     found = load("llama")
-    rounded, round_part = [0], GPTQ._round_part
+    rounded, solve = set(), GPTQ.solve
 
-    def counting(self: GPTQ, *args: Any) -> None:
-        rounded[0] += 1
-        round_part(self, *args)
+    def counting(self: GPTQ, weight: QuantizedMatrix, seen: Hessian) -> Proposal:
+        rounded.add(weight.name)
+        return solve(self, weight, seen)
 
-    GPTQ._round_part = counting  # type: ignore
+    GPTQ.solve = counting  # type: ignore[method-assign]
     began = time.process_time()
     with Watch() as watch:
         qmodel = qfx.quantize(found.model, "w4a16_gptq", found.calibration, progress=False, distributed=True)
     seconds = time.process_time() - began
     qmodel.save(folder / f"{count}-{rank}")
     batches = len(Ranks(rank, count).share(found.calibration))
-    figures = {"batches": batches, "rounded": rounded[0], "seconds": seconds, "peak": watch.peak}
+    figures = {"batches": batches, "rounded": len(rounded), "seconds": seconds, "peak": watch.peak}
     torch.save(figures, folder / f"{count}-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
