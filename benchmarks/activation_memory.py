@@ -26,8 +26,8 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from benchmarks.common import environment, publish, table
 from quark_fx import quantization
-from quark_fx.activation_cache import ActivationCache
-from quark_fx.graph import stored_tensors
+from quark_fx.engine.activation_cache import ActivationCache
+from quark_fx.graph.nodes import stored_tensors
 from quark_fx.passes import AdaRound
 
 RUNS: Sequence[tuple[int, int, int | None]] = (

@@ -3,7 +3,7 @@
     python -m benchmarks.calibration_overhead [--threads 1] [--rounds 5] [--write]
 
 Every observer watches every quantized activation of the `int8_static` preset. A measurement is a plain pass over
-the 32 samples and then `quark_fx.calibration.calibrate` over the same, in one process, in turn (A B A B …) after one
+the 32 samples and then `engine.calibration.calibrate` over the same, in one process, in turn (A B A B …) after one
 warm-up of each; the ratio is that of neighbours. `calibrate` includes inserting the observers, checking the inputs and
 reading the ranges off at the end; "reading" is the last part alone, a fixed cost that more data does not raise.
 
@@ -23,10 +23,10 @@ from torch.fx import GraphModule
 
 from benchmarks.common import Seconds, environment, estimate_batch_norm, images, publish, spread, table, timed
 from quark_fx import QuantConfig, observers, presets
-from quark_fx.calibration import calibrate, observers_of, watching
-from quark_fx.capture import capture_graph
-from quark_fx.pass_manager import run_passes
-from quark_fx.placement import Plan, plan_quantization
+from quark_fx.capture.capture import capture_graph
+from quark_fx.engine.calibration import calibrate, observers_of, watching
+from quark_fx.graph.pass_manager import run_passes
+from quark_fx.plan.placement import Plan, plan_quantization
 
 OBSERVERS: dict[str, tuple[observers.Observer, float]] = {
     "MinMax": (observers.MinMax(), 1.2),

@@ -29,8 +29,9 @@ import quark_fx as qfx
 from benchmarks import language_models
 from benchmarks.common import environment, publish, sqnr, table
 from benchmarks.language_models import Trained
-from quark_fx.config import Granularity, QuantConfig, TensorSpec
-from quark_fx.formats import INT4, INT8, UINT4
+from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
+from quark_fx.numbers.formats import INT4, INT8, UINT4
+from quark_fx.numbers.qparams import ScaleType, Symmetry
 from quark_fx.presets import (
     FP8_DYNAMIC,
     INT8_WEIGHT_ONLY,
@@ -39,7 +40,6 @@ from quark_fx.presets import (
     W4A16_RTN,
     W8A8_DYNAMIC,
 )
-from quark_fx.qparams import ScaleType, Symmetry
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -40,10 +40,10 @@ import quark_fx as qfx
 from benchmarks import language_models
 from benchmarks.common import environment, estimate_batch_norm, images, one_core, publish, table
 from benchmarks.models import float_bytes
-from quark_fx.export.runtime import session_options
-from quark_fx.formats import FORMATS as NUMBER_FORMATS
+from quark_fx.export.runtime.session import session_options
+from quark_fx.graph.signature import split_batch
+from quark_fx.numbers.formats import FORMATS as NUMBER_FORMATS
 from quark_fx.presets import PRESETS
-from quark_fx.signature import split_batch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 

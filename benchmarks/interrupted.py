@@ -43,7 +43,7 @@ from tqdm.auto import tqdm
 
 import quark_fx as qfx
 from benchmarks.common import environment, estimate_batch_norm, images, spread, table
-from quark_fx.graph import stored_tensors
+from quark_fx.graph.nodes import stored_tensors
 from quark_fx.passes.adaround import AdaRound
 from quark_fx.passes.bias_correction import BiasCorrection
 from quark_fx.presets import INT8_STATIC

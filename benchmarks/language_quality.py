@@ -19,11 +19,11 @@ import quark_fx as qfx
 from benchmarks import language_models
 from benchmarks.common import environment, publish, table
 from quark_fx import Granularity, QuantConfig, Target, TensorSpec
-from quark_fx.formats import INT2, INT3, INT4, IntFormat
+from quark_fx.graph.pass_manager import GraphPass
+from quark_fx.numbers.formats import INT2, INT3, INT4, IntFormat
+from quark_fx.numbers.qparams import Symmetry
 from quark_fx.observers import Hqq
-from quark_fx.pass_manager import GraphPass
 from quark_fx.passes import AWQ, GPTQ, AutoRound, FitScales
-from quark_fx.qparams import Symmetry
 
 FORMATS: dict[str, IntFormat] = {"4 bits": INT4, "3 bits": INT3, "2 bits": INT2}
 GROUPS: dict[str, int | None] = {"groups of 32": 32, "groups of 128": 128, "per channel": None}

@@ -26,10 +26,10 @@ import quark_fx as qfx
 from benchmarks import composed_digits
 from benchmarks.common import environment, publish, table
 from quark_fx import Granularity, Override, QuantConfig, Symmetry, Target, TensorSpec
-from quark_fx.blocks import Unit
-from quark_fx.formats import INT2, INT3, INT4, INT8, UINT3, UINT4, UINT8, IntFormat
+from quark_fx.engine.blocks import Unit
+from quark_fx.graph.pass_manager import GraphPass
+from quark_fx.numbers.formats import INT2, INT3, INT4, INT8, UINT3, UINT4, UINT8, IntFormat
 from quark_fx.observers import MinMax, Mse, Observer
-from quark_fx.pass_manager import GraphPass
 from quark_fx.passes import AdaQuant, AdaRound, BiasCorrection, CrossLayerEqualization, SmoothQuant
 from quark_fx.presets import INT8_STATIC, XINT8
 

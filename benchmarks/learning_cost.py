@@ -40,21 +40,21 @@ import quark_fx as qfx
 from benchmarks import composed_digits
 from benchmarks.common import environment, estimate_batch_norm, images, one_core, publish, spread, sqnr, table, timed
 from quark_fx import presets
-from quark_fx.activation_cache import ActivationCache
-from quark_fx.calibration import fast_layout
-from quark_fx.capture import Captured, capture_graph
-from quark_fx.config import Granularity, QuantConfig, TensorSpec
-from quark_fx.context import Context
-from quark_fx.formats import INT4
-from quark_fx.graph import parameter, set_parameter
+from quark_fx.capture.capture import Captured, capture_graph
+from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
+from quark_fx.engine.activation_cache import ActivationCache
+from quark_fx.engine.calibration import fast_layout
+from quark_fx.engine.context import Context
+from quark_fx.engine.quantized_weights import quantized_weights
+from quark_fx.graph.nodes import parameter, set_parameter
+from quark_fx.graph.pass_manager import GraphPass, copy_graph, run_passes
+from quark_fx.graph.signature import split_batch
+from quark_fx.numbers.formats import INT4
 from quark_fx.observers import Mse
-from quark_fx.pass_manager import GraphPass, copy_graph, run_passes
 from quark_fx.passes.adaround import AdaRound
 from quark_fx.passes.cross_layer_equalization import CrossLayerEqualization
 from quark_fx.passes.smooth_quant import SmoothQuant
-from quark_fx.placement import PlannedOperator, plan_quantization
-from quark_fx.quantized_weights import quantized_weights
-from quark_fx.signature import split_batch
+from quark_fx.plan.placement import PlannedOperator, plan_quantization
 
 ROOT = Path(__file__).resolve().parent.parent
 

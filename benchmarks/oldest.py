@@ -22,8 +22,16 @@ EXTRAS = ("onnx", "hf")
 TOOLS = ("pytest", "hypothesis", "scipy", "torchvision")
 """What the sample imports besides the package."""
 SAMPLE = (
-    *("tests/test_formats.py", "tests/test_isolation.py", "tests/test_newcomers.py", "tests/test_serialization.py"),
-    *("tests/test_export.py::test_every_preset_agrees_with_onnx_runtime_for_every_batch_size", "tests/test_hqq.py"),
+    *(
+        "tests/numbers/test_formats.py",
+        "tests/system/test_isolation.py",
+        "tests/test_newcomers.py",
+        "tests/model/test_serialization.py",
+    ),
+    *(
+        "tests/export/test_export.py::test_every_preset_agrees_with_onnx_runtime_for_every_batch_size",
+        "tests/passes/test_hqq.py",
+    ),
 )
 LEFT_OUT = "not wrapped_model_of_transformers and not recurrent"
 """torch 2.11 does not take shapes for what reaches a model through `**kwargs`, and translates a recurrent layer of

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from benchmarks.common import DOCS, environment, estimate_batch_norm, images, publish, sqnr, table
 from benchmarks.models import perturb
-from quark_fx.config import QuantConfig, Target
+from quark_fx.config.quant_config import QuantConfig, Target
 from quark_fx.export import verification
 from quark_fx.presets import INT8_DYNAMIC, INT8_STATIC, XINT8
 
@@ -170,7 +170,7 @@ _AVX512_CORE = re.compile(rb"\x81[\xe0-\xe7](\x00\x00\x02\xc0)")
 _VNNI = re.compile(rb"\x81[\xe0-\xe7](\x00\x08\x00\x00)")
 """`and register, 0x800`: AVX-512 VNNI, asked soon after those."""
 _LIBRARY = "capi/onnxruntime_pybind11_state*.so"
-_SATURATES = "from quark_fx.export.runtime import *; print(adds_pairs_in_16_bits())"
+_SATURATES = "from quark_fx.export.runtime.session import *; print(adds_pairs_in_16_bits())"
 
 
 def _without(folder: Path, *, avx512: bool = False) -> Processor | None:
@@ -220,7 +220,7 @@ def verified_on(processor: Processor, folder: Path) -> Iterator[None]:
     """Let `verify` run files on another processor."""
     import onnx_ir as ir
 
-    from quark_fx.export.vitis import with_standard_nodes
+    from quark_fx.export.to_onnx.vitis import with_standard_nodes
 
     count = itertools.count()
 

@@ -26,12 +26,12 @@ import quark_fx as qfx
 from benchmarks.common import environment, publish, table
 from benchmarks.language_models import load
 from benchmarks.watch import Watch
-from quark_fx.hessian import Hessian
-from quark_fx.model_directory import read_model
+from quark_fx.engine.ranks import Ranks
+from quark_fx.model.model_directory import read_model
 from quark_fx.passes import GPTQ
-from quark_fx.quantized_matrix import QuantizedMatrix
-from quark_fx.ranks import Ranks
-from quark_fx.solver import Proposal
+from quark_fx.solvers.hessian import Hessian
+from quark_fx.solvers.quantized_matrix import QuantizedMatrix
+from quark_fx.solvers.solver import Proposal
 
 COUNTS = (1, 2, 4)
 

@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.common import environment, estimate_batch_norm, table
 from benchmarks.models import MODELS, perturb
-from quark_fx.capture import capture_graph
-from quark_fx.scale_sites import apply_scale, find_scale_sites
-from quark_fx.signature import split_batch
+from quark_fx.capture.capture import capture_graph
+from quark_fx.graph.signature import split_batch
+from quark_fx.rescale.scale_sites import apply_scale, find_scale_sites
 
 
 def row(name: str) -> tuple[str, ...]:

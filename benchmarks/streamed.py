@@ -35,7 +35,7 @@ from safetensors.torch import load_file
 import quark_fx as qfx
 from benchmarks.common import environment, publish, table
 from benchmarks.watch import Watch
-from quark_fx.model_directory import tensor_file
+from quark_fx.model.model_directory import tensor_file
 
 VOCABULARY = 32000
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 import quark_fx as qfx
 from benchmarks.common import DOCS, environment, publish, table
-from quark_fx.config import QuantConfig
-from quark_fx.pass_manager import pass_name
+from quark_fx.config.quant_config import QuantConfig
+from quark_fx.graph.pass_manager import pass_name
 from quark_fx.presets import PRESETS, XINT8
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))

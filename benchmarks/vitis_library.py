@@ -28,8 +28,8 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from benchmarks.common import environment, publish, table
 from quark_fx import block_formats, formats
-from quark_fx.config import QuantConfig, TensorSpec
-from quark_fx.export.vitis import PREFIXES
+from quark_fx.config.quant_config import QuantConfig, TensorSpec
+from quark_fx.export.to_onnx.vitis import PREFIXES
 from quark_fx.presets import XINT8
 
 WIDTH = 64

@@ -6,7 +6,7 @@ import shutil
 import threading
 from pathlib import Path
 
-from quark_fx.memory import occupied
+from quark_fx.system.memory import occupied
 
 
 class Watch:

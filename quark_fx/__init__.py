@@ -7,10 +7,13 @@
 torch.Size([3, 4])
 """
 
-from quark_fx import block_formats, export, formats, observers, ops, passes, presets
-from quark_fx.activation_cache import CacheBudget
-from quark_fx.capture import capture_graph
-from quark_fx.config import INHERIT, Granularity, Override, QuantConfig, Target, TensorSpec
+from quark_fx import export, observers, passes, presets
+from quark_fx.capture.capture import capture_graph
+from quark_fx.checkpoints.open_checkpoint import open_checkpoint
+from quark_fx.config import block_formats
+from quark_fx.config.quant_config import INHERIT, Granularity, Override, QuantConfig, Target, TensorSpec
+from quark_fx.engine.activation_cache import CacheBudget
+from quark_fx.engine.resources import Resources
 from quark_fx.errors import (
     CalibrationError,
     CaptureError,
@@ -21,14 +24,13 @@ from quark_fx.errors import (
     QuarkError,
 )
 from quark_fx.export import verify
-from quark_fx.model import QuantizedModel
-from quark_fx.open_checkpoint import open_checkpoint
-from quark_fx.pass_manager import graph_pass, run_passes
-from quark_fx.qat import prepare_qat
-from quark_fx.qparams import ScaleType, Scheme, Symmetry
+from quark_fx.graph.pass_manager import graph_pass, run_passes
+from quark_fx.model.qat import prepare_qat
+from quark_fx.model.quantized_model import QuantizedModel
+from quark_fx.model.serialization import load
+from quark_fx.numbers import formats, ops
+from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
 from quark_fx.quantization import check, predict, quantize
-from quark_fx.resources import Resources
-from quark_fx.serialization import load
 
 __version__ = "0.1.0"
 

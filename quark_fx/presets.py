@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
-
-from quark_fx import block_formats
-from quark_fx.config import Granularity, Override, QuantConfig, Target, TensorSpec
-from quark_fx.errors import ConfigError
-from quark_fx.formats import BF16 as BFLOAT16
-from quark_fx.formats import FP8_E4M3, INT4, INT8, INT16, INT32, LONG_NAMES, UINT8
-from quark_fx.formats import FP16 as FLOAT16
+from quark_fx.config import block_formats
+from quark_fx.config.named import PRESETS as PRESETS
+from quark_fx.config.named import preset as preset
+from quark_fx.config.quant_config import Granularity, Override, QuantConfig, Target, TensorSpec
+from quark_fx.numbers.formats import BF16 as BFLOAT16
+from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, INT16, INT32, UINT8
+from quark_fx.numbers.formats import FP16 as FLOAT16
+from quark_fx.numbers.qparams import ScaleType, Symmetry
 from quark_fx.observers import Mse, NonOverflow, PowerOfTwoMinMse
-from quark_fx.options import checked_call
-from quark_fx.passes.align_shifts import AlignShifts
 from quark_fx.passes.awq import AWQ
-from quark_fx.passes.dpu_average import use_dpu_averages
-from quark_fx.passes.dpu_hard_sigmoid import use_dpu_hard_sigmoids
-from quark_fx.passes.dpu_leaky_relu import use_dpu_slopes
+from quark_fx.passes.dpu.align_shifts import AlignShifts
+from quark_fx.passes.dpu.average import use_dpu_averages
+from quark_fx.passes.dpu.hard_sigmoid import use_dpu_hard_sigmoids
+from quark_fx.passes.dpu.leaky_relu import use_dpu_slopes
 from quark_fx.passes.fold_batch_norm import fold_batch_norm
 from quark_fx.passes.fold_constants import fold_constants
 from quark_fx.passes.global_mean import pool_means
@@ -25,7 +24,6 @@ from quark_fx.passes.large_pool import SplitLargePools
 from quark_fx.passes.smooth_quant import SmoothQuant
 from quark_fx.passes.split_to_slice import slice_splits
 from quark_fx.passes.swish import spell_out_swish
-from quark_fx.qparams import ScaleType, Symmetry
 
 _FUSE = (fold_constants, fold_batch_norm)
 _WEIGHT = TensorSpec(format=INT8, granularity=Granularity.CHANNEL)
@@ -189,22 +187,4 @@ MX6 = _block(block_formats.MX6)
 MX4 = _block(block_formats.MX4)
 """Shared microexponents, 4 bits a value, otherwise as `MXFP8_E4M3`."""
 
-PRESETS: dict[str, QuantConfig] = {
-    name.lower(): value for name, value in list(globals().items()) if isinstance(value, QuantConfig)
-}
-"""Every preset by its name in lower case."""
-
-
-@checked_call
-def preset(name: str) -> QuantConfig:
-    """Return the preset called `name`, in any case; `float16` and `bfloat16` are names, too.
-
-    Raises:
-        ConfigError: if there is none; the message lists the nearest and all names.
-    """
-    found = PRESETS.get(LONG_NAMES.get(name.lower(), name.lower()))
-    if found is None:
-        near = difflib.get_close_matches(name.lower(), PRESETS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ConfigError(f"unknown preset {name!r}{hint} Presets: {', '.join(PRESETS)}")
-    return found
+PRESETS |= {name.lower(): value for name, value in list(globals().items()) if isinstance(value, QuantConfig)}

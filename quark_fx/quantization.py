@@ -19,17 +19,20 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from tqdm.auto import tqdm
 
-from quark_fx.activation_cache import ActivationCache, CacheBudget
-from quark_fx.calibration import calibrate
-from quark_fx.capture import Captured, capture_graph
-from quark_fx.checkpoint_files import CheckpointFiles
-from quark_fx.config import QuantConfig
-from quark_fx.context import Calibrated, Checkpoint, Context, fingerprint, require_resources
-from quark_fx.correspondence import Source
-from quark_fx.eager import is_eager
+from quark_fx.capture.capture import Captured, capture_graph
+from quark_fx.checkpoints.files import CheckpointFiles
+from quark_fx.checkpoints.open_checkpoint import open_checkpoint
+from quark_fx.checkpoints.shelf import Shelf
+from quark_fx.config.quant_config import QuantConfig
+from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
+from quark_fx.engine.calibration import calibrate
+from quark_fx.engine.context import Calibrated, Checkpoint, Context, fingerprint, require_resources
+from quark_fx.engine.quantized_weights import quantized_weights
+from quark_fx.engine.ranks import ALONE, Ranks
+from quark_fx.engine.resources import Resources, expect, parse_bytes, require_room
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
 from quark_fx.export import gguf, huggingface, onnx
-from quark_fx.graph import (
+from quark_fx.graph.nodes import (
     device_of,
     own_tensors,
     placeholders,
@@ -39,12 +42,7 @@ from quark_fx.graph import (
     tensor_of,
     value_of,
 )
-from quark_fx.isolation import as_called, isolated, warn
-from quark_fx.memory import give_back_at_once, occupied
-from quark_fx.model import QuantizedModel
-from quark_fx.open_checkpoint import open_checkpoint
-from quark_fx.output_directory import clear, kept_blocks, work_directory
-from quark_fx.pass_manager import (
+from quark_fx.graph.pass_manager import (
     GraphPass,
     PassRecord,
     Promise,
@@ -55,15 +53,17 @@ from quark_fx.pass_manager import (
     pass_stage,
     run_passes,
 )
+from quark_fx.graph.signature import batch_shape, split_batch
+from quark_fx.model.correspondence import Source
+from quark_fx.model.eager import is_eager
+from quark_fx.model.output_directory import clear, kept_blocks, work_directory
+from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.passes.convert import convert
-from quark_fx.placement import plan_quantization, require_finite_floats
+from quark_fx.plan.placement import plan_quantization, require_finite_floats
+from quark_fx.plan.report import Row
 from quark_fx.presets import preset
-from quark_fx.quantized_weights import quantized_weights
-from quark_fx.ranks import ALONE, Ranks
-from quark_fx.report import Row
-from quark_fx.resources import Resources, expect, parse_bytes, require_room
-from quark_fx.shelf import Shelf
-from quark_fx.signature import batch_shape, split_batch
+from quark_fx.system.isolation import as_called, isolated, warn
+from quark_fx.system.memory import give_back_at_once, occupied
 
 logger = logging.getLogger(__name__)
 

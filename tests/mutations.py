@@ -26,12 +26,12 @@ from tiny import cnn, images, mlp, quantize, seeded, tokens
 from torch import nn
 
 import quark_fx as qfx
-from quark_fx.checkpoint_files import CheckpointFiles
+from quark_fx.checkpoints.files import CheckpointFiles
 from quark_fx.errors import QuarkError
-from quark_fx.model_directory import document_text, tensor_file
+from quark_fx.model.model_directory import document_text, tensor_file
+from quark_fx.model.stored_operators import _OPERATORS as ALLOWED
+from quark_fx.model.stored_operators import PYTHON
 from quark_fx.presets import PRESETS
-from quark_fx.stored_operators import _OPERATORS as ALLOWED
-from quark_fx.stored_operators import PYTHON
 
 VICTIM = "quark_fx_victim"
 """A module that files name and nothing may import."""

@@ -11,7 +11,7 @@ from typing import Any
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from quark_fx.model_directory import document_text, tensor_file
+from quark_fx.model.model_directory import document_text, tensor_file
 
 
 def read(directory: Path) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import quark_fx as qfx
-from quark_fx import block_formats, observers, passes, qparams
+from quark_fx import block_formats, observers, passes
+from quark_fx.numbers import qparams
 from quark_fx.passes import align_shifts
 from quark_fx.presets import PRESETS
 

@@ -12,10 +12,10 @@ from test_gptq import RTN, Attention, errors, ids, relative_error
 from tiny import quantize, seeded
 
 import quark_fx as qfx
-from quark_fx.hessian import Hessian
 from quark_fx.passes import GPTQ
-from quark_fx.quantized_matrix import QuantizedMatrix
-from quark_fx.solver import Proposal, Solver, solver
+from quark_fx.solvers.hessian import Hessian
+from quark_fx.solvers.quantized_matrix import QuantizedMatrix
+from quark_fx.solvers.solver import Proposal, Solver, solver
 
 FILE = Path(__file__).parent / "extensions" / "refit_scales.py"
 

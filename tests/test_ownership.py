@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import quark_fx as qfx
-from quark_fx.config import Granularity, Override, QuantConfig, Target, TensorSpec
-from quark_fx.formats import FP8_E4M3, INT4, INT8, INT32, UINT8
+from quark_fx.config.quant_config import Granularity, Override, QuantConfig, Target, TensorSpec
+from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, INT32, UINT8
+from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry, affine_qparams
 from quark_fx.observers import MinMax, Mse
+from quark_fx.plan.weights import quantize_tensor
 from quark_fx.presets import FP16, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, XINT8
-from quark_fx.qparams import ScaleType, Scheme, Symmetry, affine_qparams
-from quark_fx.weights import quantize_tensor
 
 
 def test_training_the_original_does_not_move_the_quantized_model() -> None:

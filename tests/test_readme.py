@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from quark_fx.graph.pass_manager import PASSES
 from quark_fx.observers import OBSERVERS
-from quark_fx.pass_manager import PASSES
 from quark_fx.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,7 +22,7 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 def test_every_python_block_runs_after_the_ones_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("quark_fx.observers.base.OBSERVERS", dict(OBSERVERS))
-    monkeypatch.setattr("quark_fx.pass_manager.PASSES", dict(PASSES))
+    monkeypatch.setattr("quark_fx.graph.pass_manager.PASSES", dict(PASSES))
     module = ModuleType("readme")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # where dataclasses look their annotations up
     blocks = [text for language, text in BLOCKS if language == "python"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 import quark_fx as qfx
-from quark_fx.graph import parameter, target_name
+from quark_fx.graph.nodes import parameter, target_name
 from quark_fx.presets import PRESETS
 
 M = TypeVar("M", bound=nn.Module)

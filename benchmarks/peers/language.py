@@ -84,7 +84,7 @@ class Job:
 def quark_fx(job: Job) -> Found:
     """Quantize with `passes` (names and options) after those of `W4A16_RTN`, and weights of `symmetry`."""
     import quark_fx as qfx
-    from quark_fx.pass_manager import pass_from_dict
+    from quark_fx.graph.pass_manager import pass_from_dict
 
     base = qfx.presets.W4A16_RTN
     assert base.weight is not None

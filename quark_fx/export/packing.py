@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quark_fx.correspondence import Constant
 from quark_fx.errors import ExportError
-from quark_fx.formats import Format, IntFormat
-from quark_fx.quantized_tensor import QuantizedTensor
+from quark_fx.model.correspondence import Constant
+from quark_fx.numbers.formats import Format, IntFormat
+from quark_fx.numbers.quantized_tensor import QuantizedTensor
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output channel, of eight neighbours, in each nibble of a word."""

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from quark_fx.errors import ConfigError
+from quark_fx.numbers.qparams import Scheme
 from quark_fx.observers.base import Observer, observer, state
 from quark_fx.observers.minmax import MinMax, Placeholder
-from quark_fx.options import Interval, NonNegativeFloat
-from quark_fx.qparams import Scheme
+from quark_fx.system.options import Interval, NonNegativeFloat
 
 
 @observer

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from quark_fx.errors import ConfigError
-from quark_fx.options import checked, nearest, parsed
-from quark_fx.qparams import QParams, Scheme, affine_qparams
-from quark_fx.untrusted import brief
+from quark_fx.numbers.qparams import QParams, Scheme, affine_qparams
+from quark_fx.system.options import checked, nearest, parsed
+from quark_fx.system.untrusted import brief
 
 OBSERVERS: dict[str, type[Observer]] = {}
 """Every observer by its name in configurations."""
@@ -33,7 +33,7 @@ ObserverType = TypeVar("ObserverType", bound="type[Observer]")
 def observer(cls: ObserverType) -> ObserverType:
     """Register an observer class under its name in snake case (`MovingAverage` is `moving_average`).
 
-    Its options are checked by their annotations (`quark_fx.options`).
+    Its options are checked by their annotations (`quark_fx.system.options`).
     """
     OBSERVERS[re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()] = cls
     return checked(cls)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quark_fx.ops import dequantize, encode
-from quark_fx.qparams import QParams, Scheme, affine_qparams
+from quark_fx.numbers.ops import dequantize, encode
+from quark_fx.numbers.qparams import QParams, Scheme, affine_qparams
 
 _Thresholds = Callable[[Tensor], tuple[Tensor, Tensor]]
 """From a share of the range, shape (channels,), to the lower and the upper threshold."""

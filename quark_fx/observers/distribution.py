@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from quark_fx.errors import ConfigError
-from quark_fx.formats import FloatFormat
+from quark_fx.numbers.formats import FloatFormat
+from quark_fx.numbers.qparams import QParams, Scheme, constrain_scale
 from quark_fx.observers.base import finite_range, observer
 from quark_fx.observers.reading import HistogramObserver
-from quark_fx.qparams import QParams, Scheme, constrain_scale
 
 
 @observer
@@ -74,7 +74,7 @@ class Distribution(HistogramObserver):
 def deviation_of(fmt: FloatFormat) -> float:
     """Return the standard deviation of all finite codes of a format, both zeros among them.
 
-    >>> from quark_fx.formats import FP8_E4M3
+    >>> from quark_fx.numbers.formats import FP8_E4M3
     >>> round(deviation_of(FP8_E4M3), 4)
     100.0577
     """

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from quark_fx.errors import ConfigError
+from quark_fx.numbers.qparams import QParams, ScaleType, Scheme, affine_qparams, constrain_scale
 from quark_fx.observers.base import observer
 from quark_fx.observers.minmax import MinMax
-from quark_fx.options import Interval, PositiveInt
-from quark_fx.qparams import QParams, ScaleType, Scheme, affine_qparams, constrain_scale
+from quark_fx.system.options import Interval, PositiveInt
 
 _GROWTH = 1.01
 """Of the penalty, from one iteration to the next."""

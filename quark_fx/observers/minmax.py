@@ -8,9 +8,9 @@ from typing import Annotated, Self
 import torch
 from torch import Tensor
 
+from quark_fx.numbers.qparams import Scheme
 from quark_fx.observers.base import Observer, finite_range, observer, state
-from quark_fx.options import Interval
-from quark_fx.qparams import Scheme
+from quark_fx.system.options import Interval
 
 
 @observer

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from quark_fx.errors import ConfigError
+from quark_fx.numbers.qparams import QParams, Scheme
 from quark_fx.observers.base import observer
 from quark_fx.observers.constant import smallest_error_qparams
 from quark_fx.observers.histogram import Bins
 from quark_fx.observers.reading import HistogramObserver
 from quark_fx.observers.squared_error import best_range
-from quark_fx.options import NonNegativeInt, PositiveInt
-from quark_fx.qparams import QParams, Scheme
+from quark_fx.system.options import NonNegativeInt, PositiveInt
 
 
 @observer

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from quark_fx.errors import ConfigError
+from quark_fx.numbers.qparams import Scheme
 from quark_fx.observers.base import observer
 from quark_fx.observers.histogram import Bins
 from quark_fx.observers.reading import HistogramObserver
-from quark_fx.qparams import Scheme
 
 
 @observer

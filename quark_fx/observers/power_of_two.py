@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from quark_fx.errors import ConfigError
-from quark_fx.formats import IntFormat, parse_format
+from quark_fx.numbers.formats import IntFormat, parse_format
+from quark_fx.numbers.qparams import QParams, ScaleType, Scheme, Symmetry, affine_qparams, symmetric_qparams
 from quark_fx.observers.base import Observer, finite_range, observer, state
 from quark_fx.observers.histogram import Histogram, power_of_two
 from quark_fx.observers.linear_histogram import LinearHistogram
 from quark_fx.observers.minmax import MinMax
 from quark_fx.observers.squared_error import Moments, squared_error
-from quark_fx.options import Interval, NonNegativeInt
-from quark_fx.qparams import QParams, ScaleType, Scheme, Symmetry, affine_qparams, symmetric_qparams
+from quark_fx.system.options import Interval, NonNegativeInt
 
 
 @observer

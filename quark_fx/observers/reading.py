@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from quark_fx.errors import ConfigError
+from quark_fx.numbers.qparams import Scheme
 from quark_fx.observers.base import Observer, finite_range, state
 from quark_fx.observers.histogram import Bins, Histogram
 from quark_fx.observers.linear_histogram import SPANS, LinearHistogram
-from quark_fx.options import Interval
-from quark_fx.qparams import Scheme
+from quark_fx.system.options import Interval
 
 
 @dataclass(frozen=True, kw_only=True)

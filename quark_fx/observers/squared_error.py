@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quark_fx.formats import FloatFormat, IntFormat
+from quark_fx.numbers.formats import FloatFormat, IntFormat
+from quark_fx.numbers.qparams import QParams, Scheme, affine_qparams
 from quark_fx.observers.histogram import Bins
-from quark_fx.qparams import QParams, Scheme, affine_qparams
 
 _AT_ONCE = 1 << 20
 """Cells (candidates times levels times channels) held in memory together."""

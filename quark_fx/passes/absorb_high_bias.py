@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from quark_fx.context import Context
-from quark_fx.graph import get_attr, is_parameter, parameter, set_parameter, target_name, value_of
-from quark_fx.linear import Linear
-from quark_fx.operators import set_argument
-from quark_fx.options import NonNegativeFloat
-from quark_fx.pass_manager import Change, graph_pass
-from quark_fx.placement import names_of
-from quark_fx.selection import NOT_SELECTED, Selective
+from quark_fx.config.selection import NOT_SELECTED, Selective
+from quark_fx.engine.context import Context
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.nodes import get_attr, is_parameter, parameter, set_parameter, target_name, value_of
+from quark_fx.graph.operators import set_argument
+from quark_fx.graph.pass_manager import Change, graph_pass
+from quark_fx.plan.placement import names_of
+from quark_fx.system.options import NonNegativeFloat
 
 
 @graph_pass(exact=False, after=("fold_batch_norm",))

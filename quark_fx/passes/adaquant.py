@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from quark_fx.context import Context
-from quark_fx.grid import Grid
-from quark_fx.options import NonNegativeFloat, NonNegativeInt
-from quark_fx.pass_manager import Stage, graph_pass
-from quark_fx.reconstruction import Schedule, reconstruct
+from quark_fx.engine.context import Context
+from quark_fx.graph.pass_manager import Stage, graph_pass
+from quark_fx.numbers.grid import Grid
+from quark_fx.solvers.reconstruction import Schedule, reconstruct
+from quark_fx.system.options import NonNegativeFloat, NonNegativeInt
 
 
 class StraightThrough:
@@ -48,7 +48,7 @@ class AdaQuant(Schedule):
     """Learn weights through their rounding, with biases and activation scales, to keep what an operator or block makes.
 
     Weights may move by more than one code, so it needs more data than `AdaRound`. Weight scales stay. The other options
-    are those of `quark_fx.reconstruction.Schedule`; `learning_rate` is in codes per step.
+    are those of `quark_fx.solvers.reconstruction.Schedule`; `learning_rate` is in codes per step.
 
     Source:
         Hubara et al. 2021, section 3; by default codes start from coordinate descent.

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from quark_fx.context import Context
-from quark_fx.grid import Grid
-from quark_fx.options import Interval, NonNegativeFloat, NonNegativeInt
-from quark_fx.pass_manager import Stage, graph_pass
-from quark_fx.reconstruction import Schedule, reconstruct
+from quark_fx.engine.context import Context
+from quark_fx.graph.pass_manager import Stage, graph_pass
+from quark_fx.numbers.grid import Grid
+from quark_fx.solvers.reconstruction import Schedule, reconstruct
+from quark_fx.system.options import Interval, NonNegativeFloat, NonNegativeInt
 
 _ZETA, _GAMMA = 1.1, -0.1
 """The sigmoid is stretched to this range and cut off at 0 and 1, so that it reaches both."""
@@ -82,7 +82,7 @@ class AdaRound(Schedule):
         warm_start: share of the steps without it.
         softness: how far towards the float weight a code begins, 0 to 1.
 
-    The other options are those of `quark_fx.reconstruction.Schedule`.
+    The other options are those of `quark_fx.solvers.reconstruction.Schedule`.
 
     Source:
         Nagel et al. 2020, section 3; Li et al. 2021 (BRECQ); Wei et al. 2022 (QDrop).

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from quark_fx.blocks import Unit
-from quark_fx.context import Context
-from quark_fx.grid import Grid
-from quark_fx.options import Interval, NonNegativeFloat, NonNegativeInt, PositiveInt
-from quark_fx.pass_manager import Change, Stage, graph_pass
-from quark_fx.qparams import ScaleType
-from quark_fx.reconstruction import Schedule, Start, reconstruct
+from quark_fx.engine.blocks import Unit
+from quark_fx.engine.context import Context
+from quark_fx.graph.pass_manager import Change, Stage, graph_pass
+from quark_fx.numbers.grid import Grid
+from quark_fx.numbers.qparams import ScaleType
+from quark_fx.solvers.reconstruction import Schedule, Start, reconstruct
+from quark_fx.system.options import Interval, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 _FROM_FEEDBACK = 0.3
 """The number of steps times the first, in codes: those at the end of their bin may change, most stay."""
@@ -95,7 +95,7 @@ class AutoRound(Schedule):
         smallest_range: of a share of the scale that steps start with.
         range_rate: steps of the shares, relative to those of the codes.
 
-    The other options are those of `quark_fx.reconstruction.Schedule`.
+    The other options are those of `quark_fx.solvers.reconstruction.Schedule`.
 
     Source:
         Cheng et al. 2023 (SignRound); one share per scale instead of one for either end of the range.

@@ -12,24 +12,24 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from quark_fx.block_walk import FloatRun, walk_float_blocks
-from quark_fx.blocks import Unit
-from quark_fx.config import Granularity
-from quark_fx.context import Context
-from quark_fx.graph import named_nodes, parameter
-from quark_fx.hessian import Entrance, Hessian
-from quark_fx.linear import Linear
-from quark_fx.linear_map import LinearMap
-from quark_fx.options import Interval
-from quark_fx.pass_manager import Change, copy_graph, graph_pass
-from quark_fx.placement import PlannedOperator
-from quark_fx.planned_sites import planned_sites
-from quark_fx.qparams import ScaleType
-from quark_fx.quantized_tensor import QuantizedTensor
-from quark_fx.scale_sites import Absorber, ScaledInput, ScaleSite, SiteAnalysis, apply_scale
-from quark_fx.selection import Selective
-from quark_fx.sizes import FLOAT32, BlockSize, Need, Sizes
-from quark_fx.weights import quantize_tensor
+from quark_fx.config.quant_config import Granularity
+from quark_fx.config.selection import Selective
+from quark_fx.engine.block_walk import FloatRun, walk_float_blocks
+from quark_fx.engine.blocks import Unit
+from quark_fx.engine.context import Context
+from quark_fx.engine.sizes import FLOAT32, BlockSize, Need, Sizes
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.linear_map import LinearMap
+from quark_fx.graph.nodes import named_nodes, parameter
+from quark_fx.graph.pass_manager import Change, copy_graph, graph_pass
+from quark_fx.numbers.qparams import ScaleType
+from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.plan.placement import PlannedOperator
+from quark_fx.plan.weights import quantize_tensor
+from quark_fx.rescale.planned_sites import planned_sites
+from quark_fx.rescale.scale_sites import Absorber, ScaledInput, ScaleSite, SiteAnalysis, apply_scale
+from quark_fx.solvers.hessian import Entrance, Hessian
+from quark_fx.system.options import Interval
 
 _COPIES = 7
 """Of a weight in float32 while an exponent is tried: it, scaled, rounded, what is lost, products with the moment."""

@@ -11,16 +11,24 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from quark_fx.block_walk import BlockRun, walk_blocks
-from quark_fx.blocks import Unit, extract
-from quark_fx.context import Context
-from quark_fx.graph import is_parameter, named_nodes, parameter, placeholders, set_parameter, target_name, tensor_of
-from quark_fx.linear import Linear
-from quark_fx.operators import argument, clamp_bounds
-from quark_fx.pass_manager import Change, Stage, graph_pass
-from quark_fx.quantized_weights import QuantizedWeight, quantized_weights, shared_tensors
-from quark_fx.selection import NOT_SELECTED, Selective
-from quark_fx.sizes import Need, Sizes
+from quark_fx.config.selection import NOT_SELECTED, Selective
+from quark_fx.engine.block_walk import BlockRun, walk_blocks
+from quark_fx.engine.blocks import Unit, extract
+from quark_fx.engine.context import Context
+from quark_fx.engine.quantized_weights import QuantizedWeight, quantized_weights, shared_tensors
+from quark_fx.engine.sizes import Need, Sizes
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.nodes import (
+    is_parameter,
+    named_nodes,
+    parameter,
+    placeholders,
+    set_parameter,
+    target_name,
+    tensor_of,
+)
+from quark_fx.graph.operators import argument, clamp_bounds
+from quark_fx.graph.pass_manager import Change, Stage, graph_pass
 
 
 class Means(StrEnum):

@@ -8,13 +8,13 @@ from types import MappingProxyType
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from quark_fx.config import TensorSpec
-from quark_fx.graph import erase_dead
+from quark_fx.config.quant_config import TensorSpec
+from quark_fx.graph.nodes import erase_dead
+from quark_fx.numbers.qparams import QParams
 from quark_fx.passes.quantize_constants import quantize_constants
 from quark_fx.passes.quantize_values import quantize_values
-from quark_fx.placement import Plan, PlannedOperator
-from quark_fx.qparams import QParams
-from quark_fx.report import Row
+from quark_fx.plan.placement import Plan, PlannedOperator
+from quark_fx.plan.report import Row
 
 
 def convert(

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from quark_fx.context import Context
-from quark_fx.graph import parameter, target_name
-from quark_fx.linear import Linear
-from quark_fx.options import Interval, PositiveInt
-from quark_fx.pass_manager import Change, graph_pass
-from quark_fx.placement import names_of
-from quark_fx.scale_sites import ScaleSite, apply_scale, find_scale_sites
-from quark_fx.selection import NOT_SELECTED, Selective
+from quark_fx.config.selection import NOT_SELECTED, Selective
+from quark_fx.engine.context import Context
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.nodes import parameter, target_name
+from quark_fx.graph.pass_manager import Change, graph_pass
+from quark_fx.plan.placement import names_of
+from quark_fx.rescale.scale_sites import ScaleSite, apply_scale, find_scale_sites
+from quark_fx.system.options import Interval, PositiveInt
 
 
 @graph_pass(after=("fold_batch_norm",))

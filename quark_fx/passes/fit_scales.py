@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quark_fx.error_feedback import working_bytes
-from quark_fx.hessian import Hessian
-from quark_fx.quantized_matrix import QuantizedMatrix
-from quark_fx.scale_search import fit_scales
-from quark_fx.sizes import Matrices
-from quark_fx.solver import Proposal, Skip, Solver, solver
+from quark_fx.engine.sizes import Matrices
+from quark_fx.solvers.error_feedback import working_bytes
+from quark_fx.solvers.hessian import Hessian
+from quark_fx.solvers.quantized_matrix import QuantizedMatrix
+from quark_fx.solvers.scale_search import fit_scales
+from quark_fx.solvers.solver import Proposal, Skip, Solver, solver
 
 
 @solver

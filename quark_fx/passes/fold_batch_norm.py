@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.errors import CalibrationError
-from quark_fx.graph import (
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.nodes import (
     describe,
     erase_dead,
     get_attr,
@@ -21,9 +22,8 @@ from quark_fx.graph import (
     target_name,
     value_of,
 )
-from quark_fx.linear import Linear
-from quark_fx.operators import argument, set_argument
-from quark_fx.pass_manager import graph_pass
+from quark_fx.graph.operators import argument, set_argument
+from quark_fx.graph.pass_manager import graph_pass
 
 
 @graph_pass()

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from quark_fx.graph import buffer_names, erase_dead, get_attr, is_floating, is_parameter, parameter, target_name
-from quark_fx.operators import MOVING, operator_row
-from quark_fx.pass_manager import graph_pass
+from quark_fx.graph.nodes import buffer_names, erase_dead, get_attr, is_floating, is_parameter, parameter, target_name
+from quark_fx.graph.operators import MOVING, operator_row
+from quark_fx.graph.pass_manager import graph_pass
 
 
 @graph_pass()

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-from quark_fx.error_feedback import working_bytes
-from quark_fx.feedback import fitted_to_feedback, rounded_with_feedback
-from quark_fx.hessian import Hessian
-from quark_fx.options import Interval
-from quark_fx.quantized_matrix import QuantizedMatrix
-from quark_fx.sizes import Matrices
-from quark_fx.solver import Proposal, Solver, solver
+from quark_fx.engine.sizes import Matrices
+from quark_fx.solvers.error_feedback import working_bytes
+from quark_fx.solvers.feedback import fitted_to_feedback, rounded_with_feedback
+from quark_fx.solvers.hessian import Hessian
+from quark_fx.solvers.quantized_matrix import QuantizedMatrix
+from quark_fx.solvers.solver import Proposal, Solver, solver
+from quark_fx.system.options import Interval
 
 
 @solver

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
-from quark_fx.graph import target_name
-from quark_fx.pass_manager import graph_pass
+from quark_fx.graph.nodes import target_name
+from quark_fx.graph.pass_manager import graph_pass
 
 
 @graph_pass(exact=False, after=("spell_out_swish",))

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule
 
-from quark_fx.context import Context
-from quark_fx.graph import call, static_size, target_name, value_of
-from quark_fx.operators import argument
-from quark_fx.options import PositiveInt
-from quark_fx.pass_manager import Change, graph_pass
-from quark_fx.placement import module_name
+from quark_fx.engine.context import Context
+from quark_fx.graph.nodes import call, static_size, target_name, value_of
+from quark_fx.graph.operators import argument
+from quark_fx.graph.pass_manager import Change, graph_pass
+from quark_fx.plan.placement import module_name
+from quark_fx.system.options import PositiveInt
 
 _aten = torch.ops.aten
 

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from quark_fx.config import Granularity, TensorSpec
+from quark_fx.config.quant_config import Granularity, TensorSpec
 from quark_fx.errors import CalibrationError
-from quark_fx.formats import INT32, IntFormat
-from quark_fx.graph import call, cast, describe, get_attr, is_finite, is_parameter, parameter, value_of
-from quark_fx.memory import give_back
-from quark_fx.operators import argument, set_argument, stored_weight
-from quark_fx.pair_sums import PairBound
-from quark_fx.placement import Plan, PlannedOperator
-from quark_fx.qparams import QParams, ScaleType
-from quark_fx.quantized_tensor import QuantizedTensor
-from quark_fx.report import Row
-from quark_fx.weights import quantize_tensor, rescale_zeros
+from quark_fx.graph.nodes import call, cast, describe, get_attr, is_finite, is_parameter, parameter, value_of
+from quark_fx.graph.operators import argument, set_argument, stored_weight
+from quark_fx.numbers.formats import INT32, IntFormat
+from quark_fx.numbers.qparams import QParams, ScaleType
+from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.plan.pair_sums import PairBound
+from quark_fx.plan.placement import Plan, PlannedOperator
+from quark_fx.plan.report import Row
+from quark_fx.plan.weights import quantize_tensor, rescale_zeros
+from quark_fx.system.memory import give_back
 
 ops = torch.ops.quark_fx
 

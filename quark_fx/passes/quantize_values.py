@@ -8,12 +8,12 @@ from collections.abc import Mapping
 import torch
 from torch.fx import GraphModule, Node
 
-from quark_fx.config import TensorSpec
-from quark_fx.formats import IntFormat
-from quark_fx.graph import call, cast, get_attr, value_of
-from quark_fx.operators import clamp_bounds
-from quark_fx.placement import Plan, Point
-from quark_fx.qparams import QParams, Scheme
+from quark_fx.config.quant_config import TensorSpec
+from quark_fx.graph.nodes import call, cast, get_attr, value_of
+from quark_fx.graph.operators import clamp_bounds
+from quark_fx.numbers.formats import IntFormat
+from quark_fx.numbers.qparams import QParams, Scheme
+from quark_fx.plan.placement import Plan, Point
 
 ops = torch.ops.quark_fx
 

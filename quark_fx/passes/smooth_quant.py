@@ -12,24 +12,24 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from quark_fx.blocks import Unit, extract
-from quark_fx.calibration import run_batches, watching
-from quark_fx.config import Granularity
-from quark_fx.context import Context
+from quark_fx.config.quant_config import Granularity
+from quark_fx.config.selection import Selective
+from quark_fx.engine.blocks import Unit, extract
+from quark_fx.engine.calibration import run_batches, watching
+from quark_fx.engine.context import Context
+from quark_fx.engine.sizes import FLOAT32, Moment, Need, Sizes
 from quark_fx.errors import ConfigError
-from quark_fx.graph import device_of, parameter, set_parameter
-from quark_fx.linear import Linear
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.nodes import device_of, parameter, set_parameter
+from quark_fx.graph.pass_manager import Change, graph_pass
+from quark_fx.numbers.ops import dequantize, dynamic_qparams, encode, quantize
+from quark_fx.numbers.qparams import QParams, affine_qparams
 from quark_fx.observers import MinMax
-from quark_fx.ops import dequantize, dynamic_qparams, encode, quantize
-from quark_fx.options import Interval
-from quark_fx.pass_manager import Change, graph_pass
-from quark_fx.placement import PlannedOperator
-from quark_fx.planned_sites import planned_sites
-from quark_fx.qparams import QParams, affine_qparams
-from quark_fx.scale_sites import ScaledInput, ScaleSite, apply_scale
-from quark_fx.selection import Selective
-from quark_fx.sizes import FLOAT32, Moment, Need, Sizes
-from quark_fx.weights import quantize_tensor
+from quark_fx.plan.placement import PlannedOperator
+from quark_fx.plan.weights import quantize_tensor
+from quark_fx.rescale.planned_sites import planned_sites
+from quark_fx.rescale.scale_sites import ScaledInput, ScaleSite, apply_scale
+from quark_fx.system.options import Interval
 
 _POSITIONS = {"tuning": 384, "held_out": 192}
 """Positions of either, about, that decide whether a site is scaled; of few data a sixth does, or `_FEWEST`."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
-from quark_fx.graph import call, erase_dead, is_getitem, static_size, target_name, value_of
-from quark_fx.operators import argument
-from quark_fx.pass_manager import graph_pass
+from quark_fx.graph.nodes import call, erase_dead, is_getitem, static_size, target_name, value_of
+from quark_fx.graph.operators import argument
+from quark_fx.graph.pass_manager import graph_pass
 
 _SPLITS = {"aten.split.Tensor": 2, "aten.split_with_sizes.default": 2, "aten.chunk.default": 2}
 """Position of the dimension, by operator."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
-from quark_fx.graph import call, target_name
-from quark_fx.pass_manager import graph_pass
+from quark_fx.graph.nodes import call, target_name
+from quark_fx.graph.pass_manager import graph_pass
 
 _aten = torch.ops.aten
 _GATES = {"aten.silu.default": _aten.sigmoid.default, "aten.hardswish.default": _aten.hardsigmoid.default}

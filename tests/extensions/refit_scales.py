@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from quark_fx.hessian import Hessian
-from quark_fx.quantized_matrix import QuantizedMatrix
-from quark_fx.solver import Proposal, Skip, Solver, solver
+from quark_fx.solvers.hessian import Hessian
+from quark_fx.solvers.quantized_matrix import QuantizedMatrix
+from quark_fx.solvers.solver import Proposal, Skip, Solver, solver
 
 
 @solver

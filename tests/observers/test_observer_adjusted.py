@@ -11,9 +11,9 @@ from torch.ao.quantization.observer import MinMaxObserver
 import quark_fx as qfx
 from quark_fx import QuantConfig, ScaleType, Symmetry, TensorSpec
 from quark_fx.errors import ConfigError
-from quark_fx.formats import FP8_E4M3, INT4, INT8, UINT8, Format
+from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, UINT8, Format
+from quark_fx.numbers.qparams import Scheme
 from quark_fx.observers import Adjusted, Hqq, MinMax, Percentile, Placeholder, PowerOfTwoMinMse
-from quark_fx.qparams import Scheme
 
 EPS = torch.finfo(torch.float32).eps
 SCHEMES = [

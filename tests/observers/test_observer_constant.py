@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quark_fx.formats import INT3, INT4, UINT4
+from quark_fx.numbers.formats import INT3, INT4, UINT4
+from quark_fx.numbers.ops import dequantize, encode
+from quark_fx.numbers.qparams import QParams, Scheme, Symmetry, affine_qparams
 from quark_fx.observers.constant import smallest_error_qparams
-from quark_fx.ops import dequantize, encode
-from quark_fx.qparams import QParams, Scheme, Symmetry, affine_qparams
 
 
 def rows() -> Tensor:

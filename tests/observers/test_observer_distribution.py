@@ -9,11 +9,11 @@ from onnxruntime.quantization.calibrate import HistogramCollector
 from onnxruntime.quantization.quant_utils import compute_scale_zp_float8
 from torch import Tensor
 
-from quark_fx.config import TensorSpec
+from quark_fx.config.quant_config import TensorSpec
 from quark_fx.errors import ConfigError
-from quark_fx.formats import FP4_E2M1, FP8_E4M3, FP8_E5M2, FP16, INT8
+from quark_fx.numbers.formats import FP4_E2M1, FP8_E4M3, FP8_E5M2, FP16, INT8
+from quark_fx.numbers.qparams import Scheme, Symmetry
 from quark_fx.observers import Distribution, MinMax
-from quark_fx.qparams import Scheme, Symmetry
 
 E4M3 = Scheme(format=FP8_E4M3)
 

@@ -13,9 +13,9 @@ from scipy.stats import entropy
 from torch import Tensor
 
 from quark_fx.errors import ConfigError
-from quark_fx.formats import INT8, INT16, UINT8
+from quark_fx.numbers.formats import INT8, INT16, UINT8
+from quark_fx.numbers.qparams import Scheme, Symmetry
 from quark_fx.observers import Entropy, MinMax
-from quark_fx.qparams import Scheme, Symmetry
 
 SYMMETRIC = Scheme(format=INT8)
 ASYMMETRIC = Scheme(format=UINT8, symmetry=Symmetry.ASYMMETRIC)

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from quark_fx.errors import ConfigError
-from quark_fx.formats import FP8_E4M3, FP8_E5M2, FP16, INT4, INT8, INT16, UINT8
+from quark_fx.numbers.formats import FP8_E4M3, FP8_E5M2, FP16, INT4, INT8, INT16, UINT8
+from quark_fx.numbers.qparams import Scheme, Symmetry
 from quark_fx.observers import (
     OBSERVERS,
     Adjusted,
@@ -32,7 +33,6 @@ from quark_fx.observers import (
     observer_from_dict,
     observer_to_dict,
 )
-from quark_fx.qparams import Scheme, Symmetry
 
 SYMMETRIC = Scheme(format=INT8)
 ASYMMETRIC = Scheme(format=UINT8, symmetry=Symmetry.ASYMMETRIC)

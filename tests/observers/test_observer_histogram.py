@@ -14,9 +14,9 @@ from onnxruntime.quantization.calibrate import HistogramCollector
 from torch import Tensor
 
 from quark_fx.errors import ConfigError
-from quark_fx.formats import INT8, UINT8
+from quark_fx.numbers.formats import INT8, UINT8
+from quark_fx.numbers.qparams import Scheme, Symmetry
 from quark_fx.observers import Histogram, LinearHistogram, MinMax, Percentile
-from quark_fx.qparams import Scheme, Symmetry
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "observers.md"
 SYMMETRIC = Scheme(format=INT8)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from quark_fx.errors import ConfigError
-from quark_fx.formats import FP8_E4M3, FP8_E5M2, FP16, INT4, INT8, INT16, UINT4, UINT8, FloatFormat
+from quark_fx.numbers.formats import FP8_E4M3, FP8_E5M2, FP16, INT4, INT8, INT16, UINT4, UINT8, FloatFormat
+from quark_fx.numbers.qparams import QParams, Scheme, Symmetry, affine_qparams
 from quark_fx.observers import HistogramL2, MinMax, Mse, Percentile
 from quark_fx.observers.squared_error import Moments, squared_error
-from quark_fx.qparams import QParams, Scheme, Symmetry, affine_qparams
 
 SYMMETRIC = Scheme(format=INT8)
 ASYMMETRIC = Scheme(format=UINT8, symmetry=Symmetry.ASYMMETRIC)

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quark_fx.errors import ConfigError
-from quark_fx.formats import FP8_E4M3, INT4, INT8, INT16, UINT8
+from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, INT16, UINT8
+from quark_fx.numbers.qparams import QParams, Scheme, Symmetry
 from quark_fx.observers import NonOverflow, PowerOfTwoMinMse
-from quark_fx.qparams import QParams, Scheme, Symmetry
 
 SYMMETRIC = Scheme(format=INT8)
 FULL = Scheme(format=INT8, symmetry=Symmetry.SYMMETRIC_FULL)

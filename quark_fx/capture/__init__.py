@@ -1,0 +1,1 @@
+"""A PyTorch model becomes one normalized ATen graph."""

@@ -1,0 +1,214 @@
+"""From any PyTorch model to one functional, normalised ATen graph.
+
+Normalised means: eval mode, no in-place operators, no asserts, no no-op casts, copies or dropout;
+`linear`, `conv`, `scaled_dot_product_attention` whole; parameters are `get_attr` nodes under their
+original names; inputs and outputs flat (their structure is the `Signature`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram, ShapesCollection
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from quark_fx.capture.capture_errors import (
+    dtype_hint,
+    explain,
+    explain_dynamic_shapes,
+    require_capturable,
+    require_inputs_fit,
+    require_runs,
+    warn_of_fixed_batch,
+)
+from quark_fx.capture.normalisation import Captured, normalise
+from quark_fx.capture.symbolic_sizes import chunked_sizes
+from quark_fx.errors import CaptureError
+from quark_fx.graph.nodes import static_size, target_name
+from quark_fx.graph.signature import bind, parameter_names, split_batch
+from quark_fx.system.isolation import isolated, quiet
+
+logger = logging.getLogger(__name__)
+
+
+@isolated
+def capture_graph(
+    model: nn.Module | ExportedProgram, example_batch: Any = None, *, dynamic_shapes: Any = None
+) -> Captured:
+    """Capture `model` as a functional, normalised ATen graph. The model is left as it was.
+
+    Args:
+        model: a module in eval mode, a Hugging Face model, or an `ExportedProgram`.
+        example_batch: a tensor, a tuple or list of positional inputs, or a mapping of keywords. Batch and
+            sequence dimensions (`dynamic_dimensions`) become dynamic. A Hugging Face model is captured without its
+            cache of keys and values unless the batch has one or asks for it (`use_cache`).
+            Not needed for an `ExportedProgram`.
+        dynamic_shapes: passed to `torch.export.export` instead of those defaults.
+
+    Raises:
+        CaptureError: if the model is in training mode or on several devices, if the batch does not fit it, or if
+            `torch.export` cannot trace it; the message names the user's source line and what to do.
+    """
+    if isinstance(model, ExportedProgram):
+        return normalise(model, tuple(str(name) for name in model.graph_signature.user_inputs))
+    require_capturable(model)
+    args, kwargs = split_batch(example_batch)
+    names = parameter_names(model.forward)
+    if _is_hugging_face(model) and "use_cache" in names and not {"use_cache", "past_key_values"} & set(kwargs):
+        # Keys and values of a cache nobody asked for would be results, which no pass may rescale.
+        kwargs = {**kwargs, "use_cache": False}
+    require_inputs_fit(model, (args, kwargs))
+    bound = bind(model.forward, args, kwargs)
+    if bound is not None:
+        args, kwargs = (), bound
+    args, kwargs = _told_apart((args, kwargs))
+    program = _capture_program(model, args, kwargs, dynamic_shapes)
+    if dynamic_shapes is None:
+        warn_of_fixed_batch(program)
+    captured = normalise(program, names)
+    fixed = {name: value for name, value in kwargs.items() if name not in captured.signature.keywords}
+    return replace(captured, signature=replace(captured.signature, fixed_arguments=fixed))
+
+
+def _capture_program(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+) -> ExportedProgram:
+    if dynamic_shapes is not None:
+        return _export(model, args, kwargs, dynamic_shapes)
+    # torch.export specialises a dynamic dimension of size 1 in the example, so it is repeated: in every dynamic
+    # dimension, or, where the model does not take that (an only channel), in the batch alone.
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    for dimensions in (range(3), range(1)):
+        if not any(_ones(x, dimensions) for x in tensors):
+            continue
+        try:
+            program = _export(model, *_widen_ones(args, kwargs, dimensions), None)
+        except CaptureError as error:
+            logger.debug("capture with the batch widened in dimensions %s failed: %s", dimensions, error)
+            continue
+        if not any(_squeezes_what_varies(node) for node in program.graph.nodes):
+            return program
+        logger.debug("capture with the batch widened in dimensions %s squeezes one of them", dimensions)
+    return _export(model, args, kwargs, None)
+
+
+_SQUEEZES = ("aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default")
+
+
+def _squeezes_what_varies(node: Node) -> bool:
+    """Tell whether a node removes dimensions of size 1, of which capture took one for larger."""
+    if target_name(node) not in _SQUEEZES:
+        return False
+    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    dims = node.args[1] if len(node.args) > 1 else range(len(shape))
+    return any(static_size(shape[dim]) is None for dim in (dims if isinstance(dims, list | range) else [dims]) if shape)
+
+
+def dynamic_dimensions(x: Tensor) -> dict[int, Any]:
+    """Return the dimensions that are dynamic by default: the batch, and of up to rank 3 those that may be a sequence.
+
+    `(batch, tokens)`, `(batch, tokens, features)` and `(batch, channels, time)` cannot be told apart beforehand;
+    a dimension the model fixes stays fixed. Of images only the batch varies.
+    """
+    return dict.fromkeys(range(x.dim() if x.dim() <= 3 else 1), Dim.AUTO)
+
+
+def _told_apart(batch: Any) -> Any:
+    # torch.export takes one tensor given twice, as attention's query and key are, for one input; of those made under
+    # inference_mode it takes none.
+    seen: set[int] = set()
+
+    def distinct(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        again = id(x) in seen
+        seen.add(id(x))
+        return x.clone() if again or x.is_inference() else x
+
+    return pytree.tree_map(distinct, batch)
+
+
+def _ones(x: Tensor, dimensions: Collection[int]) -> list[int]:
+    """Return those of `dimensions` that are dynamic and have size 1."""
+    return [dim for dim in dynamic_dimensions(x) if dim in dimensions and x.shape[dim] == 1]
+
+
+def _widen_ones(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], dimensions: Collection[int]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Repeat every tensor once in its `_ones`."""
+
+    def widen(x: Any) -> Any:
+        ones = _ones(x, dimensions) if isinstance(x, Tensor) else []
+        return x.repeat([2 if dim in ones else 1 for dim in range(x.dim())]) if ones else x
+
+    return pytree.tree_map(widen, (args, dict(kwargs)))  # type: ignore[no-any-return]
+
+
+def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
+    hugging_face, given = _is_hugging_face(model) and not args, dynamic_shapes
+    try:
+        with torch.no_grad(), quiet(), chunked_sizes(), _no_cache_within(model, kwargs):
+            if hugging_face and (program := _export_hugging_face(model, kwargs, dynamic_shapes)) is not None:
+                return program
+            if dynamic_shapes is None:
+                dynamic_shapes = ShapesCollection()
+                for leaf in pytree.tree_leaves((args, kwargs)):
+                    if isinstance(leaf, Tensor) and leaf.dim():
+                        dynamic_shapes[leaf] = dynamic_dimensions(leaf)
+            return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+    except Exception as error:  # whatever the model's own code raises while traced
+        require_runs(model, args, kwargs)
+        asked = given is not None and explain_dynamic_shapes(error, model, args, kwargs)
+        raise CaptureError(asked or explain(error, model) + dtype_hint(model, (args, kwargs))) from error
+
+
+def _is_hugging_face(model: nn.Module) -> bool:
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+@contextmanager
+def _no_cache_within(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Keep models of transformers that `model` wraps, as a PeftModel does, from returning a cache nobody asked for."""
+    transformers = sys.modules.get("transformers")
+    configs: list[Any] = []
+    if transformers is not None and not _is_hugging_face(model) and not {"use_cache", "past_key_values"} & set(kwargs):
+        wrapped: list[Any] = [m.config for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
+        configs = [config for config in wrapped if getattr(config, "use_cache", None)]
+    for config in configs:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs:
+            config.use_cache = True
+
+
+def _export_hugging_face(model: Any, kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram | None:
+    try:
+        exporters: Any = importlib.import_module("transformers.exporters")
+    except ImportError:
+        return None
+    if dynamic_shapes is None:
+        # The exporter takes flags such as `use_cache` out of the inputs.
+        tensors = {k: v for k, v in kwargs.items() if v is not None and not isinstance(v, bool | int | float | str)}
+        dynamic_shapes = pytree.tree_map(
+            lambda leaf: dynamic_dimensions(leaf) if isinstance(leaf, Tensor) else None, tensors
+        )
+    with quiet():
+        config = exporters.DynamoConfig(dynamic=True, dynamic_shapes=dynamic_shapes)
+        exported = exporters.DynamoExporter().export(model, dict(kwargs), config=config)
+    return exported if isinstance(exported, ExportedProgram) else exported.program
+
+
+__all__ = ["Captured", "capture_graph", "dynamic_dimensions"]

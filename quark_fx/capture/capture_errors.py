@@ -1,0 +1,240 @@
+"""What is wrong with a model or a batch that cannot be captured, where, and what to do."""
+
+from __future__ import annotations
+
+import itertools
+import keyword
+import re
+import traceback
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from quark_fx.errors import CaptureError
+from quark_fx.graph.nodes import static_size
+from quark_fx.system.isolation import warn
+from quark_fx.system.memory import is_shortage
+
+
+def require_capturable(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"expected an nn.Module or an ExportedProgram, not {type(model).__name__}")
+    training = [name or "(the model)" for name, module in model.named_modules() if module.training]
+    if training:
+        raise CaptureError(
+            f"{len(training)} module(s) are in training mode, first {training[0]} ({type(model).__name__}): dropout "
+            "and batch norm would be captured as they train; call model.eval() first"
+        )
+    tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+    if inference := [name for name, t in tensors.items() if t.is_inference()]:
+        raise CaptureError(
+            f"{len(inference)} parameter(s) or buffer(s), first {inference[0]}, were made under inference_mode, and "
+            "torch.export cannot trace them; make or load the model outside of it"
+        )
+    _require_names(model)
+    devices = Counter(str(t.device) for t in tensors.values())
+    if len(devices) > 1:
+        rare = min(devices, key=lambda d: devices[d])
+        first = next(name for name, t in tensors.items() if str(t.device) == rare)
+        raise CaptureError(
+            f"the model is spread over {', '.join(f'{d} ({n} tensors)' for d, n in devices.items())}, first on {rare}: "
+            f"{first}; move it to one device with model.to(device)"
+        )
+
+
+def _require_names(model: nn.Module) -> None:
+    """Refuse modules whose names torch.fx cannot write into the code of a graph, or has attributes of its own for."""
+    taken = set(dir(torch.fx.GraphModule)) - set(dir(nn.Module)) | {"graph", "meta"}
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    paths = {name: name.split(".") for name, _ in tensors}
+    if bad := [name for name, path in paths.items() if path[0] in taken or not all(map(_is_writable, path))]:
+        raise CaptureError(
+            f"{len(bad)} tensor(s) have names that torch.fx cannot write into the code of a graph, first {bad[0]!r}: a "
+            "Python keyword, an attribute that every graph has, or quotes; give it another name in the model's "
+            "__init__, and rename the keys of its checkpoint likewise"
+        )
+
+
+def _is_writable(name: str) -> bool:
+    return not keyword.iskeyword(name) and not re.search(r"[\"\\\r\n]", name)
+
+
+def require_inputs_fit(model: nn.Module, batch: Any) -> None:
+    leaves = pytree.tree_leaves(batch)
+    if leaves and all(isinstance(leaf, str) for leaf in leaves):
+        raise CaptureError(
+            f"the batch is text ({leaves[0]!r}); pass what the model's tokenizer or processor makes of it"
+        )
+    if leaves and not any(isinstance(leaf, Tensor) or hasattr(leaf, "__array__") for leaf in leaves):
+        raise CaptureError(f"the batch holds no tensor, only {leaves[0]!r}; pass tensors, a batch of samples each")
+    device = next((p.device for p in itertools.chain(model.parameters(), model.buffers())), None)
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        if not isinstance(leaf, Tensor):
+            if hasattr(leaf, "__array__"):
+                raise CaptureError(
+                    f"input {pytree.keystr(path[1:])} is a {type(leaf).__name__}; convert it with torch.from_numpy"
+                )
+            continue
+        if device is not None and leaf.device != device:
+            raise CaptureError(
+                f"input {pytree.keystr(path[1:])} is on {leaf.device}, the model on {device}; move one to the other"
+            )
+        if 0 in leaf.shape:
+            raise CaptureError(
+                f"input {pytree.keystr(path[1:])} is empty, shape {tuple(leaf.shape)}; every dimension of "
+                "a batch needs at least one value"
+            )
+    _require_dtypes_fit(model, batch)
+
+
+def _require_dtypes_fit(model: nn.Module, batch: Any) -> None:
+    """Run a model on inputs of another floating-point dtype than its own: capture does not notice what cannot run."""
+    own = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    leaves = [(path, x) for path, x in pytree.tree_flatten_with_path(batch)[0] if isinstance(x, Tensor)]
+    others = [(pytree.keystr(path[1:]), x.dtype) for path, x in leaves if x.is_floating_point() and x.dtype not in own]
+    if not own or not others:
+        return
+    try:
+        with torch.no_grad():
+            model(*batch[0], **batch[1])
+    except (RuntimeError, ValueError) as error:
+        if is_shortage(error):
+            raise
+        raise CaptureError(
+            f"input {', '.join(f'{name} is {dtype}' for name, dtype in others)}, the model "
+            f"{', '.join(sorted(map(str, own)))}, and it does not run on that ({error}); convert the batch first"
+        ) from error
+
+
+def _where(error: Exception, model: nn.Module) -> str:
+    """Return the user's line an error comes from, and the module."""
+    names = {id(module): name for name, module in model.named_modules()}
+    where, module_name = "", ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        own = code.co_argcount and frame.f_locals.get(code.co_varnames[0])
+        if isinstance(own, nn.Module) and id(own) in names:
+            module_name = names[id(own)] or type(model).__name__
+        library = any(part in code.co_filename for part in ("/torch/", "<", "/quark_fx/capture.py"))
+        if not library and code.co_name != "_export":
+            where = f"{code.co_filename}:{line} in {code.co_name}"
+    return f"{where or 'an unknown line'}{f', module {module_name}' if module_name else ''}"
+
+
+def explain(error: Exception, model: nn.Module) -> str:
+    return (
+        f"{type(model).__name__} could not be captured: {type(error).__name__}: {_reason(error)}\n"
+        f"  at {_where(error, model)}\n"
+        f"{_advice(type(error).__name__ + str(error), model)}"
+    )
+
+
+def require_runs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise `CaptureError` if the model itself does not run on a batch with which it could not be captured."""
+    try:
+        with torch.no_grad():
+            model(*args, **kwargs)
+    except Exception as error:  # whatever the model's own code raises
+        if is_shortage(error) or "FakeTensor" in str(error):  # which a trace that failed left in the model
+            return
+        raise CaptureError(
+            f"{type(model).__name__} itself does not run on the first batch ({_shapes(args, kwargs)}): "
+            f"{type(error).__name__}: {_reason(error)}\n  at {_where(error, model)}\n"
+            "pass batches that model(...) takes, of its number of dimensions, sizes and dtypes"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the inputs of a batch in words."""
+    leaves = pytree.tree_flatten_with_path((list(args), kwargs))[0]
+    named = ((pytree.keystr(path[1:]).strip("[]'"), leaf) for path, leaf in leaves if isinstance(leaf, Tensor))
+    return ", ".join(f"{name}: {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for name, x in named)
+
+
+def explain_dynamic_shapes(error: Exception, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return what is wrong with the `dynamic_shapes` that were asked for, empty if that is not why capture failed."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines)
+    last = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
+    about = ("dynamic_shapes", "Constraints violated", "not in range", "dynamic dimension")
+    checked = type(error) in (AssertionError, IndexError) and "export" in "".join(last)  # by torch.export's own code
+    if not checked and not any(words in text for words in about):
+        return ""
+    details = [line for line in lines if line.startswith("- ") or re.match(r"\w+ = ", line)]
+    inputs = _shapes(args, kwargs)
+    name = inputs.partition(":")[0]
+    ones = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and 1 in x.shape]
+    single = "a dimension of size 1 in the example is always fixed: capture with 2 or more there; " if ones else ""
+    return (
+        f"dynamic_shapes does not fit {type(model).__name__}, whose inputs are {inputs}: "
+        f"{' '.join(details[:4] or lines[:1]) or type(error).__name__}\n"
+        f"{single}write one entry for every input, {{{name!r}: {{0: Dim.AUTO}}, ...}}, with None for what is fixed; "
+        "Dim.AUTO takes what the model's code allows. Without dynamic_shapes batch and sequence vary as far as they can"
+    )
+
+
+def dtype_hint(model: nn.Module, batch: Any) -> str:
+    own = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    inputs = {x.dtype for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)}
+    if own and (inputs & {torch.float64, torch.float32, torch.float16, torch.bfloat16}) - own:
+        names = ", ".join(map(str, sorted(inputs, key=str)))
+        return f"\nThe batch is {names}, the model {', '.join(map(str, own))}: convert the batch first"
+    return ""
+
+
+def _advice(message: str, model: nn.Module) -> str:
+    if "data-dependent" in message or "DataDependent" in message:
+        if getattr(getattr(model, "config", None), "_experts_implementation", None) == "eager":
+            return "experts are called one by one, as the data demands: model.set_experts_implementation('grouped_mm')"
+        return (
+            "Python control flow depends on the values of a tensor, which one graph cannot hold: use torch.where "
+            "there, or quantize the submodules on either side"
+        )
+    if "dynamic" in message and ("constraint" in message.lower() or "specializ" in message):
+        return "a dimension cannot vary as requested: pass `dynamic_shapes` that leave it fixed (see torch.export)"
+    return (
+        "torch.export must be able to trace the model: mend that line, quantize a submodule, or pass an "
+        "ExportedProgram of your own"
+    )
+
+
+def warn_of_fixed_batch(program: ExportedProgram) -> None:
+    """Warn of inputs whose first dimension, left to vary, the model's code fixes at the size of the example."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    inputs = [nodes[str(name)] for name in program.graph_signature.user_inputs if str(name) in nodes]
+    values = [(node, node.meta.get("val")) for node in inputs]
+    shaped = [(node, value) for node, value in values if isinstance(value, Tensor) and value.dim()]
+    if not shaped:
+        return
+    batch = static_size(shaped[0][1].shape[0])
+    for node, value in shaped:
+        # A vector of features or a mask among the inputs has no batch, and another size as a rule.
+        fixed = batch is not None and static_size(value.shape[0]) == batch
+        if fixed and (where := _fixed_at(value, str(node.target))):
+            warn(
+                f"the model fixes dimension 0 of input {node.target} at {batch}, the size in the example{where}; other "
+                "sizes will be refused. A loop over the samples or a comparison with a number does that: write it for "
+                "all samples at once if batches of other sizes are to run"
+            )
+
+
+def _fixed_at(value: Tensor, name: str) -> str:
+    """Return where the model's code fixed dimension 0 of an input that was to vary; empty if it was not to."""
+    env = getattr(getattr(value, "fake_mode", None), "shape_env", None)
+    lines, sources = getattr(env, "replacements_slocs", {}), getattr(env, "var_to_sources", {})
+    for symbol, line in lines.items():
+        names = {str(getattr(source, "name", "")) for source in sources.get(symbol, ())}
+        if not any(source.endswith(".size()[0]") and f"['{name}']" in source for source in names):
+            continue
+        frames = [getattr(line, which, None) for which in ("maybe_user_loc", "framework_loc")]
+        own = [frame for frame in frames if frame is not None and "/torch/" not in str(frame)]
+        return f", at {own[0].filename}:{own[0].lineno}" if own and hasattr(own[0], "filename") else ", in its code"
+    return ""

@@ -1,0 +1,310 @@
+"""In-place operators become functional in one walk, also where they write to a view or have views.
+
+A value that is overwritten gets a new node; what is read later through another view of the same memory is taken from
+that node anew. Retracing the program does the same, and costs more than tracing it did.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_arg
+
+from quark_fx.errors import CaptureError
+from quark_fx.graph.nodes import call, cast, describe, is_getitem, static_size, target_name, value_of
+
+_aten = torch.ops.aten
+
+
+class UnresolvedError(Exception):
+    """A write that this walk cannot follow; torch can, by tracing the program once more."""
+
+
+def make_functional(gm: GraphModule) -> None:
+    """Replace the in-place operators of `gm` by functional ones.
+
+    Raises:
+        UnresolvedError: if a write goes through an operator whose inverse is not known; the graph is then half done.
+        CaptureError: if a parameter or buffer is overwritten.
+    """
+    nodes = list(gm.graph.nodes)
+    if any(_is_mutation(node) for node in nodes):
+        walk = _Walk(gm, {node: i for i, node in enumerate(nodes)})
+        for node in nodes:
+            walk.visit(node)
+
+
+def _schema(node: Node) -> Any:
+    return getattr(node.target, "_schema", None) if node.op == "call_function" else None
+
+
+def _is_mutation(node: Node) -> bool:
+    schema = _schema(node)
+    return schema is not None and schema.is_mutable
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    """Return the arguments of a call by their names in the schema, defaults included."""
+    schema = _schema(node).arguments
+    given = dict(zip((a.name for a in schema), node.args, strict=False)) | node.kwargs
+    return {a.name: given.get(a.name, a.default_value) for a in schema}
+
+
+def _aliases(node: Node) -> bool | None:
+    """Tell whether a call returns the memory of its first argument; `None` if strides that vary decide."""
+    schema = _schema(node)
+    if schema is None or not node.args or not any(r.alias_info is not None for r in schema.returns):
+        return False
+    name, source = target_name(node), node.args[0]
+    if name in ("aten.lift_fresh.default", "aten.lift_fresh_copy.default") or not isinstance(source, Node):
+        return False
+    if name.startswith(("aten.to.", "aten.type_as.")):
+        x, y = source.meta.get("val"), node.meta.get("val")
+        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+            return None
+        if (x.dtype, x.device) != (y.dtype, y.device):
+            return False
+        given = _arguments(node)
+        return None if given.get("copy") or given.get("memory_format") is not None else True
+    if name in ("aten.contiguous.default", "aten.reshape.default", "aten.reshape_as.default", *_FLATTENINGS):
+        return True if _is_contiguous(source.meta.get("val")) else None
+    return True
+
+
+def _is_contiguous(value: Any) -> bool:
+    expected: Any = 1
+    if not isinstance(value, Tensor):
+        return False
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if not statically_known_true(size == 1) and not statically_known_true(stride == expected):
+            return False
+        expected = expected * size
+    return True
+
+
+def _same_sizes(a: Tensor, b: Tensor) -> bool:
+    return a.dim() == b.dim() and all(statically_known_true(x == y) for x, y in zip(a.shape, b.shape, strict=True))
+
+
+_FLATTENINGS = ("aten.flatten.using_ints",)
+_RESHAPES = frozenset(
+    {
+        *("aten.view.default", "aten.reshape.default", "aten.view_as.default", "aten.reshape_as.default"),
+        *("aten.unflatten.int", "aten.squeeze.default", "aten.squeeze.dims", *_FLATTENINGS),
+    }
+)
+_SAME = frozenset({"aten.detach.default", "aten.alias.default", "aten.contiguous.default"})
+_RENAMINGS = frozenset(
+    f"aten.{name}_.default" for name in ("t", "unsqueeze", "squeeze", "transpose", "detach", "swapaxes", "swapdims")
+) | {"aten.squeeze_.dim", "aten.squeeze_.dims"}
+"""In-place operators that change what a tensor's memory means, not what is in it."""
+
+
+@dataclass
+class _Walk:
+    """The state of the walk.
+
+    Attributes:
+        gm: the graph's module.
+        order: the position of every node of the graph as captured.
+        sources: by view, the value whose memory it is.
+        doubtful: the views that may as well be copies.
+        versions: by value with memory of its own, how often it has been overwritten.
+        current: by node, the version that it holds the value of, and the node with that value.
+        renamed: by value, the view that its name stands for since an in-place change of its shape.
+        results: the calls that were in-place; each stands for what it overwrote.
+    """
+
+    gm: GraphModule
+    order: dict[Node, int]
+    sources: dict[Node, Node] = field(default_factory=dict)
+    doubtful: set[Node] = field(default_factory=set)
+    versions: dict[Node, int] = field(default_factory=dict)
+    current: dict[Node, tuple[int, Node]] = field(default_factory=dict)
+    renamed: dict[Node, Node] = field(default_factory=dict)
+    results: set[Node] = field(default_factory=set)
+
+    def visit(self, node: Node) -> None:
+        """Make one node of the captured graph functional, and let it read what is in memory by then."""
+        if node.op in ("placeholder", "get_attr"):
+            return
+        source = self._named(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
+        mutation, aliases = _is_mutation(node), _aliases(node)
+        if self.versions or self.renamed:
+            with self.gm.graph.inserting_before(node):
+                node.args = map_arg(node.args, lambda n: self._now(self._named(n)))
+                node.kwargs = map_arg(node.kwargs, lambda n: self._now(self._named(n)))
+        if mutation:
+            self._overwrite(node, source)
+        elif source is not None and (aliases is not False or (is_getitem(node) and source in self.sources)):
+            self.sources[node] = source
+            self.current[node] = (self.versions.get(self._root(node), 0), node)
+            if aliases is None:
+                self.doubtful.add(node)
+
+    def _named(self, node: Node) -> Node:
+        while node in self.renamed:
+            node = self.renamed[node]
+        return node
+
+    def _root(self, node: Node) -> Node:
+        while node in self.sources:
+            node = self.sources[node]
+        return node
+
+    def _now(self, node: Node) -> Node:
+        """Return a node with the value that `node` has by now, made at the graph's insertion point if need be."""
+        version = self.versions.get(self._root(node), 0)
+        made, value = self.current.get(node, (0, node))
+        if made == version:
+            return value
+        renewed = self._now(self.sources[node])  # the value of a root is always current
+        if node in self.results:
+            value = renewed
+        else:
+            value = self.gm.graph.node_copy(node, lambda n: renewed if n is node.args[0] else n)
+        self.current[node] = (version, value)
+        return value
+
+    def _overwrite(self, node: Node, target: Node | None) -> None:
+        arguments = _schema(node).arguments
+        written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        name, overload = node.target._schema.name.split("::")[1], node.target._overloadname  # type: ignore[union-attr]
+        functional = getattr(getattr(_aten, name.removesuffix("_"), None), overload, None)
+        if target is None or functional is None or not name.endswith("_") or written != [arguments[0].name]:
+            raise UnresolvedError(describe(node))
+        root, renames = self._root(target), target_name(node) in _RENAMINGS
+        if root.op == "get_attr" and target_name(node) != "aten.detach_.default":
+            raise CaptureError(f"{describe(node)} overwrites the parameter or buffer {root.target}")
+        self.sources[node] = target
+        if renames:
+            node.target = functional
+            self.current[node] = (self.versions.get(root, 0), node)
+            self.renamed[target] = node
+            return
+        self._refuse_doubts(node, target, root)
+        self.results.add(node)
+        with self.gm.graph.inserting_before(node.next):
+            value = self._computed(node, target, functional)
+            found = {node: value, target: value}
+            while target in self.sources:
+                target, value = self._written_back(target, value)
+                found[target] = value
+        version = self.versions[root] = self.versions.get(root, 0) + 1
+        self.current |= {n: (version, v) for n, v in found.items()}
+
+    def _refuse_doubts(self, node: Node, target: Node, root: Node) -> None:
+        """Raise if `node` writes through what may be a copy, or something that may be a view of it is read later."""
+        for view in self.sources if self.doubtful else ():
+            chain = [view]
+            while chain[-1] in self.sources:
+                chain.append(self.sources[chain[-1]])
+            if chain[-1] is root and self.doubtful.intersection(chain):
+                read_later = any(self.order.get(user, -1) > self.order[node] for user in view.users)
+                if view is target or read_later:
+                    raise UnresolvedError(f"{describe(node)} and {describe(view)}")
+
+    def _computed(self, node: Node, target: Node, functional: Any) -> Node:
+        """Make `node` compute what the write leaves in `target`; return the node with that value."""
+        like, mine = value_of(self.gm, target), node.meta
+        if functional is _aten.copy.default:
+            value: Node = node.args[1]  # type: ignore[assignment]
+            given = value_of(self.gm, value)
+            if given.dtype != like.dtype or given.device != like.device:
+                moved = {} if given.device == like.device else {"device": like.device}
+                value = call(self.gm, _aten._to_copy.default, value, dtype=like.dtype, like=node, **moved)
+            if not _same_sizes(given, like):
+                value = self._like(_aten.expand.default, node, like, value, self._sizes(target, like))
+            # Nobody reads the node itself any more; as an alias it disappears.
+            node.target, node.args, node.kwargs = _aten.alias.default, (value,), {}
+            return value
+        node.target = functional
+        others = [v.meta.get("val") for v in node.all_input_nodes]
+        if all(not isinstance(v, Tensor) or v.dtype == like.dtype for v in others):
+            return node
+        named: dict[str, Any] = dict(node.kwargs)
+        found = call(self.gm, functional, *node.args, **named)
+        dtype = found.meta["val"].dtype
+        self.gm.graph.erase_node(found)
+        if dtype == like.dtype:
+            return node
+        # The operator computes in a wider type than what it overwrites has.
+        node.meta = mine | {"val": mine["val"].to(dtype)}
+        return cast(self.gm, node, like.dtype, node)
+
+    def _written_back(self, view: Node, value: Node) -> tuple[Node, Node]:
+        """Return the value that `view` is a view of and a node with what is in it once `value` is in the view."""
+        source, name = self.sources[view], target_name(view)
+        if view in self.results or name in _SAME or name.startswith(("aten.to.", "aten.type_as.")):
+            return source, value
+        if is_getitem(view):
+            part, source = source, self.sources[source]
+            index: Any = view.args[1]
+            inverse = self._part_written_back(part, index, value, source)
+        else:
+            inverse = self._inverse(view, name, value, source)
+        return source, inverse
+
+    def _inverse(self, view: Node, name: str, value: Node, source: Node) -> Node:
+        like, given = value_of(self.gm, source), _arguments(view)
+        dims = [given[key] for key in ("dim", "dim0", "dim1", "dims") if key in given]
+        if name in ("aten.transpose.int", "aten.t.default", "aten.numpy_T.default", "aten.swapaxes.default"):
+            return self._like(view.target, view, like, value, *view.args[1:])
+        if name == "aten.permute.default":
+            order = [dim % like.dim() for dim in dims[0]]
+            return self._like(view.target, view, like, value, [order.index(dim) for dim in range(len(order))])
+        if name == "aten.unsqueeze.default":
+            return self._like(_aten.squeeze.dim, view, like, value, dims[0])
+        if name == "aten.squeeze.dim":
+            same = len(value_of(self.gm, view).shape) == like.dim()
+            return value if same else self._like(_aten.unsqueeze.default, view, like, value, dims[0])
+        if name in _RESHAPES:
+            return self._like(_aten.reshape.default, view, like, value, self._sizes(source, like))
+        scatter = _SCATTERS.get(name)
+        if scatter is None:
+            raise UnresolvedError(describe(view))
+        return self._like(scatter, view, like, self._now(source), value, *view.args[1:], **view.kwargs)
+
+    def _part_written_back(self, part: Node, index: int, value: Node, source: Node) -> Node:
+        like, dim = value_of(self.gm, source), _arguments(part).get("dim", 0)
+        name = target_name(part)
+        if name == "aten.unbind.int":
+            return self._like(_aten.select_scatter.default, part, like, self._now(source), value, dim, index)
+        sizes = [static_size(piece.shape[dim]) for piece in part.meta["val"][: index + 1]]
+        if None in sizes or not name.startswith(("aten.split", "aten.chunk.", "aten.tensor_split")):
+            raise UnresolvedError(describe(part))
+        start, end = sum(sizes[:-1]), sum(sizes)  # type: ignore[arg-type]
+        return self._like(_aten.slice_scatter.default, part, like, self._now(source), value, dim, start, end)
+
+    def _sizes(self, node: Node, like: Tensor) -> list[Any]:
+        """Return the sizes of a value as arguments: numbers, and nodes for those that vary."""
+        sizes: list[Any] = []
+        for dim, size in enumerate(like.shape):
+            fixed: Any = static_size(size)
+            if fixed is None:
+                fixed = self.gm.graph.call_function(_aten.sym_size.int, (self._now(node), dim))
+                fixed.meta["val"] = size
+            sizes.append(fixed)
+        return sizes
+
+    def _like(self, operation: Any, source: Node, like: Tensor, *args: Any, **kwargs: Any) -> Node:
+        """Insert a call whose result has the sizes and dtype of `like`, which need not be computed again."""
+        node = self.gm.graph.call_function(operation, args, kwargs)
+        node.meta = {k: source.meta[k] for k in ("stack_trace", "nn_module_stack") if k in source.meta} | {"val": like}
+        return node
+
+
+_SCATTERS = {
+    "aten.select.int": _aten.select_scatter.default,
+    "aten.slice.Tensor": _aten.slice_scatter.default,
+    "aten.diagonal.default": _aten.diagonal_scatter.default,
+}
+"""Views of a part of a tensor, and what writes that part."""
+
+
+__all__ = ["UnresolvedError", "make_functional"]

@@ -1,0 +1,303 @@
+"""From an exported program to a functional graph in which every operator has one spelling.
+
+Eval mode, no in-place operators, no asserts, no no-op casts, copies or dropout; parameters are `get_attr` nodes under
+their original names; inputs and outputs are flat (their structure is the `Signature`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+from torch.fx.graph import CodeGen
+from torch.utils import _pytree as pytree
+
+from quark_fx.capture.in_place import UnresolvedError, make_functional
+from quark_fx.errors import CaptureError
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.nodes import (
+    describe,
+    erase_dead,
+    output_node,
+    source_line,
+    static_size,
+    stored_tensors,
+    target_name,
+)
+from quark_fx.graph.operators import argument
+from quark_fx.graph.signature import Signature, leaf_names
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured model: the graph (flat inputs, tuple of flat outputs) and how the model is called."""
+
+    module: GraphModule
+    signature: Signature
+
+
+def normalise(program: ExportedProgram, parameters: tuple[str, ...]) -> Captured:
+    """Turn a fresh `ExportedProgram` into a `Captured`."""
+    _require_operators(program)
+    gm = _functional_module(program)
+    _drop_no_ops(gm)
+    spec = program.call_spec
+    gm.graph.set_codegen(CodeGen())
+    output = output_node(gm)
+    output.args = (tuple(pytree.tree_leaves(output.args[0])),)
+    erase_dead(gm)
+    plain = GraphModule(gm, gm.graph, class_name="CapturedGraph")
+    plain.graph.lint()
+    stored = stored_tensors(plain)
+    plain.meta["buffers"] = frozenset(name for name, tensor in stored.items() if not isinstance(tensor, nn.Parameter))
+    _require_floats(plain)
+    inputs = [node for node in plain.graph.nodes if node.op == "placeholder"]
+    values = [node.meta.get("val") for node in inputs]
+    assert spec.in_spec is not None
+    assert spec.out_spec is not None
+    signature = Signature(
+        in_spec=spec.in_spec,
+        out_spec=spec.out_spec,
+        parameters=parameters,
+        input_names=tuple(str(node.target) for node in inputs),
+        output_names=tuple(leaf_names(spec.out_spec)),
+        input_shapes=tuple(tuple(static_size(d) for d in v.shape) if isinstance(v, Tensor) else None for v in values),
+        input_dtypes=tuple(v.dtype if isinstance(v, Tensor) else None for v in values),
+        input_limits=_limits(program, inputs),
+        input_multiples=_multiples(inputs),
+        input_constants={
+            str(node.target): v
+            for node, v in zip(inputs, values, strict=True)
+            if v is None or isinstance(v, bool | int | float | str)
+        },
+    )
+    return Captured(plain, signature)
+
+
+_REGIONS = {
+    "wrap_with_autocast": "a part of the model runs under torch.autocast: remove it from forward, and convert the "
+    "model (model.to(torch.bfloat16)) or let it compute in float32",
+    "wrap_with_set_grad_enabled": "a part of the model switches gradients on: remove that from forward",
+    "cond": "one graph holds both branches of torch.cond as functions: compute both and choose with torch.where, or "
+    "quantize the branches as models of their own",
+    "flex_attention": "attention is a function of a function: load the model with attn_implementation='sdpa'",
+}
+"""What to do about operators that hold graphs of their own, by their names."""
+
+
+def _require_operators(program: ExportedProgram) -> None:
+    """Raise `CaptureError` for calls that hold a graph of their own, naming all of them."""
+    nodes = [n for n in program.graph.nodes if isinstance(n.target, torch._ops.HigherOrderOperator)]
+    if nodes:
+        names = dict.fromkeys(str(node.target).rpartition(".")[2] for node in nodes)
+        other = "rewrite it without loops and branches over tensors, or quantize the modules around it"
+        raise CaptureError(
+            "no pass looks into a graph within the graph:\n"
+            + "\n".join(f"  {node.target} at %{node.name} ({source_line(node)})" for node in nodes)
+            + "".join(f"\n{_REGIONS.get(name, other)}" for name in names)
+        )
+
+
+def _require_floats(gm: GraphModule) -> None:
+    """Raise `CaptureError` where an operator multiplies integers by a weight of floats; torch.export does not."""
+    for node in gm.graph.nodes:
+        if (linear := Linear.of(node)) is None:
+            continue
+        x = linear.activation
+        values = [v.meta.get("val") if isinstance(v, Node) else None for v in (x, linear.weight)]
+        if not all(isinstance(value, Tensor) for value in values):
+            continue
+        given, own = (value.dtype for value in values)  # type: ignore[union-attr]
+        if own.is_floating_point and not (given.is_floating_point or given.is_complex):
+            source = f"input {x.target} is" if x.op == "placeholder" else f"{x.name} is"
+            raise CaptureError(
+                f"{source} {given}, and {describe(node)} multiplies it by weights in {own}; convert the batch "
+                f"first, as what the model was trained on was: x.to({own}), scaled as there (pixels often / 255)"
+            )
+
+
+def _limits(program: ExportedProgram, inputs: list[Node]) -> tuple[tuple[str, int, int, int | None], ...]:
+    """Return the sizes of dynamic dimensions for which the captured path through the model's code holds."""
+    found: list[tuple[str, int, int, int | None]] = []
+    constraints: dict[Any, Any] = dict(program.range_constraints)
+    for node in inputs:
+        value = node.meta.get("val")
+        sizes: list[Any] = list(value.shape) if isinstance(value, Tensor) else []
+        for dim, size in enumerate(sizes):
+            limits = constraints.get(size.node.expr) if isinstance(size, torch.SymInt) else None
+            if limits is None:
+                continue
+            low, high = int(limits.lower), int(limits.upper) if limits.upper.is_Integer else None
+            if low > 2 or high is not None:  # torch assumes 2 of every dynamic dimension, and 1 works
+                found.append((str(node.target), dim, low, high))
+    return tuple(found)
+
+
+def _multiples(inputs: list[Node]) -> tuple[tuple[str, int, int], ...]:
+    """Return the dynamic dimensions whose sizes have to be multiples of a number for the captured path to hold."""
+    found: list[tuple[str, int, int]] = []
+    for node in inputs:
+        value = node.meta.get("val")
+        sizes: list[Any] = list(value.shape) if isinstance(value, Tensor) else []
+        for dim, size in enumerate(sizes):
+            symbol = size.node.expr if isinstance(size, torch.SymInt) else None
+            if isinstance(symbol, sympy.Symbol):
+                guards = [guard.expr for guard in getattr(size.node.shape_env, "guards", ())]
+                numbers = {n for guard in guards if guard.free_symbols == {symbol} for n in _multiple(guard, symbol)}
+                if numbers:
+                    found.append((str(node.target), dim, math.lcm(*numbers)))
+    return tuple(found)
+
+
+def _multiple(guard: Any, symbol: Any) -> Iterator[int]:
+    """Yield the number whose multiples fulfil `guard`, while no size between them does, if there is one."""
+    for number in sorted({int(n) for n in guard.atoms(sympy.Integer) if n > 1}):
+        sizes = range(2 * number, 5 * number)
+        if all((guard.xreplace({symbol: sympy.Integer(n)}) == sympy.true) == (n % number == 0) for n in sizes):
+            yield number
+            return
+
+
+def _functional_module(program: ExportedProgram) -> GraphModule:
+    """Return the program as a module without in-place operators.
+
+    What `make_functional` cannot follow is resolved by torch, which traces the program once more.
+    """
+    mutated = [spec.target for spec in program.graph_signature.output_specs if spec.kind.name == "BUFFER_MUTATION"]
+    if mutated:
+        raise CaptureError(
+            f"the model writes to its buffer(s) {', '.join(str(name) for name in mutated[:3])} during forward; a "
+            "quantized graph is a function of its inputs: pass that state as an input and return it (a functional "
+            "cache), or disable it"
+        )
+    try:
+        return _module(program)
+    except UnresolvedError as reason:
+        logger.debug("the program is traced once more because of %s", reason)
+    try:
+        return _module(program.run_decompositions({}))
+    except UnresolvedError as reason:
+        raise CaptureError(f"{reason} has no functional form; replace it by an out-of-place operator") from None
+
+
+def _module(program: ExportedProgram) -> GraphModule:
+    gm = program.module(check_guards=False)
+    assert isinstance(gm, GraphModule)
+    for node in list(gm.graph.nodes):
+        if node.op == "call_module":  # leftover guard calls
+            gm.graph.erase_node(node)
+    make_functional(gm)
+    return gm
+
+
+_CASTS = (
+    *("aten.to.dtype", "aten.to.device", "aten.to.dtype_layout", "aten.to.other", "aten.to.prim_Device"),
+    *("aten.type_as.default", "aten._to_copy.default"),
+)
+"""The spellings of a cast; those that change something become `_to_copy`."""
+
+_DROPOUTS = ("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default")
+
+_NO_OPS: dict[str, Callable[[Node], bool]] = {
+    **dict.fromkeys(_DROPOUTS, lambda node: not argument(node, 2) or argument(node, 1) == 0),
+    **dict.fromkeys(
+        (
+            *("aten.alias.default", "aten.detach.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"),
+            *("aten.clone.default", "aten.contiguous.default"),
+        ),
+        lambda node: True,
+    ),
+    **dict.fromkeys(_CASTS, lambda node: _same_kind(node.args[0], node)),
+    "aten.squeeze.dim": lambda node: _size_at(node.args[0], argument(node, 1)) not in (1, None),
+}
+"""Operators that change no value in a functional eval-mode graph, and when."""
+
+_aten = torch.ops.aten
+_SPELLINGS = {
+    # A view asks for a memory layout, which rewrites do not keep.
+    **dict.fromkeys(("aten.view.default", "aten._unsafe_view.default"), _aten.reshape.default),
+    **{f"aten.__{name}__.Tensor": getattr(_aten, f"bitwise_{name}").Tensor for name in ("and", "or", "xor")},
+    "aten.min.other": _aten.minimum.default,
+    "aten.max.other": _aten.maximum.default,
+    **{f"aten.__{name}__.Scalar": getattr(_aten, f"bitwise_{name}").Scalar for name in ("and", "or", "xor")},
+}
+"""Operators with two names, and the one that stays."""
+
+_TRANSPOSITIONS = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("mT.default", "mH.default", "adjoint.default", "matrix_H.default", "movedim.int", "movedim.intlist"),
+        *("moveaxis.int", "moveaxis.intlist", "swapdims.default", "swapaxes.default"),
+    )
+)
+"""Spellings of `permute`, of real numbers; those of a complex tensor conjugate it, too."""
+
+_ASSERTIONS = frozenset(
+    {
+        *("aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten._assert_scalar.default"),
+        *("aten.sym_constrain_range_for_size.default", "aten.sym_constrain_range.default"),
+    }
+)
+
+
+def _order(node: Node) -> list[int]:
+    """Return, for a transposition, the input's dimension for each dimension of the output."""
+    source: Any = node.args[0]
+    probe = torch.empty([2] * source.meta["val"].dim(), device="meta")  # whose strides are all different
+    target: Any = node.target
+    moved = target(probe, *node.args[1:], **node.kwargs)
+    return [probe.stride().index(stride) for stride in moved.stride()]
+
+
+def _size_at(value: Any, dim: int) -> int | None:
+    """Return the size of a dimension, `None` if it varies or there is none."""
+    shape = value.meta["val"].shape
+    return static_size(shape[dim]) if len(shape) else None
+
+
+def _same_kind(a: Any, b: Node) -> bool:
+    x, y = a.meta.get("val"), b.meta.get("val")
+    return isinstance(x, Tensor) and isinstance(y, Tensor) and (x.dtype, x.device) == (y.dtype, y.device)
+
+
+def _moves(node: Node) -> bool:
+    source: Any = node.args[0]
+    return bool(source.meta["val"].device != node.meta["val"].device)
+
+
+def _drop_no_ops(gm: GraphModule) -> None:
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function":
+            continue
+        name = target_name(node)
+        if name in _ASSERTIONS:
+            gm.graph.erase_node(node)
+        elif name in _SPELLINGS:
+            node.target = _SPELLINGS[name]
+        elif name in _TRANSPOSITIONS and not node.meta["val"].is_complex():
+            order = _order(node)
+            node.target, node.args, node.kwargs = _aten.permute.default, (node.args[0], order), {}
+        elif name == "aten.sort.default":
+            # Which of two equal values comes first is open; a runtime must not answer differently from torch.
+            arguments = dict(zip(("dim", "descending"), node.args[1:], strict=False))
+            node.target, node.args = _aten.sort.stable, node.args[:1]
+            node.kwargs = {"stable": True, **arguments, **node.kwargs}
+        elif name in _NO_OPS and isinstance(node.args[0], Node) and _NO_OPS[name](node):
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
+        elif name in _DROPOUTS:
+            raise CaptureError(f"{describe(node)} drops values though the model is in eval mode; pass training=False")
+        elif name in _CASTS:
+            value = node.meta["val"]
+            node.target, node.args = torch.ops.aten._to_copy.default, (node.args[0],)
+            node.kwargs = {"dtype": value.dtype, "device": value.device} if _moves(node) else {"dtype": value.dtype}

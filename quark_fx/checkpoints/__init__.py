@@ -1,0 +1,1 @@
+"""Reading checkpoints: shards, tensors that stay on disk, models larger than memory."""

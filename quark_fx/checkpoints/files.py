@@ -1,0 +1,225 @@
+"""Safetensors files of somebody else, read with suspicion: nothing is unpickled, no path leaves the directory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from quark_fx.errors import CheckpointError
+from quark_fx.system.untrusted import brief, read_json, require_regular
+
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt"})
+_DANGER = "pickled weights, which may run code when they are read"
+_STORE = "store the model with save_pretrained, or safetensors.torch.save_model"
+_INDEX_LIMIT = 1 << 27
+"""Bytes of the largest index that is read."""
+GRAPH_FILE = "graph.json"
+"""What `QuantizedModel.save` writes beside its tensors."""
+
+
+def link_or_copy(source: Path, place: Path) -> None:
+    """Let a file have a second name: linked where that is allowed (Windows asks for a right of its own), else copied.
+
+    Raises:
+        OSError: if there is no room for a copy, or the folder cannot be written.
+    """
+    for link in (Path.symlink_to, Path.hardlink_to):
+        try:
+            link(place, source)
+        except (OSError, NotImplementedError):
+            continue
+        return
+    shutil.copyfile(source, place)
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """The tensors of a checkpoint: by name, the file each is in.
+
+    Attributes:
+        path: the file or directory that was asked for.
+        files: file of each tensor.
+    """
+
+    path: Path
+    files: dict[str, Path]
+
+    @property
+    def directory(self) -> Path:
+        """Where the files are, and what describes them."""
+        return self.path.parent if self.path.is_file() else self.path
+
+    @classmethod
+    def of(cls, path: str | Path) -> CheckpointFiles:
+        """Read the index and the headers of a checkpoint, none of its weights.
+
+        Args:
+            path: a safetensors file, which is read alone, or a directory with `model.safetensors`, with
+                `model.safetensors.index.json` and the shards it names, or with any safetensors files.
+
+        Raises:
+            CheckpointError: if a file is missing, truncated or damaged, the index points outside of the directory or
+                contradicts the shards, there are pickled weights only, or it is a directory that quark_fx wrote.
+        """
+        path = Path(path)
+        if path.is_file():
+            _require_tensors(path)
+            return cls(path, dict.fromkeys(_names(path), path))
+        if not path.is_dir():
+            what = "is no file or directory" if path.exists() else "does not exist"
+            raise CheckpointError(f"{path} {what}; pass a directory with safetensors files")
+        if (path / GRAPH_FILE).exists():
+            raise CheckpointError(
+                f"{path} holds {GRAPH_FILE}, as a model does that quark_fx has quantized; read it with qfx.load, or "
+                "pass the directory of the float checkpoint it was made from"
+            )
+        if (path / _INDEX).exists() and not (path / _WHOLE).exists():  # the order of transformers
+            return cls(path, _indexed(path))
+        found = [path / _WHOLE] if (path / _WHOLE).exists() else sorted(path.glob("*.safetensors"))
+        if not found:
+            pickled = any(file.suffix in _PICKLES for file in path.iterdir())
+            raise CheckpointError(f"{path} holds {f'only {_DANGER}' if pickled else 'no safetensors file'}; {_STORE}")
+        files: dict[str, Path] = {}
+        for file in found:
+            _add(files, _names(file), file)
+        return cls(path, files)
+
+    def lacking(self, missing: Sequence[str], total: int, model: str) -> CheckpointError:
+        """Return the error that tensors of a model are missing here, with what may bring them."""
+        if self.path.is_file():
+            remedy = f"if it is one file of several, pass the directory of all, {self.directory}"
+        elif (self.path / _WHOLE).exists() and (self.path / _INDEX).exists():
+            remedy = f"{_WHOLE} hides {_INDEX}: remove the one that does not belong here"
+        else:
+            remedy = "fetch its files again, or pass the checkpoint of this very model"
+        return CheckpointError(
+            f"{self.path} lacks {len(missing)} of the {total} tensors of {model}: {_some(missing)}; {remedy}"
+        )
+
+    def link(self, folder: Path) -> None:
+        """Fill a directory with links to these files and no others, under an index that transformers reads.
+
+        Raises:
+            OSError: if the directory takes no links.
+        """
+        found = list(dict.fromkeys(self.files.values()))
+        # The names are ours: transformers unpickles a file whose name has another ending.
+        links = {file: f"model-{i:05}-of-{len(found):05}.safetensors" for i, file in enumerate(found, 1)}
+        for file, link in links.items():
+            link_or_copy(file.absolute(), folder / link)
+        index = {"metadata": {}, "weight_map": {name: links[file] for name, file in self.files.items()}}
+        (folder / _INDEX).write_text(json.dumps(index), encoding="utf-8")
+
+    def dtypes(self, names: Collection[str]) -> dict[str, str]:
+        """Return the dtypes of some tensors, as safetensors names them."""
+        found = dict[str, str]()
+        for file in {self.files[name] for name in names}:
+            with safe_open(file, "pt") as stored:
+                found |= {name: stored.get_slice(name).get_dtype() for name in stored.keys() if name in names}  # noqa: SIM118
+        return found
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor, mapped: its values are read when they are used."""
+        return self._reader.tensor(self.files[name], name)
+
+    @cached_property
+    def _reader(self) -> MappedFiles:
+        return MappedFiles()
+
+
+def is_float(dtype: torch.dtype) -> bool:
+    """Tell whether tensors of a dtype are values by themselves; those of 8 bits and less need a scale."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
+class MappedFiles:
+    """Safetensors files, each opened and mapped once, whose tensors are read when they are used.
+
+    Its tensors keep the map of their file; there are as many maps as files, however many tensors they hold.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[Path, Any] = {}
+
+    def tensor(self, file: Path, name: str) -> Tensor:
+        """Return a tensor of a file.
+
+        Raises:
+            CheckpointError: if the file cannot be read, or has no such tensor.
+        """
+        try:
+            if file not in self._open:
+                require_regular(file)
+                self._open[file] = safe_open(file, "pt").__enter__()  # type: ignore[no-untyped-call]
+            found: Tensor = self._open[file].get_tensor(name)
+        except (OSError, SafetensorError, TypeError, RuntimeError, OverflowError) as error:
+            raise CheckpointError(f"{file} cannot be read: {brief(str(error))}") from error
+        return found
+
+
+def _require_tensors(file: Path) -> None:
+    if file.suffix == ".json":
+        raise CheckpointError(f"{file} holds no tensors; pass its directory, {file.parent}")
+    if file.suffix in _PICKLES:
+        raise CheckpointError(f"{file} holds {_DANGER}; {_STORE}")
+
+
+def _indexed(directory: Path) -> dict[str, Path]:
+    try:
+        table = read_json(directory / _INDEX, _INDEX_LIMIT)["weight_map"]
+        named = {str(name): str(file) for name, file in table.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{directory / _INDEX} is damaged: {type(error).__name__}: {error}") from error
+    files: dict[str, Path] = {}
+    for shard in dict.fromkeys(named.values()):
+        # A link may lead out, as in a cache of downloads; a name may not.
+        plain = Path(shard).name == shard and not {"\\", "\0"} & set(shard) and len(shard) < 256
+        if not plain or not shard.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{directory / _INDEX} names the shard {brief(shard)}, which is no safetensors file beside it"
+            )
+        names = _names(directory / shard)
+        expected = {name for name, file in named.items() if file == shard}
+        if missing := sorted(expected - names):
+            raise CheckpointError(
+                f"{directory / shard} lacks {_some(missing)}, which the index says it holds; fetch the shard again"
+            )
+        _add(files, names, directory / shard)
+    if unlisted := sorted(set(files) - set(named)):
+        raise CheckpointError(f"{directory / _INDEX} does not list {_some(unlisted)}, which the shards hold")
+    return files
+
+
+def _add(files: dict[str, Path], names: set[str], file: Path) -> None:
+    if twice := sorted(names & set(files)):
+        raise CheckpointError(f"{file} and {files[twice[0]]} both hold {_some(twice)}; remove one of them")
+    files.update(dict.fromkeys(names, file))
+
+
+def _names(file: Path) -> set[str]:
+    """Return the tensors in a file whose header fits its size."""
+    if not file.exists():
+        raise CheckpointError(f"{file} is missing; fetch it again")
+    try:
+        require_regular(file)
+        with safe_open(file, "pt") as stored:
+            return set(stored.keys())
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{file} is damaged or truncated: {error}; fetch it again") from error
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(name[:200] for name in names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
+
+
+__all__ = ["GRAPH_FILE", "CheckpointFiles", "MappedFiles", "is_float", "link_or_copy"]

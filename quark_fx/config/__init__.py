@@ -1,0 +1,1 @@
+"""What the user asks for: specs, patterns, and the configuration that holds them."""

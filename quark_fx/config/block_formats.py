@@ -1,0 +1,78 @@
+"""Block number formats by name: codes of a small format times a scale per block, as plain `TensorSpec` values.
+
+None of them is more than that, so each is an element format, a block size and a kind of scale. Blocks lie along what a
+product sums over. Give one to `QuantConfig(weight=...)`, and `.replace(dynamic=True)` of one to
+`QuantConfig(input=...)`: activations are scaled when they are known. `QuantConfig.target` is `"torch"` for all of them.
+
+>>> str(MXFP4), str(NVFP4), str(MX6.replace(dynamic=True))
+('fp4_e2m1 group 32 e8m0_even', 'fp4_e2m1 group 16 e4m3 scales', 'sm5 group 16/2 e8m0_floor dynamic')
+
+Source:
+    OCP Microscaling Formats (MX) Specification v1.0; NVIDIA's NVFP4; Rouhani et al. 2023, "With Shared
+    Microexponents, A Little Shifting Goes a Long Way".
+"""
+
+from __future__ import annotations
+
+from quark_fx.config.specs import Granularity, TensorSpec
+from quark_fx.numbers.formats import FP4_E2M1, FP6_E2M3, FP6_E3M2, FP8_E4M3, FP8_E5M2, INT8, SM3, SM5, SM8
+from quark_fx.numbers.qparams import ScaleType
+
+MXFP8_E4M3 = TensorSpec(format=FP8_E4M3, granularity=Granularity.GROUP, group_size=32, scale_type=ScaleType.E8M0_EVEN)
+"""8-bit floats, blocks of 32. How the exponent of a block is chosen is no part of the standard: this and the other MX
+formats take that of the largest magnitude rounded to the element's mantissa (E4M3 still saturates there, above 464/448
+of its largest value); `.replace(scale_type="e8m0_floor")` is the standard's example, `"e8m0_ceil"` never saturates."""
+
+MXFP8_E5M2 = MXFP8_E4M3.replace(format=FP8_E5M2)
+"""8-bit floats of more range, blocks of 32."""
+
+MXFP6_E3M2 = MXFP8_E4M3.replace(format=FP6_E3M2)
+"""6-bit floats of more range, blocks of 32."""
+
+MXFP6_E2M3 = MXFP8_E4M3.replace(format=FP6_E2M3)
+"""6-bit floats of more precision, blocks of 32."""
+
+MXFP4 = MXFP8_E4M3.replace(format=FP4_E2M1)
+"""4-bit floats, blocks of 32."""
+
+MXINT8 = MXFP8_E4M3.replace(format=INT8)
+"""8-bit integers, blocks of 32. A code counts 1/64 of the block's E8M0 scale; the scale held is that of a code."""
+
+NVFP4 = TensorSpec(format=FP4_E2M1, granularity=Granularity.GROUP, group_size=16, scale_type=ScaleType.FP8_E4M3)
+"""4-bit floats, blocks of 16 with E4M3 scales below one float32 scale per tensor, which
+`quark_fx.numbers.qparams.recover_global_scale` finds again."""
+
+BFP16 = MXINT8.replace(group_size=8)
+"""Block floating point: 8-bit mantissas, blocks of 8 that share an exponent. The exponent is one higher where a value
+above zero would round beyond 127 (-128 is a code); `.replace(scale_type="e8m0_floor")` saturates there."""
+
+MX9 = TensorSpec(
+    format=SM8, granularity=Granularity.GROUP, group_size=16, sub_group_size=2, scale_type=ScaleType.E8M0_FLOOR
+)
+"""Sign and 7 bits; 16 values share an exponent, and each 2 of them a bit that halves their scale: 9 bits a value."""
+
+MX6 = MX9.replace(format=SM5)
+"""Sign and 4 bits, otherwise as `MX9`: 6 bits a value."""
+
+MX4 = MX9.replace(format=SM3)
+"""Sign and 2 bits, otherwise as `MX9`: 4 bits a value."""
+
+BLOCK_FORMATS: dict[str, TensorSpec] = {
+    name.lower(): value for name, value in list(globals().items()) if isinstance(value, TensorSpec)
+}
+"""Every spec above by its name in lower case."""
+
+__all__ = [
+    "BFP16",
+    "BLOCK_FORMATS",
+    "MX4",
+    "MX6",
+    "MX9",
+    "MXFP4",
+    "MXFP6_E2M3",
+    "MXFP6_E3M2",
+    "MXFP8_E4M3",
+    "MXFP8_E5M2",
+    "MXINT8",
+    "NVFP4",
+]

@@ -1,0 +1,381 @@
+"""What to quantize and how: frozen values that refuse to contradict themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Self
+
+import yaml
+
+from quark_fx.config.selection import Selective, matches
+from quark_fx.config.specs import Granularity, TensorSpec
+from quark_fx.errors import ConfigError
+from quark_fx.graph.pass_manager import (
+    GraphPass,
+    pass_from_dict,
+    pass_name,
+    pass_targets,
+    pass_to_dict,
+    require_callable,
+    require_order,
+    stored_pass,
+)
+from quark_fx.numbers.formats import INT32, FloatFormat, IntFormat, has_onnx_type, onnx_container
+from quark_fx.numbers.qparams import ScaleType, Symmetry
+from quark_fx.system.options import checked, checked_call, known_fields, parsed
+from quark_fx.system.untrusted import YAML_LIMIT, brief, parse_yaml, read_bytes
+
+
+class Target(StrEnum):
+    """What the quantized graph has to run on; it limits the formats."""
+
+    ONNX = "onnx"
+    """ONNX Runtime on any x64 or ARM processor: int8 weights whose products may be added in pairs in 16 bits
+    (`quark_fx.plan.pair_sums`)."""
+    ONNX_VNNI = "onnx_vnni"
+    """ONNX Runtime on processors that add 8-bit products in 32 bits (x64 with VNNI, ARM): all codes of int8 weights."""
+    TORCH = "torch"
+    """Anything the graph can express, to be run by PyTorch."""
+    DPU = "dpu"
+    """AMD's DPU, by way of ONNX: it multiplies by shifts, and rounds what every operator makes."""
+
+    @property
+    def adds_pairs(self) -> bool:
+        """Whether the result has to be exact where products are added in pairs in 16 bits."""
+        return self is Target.ONNX
+
+
+class _Inherit:
+    """The value of an override's field that is left as the configuration has it."""
+
+    def __repr__(self) -> str:
+        return "INHERIT"
+
+
+INHERIT: Final = _Inherit()
+parsed(_Inherit, ("INHERIT",), (), lambda _: INHERIT)
+SpecOrInherit = TensorSpec | _Inherit | None
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class Override:
+    """Other specs for the operators a pattern selects.
+
+    Args:
+        pattern: a glob on the module name (`"encoder.layer.0.*"`), or `"op:"` and a glob on the operator
+            kind of `quark_fx.graph.operators` (`"op:embedding"`); `"op:head"` is the one whose output is the model's,
+            `"op:router"` one of whose outputs the largest are looked up, as what sends tokens to experts.
+        weight: `INHERIT` leaves it as it is, `None` keeps it in float.
+        input: likewise.
+        output: likewise.
+    """
+
+    pattern: str
+    weight: SpecOrInherit = INHERIT
+    input: SpecOrInherit = INHERIT
+    output: SpecOrInherit = INHERIT
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data; inherited fields are left out."""
+        specs = {key: getattr(self, key) for key in ("weight", "input", "output")}
+        return {"pattern": self.pattern} | {k: v and v.to_dict() for k, v in specs.items() if v is not INHERIT}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, stored: bool = False) -> Self:
+        """Inverse of `to_dict`; raises `ConfigError` for unknown keys; `stored` as for `TensorSpec.from_dict`."""
+        values = known_fields(cls, data)
+        if "pattern" not in values:
+            raise ConfigError(f"an override needs a pattern: {brief(dict(data))}")
+        pattern = values.pop("pattern")
+        specs = {k: v if v is None else TensorSpec.from_dict(v, stored=stored) for k, v in values.items()}
+        return cls(pattern=pattern, **specs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorSpecs:
+    """The specs that apply to one operator after all overrides; `None` means float."""
+
+    weight: TensorSpec | None
+    input: TensorSpec | None
+    output: TensorSpec | None
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class QuantConfig:
+    """What to quantize, how, and the passes to run before.
+
+    Args:
+        weight: spec of the weights; `None` keeps them in float.
+        input: spec of the activations that enter quantized operators; `None` is weight-only.
+        output: spec of the activations that leave them, where an integer kernel or another quantized
+            operator wants it; `None` keeps outputs in float.
+        bias: spec of the biases. INT32 takes the scale `input scale * weight scale`; any other format
+            has a range of its own.
+        passes: graph passes in order: those on the float graph run before calibration, those on the
+            quantized graph after conversion.
+        overrides: other specs for some operators; where several match, the last wins.
+        exclude: patterns (as in `Override`) of operators that stay in float.
+        target: what the result has to run on.
+
+    Raises:
+        ConfigError: if the fields contradict each other; the message names the fix.
+    """
+
+    weight: TensorSpec | None = None
+    input: TensorSpec | None = None
+    output: TensorSpec | None = None
+    bias: TensorSpec | None = None
+    passes: tuple[GraphPass, ...] = ()
+    overrides: tuple[Override, ...] = ()
+    exclude: tuple[str, ...] = ()
+    target: Target = Target.ONNX
+
+    def __post_init__(self) -> None:
+        for item in self.passes:
+            require_callable(item)
+        require_order(self.passes)
+        for override in (None, *self.overrides):
+            self._check(self._apply(override) if override else self._specs(), override)
+        if self.bias is not None and (self.bias.dynamic or self.bias.granularity is not Granularity.TENSOR):
+            raise ConfigError("a bias is static and per tensor (INT32 follows the weight's channels by itself)")
+        if self.bias is not None and (self.input is None or self.input.dynamic or self.input.is_cast):
+            raise ConfigError("an integer bias needs statically quantized inputs; set `input`, or bias=None")
+        if self.bias is not None and self.bias.format == INT32 and self.bias != TensorSpec(format=INT32):
+            raise ConfigError("an INT32 bias takes its scale from input and weight; drop its other options")
+        if self.target is Target.DPU and self.bias is not None and not _shifts(self.bias):
+            raise ConfigError(f"`bias`: {_NO_SHIFT}")
+        for p in self.passes:
+            if (targets := pass_targets(p)) and self.target not in targets:
+                raise ConfigError(
+                    f"pass {pass_name(p)} is for target={' or '.join(map(repr, map(str, targets)))}, not "
+                    f"'{self.target}'; set the target, or drop the pass"
+                )
+
+    def _specs(self) -> OperatorSpecs:
+        return OperatorSpecs(weight=self.weight, input=self.input, output=self.output)
+
+    def _apply(self, override: Override, specs: OperatorSpecs | None = None) -> OperatorSpecs:
+        changes = {k: getattr(override, k) for k in ("weight", "input", "output")}
+        return replace(specs or self._specs(), **{k: v for k, v in changes.items() if v is not INHERIT})
+
+    def _check(self, specs: OperatorSpecs, override: Override | None) -> None:
+        where = f" (override {override.pattern!r})" if override else ""
+        weight, input, output = specs.weight, specs.input, specs.output
+        activations = [spec for spec in (input, output) if spec is not None]
+        onnx = self.target is not Target.TORCH
+        for wrong, message in (
+            (
+                weight is not None and weight.dynamic,
+                "weights are known beforehand; drop dynamic=True from `weight`",
+            ),
+            (
+                any(s.granularity is Granularity.CHANNEL for s in activations),
+                "activations are quantized per tensor, token or group; per channel is for weights",
+            ),
+            (
+                any(s.granularity is Granularity.GROUP and not s.dynamic for s in activations),
+                "scales of activations per group are measured at run time; set dynamic=True",
+            ),
+            (
+                any(s.observer and s.observer.weights_only for s in activations),
+                "an activation's observer sees one batch after the other; this one is for weights",
+            ),
+            (
+                any(s.symmetry is Symmetry.SIGN_AWARE for s in activations),
+                "symmetry='sign_aware' is for weights; activations change too much for a sign to be known",
+            ),
+            (
+                output is not None and input is None,
+                "`output` without `input`: no kernel has only its output in integers",
+            ),
+            (
+                any(s.reduce_range for s in activations),
+                "reduce_range is for weights; what saturates is the sum of their products with activations",
+            ),
+            (output is not None and output.dynamic, "only inputs can be dynamic; set output=None"),
+            (
+                onnx and (bad := [s for s in (weight, *activations) if s and not _exported(s, s is weight)]),
+                f"{bad and bad[0].format} has no ONNX type; use 2, 4 to 8 or 16 bits, or target='torch'"
+                if onnx
+                else "",
+            ),
+            (
+                self.target is Target.DPU and any(s and not _shifts(s) for s in (weight, *activations)),
+                _NO_SHIFT,
+            ),
+            (
+                onnx and any(s.scale_type.is_8_bit and s.dynamic and s.group_size is None for s in activations),
+                "scales of 8 bits are measured per group in ONNX; set granularity='group', or target='torch'",
+            ),
+            (
+                onnx and any(s.group_size and not s.scheme.symmetric for s in activations),
+                "activations in groups have no zero points in ONNX; set symmetry='symmetric', or target='torch'",
+            ),
+        ):
+            if wrong:
+                raise ConfigError(message + where)
+
+    def specs_for(self, name: str, *kinds: str) -> OperatorSpecs:
+        """Return the specs of the operator of module `name` and the given kinds, after all overrides."""
+        specs = self._specs()
+        for override in self.overrides:
+            if matches(override.pattern, name, *kinds):
+                specs = self._apply(override, specs)
+                self._check(specs, override)
+        return specs
+
+    def excluded_by(self, name: str, *kinds: str) -> str | None:
+        """Return the pattern that excludes the operator, if one does."""
+        return next((pattern for pattern in self.exclude if matches(pattern, name, *kinds)), None)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Every pattern of `exclude`, `overrides` and `passes`."""
+        passes: tuple[object, ...] = self.passes
+        limited = (pattern for p in passes if isinstance(p, Selective) for pattern in p.only)
+        return (*self.exclude, *(override.pattern for override in self.overrides), *limited)
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with `changes`, checked again. A weight's `group_size` may be given directly.
+
+        Raises:
+            ConfigError: for an unknown field, or if the result contradicts itself.
+        """
+        if "group_size" in changes:
+            if self.weight is None:
+                raise ConfigError("group_size: this configuration has no `weight` spec")
+            weight = changes.get("weight", self.weight)
+            changes["weight"] = weight.replace(group_size=changes.pop("group_size"), granularity=Granularity.GROUP)
+        known_fields(type(self), changes)
+        return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON and YAML; fields at their default are left out."""
+        data: dict[str, Any] = {}
+        for key in ("weight", "input", "output", "bias"):
+            if (spec := getattr(self, key)) is not None:
+                data[key] = spec.to_dict()
+        if self.passes:
+            data["passes"] = [pass_to_dict(p) for p in self.passes]
+        if self.overrides:
+            data["overrides"] = [override.to_dict() for override in self.overrides]
+        if self.exclude:
+            data["exclude"] = list(self.exclude)
+        if self.target is not Target.ONNX:
+            data["target"] = str(self.target)
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, stored: bool = False) -> Self:
+        """Inverse of `to_dict`. Fields besides a `preset`, which is a name, replace those that it has.
+
+        Of a spec that the preset has, only the fields that are given are replaced.
+
+        Args:
+            data: plain data.
+            stored: keep passes and observers that nothing here has registered as data (`StoredPass`,
+                `StoredObserver`): a model that is stored needs no code of what made it.
+
+        Raises:
+            ConfigError: for an unknown key or value; the message lists the valid ones.
+        """
+        try:
+            return cls._from_dict(data, stored)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever a pass or observer raises about an option of another type
+            raise ConfigError(
+                f"the configuration {brief(data)} cannot be read: {type(error).__name__}: {brief(str(error))}"
+            ) from error
+
+    @classmethod
+    def _from_dict(cls, data: Mapping[str, Any], stored: bool) -> Self:
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"a configuration is a mapping, not {brief(data)}")
+        data = dict(data)
+        base = _preset(data.pop("preset")) if "preset" in data else None
+        values = known_fields(cls, data)
+        for key in ("weight", "input", "output", "bias"):
+            if (given := values.get(key)) is not None:
+                own: TensorSpec | None = getattr(base, key, None)
+                if own is not None and isinstance(given, Mapping):
+                    values[key] = own.replace(**given)
+                else:
+                    values[key] = TensorSpec.from_dict(given, stored=stored)
+        for key in ("passes", "overrides"):
+            if not isinstance(given := values.get(key) or (), list | tuple):
+                raise ConfigError(f"{key} is a list, not {brief(given)}; write [{brief(given)}]")
+        parsers: dict[str, Callable[[Any], Any]] = {
+            "passes": stored_pass if stored else pass_from_dict,
+            "overrides": partial(Override.from_dict, stored=stored),
+        }
+        values |= {key: tuple(map(parse, values[key] or ())) for key, parse in parsers.items() if key in values}
+        values |= {"exclude": values["exclude"] or ()} if "exclude" in values else {}
+        return cls(**values) if base is None else base.replace(**values)  # type: ignore[return-value]
+
+    def to_yaml(self) -> str:
+        """Return `to_dict` as YAML text."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+    @classmethod
+    @checked_call
+    def from_yaml(cls, source: str | Path) -> Self:
+        """Build from YAML text, or from the file a `Path` names; errors as `from_dict`."""
+        try:
+            text = read_bytes(source, YAML_LIMIT).decode("utf-8") if isinstance(source, Path) else source
+            data = parse_yaml(text)
+        except (OSError, ValueError) as error:
+            name = str(source) if isinstance(source, Path) else brief(source)
+            raise ConfigError(f"the configuration {name} cannot be read: {error}") from error
+        if not isinstance(data, Mapping):
+            hint = "; to read a file, pass Path(...)" if isinstance(source, str) else ""
+            raise ConfigError(f"a configuration is a mapping, not {type(data).__name__}{hint}")
+        return cls.from_dict(data)
+
+
+def _preset(name: Any) -> QuantConfig:
+    from quark_fx.config.named import preset  # which is made of configurations
+
+    if not isinstance(name, str):
+        raise ConfigError(f"preset is the name of one, not {brief(name)}")
+    return preset(name)
+
+
+def _exported(spec: TensorSpec, constant: bool) -> bool:
+    """Tell whether ONNX has a type for the format, or the export builds one, as it does for weights and groups."""
+    fmt = spec.format
+    if has_onnx_type(fmt):
+        # A dequantizer takes no zero points of 32 bits.
+        return fmt.bits < 32 or spec.symmetry is not Symmetry.ASYMMETRIC
+    if isinstance(fmt, IntFormat) and not fmt.sign_magnitude:
+        # Codes of an activation are clipped, for which runtimes have kernels of whole bytes.
+        return constant or onnx_container(fmt).bits == 8
+    built = isinstance(fmt, FloatFormat) or fmt.sign_magnitude
+    return built and (constant or spec.granularity is Granularity.GROUP)
+
+
+_NO_SHIFT = (
+    "a DPU multiplies by shifts: scale_type='power_of_two', symmetric integers, one static scale per tensor "
+    "(as the preset 'xint8'), or another target"
+)
+
+
+def _shifts(spec: TensorSpec) -> bool:
+    """Tell whether the scale of a spec is a number of shifts."""
+    return (
+        spec.scale_type is ScaleType.POWER_OF_TWO
+        and spec.symmetry in (Symmetry.SYMMETRIC, Symmetry.SYMMETRIC_FULL)
+        and isinstance(spec.format, IntFormat)
+        and has_onnx_type(spec.format)
+        and spec.granularity is Granularity.TENSOR
+        and not spec.dynamic
+    )
+
+
+__all__ = ["INHERIT", "Granularity", "OperatorSpecs", "Override", "QuantConfig", "Target", "TensorSpec", "matches"]

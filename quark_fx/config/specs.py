@@ -1,0 +1,247 @@
+"""How one tensor is quantized: a frozen value that refuses to contradict itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from typing import Any, Self
+
+from quark_fx.errors import ConfigError
+from quark_fx.numbers.formats import UINT32, FloatFormat, Format
+from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
+from quark_fx.observers import Adjusted, Distribution, MinMax, NonOverflow, Observer, Placeholder, PowerOfTwoMinMse
+from quark_fx.observers.base import observer_to_dict, stored_observer
+from quark_fx.system.options import PositiveInt, checked, known_fields, parsed
+from quark_fx.system.untrusted import brief
+
+
+class Granularity(StrEnum):
+    """How many values share one scale."""
+
+    TENSOR = "tensor"
+    CHANNEL = "channel"
+    """One scale per output channel of a weight."""
+    GROUP = "group"
+    """One scale per `group_size` values along what a product sums over: the input channels of a weight; of an
+    activation the last dimension, or the channels of a convolution's, measured at run time."""
+    TOKEN = "token"
+    """One scale per row of the last dimension of an activation, measured at run time."""
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """How one tensor is quantized.
+
+    Args:
+        format: number format of the codes.
+        granularity: what shares a scale.
+        group_size: values per group, for `Granularity.GROUP` (the last group may be shorter).
+        sub_group_size: values per sub-group, each with its own scale: that of its group or, where it needs no more,
+            half of it (the shared microexponents of MX4, MX6 and MX9).
+        symmetry: default: symmetric for signed formats, asymmetric for unsigned ones.
+        scale_type: which scales are allowed.
+        observer: how the range is found; default `MinMax`, or `Placeholder` for 16-bit floats.
+        dynamic: measure the range at run time instead of by calibration (activations only).
+        reduce_range: use 7 bits of an 8-bit integer format, or 15 of 16: -64 to 64 of int8, 0 to 127 of uint8
+            (weights only).
+
+    Raises:
+        ConfigError: if the fields contradict each other; the message names the fix.
+    """
+
+    format: Format
+    granularity: Granularity = Granularity.TENSOR
+    group_size: PositiveInt | None = None
+    sub_group_size: PositiveInt | None = None
+    symmetry: Symmetry | None = None
+    scale_type: ScaleType = ScaleType.FLOAT32
+    observer: Observer | None = None
+    dynamic: bool = False
+    reduce_range: bool = False
+
+    def __post_init__(self) -> None:
+        signed = isinstance(self.format, FloatFormat) or self.format.signed
+        cast = isinstance(self.format, FloatFormat) and not self.format.needs_scale
+        if self.symmetry is None:
+            object.__setattr__(self, "symmetry", Symmetry.SYMMETRIC if signed else Symmetry.ASYMMETRIC)
+        if self.observer is None:
+            object.__setattr__(self, "observer", Placeholder() if cast else MinMax())
+        finder = self.observer.observer if isinstance(self.observer, Adjusted) else self.observer
+        for wrong, message in (
+            (
+                (self.granularity is Granularity.GROUP) != (self.group_size is not None),
+                "`group_size` and `granularity='group'` go together: give both or neither",
+            ),
+            (
+                self.sub_group_size is not None and (not self.group_size or self.group_size % self.sub_group_size != 0),
+                f"sub_group_size={self.sub_group_size} must divide group_size={self.group_size}",
+            ),
+            (
+                self.sub_group_size is not None and not self.scale_type.is_e8m0,
+                "sub-groups halve a power-of-two scale: set scale_type='e8m0_floor'",
+            ),
+            (
+                self.scale_type.is_8_bit and self.symmetry not in (Symmetry.SYMMETRIC, Symmetry.SYMMETRIC_FULL),
+                f"scale_type='{self.scale_type}' has no zero points; set symmetry='symmetric'",
+            ),
+            (
+                self.scale_type is ScaleType.FP8_E4M3 and self.granularity is not Granularity.GROUP,
+                "scale_type='fp8_e4m3' is for scales of groups in a tensor; set granularity='group' and group_size",
+            ),
+            (
+                isinstance(self.format, FloatFormat) and self.symmetry is Symmetry.ASYMMETRIC,
+                f"{self.format} is symmetric; drop symmetry='asymmetric' or choose an integer format",
+            ),
+            (
+                self.symmetry is Symmetry.SIGN_AWARE
+                and (self.dynamic or isinstance(self.format, FloatFormat) or not self.format.signed),
+                "symmetry='sign_aware' is for weights in signed integers",
+            ),
+            (
+                cast and (self.granularity is not Granularity.TENSOR or self.scale_type is not ScaleType.FLOAT32),
+                f"{self.format} is reached by a cast and has no scale; drop granularity and scale_type",
+            ),
+            (
+                cast != isinstance(self.observer, Placeholder),
+                f"{self.format} {'needs no range: use' if cast else 'needs a range: do not use'} the observer "
+                "'placeholder'",
+            ),
+            (
+                isinstance(finder, NonOverflow | PowerOfTwoMinMse) and self.scale_type is not ScaleType.POWER_OF_TWO,
+                f"observer {type(finder).__name__} chooses power-of-two scales; set scale_type='power_of_two'",
+            ),
+            (
+                isinstance(finder, Distribution) and (cast or not isinstance(self.format, FloatFormat)),
+                f"observer Distribution fits floats of 4 to 8 bits, not {self.format}; choose another observer",
+            ),
+            (
+                self.granularity is Granularity.TOKEN and not self.dynamic,
+                "per-token scales are measured at run time; set dynamic=True",
+            ),
+            (
+                self.dynamic and self.granularity is Granularity.CHANNEL,
+                "a dynamic range is per tensor, token or group, not per channel",
+            ),
+            (
+                self.dynamic and self.scale_type is not ScaleType.FLOAT32 and not self.scale_type.is_8_bit,
+                "a dynamic range has float32 scales, or such of 8 bits; drop scale_type",
+            ),
+            (
+                self.format == UINT32,
+                "uint32 has zero points that int32 does not hold; use int32 or uint16",
+            ),
+            (
+                self.reduce_range
+                and (self.dynamic or isinstance(self.format, FloatFormat) or self.format.bits not in (8, 16)),
+                f"reduce_range is for weights in integers of 8 or 16 bits, not {self.format}; drop it",
+            ),
+            (self.dynamic and cast, f"{self.format} has no range to measure; drop dynamic=True"),
+            (
+                self.dynamic and self.observer != MinMax(),
+                "a dynamic range is the minimum and maximum at run time; drop the observer",
+            ),
+        ):
+            if wrong:
+                raise ConfigError(message)
+
+    @property
+    def scheme(self) -> Scheme:
+        """Format, symmetry and kind of scale: what the numerics need."""
+        assert self.symmetry is not None
+        return Scheme(
+            format=self.format,
+            symmetry=self.symmetry,
+            scale_type=self.scale_type,
+            reduce_range=self.reduce_range,
+        )
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the format is reached by a plain cast."""
+        return isinstance(self.format, FloatFormat) and not self.format.needs_scale
+
+    @property
+    def block_size(self) -> int | None:
+        """Values per stored scale, for `Granularity.GROUP`."""
+        return self.sub_group_size or self.group_size
+
+    def measurement(self, rank: int, reduced: int) -> tuple[str, str, int | None, int, str, int]:
+        """Return the arguments of `quark_fx.numbers.ops.dynamic_qparams` behind the tensor, for a dynamic spec.
+
+        Args:
+            rank: of the activation.
+            reduced: its dimension that is summed over.
+        """
+        axis, block = None, 0
+        if self.granularity is Granularity.TOKEN:
+            axis, block = rank - 1, -1
+        elif self.block_size is not None:
+            axis, block = reduced, self.block_size
+        group = self.group_size if self.sub_group_size and self.group_size else 0
+        return str(self.format), str(self.symmetry), axis, block, str(self.scale_type), group
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with `changes`, checked again; what followed from the format follows from a new one.
+
+        Raises:
+            ConfigError: for an unknown field, or if the result contradicts itself.
+        """
+        known_fields(type(self), changes)
+        if "format" in changes:
+            default = TensorSpec(format=self.format)
+            follow = [key for key in ("symmetry", "observer") if getattr(self, key) == getattr(default, key)]
+            changes = dict.fromkeys(follow) | changes
+        return replace(self, **changes)
+
+    def __str__(self) -> str:
+        group = f"group {self.group_size}" + (f"/{self.sub_group_size}" if self.sub_group_size else "")
+        shared = {Granularity.TENSOR: "", Granularity.GROUP: group}
+        scales = {ScaleType.POWER_OF_TWO: "pow2", ScaleType.FP8_E4M3: "e4m3 scales"}
+        return " ".join(
+            word
+            for word in (
+                str(self.format),
+                shared.get(self.granularity, str(self.granularity)),
+                scales.get(self.scale_type, str(self.scale_type) if self.scale_type.is_e8m0 else ""),
+                "dynamic" if self.dynamic else "",
+                "reduced range" if self.reduce_range else "",
+            )
+            if word
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data; fields at their default are left out."""
+        default = TensorSpec(format=self.format)
+        data: dict[str, Any] = {"format": str(self.format)}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name != "format" and value != getattr(default, f.name):
+                data[f.name] = observer_to_dict(value) if isinstance(value, Observer) else _plain(value)
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, stored: bool = False) -> Self:
+        """Inverse of `to_dict`.
+
+        Args:
+            data: plain data.
+            stored: keep an observer that nothing here has registered as data (`StoredObserver`).
+
+        Raises:
+            ConfigError: for an unknown key or value; the message lists the valid ones.
+        """
+        values = known_fields(cls, data)
+        if "format" not in values:
+            raise ConfigError(f"a tensor spec needs a format: {brief(dict(data))}")
+        if stored and values.get("observer") is not None:
+            values["observer"] = stored_observer(values["observer"])
+        return cls(**values)
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, StrEnum) else value
+
+
+parsed(TensorSpec, ("a TensorSpec(format=...)", "its dict"), Mapping, TensorSpec.from_dict)

@@ -1,0 +1,140 @@
+"""Keep tensors between blocks: on the device, on the host or on disk, by a stated budget."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quark_fx.errors import CalibrationError
+from quark_fx.system.options import NonNegativeInt, checked
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class CacheBudget:
+    """How much memory cached activations may take.
+
+    Args:
+        device_bytes: on the device the blocks run on, where that is not the host.
+        host_bytes: on the host; `None` for no limit.
+        directory: where what exceeds both goes; default: a temporary directory.
+
+    Raises:
+        ConfigError: for a budget that is negative or no whole number.
+    """
+
+    device_bytes: NonNegativeInt = 0
+    host_bytes: NonNegativeInt | None = None
+    directory: str | Path | None = None
+
+
+class ActivationCache:
+    """Values by key. A tensor goes where there is room: device, host, disk.
+
+    Attributes:
+        peak_host_bytes: the most the host ever held.
+        spilled_bytes: written to disk so far.
+    """
+
+    def __init__(self, budget: CacheBudget | None = None, device: torch.device | None = None) -> None:
+        self.budget = budget or CacheBudget()
+        self.device = device or torch.device("cpu")
+        self.peak_host_bytes = self.spilled_bytes = 0
+        self._values: dict[Hashable, Any] = {}
+        self._strides: dict[Hashable, tuple[int, ...]] = {}
+        self._used = {"device": 0, "host": 0}
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._files = 0
+
+    def put(self, key: Hashable, value: Any) -> None:
+        """Keep `value`, replacing what `key` stood for.
+
+        Raises:
+            CalibrationError: if it has to go to disk and cannot.
+        """
+        self.drop(key)
+        if not isinstance(value, Tensor):
+            self._values[key] = value
+            return
+        value = value.detach()
+        if value.untyped_storage().nbytes() != value.nbytes:
+            # A view would keep all of its base alive, and elements that share memory cannot be written back.
+            value = value.clone()
+        place = self._place(value)
+        if place == "disk":
+            self._values[key] = self._write(value)
+            self._strides[key] = value.stride()
+            return
+        self._used[place] += value.nbytes
+        self.peak_host_bytes = max(self.peak_host_bytes, self._used["host"])
+        self._values[key] = value.cpu() if place == "host" else value
+
+    def get(self, key: Hashable) -> Any:
+        """Return the value `key` stands for; a tensor on the device."""
+        value = self._values[key]
+        if isinstance(value, Path):
+            # Which kernel runs, and so the bits, may depend on strides and on where memory starts.
+            stored = load_file(value)["value"]
+            value = torch.empty_strided(stored.shape, self._strides[key], dtype=stored.dtype).copy_(stored)
+        return value.to(self.device) if isinstance(value, Tensor) else value
+
+    def drop(self, key: Hashable) -> None:
+        """Forget `key`, if it is known."""
+        value = self._values.pop(key, None)
+        self._strides.pop(key, None)
+        if isinstance(value, Path):
+            value.unlink()
+        elif isinstance(value, Tensor):
+            self._used["host" if value.is_cpu else "device"] -= value.nbytes
+
+    def limit_further(self, more: int) -> None:
+        """Let the host keep `more` bytes than it does now, and no more than its budget."""
+        limit = self._used["host"] + more
+        given = self.budget.host_bytes
+        self.budget = replace(self.budget, host_bytes=limit if given is None else min(limit, given))
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._values
+
+    def close(self) -> None:
+        """Forget everything and remove the files."""
+        self._values.clear()
+        self._strides.clear()
+        self._used = {"device": 0, "host": 0}
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _place(self, value: Tensor) -> str:
+        if not value.is_cpu and self._used["device"] + value.nbytes <= self.budget.device_bytes:
+            return "device"
+        limit = self.budget.host_bytes
+        return "host" if limit is None or self._used["host"] + value.nbytes <= limit else "disk"
+
+    def _write(self, value: Tensor) -> Path:
+        try:
+            if self._folder is None:
+                self._folder = tempfile.TemporaryDirectory(prefix="quark_fx-", dir=self.budget.directory)
+            self._files += 1
+            file = Path(self._folder.name) / f"{self._files}.safetensors"
+            save_file({"value": value.cpu().contiguous()}, file)
+        except (OSError, SafetensorError) as error:
+            place = self.budget.directory or tempfile.gettempdir()
+            raise CalibrationError(
+                f"cannot write {value.nbytes / 2**20:.1f} MiB of cached activations to {place} ({error}; "
+                f"{self.spilled_bytes / 2**20:.1f} MiB were written before); give CacheBudget a `directory` with more "
+                "room or more `host_bytes`, or pass fewer calibration batches"
+            ) from error
+        self.spilled_bytes += value.nbytes
+        return file
+
+
+__all__ = ["ActivationCache", "CacheBudget"]

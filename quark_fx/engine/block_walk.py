@@ -1,0 +1,371 @@
+"""Run one block over all calibration batches before the next, in float and in codes side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from tqdm.auto import tqdm
+
+from quark_fx.engine.blocks import Block, Unit, carriers, extract, find_blocks
+from quark_fx.engine.context import Context
+from quark_fx.errors import CalibrationError
+from quark_fx.graph.nodes import (
+    get_attr,
+    is_parameter,
+    named_nodes,
+    parameter,
+    placeholders,
+    results_of,
+    set_parameter,
+    stored_tensors,
+    target_name,
+    tensor_of,
+)
+from quark_fx.system.memory import give_back
+
+
+@dataclass
+class BlockRun:
+    """One block while it is its turn.
+
+    Attributes:
+        block: which one.
+        index: its position, from 0.
+        reference: the block in float, on the device.
+        module: the block in codes, on the device. `store` changes it; what it holds when the turn ends is what the
+            blocks after it see.
+        finished: a checkpoint had the block, and its changes are made; there is nothing left to learn.
+    """
+
+    block: Block
+    index: int
+    reference: GraphModule
+    module: GraphModule
+    finished: bool
+    _streams: _Streams
+    _whole: GraphModule
+    _context: Context
+    _learned: dict[str, Tensor] = field(default_factory=dict)
+
+    def reference_inputs(self, batch: int) -> list[Any]:
+        """Return what enters the block in float."""
+        return self._streams.values("float", self.block.inputs, batch)
+
+    def inputs(self, batch: int) -> list[Any]:
+        """Return what enters the block when everything before it is quantized."""
+        return self._streams.values("quantized", self.block.inputs, batch)
+
+    def targets(self, batch: int) -> list[Any]:
+        """Return what leaves the block in float, the values it makes (`Block.made`) in order."""
+        return self._streams.values("float", self.block.made, batch)
+
+    def outputs(self, batch: int) -> list[Any]:
+        """Return what the quantized block makes now of its quantized inputs, in the order of `targets`."""
+        with torch.no_grad(), running(batch):
+            return self.made(self.module(*self.inputs(batch)))
+
+    def made(self, outputs: Sequence[Any]) -> list[Any]:
+        """Return those of a block's results that it makes itself."""
+        by_name = dict(zip(self.block.outputs, outputs, strict=True))
+        return [by_name[name] for name in self.block.made]
+
+    def held_out_error(self, outputs: Callable[[int], Sequence[Any]] | None = None) -> float:
+        """Return the relative squared error of what the block makes, on the batches that are not learned from.
+
+        Args:
+            outputs: returns what some version of the block makes of a batch; default: the block as it is.
+
+        Raises:
+            CalibrationError: if it is not finite; the message names the block's operators.
+        """
+        with torch.no_grad():
+            batches = self._context.held_out
+            errors = [relative_error((outputs or self.outputs)(batch), self.targets(batch)) for batch in batches]
+            error = float(torch.stack(errors).mean())
+        if not math.isfinite(error):
+            raise CalibrationError(
+                f"quantized, {self.operators} makes values that are not finite of finite ones; exclude it, or check "
+                "its weights"
+            )
+        return error
+
+    @property
+    def operators(self) -> str:
+        """The modules of the block's operators, for messages."""
+        plan = self._context.plan
+        return ", ".join(plan[name].name if name in plan else name for name in self.block.operators)
+
+    def store(self, name: str, value: Tensor) -> None:
+        """Replace the tensor `name` of the quantized graph, here and in the whole."""
+        value = value.detach()
+        set_parameter(self.module, name, value.to(self._context.device))
+        set_parameter(self._whole, name, value.to(tensor_of(self._whole, name).device))
+        self._learned[name] = value
+
+    @property
+    def learned(self) -> dict[str, Tensor]:
+        """The tensors stored during this turn, by name."""
+        return self._learned
+
+
+_DEQUANTIZE = "quark_fx.dequantize.default"
+
+_NOTHING = 1e-12
+"""The square of targets that are all zero, which an error is not divided by."""
+
+
+def relative_error(outputs: Sequence[Any], targets: Sequence[Any]) -> Tensor:
+    """Return the squared error over the squared targets, averaged over the floating-point tensors among them.
+
+    Where a target is not finite there is no error.
+    """
+    errors = []
+    for y, target in zip(outputs, targets, strict=True):
+        if isinstance(target, Tensor) and target.is_floating_point():
+            t = target.float()
+            known = t.isfinite()  # a model may mask what it returns
+            noise, signal = (torch.where(known, x, 0.0).square().sum() for x in (y.float() - t, t))
+            errors.append(noise / signal.clamp_min(_NOTHING))
+    return torch.stack(errors).mean() if errors else torch.zeros((), dtype=torch.float32)
+
+
+@contextmanager
+def running(batch: int) -> Iterator[None]:
+    """Run a graph on a batch: an index beyond a table is the data's fault, and said so."""
+    try:
+        yield
+    except IndexError as error:
+        raise CalibrationError(
+            f"calibration batch {batch} holds an index that a table of the model does not have ({error}): a token "
+            "beyond the vocabulary, or a sequence longer than the table of positions; remove or shorten it"
+        ) from error
+
+
+class _Streams:
+    """The values at the current cut, of every batch, in float and quantized."""
+
+    def __init__(self, gm: GraphModule, context: Context, batches: Sequence[int]) -> None:
+        self.context, self.cache = context, context.cache
+        self.batches = batches
+        # The inputs of a quantized graph are those of the float one, and in the cache already.
+        self.inputs = {node.name: position for position, node in enumerate(placeholders(gm))}
+        self.shared = set(self.inputs)
+
+    def values(self, stream: str, names: Sequence[str], batch: int) -> list[Any]:
+        return [self.value(stream, name, batch) for name in names]
+
+    def value(self, stream: str, name: str, batch: int) -> Any:
+        if name in self.inputs:
+            return self.context.input(batch, self.inputs[name])
+        return self.cache.get(("float" if name in self.shared else stream, name, batch))
+
+    def advance(self, stream: str, block: Block, module: GraphModule) -> None:
+        """Compute what leaves the block from what enters it, batch by batch."""
+        new = {name for name in block.outputs if name not in block.inputs}
+        with torch.no_grad():
+            for batch in self.batches:
+                give_back()
+                with running(batch):
+                    outputs = module(*self.values(stream, block.inputs, batch))
+                for name, value in zip(block.outputs, outputs, strict=True):
+                    if name in new and not (stream == "quantized" and name in self.shared):
+                        self.cache.put((stream, name, batch), value)
+
+    def forget(self, names: set[str]) -> None:
+        for batch in self.batches:
+            for name in names:
+                self.cache.drop(("float", name, batch))
+                self.cache.drop(("quantized", name, batch))
+
+
+def walk_blocks(
+    gm: GraphModule, context: Context, *, unit: Unit = Unit.BLOCK, label: str = "blocks", side_by_side: bool = True
+) -> Iterator[BlockRun]:
+    """Visit the blocks of a quantized graph in order; each sees what the changes to those before it make of the data.
+
+    The float values a block makes are computed before its turn, the quantized ones after it, each once per batch:
+    a walk costs two forward passes over the data at any depth, and holds the values at one cut. It ends with the last
+    block that has a quantized weight. Only the tensors of the block whose turn it is are on `context.device`. A block
+    that `context.checkpoint` knows comes with its changes made, marked as finished.
+
+    Args:
+        gm: the quantized graph, which `BlockRun.store` changes.
+        context: with `float_graph`, of which `gm` is the conversion.
+        unit: how finely to cut.
+        label: of the progress bar.
+        side_by_side: compute the float values too; without them a walk costs one forward pass, and of a `BlockRun`
+            only the quantized inputs and modules may be asked for.
+
+    Raises:
+        CalibrationError: if there is no calibration data.
+    """
+    assert context.float_graph is not None
+    context.require_batches()
+    reference = context.float_graph
+    walk = context.next_walk()
+    blocks = _learning(find_blocks(reference, unit), context)
+    streams = _Streams(reference, context, range(len(context.batches)))
+    float_nodes, quantized_nodes = named_nodes(reference), carriers(gm)
+    try:
+        bar = tqdm(blocks, desc=label, unit="block", disable=not context.progress, leave=False)
+        for index, block in enumerate(bar):
+            give_back()
+            part = _lift(reference, block, float_nodes, context.device)
+            if side_by_side:
+                streams.shared |= block.shared
+                streams.advance("float", block, part)
+            module = _lift(gm, block, quantized_nodes, context.device)
+            known = context.checkpoint.load(walk, index) if context.checkpoint is not None else None
+            run = BlockRun(block, index, part, module, known is not None, streams, gm, context)
+            for name, value in (known[0] if known else {}).items():
+                run.store(name, value)
+            for change in known[1] if known else ():
+                context.note(change)
+            before = len(context.changes)
+            yield run
+            if known is None:
+                _exchange(run, context, before)
+            if context.checkpoint is not None and known is None and context.ranks.index == 0:
+                context.checkpoint.save(walk, index, run.learned, context.changes[before:])
+            if index + 1 < len(blocks):
+                values = _with_weights(run.module)
+                streams.advance("quantized", block, values)
+                _release(values)
+                streams.forget(set(block.inputs) - set(block.outputs))
+            _release(part)
+            _release(module)
+    finally:
+        streams.forget({name for block in blocks for name in (*block.inputs, *block.outputs)})
+
+
+def _exchange(run: BlockRun, context: Context, before: int) -> None:
+    """Bring here what other ranks stored and noted in this turn; `before` it there were so many changes."""
+    if context.ranks.alone:
+        return
+    learned = {name: value.cpu() for name, value in run.learned.items()}
+    found = context.ranks.gather((learned, context.changes[before:]))
+    for tensors, _ in found[: context.ranks.index] + found[context.ranks.index + 1 :]:
+        for name, value in tensors.items():
+            run.store(name, value)
+    order = {operator.name: position for position, operator in enumerate(context.plan.values())}
+    changes = [change for _, changes in found for change in changes]
+    context.changes[before:] = sorted(changes, key=lambda change: order.get(change.name, len(order)))
+
+
+def _learning(blocks: Sequence[Block], context: Context) -> Sequence[Block]:
+    """Return the blocks up to the last one with a quantized weight: nobody asks what those after it compute."""
+    weights = {name for name, operator in context.plan.items() if operator.weight is not None}
+    count = max((i for i, block in enumerate(blocks, 1) if not weights.isdisjoint(block.operators)), default=0)
+    return blocks[:count]
+
+
+@dataclass(frozen=True)
+class FloatRun:
+    """One block of a float graph while it is its turn.
+
+    Attributes:
+        block: which one.
+        module: it, on the device.
+    """
+
+    block: Block
+    module: GraphModule
+    _streams: _Streams
+
+    def inputs(self, batch: int) -> list[Any]:
+        """Return what enters the block."""
+        return self._streams.values("float", self.block.inputs, batch)
+
+
+def walk_float_blocks(
+    gm: GraphModule,
+    context: Context,
+    *,
+    unit: Unit = Unit.BLOCK,
+    label: str = "blocks",
+    watched: Mapping[str, Node] | None = None,
+) -> Iterator[FloatRun]:
+    """Visit the blocks of a graph in order, each with what enters it on every batch: one forward pass over the data.
+
+    Only the tensors of the block whose turn it is are on `context.device`.
+
+    Args:
+        gm: a graph that does not change meanwhile.
+        context: with the batches.
+        unit: how finely to cut.
+        label: of the progress bar.
+        watched: calls without readers that run once, with the first block that has what they read.
+    """
+    context.require_batches()
+    blocks = find_blocks(gm, unit)
+    streams = _Streams(gm, context, range(len(context.batches)))
+    nodes, watches = named_nodes(gm), dict(watched or {})
+    try:
+        for index, block in enumerate(
+            tqdm(blocks, desc=label, unit="block", disable=not context.progress, leave=False)
+        ):
+            give_back()
+            streams.shared |= block.shared
+            part = _lift(gm, block, nodes, context.device, watches.values())
+            yield FloatRun(block, part, streams)
+            if watched is not None or index + 1 < len(blocks):
+                streams.advance("float", block, part)
+            # What enters a block was watched where it was made.
+            watches = {name: node for name, node in watches.items() if name not in named_nodes(part)}
+            _release(part)
+            streams.forget(set(block.inputs) - set(block.outputs))
+    finally:
+        streams.forget({name for block in blocks for name in (*block.inputs, *block.outputs)})
+
+
+def run_blocks(gm: GraphModule, context: Context) -> None:
+    """Run a graph on every calibration batch, block by block, for the sake of the modules that watch its values."""
+    watched = {node.name: node for node in gm.graph.nodes if node.op == "call_module"}
+    for _ in walk_float_blocks(gm, context, label="calibrate", watched=watched):
+        pass
+
+
+def _lift(
+    gm: GraphModule, block: Block, nodes: Mapping[str, Node], device: torch.device, watches: Iterable[Node] = ()
+) -> GraphModule:
+    """Return a block as a module whose tensors are on the device; the graph's own stay where they are."""
+    inputs, outputs = ([nodes[name] for name in names] for names in (block.inputs, block.outputs))
+    part = extract(gm, inputs, outputs, watches=watches)
+    for name, tensor in stored_tensors(part).items():
+        if tensor.device != device:
+            set_parameter(part, name, tensor.to(device))
+    for node in part.graph.nodes:
+        if "device" in node.kwargs:
+            node.update_kwarg("device", device)
+    part.recompile()
+    return part
+
+
+def _with_weights(module: GraphModule) -> GraphModule:
+    """Return a block whose weights are values, so that they are not computed from their codes for every batch."""
+    module = extract(module, placeholders(module), results_of(module))
+    for node in list(module.graph.nodes):
+        if target_name(node) == _DEQUANTIZE and all(is_parameter(source) for source in node.all_input_nodes):
+            value = node.target(*(parameter(module, a) if isinstance(a, Node) else a for a in node.args))
+            with module.graph.inserting_before(node):
+                node.replace_all_uses_with(get_attr(module, f"{node.name}_value", value))
+            module.graph.erase_node(node)
+    module.recompile()
+    return module
+
+
+def _release(module: GraphModule) -> None:
+    """Let go of a module's tensors now: a graph is a cycle, which waits for the garbage collector."""
+    for owner in module.modules():
+        owner._parameters.clear()
+        owner._buffers.clear()
+
+
+__all__ = ["BlockRun", "FloatRun", "relative_error", "run_blocks", "running", "walk_blocks", "walk_float_blocks"]

@@ -1,0 +1,363 @@
+"""What a pass may ask for besides the graph: calibration data, memory, a place to note what it did."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from quark_fx.config.quant_config import QuantConfig, TensorSpec
+from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
+from quark_fx.engine.ranks import ALONE, Ranks
+from quark_fx.errors import CalibrationError, ConfigError
+from quark_fx.graph.nodes import stored_tensors, target_name
+from quark_fx.graph.pass_manager import Change, needs_context
+from quark_fx.graph.signature import BatchShape, batch_shape
+from quark_fx.numbers.qparams import QParams
+from quark_fx.plan.placement import Plan, PlannedOperator
+from quark_fx.system.isolation import warn
+
+_HELD_OUT = 8
+"""One sample in eight is kept from tuning, to judge it by; one batch in eight, where batches cannot be divided."""
+
+
+_MASK = "attention_mask"
+"""The input that says which positions are no padding, as Hugging Face models call it; shape (batch, tokens)."""
+
+
+@dataclass
+class Calibrated:
+    """What calibration found, for passes between it and conversion to change.
+
+    Attributes:
+        plan: how the float graph will be quantized.
+        values: parameters of activations, by the node that was observed and its spec.
+        constants: parameters of weights and biases that are settled before they are rounded, by operator and position
+            of the argument; the others are found by their observers.
+    """
+
+    plan: Plan
+    values: dict[tuple[Node, TensorSpec], QParams]
+    constants: dict[tuple[Node, int], QParams] = field(default_factory=dict)
+
+
+@dataclass
+class Context:
+    """The run that passes are part of.
+
+    Attributes:
+        config: what the model is quantized with.
+        cache: keeps calibration batches and activations, by budget.
+        device: where blocks run; tensors come from the cache on it.
+        ranks: the processes that share the data.
+        by_block: the graph lies elsewhere, on another device or on disk: it is run block by block, never as a whole.
+        progress: show progress bars.
+        checkpoint: finished blocks, if the run can be resumed.
+        float_graph: the graph before conversion, for passes of the quantized stage.
+        plan: how each operator of it is quantized, by the name of its node.
+        calibrated: the plan and its scales, for passes between calibration and conversion.
+        names: of the flat inputs, in order.
+        changes: what the pass that is running noted so far.
+        remark: what the pass that is running says could be done besides.
+        batches: where each calibration batch lies: its index as it was given, and a slice of its samples.
+        shapes: of each batch's flat inputs.
+    """
+
+    config: QuantConfig
+    cache: ActivationCache
+    device: torch.device
+    progress: bool = False
+    checkpoint: Checkpoint | None = None
+    float_graph: GraphModule | None = None
+    plan: Mapping[str, PlannedOperator] = field(default_factory=dict)
+    batches: list[tuple[int, slice | None]] = field(default_factory=list)
+    shapes: list[BatchShape] = field(default_factory=list)
+    calibrated: Calibrated | None = None
+    names: tuple[str, ...] = ()
+    ranks: Ranks = ALONE
+    by_block: bool = False
+    changes: list[Change] = field(default_factory=list)
+    remark: str = ""
+    _walks: int = 0
+    _given: int = 0
+    _judging: int = 0
+
+    def add_batches(self, batches: Iterable[Sequence[Any]], *, divisible: bool = False) -> None:
+        """Keep the flat inputs of calibration batches.
+
+        Args:
+            batches: the flat inputs of each.
+            divisible: dimension 0 of every tensor counts samples: a single batch is divided, so that there is
+                something to hold out.
+
+        Raises:
+            CalibrationError: if a value is NaN; a mask may hold infinities.
+        """
+        for index, leaves in enumerate(batches):
+            self.cache.put(("batch", index, "length"), len(leaves))
+            for position, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor) and leaf.is_floating_point() and bool(leaf.isnan().any()):
+                    name = self.names[position] if self.names else position
+                    raise CalibrationError(f"calibration batch {index}: input {name} holds NaN; remove such samples")
+                # A loader may fill the same buffer again for the next batch.
+                self.cache.put(("batch", index, position), leaf.clone() if isinstance(leaf, Tensor) else leaf)
+            self.batches.append((index, None))
+            self.shapes.append(batch_shape(leaves))
+        self._judging = min(len(self.batches), max(1, len(self.batches) // _HELD_OUT))
+        if divisible:
+            self._hold_out_samples()
+        masks = (self.kept_positions(batch) for batch in range(len(self.batches)))
+        if self.batches and all(mask is not None and not bool(mask.any()) for mask in masks):
+            raise CalibrationError(f"{_MASK} leaves out every position of all calibration data; 1 stands for a token")
+        self._given = len(self.batches)
+        if not self.holds_out and any(needs_context(p) for p in self.config.passes):
+            warn(
+                "the calibration data is one sample, or one batch that cannot be divided: what passes learn from it is "
+                "judged on it, too; pass more batches"
+            )
+
+    def _hold_out_samples(self) -> None:
+        """Hold out the last eighth of the samples, however they are divided into batches."""
+        counts = []
+        for index in range(len(self.batches)):
+            sizes = {leaf.shape[0] for leaf in self.inputs(index) if isinstance(leaf, Tensor) and leaf.dim()}
+            if len(sizes) != 1:
+                return
+            counts.append(sizes.pop())
+        if sum(counts) < 2:
+            return
+        wanted = max(1, sum(counts) // _HELD_OUT)
+        self._judging = 0
+        while wanted >= counts[-1 - self._judging]:
+            wanted -= counts[-1 - self._judging]
+            self._judging += 1
+        if wanted:  # a batch that belongs to both
+            index = len(counts) - 1 - self._judging
+            learned = counts[index] - wanted
+            self.batches[index : index + 1] = [(index, slice(0, learned)), (index, slice(learned, counts[index]))]
+            self.shapes[index : index + 1] = [batch_shape(self.inputs(part)) for part in (index, index + 1)]
+            self._judging += 1
+
+    def keep_share(self) -> None:
+        """Keep the batches of this rank, and nothing of the others'.
+
+        Raises:
+            CalibrationError: if there are fewer batches than ranks.
+        """
+        if self.ranks.alone or not self.batches:
+            return
+        if self.ranks.count > len(self.batches):
+            raise CalibrationError(
+                f"{len(self.batches)} calibration batches cannot be shared by {self.ranks.count} ranks; pass at least "
+                "one for each, or start fewer"
+            )
+        every, self.batches = self.batches, list(self.ranks.share(self.batches))
+        judging = self.ranks.share([index >= len(every) - self._judging for index in range(len(every))])
+        self._judging = sum(judging)
+        for batch in {batch for batch, _ in every} - {batch for batch, _ in self.batches}:
+            for position in ("length", *range(self.cache.get(("batch", batch, "length")))):
+                self.cache.drop(("batch", batch, position))
+
+    def inputs(self, index: int) -> list[Any]:
+        """Return the flat inputs of batch `index`, tensors on the device.
+
+        Raises:
+            CalibrationError: if there is no calibration data.
+        """
+        self.require_batches()
+        batch, part = self.batches[index]
+        return [_part(leaf, part) for leaf in self._leaves(batch)]
+
+    def require_batches(self) -> None:
+        """Raise `CalibrationError` if there is no calibration data."""
+        if not self.batches:
+            raise CalibrationError("a pass of this configuration learns from data; pass calibration_data")
+
+    def input(self, index: int, position: int) -> Any:
+        """Return one of the flat inputs of batch `index`, a tensor on the device."""
+        batch, part = self.batches[index]
+        return _part(self.cache.get(("batch", batch, position)), part)
+
+    def kept_positions(self, batch: int) -> Tensor | None:
+        """Return which positions of batch `batch` are no padding, boolean, or `None` if the data does not say."""
+        mask = self.input(batch, self.names.index(_MASK)) if _MASK in self.names else None
+        return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+    def whole_batches(self, device: torch.device) -> Iterator[list[Any]]:
+        """Yield the flat inputs of every batch as it was given, tensors on `device`."""
+        for batch in dict.fromkeys(batch for batch, _ in self.batches):
+            yield [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves(batch)]
+
+    def _leaves(self, batch: int) -> list[Any]:
+        return [self.cache.get(("batch", batch, i)) for i in range(self.cache.get(("batch", batch, "length")))]
+
+    @property
+    def tuning(self) -> list[int]:
+        """The batches to learn from."""
+        return list(range(len(self.batches) - self._judging)) if self.holds_out else [0]
+
+    @property
+    def held_out(self) -> list[int]:
+        """The batches to judge by: an eighth of the samples; with a single one, the one there is."""
+        return list(range(len(self.batches) - self._judging, len(self.batches)))
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there is data to judge by that is not learned from."""
+        return self._given != 1
+
+    def note(self, change: Change) -> None:
+        """Add a row to the report of the pass that is running."""
+        self.changes.append(change)
+
+    def take_changes(self) -> list[Change]:
+        """Return the rows noted since the last call."""
+        changes, self.changes = self.changes, []
+        return changes
+
+    def next_walk(self) -> int:
+        """Return how many walks over the blocks were begun before: with the block, the name of a checkpoint."""
+        self._walks += 1
+        return self._walks - 1
+
+
+def _part(leaf: Any, part: slice | None) -> Any:
+    return leaf if part is None or not isinstance(leaf, Tensor) or not leaf.dim() else leaf[part]
+
+
+class Checkpoint:
+    """Finished blocks of one run, each a file written in one step.
+
+    Args:
+        directory: made if it does not exist.
+        fingerprint: digests that identify the run, by what they are of; finished blocks of another one are refused.
+        output: the output directory it is a part of, for messages.
+
+    Raises:
+        ConfigError: if the directory holds blocks of another run or cannot be used.
+    """
+
+    def __init__(self, directory: str | Path, fingerprint: Mapping[str, str], output: Path | None = None) -> None:
+        self.directory = Path(directory)
+        owner = self.directory / "run.json"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({"fingerprint": dict(fingerprint)})
+            if not owner.exists():
+                _write_text(owner, text)
+            known = json.loads(owner.read_text())["fingerprint"]
+            others = [what for what, digest in fingerprint.items() if known.get(what) != digest]
+            if others and not any(self.directory.glob("pass-*.safetensors")):  # nothing is lost
+                _write_text(owner, text)
+                others = []
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"checkpoint directory {directory} cannot be used: {error}") from error
+        if others:
+            shuffled = " (a DataLoader that shuffles gives other batches every time)" if "data" in others else ""
+            what, folder = ("checkpoint directory", directory) if output is None else ("output_dir", output)
+            rest = self.directory if output is None else self.directory.parent
+            raise ConfigError(
+                f"{what} {folder} holds blocks that another run finished, with other {' and '.join(others)}{shuffled}; "
+                f"remove {rest}, which loses them, or choose another directory"
+            )
+
+    def last(self, walk: int) -> int:
+        """Return the last block of a walk that is finished, -1 for none."""
+        blocks = (file.stem.rpartition("-")[2] for file in self.directory.glob(f"pass-{walk}-block-*.safetensors"))
+        return max(map(int, blocks), default=-1)
+
+    def load(self, walk: int, block: int) -> tuple[dict[str, Tensor], list[Change]] | None:
+        """Return what a finished block learned and noted, `None` if it is not finished."""
+        file = self._file(walk, block)
+        if not file.exists():
+            return None
+        try:
+            with safe_open(file, "pt") as stored:
+                changes = [Change(**row) for row in json.loads(stored.metadata()["changes"])]
+                return {name: stored.get_tensor(name) for name in stored.keys()}, changes  # noqa: SIM118
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"checkpoint {file} cannot be read ({error}); remove it") from error
+
+    def save(self, walk: int, block: int, tensors: Mapping[str, Tensor], changes: Sequence[Change]) -> None:
+        """Keep what a block learned; an interruption leaves all of it or nothing."""
+        file = self._file(walk, block)
+        partial = file.with_suffix(".partial")
+        metadata = {"changes": json.dumps([asdict(change) for change in changes])}
+        try:
+            save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial, metadata)
+            os.replace(partial, file)
+        except (OSError, SafetensorError) as error:
+            raise CalibrationError(f"cannot write checkpoint {file}: {error}; make room and run again") from error
+
+    def _file(self, walk: int, block: int) -> Path:
+        return self.directory / f"pass-{walk}-block-{block}.safetensors"
+
+
+def _write_text(file: Path, text: str) -> None:
+    partial = file.with_suffix(".partial")
+    partial.write_text(text)
+    os.replace(partial, file)
+
+
+def fingerprint(gm: GraphModule, context: Context) -> dict[str, str]:
+    """Return digests of a graph with its tensors, of the configuration and of the calibration data, to tell runs apart.
+
+    The code of a pass does not count.
+    """
+    model, configuration, data = (hashlib.sha256() for _ in range(3))
+    configuration.update(json.dumps(context.config.to_dict(), sort_keys=True, default=str).encode())
+    for node in gm.graph.nodes:
+        model.update(f"{node.name} {target_name(node)} {node.args} {node.kwargs}".encode())
+    for name, tensor in stored_tensors(gm).items():
+        _update(model, name, tensor)
+    for batch in range(len(context.batches)):
+        for position, leaf in enumerate(context.inputs(batch)):
+            _update(data, f"batch {batch} {position}", leaf)
+    digests = {"model": model, "configuration": configuration, "data": data}
+    ranks = {} if context.ranks.alone else {"number of ranks": str(context.ranks.count)}
+    return {what: digest.hexdigest()[:32] for what, digest in digests.items()} | ranks
+
+
+def _update(digest: Any, name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        digest.update(f"{name} {value}".encode())
+        return
+    digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+    if value.numel():
+        digest.update(value.detach().flatten().cpu().contiguous().view(torch.uint8).numpy())
+
+
+def require_resources(device: str | torch.device | None, cache: CacheBudget | None) -> None:
+    """Raise `ConfigError` for what a run cannot be given, before it begins; make the cache's directory."""
+    if cache is not None and not isinstance(cache, CacheBudget):
+        raise ConfigError(f"cache is a CacheBudget, not {cache!r}; write CacheBudget(host_bytes=...)")
+    if cache is not None and cache.directory is not None:
+        try:
+            Path(cache.directory).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=cache.directory).close()
+        except OSError as error:
+            raise ConfigError(
+                f"the directory {cache.directory} of the CacheBudget cannot be used: {error}; choose another one"
+            ) from error
+    if device is not None:
+        try:
+            torch.empty(0, device=device, dtype=torch.float32)
+        except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"device={str(device)!r} cannot be used: {reason}; choose another one, or None"
+            ) from error
+
+
+__all__ = ["CacheBudget", "Calibrated", "Checkpoint", "Context", "fingerprint", "require_resources"]

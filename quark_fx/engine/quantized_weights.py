@@ -1,0 +1,271 @@
+"""The weighted operators of a converted graph, and the tensors behind their codes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from quark_fx.config.selection import NOT_SELECTED, Selective
+from quark_fx.engine.context import Context
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.nodes import is_parameter, parameter, target_name, tensor_of
+from quark_fx.graph.pass_manager import Change
+from quark_fx.numbers.formats import INT32, IntFormat, parse_format
+from quark_fx.numbers.grid import Grid
+from quark_fx.numbers.layout import Layout
+from quark_fx.numbers.qparams import ScaleType, Scheme
+from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.plan.placement import PlannedOperator
+
+_DEQUANTIZE = "quark_fx.dequantize.default"
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """One operator whose weight is stored in codes.
+
+    Attributes:
+        operator: how it was planned.
+        linear: the call, in the graph that was asked.
+        dequantize: the node that turns the codes of the weight into values.
+        weight: name of the float weight in the graph before conversion.
+    """
+
+    operator: PlannedOperator
+    linear: Linear
+    dequantize: Node
+    weight: str
+
+    @property
+    def name(self) -> str:
+        """The module it comes from."""
+        return self.operator.name
+
+    @property
+    def node(self) -> Node:
+        """The call, in the graph that was asked."""
+        return self.linear.node
+
+    @property
+    def scheme(self) -> Scheme:
+        assert self.operator.weight is not None
+        return self.operator.weight.scheme
+
+    @property
+    def codes(self) -> str:
+        """Name of the tensor of codes."""
+        return _name(self.dequantize.args[0])
+
+    def storable(self, gm: GraphModule, codes: Tensor) -> Tensor:
+        """Return codes as they are stored: in their dtype, pairs that the target would saturate lowered to its limit.
+
+        Args:
+            gm: the graph the operator is in.
+            codes: whole numbers or floats of the format, in the shape of the weight.
+        """
+        codes = codes.to(tensor_of(gm, self.codes).dtype)
+        return codes if self.operator.pairs is None else self.operator.pairs.limited(codes)
+
+    def stored(self, gm: GraphModule) -> QuantizedTensor:
+        """Return the weight as it is stored."""
+        return stored_tensor(gm, self.dequantize)
+
+    def grid(self, gm: GraphModule, matrices: slice = slice(None)) -> Grid:
+        """Return what the codes stand for; of a stack of matrices, those of `matrices`."""
+        stored = self.stored(gm)[matrices]
+        movable = self.scheme.scale_type is ScaleType.FLOAT32 and not self.bias_scale_follows
+        return Grid.of(stored, self.scheme, movable=movable)
+
+    def layout(self, gm: GraphModule) -> Layout:
+        """Return which scale is that of which code."""
+        return self.stored(gm).layout
+
+    @property
+    def scale_name(self) -> str:
+        """Name of the tensor of scales."""
+        return _name(self.dequantize.args[1])
+
+    def scale(self, gm: GraphModule) -> Tensor:
+        """Return the scale as it is stored."""
+        return parameter(gm, self.dequantize.args[1])  # type: ignore[arg-type]
+
+    def value(self, gm: GraphModule) -> Tensor:
+        """Return the weight the operator multiplies by now, float32."""
+        return self.stored(gm).dequantize()
+
+    def sqnr(self, gm: GraphModule, real: Tensor) -> float:
+        """Return the signal to noise ratio in dB of what the codes stand for, `real` being the float weight."""
+        return self.stored(gm).to(real.device).sqnr(real)
+
+    def channel_dim(self, output: Tensor) -> int:
+        """Return the dimension of the operator's output that counts output channels."""
+        return self.linear.channel_dim(output.dim())
+
+    @property
+    def bias(self) -> Node | None:
+        """The node that gives a bias that can be replaced: a parameter, or a `dequantize` of integer codes."""
+        node = self.linear.bias
+        if node is None or node.op == "get_attr":
+            return node
+        stored = target_name(node) == _DEQUANTIZE and is_parameter(node.args[0])
+        return node if stored and isinstance(parse_format(str(node.args[3])), IntFormat) else None
+
+    @property
+    def bias_name(self) -> str:
+        """Name of the tensor of the bias, or of its codes."""
+        assert self.bias is not None
+        return _name(self.bias.args[0] if self.bias.args else self.bias)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the operator is its product and a bias that is known, without factors of either."""
+        known = self.bias is not None or self.linear.bias is None
+        return known and not self.linear.has_factors
+
+    @property
+    def bias_scale_follows(self) -> bool:
+        """Whether the bias is stored in int32 at the scale of input times weight."""
+        node = self.bias
+        return node is not None and target_name(node) == _DEQUANTIZE and str(node.args[3]) == str(INT32)
+
+    def bias_value(self, gm: GraphModule) -> Tensor:
+        """Return the bias the operator adds now, float32, one value per output channel."""
+        node = self.bias
+        assert node is not None
+        if node.op == "get_attr":
+            return parameter(gm, node).detach().float()
+        return stored_tensor(gm, node).dequantize()
+
+    def bias_at(self, gm: GraphModule, ratio: Tensor) -> dict[str, Tensor]:
+        """Return the tensors, by name, of an int32 bias of the same value at scales `ratio` times what they are.
+
+        Raises:
+            OverflowError: if it does not fit int32 then.
+        """
+        node = self.bias
+        assert node is not None
+        scale = parameter(gm, node.args[1]) * ratio  # type: ignore[arg-type]
+        bias = self.bias_value(gm)
+        if bool(((bias.double() / scale.double()).abs() > 0.999 * INT32.qmax).any()):
+            raise OverflowError("the bias does not fit int32")
+        return self.bias_tensors(gm, bias, scale)
+
+    def bias_scale_shape(self, gm: GraphModule) -> torch.Size | None:
+        """Return the shape of the scales of an int32 bias, `None` if there is none."""
+        node = self.bias if self.bias_scale_follows else None
+        return None if node is None else parameter(gm, node.args[1]).shape  # type: ignore[arg-type]
+
+    @property
+    def input_scale(self) -> str | None:
+        """Name of the scale its activation is quantized with, if that is a constant."""
+        source = self.linear.activation
+        scale = source.args[1] if target_name(source) == _DEQUANTIZE else None
+        return str(scale.target) if isinstance(scale, Node) and scale.op == "get_attr" else None
+
+    def bias_tensors(self, gm: GraphModule, bias: Tensor, scale: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the tensors, by name, that make the operator add `bias`.
+
+        Args:
+            gm: the graph `node` is in.
+            bias: float, one value per output channel.
+            scale: of the bias's codes, if it changes; float32.
+        """
+        node = self.bias
+        assert node is not None
+        if target_name(node) != _DEQUANTIZE:
+            return {_name(node): bias.to(parameter(gm, node).dtype)}
+        codes, scale_node, zero_point = node.args[:3]
+        old = parameter(gm, scale_node)  # type: ignore[arg-type]
+        limits = Scheme(format=parse_format(str(node.args[3])))
+        scale = old if scale is None else scale.to(old)
+        points = parameter(gm, zero_point)  # type: ignore[arg-type]
+        rounded = (bias.double() / scale.double()).round() + points
+        stored = rounded.clamp(limits.qmin, limits.qmax).to(parameter(gm, codes).dtype)  # type: ignore[arg-type]
+        return {_name(codes): stored, _name(scale_node): scale}
+
+
+def stored_tensor(gm: GraphModule, dequantize: Node) -> QuantizedTensor:
+    """Return what a `dequantize` of parameters reads."""
+    codes, scale, zero_point = (parameter(gm, node) for node in dequantize.args[:3])  # type: ignore[arg-type]
+    format, axis, block_size = (*dequantize.args[3:6], None, 0)[:3]
+    return QuantizedTensor.of(codes, scale, zero_point, format, axis, block_size)  # type: ignore[arg-type]
+
+
+def quantized_weights(gm: GraphModule, plan: Mapping[str, PlannedOperator]) -> list[QuantizedWeight]:
+    """Return the operators of `gm` (a converted graph, or a block of one) whose weights are codes, in order.
+
+    Embeddings are not among them: they multiply nothing.
+    """
+    found = []
+    for node in gm.graph.nodes:
+        # A block's input bears the name of the operator it comes from.
+        operator = plan.get(node.name) if node.op == "call_function" else None
+        if operator is None or operator.linear is None or operator.weight_node is None:
+            continue
+        linear = operator.linear.at(node)
+        value: object = linear.weight
+        while isinstance(value, Node) and target_name(value) != _DEQUANTIZE and value.op == "call_function":
+            value = value.args[0]
+        if not isinstance(value, Node) or target_name(value) != _DEQUANTIZE:
+            continue
+        if operator.weight is None:
+            continue
+        found.append(QuantizedWeight(operator, linear, value, str(operator.weight_node.target)))
+    return found
+
+
+def shared_tensors(gm: GraphModule) -> set[str]:
+    """Return the names of the tensors with several readers: what is best for one need not be for the other."""
+    readers: Counter[str] = Counter()
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            readers[str(node.target)] += len(node.users)
+    return {name for name, count in readers.items() if count > 1}
+
+
+def note_left_alone(gm: GraphModule, context: Context, chooser: Selective) -> None:
+    """Note the quantized operators whose codes the pass `chooser` does not learn, and why."""
+    learned = {weight.node.name: weight for weight in quantized_weights(gm, context.plan)}
+    shared = shared_tensors(gm)
+    for name, operator in context.plan.items():
+        if operator.weight is None:
+            continue
+        if not chooser.selects(operator):
+            context.note(Change(name=operator.name, what=NOT_SELECTED, changed=False))
+            continue
+        reason = ""
+        if name not in learned:
+            embedding = operator.row is not None and not operator.row.activations
+            reason = "its rows are looked up, not multiplied" if embedding else f"{operator.weight.format} has no codes"
+        elif learned[name].codes in shared:
+            reason = "several operators read its weight"
+        if reason:
+            context.note(Change(name=operator.name, what=f"left: {reason}", changed=False))
+
+
+def share_changed(old: Tensor, new: Tensor) -> float:
+    """Return the share of codes that differ, within 0 and 1."""
+    if old.is_floating_point():  # torch does not compare 8-bit floats
+        old, new = old.float(), new.float()
+    return float((old != new).count_nonzero()) / old.numel()
+
+
+def _name(node: object) -> str:
+    assert isinstance(node, Node)
+    assert node.op == "get_attr"
+    return str(node.target)
+
+
+__all__ = [
+    "QuantizedWeight",
+    "note_left_alone",
+    "quantized_weights",
+    "share_changed",
+    "shared_tensors",
+    "stored_tensor",
+]

@@ -1,0 +1,344 @@
+"""What the values of a graph take in memory, and what work they are, from shapes alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from quark_fx.engine.blocks import Block, Unit, between, find_blocks
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.nodes import is_getitem, named_nodes, placeholders, value_of
+from quark_fx.graph.operators import operator_row
+from quark_fx.graph.signature import BatchShape
+from quark_fx.plan.placement import PlannedOperator
+
+FLOAT32 = 4
+"""Bytes; what is learned from data is computed in float32."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes at one moment of a stage, beyond what is held all the time.
+
+    Attributes:
+        working: on the device that blocks run on.
+        cached: activations, which may lie elsewhere.
+        read: of those, what is read back at once where they do.
+    """
+
+    working: int
+    cached: int = 0
+    read: int = 0
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a stage of a run takes.
+
+    Attributes:
+        moments: of which the largest is its peak.
+        held: bytes of the tensors it leaves in the place of others.
+        operations: floating-point operations, a multiplication and an addition counted as two.
+        blocks: how many it visits.
+    """
+
+    moments: tuple[Moment, ...] = (Moment(0),)
+    held: int = 0
+    operations: int = 0
+    blocks: int = 0
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The weight of an operator that gets codes.
+
+    Attributes:
+        groups, outputs, inputs: its shape as matrices.
+        itemsize: bytes of one of its values.
+        rows: that it multiplies in one batch.
+    """
+
+    groups: int
+    outputs: int
+    inputs: int
+    itemsize: int
+    rows: int
+
+    @property
+    def values(self) -> int:
+        """How many there are."""
+        return self.groups * self.outputs * self.inputs
+
+    @property
+    def moment(self) -> int:
+        """Bytes of the Hessian of what it multiplies."""
+        return FLOAT32 * self.groups * self.inputs**2
+
+    @property
+    def target(self) -> int:
+        """Bytes of another weight of its shape in float32."""
+        return FLOAT32 * self.values
+
+
+@dataclass(frozen=True)
+class BlockSize:
+    """What a block takes.
+
+    Attributes:
+        matrices: of its operators that get codes.
+        forward: bytes of its values at the peak of a run on one batch, without what enters it.
+        entrances: the same of a run as far as what its operators read.
+        every_value: bytes of all of them together, as a gradient needs them.
+        entering: bytes that enter, of one batch, but for inputs of the model.
+        leaving: bytes that leave and did not enter, of one batch.
+        operations: of one batch.
+    """
+
+    matrices: tuple[Matrices, ...]
+    forward: int
+    entrances: int
+    every_value: int
+    entering: int
+    leaving: int
+    operations: int
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the weights that codes stand for, in float32."""
+        return sum(m.target for m in self.matrices)
+
+
+@dataclass
+class Sizes:
+    """The sizes of a captured graph's values, with batches as large as those it will see.
+
+    Args:
+        gm: the graph.
+        operators: how it will be quantized.
+        batches: how many of the size of the largest there would be, all together.
+        largest: the shapes of that batch's inputs; default: as the graph was captured.
+    """
+
+    gm: GraphModule
+    operators: Sequence[PlannedOperator]
+    batches: float
+    largest: BatchShape = ()
+    _lengths: dict[Any, int] = field(default_factory=dict)
+    _blocks: dict[Unit, tuple[BlockSize, ...]] = field(default_factory=dict)
+
+    def count(self, node: Node) -> int:
+        """Return how many values a node has."""
+        return sum(n for n, _ in self._tensors(node))
+
+    def nbytes(self, node: Node) -> int:
+        """Return the bytes of a node's value; of a view or a parameter none."""
+        if node.op in ("get_attr", "placeholder", "output") or _views(node):
+            return 0
+        return self._whole(node)
+
+    def _tensors(self, node: Node) -> list[tuple[int, int]]:
+        value = value_of(self.gm, node)
+        leaves = value if isinstance(value, tuple | list) else (value,)
+        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+        return [(math.prod(map(self._length, tensor.shape)), tensor.itemsize) for tensor in tensors]
+
+    def _length(self, size: int | torch.SymInt) -> int:
+        """Return what a dimension is in the largest batch."""
+        if isinstance(size, int):
+            return size
+        expression = size.node.expr
+        if expression not in self._lengths:
+            known: Any = expression.subs(self._symbols)
+            self._lengths[expression] = int(known) if known.is_number else int(size.node.hint or 1)
+        return self._lengths[expression]
+
+    @cached_property
+    def _symbols(self) -> dict[Any, int]:
+        """The dimensions of the inputs that vary."""
+        found: dict[Any, int] = {}
+        for node, shape in zip(placeholders(self.gm), self.largest, strict=bool(self.largest)):
+            value = value_of(self.gm, node)
+            sizes: Sequence[Any] = value.shape if isinstance(value, Tensor) else ()
+            varying = (
+                (size, given) for size, given in zip(sizes, shape, strict=True) if isinstance(size, torch.SymInt)
+            )
+            found |= {size.node.expr: given for size, given in varying if size.node.expr.is_Symbol}
+        return found
+
+    def live(self, nodes: Collection[Node], kept: Iterable[Node] = ()) -> int:
+        """Return the bytes alive at the peak of a run of `nodes`, in order; `kept` are alive to its end."""
+        order = list(nodes)
+        owner = {node: node for node in order}
+        for node in order:
+            source = node.args[0] if _views(node) and node.args else None
+            owner[node] = owner.get(source, node) if isinstance(source, Node) else node
+        last = {owner[node]: i for i, node in enumerate(order)}
+        for i, node in enumerate(order):
+            for source in node.all_input_nodes:
+                if source in owner:
+                    last[owner[source]] = max(last[owner[source]], i)
+        last |= {owner[node]: len(order) for node in kept if node in owner}
+        ends: dict[int, int] = {}
+        alive = peak = 0
+        for i, node in enumerate(order):
+            taken = self.nbytes(node)
+            alive += taken
+            peak = max(peak, alive)
+            if owner[node] is node:
+                ends[last[node]] = ends.get(last[node], 0) + taken
+            alive -= ends.pop(i, 0)
+        return peak
+
+    @cached_property
+    def forward(self) -> int:
+        """Bytes at the peak of a run of the whole graph on one batch."""
+        return self.live(list(self.gm.graph.nodes))
+
+    @cached_property
+    def matrices(self) -> dict[str, Matrices]:
+        """The weights that get codes and multiply rows, by the name of their operator's node."""
+        return {op.node.name: found for op in self.operators if (found := self._matrices(op)) is not None}
+
+    def _matrices(self, op: PlannedOperator) -> Matrices | None:
+        mapping = op.linear.matrices if op.linear is not None else None
+        if mapping is None or op.weight is None or op.weight_node is None:
+            return None
+        weight = value_of(self.gm, op.weight_node)
+        groups, outputs, inputs = (int(size) for size in mapping.matrix(weight).shape)
+        stacked = 1 if mapping.offsets is not None else groups
+        rows = self.count(op.node) // max(1, stacked * outputs)
+        return Matrices(groups, outputs, inputs, weight.itemsize, rows)
+
+    @cached_property
+    def codes(self) -> int:
+        """Bytes of all codes and scales."""
+        return sum(self._stored)
+
+    @property
+    def largest_codes(self) -> int:
+        """Bytes of the codes and scales of the largest weight."""
+        return max(self._stored, default=0)
+
+    @cached_property
+    def _stored(self) -> list[int]:
+        coded = ((op, op.weight_node) for op in self.operators if op.weight is not None)
+        weights = {node.target: (op, node) for op, node in coded if node is not None}
+        return [_stored(value_of(self.gm, node), op) for op, node in weights.values()]
+
+    @cached_property
+    def floats(self) -> int:
+        """Bytes of the parameters that get no codes."""
+        coded = {op.weight_node for op in self.operators if op.weight is not None}
+        names = {node.target for node in coded if node is not None}
+        left = {n.target: n for n in self.gm.graph.nodes if n.op == "get_attr" and n.target not in names}
+        return sum(self._whole(node) for node in left.values())
+
+    def blocks(self, unit: Unit) -> tuple[BlockSize, ...]:
+        """Return the blocks of the graph."""
+        if unit not in self._blocks:
+            nodes = named_nodes(self.gm)
+            self._blocks[unit] = tuple(self._block(block, nodes) for block in find_blocks(self.gm, unit))
+        return self._blocks[unit]
+
+    def _block(self, block: Block, nodes: dict[str, Node]) -> BlockSize:
+        inputs, outputs = ([nodes[name] for name in names] for names in (block.inputs, block.outputs))
+        inside = between(self.gm, inputs, outputs)
+        read = [node for name in block.operators if isinstance(node := nodes[name].args[0], Node)]
+        given = set(placeholders(self.gm))
+        return BlockSize(
+            matrices=tuple(self.matrices[name] for name in block.operators if name in self.matrices),
+            forward=self.live(inside, outputs),
+            entrances=self.live(between(self.gm, inputs, read), read),
+            every_value=sum(self.nbytes(node) for node in inside),
+            entering=sum(self._whole(node) for node in inputs if node not in given),
+            leaving=sum(self._whole(node) for node in outputs if node not in inputs),
+            operations=sum(self._operations(node) for node in inside),
+        )
+
+    def _whole(self, node: Node) -> int:
+        """Return the bytes of a value that is kept by itself, be it a view."""
+        return sum(n * itemsize for n, itemsize in self._tensors(node))
+
+    def _operations(self, node: Node) -> int:
+        row = operator_row(node)
+        if row is None or not row.activations:
+            return 0
+        if (linear := Linear.of(node)) is not None:
+            stack = math.prod(linear.shape[:-2]) if linear.stacked else 1
+            return 2 * self.count(node) * math.prod(linear.shape) // max(1, linear.shape[linear.output_axis] * stack)
+        factor = node.args[1]
+        if not isinstance(factor, Node):
+            return 0
+        shape = value_of(self.gm, factor).shape
+        groups = self._length(shape[0]) if len(shape) == 3 else 1
+        return 2 * self.count(node) * self.count(factor) // max(1, self._length(shape[-1]) * groups)
+
+    def walk(
+        self,
+        unit: Unit,
+        turn: Callable[[BlockSize], int],
+        *,
+        streams: int = 1,
+        held: int = 0,
+        to_end: bool = False,
+        work: Callable[[BlockSize], float] = lambda block: 0,
+    ) -> Need:
+        """Return what a walk over the blocks takes (`quark_fx.engine.block_walk`).
+
+        Args:
+            unit: how finely the graph is cut.
+            turn: bytes at the peak of what is done with a block before its outputs are computed.
+            streams: values that are computed side by side, 1 or 2.
+            held: bytes of the tensors it leaves.
+            to_end: run the whole graph; otherwise what the last block with codes makes is not computed.
+            work: operations of what is done with a block, but for running it once per stream.
+        """
+        blocks, moments = self.blocks(unit), []
+        if not to_end:
+            blocks = blocks[: max((i for i, block in enumerate(blocks, 1) if block.matrices), default=0)]
+        for index, block in enumerate(blocks):
+            times = self.batches * streams
+            read = 2 * block.entering  # from a file, and as it lay in memory
+            moments.append(Moment(turn(block), int(times * block.entering), read))
+            if to_end or index + 1 < len(blocks):
+                left = int(times * (block.entering + block.leaving))
+                moments.append(Moment(block.weights + block.forward, left, read))
+        operations = int(sum(streams * self.batches * block.operations + work(block) for block in blocks))
+        return Need(tuple(moments) or (Moment(0),), held, operations, len(blocks))
+
+
+def _views(node: Node) -> bool:
+    """Tell whether what a node returns is a part of its first argument's memory."""
+    if is_getitem(node):
+        return True
+    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+
+
+def _stored(weight: Tensor, op: PlannedOperator) -> int:
+    """Return the bytes of a weight's codes, which take whole bytes in memory, and of its scales."""
+    assert op.weight is not None
+    spec, values = op.weight, weight.numel()
+    scales = values // spec.group_size if spec.group_size else 0
+    return values * spec.format.dtype.itemsize + FLOAT32 * scales
+
+
+def peak(moments: Iterable[Moment], cache: int | None = None) -> int:
+    """Return the largest sum of a moment's bytes where at most `cache` of the cached ones are in memory."""
+    return max((m.working + _in_memory(m, cache) for m in moments), default=0)
+
+
+def _in_memory(moment: Moment, cache: int | None) -> int:
+    if cache is None or moment.cached <= cache:
+        return moment.cached
+    return cache + min(moment.read, moment.cached)
+
+
+__all__ = ["FLOAT32", "BlockSize", "Matrices", "Moment", "Need", "Sizes", "peak"]

@@ -1,0 +1,1 @@
+"""Graph to Hugging Face and GGUF checkpoints."""

@@ -1,0 +1,118 @@
+"""Weights of experts, which models hold in stacks and checkpoints apart: a matrix for each projection of each expert.
+
+What transformers does to a stack when it saves a model is done to codes and scales alike.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quark_fx.errors import ExportError
+from quark_fx.export.packing import matrix_of
+from quark_fx.model.correspondence import Constant
+from quark_fx.numbers.quantized_tensor import QuantizedTensor
+
+_SUFFIX = ".weight"
+
+
+def as_saved(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of a model of transformers as its checkpoints have them, stacks taken apart."""
+    models, loading = (importlib.import_module(f"transformers.{n}") for n in ("modeling_utils", "core_model_loading"))
+    once = models.remove_tied_weights_from_state_dict(dict(tensors), model)
+    saved: dict[str, Tensor] = loading.revert_weight_conversion(model, once)
+    return saved
+
+
+def taken_apart(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Return the matrices that a checkpoint has for the stack `name`, by the modules they belong to; empty if none."""
+    if tensor.dim() != 3:
+        return {}
+    parts = as_saved(model, {name: tensor})
+    apart = all(key.endswith(_SUFFIX) and part.dim() == 2 for key, part in parts.items())
+    return {key.removesuffix(_SUFFIX): part for key, part in parts.items()} if apart else {}
+
+
+def matrices(model: Any, name: str, constant: Constant) -> dict[str, QuantizedTensor]:
+    """Return the matrices of a quantized stack by the modules they belong to; empty if checkpoints hold no stack.
+
+    Raises:
+        ExportError: if a checkpoint cannot hold them.
+    """
+    stored = constant.stored
+    if not isinstance(stored, QuantizedTensor):
+        return {}
+    codes, scale, zero_point = stored.codes, stored.scale, stored.zero_point
+    if not taken_apart(model, name, scale if scale.dim() == 3 else codes):
+        return {}
+    if stored.axis != 2 or scale.shape[:2] != codes.shape[:2]:
+        raise ExportError("a stack whose scales are not per channel or in groups of inputs; choose one of these")
+    if not _moves_rows(model, name, codes):
+        raise ExportError("what transformers does to this stack as it saves it cannot be done to its codes")
+    parts, scales, zero_points = (taken_apart(model, name, t) for t in (codes, scale, zero_point.expand_as(scale)))
+
+    def part(key: str) -> QuantizedTensor:
+        return QuantizedTensor.of(parts[key], scales[key], zero_points[key], stored.format, 1, stored.block_size)
+
+    return {key: matrix_of(replace(constant, stored=part(key))) for key in parts}
+
+
+def _moves_rows(model: Any, name: str, stack: Tensor) -> bool:
+    """Tell whether taking a stack apart moves whole rows, of any length: codes and scales stay together then."""
+    experts, outputs, _ = stack.shape
+    columns = torch.arange(3)
+    rows = torch.arange(experts * outputs).reshape(experts, outputs, 1) * len(columns)
+    parts = list(taken_apart(model, name, rows + columns).values())
+    if any(part.shape[1:] != columns.shape for part in parts):
+        return False
+    moved = torch.cat(parts)
+    return torch.equal(moved[moved[:, 0].argsort()], (rows + columns).flatten(0, 1))
+
+
+def name_patterns(names: Iterable[str], others: Iterable[str] = ()) -> list[str]:
+    r"""Return regular expressions whose matches the names of experts' modules begin with, whichever the expert.
+
+    They end before the name of a projection, which servers have their own for, unless one of `others` begins alike.
+
+    >>> print(*name_patterns(["layers.0.experts.0.up", "layers.0.experts.1.up"]))
+    ^layers[.]0[.]experts[.]\d+[.]
+    >>> print(*name_patterns(["layers.0.experts.0.up"], ["layers.0.experts.0.down"]))
+    ^layers[.]0[.]experts[.]\d+[.]up$
+    """
+    divided = {_cut(name)[0] for name in others}
+    return list(
+        dict.fromkeys(
+            rf"^{literal(before)}[.]\d+[.]" + f"{literal(after)}$" * (before in divided)
+            for before, after in map(_cut, names)
+        )
+    )
+
+
+def common_paths(names: Iterable[str]) -> list[str]:
+    """Return what the names of experts' modules begin with, whichever the expert.
+
+    >>> common_paths(["layers.0.experts.0.up", "layers.0.experts.1.down"])
+    ['layers.0.experts']
+    """
+    return list(dict.fromkeys(before for before, _ in map(_cut, names)))
+
+
+def literal(name: str) -> str:
+    """Return a regular expression that matches a name."""
+    return "[.]".join(map(re.escape, name.split(".")))
+
+
+def _cut(name: str) -> tuple[str, str]:
+    """Return what is before and after the number of the expert."""
+    parts = name.split(".")
+    expert = max((i for i, part in enumerate(parts) if part.isdigit()), default=0)
+    return ".".join(parts[:expert]), ".".join(parts[expert + 1 :])
+
+
+__all__ = ["as_saved", "common_paths", "literal", "matrices", "name_patterns", "taken_apart"]

@@ -1,0 +1,449 @@
+"""Write a quantized model as a checkpoint that Hugging Face transformers and LLM servers load."""
+
+from __future__ import annotations
+
+import re
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stderr
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quark_fx.checkpoints.files import GRAPH_FILE
+from quark_fx.checkpoints.shelf import Shelf
+from quark_fx.errors import CheckpointError, ExportError
+from quark_fx.export.checkpoints.experts import as_saved, common_paths, literal, name_patterns
+from quark_fx.export.checkpoints.values import Checkpoint, Layer, each_layer, take_apart, unholdable
+from quark_fx.export.packing import (
+    exponents,
+    group_size,
+    half_scales,
+    pack,
+    pack_awq,
+    pack_columns,
+    patterns,
+    unsigned,
+)
+from quark_fx.model.quantized_model import QuantizedModel
+from quark_fx.numbers.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, INT8, FloatFormat, IntFormat, parse_format
+from quark_fx.numbers.qparams import ScaleType, Symmetry, recover_global_scale
+from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.system.isolation import isolated, quiet, warn
+from quark_fx.system.options import checked_call
+
+_DEFAULT = "compressed-tensors"
+
+
+@checked_call
+@isolated
+def huggingface(
+    qmodel: QuantizedModel,
+    directory: str | Path,
+    *,
+    format: str = _DEFAULT,
+    tokenizer: Any = None,
+    model: nn.Module | None = None,
+) -> Path:
+    """Write `qmodel`, made of a Hugging Face model, as a checkpoint directory.
+
+    Scales stay float32 in compressed-tensors; GPTQ and AWQ store float16. Of an activation whose range is measured at
+    run time the checkpoint says only that: transformers divides its largest magnitude by 127.5
+    (`symmetry="symmetric_full"`), other readers by 127. Small floats in groups are read in bfloat16. Weights of experts
+    lie apart, a matrix for each projection of each, which transformers 5.23 dequantizes as it reads them; those that
+    stay in float lie in their stacks, as it would not find them beside quantized layers otherwise. GPTQModel reads zero
+    points of GPTQ in `"gptq_v2"`, in `"gptq"` only what it wrote itself.
+
+    Args:
+        qmodel: from `quantize`.
+        directory: made if it does not exist.
+        format: `"compressed-tensors"` (integers up to 8 bits, 8-bit floats, activations; weights in NVFP4, MXFP4,
+            MXFP6 E2M3 and MXFP8 E4M3), `"gptq"`, `"gptq_v2"` or `"awq"` (integers, weights only, all of one group
+            size).
+        tokenizer: saved beside it.
+        model: a float model of the same architecture, if `qmodel` was loaded.
+
+    Returns:
+        The directory.
+
+    Raises:
+        ExportError: if the format cannot hold how an operator is quantized (all are listed), the model is none of
+            transformers, the directory cannot be written, or transformers does not load what was written.
+    """
+    if format not in _WRITERS:
+        raise ExportError(f"unknown checkpoint format {format!r}; choose one of {', '.join(_WRITERS)}")
+    directory = Path(directory)
+    if directory.exists() and not directory.is_dir():
+        raise ExportError(f"{directory} is a file; choose another directory")
+    if (directory / GRAPH_FILE).exists():
+        raise ExportError(f"{directory} holds a model that qmodel.save wrote, under the same names; choose another one")
+    checkpoint = take_apart(qmodel, model)
+    shell = checkpoint.shell
+    try:
+        stored, shell.config.quantization_config = _WRITERS[format](checkpoint, Shelf(directory))
+    except CheckpointError as error:
+        raise ExportError(str(error)) from error
+    apart = {layer.name for layer in checkpoint.layers if layer.stack}  # named as in the checkpoint already
+    whole = set(checkpoint.stacks) if format == _DEFAULT else set()
+    every = checkpoint.tensors | stored
+    final = {name for name in every if name in whole or name.rpartition(".")[0] in apart}
+    rest = {name: tensor for name, tensor in every.items() if name not in final}
+    tensors = as_saved(shell, rest) | {name: every[name] for name in final}
+    if set(_forms(shell.config.quantization_config)) & _BLOCK_FORMS:
+        shell.to(torch.bfloat16)  # what readers decompress these to, and then take for the dtype of the model
+    try:
+        tensors = {n: t.detach().contiguous() for n, t in tensors.items()}
+        shell.save_pretrained(directory, state_dict=tensors, save_original_format=False)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+    except OSError as error:
+        raise ExportError(f"{directory} cannot be written: {error}; choose another directory") from error
+    if format == _DEFAULT:
+        _require_found(shell, directory)
+    return directory
+
+
+def _require_found(shell: Any, directory: Path) -> None:
+    """Let transformers load a checkpoint without its data; take it away if a weight would be made up.
+
+    Raises:
+        ExportError: if transformers does not find a weight, or fails.
+    """
+    with quiet(), redirect_stderr(StringIO()), warnings.catch_warnings(action="ignore"):
+        try:
+            found = type(shell).from_pretrained(directory, device_map="meta", output_loading_info=True)[1]
+        except ImportError:
+            return  # there is no reader to ask here: compressed-tensors or accelerate is missing
+        except Exception as error:  # whatever the reader's own code raises
+            why = f"{type(error).__name__}: {error}{_reader(error)}"
+        else:
+            missing = sorted(found["missing_keys"])
+            why = f"it does not find {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}" * bool(missing)
+    if why:
+        for file in (*directory.glob("model*.safetensors*"), directory / "config.json"):
+            file.unlink()
+        raise ExportError(
+            f"transformers does not load what {type(shell).__name__} becomes in {_DEFAULT}: {why}; leave these layers "
+            "in float (exclude=), of experts all, choose another format, or use qmodel.save(directory)"
+        )
+
+
+def _reader(error: Exception) -> str:
+    """Say which modules' code reads a weight that a quantized layer does not have, where the traceback shows it."""
+    frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+    models = [
+        v for found in frames for v in found.values() if hasattr(v, "save_pretrained") and isinstance(v, nn.Module)
+    ]
+    reader = next((m for found in reversed(frames) if isinstance(m := found.get("module"), nn.Module)), None)
+    if not models or reader is None:
+        return ""
+    names = [name for name, module in models[0].named_modules() if type(module) is type(reader)]
+    shown = ", ".join(f"{name}.*" for name in names[:3]) + ", ..." * (len(names) > 3)
+    return f" (the code of {type(reader).__name__} reads weights of {shown})" if names else ""
+
+
+def _forms(config: dict[str, Any]) -> list[str]:
+    return [group.get("format", "") for group in config.get("config_groups", {}).values()]
+
+
+Written = tuple[dict[str, Tensor], dict[str, Any]]
+"""The tensors of the quantized layers, and the configuration."""
+
+
+def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
+    """https://github.com/vllm-project/compressed-tensors: one group of modules for each scheme."""
+    schemes: dict[str, dict[str, Any]] = {}
+    members: dict[str, list[Layer]] = {}
+    stacks = {layer.stack: layer for layer in checkpoint.layers if layer.stack}.values()
+    group = next((size for layer in stacks if (size := group_size(layer.weight))), None)
+
+    def write(layer: Layer) -> dict[str, Tensor]:
+        scheme = _scheme(layer)
+        if layer.stack and group and scheme["weights"]["strategy"] == "channel":
+            # Transformers reads all experts by one scheme, and takes a row that is one group for any.
+            scheme["weights"] |= {"strategy": "group", "group_size": group}
+        key = repr(scheme)
+        schemes[key] = scheme
+        members.setdefault(key, []).append(layer)
+        return _compressed(layer, scheme["format"])
+
+    tensors = each_layer(checkpoint.layers, write, shelf)
+    if any(_divides_by_127(layer) for layer in checkpoint.layers):
+        warn(
+            "transformers divides the largest magnitude of a token by 127.5, this model by 127 as other readers do: "
+            "there its int8 activations are rounded differently; for equal results in transformers set "
+            "symmetry='symmetric_full' on `input`"
+        )
+    _share_global_scales(tensors)
+    _require_readable(schemes, members)
+    groups = {}
+    common = Counter(key for key, some in members.items() for layer in some if isinstance(layer.module, nn.Linear))
+    # Readers that fuse layers want the class; transformers takes the first group for that of all but experts
+    # (`get_dense_scheme`).
+    usual = [key for key, _ in common.most_common(1)]
+    for index, key in enumerate([*usual, *(key for key in members if key not in usual)]):
+        rest = members[key] if key not in usual else [layer for layer in members[key] if not layer.is_linear]
+        targets = ["Linear"] * (key in usual) + [layer.name for layer in rest if not layer.stack]
+        mine = [layer.name for layer in rest if layer.stack]
+        targets += _patterns(mine, {*checkpoint.experts, *checkpoint.left_experts} - set(mine))
+        groups[f"group_{index}"] = {"targets": targets, "output_activations": None, **schemes[key]}
+    formats = {scheme["format"] for scheme in schemes.values()}
+    return tensors, {
+        "quant_method": "compressed-tensors",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": [
+            *checkpoint.left,
+            *_patterns(checkpoint.left_experts, checkpoint.experts),
+            *(f"re:^{literal(path)}[.]" for path in checkpoint.left_stacks),
+        ],
+        "kv_cache_scheme": None,
+    }
+
+
+def _patterns(names: Iterable[str], others: Iterable[str]) -> list[str]:
+    return [f"re:{pattern}" for pattern in name_patterns(names, others)]
+
+
+def _require_readable(schemes: Mapping[str, dict[str, Any]], members: Mapping[str, list[Layer]]) -> None:
+    """Raise if transformers would take the codes of some experts for others: it reads all by one scheme."""
+    shown = ("num_bits", "strategy", "group_size")
+    kinds = {key: f"{s['format']} {[s['weights'][what] for what in shown]}" for key, s in schemes.items()}
+    found = {layer.stack: kinds[key] for key, some in members.items() for layer in some if layer.stack}
+    if len(set(found.values())) > 1:
+        raise unholdable([f"{name}: {kind}; all experts of a checkpoint have the same" for name, kind in found.items()])
+
+
+def _divides_by_127(layer: Layer) -> bool:
+    """Tell whether a layer measures scales of int8 activations as transformers does not."""
+    activation = layer.input
+    measured = activation is not None and activation.scale is None and activation.format == str(INT8)
+    return measured and activation is not None and activation.symmetry == Symmetry.SYMMETRIC
+
+
+def _scheme(layer: Layer) -> dict[str, Any]:
+    weight, activation = layer.weight, layer.input
+    if not weight.is_symmetric:
+        raise ExportError(
+            "zero points of weights, which transformers does not load; use symmetry='symmetric', or export "
+            "format='gptq' or 'awq'"
+        )
+    strategy = "group" if group_size(weight) else "tensor" if weight.scale.numel() == 1 else "channel"
+    weights = _arguments(weight.format.bits, weight.is_float, True, strategy, False)
+    weights["group_size"] = group_size(weight)
+    if weight.is_float and (group_size(weight) or weight.format.bits < 8):
+        return _block_scheme(layer, weights)
+    if weight.is_float and weight.format != FP8_E4M3:
+        raise ExportError(f"{weight.format}; it holds 8-bit floats as {FP8_E4M3} only")
+    if activation is None:
+        # transformers finds no `weight` of an embedding whose codes are packed, and fails.
+        plain = weight.is_float or not layer.is_linear
+        kind = "naive-quantized" if plain else "pack-quantized"
+        return {"weights": weights, "input_activations": None, "format": kind}
+    fmt = parse_format(activation.format) if activation.format else None
+    alike = fmt == FP8_E4M3 if weight.is_float else isinstance(fmt, IntFormat) and fmt.bits == weight.format.bits == 8
+    if fmt is None or not alike:
+        raise ExportError(f"activations in {fmt or activation.cast} beside this weight; it holds 8 bits of one kind")
+    if activation.block_size > 0 or activation.scale_type != ScaleType.FLOAT32:
+        raise ExportError(
+            "activations in groups, or with scales of 8 bits; it holds float32 scales per tensor or token"
+        )
+    zero = activation.zero_point
+    middle = 0 if isinstance(fmt, FloatFormat) or fmt.signed else 128
+    symmetric = activation.symmetry != Symmetry.ASYMMETRIC if zero is None else int(zero) == middle
+    per = "token" if activation.per_token else "tensor"
+    inputs = _arguments(8, weight.is_float, symmetric or weight.is_float, per, activation.scale is None)
+    kind = "float-quantized" if weight.is_float else "int-quantized"
+    return {"weights": weights, "input_activations": inputs, "format": kind}
+
+
+_MXFP8 = "mxfp8-quantized"
+
+_MICROSCALING = {
+    str(FP4_E2M1): "mxfp4-pack-quantized",
+    str(FP6_E2M3): "mxfp6-pack-quantized",
+    str(FP8_E4M3): _MXFP8,
+}
+"""The form of a format in groups of 32 with E8M0 scales."""
+
+_NVFP4 = "nvfp4-pack-quantized"
+_BLOCK_FORMS = {*_MICROSCALING.values(), _NVFP4}
+
+
+def _block_scheme(layer: Layer, weights: dict[str, Any]) -> dict[str, Any]:
+    """Return the scheme of small floats in groups."""
+    weight = layer.weight
+    if layer.input is not None or not layer.is_linear:
+        raise ExportError(
+            f"{weight.format} in groups, which it holds for linear layers with float activations; use input=None, as "
+            "the presets named weight_only do"
+        )
+    if group_size(weight) == 16 and weight.format == FP4_E2M1:
+        form, strategy, scales = _NVFP4, "tensor_group", torch.float8_e4m3fn
+    elif group_size(weight) == 32 and str(weight.format) in _MICROSCALING:
+        form, strategy, scales = _MICROSCALING[str(weight.format)], "group", torch.uint8
+    else:
+        raise ExportError(
+            f"{weight.format} in groups of {group_size(weight)}; it holds fp4_e2m1 in groups of 16 or 32, fp6_e2m3 and "
+            "fp8_e4m3 in groups of 32"
+        )
+    if layer.stack and form in (_NVFP4, _MXFP8):
+        raise ExportError(f"experts in {form}, which transformers reads wrongly; leave them in float, or use MXFP4")
+    weights |= {"strategy": strategy, "scale_dtype": str(scales)}
+    return {"weights": weights, "input_activations": None, "format": form}
+
+
+def _blocks(weight: QuantizedTensor, form: str) -> dict[str, Tensor]:
+    """Return the tensors of small floats in groups."""
+    packed = pack(patterns(weight.codes, weight.format), weight.format.bits).view(torch.uint8)
+    if form == _MXFP8:
+        return {"weight": weight.codes, "weight_scale": exponents(weight)}
+    if form != _NVFP4:
+        return {"weight_packed": packed, "weight_scale": exponents(weight)}
+    try:
+        whole = recover_global_scale(weight.scale)
+    except ValueError as error:
+        raise ExportError(f"{error}; use scale_type='fp8_e4m3'") from error
+    # Readers divide by the global scale.
+    scale = (weight.scale / whole).to(torch.float8_e4m3fn)
+    return {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": whole.reshape(1).reciprocal()}
+
+
+def _share_global_scales(tensors: dict[str, Tensor]) -> None:
+    """Put layers whose global scales differ by a power of two on the smallest one (readers divide by it).
+
+    Servers fuse layers that read one value, which share one: what is found again of each may lack a power of two.
+    """
+    smallest: dict[float, Tensor] = {}
+    known = {name: tensor for name, tensor in tensors.items() if name.endswith(".weight_global_scale")}
+    for whole in known.values():
+        mantissa = float(torch.frexp(whole)[0])
+        smallest[mantissa] = min(smallest.get(mantissa, whole), whole)
+    for name, whole in known.items():
+        shared, scale = smallest[float(torch.frexp(whole)[0])], name.replace("_global_scale", "_scale")
+        wanted = tensors[scale].float() * (shared / whole)
+        if bool((wanted.to(torch.float8_e4m3fn).float() == wanted).all()):
+            tensors |= {name: shared.clone(), scale: wanted.to(torch.float8_e4m3fn)}
+
+
+def _arguments(bits: int, is_float: bool, symmetric: bool, strategy: str, dynamic: bool) -> dict[str, Any]:
+    kind = "float" if is_float else "int"
+    return {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": strategy, "dynamic": dynamic}
+
+
+def _compressed(layer: Layer, kind: str) -> dict[str, Tensor]:
+    weight, activation = layer.weight, layer.input
+    if kind in _BLOCK_FORMS:
+        return _blocks(weight, kind)
+    scale = weight.scale.reshape(-1) if weight.scale.numel() == 1 else weight.scale
+    tensors = {"weight_scale": scale}
+    if kind == "pack-quantized":
+        tensors["weight_packed"] = pack(unsigned(weight)[0], weight.format.bits)
+        tensors["weight_shape"] = torch.tensor(weight.codes.shape, dtype=torch.int64)
+    else:
+        tensors["weight"] = weight.codes
+    if activation is not None and activation.scale is not None and activation.zero_point is not None:
+        fmt = parse_format(activation.format)
+        zero_point = activation.zero_point - (0 if isinstance(fmt, FloatFormat) or fmt.signed else 128)
+        tensors["input_scale"] = activation.scale.reshape(1)
+        if int(zero_point):
+            tensors["input_zero_point"] = zero_point.reshape(1).to(torch.int8)
+    return tensors
+
+
+def _uniform(layers: list[Layer], bits: tuple[int, ...], form: str, shelf: Shelf) -> tuple[int, int]:
+    """Return the bits and group size (-1: all inputs) that all layers have."""
+    weights = (layer.weight for layer in layers)
+    found = Counter((weight.format.bits, group_size(weight) or -1) for weight in weights)
+    (common, _), *_ = found.most_common(1)
+
+    def check(layer: Layer) -> dict[str, Tensor]:
+        weight = layer.weight
+        if not isinstance(layer.module, nn.Linear) or weight.is_float or weight.format.bits not in bits:
+            raise ExportError(f"{form} holds linear layers of {' or '.join(map(str, bits))}-bit integers, no experts")
+        if layer.input is not None:
+            raise ExportError(f"{form} has no place for quantized activations")
+        if (weight.format.bits, group_size(weight) or -1) != common:
+            raise ExportError(f"{form} holds one number of bits and one group size, here {common[0]} and {common[1]}")
+        return {}
+
+    each_layer(layers, check, shelf)
+    return common
+
+
+def _gptq(checkpoint: Checkpoint, shelf: Shelf, version: int = 1) -> Written:
+    """The layout of AutoGPTQ and GPTQModel; version 1 stores the zero point less one."""
+    layers = checkpoint.layers
+    bits, group = _uniform(layers, (2, 4, 8), "GPTQ", shelf)
+
+    def write(layer: Layer) -> dict[str, Tensor]:
+        weight = layer.weight
+        codes, zeros = unsigned(weight)
+        outputs, inputs = codes.shape
+        if inputs * bits % 32 or outputs * bits % 32:
+            raise ExportError(f"{outputs} outputs or {inputs} inputs of {bits} bits do not fill 32-bit words")
+        if version == 1 and bool((zeros == 0).any()):
+            raise ExportError("a zero point at the smallest code, which version 1 cannot hold; use format='gptq_v2'")
+        size = group_size(weight) or inputs
+        return {
+            "qweight": pack_columns(codes.t(), bits),
+            "qzeros": pack((zeros - int(version == 1)).t().contiguous(), bits),
+            "scales": half_scales(weight).t().contiguous(),
+            "g_idx": (torch.arange(inputs) // size).to(torch.int32),
+        }
+
+    left = [f"^{re.escape(name)}$" for name in checkpoint.left if name != "lm_head"]
+    return each_layer(layers, write, shelf), {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group,
+        "desc_act": False,
+        "sym": all(layer.weight.is_symmetric for layer in layers),
+        "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
+        "pack_dtype": "int32",
+        "lm_head": any(layer.name == "lm_head" for layer in layers),
+        "dynamic": {f"-:{pattern}": {} for pattern in [*left, *name_patterns(checkpoint.left_experts)]},
+        "meta": {"quantizer": ["quark_fx"]},
+    }
+
+
+def _gptq_v2(checkpoint: Checkpoint, shelf: Shelf) -> Written:
+    return _gptq(checkpoint, shelf, 2)
+
+
+def _awq(checkpoint: Checkpoint, shelf: Shelf) -> Written:
+    """The GEMM layout of AutoAWQ."""
+    bits, group = _uniform(checkpoint.layers, (4,), "AWQ", shelf)
+
+    def write(layer: Layer) -> dict[str, Tensor]:
+        codes, zeros = unsigned(layer.weight)
+        if len(codes) % 8:
+            raise ExportError(f"{len(codes)} outputs are not a multiple of 8")
+        return {
+            "qweight": pack_awq(codes.t()),
+            "qzeros": pack_awq(zeros.t()),
+            "scales": half_scales(layer.weight).t().contiguous(),
+        }
+
+    return each_layer(checkpoint.layers, write, shelf), {
+        "quant_method": "awq",
+        "bits": bits,
+        "group_size": group,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": checkpoint.left + common_paths(checkpoint.left_experts) or None,
+    }
+
+
+_WRITERS: Mapping[str, Callable[[Checkpoint, Shelf], Written]] = {
+    "compressed-tensors": _compressed_tensors,
+    "gptq": _gptq,
+    "gptq_v2": _gptq_v2,
+    "awq": _awq,
+}

@@ -1,0 +1,214 @@
+"""What a checkpoint is made of: the layers with quantized weights, and every other tensor."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from quark_fx.checkpoints.shelf import Shelf
+from quark_fx.errors import ExportError, QuarkError
+from quark_fx.export.checkpoints.experts import as_saved, matrices, taken_apart
+from quark_fx.export.packing import matrix_of
+from quark_fx.model.correspondence import Correspondence, Source, correspond
+from quark_fx.model.eager import source_of
+from quark_fx.model.quantized_model import QuantizedModel
+from quark_fx.model.rounded_modules import Activation
+from quark_fx.numbers.quantized_tensor import QuantizedTensor
+
+_CLASSES = (nn.Linear, nn.Embedding)
+"""The modules whose weights checkpoint formats hold."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module with a quantized weight, or a projection of an expert.
+
+    Attributes:
+        name: in the checkpoint.
+        module: that has the weight; of an expert, the module that has all experts.
+        matrix: makes the quantized weight.
+        input: how what it reads is rounded; `None`: not.
+        stack: name of the stack that an expert's weight is taken from; empty for others.
+    """
+
+    name: str
+    module: nn.Module
+    matrix: Callable[[], QuantizedTensor]
+    input: Activation | None
+    stack: str = ""
+
+    @property
+    def weight(self) -> QuantizedTensor:
+        """The quantized weight, made anew."""
+        return self.matrix()
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it multiplies a matrix, not looks up its rows."""
+        return bool(self.stack) or isinstance(self.module, nn.Linear)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A quantized model of transformers, taken apart.
+
+    Attributes:
+        shell: a copy of the float model, for its configuration; its weights are not what is stored.
+        layers: with quantized weights.
+        tensors: the rest of the model's state by name, in float.
+        stacks: names of the tensors that hold experts, and of the modules a checkpoint has instead.
+    """
+
+    shell: Any
+    layers: list[Layer]
+    tensors: dict[str, Tensor]
+    stacks: dict[str, list[str]]
+
+    @property
+    def left(self) -> list[str]:
+        """The modules that stay in float and may be linear layers to a reader, beside experts, by all their names."""
+        quantized, found = {layer.name for layer in self.layers}, dict[str, Tensor]()
+        for name, module in self.shell.named_modules():
+            weight = self.tensors.get(f"{name}.weight")
+            if weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding):
+                found |= {} if name in quantized else {f"{name}.weight": weight}
+        return list(dict.fromkeys(name.removesuffix(".weight") for name in (*found, *as_saved(self.shell, found))))
+
+    @property
+    def left_stacks(self) -> list[str]:
+        """The modules with a stack that stays in float and is no kernel, and that a checkpoint does not take apart."""
+        stacks = (name.rpartition(".") for name, t in self.tensors.items() if t.dim() == 3 and name not in self.stacks)
+        return list(dict.fromkeys(path for path, _, leaf in stacks if leaf != "weight"))
+
+    @property
+    def experts(self) -> list[str]:
+        """The quantized modules of experts."""
+        return [layer.name for layer in self.layers if layer.stack]
+
+    @property
+    def left_experts(self) -> list[str]:
+        """The modules of experts that stay in float."""
+        return [name for names in self.stacks.values() for name in names]
+
+
+def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
+    """Return what a checkpoint of `qmodel` holds.
+
+    Args:
+        qmodel: from `quantize`.
+        model: a float model of the same architecture, if `qmodel` was loaded.
+
+    Raises:
+        ExportError: if no checkpoint format can hold how an operator is quantized (all are listed), or the model is
+            none of transformers.
+    """
+    try:
+        source = source_of(qmodel, model)
+        if not hasattr(source.model, "save_pretrained"):
+            raise ExportError(f"{type(source.model).__name__} is no model of transformers; use qmodel.save(directory)")
+        found = correspond(source, qmodel.graph_module)
+    except QuarkError as error:
+        raise ExportError(str(error)) from error
+    layers = _layers(source, found)
+    shell: Any = copy.deepcopy(source.model)
+    state = shell.state_dict(keep_vars=True)
+    taken = {n: c.value() for n, c in found.constants.items() if c.is_float and n in state}
+    tensors = {n: t for n, t in state.items() if not t.is_meta} | taken
+    tied = _tied(shell)
+    if any(layer.name in tied for layer in layers):
+        shell.config.tie_word_embeddings = False
+    apart = {name: list(taken_apart(shell, name, tensor)) for name, tensor in tensors.items()}
+    return Checkpoint(shell, layers, tensors, {name: names for name, names in apart.items() if names})
+
+
+def _layers(source: Source, found: Correspondence) -> list[Layer]:
+    """Return the modules with quantized weights, or one error about all that no format holds."""
+    layers: list[Layer] = []
+    errors, names = [], list[str]()
+
+    @lru_cache(maxsize=1)  # the matrices of a stack are copies, and asked for one after another
+    def apart(name: str) -> dict[str, QuantizedTensor]:
+        return matrices(source.model, name, found.constants[name])
+
+    def of_expert(name: str, key: str) -> QuantizedTensor:
+        return apart(name)[key]
+
+    paths = {path: name for name, c in found.constants.items() if not c.is_float for path in [name.rpartition(".")[0]]}
+    for name, constant in found.constants.items():
+        if constant.is_float:
+            continue
+        path, _, leaf = name.rpartition(".")
+        module = source.model.get_submodule(path)
+        try:
+            if experts := apart(name):
+                if path in found.rounding.inputs:
+                    raise ExportError("the activations of experts are quantized; keep them in float")
+                layers += [Layer(key, module, partial(of_expert, name, key), None, name) for key in experts]
+                continue
+            simple = isinstance(module, _CLASSES) and len(inspect.signature(module.forward).parameters) == 1
+            shape = tuple(constant.tensor.shape)
+            if len(shape) > 2:
+                what = "the kernel of a convolution" if "Conv" in type(module).__name__ else "a stack"
+                raise ExportError(f"{what} {shape} that transformers does not take apart; leave it in float")
+            if leaf != "weight" or not simple:
+                raise ExportError(
+                    "checkpoints hold weights of nn.Linear and nn.Embedding with one input, this is the parameter "
+                    f"{leaf} of a {type(module).__name__}, {shape}"
+                )
+            matrix_of(constant)  # what cannot be is found now
+            layers.append(Layer(path, module, partial(matrix_of, constant), found.rounding.inputs.get(path)))
+        except ExportError as error:
+            errors.append(f"{name}: {error}")
+            names.append(name.removesuffix(".weight"))
+    errors += [
+        f"{p}: its activation is quantized and its weight is not" for p in found.rounding.inputs if p not in paths
+    ]
+    errors += [f"{p or 'the model'}: its result is quantized" for p in found.rounding.outputs]
+    errors += [f"{p}: a pass rewrote what it computes" for p in found.slices]
+    errors += [f"{p}: it is folded into its neighbour" for p in found.identities]
+    if errors:
+        raise unholdable(errors, names)
+    if not layers:
+        raise ExportError("no weight is quantized; save the float model instead")
+    return layers
+
+
+def unholdable(errors: list[str], names: Iterable[str] = ()) -> ExportError:
+    """Return the error that lists what a format cannot hold, and which `names` patterns can leave in float."""
+    names = list(names)
+    remedy = f"config.replace(exclude=(*config.exclude, {', '.join(map(repr, names))}))"
+    return ExportError(
+        "the checkpoint format cannot hold how these are quantized; exclude them (exclude=, Override) or change "
+        "their specs:\n  " + "\n  ".join(errors) + f"\nTo leave these weights in float: {remedy}" * bool(names)
+    )
+
+
+def _tied(model: nn.Module) -> set[str]:
+    """Return the paths of modules whose weight is that of another one."""
+    named = [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)]
+    counts = Counter(identity for _, identity in named)
+    return {name.rpartition(".")[0] for name, identity in named if counts[identity] > 1}
+
+
+def each_layer(layers: list[Layer], write: Callable[[Layer], dict[str, Tensor]], shelf: Shelf) -> dict[str, Tensor]:
+    """Return the tensors `write` makes of the layers, on the shelf, by name, or one error about all it refuses."""
+    tensors: dict[str, Tensor] = {}
+    errors: dict[str, None] = {}  # one for all experts of a stack
+    for layer in layers:
+        try:
+            tensors |= {f"{layer.name}.{part}": shelf.put(tensor) for part, tensor in write(layer).items()}
+        except ExportError as error:
+            errors[f"{layer.stack or layer.name}: {error}"] = None
+    if errors:
+        raise unholdable(list(errors))
+    return tensors
+
+
+__all__ = ["Checkpoint", "Layer", "each_layer", "take_apart"]

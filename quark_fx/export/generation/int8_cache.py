@@ -1,0 +1,108 @@
+"""The rewrite of graphs to a KV cache in int8."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from quark_fx.errors import ExportError
+from quark_fx.export.generation.cache_scales import PAST, CacheScales
+from quark_fx.export.to_onnx.edit import add_array
+
+
+def use_int8_cache(model: ir.Model, cache: CacheScales) -> int:
+    """Let a graph take and return int8 codes in the place of keys and values; return how many tensors it keeps.
+
+    What it returns is rounded. A graph that takes a cache reads its own tokens rounded, too; one that starts it reads
+    them in float.
+
+    Raises:
+        ExportError: if the graph has another cache than was measured, or uses it otherwise than to append to it.
+    """
+    taken = {_leaf(value): value for value in model.graph.inputs if _leaf(value).startswith(PAST)}
+    given = {_leaf(value): value for value in model.graph.outputs if _leaf(value).startswith(PAST)}
+    if unknown := sorted((taken.keys() | given.keys()) ^ cache.scales.keys()):
+        raise ExportError(f"the graph and the measured cache differ in {', '.join(unknown)}; measure this model's")
+    for name, output in given.items():
+        scale = add_array(model, f"{name}_scale", cache.scales[name].numpy(force=True).astype(np.float32))
+        if output.dtype != ir.DataType.FLOAT:
+            raise ExportError(f"{name} is {output.dtype}; an int8 cache is for float32 models: quantize model.float()")
+        past = taken.get(name)
+        node = output.producer()
+        if past is None:
+            _return_codes(model, output, scale)
+        elif node is None or {use.node for use in past.uses() if use.node.op_type != "Shape"} != {node}:
+            raise ExportError(f"{name} is read apart from being appended to; an int8 cache is for caches that grow")
+        elif node.op_type == "GroupQueryAttention":
+            _attend_to_codes(node, past, output, scale)
+        elif node.op_type == "Concat" and len(node.inputs) == 2 and node.inputs[0] is past and _appends(node):
+            _append_codes(node, past, output, scale)
+        else:
+            raise ExportError(f"{name} is made by {node.op_type}; an int8 cache is for caches that grow")
+    return len(given)
+
+
+def _appends(node: ir.Node) -> bool:
+    """Tell whether a concatenation of `(batch, heads, tokens, channels)` is along tokens."""
+    return node.attributes.get_int("axis") in (2, -2)
+
+
+def _leaf(value: ir.Value) -> str:
+    return (value.name or "").removeprefix("input.").removeprefix("output.")
+
+
+def _attend_to_codes(node: ir.Node, past: ir.Value, output: ir.Value, scale: ir.Value) -> None:
+    """Let `GroupQueryAttention` read and append to codes, which its kernel knows."""
+    which = list(node.outputs).index(output)  # 1: keys, 2: values
+    if len(node.inputs) < 14:
+        node.resize_inputs(14)
+    node.replace_input_with(11 + which, scale)
+    kind = "k_quant_type" if which == 1 else "v_quant_type"
+    node.attributes[kind] = ir.AttrString(kind, "PER_CHANNEL")
+    node.attributes["kv_cache_bit_width"] = ir.AttrInt64("kv_cache_bit_width", 8)
+    past.dtype = output.dtype = ir.DataType.INT8
+
+
+def _append_codes(node: ir.Node, past: ir.Value, output: ir.Value, scale: ir.Value) -> None:
+    """Append codes to codes, and dequantize all for those who read them."""
+    codes = _codes(node.inputs[1], scale)
+    real = [ir.node("Cast", [output], {"to": ir.DataType.FLOAT})]
+    real.append(ir.node("Mul", [real[0].outputs[0], scale]))
+    for step in real:
+        step.outputs[0].shape, step.outputs[0].dtype = output.shape, ir.DataType.FLOAT
+    for use in list(output.uses()):
+        if use.node is not real[0]:
+            use.node.replace_input_with(use.idx, real[1].outputs[0])
+    assert node.graph is not None
+    node.graph.insert_before(node, codes)
+    node.graph.insert_after(node, real)
+    node.replace_input_with(1, codes[-1].outputs[0])
+    past.dtype = output.dtype = ir.DataType.INT8
+
+
+def _return_codes(model: ir.Model, output: ir.Value, scale: ir.Value) -> None:
+    """Return the codes of keys or values; those who read them in the graph do as before."""
+    index, node = list(model.graph.outputs).index(output), output.producer()
+    assert node is not None
+    codes = _codes(output, scale)
+    model.graph.insert_after(node, codes)
+    result = codes[-1].outputs[0]
+    model.graph.outputs[index] = result
+    result.name, output.name = output.name, f"{output.name}_real"
+
+
+def _codes(x: ir.Value | None, scale: ir.Value) -> list[ir.Node]:
+    """Return the nodes that quantize `x`: `QuantizeLinear` has no scales along two axes."""
+    assert x is not None
+    ratio = ir.node("Div", [x, scale])
+    whole = ir.node("Round", ratio.outputs)
+    low, high = (ir.node("Constant", [], {"value_float": bound}) for bound in (-128.0, 127.0))
+    clipped = ir.node("Clip", [whole.outputs[0], low.outputs[0], high.outputs[0]])
+    codes = ir.node("Cast", clipped.outputs, {"to": ir.DataType.INT8})
+    for step in (ratio, whole, clipped, codes):
+        step.outputs[0].shape, step.outputs[0].dtype = x.shape, ir.DataType.FLOAT
+    codes.outputs[0].dtype = ir.DataType.INT8
+    return [ratio, whole, low, high, clipped, codes]
+
+
+__all__ = ["use_int8_cache"]

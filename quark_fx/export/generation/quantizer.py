@@ -1,0 +1,143 @@
+"""Prefill and decode graphs with a KV cache: a quantizer for the exporters of `transformers`.
+
+They trace what `generate` calls and know caches; the weights and the rounding they find in the model that
+`QuantizedModel.eager` returns, so that both graphs have the same codes and nothing is matched up by name.
+Source: https://huggingface.co/docs/transformers/main/en/exporters (`ExportQuantizer`).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from quark_fx.errors import ExportError
+from quark_fx.export.generation.cache_scales import CacheScales
+from quark_fx.export.to_onnx.table import translation_table
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+logger = logging.getLogger(__name__)
+
+_OPSET = 21
+"""The first with 4-bit codes and blocks; what torch translates to by default is older."""
+
+
+@dataclass(frozen=True)
+class GenerationQuantizer:
+    """An `ExportQuantizer` that writes a quantized model's graphs in one of the formats of `quark_fx.export.onnx`.
+
+        config = OnnxConfig(dynamic=True, quantizer=GenerationQuantizer("matmul_nbits"))
+        OnnxExporter().export_for_generation(qmodel.eager(), prompt, config)
+
+    Args:
+        format: `"qdq"`, `"qoperator"` or `"matmul_nbits"`.
+        accuracy_level: of `"matmul_nbits"`: 0 to 3 compute in float, 4 rounds activations to int8, which is faster.
+        cache: scales of an int8 KV cache, as `CacheScales.measure` returns them; default: keys and values in float.
+
+    Raises:
+        ExportError: if ONNX Runtime has no kernels for the format, it does not know the option, or there is no
+            `transformers` with quantizers for its exporters.
+    """
+
+    format: str = "qdq"
+    accuracy_level: int | None = None
+    cache: CacheScales | None = None
+
+    quantizes_fx_graph: ClassVar[bool] = False
+    calibration_dataset: ClassVar[None] = None
+    """The model has been calibrated already."""
+
+    def __post_init__(self) -> None:
+        _hook_into_transformers()
+        self._chosen()
+
+    def with_calibration(self, calibration_dataset: Any) -> GenerationQuantizer:
+        """Return the quantizer itself."""
+        return self
+
+    def validate_environment(self, export_format: str) -> None:
+        """Raise `ExportError` if the export is not to ONNX."""
+        if export_format != "onnx":
+            raise ExportError(f"GenerationQuantizer writes ONNX graphs, not {export_format}; use OnnxExporter")
+
+    def quantize(self, model: ir.Model, sample_inputs: dict[str, Any], export_format: str) -> ir.Model:
+        """Return a translated graph, whose weights are dequantized codes, in the format.
+
+        Raises:
+            ExportError: if nothing is quantized in it, or the format or the opset cannot hold it.
+        """
+        from quark_fx.export.generation.int8_cache import use_int8_cache
+        from quark_fx.export.generation.traced_weights import PREPARATIONS, look_up_codes
+        from quark_fx.export.to_onnx.formats import write_in_format
+        from quark_fx.export.to_onnx.opset import ir_version, require_types
+
+        if not any(node.op_type in ("DequantizeLinear", "DequantizeBlocks") for node in model.graph):
+            raise ExportError(
+                "this graph has no quantized weights: export `qmodel.eager()`, where `qmodel` is what quantize() "
+                "returned for a configuration with integers or 8-bit floats"
+            )
+        for prepare in PREPARATIONS:
+            prepare(model)
+        kept = write_in_format(model, *self._chosen())
+        look_up_codes(model)
+        if self.cache is not None:
+            use_int8_cache(model, self.cache)
+        for left in kept:
+            logger.info("%s (%s) stays in pairs: %s", left.name, left.operator, left.reason)
+        opset = model.opset_imports[""]
+        require_types(model, opset)
+        model.ir_version = ir_version(opset)
+        return model
+
+    def _chosen(self) -> Any:
+        from quark_fx.export.to_onnx.formats import FORMATS, FormatOptions, find_format
+
+        if self.format in FORMATS and not FORMATS[self.format].runs:
+            raise ExportError(f"ONNX Runtime has no kernels for format={self.format!r}; choose another")
+        return find_format(self.format, FormatOptions(accuracy_level=self.accuracy_level))
+
+
+@functools.cache
+def _hook_into_transformers() -> None:
+    """Let the exporters of `transformers` take the quantizer, and lower our operators where a model has them."""
+    try:
+        import onnx_ir  # noqa: F401
+        from transformers.exporters.quantizers.base import ExportQuantizer
+        from transformers.exporters.utils import register_patch
+    except ImportError as error:
+        raise ExportError(
+            f"generation needs transformers with quantizers for its exporters, and onnx_ir ({error}): "
+            "pip install -U 'quark_fx[onnx,hf]'"
+        ) from error
+    ExportQuantizer.register(GenerationQuantizer)
+    register_patch("onnx", "torch.onnx.export")(_with_our_lowerings)
+
+
+def _with_our_lowerings(export: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `torch.onnx.export` with the lowerings of our operators, for programs that have some."""
+
+    @functools.wraps(export)
+    def patched(program: Any, *args: Any, **options: Any) -> Any:
+        if _has_our_operators(program):
+            options["custom_translation_table"] = {
+                **translation_table(),
+                **(options.get("custom_translation_table") or {}),
+            }
+            options["opset_version"] = options.get("opset_version") or _OPSET
+        return export(program, *args, **options)
+
+    return patched
+
+
+def _has_our_operators(program: Any) -> bool:
+    calls = [n.target for n in program.graph.nodes] if isinstance(program, torch.export.ExportedProgram) else []
+    return any(isinstance(call, torch._ops.OpOverload) and call.namespace == "quark_fx" for call in calls)
+
+
+__all__ = ["GenerationQuantizer"]

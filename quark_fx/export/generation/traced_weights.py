@@ -1,0 +1,112 @@
+"""What graphs traced by `transformers` need around our `DequantizeLinear`, before and after a format is written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+
+from quark_fx.export.to_onnx.edit import add_array, array_of, erase_unread, made_by, put_node
+
+_SCALE = re.compile(r"(?:(.+)\.)?parametrizations\.(\w+)\.0\.scale")
+"""How `torch.nn.utils.parametrize` calls the scale of a parameter."""
+
+
+def name_codes(model: ir.Model) -> int:
+    """Call the codes of a weight, and its scale, what the parameter is called, which is a user's name for it."""
+    named = 0
+    for node in model.graph:
+        codes, scale = node.inputs[:2] if node.op_type == "DequantizeLinear" else (None, None)
+        found = _SCALE.fullmatch(scale.name or "") if scale is not None else None
+        if codes is None or not codes.is_initializer() or scale is None or found is None:
+            continue
+        name = ".".join(filter(None, found.groups()))
+        for value, new in ((codes, f"{name}_codes"), (scale, f"{name}_scale")):
+            if new not in model.graph.initializers:
+                value.name = new
+                named += 1
+    return named
+
+
+def split_fused_products(model: ir.Model) -> int:
+    """Rewrite `FusedMatMul` (`com.microsoft`) with a quantized weight to the standard operators that make it."""
+    done = 0
+    for node in list(model.graph):
+        get = node.attributes.get_int
+        weight = made_by(node.inputs[1], "DequantizeLinear") if node.op_type == "FusedMatMul" else None
+        rank = _rank(weight.inputs[0]) if weight is not None else 0
+        if rank < 2 or any(get(name, 0) for name in ("transA", "transBatchA", "transBatchB")):
+            continue  # a vector is not transposed
+        _split(model, node, rank)
+        done += 1
+    return done
+
+
+def _rank(value: ir.Value | None) -> int:
+    """Return the number of dimensions; 0 if it is not known."""
+    return value.shape.rank() if value is not None and value.shape is not None else 0
+
+
+def _split(model: ir.Model, node: ir.Node, rank: int) -> None:
+    """Put a `MatMul` in the place of `node`, whose weight has `rank` dimensions, and what it does besides around it."""
+    x, weight = node.inputs[:2]
+    steps = []
+    if node.attributes.get_int("transB", 0):
+        steps.append(ir.node("Transpose", [weight], {"perm": [*range(rank - 2), rank - 1, rank - 2]}))
+        weight = steps[-1].outputs[0]
+    product = ir.node("MatMul", [x, weight], name=node.name)
+    alpha = node.attributes.get_float("alpha", 1.0)
+    model.graph.insert_before(node, steps)
+    if alpha == 1:
+        put_node(node, product)
+        return
+    output = product.outputs[0]
+    output.shape, output.type = node.outputs[0].shape, node.outputs[0].type
+    model.graph.insert_before(node, [product])
+    put_node(node, ir.node("Mul", [output, add_array(model, f"{node.name}_alpha", np.array(alpha, np.float32))]))
+
+
+PREPARATIONS: tuple[Callable[[ir.Model], int], ...] = (name_codes, split_fused_products)
+"""What runs before a format is written, in order."""
+
+
+def look_up_codes(model: ir.Model) -> int:
+    """Dequantize the looked-up rows of a matrix of 8-bit codes, at one scale or one per row, not all rows each time."""
+    done = 0
+    for node in list(model.graph):
+        table = made_by(node.inputs[0], "DequantizeLinear") if node.op_type == "Gather" else None
+        if table is None or node.attributes.get_int("axis", 0) or table.attributes.get_int("block_size", 0):
+            continue
+        codes = array_of(table.inputs[0])
+        scales = [array_of(value) for value in table.inputs[1:]]
+        rows = all(s is not None and (not s.ndim or table.attributes.get_int("axis", 1) == 0) for s in scales)
+        if codes is None or codes.ndim != 2 or codes.dtype not in (np.int8, np.uint8) or not rows:
+            continue
+        _look_up(model, node, table)
+        done += 1
+    erase_unread(model)
+    return done
+
+
+def _look_up(model: ir.Model, gather: ir.Node, table: ir.Node) -> None:
+    """Put `(Cast(Gather(codes)) - zero_point) * scale`, of the same rows, in the place of `gather`."""
+    stored, index = table.inputs[0], gather.inputs[1]
+    assert stored is not None
+    codes = ir.node("Gather", [stored, index], {"axis": 0})
+    steps = [codes, ir.node("Cast", [codes.outputs[0]], {"to": ir.DataType.FLOAT})]
+    for operator, value in reversed(list(zip(("Mul", "Sub"), table.inputs[1:], strict=False))):
+        array = array_of(value)
+        assert array is not None
+        name = f"{stored.name}_{operator.lower()}"
+        column = add_array(model, name, array.astype(np.float32).reshape(-1, 1) if array.ndim else array.astype("f4"))
+        product = steps[-1].outputs[0]
+        if array.ndim:
+            steps.append(ir.node("Gather", [column, index], {"axis": 0}))
+            column = steps[-1].outputs[0]
+        steps.append(ir.node(operator, [product, column]))
+    for step in steps[1:]:
+        step.outputs[0].dtype = ir.DataType.FLOAT
+    model.graph.insert_before(gather, steps[:-1])
+    put_node(gather, steps[-1])

@@ -1,0 +1,1 @@
+"""ONNX Runtime sessions, the report on a file, and verification against torch."""

@@ -1,0 +1,282 @@
+"""Which nodes of a file ONNX Runtime's CPU provider runs in integers, and whether they are exact on every processor.
+
+Both are read from the graph that ONNX Runtime writes after fusion.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from quark_fx.errors import ExportError
+from quark_fx.export.runtime.session import open_session, session_options
+from quark_fx.export.to_onnx.edit import Kept
+from quark_fx.export.to_onnx.vitis import PREFIXES
+from quark_fx.export.to_onnx.whole_files import data_files
+from quark_fx.plan.pair_sums import LARGEST_SUM, PairBound
+from quark_fx.plan.report import aligned
+
+
+@dataclass(frozen=True)
+class RuntimeNode:
+    """One kernel.
+
+    Attributes:
+        name: of the node.
+        kernel: the operator ONNX Runtime runs.
+        quantized: it reads or holds integers; a weight-only kernel counts.
+        reason: why it runs in float; empty if it does not.
+        saturates: what of it may saturate in 16 bits on an x64 processor without VNNI (`plan.pair_sums`), whatever
+            the data; empty if it is exact there.
+    """
+
+    name: str
+    kernel: str
+    quantized: bool
+    reason: str = ""
+    saturates: str = ""
+
+
+@dataclass(frozen=True)
+class RuntimeReport:
+    """The kernels of a file, without the conversions between them. `str` of it is a table.
+
+    Attributes:
+        nodes: in the order they run.
+        kept: what the format left as `QuantizeLinear` / `DequantizeLinear` pairs, and why.
+        conversions: how many quantizers, dequantizers and casts run between kernels.
+        opset: of the standard domain.
+        bytes: of the file and its external data.
+    """
+
+    nodes: tuple[RuntimeNode, ...]
+    kept: tuple[Kept, ...]
+    conversions: int
+    opset: int
+    bytes: int
+
+    @property
+    def quantized(self) -> tuple[RuntimeNode, ...]:
+        """The nodes that run in integers."""
+        return tuple(node for node in self.nodes if node.quantized)
+
+    @property
+    def floating(self) -> tuple[RuntimeNode, ...]:
+        """The nodes that run in float."""
+        return tuple(node for node in self.nodes if not node.quantized)
+
+    @property
+    def saturating(self) -> tuple[RuntimeNode, ...]:
+        """The nodes that are not exact on x64 processors without VNNI."""
+        return tuple(node for node in self.nodes if node.saturates)
+
+    def __str__(self) -> str:
+        header = ("node", "kernel", "in integers", "exact without VNNI", "in float because")
+        body = [
+            (n.name, n.kernel, "yes" if n.quantized else "no", f"no: {n.saturates}" if n.saturates else "yes", n.reason)
+            for n in self.nodes
+        ]
+        lines = aligned(header, body, right=set())
+        count = Counter(node.kernel for node in self.quantized)
+        kernels = ", ".join(f"{n} {kernel}" for kernel, n in count.most_common()) or "none"
+        lines += [
+            f"{len(self.quantized)} of {len(self.nodes)} nodes in integers ({kernels}), {self.conversions} conversions",
+            f"{len(self.nodes) - len(self.saturating)} of {len(self.nodes)} nodes exact on x64 without VNNI",
+            f"opset {self.opset}, {self.bytes / 1024:.1f} KiB",
+            *(f"left in pairs: {k.name} ({k.operator}): {k.reason}" for k in self.kept),
+        ]
+        return "\n".join(lines)
+
+
+def runtime_report(path: Path, *, kept: Iterable[Kept] = (), optimize: bool = True) -> RuntimeReport:
+    """Return the kernels ONNX Runtime runs `path` with.
+
+    Args:
+        path: an ONNX file.
+        kept: what to list as left in pairs.
+        optimize: let ONNX Runtime fuse kernels, as it does unless told otherwise.
+
+    Raises:
+        ExportError: if ONNX Runtime is not installed or does not load the file.
+    """
+    if importlib.util.find_spec("onnxruntime") is None:
+        raise ExportError("the report needs onnxruntime: pip install 'quark_fx[onnx]'")
+    original = ir.load(path)
+    if vendor := PREFIXES.keys() & original.opset_imports.keys():
+        raise ExportError(f"ONNX Runtime has no kernels for {', '.join(vendor)}; the vendor's tools say what they run")
+    nodes, conversions = _optimized(path, original, optimize)
+    size = sum(file.stat().st_size for file in (path, *data_files(original, path.parent)))
+    return RuntimeReport(nodes, tuple(kept), conversions, original.opset_imports[""], size)
+
+
+def saturating_kernels(path: Path, *, optimize: bool) -> list[str]:
+    """Return the names of nodes whose kernels saturate on x64 without VNNI; a vendor's nodes run as standard ones.
+
+    Raises:
+        ExportError: if ONNX Runtime does not load the file.
+    """
+    nodes, _ = _optimized(path, ir.load(path), optimize)
+    return [node.name for node in nodes if node.saturates]
+
+
+def _optimized(path: Path, original: ir.Model, optimize: bool) -> tuple[tuple[RuntimeNode, ...], int]:
+    """Return the kernels that ONNX Runtime runs a file with, and how many conversions there are between them."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = session_options(optimize=optimize)
+        options.log_severity_level = 4  # it warns that the optimized graph is of this machine
+        options.optimized_model_filepath = str(Path(folder, "optimized.onnx"))
+        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "optimized.data")
+        try:
+            open_session(path, options)
+        except Exception as error:
+            raise ExportError(f"ONNX Runtime does not load {path.name}: {error}") from error
+        run = ir.load(options.optimized_model_filepath)
+        _infer_types(run)
+        kept_signed = {(node.name, node.op_type) for node in original.graph}
+        nodes = tuple(_described(node, kept_signed) for node in run.graph if not _is_plumbing(node))
+        return nodes, sum(node.op_type in _CONVERSIONS for node in run.graph)
+
+
+_CONVERSIONS = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast"})
+_INTEGER_KERNELS = frozenset(
+    {
+        *("MatMulIntegerToFloat", "DynamicQuantizeMatMul", "MatMulInteger", "ConvInteger", "QGemm"),
+        *("MatMulNBits", "GatherBlockQuantized", "QAttention", "QMoE"),
+    }
+)
+_HAVE_INTEGER_KERNELS = frozenset(
+    {
+        *("Conv", "FusedConv", "MatMul", "FusedMatMul", "Gemm", "FusedGemm", "Add", "Mul", "Concat", "LeakyRelu"),
+        *("Sigmoid", "Softmax", "AveragePool", "GlobalAveragePool", "MaxPool", "Resize"),
+        *("Transpose", "Reshape", "Flatten"),
+    }
+)
+
+
+_KEEP_TYPE = frozenset(
+    {"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Expand", "Gather", "MaxPool"}
+)
+
+
+def _infer_types(model: ir.Model) -> None:
+    """Give the values of codes their type where ONNX Runtime wrote none."""
+    for node in model.graph:
+        output, source = node.outputs[0], node.inputs[0] if node.inputs else None
+        if output.dtype is not None or source is None:
+            continue
+        dtype = None
+        if node.op_type == "QuantizeLinear":
+            zero_point = node.inputs[2] if len(node.inputs) > 2 else None
+            dtype = zero_point.dtype if zero_point is not None else ir.DataType.UINT8
+        elif node.op_type == "QLinearConcat":
+            dtype = node.inputs[1].dtype if node.inputs[1] is not None else ir.DataType.UINT8
+        elif node.op_type in _KEEP_TYPE or node.op_type.startswith("QLinear") or node.op_type in ("QGemm", "Clip"):
+            dtype = source.dtype
+        if dtype is not None:
+            output.dtype = dtype
+
+
+def _is_plumbing(node: ir.Node) -> bool:
+    """Tell whether the node only converts types or computes shapes."""
+    if node.op_type in _CONVERSIONS or node.op_type in ("Constant", "Shape"):
+        return True
+    values = [v for v in (*node.inputs, *node.outputs) if v is not None and v.dtype is not None]
+    return all(not v.dtype.is_floating_point() and not _is_code(v) for v in values if v.dtype is not None)
+
+
+def _is_code(value: ir.Value | None) -> bool:
+    return value is not None and value.dtype is not None and value.dtype.is_integer() and value.dtype.itemsize <= 1
+
+
+def _described(node: ir.Node, kept_signed: Collection[tuple[str | None, str]]) -> RuntimeNode:
+    kernel = f"{node.domain}.{node.op_type}" if node.domain == "com.microsoft.nchwc" else node.op_type
+    quantized = (
+        node.op_type.startswith("QLinear") or node.op_type in _INTEGER_KERNELS or any(map(_is_code, node.inputs))
+    )
+    saturates = _saturates(node, (node.name, node.op_type) in kept_signed)
+    return RuntimeNode(node.name or "", kernel, quantized, "" if quantized else _reason(node), saturates)
+
+
+_FACTORS = {
+    "QLinearConv": (0, 3),
+    "QLinearMatMul": (0, 3),
+    "QGemm": (0, 3),
+    "MatMulInteger": (0, 1),
+    "MatMulIntegerToFloat": (0, 1),
+    "DynamicQuantizeMatMul": (0, 1),
+}
+"""Kernels that add products in pairs, and where their activation and weight are among the inputs."""
+
+
+def _saturates(node: ir.Node, kept_signed: bool) -> str:
+    """Return what of a kernel may saturate without VNNI, empty for nothing.
+
+    Args:
+        node: of the graph that ONNX Runtime writes.
+        kept_signed: signed activations stay as they are, because the file itself holds the kernel; they become
+            unsigned where ONNX Runtime fuses it.
+    """
+    if node.op_type not in _FACTORS:
+        return ""
+    activation, weight = (node.inputs[position] for position in _FACTORS[node.op_type])
+    if activation is None or weight is None or weight.dtype != ir.DataType.INT8:
+        return ""
+    if activation.dtype == ir.DataType.INT8 and kept_signed:
+        return ""
+    if weight.const_value is None:
+        return "both factors are activations"
+    codes = torch.from_numpy(weight.const_value.numpy().copy())
+    bound = _bound(node, codes)
+    over = bound.exceeded(codes) if bound is not None else None
+    if over is None or not bool(over.any()):
+        return ""
+    return f"{int(over.sum())} of {over.numel()} pairs of weights exceed {bound.limit}" if bound is not None else ""
+
+
+def _bound(node: ir.Node, codes: torch.Tensor) -> PairBound | None:
+    """Return how the kernel pairs the codes of its weight; `None` if it adds in 32 bits."""
+    rank, limit = codes.dim(), LARGEST_SUM // 255
+    if node.op_type == "QLinearConv":
+        if codes.shape[1] == 1 and node.attributes.get_int("group", 1) == codes.shape[0]:
+            return None
+        return PairBound.of_convolution(limit, range(2, rank), 1)
+    return PairBound.of_product(limit, rank, rank - 1 if node.attributes.get_int("transB", 0) else rank - 2)
+
+
+def _reason(node: ir.Node) -> str:
+    if node.op_type not in _HAVE_INTEGER_KERNELS:
+        return f"there is no integer {node.op_type}"
+    read = [value for value in node.inputs if value is not None and (value.dtype is None or not _is_index(value))]
+    dequantized = [_dequantizer(value) for value in read]
+    if not any(dequantized):
+        return "nothing it reads is quantized"
+    wide = [d.inputs[0].dtype for d in dequantized if d is not None and d.inputs[0] is not None]
+    if any(not _is_eight_bit(dtype) for dtype in wide):
+        return f"there is no kernel for {', '.join(sorted({str(dtype).lower() for dtype in wide}))}"
+    if not all(dequantized):
+        return "not all it reads is quantized"
+    readers = [use.node.op_type for output in node.outputs for use in output.uses()]
+    if not readers or any(reader != "QuantizeLinear" for reader in readers):
+        return "its output is not quantized"
+    return "ONNX Runtime does not fuse it"
+
+
+def _is_index(value: ir.Value) -> bool:
+    return value.dtype is not None and value.dtype.is_integer() and value.dtype.itemsize > 4
+
+
+def _is_eight_bit(dtype: Any) -> bool:
+    return dtype is not None and dtype.is_integer() and dtype.itemsize in (1, 4)
+
+
+def _dequantizer(value: ir.Value) -> ir.Node | None:
+    producer = value.producer()
+    return producer if producer is not None and producer.op_type == "DequantizeLinear" else None

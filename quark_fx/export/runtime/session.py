@@ -1,0 +1,101 @@
+"""How ONNX Runtime has to be set up to compute what the graph says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.fx import GraphModule, Node
+
+from quark_fx.graph.nodes import code_format, target_name
+from quark_fx.numbers.formats import FloatFormat, onnx_container
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+def runtime_options(gm: GraphModule, *, optimize: bool | None = None) -> Any:
+    """Return `onnxruntime.SessionOptions` for the export of a quantized graph.
+
+    Args:
+        gm: the quantized graph.
+        optimize: let ONNX Runtime fuse integer kernels; default: as `may_optimize` says.
+    """
+    return session_options(optimize=may_optimize(gm) if optimize is None else optimize)
+
+
+def may_optimize(gm: GraphModule) -> bool:
+    """Tell whether ONNX Runtime's CPU kernels implement what it fuses: not 8-bit floats, 4- and 32-bit activations."""
+    return not any(_fuses_wrongly(node) for node in gm.graph.nodes)
+
+
+def session_options(*, optimize: bool) -> Any:
+    """Return `onnxruntime.SessionOptions` that keep to the graph's arithmetic."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    level = onnxruntime.GraphOptimizationLevel
+    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
+    # Blocked weights are fused to MatMulNBits; its default rounds activations to int8, which is not the graph's maths.
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
+    return options
+
+
+@cache
+def adds_pairs_in_16_bits() -> bool:
+    """Tell whether ONNX Runtime saturates sums of two 8-bit products on this processor (x64 without VNNI).
+
+    It multiplies two activations of 255 by two weights of 127, which makes 64770 where sums have 32 bits.
+    """
+    import numpy as np
+    import onnx_ir as ir
+    import onnxruntime
+
+    codes = ir.Value(name="codes", type=ir.TensorType(ir.DataType.UINT8), shape=ir.Shape((1, 2)))
+    weight = ir.tensor(np.full((2, 1), 127, np.int8), name="weight")
+    constant = ir.Value(name="weight", const_value=weight, type=ir.TensorType(weight.dtype), shape=ir.Shape((2, 1)))
+    product = ir.node("MatMulInteger", [codes, constant])
+    product.outputs[0].name, product.outputs[0].dtype = "sum", ir.DataType.INT32
+    graph = ir.Graph([codes], product.outputs, nodes=[product], initializers=[constant], opset_imports={"": 21})
+    source = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
+    session = onnxruntime.InferenceSession(source, session_options(optimize=False), providers=["CPUExecutionProvider"])
+    (made,) = session.run(None, {"codes": np.full((1, 2), 255, np.uint8)})
+    return int(np.asarray(made).item()) < 2 * 255 * 127
+
+
+def open_session(path: Path, options: Any, edit: Callable[[ir.Model], None] | None = None) -> Any:
+    """Return an `onnxruntime.InferenceSession` of a file on the CPU.
+
+    Args:
+        path: the file. Vendors' quantizers in it are replaced by standard ones.
+        options: session options; they may be changed.
+        edit: changes the graph first.
+    """
+    import onnx_ir as ir
+    import onnxruntime
+
+    from quark_fx.export.to_onnx.vitis import PREFIXES, with_standard_nodes
+
+    providers = ["CPUExecutionProvider"]
+    model = ir.load(path)
+    if edit is None and not PREFIXES.keys() & model.opset_imports.keys():
+        return onnxruntime.InferenceSession(str(path), options, providers=providers)
+    if edit is not None:
+        edit(model)
+    # The graph is given as bytes, which have no directory to find external data in.
+    folder = str(path.resolve().parent)
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+    source = ir.to_proto(with_standard_nodes(model)).SerializeToString()
+    return onnxruntime.InferenceSession(source, options, providers=providers)
+
+
+def _fuses_wrongly(node: Node) -> bool:
+    fmt = code_format(node)
+    if fmt is None or (len(node.args) > 5 and node.args[5]):
+        return False  # nothing is fused with blocks
+    return isinstance(fmt, FloatFormat) or (
+        target_name(node) == "quark_fx.quantize.default" and onnx_container(fmt).bits not in (8, 16)
+    )

@@ -1,0 +1,376 @@
+"""Compare a quantized model with the file it was exported to, output by output or node by node."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.fx import Interpreter, Node
+
+from quark_fx.errors import ExportError
+from quark_fx.export.runtime.session import adds_pairs_in_16_bits, may_optimize, open_session, runtime_options
+from quark_fx.graph.nodes import parameter, results_of, target_name
+from quark_fx.graph.signature import split_batch
+from quark_fx.model.quantized_model import QuantizedModel
+from quark_fx.numbers.formats import FloatFormat, parse_format
+from quark_fx.numbers.ops import dequantize, spread
+from quark_fx.system.isolation import as_called, isolated, warn
+from quark_fx.system.options import checked_call
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far ONNX Runtime is from torch in one value.
+
+    Attributes:
+        name: output name, or node name.
+        max_abs: largest absolute difference.
+        step: the quantization step of the value: its own scale where the graph quantizes it, else one
+            255th of its range over the batches, and at least 64 float32 roundings of its largest magnitude.
+        share: share of elements that differ by more than half a step.
+        sqnr: signal to noise of ONNX Runtime's value against torch's, dB.
+        uncompared: elements that are NaN in both, which says of neither whether it is right.
+    """
+
+    name: str
+    max_abs: float
+    step: float
+    share: float
+    sqnr: float
+    uncompared: int = 0
+
+    @property
+    def steps(self) -> float:
+        """The largest difference in quantization steps."""
+        return self.max_abs / self.step if self.step else 0.0
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The differences of every output (or node), in graph order. `str` of it is a table.
+
+    Attributes:
+        differences: of what was compared.
+        skipped: quantized values that could not be compared by themselves: ONNX Runtime gives out no codes of 4 bits
+            or of 8-bit floats, and none that a kernel keeps to itself.
+        cause: what this processor's arithmetic has to do with a difference of more than one step; empty if nothing.
+        shipped: by node, of those outputs that the file as it is makes otherwise than with its codes shown. ONNX
+            Runtime fuses less where codes are outputs, so that the kernels compared by node are not all those that
+            run.
+    """
+
+    differences: tuple[Difference, ...]
+    skipped: tuple[str, ...] = ()
+    cause: str = ""
+    shipped: tuple[Difference, ...] = ()
+
+    @property
+    def max_steps(self) -> float:
+        """The largest difference of any value, in quantization steps, with its codes shown or as shipped."""
+        return max((d.steps for d in (*self.differences, *self.shipped)), default=0.0)
+
+    def __getitem__(self, name: str) -> Difference:
+        return next(d for d in self.differences if d.name == name)
+
+    def __str__(self) -> str:
+        width = max([4, *(len(d.name) for d in (*self.differences, *self.shipped))])
+        header = f"{'name'.ljust(width)}  {'max |Δ|':>10}  {'step':>10}  {'steps':>7}  {'>½ step':>8}  {'SQNR dB':>8}"
+        lines, as_shipped = (
+            [
+                f"{d.name.ljust(width)}  {d.max_abs:10.3g}  {d.step:10.3g}  {d.steps:7.3f}  {d.share:8.2%}"
+                f"  {d.sqnr:8.1f}"
+                for d in differences
+            ]
+            for differences in (self.differences, self.shipped)
+        )
+        if as_shipped:
+            lines += ["of the file as shipped, whose kernels differ from those with codes shown:", *as_shipped]
+        skipped = [f"not compared: {', '.join(self.skipped)}"] if self.skipped else []
+        left_out = [
+            f"{d.name}: {d.uncompared} values not compared, NaN in both" for d in self.differences if d.uncompared
+        ]
+        return "\n".join([header, *lines, *left_out, *skipped, *([self.cause] if self.cause else [])])
+
+
+@checked_call
+@isolated
+def verify(
+    qmodel: QuantizedModel,
+    path: str | os.PathLike[str],
+    batches: Iterable[Any],
+    *,
+    per_node: bool = False,
+    optimize: bool | None = None,
+    session_options: Any = None,
+) -> Verification:
+    """Run the same batches in torch and in ONNX Runtime and compare.
+
+    Two correct kernels may round a value that lies between two codes differently, and a deep network
+    carries such a flip along: the difference of an output then says little about the operators. Values that are NaN in
+    both are not compared, of which a warning says the number; NaN in one only is an infinite difference. With
+    `per_node` every quantized value whose codes can be read is compared by itself: torch computes it from the codes
+    ONNX Runtime computed before it, so each kernel is held to its own arithmetic. The others are `skipped`. The file as
+    it is runs, too: outputs that it makes otherwise than with its codes shown are in `shipped`, and count.
+
+    Args:
+        qmodel: what was exported.
+        path: the ONNX file.
+        batches: as calibration data.
+        per_node: compare every quantized value, and the outputs, each computed from the same codes.
+        optimize: let ONNX Runtime fuse integer kernels; default: yes, except for 8-bit floats and
+            4-bit activations, whose fusions its CPU kernels do not implement.
+        session_options: `onnxruntime.SessionOptions` to use instead.
+
+    Raises:
+        ExportError: if there is no batch, or an empty one, or the file cannot be loaded or has not the model's inputs.
+    """
+    if not isinstance(qmodel, QuantizedModel):
+        raise ExportError(f"expected what quantize() returned, not {type(qmodel).__name__}")
+    if isinstance(batches, Tensor | Mapping):
+        raise ExportError(f"batches is an iterable of batches, not one {type(batches).__name__}; wrap it in a list")
+    _require_file(path)
+    try:
+        import onnxruntime  # noqa: F401
+    except ImportError as error:
+        raise ExportError("verification needs onnxruntime: pip install 'quark_fx[onnx]'") from error
+    options = session_options or runtime_options(qmodel.graph_module, optimize=optimize)
+    quantizers, shown = _quantizers(qmodel) if per_node else [], set[str]()
+    try:
+        as_it_is = open_session(Path(path), options)
+        session = open_session(Path(path), options, partial(_show_codes, quantizers, shown)) if per_node else as_it_is
+    except Exception as error:  # protobuf's and ONNX Runtime's own
+        raise ExportError(f"{path} cannot be loaded: {error}; write it with qfx.export.onnx again") from error
+    inputs, names = session.get_inputs(), [output.name for output in session.get_outputs()]
+    compared, shipped = _Comparison(qmodel, shown), _Comparison(qmodel, shown)
+    count = 0
+    for batch in as_called(batches):
+        leaves = qmodel.signature.flatten(*split_batch(batch))
+        feed = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        _require_elements(feed, count)
+        if len(inputs) != len(feed):
+            raise ExportError(
+                f"{path} has {len(inputs)} inputs, the model {len(feed)}: it is not this model's export; {_AGAIN}"
+            )
+        feeds = {i.name: leaf.numpy(force=True) for i, leaf in zip(inputs, feed, strict=True)}
+        results = _run(session, feeds, path, count)
+        codes = {name: torch.from_numpy(value) for name, value in results.items() if name in shown}
+        with torch.no_grad():
+            follower = _Follower(qmodel.graph_module, codes)
+            expected = [value for value in follower.run(*leaves) if isinstance(value, Tensor)]
+        for name, (own, theirs) in follower.compared.items():
+            compared.add(name, own, theirs)
+        tensors = [name for name in names if name not in codes]  # in the order of the model's own outputs
+        if len(tensors) != len(expected):
+            raise ExportError(
+                f"{path} has {len(tensors)} outputs, the model {len(expected)}: it is not this model's export; {_AGAIN}"
+            )
+        for name, own in zip(tensors, expected, strict=True):
+            compared.add(name, own, torch.from_numpy(np.asarray(results[name])))
+        if per_node:
+            own_run = _run(as_it_is, feeds, path, count)
+            for name, own in zip(tensors, expected, strict=True):
+                shipped.add(name, own, torch.from_numpy(np.asarray(own_run[name])))
+        count += 1
+    if not count:
+        raise ExportError("no batch to verify with; pass at least one")
+    differences = compared.differences()
+    result = Verification(
+        differences,
+        tuple(name for name in quantizers if name not in shown),
+        shipped=tuple(d for d in shipped.differences() if d not in differences),
+    )
+    if result.max_steps > 1 and (cause := _saturation(Path(path), qmodel, optimize)):
+        result = replace(result, cause=cause)
+    if unsaid := {d.name: d.uncompared for d in result.differences if d.uncompared}:
+        warn(f"values that are NaN in torch and in the file were not compared: {unsaid}")
+    return result
+
+
+def _saturation(path: Path, qmodel: QuantizedModel, optimize: bool | None) -> str:
+    """Return which kernels of a file saturate on this processor, empty if none does."""
+    from quark_fx.export.runtime.report import saturating_kernels
+
+    if not adds_pairs_in_16_bits():
+        return ""
+    try:
+        names = saturating_kernels(path, optimize=may_optimize(qmodel.graph_module) if optimize is None else optimize)
+    except ExportError:  # it runs with the caller's own session options only
+        return ""
+    if not names:
+        return ""
+    return (
+        f"this processor adds products of 8 bits in pairs in 16 bits (x64 without VNNI), which saturates in "
+        f"{len(names)} kernels: {', '.join(names[:5])}{', …' * (len(names) > 5)}; quantize with target='onnx' and "
+        "int8 weights, or with uint8 weights"
+    )
+
+
+def _run(session: Any, feeds: dict[str, Any], path: str | os.PathLike[str], batch: int) -> dict[str, Any]:
+    """Return what a session makes of a batch, by name of the output."""
+    names = [output.name for output in session.get_outputs()]
+    try:
+        return dict(zip(names, session.run(names, feeds), strict=True))
+    except Exception as error:  # ONNX Runtime's own
+        raise ExportError(
+            f"ONNX Runtime does not run {path} on batch {batch}: {error}; give it batches of the sizes and types that "
+            "the model takes, or leave the operator out that the message names"
+        ) from error
+
+
+_AGAIN = "write it with qfx.export.onnx again"
+
+
+def _require_file(path: str | os.PathLike[str]) -> None:
+    try:
+        os.stat(path)
+    except (OSError, ValueError) as error:
+        raise ExportError(f"{path!r} cannot be read: {error}; write it with qfx.export.onnx first") from error
+    if not os.path.isfile(path):
+        raise ExportError(f"{path} is a directory or a device; give the file that qfx.export.onnx wrote")
+
+
+def _require_elements(feed: list[Tensor], batch: int) -> None:
+    for position, leaf in enumerate(feed):
+        if not leaf.numel():
+            shape = tuple(leaf.shape)
+            raise ExportError(f"batch {batch}: input {position} is empty, shape {shape}; pass batches with values")
+
+
+class _Follower(Interpreter):
+    """Runs a graph, comparing every quantized value with the given codes and going on with those."""
+
+    def __init__(self, gm: torch.fx.GraphModule, codes: dict[str, Tensor]) -> None:
+        super().__init__(gm)
+        self.codes = codes
+        self.compared: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        if target_name(n) == "quark_fx.dequantize.default" and isinstance(n.args[0], Node):
+            return self._rounded(n, value)
+        theirs = self.codes.get(n.name)
+        if theirs is None:
+            return value
+        if theirs.shape != value.shape:
+            shapes = f"{tuple(theirs.shape)} in the file and {tuple(value.shape)} in the model"
+            raise ExportError(f"{n.name} has shape {shapes}: the file is not this model's export; {_AGAIN}")
+        if _in_blocks(n):
+            step, (_, scale, zero_point, *layout) = self._steps(n, value), n.args
+            own = dequantize(value, self.env[scale], self.env[zero_point], *layout)  # type: ignore[index]
+            self.compared[n.name] = (own / step, theirs / step)
+            return value
+        self.compared[n.name] = (value, theirs)
+        return theirs.to(value)
+
+    def _rounded(self, n: Node, own: Tensor) -> Tensor:
+        """Return what ONNX Runtime rounded to blocks, whose codes it does not show; else the node's own value."""
+        assert isinstance(n.args[0], Node)
+        theirs = self.codes.get(n.args[0].name) if _in_blocks(n.args[0]) else None
+        return own if theirs is None else theirs.to(own)
+
+    def _scale(self, n: Node, codes: Tensor) -> Tensor:
+        scale, axis, block = self.env[n.args[1]], n.args[4], n.args[5]  # type: ignore[index]
+        return spread(scale, codes, axis, block)  # type: ignore[arg-type]
+
+    def _steps(self, n: Node, codes: Tensor) -> Tensor:
+        """Return how far apart values are that can be told apart, where those of `codes` lie."""
+        fmt, scale = parse_format(str(n.args[3])), self._scale(n, codes)
+        return scale * fmt.step(codes.float()) if isinstance(fmt, FloatFormat) else scale
+
+
+class _Comparison:
+    """Accumulates differences over batches."""
+
+    def __init__(self, qmodel: QuantizedModel, codes: Iterable[str]) -> None:
+        self.steps = _known_steps(qmodel) | dict.fromkeys(codes, 1.0)
+        self.pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
+
+    def add(self, name: str, expected: Tensor, got: Tensor) -> None:
+        if got.shape != expected.shape:
+            shapes = f"{tuple(got.shape)} in ONNX Runtime and {tuple(expected.shape)} in torch"
+            raise ExportError(f"{name} has shape {shapes}: the file is not this model's export; {_AGAIN}")
+        pair = (expected.detach().cpu().double().flatten(), got.cpu().double().flatten())
+        self.pairs.setdefault(name, []).append(pair)
+
+    def differences(self) -> tuple[Difference, ...]:
+        return tuple(self._difference(name, pairs) for name, pairs in self.pairs.items())
+
+    def _difference(self, name: str, pairs: list[tuple[Tensor, Tensor]]) -> Difference:
+        a, b = (torch.cat(side) for side in zip(*pairs, strict=True))
+        # Where both are the same infinity (a mask's) there is no difference.
+        # Where one of them only is NaN, the difference is infinite, not "not a number", which no maximum would keep.
+        known = ~(a.isnan() & b.isnan())
+        uncompared, a, b = int((~known).sum()), a[known], b[known]
+        gap = torch.where(a == b, 0.0, (a - b).abs().nan_to_num(nan=torch.inf))
+        finite = a[a.isfinite()]
+        spread = (
+            max(float(finite.max() - finite.min()) / 255, _NOISE * float(finite.abs().max())) if len(finite) else 0.0
+        )
+        step = self.steps.get(name) or spread or 1.0
+        noise, signal = float(gap.square().sum()), float(finite.square().sum())
+        return Difference(
+            name=name,
+            max_abs=float(gap.max()) if gap.numel() else 0.0,
+            step=step,
+            share=float((gap > step / 2).double().mean()) if gap.numel() else 0.0,
+            sqnr=_decibels(signal, noise),
+            uncompared=uncompared,
+        )
+
+
+_NOISE = 64 * torch.finfo(torch.float32).eps
+"""A step is no smaller a part of a value: sums of float32 in another order differ by a few of its last bits."""
+
+
+def _decibels(signal: float, noise: float) -> float:
+    if noise == 0:
+        return math.inf
+    return 10 * (math.log10(signal) - math.log10(noise)) if signal > 0 else -math.inf
+
+
+def _in_blocks(n: Node) -> bool:
+    """Tell whether the node quantizes groups, which the file rounds without showing the codes."""
+    return target_name(n) == "quark_fx.quantize.default" and len(n.args) > 5 and int(str(n.args[5])) > 0
+
+
+def _quantizers(qmodel: QuantizedModel) -> list[str]:
+    nodes = qmodel.graph_module.graph.nodes
+    return [node.name for node in nodes if target_name(node) == "quark_fx.quantize.default"]
+
+
+def _known_steps(qmodel: QuantizedModel) -> dict[str, float]:
+    """Return the step of every output that is dequantized with one static scale."""
+    gm, steps = qmodel.graph_module, {}
+    for name, node in zip(qmodel.signature.output_names, results_of(gm), strict=True):
+        if isinstance(node, Node) and target_name(node) == "quark_fx.dequantize.default":
+            scale: Any = node.args[1]
+            if scale.op == "get_attr" and parameter(gm, scale).numel() == 1:
+                steps[name] = float(parameter(gm, scale))
+    return steps
+
+
+def _show_codes(quantizers: list[str], shown: set[str], model: ir.Model) -> None:
+    """Make the codes of `quantizers` outputs of a graph, and add to `shown` those that it has and numpy has types for.
+
+    An output may be called like one of them: it is not taken for codes.
+    """
+    import onnx_ir as ir
+
+    for value in [value for node in model.graph for value in node.outputs]:
+        # numpy has no 4- or 8-bit float types to read codes into.
+        dtype = value.dtype
+        read = dtype is not None and (dtype == ir.DataType.FLOAT or (dtype.is_integer() and dtype.itemsize >= 1))
+        if read and value.name is not None and value.name in quantizers and not value.is_graph_output():
+            model.graph.outputs.append(value)
+            shown.add(value.name)

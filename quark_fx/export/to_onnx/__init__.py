@@ -1,0 +1,1 @@
+"""Graph to ONNX file: translation, formats, clean-up."""

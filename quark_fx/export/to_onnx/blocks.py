@@ -1,0 +1,284 @@
+"""Blocks in standard operators: activations rounded at run time, weights stored in their bits.
+
+A weight is stored as codes and scales of their own widths and turned into float32 by nodes that read constants alone,
+so that a runtime does it once, when it loads the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import Tensor
+
+from quark_fx.errors import ExportError
+from quark_fx.export.packing import pack, patterns
+from quark_fx.export.to_onnx.block_functions import (
+    exponents_function,
+    float_type,
+    halves_function,
+    round_function,
+    values_function,
+)
+from quark_fx.export.to_onnx.block_nodes import DOMAIN, Rounding
+from quark_fx.export.to_onnx.edit import add_array, array_of, drop_unused_initializers, erase_unread, made_by, put_node
+from quark_fx.export.to_onnx.stored_codes import StoredCodes, dequantized
+from quark_fx.numbers.formats import FP8_E4M3, FP8_E5M2, INT8, FloatFormat
+from quark_fx.numbers.qparams import recover_global_scale
+from quark_fx.numbers.quantized_tensor import QuantizedTensor
+
+_SHARING = (16, 8, 4, 2)
+"""Blocks in a group that may share an exponent."""
+
+
+def spell_out_blocks(model: ir.Model) -> int:
+    """Replace what rounds to blocks, and what reads weights in blocks, by functions of standard operators.
+
+    Raises:
+        ExportError: if codes without an ONNX type are not constant.
+    """
+    done = 0
+    look_up_values(model, _is_better_dequantized)
+    for node in list(model.graph):
+        if node.domain == DOMAIN and node.op_type == "RoundBlocks":
+            spell_out_rounding(model, node)
+        elif found := stored_weight(node):
+            _spell_out_weight(model, node, *found)
+        else:
+            continue
+        done += 1
+    if done:
+        drop_unused_initializers(model)
+    return done
+
+
+def look_up_values(model: ir.Model, wanted: Callable[[ir.Node, ir.Value], bool]) -> int:
+    """Look rows up in what a table of codes in blocks stands for, not in the codes.
+
+    Args:
+        model: the graph.
+        wanted: whether to do so for a node that dequantizes rows of a table of codes.
+    """
+    done = 0
+    for node in list(model.graph):
+        gathers = [gather for value in node.inputs if (gather := made_by(value, "Gather")) is not None]
+        if node.op_type not in ("DequantizeBlocks", "DequantizeLinear") or not node.attributes.get_int("block_size", 0):
+            continue
+        if len(gathers) < len(node.inputs) or len({gather.inputs[1] for gather in gathers}) > 1:
+            continue
+        table = gathers[0].inputs[0]
+        known = all(array_of(g.inputs[0]) is not None and not g.attributes.get_int("axis", 0) for g in gathers)
+        if known and table is not None and wanted(node, table):
+            _dequantize_before(model, node, gathers)
+            done += 1
+    return done
+
+
+def _is_better_dequantized(node: ir.Node, table: ir.Value) -> bool:
+    """Tell whether the codes have no ONNX type to be looked up in, or are stored otherwise for another reader."""
+    readers = [use.node for use in table.uses() if use.node.op_type != "Gather"]
+    return node.domain == DOMAIN or any(stored_weight(reader) is not None for reader in readers)
+
+
+def _dequantize_before(model: ir.Model, node: ir.Node, gathers: list[ir.Node]) -> None:
+    """Swap a node that dequantizes rows and those that look them up, in the codes and in the scales."""
+    table, rows = gathers[0].inputs[0], node.outputs[0].shape
+    assert table is not None
+    assert table.shape is not None
+    assert rows is not None
+    axis = int(node.attributes.get_int("axis", 1) or 0) % len(rows) - (len(rows) - len(table.shape))
+    attributes = [*(a for a in node.attributes.values() if a.name != "axis"), ir.AttrInt64("axis", axis)]
+    values = ir.Node(node.domain, node.op_type, [gather.inputs[0] for gather in gathers], attributes, name=node.name)
+    values.outputs[0].shape, values.outputs[0].type = table.shape, node.outputs[0].type
+    model.graph.insert_before(node, [values])
+    put_node(node, ir.node("Gather", [values.outputs[0], gathers[0].inputs[1]], {"axis": 0}))
+    erase_unread(model)
+
+
+class _Before:
+    """Inserts nodes before another one."""
+
+    def __init__(self, model: ir.Model, node: ir.Node) -> None:
+        self.model, self.node = model, node
+
+    def __call__(self, operator: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any) -> ir.Value:
+        added = ir.node(operator, list(inputs), attributes, domain=domain)
+        self.model.graph.insert_before(self.node, [added])
+        return added.outputs[0]
+
+    def integers(self, *numbers: int) -> ir.Value:
+        return add_array(self.model, "_".join(["integers", *map(str, numbers)]), np.array(numbers, np.int64))
+
+    def length(self, x: ir.Value, axis: int) -> ir.Value:
+        return self("Shape", x, start=axis, end=axis + 1)
+
+    def function(self, function: ir.Function, *inputs: ir.Value) -> ir.Value:
+        """Call `function`, which is put into the model."""
+        self.model.functions.setdefault(function.identifier(), function)
+        self.model.opset_imports[DOMAIN] = 1
+        return self(function.name, *inputs, domain=DOMAIN)
+
+    @property
+    def opset(self) -> int:
+        return int(self.model.opset_imports[""])
+
+
+# Activations ---------------------------------------------------------------------------------------------------------
+
+
+def spell_out_rounding(model: ir.Model, node: ir.Node) -> None:
+    """Put functions of standard operators in the place of a `RoundBlocks`: cut into blocks, round, put together."""
+    rounding, do, (x,) = Rounding.of(node), _Before(model, node), node.inputs
+    dims = node.outputs[0].shape
+    assert x is not None
+    assert dims is not None
+    axis, each, shared = rounding.axis % len(dims), rounding.alone, bool(rounding.group_size)
+    size, inner = dims[axis], axis < len(dims) - 1
+    known = size if isinstance(size, int) else None
+    whole = known is not None and known % each == 0
+    length = do.length(x, axis) if known is None else do.integers(known)
+    padded = x if whole else do("Pad", x, _pads(do, length, known, each), None, do.integers(axis))
+    before, within = [0] * axis, (each // rounding.block_size, rounding.block_size) if shared else (each,)
+    behind = (*within, -1) if inner else within
+    if known is not None:
+        shape = do.integers(*before, -(-known // each), *behind)
+    else:
+        count = do("Div", do.length(padded, axis), do.integers(each))
+        shape = do("Concat", do.integers(*before), count, do.integers(*behind), axis=0)
+    function = round_function(rounding.scheme, shared=shared, inner=inner, opset=do.opset)
+    rounded = do.function(function, do("Reshape", padded, shape))
+    together = [rounded, do("Shape", padded)]
+    if whole:
+        put_node(node, ir.node("Reshape", together))
+    else:
+        put_node(node, ir.node("Slice", [do("Reshape", *together), do.integers(0), length, do.integers(axis)]))
+
+
+def _pads(do: _Before, length: ir.Value, known: int | None, each: int) -> ir.Value:
+    """Return what `Pad` adds before and after; the remainder of a negative number is what is missing."""
+    if known is not None:
+        return do.integers(0, -known % each)
+    return do("Concat", do.integers(0), do("Mod", do("Neg", length), do.integers(each)), axis=0)
+
+
+# Weights -------------------------------------------------------------------------------------------------------------
+
+
+_PLAIN = (INT8, FP8_E4M3, FP8_E5M2)
+
+
+def stored_weight(node: ir.Node) -> tuple[StoredCodes, QuantizedTensor] | None:
+    """Return the weight that the node dequantizes, and what it holds, if that is for this file to spell out."""
+    own = node.domain == DOMAIN and node.op_type == "DequantizeBlocks"
+    if not own and (node.domain or node.op_type != "DequantizeLinear" or len(node.inputs) > 2):
+        return None
+    weight = dequantized(node)
+    stored = weight.read() if weight is not None else None
+    if own and stored is None:
+        raise ExportError(
+            f"{node.name} reads codes without an ONNX type that are not constant; quantize that weight to 2, 4, 8 or "
+            "16 bits, or leave its operator in float with QuantConfig(exclude=...)"
+        )
+    if weight is None or stored is None:
+        return None
+    in_blocks = stored.block_size and stored.format in _PLAIN and _are_exponents(stored.scale)
+    return (weight, stored) if own or in_blocks else None
+
+
+def _spell_out_weight(model: ir.Model, node: ir.Node, weight: StoredCodes, stored: QuantizedTensor) -> None:
+    do, axis, size = _Before(model, node), stored.axis, stored.block_size
+    codes = stored.codes.float() if stored.is_float else stored.codes
+    if axis is None or not size:
+        scale = stored.layout.spread(stored.scale)
+        put_node(node, ir.node("Mul", [_values(do, weight, codes), _scales(do, weight, scale)]))
+        return
+    shared = _sharing(stored.scale, axis, size)
+    blocks = _cut(_cut(codes, axis, size, 0), axis, shared, 0) if shared > 1 else _cut(codes, axis, size, 0)
+    scale = _cut(stored.scale, axis, shared, None) if shared > 1 else stored.scale
+    scale = scale.unsqueeze(axis + 1 + (shared > 1))
+    values = do("Mul", _values(do, weight, blocks), _scales(do, weight, scale, axis if shared > 1 else None))
+    length = codes.shape[axis]
+    padded = list(codes.shape)
+    padded[axis] = -(-length // (size * shared)) * size * shared
+    if padded[axis] == length:
+        put_node(node, ir.node("Reshape", [values, do.integers(*padded)]))
+    else:
+        together = do("Reshape", values, do.integers(*padded))
+        put_node(node, ir.node("Slice", [together, do.integers(0), do.integers(length), do.integers(axis)]))
+
+
+def _cut(x: Tensor, axis: int, size: int, fill: int | None) -> Tensor:
+    """Return `x` with dimension `axis` cut into pieces of `size`, the last filled up, with its last value if `None`."""
+    missing = -x.shape[axis] % size
+    if missing:
+        last = x.narrow(axis, x.shape[axis] - 1, 1)
+        more = last if fill is None else torch.full_like(last, fill)
+        x = torch.cat((x, *[more] * missing), axis)
+    pieces: Tensor = x.unflatten(axis, (-1, size))
+    return pieces
+
+
+def _values(do: _Before, weight: StoredCodes, codes: Tensor) -> ir.Value:
+    """Store codes and return the float32 values they stand for."""
+    fmt, name, model = weight.format, f"{weight.name}_{weight.format}", do.model
+    if fmt.bits == 8:
+        dtype = float_type(fmt) if isinstance(fmt, FloatFormat) else ir.DataType.INT8
+        return do("Cast", add_array(model, name, codes.numpy().astype(dtype.numpy())), to=ir.DataType.FLOAT)
+    function, found = values_function(fmt, do.opset), patterns(codes, fmt)
+    if fmt.bits == 4:
+        return do.function(function, add_array(model, name, found.numpy().astype(ir.DataType.UINT4.numpy())))
+    return do.function(function, _packed(model, name, found, fmt.bits), do.integers(*codes.shape))
+
+
+def _scales(do: _Before, weight: StoredCodes, scale: Tensor, groups: int | None = None) -> ir.Value:
+    """Store scales in as few bits as hold them and return them in float32.
+
+    Args:
+        do: where to insert.
+        weight: whose scales.
+        scale: broadcasts over the codes.
+        groups: dimension of groups whose scales, along the one behind, are that of the largest or half of it.
+    """
+    name, model = str(weight.scale.name), do.model
+    if groups is not None:
+        largest = scale.amax(groups + 1, keepdim=True)
+        bits = _packed(model, f"{name}_halved", (scale < largest).long(), 1)
+        halves = do.function(halves_function(do.opset), bits, do.integers(*scale.shape))
+        return do("Mul", _scales(do, weight, largest), halves)
+    if _are_exponents(scale):
+        exponents = (torch.frexp(scale)[1] + 126).numpy().astype(np.uint8)
+        return do.function(exponents_function(do.opset), add_array(model, f"{name}_e8m0", exponents))
+    try:
+        whole = recover_global_scale(scale)
+    except ValueError:
+        return add_array(model, f"{name}_broadcast", scale.numpy())
+    multiples = (scale / whole).numpy().astype(ir.DataType.FLOAT8E4M3FN.numpy())
+    real = do("Cast", add_array(model, f"{name}_e4m3", multiples), to=ir.DataType.FLOAT)
+    return do("Mul", real, add_array(model, f"{name}_global", whole.numpy()))
+
+
+def _are_exponents(scale: Tensor) -> bool:
+    """Tell whether all are powers of two from 2**-127 to 2**127."""
+    mantissa, exponent = torch.frexp(scale)
+    return bool(((mantissa == 0.5) & (exponent >= -126) & (exponent <= 128)).all())
+
+
+def _sharing(scale: Tensor, axis: int, block_size: int) -> int:
+    """Return how many blocks share an exponent but for one bit; 1 where sharing takes no less space."""
+    if block_size > 4 or not _are_exponents(scale):
+        return 1
+    for count in _SHARING:
+        if count > scale.shape[axis]:
+            continue  # what fills the group up would take more
+        groups = _cut(scale, axis, count, None)
+        if bool((groups >= groups.amax(axis + 1, keepdim=True) / 2).all()):
+            return count
+    return 1
+
+
+def _packed(model: ir.Model, name: str, codes: Tensor, bits: int) -> ir.Value:
+    packed = pack(codes.flatten(), bits).reshape(-1).view(torch.uint8)
+    return add_array(model, name, packed[: -(-codes.numel() * bits // 8)].numpy())

@@ -1,0 +1,364 @@
+"""Lower a quantized graph to an ONNX file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import GraphModule, Node
+
+from quark_fx.errors import ExportError
+from quark_fx.export.runtime.session import may_optimize, open_session, runtime_options
+from quark_fx.export.to_onnx.program import to_exported_program
+from quark_fx.export.to_onnx.respelling import respelled
+from quark_fx.export.to_onnx.table import translation_table
+from quark_fx.export.to_onnx.translation import translate
+from quark_fx.graph.nodes import code_format, describe, results_of, target_name, tensor_names
+from quark_fx.model.quantized_model import QuantizedModel
+from quark_fx.numbers.formats import INT32, FloatFormat, Format, has_onnx_type, onnx_container, parse_format
+from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
+from quark_fx.system.isolation import isolated
+from quark_fx.system.options import checked_call
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from quark_fx.export.to_onnx.edit import Kept
+    from quark_fx.export.to_onnx.formats import FormatOptions, OnnxFormat
+    from quark_fx.export.to_onnx.onnx_file import OnnxFile
+
+logger = logging.getLogger(__name__)
+
+_EXTERNAL = 1_900_000_000
+"""Bytes of tensors above which they go to `<name>.data`: a protobuf file ends at 2 GiB."""
+
+
+@checked_call
+@isolated
+def onnx(
+    qmodel: QuantizedModel,
+    path: str | os.PathLike[str],
+    *,
+    format: str = "qdq",
+    opset: int = 21,
+    domain: str | None = None,
+    accuracy_level: int | None = None,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    external_data: bool | None = None,
+) -> OnnxFile:
+    """Write `qmodel` as an ONNX model with integer weights.
+
+    The file is checked before it gets its name: it passes `onnx.checker`, and ONNX Runtime, where installed, loads and
+    optimises it. A file of that name is replaced whole or not at all.
+
+    Args:
+        qmodel: from `quantize`.
+        path: the file to write.
+        format: `"qdq"`, pairs of `QuantizeLinear` and `DequantizeLinear` around operators on floats, which runtimes
+            fuse; `"qoperator"`, operators on integers (`QLinearConv`, `QGemm`, `MatMulInteger`, …);
+            `"matmul_nbits"`, weights of 2, 4 or 8 bits for ONNX Runtime's `MatMulNBits` and `GatherBlockQuantized`;
+            `"vitis"`, pairs of the vendor's nodes with static scales, and one for a tensor in blocks, for AMD's
+            compilers.
+        opset: 14 to 25; 21 is the first with 4- and 16-bit codes and scales in blocks, 25 with 2-bit codes.
+        domain: of the pairs, or of the vendor's nodes: `"com.microsoft"` for 4- and 16-bit codes in any opset
+            (`"qdq"`), `"com.amd.quark"` or `"com.vai.quantize"` (`"vitis"`).
+        accuracy_level: of `"matmul_nbits"`: 0 to 3 compute in float, 4 rounds activations to int8, which is faster.
+        input_names: default: the names of the model's inputs.
+        output_names: default: the keys of the model's result, or `output`; with `_out` where an input has the name.
+        external_data: store tensors beside the file as `<name>.data`; default: only above 1.9 GB.
+
+    Returns:
+        The path written, of a link what it points to; its `report()` says which nodes ONNX Runtime runs in integers,
+        its `kept` what the format left in pairs.
+
+    Raises:
+        ExportError: if the format cannot hold how the model is quantized or does not know an option, a type needs a
+            newer opset, an operator has no lowering (all are listed, with the user's source lines), the path cannot be
+            written, or the file fails its check.
+    """
+    try:
+        import onnx_ir  # noqa: F401
+
+        from quark_fx.export.to_onnx.formats import FormatOptions, find_format
+        from quark_fx.export.to_onnx.onnx_file import OnnxFile
+        from quark_fx.export.to_onnx.opset import require_known
+    except ImportError as error:
+        raise ExportError(f"ONNX export needs {error.name}: pip install 'quark_fx[onnx]'") from error
+    if not isinstance(qmodel, QuantizedModel):
+        raise ExportError(f"expected what quantize() returned, not {type(qmodel).__name__}")
+    _require_possible(path)
+    if external_data is not None and not isinstance(external_data, bool):
+        raise ExportError(f"external_data is True, False or None, not {external_data!r}")
+    chosen, options = find_format(format, FormatOptions(domain=domain, accuracy_level=accuracy_level))
+    require_known(opset)
+    file = OnnxFile(path)
+    if file.is_symlink():  # else it would be replaced, and what it points to stay as it was
+        file = OnnxFile(file.resolve())
+    gm = qmodel.graph_module
+    _require_values(gm)
+    _require_names("input_names", input_names, qmodel.signature.input_names)
+    _require_names("output_names", output_names, qmodel.signature.output_names)
+    _require_onnx_types(gm, wide=chosen.wide)
+    _require_writable(file)
+    inputs = input_names or qmodel.signature.input_names
+    names = inputs, output_names or _named_apart(qmodel.signature.output_names, inputs)
+    _require_apart([*names[0], *names[1]])
+    model, file.kept = _lowered(gm, *names, chosen, options, opset)
+    file.optimize = may_optimize(gm)
+    _write(model, file, external_data, gm)
+    return file
+
+
+def _lowered(
+    gm: GraphModule,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    chosen: OnnxFormat,
+    options: FormatOptions,
+    opset: int,
+) -> tuple[ir.Model, tuple[Kept, ...]]:
+    """Return the ONNX model of a graph in a format and opset, and what the format left in pairs."""
+    import onnxscript.optimizer
+
+    from quark_fx.export.to_onnx.formats import write_in_format
+    from quark_fx.export.to_onnx.opset import convert, ir_version, require_types, translated
+
+    model = _translate(respelled(gm), input_names, output_names, translated(opset))
+    if any(node.graph is not model.graph for node in model.graph.all_nodes()):
+        # torch lowers a few operators (a bag of embeddings) to loops that ONNX Runtime takes only once simplified.
+        onnxscript.optimizer.optimize(model)
+    kept = write_in_format(model, chosen, options)
+    require_types(model, opset)
+    model = convert(model, opset)
+    model.ir_version = ir_version(opset)
+    model.graph.name = type(gm).__name__
+    return model, kept
+
+
+def _write(model: ir.Model, path: Path, external_data: bool | None, gm: GraphModule) -> None:
+    """Write and check the file under its name in a folder beside, and move it from there."""
+    import onnx_ir as ir
+
+    from quark_fx.export.to_onnx.whole_files import put_in_place
+
+    size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+    external = size > _EXTERNAL if external_data is None else external_data
+    data = f"{path.name}.data" if external else None
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
+            written = Path(folder, path.name)
+            ir.save(model, written, external_data=data)
+            _check_file(written, gm)
+            put_in_place(written, path)
+    except OSError as error:
+        raise ExportError(f"{path} could not be written: {error}") from error
+
+
+def _translate(gm: GraphModule, input_names: Sequence[str], output_names: Sequence[str], opset: int) -> ir.Model:
+    places = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    results = results_of(gm)
+    names = [name for name, node in zip(input_names, places, strict=True) if _is_tensor(node)]
+    result_names = [name for name, node in zip(output_names, results, strict=True) if _is_tensor(node)]
+    errors: list[Exception] = []
+    for decomposed in (True, False):
+        program = to_exported_program(gm, decomposed=decomposed)
+        try:
+            with _quiet_exporter():
+                model = translate(program, names, result_names, opset=opset)
+        except torch.onnx.OnnxExporterError as error:
+            # Some operator has no lowering as it stands: let torch decompose the graph and try again.
+            errors.append(error)
+            logger.debug("decomposing, since %s", _root(error))
+            continue
+        _name_codes(gm, model)
+        _name_tensors(gm, model)
+        return model
+    raise ExportError(_missing_lowerings(gm, errors[-1])) from errors[-1]
+
+
+def _is_tensor(node: object) -> bool:
+    return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _name_codes(gm: GraphModule, model: ir.Model) -> None:
+    """Name every quantized value in the file as in the graph (a decomposition renames), for `verify`."""
+    ours = [node.name for node in gm.graph.nodes if target_name(node) == "quark_fx.quantize.default"]
+    theirs = [node.outputs[0] for node in model.graph if node.op_type in ("QuantizeLinear", "QuantizeBlocks")]
+    if len(ours) == len(theirs):
+        for name, value in zip(ours, theirs, strict=True):
+            # Codes of few bits are those that are clipped.
+            clips = (use.node for use in value.uses() if use.node.op_type == "Clip")
+            next((clip.outputs[0] for clip in clips), value).name = name
+
+
+def _name_tensors(gm: GraphModule, model: ir.Model) -> None:
+    """Give the tensors of a loaded graph the names in the file that they had when it was captured."""
+    taken = {value.name for node in model.graph.all_nodes() for value in node.outputs}
+    taken |= {value.name for value in (*model.graph.inputs, *model.graph.initializers.values())}
+    for own, name in tensor_names(gm).items():
+        value = model.graph.initializers.get(own)
+        if value is not None and name and name not in taken:
+            value.name = name
+            taken.add(name)
+
+
+@contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def _root(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+_TORCH = ("aten", "prims", "torchvision")
+"""Namespaces of operators that torch may lower."""
+
+
+def _missing_lowerings(gm: GraphModule, error: Exception) -> str:
+    cause = _root(error)
+    text = f"{error} {cause}"
+    calls = [n for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+    missing = {n.target for n in calls if f"%{n.name} " in text or f"'{n.target}'" in text}
+    # torch names the first it meets; what no library of torch's has, it cannot lower either.
+    missing |= {n.target for n in calls if n.target.namespace not in _TORCH} - translation_table().keys()
+    nodes = [n for n in calls if n.target in missing]
+    where = "\n".join(f"  {describe(node)}" for node in nodes) or f"  {cause}"
+    remedy = "Register one with `quark_fx.export.lowers`, or replace the operator in the model."
+    if isinstance(cause, ValueError) and missing & translation_table().keys():
+        remedy = str(cause)  # a lowering that there is, but not for these sizes
+    return f"{len(nodes) or 1} node(s) have no ONNX lowering:\n{where}\n{remedy}"
+
+
+def _require_onnx_types(gm: GraphModule, *, wide: bool) -> None:
+    bad = []
+    for node in gm.graph.nodes:
+        fmt = code_format(node)
+        if fmt == INT32 and not wide and target_name(node) == "quark_fx.quantize.default":
+            bad.append(f"  {fmt}, which format='vitis' alone has: {describe(node)}")
+            continue
+        if fmt is not None and not has_onnx_type(fmt) and not _is_built(node, fmt):
+            bad.append(f"  {fmt}: {describe(node)}")
+        elif target_name(node) == "quark_fx.dynamic_qparams.default" and not _is_measured(node):
+            bad.append(f"  {node.args[1]} with zero points, or 8-bit scales, at run time: {describe(node)}")
+    if bad:
+        raise ExportError("format(s) without an ONNX type:\n" + "\n".join(bad) + "\nUse 2, 4 to 8 or 16 bits instead.")
+
+
+def _is_built(node: Node, fmt: Format) -> bool:
+    """Tell whether codes without an ONNX type are a weight's or those of groups, which are built of others.
+
+    Narrow integers are held by wider ones, activations by those of 8 bits.
+    """
+    if (held := onnx_container(fmt)) != fmt:
+        return held.bits == 8 or target_name(node) == "quark_fx.dequantize.default"
+    grouped = target_name(node) == "quark_fx.quantize.default" and len(node.args) > 5 and node.args[5]
+    constant = target_name(node) == "quark_fx.dequantize.default"
+    return bool(grouped or constant) and (isinstance(fmt, FloatFormat) or fmt.sign_magnitude)
+
+
+def _is_measured(node: Node) -> bool:
+    """Tell whether there is a lowering of a `dynamic_qparams`: any but zero points of groups, and lone 8-bit scales."""
+    fmt, symmetry, _, block, scale_type, _ = node.args[1:]
+    if block in (0, -1):
+        return bool(scale_type == ScaleType.FLOAT32)
+    return Scheme(format=parse_format(str(fmt)), symmetry=Symmetry(str(symmetry))).symmetric
+
+
+def _require_values(gm: GraphModule) -> None:
+    if any("val" not in node.meta for node in gm.graph.nodes if node.op in ("placeholder", "call_function")):
+        raise ExportError(
+            "the shapes of this loaded model could not be restored, which its export needs: "
+            f"{gm.meta.get('no_shapes', 'an operator has none')}; quantize the model again and export it before saving"
+        )
+
+
+def _require_names(option: str, given: Sequence[str] | None, own: Sequence[str]) -> None:
+    if given is None:
+        return
+    if isinstance(given, str) or any(not isinstance(name, str) or not name for name in given):
+        raise ExportError(f"{option} is a list of names, not {given!r}")
+    if len(given) != len(own):
+        raise ExportError(f"{option} has {len(given)} name(s), the model {len(own)}: {', '.join(own)}")
+
+
+def _named_apart(names: Sequence[str], taken: Sequence[str]) -> list[str]:
+    """Return `names` with `_out` at the end of those that are taken."""
+    made: list[str] = []
+    for name in names:
+        while name in (*taken, *made):
+            name += "_out"
+        made.append(name)
+    return made
+
+
+def _require_apart(names: Sequence[str]) -> None:
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ExportError(
+            f"two inputs or outputs are called {', '.join(sorted(twice))}; set input_names or output_names"
+        )
+
+
+def _require_possible(path: str | os.PathLike[str]) -> None:
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # a directory that is missing has words of its own
+    except (OSError, ValueError, TypeError) as error:
+        raise ExportError(f"{path!r} cannot be written: {error}; choose another path") from error
+
+
+def _require_writable(path: Path) -> None:
+    from quark_fx.export.to_onnx.whole_files import require_regular
+
+    directory = path.parent
+    if not directory.is_dir():
+        raise ExportError(f"{path} cannot be written: the directory {directory} does not exist; create it first")
+    require_regular(path)
+    # The file is made beside and moved, so that its directory has to be writable, too.
+    if not all(os.access(place, os.W_OK) for place in (directory, path) if place.exists()):
+        raise ExportError(f"{path} cannot be written: it or its directory is not writable; choose another path")
+
+
+def _check_file(path: Path, gm: GraphModule) -> None:
+    import onnx as onnx_package
+
+    try:
+        onnx_package.checker.check_model(str(path))
+    except onnx_package.checker.ValidationError as error:
+        raise ExportError(f"{path.name} fails onnx.checker: {error}") from error
+    try:
+        import onnxruntime
+    except ImportError:
+        return
+    options = runtime_options(gm)
+    options.log_severity_level = 4
+    try:
+        open_session(path, options)
+    except Exception as error:
+        raise ExportError(
+            f"{path.name} does not load in ONNX Runtime {onnxruntime.__version__}: {error}{_dtype_hint(gm)}"
+        ) from error
+
+
+def _dtype_hint(gm: GraphModule) -> str:
+    values = (node.meta.get("val") for node in gm.graph.nodes)
+    dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+    rare = dtypes & {torch.bfloat16, torch.float64}
+    return f"\nThe model computes in {', '.join(map(str, rare))}; quantize model.float() instead" if rare else ""

@@ -1,0 +1,138 @@
+"""Keep ONNX Runtime from rounding weights and biases that the file holds in float.
+
+When it loads a file, ONNX Runtime (`WeightBiasQuantization`, part of its basic optimizations) looks for a `Conv`,
+`ConvTranspose` or `Gemm` that reads a `DequantizeLinear` with one scale and whose result is quantized. There it rounds
+a float weight to int8 with one scale for the tensor, and a float bias to int32 at the scale of the product, without a
+check that the bias fits. It looks at the file after its own fusions: of `MatMul` and `Add`, of `Pad` and `Conv`, of a
+`DequantizeLinear` that it moves past a `Transpose`.
+
+Two spellings compute the same and do not match, at no cost: an activation dequantized with a scale for each channel,
+all equal; and the bias of a `Gemm` as a matrix of one row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from quark_fx.export.to_onnx.edit import add_array, array_of, constant_of, made_by, only_reader
+
+_CONVOLUTIONS = ("Conv", "ConvTranspose")
+
+MOVES = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "MaxPool", "Slice"})
+"""Operators that ONNX Runtime moves quantizers past: their output values are input values."""
+
+_INT32_MAX = np.iinfo(np.int32).max
+
+
+def keep_floats(model: ir.Model) -> int:
+    """Spell operators with float weights, or biases that int32 does not hold, so that ONNX Runtime leaves them alone.
+
+    A float bias beside a weight in integers is left to ONNX Runtime where int32 holds it: at the scale of the product
+    its rounding is that of the sum.
+    """
+    kept = 0
+    for node in list(model.graph):
+        if node.op_type in _CONVOLUTIONS:
+            kept += _is_at_risk(node) and _spread_scale(model, node)
+        elif node.op_type == "Gemm":
+            kept += _is_at_risk(node) and _bias_of_one_row(model, node)
+        elif node.op_type == "MatMul":
+            kept += _vector_of_one_row(model, node)
+    return kept
+
+
+def _is_at_risk(node: ir.Node) -> bool:
+    """Tell whether ONNX Runtime would round the weight of `node`, or round its bias to what does not hold it."""
+    source = _dequantizer(node.inputs[0])
+    if source is None:
+        return False
+    weight = made_by(node.inputs[1], "DequantizeLinear")
+    if weight is None:
+        return True
+    bias = array_of(node.inputs[2]) if len(node.inputs) > 2 else None
+    if bias is None:
+        return False
+    scales = array_of(source.inputs[1]), array_of(weight.inputs[1])
+    if node.op_type == "ConvTranspose" or any(scale is None for scale in scales):
+        return True  # there is no integer kernel that would be lost
+    step = np.asarray(scales[0], np.float64) * np.asarray(scales[1], np.float64)
+    return step.size not in (1, bias.size) or bool((np.abs(bias / step.reshape(-1)) > _INT32_MAX).any())
+
+
+def _dequantizer(value: ir.Value | None) -> ir.Node | None:
+    """Return the `DequantizeLinear` that makes `value`, looking past what ONNX Runtime moves it past."""
+    node = value.producer() if value is not None else None
+    while node is not None and (node.op_type in MOVES or _pads_with_codes(node)):
+        node = node.inputs[0].producer() if node.inputs[0] is not None else None
+    return node if node is not None and node.op_type == "DequantizeLinear" else None
+
+
+def _pads_with_codes(node: ir.Node) -> bool:
+    """Tell whether a node pads with zeros or with values of its input, which all have a code; others may have none."""
+    if node.op_type != "Pad":
+        return False
+    if node.attributes.get_string("mode", "constant") != "constant":
+        return True
+    value = node.inputs[2] if len(node.inputs) > 2 else None
+    array = constant_of(value)
+    return value is None or (array is not None and not bool(array.any()))
+
+
+def _spread_scale(model: ir.Model, node: ir.Node) -> bool:
+    """Let a convolution read an activation that is dequantized with a scale for each channel."""
+    reader = node
+    while (pad := made_by(reader.inputs[0], "Pad")) is not None:
+        reader = pad  # ONNX Runtime makes it a part of the convolution
+    value, source = reader.inputs[0], _dequantizer(reader.inputs[0])
+    assert value is not None
+    assert source is not None
+    weight, scale = node.inputs[1], array_of(source.inputs[1])
+    sizes = weight.shape.numpy() if weight is not None and weight.shape is not None else ()
+    if scale is None or scale.size != 1 or not sizes:
+        return False
+    channels = int(sizes[0]) if node.op_type == "ConvTranspose" else int(sizes[1]) * node.attributes.get_int("group", 1)
+    constants = []
+    for given in source.inputs[1:]:
+        array = array_of(given)
+        assert array is not None
+        constants.append(add_array(model, f"{node.name}_channel_scale", np.broadcast_to(array.reshape(1), channels)))
+    codes, new = source.inputs[0], []
+    if value.producer() is not source:
+        assert codes is not None
+        again = ir.node("QuantizeLinear", [value, *source.inputs[1:]], domain=source.domain)
+        again.outputs[0].shape, again.outputs[0].type = value.shape, codes.type
+        codes = again.outputs[0]
+        new.append(again)
+    apart = ir.node("DequantizeLinear", [codes, *constants], {"axis": 1}, domain=source.domain)
+    apart.outputs[0].shape, apart.outputs[0].type = value.shape, value.type
+    assert reader.graph is not None
+    reader.graph.insert_before(reader, [*new, apart])
+    reader.replace_input_with(0, apart.outputs[0])
+    return True
+
+
+def _bias_of_one_row(model: ir.Model, node: ir.Node) -> bool:
+    bias = array_of(node.inputs[2]) if len(node.inputs) > 2 else None
+    if len(node.inputs) > 2 and node.inputs[2] is not None and (bias is None or bias.ndim != 1):
+        return False
+    row = np.zeros((1, 1), np.float32) if bias is None else bias.reshape(1, -1)
+    if len(node.inputs) < 3:
+        node.resize_inputs(3)
+    node.replace_input_with(2, add_array(model, f"{node.name}_bias_row", row))
+    return True
+
+
+def _vector_of_one_row(model: ir.Model, node: ir.Node) -> bool:
+    """Add a vector to a product as a matrix of one row: ONNX Runtime makes a `Gemm` of a product plus a vector."""
+    if _dequantizer(node.inputs[0]) is None or made_by(node.inputs[1], "DequantizeLinear") is not None:
+        return False
+    add = only_reader(node.outputs[0])
+    if add is None or add.op_type != "Add":
+        return False
+    for index, value in enumerate(add.inputs):
+        array = array_of(value)
+        if array is not None and array.ndim == 1:
+            add.replace_input_with(index, add_array(model, f"{node.name}_bias_row", array.reshape(1, -1)))
+            return True
+    return False

@@ -1,0 +1,122 @@
+"""The formats of an ONNX file: one row each, with the options that mean something to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import onnx_ir as ir
+
+from quark_fx.errors import ExportError
+from quark_fx.export.to_onnx.blocks import spell_out_blocks
+from quark_fx.export.to_onnx.clean_up import (
+    PASSES,
+    keep_padding_from_pools,
+    keep_products_from_activations,
+    keep_sums_from_norms,
+)
+from quark_fx.export.to_onnx.contrib_domain import CONTRIB, use_contrib_domain
+from quark_fx.export.to_onnx.edit import Kept, keep_names_apart
+from quark_fx.export.to_onnx.float_weights import keep_floats
+from quark_fx.export.to_onnx.half_scales import halve_scales
+from quark_fx.export.to_onnx.matmul_nbits import use_matmul_nbits
+from quark_fx.export.to_onnx.qoperator import use_integer_operators
+from quark_fx.export.to_onnx.vitis import PREFIXES, use_vendor_nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatOptions:
+    """Options of one format or another; `None` where they are left to it.
+
+    Attributes:
+        domain: of the quantizers and dequantizers.
+        accuracy_level: of `MatMulNBits`.
+    """
+
+    domain: str | None = None
+    accuracy_level: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnnxFormat:
+    """A rewrite of a graph of `QuantizeLinear` / `DequantizeLinear` pairs.
+
+    Attributes:
+        rewrite: edits the model; returns what it left as it was.
+        choices: the values of each option that means something, the default first.
+        runs: whether ONNX Runtime has kernels for it.
+        wide: whether its quantizers have codes of 32 bits.
+    """
+
+    rewrite: Callable[[ir.Model, FormatOptions], tuple[Kept, ...]]
+    choices: dict[str, tuple[object, ...]]
+    runs: bool = True
+    wide: bool = False
+
+
+def _qdq(model: ir.Model, options: FormatOptions) -> tuple[Kept, ...]:
+    if options.domain == CONTRIB:
+        use_contrib_domain(model)
+    return ()
+
+
+def _matmul_nbits(model: ir.Model, options: FormatOptions) -> tuple[Kept, ...]:
+    return use_matmul_nbits(model, options.accuracy_level or 0)
+
+
+def _vitis(model: ir.Model, options: FormatOptions) -> tuple[Kept, ...]:
+    assert options.domain is not None
+    use_vendor_nodes(model, options.domain)
+    return ()
+
+
+FORMATS: dict[str, OnnxFormat] = {
+    "qdq": OnnxFormat(rewrite=_qdq, choices={"domain": ("ai.onnx", CONTRIB)}),
+    "qoperator": OnnxFormat(rewrite=lambda model, _: use_integer_operators(model), choices={}),
+    "matmul_nbits": OnnxFormat(rewrite=_matmul_nbits, choices={"accuracy_level": (0, 1, 2, 3, 4)}),
+    "vitis": OnnxFormat(rewrite=_vitis, choices={"domain": tuple(reversed(PREFIXES))}, runs=False, wide=True),
+}
+"""Every format by its name."""
+
+
+def find_format(name: str, options: FormatOptions) -> tuple[OnnxFormat, FormatOptions]:
+    """Return a format, and its options with the defaults filled in.
+
+    Raises:
+        ExportError: for an unknown format, an option that means nothing to it, or a value it does not have.
+    """
+    chosen = FORMATS.get(name)
+    if chosen is None:
+        raise ExportError(f"unknown ONNX format {name!r}; choose one of {', '.join(FORMATS)}")
+    filled = {}
+    for option in (field.name for field in fields(FormatOptions)):
+        value, choices = getattr(options, option), chosen.choices.get(option)
+        if choices is None:
+            if value is not None:
+                users = ", ".join(repr(other) for other, row in FORMATS.items() if option in row.choices)
+                raise ExportError(f"format={name!r} has no {option}; drop it (it is an option of {users})")
+            continue
+        if value is not None and (type(value), value) not in [(type(choice), choice) for choice in choices]:
+            raise ExportError(f"{option}={value!r} is none of format={name!r}; choose one of {choices}")
+        filled[option] = choices[0] if value is None else value
+    return chosen, FormatOptions(**filled)  # type: ignore[arg-type]
+
+
+def write_in_format(model: ir.Model, chosen: OnnxFormat, options: FormatOptions) -> tuple[Kept, ...]:
+    """Turn a translated graph into one of a format, in place; return what the format left in pairs."""
+    for onnx_pass in PASSES:
+        onnx_pass(model)
+    kept = chosen.rewrite(model, options)
+    if chosen.runs:
+        keep_sums_from_norms(model)
+        keep_products_from_activations(model)
+        keep_padding_from_pools(model)
+    spell_out_blocks(model)
+    if chosen.runs:
+        keep_floats(model)
+    keep_names_apart(model)
+    if chosen.runs:
+        halve_scales(model)
+    for domain in {node.domain for node in model.graph.all_nodes()} - {""}:
+        model.opset_imports.setdefault(domain, 1)
+    return kept

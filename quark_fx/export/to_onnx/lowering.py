@@ -1,0 +1,219 @@
+"""ONNX lowerings of the operators torch does not lower: ours, and the grouped product of expert layers.
+
+One table, one small function per operator; `torch.onnx.export` takes it as its translation table. What
+torch lowers is not repeated here. Source of the semantics: https://onnx.ai/onnx/operators/.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from onnxscript import opset21
+
+from quark_fx.export.to_onnx.block_nodes import block_scale, dequantize_blocks, quantize_blocks
+from quark_fx.export.to_onnx.edit import made_by
+from quark_fx.export.to_onnx.table import lowers
+from quark_fx.numbers.formats import IntFormat, has_onnx_type, onnx_container, parse_format
+from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
+
+op: Any = opset21
+"""The operators to build from; untyped, as onnxscript types its operators for scripts, not for tracing."""
+
+
+def onnx_type(format: str) -> ir.DataType:
+    """Return the ONNX element type that holds a format's codes."""
+    format = str(onnx_container(parse_format(format)))
+    names = {"fp8_e4m3": "FLOAT8E4M3FN", "fp8_e5m2": "FLOAT8E5M2", "fp16": "FLOAT16", "bf16": "BFLOAT16"}
+    return ir.DataType[names.get(format, format.upper())]
+
+
+@lowers("quark_fx.quantize.default")
+def quantize(x: Any, scale: Any, zero_point: Any, format: str, axis: int | None = None, block_size: int = 0) -> Any:
+    """`QuantizeLinear` in float32; the cast gives the zero point, and so the codes, the type of the format.
+
+    Codes of 5 to 7 bits are clipped behind it, not values before it, so that what makes them runs on integers.
+    """
+    x = _float32(x)
+    if made_by(scale, "BlockScale"):
+        return quantize_blocks(x, scale)
+    fmt = onnx_type(format)
+    if block_size < 0:
+        return _quantize_rows(x, scale, zero_point, format)
+    attributes = {} if axis is None else {"axis": axis, "block_size": block_size}
+    narrow = parse_format(format)
+    if not isinstance(narrow, IntFormat):
+        return op.QuantizeLinear(x, scale, output_dtype=fmt, saturate=1, **attributes)
+    codes = op.QuantizeLinear(x, scale, op.Cast(zero_point, to=fmt), **attributes)
+    if has_onnx_type(narrow):
+        return codes
+    limits = (op.Constant(value=ir.Tensor(np.asarray(limit, fmt.numpy()))) for limit in (narrow.qmin, narrow.qmax))
+    return op.Clip(codes, *limits)
+
+
+def _quantize_rows(x: Any, scale: Any, zero_point: Any, format: str) -> Any:
+    """The arithmetic of `QuantizeLinear` for one scale per row: a block of it has a length fixed beforehand."""
+    fmt, ideal = parse_format(format), op.Div(x, scale)
+    if isinstance(fmt, IntFormat):
+        low, high = float(fmt.qmin), float(fmt.qmax)
+        ideal = op.Add(op.Round(ideal), op.Cast(zero_point, to=ir.DataType.FLOAT))
+    else:
+        low, high = -fmt.max, fmt.max
+    bounds = (op.Constant(value_float=bound) for bound in (low, high))
+    return op.Cast(op.Clip(ideal, *bounds), to=onnx_type(format))
+
+
+def _float32(x: Any) -> Any:
+    return x if x.dtype == ir.DataType.FLOAT else op.Cast(x, to=ir.DataType.FLOAT)
+
+
+@lowers("quark_fx.dequantize.default")
+def dequantize(
+    codes: Any,
+    scale: Any,
+    zero_point: Any,
+    format: str,
+    axis: int | None = None,
+    block_size: int = 0,
+    dtype: int = int(ir.DataType.FLOAT),
+) -> Any:
+    """`DequantizeLinear`, cast if the model is not float32; codes of less than a byte get their own type."""
+    attributes = {} if axis is None else {"axis": axis, "block_size": block_size}
+    fmt = parse_format(format)
+    whole = isinstance(fmt, IntFormat)
+    if made_by(codes, "QuantizeBlocks") or not has_onnx_type(onnx_container(fmt)):
+        y = dequantize_blocks(codes, scale, format=format, axis=axis or 0, block_size=block_size)
+    elif block_size < 0:
+        # Spelled out as in `_quantize_rows`; ONNX Runtime would also fuse a blocked `DequantizeLinear` into an integer
+        # product that takes one scale, and fail.
+        y = op.Cast(codes, to=ir.DataType.FLOAT)
+        y = op.Mul(op.Sub(y, op.Cast(zero_point, to=ir.DataType.FLOAT)) if whole else y, scale)
+    elif not whole:
+        y = op.DequantizeLinear(codes, scale, **attributes)
+    else:
+        if onnx_container(fmt).bits < 8 and codes.const_value is None and codes.producer() is None:
+            codes = op.Cast(codes, to=onnx_type(format))
+        y = op.DequantizeLinear(codes, scale, op.Cast(zero_point, to=onnx_type(format)), **attributes)
+    return y if dtype == ir.DataType.FLOAT else op.Cast(y, to=dtype)
+
+
+@lowers("quark_fx.dynamic_qparams.default")
+def dynamic_qparams(
+    x: Any,
+    format: str,
+    symmetry: str,
+    axis: int | None = None,
+    block_size: int = 0,
+    scale_type: str = "float32",
+    group_size: int = 0,
+) -> Any:
+    """`DynamicQuantizeLinear` where it is what is meant, else its arithmetic spelled out, per tensor or row."""
+    x = _float32(x)
+    if block_size > 0:
+        layout = {"axis": axis, "block_size": block_size, "group_size": group_size}
+        scale = block_scale(x, format=format, symmetry=symmetry, scale_type=scale_type, **layout)
+        return scale, op.Constant(value=ir.Tensor(np.zeros((), np.int32)))
+    assert scale_type == ScaleType.FLOAT32, "the export refuses others beforehand"
+    scheme = Scheme(format=parse_format(format), symmetry=Symmetry(symmetry))
+    if format == "uint8" and not scheme.symmetric and axis is None:
+        _, scale, zero_point = op.DynamicQuantizeLinear(x)
+        return scale, op.Cast(zero_point, to=ir.DataType.INT32)
+    zero, tiny = (op.Constant(value_float=v) for v in (0.0, torch.finfo(torch.float32).tiny))
+    axes = {"keepdims": 0 if axis is None else 1}
+    last = () if axis is None else (op.Constant(value_ints=[axis]),)
+    low, high = op.Min(op.ReduceMin(x, *last, **axes), zero), op.Max(op.ReduceMax(x, *last, **axes), zero)
+    if scheme.symmetric:
+        ideal = op.Div(op.Max(op.Neg(low), high), op.Constant(value_float=float(scheme.largest)))
+    else:
+        ideal = op.Div(op.Sub(high, low), op.Constant(value_float=float(scheme.qmax - scheme.qmin)))
+    scale = op.Where(op.Less(ideal, tiny), op.Constant(value_float=1.0), ideal)
+    if scheme.symmetric:
+        zero_point = op.Add(op.Mul(scale, zero), op.Constant(value_float=float(scheme.middle)))
+    else:
+        bounds = (op.Constant(value_float=float(v)) for v in (scheme.qmin, scheme.qmax))
+        zero_point = op.Round(op.Clip(op.Sub(op.Constant(value_float=float(scheme.qmin)), op.Div(low, scale)), *bounds))
+    return scale, op.Cast(zero_point, to=ir.DataType.INT32)
+
+
+@lowers("aten._grouped_mm.default")
+@lowers("quark_fx.grouped_mm.default")
+@lowers("transformers.grouped_mm_fallback.default")
+def grouped_mm(x: Any, weight: Any, offsets: Any, *unused: Any, **also_unused: Any) -> Any:
+    """One `MatMul` per expert on its slice of rows; `offsets` are the (exclusive) ends of the slices."""
+    axis = op.Constant(value_ints=[0])
+    start, parts = op.Constant(value_ints=[0]), []
+    ends = op.Cast(offsets, to=ir.DataType.INT64)
+    for expert in range(weight.shape[0]):
+        index = op.Constant(value_ints=[expert])
+        end = op.Gather(ends, index, axis=0)
+        matrix = op.Squeeze(op.Gather(weight, index, axis=0), axis)
+        parts.append(op.MatMul(op.Slice(x, start, end, axis), matrix))
+        start = end
+    return op.Concat(*parts, axis=0)
+
+
+@lowers("aten.adaptive_avg_pool1d.default")
+@lowers("aten.adaptive_avg_pool2d.default")
+@lowers("aten.adaptive_avg_pool3d.default")
+@lowers("aten._adaptive_avg_pool3d.default")
+def adaptive_avg_pool(x: Any, output_size: list[int]) -> Any:
+    """`GlobalAveragePool`, `AveragePool` where every output averages equally many inputs, else products of matrices."""
+    rank = len(output_size)
+    if all(out == 1 for out in output_size) and len(x.shape) == rank + 2:
+        return op.GlobalAveragePool(x)
+    sides = list(x.shape)[-rank:]
+    even = all(isinstance(n, int) and n % out == 0 for n, out in zip(sides, output_size, strict=True))
+    if even and len(x.shape) == rank + 2:
+        kernel = [n // out for n, out in zip(sides, output_size, strict=True)]
+        return op.AveragePool(x, kernel_shape=kernel, strides=kernel)
+    # Sums first, of every dimension, and then the divisions, one after the other: so torch rounds, too.
+    y, dims, counts = x, len(x.shape), []
+    for axis, side, out in zip(range(dims - rank, dims), sides, output_size, strict=True):
+        if side == out:
+            continue
+        inside, count = _windows(x, axis, side, out)
+        counts.append(op.Reshape(count, op.Constant(value_ints=[-1] + [1] * (dims - 1 - axis))))
+        turned = [dim for dim in range(dims) if dim != axis] + [axis]
+        if axis == dims - 1:
+            y = op.MatMul(y, inside)
+        else:
+            back = [turned.index(dim) for dim in range(dims)]
+            y = op.Transpose(op.MatMul(op.Transpose(y, perm=turned), inside), perm=back)
+    for count in counts:
+        y = op.Div(y, count)
+    return y if counts else op.Identity(x)
+
+
+def _windows(x: Any, axis: int, side: Any, out: int) -> tuple[Any, Any]:
+    """Return which of `side` values are in each of `out` windows, as ones in a matrix, and how many of them.
+
+    Window `i` of `n` values begins at `i * n // out` and ends before `-(-(i + 1) * n // out)`.
+    """
+    if isinstance(side, int):
+        matrix = np.zeros((side, out), x.dtype.numpy())
+        for i in range(out):
+            matrix[i * side // out : -(-(i + 1) * side // out), i] = 1
+        return op.Constant(value=ir.Tensor(matrix)), op.Constant(value=ir.Tensor(matrix.sum(0)))
+    zero, one, count = (op.Constant(value_int=number) for number in (0, 1, out))
+    size = op.Gather(op.Shape(x), op.Constant(value_int=axis))
+    window = op.Range(zero, count, one)
+    start = op.Div(op.Mul(window, size), count)
+    end = op.Div(op.Add(op.Mul(op.Add(window, one), size), op.Constant(value_int=out - 1)), count)
+    place = op.Unsqueeze(op.Range(zero, size, one), op.Constant(value_ints=[1]))
+    inside = op.And(op.GreaterOrEqual(place, start), op.Less(place, end))
+    return op.Cast(inside, to=x.dtype), op.Cast(op.Sub(end, start), to=x.dtype)
+
+
+@lowers("aten.squeeze.dim")
+def squeeze(x: Any, dim: int) -> Any:
+    """`Squeeze`; nothing where the size is another than 1, as one that varies was when the model was captured."""
+    return op.Squeeze(x, op.Constant(value_ints=[dim])) if len(x.shape) and x.shape[dim] == 1 else op.Identity(x)
+
+
+@lowers("aten.sort.stable")
+def sort(x: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+    """`TopK` of all values; of equal ones it takes the lower index first, so it is stable."""
+    size = op.Gather(op.Shape(x), op.Constant(value_ints=[dim % x.shape.rank()]))
+    return op.TopK(x, size, axis=dim, largest=int(descending), sorted=1)

@@ -1,0 +1,129 @@
+"""Which opset a graph needs, and how it gets to another one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import onnx_ir as ir
+
+from quark_fx.errors import ExportError
+from quark_fx.export.to_onnx.block_nodes import DOMAIN
+
+DEFAULT = 21
+"""The first opset with 4- and 16-bit codes and blocks; every ONNX Runtime since 1.20 loads it."""
+
+OLDEST, NEWEST = 14, 25
+"""The onnx package converts no addition further back; torch translates no further than 25."""
+
+_FIRST_TRANSLATED = 18
+"""torch's table of lowerings begins here."""
+
+_SINCE = {
+    **dict.fromkeys((ir.DataType.INT4, ir.DataType.UINT4, ir.DataType.INT16, ir.DataType.UINT16), 21),
+    # 19 has 8-bit floats, but not the attribute that names the type of the codes.
+    **dict.fromkeys((ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT8E5M2), 21),
+    **dict.fromkeys((ir.DataType.INT2, ir.DataType.UINT2), 25),
+}
+_CAST_SINCE = {
+    **dict.fromkeys((ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT8E5M2), 19),
+    **dict.fromkeys((ir.DataType.INT4, ir.DataType.UINT4), 21),
+    **dict.fromkeys((ir.DataType.INT2, ir.DataType.UINT2), 25),
+}
+_CONTRIB_TYPES = frozenset(dtype for dtype, since in _SINCE.items() if since == 21 and dtype.is_integer())
+
+
+def require_known(opset: int) -> None:
+    """Raise if no graph can be written in `opset`."""
+    if type(opset) is not int or not OLDEST <= opset <= NEWEST:
+        raise ExportError(
+            f"opset {opset!r} cannot be written; choose one from {OLDEST} to {NEWEST} (default: {DEFAULT})"
+        )
+
+
+def translated(opset: int) -> int:
+    """Return the opset to translate to, from which `convert` goes on to `opset`."""
+    return opset if opset >= DEFAULT else _FIRST_TRANSLATED
+
+
+def require_types(model: ir.Model, opset: int) -> None:
+    """Raise, listing them, if quantizers or casts have types or blocks that `opset` does not have."""
+    bad, needed = [], 0
+    cast = any(_needed(node)[0] > opset for node in model.graph.all_nodes() if node.op_type == "Cast")
+    for node in model.graph.all_nodes():
+        since, what, contributed = _needed(node)
+        if since > opset:
+            remedy = " or domain='com.microsoft'" if contributed and not cast else ""
+            bad.append(f"  {node.name}: {what} needs opset {since}{remedy}")
+            needed = max(needed, since)
+    if bad:
+        raise ExportError(f"opset {opset} is too old for\n" + "\n".join(bad) + f"\nUse opset={needed}.")
+
+
+def _needed(node: ir.Node) -> tuple[int, str, bool]:
+    """Return which opset a node needs and for what, and whether the contributed domain has it in any."""
+    if node.domain == DOMAIN:
+        return DEFAULT, node.op_type, False
+    if node.op_type == "Cast":
+        target = ir.DataType(node.attributes["to"].as_int())
+        return _CAST_SINCE.get(target, 0), f"a cast to {_name(target)}", False
+    if node.domain or node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
+        return 0, "", False
+    codes = node.outputs[0] if node.op_type == "QuantizeLinear" else node.inputs[0]
+    dtype = codes.dtype if codes is not None else None
+    blocks = bool(node.attributes.get_int("block_size", 0))
+    since = max(_SINCE.get(dtype, 0) if dtype is not None else 0, DEFAULT if blocks else 0)
+    return since, _name(dtype) + " in blocks" * blocks, dtype in _CONTRIB_TYPES and not blocks
+
+
+def _name(dtype: ir.DataType | None) -> str:
+    return dtype.name.lower() if dtype is not None else "unknown"
+
+
+def convert(model: ir.Model, opset: int) -> ir.Model:
+    """Return `model`, translated to `translated(opset)`, in `opset`.
+
+    Raises:
+        ExportError: if the converter of the onnx package does not know an operator's older form.
+    """
+    if opset >= DEFAULT:
+        return model
+    for node in model.graph.all_nodes():
+        if node.op_type == "Cast":
+            node.attributes.pop("saturate", None)  # since opset 19, and of 8-bit floats only
+        if opset < _FIRST_TRANSLATED and not node.attributes.get_int("noop_with_empty_axes", 0):
+            node.attributes.pop("noop_with_empty_axes", None)  # reductions have it since opset 18
+    if opset == _FIRST_TRANSLATED:
+        return model
+    import onnx
+    import onnxscript.optimizer
+    from onnx_ir.passes.common import LiftConstantsToInitializersPass
+
+    # The converter wants the axes of a reduction as a constant, not as a constant's reshape.
+    onnxscript.optimizer.fold_constants(model, should_fold=lambda node: node.op_type in ("Constant", "Reshape"))
+    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    try:
+        return ir.from_proto(onnx.version_converter.convert_version(ir.to_proto(model), opset))
+    except (RuntimeError, ValueError, onnx.version_converter.ConvertError) as error:
+        cause = str(error).rpartition("failed: ")[2]
+        raise ExportError(f"the model has no form in opset {opset}: {cause}; use opset={_FIRST_TRANSLATED}") from error
+
+
+def raised(model: ir.Model, opset: int = DEFAULT) -> ir.Model:
+    """Return `model` in `opset`, if its own is older."""
+    if model.opset_imports[""] >= opset:
+        return model
+    import onnx
+
+    return ir.from_proto(onnx.version_converter.convert_version(ir.to_proto(model), opset))
+
+
+def first_with(dtypes: Iterable[ir.DataType | None]) -> int:
+    """Return the first opset whose quantizers have codes of all of `dtypes`."""
+    return max((_SINCE.get(dtype, OLDEST) for dtype in dtypes if dtype is not None), default=OLDEST)
+
+
+def ir_version(opset: int) -> int:
+    """Return the version of the file format: at least 10, which every ONNX Runtime since 1.18 loads."""
+    import onnx
+
+    return max(10, int(onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])))

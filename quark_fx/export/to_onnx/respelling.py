@@ -1,0 +1,166 @@
+"""Respell what torch's exporter would write wrongly, or not at all, in operators that it writes right.
+
+Its lowerings leave arguments out (the divisor of an average pool), take attention of rank 4 alone, and let a token that
+may attend to nothing attend to everything. Graphs are rewritten on a copy, just before they are translated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch.fx import GraphModule, Node
+
+from quark_fx.errors import ExportError
+from quark_fx.graph.nodes import call, describe, erase_dead, is_parameter, parameter, static_size, target_name, value_of
+from quark_fx.graph.operators import argument
+from quark_fx.graph.pass_manager import copy_graph
+
+aten = torch.ops.aten
+
+
+def respelled(gm: GraphModule) -> GraphModule:
+    """Return `gm`, or a copy of it that computes the same in operators which torch translates.
+
+    Raises:
+        ExportError: for arguments that ONNX has no form of; the message names the operator and the user's line.
+    """
+    if not any(_rule(gm, node) for node in gm.graph.nodes):
+        return gm
+    copy = copy_graph(gm)
+    for node in list(copy.graph.nodes):
+        rule = _rule(copy, node)
+        if rule is not None:
+            with copy.graph.inserting_before(node):
+                new = rule(copy, node)
+            node.replace_all_uses_with(new)
+    erase_dead(copy)
+    return copy
+
+
+Rule = Callable[[GraphModule, Node], Node]
+
+
+def _rule(gm: GraphModule, node: Node) -> Rule | None:
+    """Return how a node is respelled, if it has to be."""
+    if node.op != "call_function":
+        return None
+    name = target_name(node)
+    if name == "aten.scaled_dot_product_attention.default":
+        if value_of(gm, argument(node, 0)).dim() != 4:
+            return _attention_of_rank_four
+        return _attention_to_nothing if _may_forbid_rows(gm, argument(node, 3)) else None
+    if name in ("aten.avg_pool2d.default", "aten.avg_pool3d.default") and argument(node, 6) is not None:
+        return _sum_over_divisor
+    if name in _ANTIALIASED and argument(node, 2):
+        return _refuse("antialias=True with align_corners=True has no form in ONNX; drop one of the two")
+    if name == "aten.lstm.input" and _is_projected(gm, node):
+        return _refuse("an LSTM with proj_size has no form in ONNX; project its output with a linear")
+    return None
+
+
+_ANTIALIASED = frozenset(
+    f"aten._upsample_{kind}2d_aa.{overload}" for kind in ("bilinear", "bicubic") for overload in ("default", "vec")
+)
+
+
+def _refuse(reason: str) -> Rule:
+    def refuse(gm: GraphModule, node: Node) -> Node:
+        raise ExportError(f"{describe(node)}: {reason}")
+
+    return refuse
+
+
+def _is_projected(gm: GraphModule, node: Node) -> bool:
+    hidden, cell = (value_of(gm, state) for state in argument(node, 1))
+    return bool(hidden.shape[-1] != cell.shape[-1])
+
+
+def _may_forbid_rows(gm: GraphModule, mask: Node | None) -> bool:
+    """Tell whether a mask may forbid a query everything; torch makes zeros of that, ONNX a mean or NaN."""
+    if mask is None:
+        return False
+    if not is_parameter(mask):
+        return True
+    values = parameter(gm, mask)
+    allowed = values if values.dtype == torch.bool else values != -math.inf
+    return not bool(allowed.any(-1).all())
+
+
+def _attention_to_nothing(gm: GraphModule, node: Node) -> Node:
+    attended = call(gm, node.target, *node.args, like=node, **node.kwargs)
+    return _zero_where_forbidden(gm, attended, argument(node, 3), node)
+
+
+def _zero_where_forbidden(gm: GraphModule, attended: Node, mask: Node, node: Node) -> Node:
+    """Make zeros of what a query attends to that a mask of booleans or of summands forbids everything."""
+    if value_of(gm, mask).dtype != torch.bool:
+        mask = call(gm, aten.ne.Scalar, mask, -math.inf, like=node)
+    allowed = call(gm, aten.any.dim, mask, -1, True, like=node)
+    return call(gm, aten.where.ScalarOther, allowed, attended, 0.0, like=node)
+
+
+def _attention_of_rank_four(gm: GraphModule, node: Node) -> Node:
+    """Attend with the leading dimensions as one, or with as many of size 1 as are missing."""
+    rank = value_of(gm, node).dim()
+    values = [argument(node, position) for position in range(3)]
+    mask = argument(node, 3)
+    if rank < 4:
+        for _ in range(4 - rank):
+            values = [call(gm, aten.unsqueeze.default, value, 0, like=node) for value in values]
+            if mask is not None and value_of(gm, mask).dim() > 2:
+                mask = call(gm, aten.unsqueeze.default, mask, 0, like=node)
+    else:
+        if mask is not None and value_of(gm, mask).dim() > 2:
+            missing = rank - value_of(gm, mask).dim()
+            for _ in range(missing):
+                mask = call(gm, aten.unsqueeze.default, mask, 0, like=node)
+            if any(static_size(size) != 1 for size in value_of(gm, mask).shape[: rank - 3]):
+                mask = _with_leading(gm, mask, values[0], rank, node)
+            mask = call(gm, aten.flatten.using_ints, mask, 0, rank - 4, like=node)
+        leading = [call(gm, aten.sym_size.int, values[0], dim, like=node) for dim in range(rank - 3)]
+        values = [call(gm, aten.flatten.using_ints, value, 0, rank - 4, like=node) for value in values]
+    options = {key: value for key, value in node.kwargs.items() if key not in ("query", "key", "value", "attn_mask")}
+    attended = call(gm, node.target, *values, mask, *node.args[4:], like=node, **options)
+    if mask is not None and _may_forbid_rows(gm, argument(node, 3)):
+        attended = _zero_where_forbidden(gm, attended, mask, node)
+    if rank >= 4:
+        sizes = [size if static_size(value_of(gm, size)) is None else value_of(gm, size) for size in leading]
+        return call(gm, aten.unflatten.int, attended, 0, sizes, like=node)
+    for _ in range(4 - rank):
+        attended = call(gm, aten.squeeze.dim, attended, 0, like=node)
+    return attended
+
+
+def _with_leading(gm: GraphModule, mask: Node, like: Node, rank: int, node: Node) -> Node:
+    """Repeat a mask along the leading dimensions of a query, which become one."""
+    sizes = [call(gm, aten.sym_size.int, like, dim, like=node) for dim in range(rank - 3)]
+    return call(gm, aten.expand.default, mask, [*sizes, -1, -1, -1], like=node)
+
+
+def _sum_over_divisor(gm: GraphModule, node: Node) -> Node:
+    """Pool what is padded beforehand, so that every window averages the same number of values, and rescale."""
+    value, kernel, stride, padding, ceil_mode, _, divisor = (argument(node, position) for position in range(7))
+    rank = len(kernel) if len(kernel) > 1 else int(target_name(node)[len("aten.avg_pool")])
+    kernel, stride, padding = (_each(sizes, rank) for sizes in (kernel, stride or kernel, padding or [0]))
+    sizes = value_of(gm, value).shape[-rank:]
+    pads: list[int] = []
+    for size, wide, step, pad in zip(sizes, kernel, stride, padding, strict=True):
+        beyond = 0
+        if ceil_mode:
+            known = static_size(size)
+            if known is None:
+                raise ExportError(f"{describe(node)}: ceil_mode with divisor_override needs a size that does not vary")
+            windows = -(-(known + 2 * pad - wide) // step) + 1
+            windows -= (windows - 1) * step >= known + pad  # none begins in the padding behind
+            beyond = max((windows - 1) * step + wide - known - 2 * pad, 0)
+        pads = [pad, pad + beyond, *pads]
+    if any(pads):
+        value = call(gm, aten.constant_pad_nd.default, value, pads, 0.0, like=node)
+    averages = call(gm, node.target, value, kernel, stride, like=node)
+    return call(gm, aten.mul.Scalar, averages, math.prod(kernel) / divisor, like=node)
+
+
+def _each(sizes: list[int], rank: int) -> list[int]:
+    return list(sizes) if len(sizes) == rank else list(sizes) * rank

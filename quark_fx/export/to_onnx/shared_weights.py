@@ -1,0 +1,153 @@
+"""Let the graphs of an export read their equal weights from one place on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quark_fx.errors import ExportError
+from quark_fx.system.untrusted import brief, read_json
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+_MANIFEST_LIMIT = 1 << 24
+"""Bytes of the largest `export.json` that is read."""
+
+Places = dict[bytes, "ir.ExternalTensor"]
+"""The tensor on disk that has some bytes, by their digest."""
+
+
+def share_weights(folder: str | os.PathLike[str]) -> int:
+    """Store what the graphs of an export have in common once; return how many bytes that saves.
+
+    The first graph keeps its data file; the others read from there what they share with it, and keep files of their
+    own for the rest. `ExportedModel.from_pretrained` reads the folder as before. Each graph is replaced whole, with its
+    data, or not at all.
+
+    Args:
+        folder: where `ExportedModel.save_pretrained` wrote ONNX graphs.
+
+    Raises:
+        ExportError: if there are none, one or its data is no regular file, or anything there names a file elsewhere.
+    """
+    from quark_fx.export.to_onnx.whole_files import require_regular
+
+    folder = Path(folder)
+    try:
+        manifest = read_json(folder / "export.json", _MANIFEST_LIMIT)
+        paths = [folder / _plain_name(entry["file"]) for entry in manifest["components"].values()]
+    except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ExportError(f"{folder} holds no export of transformers: {error}") from error
+    if len(set(paths)) < len(paths):
+        raise ExportError(f"{folder / 'export.json'} names a graph twice")
+    if any(path.suffix != ".onnx" for path in paths):
+        raise ExportError(f"the graphs in {folder} are not ONNX: {', '.join(path.name for path in paths)}")
+    data = [path.with_name(f"{path.name}.data") for path in paths]
+    require_regular(*paths, *data)
+    for path in (*paths, *data):
+        if path.is_symlink():
+            raise ExportError(f"{path} is a link to another file; copy the file it leads to in its place")
+    models = [_loaded(path, {file.name for file in data}) for path in paths]
+    places: Places = {}
+    saved = 0
+    for path, model in zip(paths, models, strict=True):
+        try:
+            saved += _rewrite(path, model, places)
+        except (ExportError, OSError):
+            raise
+        except Exception as error:  # whatever onnx_ir raises about a graph that it reads and cannot write
+            raise ExportError(f"{path} cannot be written: {type(error).__name__}: {brief(str(error))}") from error
+    return saved
+
+
+def _plain_name(name: object) -> str:
+    """Return the name of a file in a folder.
+
+    Raises:
+        ValueError: if it leads anywhere else.
+    """
+    if not isinstance(name, str) or not name or Path(name).name != name or "\\" in name or "\0" in name:
+        raise ValueError(f"{brief(name)} is no file beside it")
+    return name
+
+
+def _loaded(path: Path, known: set[str]) -> ir.Model:
+    """Return a graph whose tensors lie in the data files of the export, and in none that is anywhere else."""
+    import onnx_ir as ir
+
+    from quark_fx.export.to_onnx.whole_files import external_tensors
+
+    try:
+        model = ir.load(path)
+        tensors = list(external_tensors(model))
+        sizes = {name: (path.parent / name).stat().st_size for name in known if (path.parent / name).exists()}
+    except Exception as error:  # whatever protobuf and onnx_ir raise about a file that is no graph
+        raise ExportError(f"{path} is no ONNX graph: {type(error).__name__}: {brief(str(error))}") from error
+    for tensor in tensors:
+        if str(tensor.location) not in sizes:
+            raise ExportError(
+                f"{path} reads its tensor {brief(tensor.name)} from {brief(str(tensor.location))}, which is none of "
+                "the data files of this export; export it again"
+            )
+        start, length = tensor.offset or 0, tensor.length
+        end = start + (tensor.nbytes if length is None else length)
+        if start < 0 or end < start or end > sizes[str(tensor.location)] or length not in (None, tensor.nbytes):
+            raise ExportError(f"{path} reads its tensor {brief(tensor.name)} from beyond the end of {tensor.location}")
+    return model
+
+
+def _rewrite(path: Path, model: ir.Model, places: Places) -> int:
+    """Let a graph read what `places` has from there, and add the rest; return by how many bytes its data shrank."""
+    import onnx_ir as ir
+
+    from quark_fx.export.to_onnx.whole_files import relocated
+
+    data = path.with_name(f"{path.name}.data")
+    inner = [value.name for graph in model.graph.subgraphs() for value in graph.initializers.values()]
+    if inner:
+        raise ExportError(
+            f"{path} holds tensors in inner graphs ({inner[0]}), which cannot be shared; leave it as it is"
+        )
+    shared, own = 0, []
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if not isinstance(tensor, ir.ExternalTensor):
+            continue
+        digest = hashlib.sha256(tensor.tobytes()).digest()
+        known = places.get(digest)
+        if known is None:
+            own.append((digest, value))
+        else:
+            value.const_value = relocated(tensor, known.location, known, known.base_dir)
+            shared += 1
+    before = data.stat().st_size if data.exists() else 0
+    if shared:
+        _save(model, path, data, [value for _, value in own])
+    for digest, value in own:
+        assert isinstance(value.const_value, ir.ExternalTensor)
+        places[digest] = value.const_value
+    return before - (data.stat().st_size if data.exists() else 0)
+
+
+def _save(model: ir.Model, path: Path, data: Path, own: list[ir.Value]) -> None:
+    """Write a graph, and its own tensors to `data`, which is there even if it has none: its readers ask for it."""
+    import onnx_ir as ir
+
+    from quark_fx.export.to_onnx.whole_files import put_in_place, relocated
+
+    tensors = [value.const_value for value in own if value.const_value is not None]
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".shared-") as staging:
+        (Path(staging) / data.name).touch()
+        written = ir.external_data.convert_tensors_to_external(tensors, staging, data.name)
+        for value, tensor in zip(own, written, strict=True):
+            assert isinstance(tensor, ir.ExternalTensor)
+            value.const_value = relocated(tensor, data.name, tensor, path.parent)
+        ir.save(model, Path(staging) / path.name)
+        put_in_place(Path(staging) / path.name, path)
+
+
+__all__ = ["share_weights"]

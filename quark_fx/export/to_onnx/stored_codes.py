@@ -1,0 +1,92 @@
+"""Constants of codes in an ONNX graph: where they are, and what they stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from quark_fx.export.to_onnx.edit import array_of
+from quark_fx.numbers.formats import FP8_E4M3, FP8_E5M2, Format, IntFormat, parse_format
+from quark_fx.numbers.quantized_tensor import QuantizedTensor
+
+FORMATS: dict[ir.DataType, Format] = {
+    ir.DataType[f"{'' if signed else 'U'}INT{bits}"]: IntFormat(bits, signed)
+    for bits in (2, 4, 8, 16, 32)
+    for signed in (True, False)
+} | {ir.DataType.FLOAT8E4M3FN: FP8_E4M3, ir.DataType.FLOAT8E5M2: FP8_E5M2}
+"""The format of each type that codes are stored in."""
+
+
+@dataclass(frozen=True)
+class StoredCodes:
+    """A constant of codes, wherever it is dequantized: before or after rows are looked up.
+
+    Attributes:
+        codes: the constant.
+        scale: its scales.
+        zero_point: its zero points, `None` for zero.
+        axis: of `codes`, along which the scales vary, or along which values share one.
+        block_size: values that share a scale; 0 for one scale per index of `axis`.
+        format: of the codes.
+        turned: transposed on the way to its reader.
+        cast: cast on the way to its reader.
+    """
+
+    codes: ir.Value
+    scale: ir.Value
+    zero_point: ir.Value | None
+    axis: int
+    block_size: int
+    format: Format
+    turned: bool = False
+    cast: bool = False
+
+    @property
+    def name(self) -> str:
+        """What the file calls the codes, without the suffixes of codes."""
+        return stem(self.codes)
+
+    def read(self) -> QuantizedTensor | None:
+        """Return the codes and what they stand for; `None` if a part of them is computed."""
+        codes, scale, zero_point = (array_of(value) for value in (self.codes, self.scale, self.zero_point))
+        if codes is None or scale is None or (self.zero_point is not None and zero_point is None):
+            return None
+        points = None if zero_point is None else torch.from_numpy(zero_point.astype(np.int32))
+        axis = self.axis if scale.ndim else None
+        scales = torch.from_numpy(scale.astype(np.float32, copy=False))
+        return QuantizedTensor.of(_tensor(codes, self.format), scales, points, self.format, axis, self.block_size)
+
+
+def _tensor(codes: np.ndarray[Any, Any], fmt: Format) -> torch.Tensor:
+    if isinstance(fmt, IntFormat):
+        # numpy has types of 8, 16 and 32 bits only; arrays of fewer bits have one of their own
+        return torch.from_numpy(codes.astype(str(fmt.dtype).removeprefix("torch."), copy=False))
+    return torch.from_numpy(codes.astype(np.float32)).to(fmt.dtype)
+
+
+def dequantized(node: ir.Node | None) -> StoredCodes | None:
+    """Return the codes that a `DequantizeLinear`, or our `DequantizeBlocks`, reads; `None` for other nodes."""
+    if node is None or node.op_type not in ("DequantizeLinear", "DequantizeBlocks"):
+        return None
+    codes, scale = node.inputs[:2]
+    if codes is None or scale is None:
+        return None
+    name = node.attributes.get_string("format")
+    fmt = parse_format(name) if name else FORMATS.get(codes.dtype) if codes.dtype is not None else None
+    if fmt is None:
+        return None
+    zero_point = node.inputs[2] if len(node.inputs) > 2 else None
+    axis, block = node.attributes.get_int("axis", 1), node.attributes.get_int("block_size", 0)
+    return StoredCodes(codes, scale, zero_point, int(axis or 0), int(block or 0), fmt)
+
+
+def stem(codes: ir.Value) -> str:
+    """Return what a file calls a weight, from the name of its codes."""
+    return (codes.name or "weight").removesuffix("_int4").removesuffix("_uint4").removesuffix("_codes")
+
+
+__all__ = ["FORMATS", "StoredCodes", "dequantized", "stem"]

@@ -1,0 +1,40 @@
+"""The table of ONNX lowerings, and how to add to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+LOWERINGS: dict[str, Callable[..., Any]] = {}
+"""Lowering functions by qualified operator name. The table is the support list: tests iterate over it."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def lowers(name: str) -> Callable[[F], F]:
+    """Register the ONNX lowering of an operator, `"namespace.name.overload"`.
+
+    The function gets the operator's arguments, tensors as ONNX values and the rest as Python constants,
+    and returns the ONNX value(s) it built with `onnxscript.opset21`.
+    """
+
+    def register(function: F) -> F:
+        LOWERINGS[name] = function
+        return function
+
+    return register
+
+
+def translation_table() -> dict[Any, Callable[..., Any]]:
+    """Return the table for `torch.onnx.export(custom_translation_table=...)`: the operators that exist here."""
+    import quark_fx.export.to_onnx.lowering  # noqa: F401 (fills the table; needs the `onnx` extra)
+
+    table = {}
+    for name, function in LOWERINGS.items():
+        namespace, operator, overload = name.split(".")
+        packet = getattr(getattr(torch.ops, namespace), operator, None)
+        if packet is not None:
+            table[getattr(packet, overload)] = function
+    return table

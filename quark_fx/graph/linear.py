@@ -1,0 +1,265 @@
+"""An operator that multiplies an activation by a weight, bound to its row of the table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from torch import Tensor
+from torch.fx import Node
+
+from quark_fx.graph.linear_map import LinearMap
+from quark_fx.graph.nodes import tensor_of
+from quark_fx.graph.operators import StoredWeight, argument, named_argument, operator_row, stored_weight
+
+_TRANSPOSED = "conv_transpose"
+_CONVOLUTIONS = ("conv", _TRANSPOSED)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Where the parts of one call are, and its geometry. Dimensions are those of the weight as it is stored.
+
+    Attributes:
+        node: the call.
+        kind: the family of the operator.
+        shape: of the weight.
+        output_axis: dimension of the weight that indexes output channels, counted from 0.
+        input_axis: dimension of the weight that is summed over, counted from 0; groups of weights lie along it.
+        kernel_axes: dimensions of the weight along which a convolution moves, from 0; none for a matrix product.
+        activation_at: position of the activation among the arguments.
+        weight_at: position of the weight.
+        bias_at: position of the bias, `None` if the operator has none.
+        offsets_at: position of where the rows of each expert end, `None` if data chooses no rows.
+    """
+
+    node: Node
+    kind: str
+    shape: tuple[int, ...]
+    output_axis: int
+    input_axis: int
+    kernel_axes: tuple[int, ...]
+    activation_at: int
+    weight_at: int
+    bias_at: int | None
+    offsets_at: int | None
+
+    @classmethod
+    def of(cls, node: Node) -> Self | None:
+        """Return the view of a call; `None` for one that multiplies no activation by a stored weight."""
+        row = operator_row(node)
+        if row is None or row.weight is None or not row.activations:
+            return None
+        stored = stored_weight(node, row)
+        assert stored is not None  # an operator without one has another row, or none
+        shape = _shape(stored.node)
+        rank = len(shape)
+        order = range(rank) if stored.order is None else stored.order
+        return cls(
+            node=node,
+            kind=row.kind,
+            shape=shape,
+            output_axis=row.output_axis % rank,
+            input_axis=row.input_axis % rank,
+            kernel_axes=tuple(order[2:]) if row.kind in _CONVOLUTIONS else (),
+            activation_at=row.activations[0],
+            weight_at=row.weight,
+            bias_at=row.bias,
+            offsets_at=row.offsets,
+        )
+
+    def at(self, node: Node) -> Self:
+        """Return the view of the same call in another graph: of a block, or after its weight became codes."""
+        return replace(self, node=node)
+
+    # What it reads.
+
+    @property
+    def activation(self) -> Node:
+        """What it multiplies."""
+        value: Node = argument(self.node, self.activation_at)
+        return value
+
+    @property
+    def weight(self) -> Node:
+        """What it multiplies by: the parameter, or what transposes or dequantizes it."""
+        value: Node = argument(self.node, self.weight_at)
+        return value
+
+    @property
+    def stored(self) -> StoredWeight:
+        """The parameter it multiplies by.
+
+        Raises:
+            LookupError: where codes took the place of the weight.
+        """
+        row = operator_row(self.node)
+        found = stored_weight(self.node, row) if row is not None and row.weight is not None else None
+        if found is None:
+            raise LookupError(f"%{self.node.name} reads no stored weight")
+        return found
+
+    @property
+    def bias(self) -> Node | None:
+        """What it adds."""
+        return None if self.bias_at is None else argument(self.node, self.bias_at)
+
+    @property
+    def offsets(self) -> Node | None:
+        """Where the rows of each expert end; `None` where every matrix has rows of its own."""
+        return None if self.offsets_at is None else argument(self.node, self.offsets_at)
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether its product or its bias is multiplied by a number, as those of `addmm` may be."""
+        return any(self.node.kwargs.get(factor, 1) != 1 for factor in ("alpha", "beta"))
+
+    # How it multiplies.
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        """Spatial size of the kernel of a convolution; empty for a matrix product."""
+        return tuple(self.shape[d] for d in self.kernel_axes)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the weight is a stack of matrices, one for each index of its first dimensions."""
+        return len(self.shape) > 2 and not self.kernel
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the weight is stored with its input channels before its output channels."""
+        return self.input_axis < self.output_axis
+
+    @property
+    def groups(self) -> int:
+        """How many groups of channels a convolution has, 1 for a matrix product."""
+        return int(named_argument(self.node, "groups") or 1) if self.kernel else 1
+
+    @property
+    def output_groups(self) -> int:
+        """How many groups count their output channels alike: those of a transposed convolution.
+
+        Its weight has the output channels of one group, and any other weight those of all.
+        """
+        return self.groups if self.kind == _TRANSPOSED else 1
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """For each dimension of the kernel."""
+        return self._sizes("stride", 1)
+
+    @property
+    def dilation(self) -> tuple[int, ...]:
+        """For each dimension of the kernel."""
+        return self._sizes("dilation", 1)
+
+    @property
+    def padding(self) -> tuple[tuple[int, int], ...]:
+        """Before and after each dimension of the kernel: of the input, or cut off a transposed convolution's output."""
+        given = named_argument(self.node, "padding") if self.kernel else None
+        if given == "same":
+            spans = (d * (size - 1) for size, d in zip(self.kernel, self.dilation, strict=True))
+            return tuple((span // 2, span - span // 2) for span in spans)
+        return tuple((size, size) for size in _spread(None if given == "valid" else given, len(self.kernel), 0))
+
+    @property
+    def pads(self) -> bool:
+        """Whether it reads zeros around its input."""
+        return self.kind == "conv" and any(map(any, self.padding))
+
+    def _sizes(self, name: str, fill: int) -> tuple[int, ...]:
+        return _spread(named_argument(self.node, name), len(self.kernel), fill) if self.kernel else ()
+
+    @property
+    def matrices(self) -> LinearMap | None:
+        """Its weight as matrices and its activation as rows; `None` where they are not known.
+
+        They are not for transposed and three-dimensional convolutions, for those whose weight is stored in another
+        order, for images without a batch, and where one stack of matrices meets several.
+        """
+        rank = self.node.meta["val"].dim()
+        if not self.kernel:
+            if not self.stacked:
+                return LinearMap(transposed=self.transposed)
+            alike = isinstance(self.offsets, Node) or rank == len(self.shape)
+            if len(self.shape) != 3 or not alike:
+                return None
+            return LinearMap(self.shape[0], transposed=self.transposed, stacked=True, offsets=self.offsets)
+        ordered = (self.output_axis, self.input_axis, *self.kernel_axes) == tuple(range(len(self.shape)))
+        if self.kind == _TRANSPOSED or not ordered or len(self.kernel) > 2 or rank != len(self.shape):
+            return None
+        return LinearMap(self.groups, self.kernel, self.stride, self.padding, self.dilation)
+
+    # Which channels are whose.
+
+    def channel_dim(self, rank: int) -> int:
+        """Return the dimension that counts channels, of an activation or output with `rank` dimensions."""
+        return rank - 1 - len(self.kernel)
+
+    def of_inputs(self, values: Tensor) -> Tensor:
+        """Return one value per channel of the input, shape `(channels,)`, so that it broadcasts over the weight."""
+        if self.groups == 1 or self.kind == _TRANSPOSED:
+            return self._placed(values[None])
+        return self._placed(self._for_each(values, self.shape[self.output_axis]))
+
+    def of_outputs(self, values: Tensor) -> Tensor:
+        """Return one value per channel of the output, shape `(channels,)`, so that it broadcasts over the weight."""
+        if self.output_groups == 1:
+            return self._placed(values[:, None])
+        return self._placed(self._for_each(values, self.shape[self.input_axis]).T)
+
+    def _for_each(self, values: Tensor, others: int) -> Tensor:
+        """Return the values of its group for each of the channels on the other side, shape (others, channels)."""
+        return values.reshape(self.groups, -1).repeat_interleave(others // self.groups, 0)
+
+    def _placed(self, table: Tensor) -> Tensor:
+        """Lay a table of (output, input) channels out as the weight is."""
+        shape = [1] * len(self.shape)
+        shape[self.output_axis], shape[self.input_axis] = table.shape
+        return (table.T if self.transposed else table).reshape(shape)
+
+    def response(self, weight: Tensor, shift: Tensor) -> Tensor | None:
+        """Return what each output channel gains when each input channel gains a constant.
+
+        Borders that a convolution pads gain less.
+
+        Args:
+            weight: as it is stored.
+            shift: one value per input channel.
+
+        Returns:
+            One value per output channel, float32; `None` for an operator that does not say (a transposed convolution
+            adds up a different part of its kernel at every position).
+        """
+        if self.kind not in ("conv", "linear") or self.stacked or self.has_factors:
+            return None
+        if shift.numel() != self.groups * self.shape[self.input_axis]:
+            return None
+        per_kernel = weight.detach().float().movedim((self.output_axis, self.input_axis), (0, 1))
+        if per_kernel.dim() > 2:
+            per_kernel = per_kernel.flatten(2).sum(2)
+        outputs, per_group = per_kernel.shape
+        grouped = per_kernel.reshape(self.groups, outputs // self.groups, per_group)
+        return (grouped @ shift.to(grouped).reshape(self.groups, per_group, 1)).flatten()
+
+
+def _shape(parameter: Node) -> tuple[int, ...]:
+    if "val" in parameter.meta:
+        return tuple(parameter.meta["val"].shape)
+    gm = parameter.graph.owning_module
+    assert gm is not None  # a graph that is being built has values
+    return tuple(tensor_of(gm, str(parameter.target)).shape)
+
+
+def _spread(given: Any, rank: int, fill: int) -> tuple[int, ...]:
+    """Return one size per dimension of what may be left out, or given once for all."""
+    if given is None:
+        return (fill,) * rank
+    if isinstance(given, int):
+        return (given,) * rank
+    sizes = tuple(int(size) for size in given)
+    return sizes * rank if len(sizes) == 1 else sizes
+
+
+__all__ = ["Linear"]

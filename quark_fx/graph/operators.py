@@ -1,0 +1,272 @@
+"""The table of operators: which arguments of an ATen op are activation, weight and bias, and what commutes.
+
+Passes ask this table; no pass knows an operator and no file knows a model. To support an operator, add a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
+
+from torch.fx import Node
+
+from quark_fx.graph.nodes import target_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """One row: an operator with weights, or a product of two activations.
+
+    Attributes:
+        kind: the family, as patterns and the report name it.
+        activations: positions of the arguments that are quantized as activations.
+        weight: position of the weight, `None` for products of two activations.
+        bias: position of the bias, `None` if the operator has none.
+        output_axis: dimension of the weight that indexes output channels.
+        input_axis: dimension of the weight that is summed over; groups of weights lie along it.
+        integer_output: its integer kernels exist only with a quantized output (measured on ONNX Runtime:
+            a convolution without one runs in float, a matrix product does not).
+        by_default: quantized unless an override says otherwise.
+        offsets: position of where the rows end that each matrix of a stack multiplies, `None` if data chooses no rows.
+    """
+
+    kind: str
+    activations: tuple[int, ...]
+    weight: int | None = None
+    bias: int | None = None
+    output_axis: int = 0
+    input_axis: int = 1
+    integer_output: bool = False
+    by_default: bool = True
+    offsets: int | None = None
+
+
+_LINEAR = Operator(kind="linear", activations=(0,), weight=1, bias=2)
+_CONV = Operator(kind="conv", activations=(0,), weight=1, bias=2, integer_output=True)
+_TRANSPOSED = Operator(kind="conv_transpose", activations=(0,), weight=1, bias=2, output_axis=1, input_axis=0)
+_MATMUL = Operator(kind="linear", activations=(0,), weight=1, output_axis=-1, input_axis=-2)
+_PRODUCT = Operator(kind="matmul", activations=(0, 1), by_default=False)
+_EXPERTS = Operator(kind="experts", activations=(0,), weight=1, output_axis=-1, input_axis=-2, offsets=2)
+
+_OPERATORS = {
+    "aten.linear.default": _LINEAR,
+    "aten.addmm.default": Operator(kind="linear", activations=(1,), weight=2, bias=0, output_axis=1, input_axis=0),
+    "aten.mm.default": _MATMUL,
+    "aten.matmul.default": _MATMUL,
+    "aten.bmm.default": _MATMUL,
+    **{f"aten.conv{d}d.{overload}": _CONV for d in (1, 2, 3) for overload in ("default", "padding")},
+    "aten.conv_transpose1d.default": _TRANSPOSED,
+    "aten.conv_transpose2d.input": _TRANSPOSED,
+    "aten.conv_transpose3d.input": _TRANSPOSED,
+    "aten.embedding.default": Operator(kind="embedding", activations=(), weight=0),
+    "aten._grouped_mm.default": _EXPERTS,
+    "quark_fx.grouped_mm.default": _EXPERTS,
+    "transformers.grouped_mm_fallback.default": _EXPERTS,
+}
+
+KINDS = frozenset(row.kind for row in (*_OPERATORS.values(), _PRODUCT))
+"""Every operator family, as patterns name them."""
+
+TARGETS = frozenset(_OPERATORS)
+"""Every operator with a row of its own, by target name."""
+
+_WEIGHTED_BUT_UNSUPPORTED = {
+    "aten.convolution.default": (1,),
+    "aten.embedding_bag.padding_idx": (0,),
+    "aten.lstm.input": (2,),
+    "aten.gru.input": (2,),
+    "aten.rnn_tanh.input": (2,),
+    "aten.rnn_relu.input": (2,),
+    "aten.bilinear.default": (2,),
+    "aten.einsum.default": (1,),
+}
+"""Operators with weights that have no row above: the report says so instead of skipping them."""
+
+MOVING = frozenset(
+    {
+        *("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.flatten.using_ints"),
+        *("aten.unflatten.int", "aten.permute.default", "aten.transpose.int", "aten.t.default", "aten.numpy_T.default"),
+        *("aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims", "aten.unsqueeze.default"),
+        *("aten.slice.Tensor", "aten.select.int", "aten.narrow.default", "aten.expand.default", "aten.repeat.default"),
+        *("aten.contiguous.default", "aten.clone.default", "aten.alias.default", "aten.flip.default"),
+        *(
+            "aten.roll.default",
+            "aten.index_select.default",
+            "aten.pixel_shuffle.default",
+            "aten.channel_shuffle.default",
+        ),
+        *("aten.max_pool1d.default", "aten.max_pool2d.default", "aten.max_pool3d.default"),
+        *("aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.unbind.int"),
+        *("aten.upsample_nearest1d.vec", "aten.upsample_nearest2d.vec", "aten.upsample_nearest3d.vec"),
+        *("aten.cat.default", "aten.stack.default", "python.getitem"),
+    }
+)
+"""Operators whose output values are input values: they share quantization parameters, and commute with rounding."""
+
+ARITHMETIC = frozenset(
+    {
+        *("aten.add.Tensor", "aten.mul.Tensor"),
+        *("aten.avg_pool2d.default", "aten.adaptive_avg_pool2d.default", "aten.avg_pool1d.default"),
+    }
+)
+"""Operators with integer kernels that are worth it only between quantized operators: a residual add of a
+convolutional network qualifies, that of a transformer (whose output is normalised in float) does not."""
+
+_AVERAGES = frozenset(
+    {
+        *("aten.avg_pool1d.default", "aten.avg_pool2d.default", "aten.adaptive_avg_pool2d.default"),
+        "aten.mean.dim",
+    }
+)
+
+DPU_ARITHMETIC = (
+    ARITHMETIC
+    | _AVERAGES
+    | {
+        *("aten.sub.Tensor", "aten.leaky_relu.default", "aten.hardsigmoid.default"),
+        *("aten.pad.default", "aten.constant_pad_nd.default"),
+    }
+)
+"""Operators that a DPU computes on codes, and rounds the result of, whatever reads it."""
+
+
+def operator_row(node: Node) -> Operator | None:
+    """Return the row of a node, `None` if it has no weights and is no product of activations."""
+    row = _OPERATORS.get(target_name(node)) if node.op == "call_function" else None
+    if row is None or row.weight is None:
+        return row
+    weight = stored_weight(node, row)
+    if weight is None:
+        return _PRODUCT if row is _MATMUL else None
+    order = weight.order
+    return row if order is None else replace(row, output_axis=order[row.output_axis], input_axis=order[row.input_axis])
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """The parameter behind an operator's weight argument.
+
+    Attributes:
+        node: the `get_attr` node.
+        reader: the first node that reads it: the operator, or a transposition before it.
+        order: where the parameter is transposed on its way, the parameter's dimension for each
+            dimension of the argument.
+    """
+
+    node: Node
+    reader: Node
+    order: tuple[int, ...] | None
+
+
+def stored_weight(node: Node, row: Operator) -> StoredWeight | None:
+    """Return the parameter the operator multiplies by, looking through transpositions; `None` if it has none."""
+    assert row.weight is not None
+    reader, value = node, argument(node, row.weight)
+    order: tuple[int, ...] | None = None
+    while isinstance(value, Node) and value.op == "call_function" and len(value.users) == 1:
+        step = _permutation(value)
+        if step is None:
+            return None
+        order = step if order is None else tuple(step[i] for i in order)
+        reader, value = value, value.args[0]
+    return StoredWeight(value, reader, order) if _is_weight(value) else None
+
+
+def _permutation(node: Node) -> tuple[int, ...] | None:
+    """Return, for a transposition, the input's dimension for each dimension of the output."""
+    value = node.meta.get("val")
+    if value is None or isinstance(value, tuple | list):
+        return None
+    dims = list(range(value.dim()))
+    name = target_name(node)
+    if name in ("aten.t.default", "aten.numpy_T.default"):
+        return tuple(reversed(dims))
+    if name == "aten.permute.default":
+        return tuple(d % len(dims) for d in argument(node, 1))
+    if name in ("aten.transpose.int", "aten.swapaxes.default"):
+        a, b = argument(node, 1), argument(node, 2)
+        dims[a], dims[b] = dims[b], dims[a]
+        return tuple(dims)
+    return None
+
+
+def is_average(node: Node) -> bool:
+    """Tell whether the node is a mean or a pool of averages."""
+    return target_name(node) in _AVERAGES
+
+
+def continues(node: Node, user: Node) -> bool:
+    """Tell whether a DPU computes `user` on what it has of `node` before that is rounded.
+
+    So it does a leaky relu, and the factor that makes up for its arithmetic after an average or a hard sigmoid.
+    """
+    if len(node.users) != 1 or user.args[:1] != (node,):
+        return False
+    name = target_name(node)
+    if target_name(user) == "aten.mul.Scalar":
+        return is_average(node) or name == "aten.hardsigmoid.default"
+    return target_name(user) == "aten.leaky_relu.default" and (
+        operator_row(node) is not None or is_average(node) or name in ("aten.add.Tensor", "aten.mul.Scalar")
+    )
+
+
+def argument(node: Node, position: int) -> Any:
+    """Return the argument at a schema position, wherever it was given; `None` if it was not."""
+    if position < len(node.args):
+        return node.args[position]
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    return node.kwargs.get(schema[position].name)
+
+
+def named_argument(node: Node, name: str) -> Any:
+    """Return the argument that the operator's schema has under a name; `None` if it was not given."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    return argument(node, next(i for i, entry in enumerate(schema) if entry.name == name))
+
+
+def set_argument(node: Node, position: int, value: Any) -> None:
+    """Set the argument at a schema position; arguments left out before it get their defaults."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    if position < len(node.args):
+        node.update_arg(position, value)
+    elif schema[position].name in node.kwargs or schema[position].kwarg_only:
+        node.update_kwarg(schema[position].name, value)
+    else:
+        defaults = [schema[i].default_value for i in range(len(node.args), position)]
+        node.args = (*node.args, *defaults, value)
+
+
+def unsupported_weight(node: Node) -> Node | None:
+    """Return the weight of an operator that has one but no row in the table."""
+    for position in _WEIGHTED_BUT_UNSUPPORTED.get(target_name(node), ()):
+        given = argument(node, position)
+        weights = given if isinstance(given, list | tuple) else (given,)
+        if (found := next((weight for weight in weights if _is_weight(weight)), None)) is not None:
+            return found
+    return None
+
+
+def _is_weight(node: Any) -> TypeGuard[Node]:
+    if not isinstance(node, Node) or node.op != "get_attr":
+        return False
+    value = node.meta.get("val")
+    return value is None or (value.is_floating_point() and value.dim() >= 2)
+
+
+def clamp_bounds(node: Node) -> tuple[float | None, float | None] | None:
+    """Return the bounds of an activation that a saturating zero point can absorb: relu, relu6, clamp, hardtanh.
+
+    `None` for every other node, and for bounds that are not constants.
+    """
+    name = target_name(node)
+    if name == "aten.relu.default":
+        return 0.0, None
+    if name == "aten.relu6.default":
+        return 0.0, 6.0
+    if name in ("aten.clamp.default", "aten.hardtanh.default"):
+        low, high = argument(node, 1), argument(node, 2)
+        if name == "aten.hardtanh.default":
+            low, high = -1.0 if low is None else low, 1.0 if high is None else high
+        if all(bound is None or isinstance(bound, int | float) for bound in (low, high)):
+            return low, high
+    return None

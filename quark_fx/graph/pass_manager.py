@@ -1,0 +1,457 @@
+"""Graph passes: what one is, and how a list of them is run.
+
+A pass rewrites the graph it is given and returns how often it did. It is a function decorated with
+`@graph_pass`, or, when it has options, a frozen dataclass decorated with it. Parameters are shared with
+the caller's model: a pass adds a new attribute (`quark_fx.graph.nodes.set_parameter`), it never writes into one.
+
+A pass with a parameter called `context` gets the `Context` of the run: calibration data, cache, where to note what it
+changed. One whose `stage` is `CALIBRATED` runs between calibration and conversion and changes scales, not the graph;
+one whose `stage` is `QUANTIZED` runs after conversion, on the graph of codes, next to the float graph.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from enum import StrEnum
+from typing import Any, Self, TypeVar, cast
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from quark_fx.errors import ConfigError, PassError
+from quark_fx.graph.nodes import output_node, stored_tensors
+from quark_fx.system.isolation import isolated
+from quark_fx.system.options import checked, checked_call, nearest
+from quark_fx.system.untrusted import brief
+
+GraphPass = Callable[..., int]
+"""`pass(graph)`, or `pass(graph, context=...)`, returns the number of rewrites."""
+Check = Callable[[GraphModule], None]
+"""A condition on a graph: raises, naming the node, where it does not hold."""
+
+PASSES: dict[str, Any] = {}
+"""Every registered pass by name: the function, or the dataclass of options."""
+
+P = TypeVar("P")
+
+
+class Stage(StrEnum):
+    """Which graph a pass rewrites."""
+
+    FLOAT = "float"
+    """The captured graph, before anything is quantized."""
+    CALIBRATED = "calibrated"
+    """The same graph with the plan and the scales it was calibrated to, which can be changed yet."""
+    QUANTIZED = "quantized"
+    """The graph of codes, after calibration and conversion."""
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a pass keeps.
+
+    Attributes:
+        exact: the function the graph computes is unchanged up to float rounding.
+        requires: conditions on the graph before.
+        ensures: conditions on the graph after.
+        stage: the graph it rewrites.
+        after: names of passes that, listed as well, have to be listed before it.
+        distributed: it runs on several ranks: it adds up what it measures, and all ranks end with the same graph.
+        targets: what it is for, `quark_fx.Target` values; empty for anything.
+        held_out: it keeps a change only where that lowers the error on batches it did not learn from, and notes that
+            error; otherwise what it notes is the error on the data it learned from.
+    """
+
+    exact: bool = True
+    requires: tuple[Check, ...] = ()
+    ensures: tuple[Check, ...] = ()
+    stage: Stage = Stage.FLOAT
+    after: tuple[str, ...] = ()
+    distributed: bool = False
+    targets: tuple[str, ...] = ()
+    held_out: bool = False
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a pass did to one operator or site.
+
+    Attributes:
+        name: module path, or the paths of a site's operators.
+        what: in a few words.
+        changed: whether it did anything.
+        before: relative squared error of what it minimises (0 is exact); `PassRecord.held_out` says on which data.
+        after: the same with what was kept.
+        seconds: what it took; NaN of a loaded model.
+    """
+
+    name: str
+    what: str
+    changed: bool = True
+    before: float | None = None
+    after: float | None = None
+    seconds: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did: its name, the number of rewrites, seconds, and a row for each operator or site.
+
+    Attributes:
+        seconds: what it took; NaN of a loaded model.
+        held_out: the errors of the rows are on data that was not learned from: the pass judges by it
+            (`Promise.held_out`), and there was more than a single sample.
+        remark: what else could be done, in a few words.
+    """
+
+    name: str
+    rewrites: int
+    seconds: float = field(compare=False)
+    changes: tuple[Change, ...] = ()
+    held_out: bool = True
+    remark: str = ""
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `dataclasses.asdict`."""
+        changes = tuple(Change(**row) for row in data.get("changes", ()))
+        return cls(**{**data, "changes": changes})
+
+
+@dataclass(frozen=True)
+class StoredPass:
+    """A pass of a stored model that nothing here has registered: what it was called with, which cannot be run.
+
+    Attributes:
+        name: the name it was registered under.
+        options: its options, as plain data.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, gm: GraphModule) -> int:
+        """Raise `PassError`."""
+        raise PassError(f"pass {self.name} is known from a stored model only; import the module that registers it")
+
+
+def graph_pass(
+    *,
+    exact: bool = True,
+    requires: tuple[Check, ...] = (),
+    ensures: tuple[Check, ...] = (),
+    stage: Stage = Stage.FLOAT,
+    after: tuple[str, ...] = (),
+    distributed: bool = False,
+    targets: tuple[str, ...] = (),
+    held_out: bool = False,
+) -> Callable[[P], P]:
+    """Register a pass under its name and attach its `Promise`.
+
+    The options of a class are checked by their annotations (`system.options`). A module may define its pass anew, as
+    a notebook's cell does that is run twice.
+
+    Raises:
+        ConfigError: if a pass of another module has the name.
+    """
+
+    def register(target: P) -> P:
+        name: str = target.__name__  # type: ignore[attr-defined]
+        if (known := PASSES.get(name)) is not None and known.__module__ != target.__module__:
+            raise ConfigError(
+                f"{target.__module__} registers a pass called {name}, and {known.__module__} has one of that name; "
+                "configurations name passes, so give it another name"
+            )
+        target.promise = Promise(exact, requires, ensures, stage, after, distributed, targets, held_out)  # type: ignore[attr-defined]
+        PASSES[name] = target
+        return checked(target) if isinstance(target, type) else target
+
+    return register
+
+
+def pass_name(p: GraphPass) -> str:
+    """Return the name a pass is registered under."""
+    return getattr(p, "__name__", type(p).__name__)
+
+
+def pass_stage(p: GraphPass) -> Stage:
+    """Return the stage a pass promised; the float graph's for one that promised nothing."""
+    promise: Promise = getattr(p, "promise", Promise())
+    return promise.stage
+
+
+def pass_targets(p: GraphPass) -> tuple[str, ...]:
+    """Return the targets a pass is for, none if it is for any."""
+    promise: Promise = getattr(p, "promise", Promise())
+    return promise.targets
+
+
+def require_order(passes: Sequence[GraphPass]) -> None:
+    """Raise `ConfigError` if a pass is listed before one that has to run first; the message names both."""
+    passes = [p for p in passes if not isinstance(p, StoredPass)]  # whose promises are not known
+    for late, p in enumerate(passes):
+        for early in passes[:late]:
+            before: Promise = getattr(early, "promise", Promise())
+            if pass_stage(early) is Stage.QUANTIZED and pass_stage(p) is not Stage.QUANTIZED:
+                raise ConfigError(
+                    f"pass {pass_name(p)} rewrites the {pass_stage(p)} graph and is listed after {pass_name(early)}, "
+                    "which runs on the quantized one; list it before"
+                )
+            if pass_name(p) in before.after:
+                raise ConfigError(
+                    f"pass {pass_name(early)} is listed before {pass_name(p)}, without which it finds little or "
+                    "nothing to do; list it after"
+                )
+
+
+def takes_context(p: GraphPass) -> bool:
+    """Tell whether a pass asks for the context of the run: by a parameter of that name."""
+    return "context" in _parameters(p)
+
+
+def needs_context(p: GraphPass) -> bool:
+    """Tell whether a pass, or a class of passes, cannot do without the context of the run."""
+    parameter = _parameters(p).get("context")
+    return parameter is not None and parameter.default is parameter.empty
+
+
+def _parameters(p: GraphPass) -> Mapping[str, inspect.Parameter]:
+    # Of a class, the call of its instances counts, not the constructor, which takes options.
+    return inspect.signature(p.__call__ if isinstance(p, type) else p).parameters
+
+
+def require_callable(p: GraphPass) -> None:
+    """Raise `ConfigError` if a pass cannot be called with a graph, and with `context` if it takes that."""
+    if isinstance(p, type):
+        raise ConfigError(f"passes: {p.__name__} is a class; write {p.__name__}()")
+    if not callable(p):
+        raise ConfigError(f"passes: {brief(p)} is no pass; give a function or an instance of a class of passes")
+    try:
+        inspect.signature(p).bind(None, **({"context": None} if takes_context(p) else {}))
+    except TypeError as error:
+        raise ConfigError(
+            f"pass {pass_name(p)}{inspect.signature(p)} cannot be called with a graph: {error}; a pass takes the "
+            "graph, and what it asks of the run in a parameter called `context`"
+        ) from error
+
+
+def pass_to_dict(p: GraphPass) -> dict[str, Any]:
+    """Return `{"name": ..., option: value, ...}`."""
+    if isinstance(p, StoredPass):
+        return {"name": p.name, **p.options}
+    name = pass_name(p)
+    options: dict[str, Any] = asdict(cast(Any, p)) if is_dataclass(p) else {}
+    return {"name": name} | {key: _plain(value) for key, value in options.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, StrEnum) else value
+
+
+def pass_from_dict(data: str | Mapping[str, Any]) -> GraphPass:
+    """Build a pass from its name or from what `pass_to_dict` returned.
+
+    Raises:
+        ConfigError: for an unknown pass or option; the message lists the valid ones.
+    """
+    if not isinstance(data, str | Mapping):
+        raise ConfigError(f"a pass is a name, or a mapping of its name and options, not {data!r}")
+    options = {"name": data} if isinstance(data, str) else dict(data)
+    name = options.pop("name", None)
+    if name not in PASSES:
+        raise ConfigError(
+            f"unknown pass {brief(name)}; choose one of {', '.join(sorted(PASSES))}{nearest(name, PASSES)}"
+        )
+    registered = PASSES[name]
+    known = [f.name for f in fields(registered)] if is_dataclass(registered) else []
+    if unknown := set(options) - set(known):
+        raise ConfigError(
+            f"pass {name!r} has no option {', '.join(sorted(unknown))}; it has {', '.join(known) or 'none'}"
+            f"{nearest(min(unknown), known)}"
+        )
+    return registered(**options) if isinstance(registered, type) else registered  # type: ignore[no-any-return]
+
+
+def stored_pass(data: Any) -> GraphPass:
+    """Build a pass of a stored model: the registered one, or a `StoredPass` if there is none with these options.
+
+    Raises:
+        ConfigError: if the data are no name or mapping with one.
+    """
+    name = data if isinstance(data, str) else data.get("name") if isinstance(data, Mapping) else None
+    if not isinstance(name, str):
+        raise ConfigError(f"a pass is a name, or a mapping of its name and options, not {brief(data)}")
+    try:
+        return pass_from_dict(data)
+    except Exception:  # whatever the class of another version raises about these options
+        return StoredPass(name, {} if isinstance(data, str) else {k: v for k, v in data.items() if k != "name"})
+
+
+@checked_call
+@isolated
+def run_passes(
+    gm: GraphModule,
+    passes: Sequence[GraphPass],
+    *,
+    verify_inputs: tuple[Any, ...] | None = None,
+    context: Any = None,
+    in_place: bool = False,
+) -> tuple[GraphModule, list[PassRecord]]:
+    """Run `passes` in order on a copy of `gm` that shares its parameters.
+
+    Nodes that a pass adds or changes are marked with its name (`meta["made_by"]`).
+
+    Args:
+        gm: the graph; left as it is, unless `in_place`.
+        passes: what to run.
+        verify_inputs: a real batch (positional arguments of `gm`). When given, every pass that promises
+            to be exact is held to it: the outputs may differ by the rounding of a reordered sum, `1e-4` of
+            the largest output in float32, 8 steps of the mantissa in half precision.
+        context: a `quark_fx.engine.context.Context`, for the passes that take one.
+        in_place: rewrite `gm` itself, so that nothing keeps the tensors that passes replace.
+
+    Returns:
+        The rewritten copy and a record of each pass.
+
+    Raises:
+        PassError: naming the pass, if it left an invalid graph or broke a promise.
+    """
+    for p in passes:
+        require_callable(p)
+    gm = gm if in_place else copy_graph(gm)
+    records = []
+    expected = _outputs(gm, verify_inputs) if verify_inputs is not None else None
+    for p in passes:
+        promise: Promise = getattr(p, "promise", Promise(exact=False))
+        name = pass_name(p)
+        start = time.perf_counter()
+        try:
+            for check in promise.requires:
+                check(gm)
+            if context is None and needs_context(p):
+                raise ConfigError(
+                    f"pass {name} learns from data; run it through `quantize`, or give `run_passes` a context"
+                )
+            before = {node: _operation(node) for node in gm.graph.nodes}
+            weights = _Unwritten(gm, p)
+            rewrites = p(gm, context=context) if takes_context(p) else p(gm)
+            if type(rewrites) is not int or rewrites < 0:
+                raise PassError(f"pass {name} returned {rewrites!r}; a pass returns how often it rewrote the graph")
+            weights.check(name)
+            _lint(gm, name)
+            for node in gm.graph.nodes:
+                if before.get(node) != _operation(node):
+                    node.meta["made_by"] = name
+            for check in promise.ensures:
+                check(gm)
+        except Exception as error:
+            error.add_note(f"in pass {name}")
+            raise
+        seconds = time.perf_counter() - start
+        if expected is not None:
+            got = _outputs(gm, verify_inputs)
+            if promise.exact:
+                _require_equal(name, expected, got)
+            expected = got
+        if context is None:
+            records.append(PassRecord(name, rewrites, seconds))
+        else:
+            changes, context.remark, remark = tuple(context.take_changes()), "", context.remark
+            held_out = context.holds_out and promise.held_out
+            records.append(PassRecord(name, rewrites, seconds, changes, held_out, remark))
+    return gm, records
+
+
+class _Unwritten:
+    """Holds a pass to leaving the tensors alone that the graph shares with the caller's model.
+
+    Torch counts writes that it sees. It does not see those through `tensor.data`, so the bytes are compared as well, of
+    passes that are not part of this package: a gigabyte takes about a second.
+    """
+
+    def __init__(self, gm: GraphModule, p: GraphPass) -> None:
+        tensors = stored_tensors(gm)
+        self.tensors = {name: t for name, t in tensors.items() if not t.is_inference() and not t.is_meta}
+        self.versions = {name: tensor._version for name, tensor in self.tensors.items()}
+        foreign = not str(p.__module__).startswith("quark_fx.")
+        self.digests = {name: _digest(tensor) for name, tensor in self.tensors.items()} if foreign else {}
+
+    def check(self, name: str) -> None:
+        """Raise `PassError` if a tensor was written to since."""
+        written = [key for key, tensor in self.tensors.items() if tensor._version != self.versions[key]]
+        written += [key for key, digest in self.digests.items() if _digest(self.tensors[key]) != digest]
+        if written:
+            raise PassError(
+                f"pass {name} wrote into {', '.join(dict.fromkeys(written[:3]))}, which the caller's model shares and "
+                "now holds changed; store a new tensor with quark_fx.graph.nodes.set_parameter, and make the model anew"
+            )
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    rows = tensor.detach().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0)
+    digest = 0
+    for piece in rows.split(_PIECE):
+        digest = zlib.crc32(piece.cpu().numpy().data, digest)
+    return digest
+
+
+_PIECE = 1 << 26
+"""Bytes that are looked at at once."""
+
+
+def _operation(node: Node) -> tuple[Any, ...]:
+    """Return what a node does, whatever it reads."""
+    return node.target, *(a for a in node.args if not isinstance(a, Node | tuple | list))
+
+
+def _lint(gm: GraphModule, name: str) -> None:
+    try:
+        gm.graph.lint()
+    except RuntimeError as error:
+        raise PassError(f"pass {name} left an invalid graph: {error}") from error
+    gm.recompile()
+
+
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """Return a copy of `gm` with its own graph and attribute containers, sharing every tensor."""
+    graph = torch.fx.Graph()
+    result = graph.graph_copy(gm.graph, {})
+    old_output = output_node(gm)
+    graph.output(result).meta = dict(old_output.meta)
+    copy = GraphModule(gm, graph, class_name=type(gm).__name__)
+    copy.meta.update(gm.meta)
+    return copy
+
+
+def _outputs(gm: GraphModule, inputs: tuple[Any, ...] | None) -> list[torch.Tensor]:
+    with torch.no_grad():
+        leaves = pytree.tree_leaves(gm(*(inputs or ())))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+def _require_equal(name: str, expected: list[torch.Tensor], got: list[torch.Tensor]) -> None:
+    for index, (a, b) in enumerate(zip(expected, got, strict=True)):
+        if not a.numel():
+            continue
+        # Where both are the same infinity or NaN (a mask's) nothing moved.
+        moved = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).max().item()
+        largest = a.abs().nan_to_num(posinf=0.0).max().item()
+        if not moved <= max(1e-4, 8 * torch.finfo(a.dtype).eps) * largest:
+            raise PassError(
+                f"pass {name} promises to keep the function, but output {index} moved by {moved:.3g} "
+                f"(largest value {largest:.3g}); mark it exact=False or mend it"
+            )

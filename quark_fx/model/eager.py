@@ -1,0 +1,342 @@
+"""The original model again, computing what its quantized graph computes."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree
+
+from quark_fx.capture.capture import capture_graph
+from quark_fx.errors import ExportError, QuarkError
+from quark_fx.graph.nodes import describe, erase_dead, placeholders, stored_tensors
+from quark_fx.graph.straight_through import quantize_of, records_gradients, run_with_gradients
+from quark_fx.model.correspondence import Constant, Source, correspond
+from quark_fx.model.fake_quantize import Cast, FakeQuantize, Trained, require_float32
+from quark_fx.model.module_slices import ModuleCall
+from quark_fx.model.quantized_model import QuantizedModel
+from quark_fx.model.rounded_modules import Activation
+from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.system.isolation import isolated, warn
+
+logger = logging.getLogger(__name__)
+
+ops = torch.ops.quark_fx
+
+
+class Dequantize(nn.Module):
+    """A parametrization: the values that codes stand for.
+
+    Args:
+        constant: the codes are what is parametrized; scale and zero point become buffers.
+    """
+
+    scale: Tensor | None
+    zero_point: Tensor | None
+
+    def __init__(self, constant: Constant) -> None:
+        super().__init__()
+        stored = constant.stored if isinstance(constant.stored, QuantizedTensor) else None
+        self.register_buffer("scale", _own(None if stored is None else stored.scale))
+        self.register_buffer("zero_point", _own(None if stored is None else stored.zero_point))
+        layout = ("", None, 0) if stored is None else (str(stored.format), stored.axis, stored.block_size)
+        self.layout = (*layout, constant.dtype)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Return the values of `codes`."""
+        if self.scale is None:
+            return codes.to(self.layout[-1])
+        value: Tensor = ops.dequantize(codes, self.scale, self.zero_point, *self.layout)
+        return value
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Dequantize:
+        require_float32(fn)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+class Round(nn.Module):
+    """Sends the floating-point input or result of a module through `quantize` and `dequantize`, as a hook.
+
+    Where gradients are recorded, both are one operator with a straight-through gradient.
+
+    Args:
+        activation: how; a static scale and zero point become buffers.
+        trained: what rounds instead.
+    """
+
+    scale: Tensor | None
+    zero_point: Tensor | None
+
+    def __init__(self, activation: Activation, trained: FakeQuantize | None = None) -> None:
+        super().__init__()
+        self.trained = trained
+        self.register_buffer("scale", _own(activation.scale))
+        self.register_buffer("zero_point", _own(activation.zero_point))
+        self.format, self.cast = activation.format, activation.cast
+        self.layout, self.measurement = activation.layout, activation.measurement
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x` rounded, in its dtype."""
+        if self.trained is not None:
+            rounded: Tensor = self.trained(x)
+            return rounded
+        if self.cast is not None:
+            return x.to(self.cast).to(x.dtype)
+        scale, zero_point = self.scale, self.zero_point
+        if scale is None:
+            scale, zero_point = ops.dynamic_qparams(x, *self.measurement)
+        if records_gradients(x):
+            straight: Tensor = ops.fake_quantize(x, scale, zero_point, self.format, *self.layout)
+            return straight
+        codes = ops.quantize(x, scale, zero_point, self.format, *self.layout)
+        value: Tensor = ops.dequantize(codes, scale, zero_point, self.format, *self.layout, x.dtype)
+        return value
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Round the one floating-point tensor among the arguments of `module`: a forward pre-hook."""
+        return _with_floating(self, (args, kwargs), f"{type(module).__name__} was quantized for one input")
+
+    def after(self, module: nn.Module, args: Any, result: Any) -> Any:
+        """Round the one floating-point tensor in the result of `module`: a forward hook."""
+        return _with_floating(self, result, f"{type(module).__name__} was quantized for one result")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Round:
+        require_float32(fn)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+class Rewritten(nn.Module):
+    """Computes what the quantized graph has in the place of a module without parameters.
+
+    Args:
+        graph_module: of one input, the module's floating-point one; other arguments are as captured.
+    """
+
+    def __init__(self, graph_module: GraphModule) -> None:
+        super().__init__()
+        self.graph_module = graph_module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the result for the one floating-point tensor among the arguments."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        x = leaves[_floating(leaves, "a rewritten module has one input")]
+        if records_gradients(x):
+            return run_with_gradients(self.graph_module, x)
+        return self.graph_module(x)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rewritten:
+        require_float32(fn)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+def _with_floating(change: Callable[[Tensor], Tensor], values: Any, expected: str) -> Any:
+    """Return `values` with the one floating-point tensor in them changed."""
+    leaves, spec = pytree.tree_flatten(values)
+    index = _floating(leaves, expected)
+    leaves[index] = change(leaves[index])
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _floating(leaves: Sequence[Any], expected: str) -> int:
+    """Return the index of the one floating-point tensor."""
+    found = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    if len(found) != 1:
+        raise QuarkError(
+            f"{expected}, and this call has {len(found)} floating-point ones; call the quantized model itself"
+        )
+    return found[0]
+
+
+@isolated
+def eager(qmodel: QuantizedModel, model: nn.Module | None = None, *, trained: Trained | None = None) -> nn.Module:
+    """Return the model `qmodel` was made of, of the same class, that computes what `qmodel` computes.
+
+    Its quantized parameters are parametrizations of codes, its rounded activations hooks of the modules that read or
+    make them. A module without parameters that a pass rewrote is replaced by one that computes what the pass made of
+    it. `torch.nn.utils.parametrize.cached()` keeps the values of the weights while it is active.
+
+    Args:
+        qmodel: from `quantize` or `load`.
+        model: a float model of the same architecture, for a `qmodel` that was loaded or made of an
+            `ExportedProgram`; its parameters do not matter.
+        trained: the parameters of `qmodel` while it is trained, and what rounds them; they become those of the result.
+
+    Raises:
+        QuarkError: if no module computes what the graph does; the message names the operator.
+    """
+    source = source_of(qmodel, model)
+    found = correspond(source, qmodel.graph_module)
+    result = copy.deepcopy(source.model)
+    shared: dict[tuple[str, ...], nn.Parameter] = {}
+    for path in found.identities:
+        owner, _, leaf = path.rpartition(".")
+        setattr(result.get_submodule(owner), leaf, nn.Identity().eval())
+    installed: dict[tuple[int, str], tuple[str, ...]] = {}
+    fixed: list[str] = []
+    for name, constant in found.constants.items():
+        owner, _, leaf = name.rpartition(".")
+        module = result.get_submodule(owner)
+        if installed.setdefault((id(module), leaf), constant.names) != constant.names:
+            raise QuarkError(f"{name} is stored in several ways; give all operators that read it the same specs")
+        if parametrize.is_parametrized(module, leaf) or (trained and _install_trained(module, leaf, constant, trained)):
+            continue
+        _install(module, leaf, constant, shared)
+        if trained and (kept := module._parameters.get(leaf)) is not None:
+            fixed.append(name)
+            kept.requires_grad_(False)
+    if fixed:
+        warn(f"{', '.join(fixed)} stay as they are: the quantized graph holds them in another form; train the graph")
+    _part({*found.slices, *found.rounding.inputs, *found.rounding.outputs}, result)
+    scales = {id(tensor): name for name, tensor in stored_tensors(qmodel.graph_module).items()}
+    quantizers = trained.activations if trained is not None else {}
+    for path, (call, piece) in found.slices.items():
+        _require_tensor(result.get_submodule(path), call)
+        owner, _, leaf = path.rpartition(".")
+        rewritten = _with_quantizers(piece.module(qmodel.graph_module), quantizers)
+        setattr(result.get_submodule(owner), leaf, Rewritten(rewritten))
+    for path, activation in found.rounding.inputs.items():
+        module = result.get_submodule(path)
+        quantizer = quantizers.get(scales.get(id(activation.scale), ""))
+        module.add_module("round_input", rounding := Round(activation, quantizer))
+        module.register_forward_pre_hook(rounding.before, with_kwargs=True)
+    for path, activation in found.rounding.outputs.items():
+        module = result.get_submodule(path)
+        quantizer = quantizers.get(scales.get(id(activation.scale), ""))
+        module.add_module("round_output", rounding := Round(activation, quantizer))
+        module.register_forward_hook(rounding.after)
+    if missing := [name for name, p in result.named_parameters() if p.is_meta]:
+        raise QuarkError(f"the quantized graph does not hold {', '.join(missing)}; pass eager(model)")
+    if hasattr(result, "save_pretrained"):
+        vars(result)["save_pretrained"] = _refuse_to_save  # it would write names that nothing reads back
+    return result.eval()
+
+
+def is_eager(model: nn.Module) -> bool:
+    """Tell whether `eager` made the model."""
+    return any(isinstance(module, Dequantize | FakeQuantize | Cast | Round | Rewritten) for module in model.modules())
+
+
+def _refuse_to_save(*_: Any, **__: Any) -> None:
+    raise ExportError(
+        "from_pretrained would not find these weights; write the quantized model with quark_fx.export.huggingface"
+    )
+
+
+def source_of(qmodel: QuantizedModel, model: nn.Module | None = None) -> Source:
+    """Return the original model and its graph; `model` and errors as `eager`."""
+    if model is None:
+        if qmodel.source is None:
+            raise QuarkError(
+                "this quantized model does not know the module it was made of (it was loaded, or made of an "
+                "ExportedProgram or of a module that cannot be copied); pass a float model of the same architecture"
+            )
+        return qmodel.source
+    leaves = [_example(qmodel, index) for index in range(len(qmodel.signature.input_names))]
+    args, kwargs = pytree.tree_unflatten(leaves, qmodel.signature.in_spec)
+    batch = args or {**kwargs, **qmodel.signature.fixed_arguments}
+    captured = capture_graph(model, batch)
+    return Source.of(model, captured.module, qmodel.graph_module)
+
+
+def _example(qmodel: QuantizedModel, index: int) -> Any:
+    """Return zeros of a shape the model was captured for, or the constant it was captured with."""
+    name = qmodel.signature.input_names[index]
+    if name in qmodel.signature.input_constants:
+        return qmodel.signature.input_constants[name]
+    value = placeholders(qmodel.graph_module)[index].meta.get("val")
+    shape = qmodel.signature.input_shapes[index] or ()
+    sizes = [d if d is not None else 2 for d in shape]
+    if isinstance(value, Tensor):
+        sizes = [d if isinstance(d, int) else d.node.hint for d in value.shape]
+    return torch.zeros(sizes, dtype=qmodel.signature.input_dtypes[index])
+
+
+def _part(paths: Collection[str], model: nn.Module) -> None:
+    """Give each of `paths` a module of its own where a module without parameters has several names."""
+    names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    for path in paths:
+        module = model.get_submodule(path)
+        if names[id(module)] > 1 and next(module.parameters(), None) is None:
+            owner, _, leaf = path.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, copy.deepcopy(module))
+
+
+def _require_tensor(module: nn.Module, call: ModuleCall) -> None:
+    """Raise unless a module returns the tensor alone that its call computes."""
+    sizes = [d if isinstance(d, int) else d.node.hint for d in call.entry.meta["val"].shape]
+    try:
+        result = copy.deepcopy(module)(torch.empty(sizes, dtype=call.entry.meta["val"].dtype, device="meta"))
+    except Exception as error:  # whatever the module's own code raises without its other arguments
+        logger.debug("module %s does not run on its input alone: %s", call.path, error)
+        result = None
+    if not isinstance(result, Tensor):
+        raise QuarkError(
+            f"module {call.path}, which a pass rewrote, does not map one tensor to one tensor; call the quantized "
+            f"model itself, or let a module that does compute {describe(call.result)}"
+        )
+
+
+def _install(owner: nn.Module, leaf: str, constant: Constant, shared: dict[tuple[str, ...], nn.Parameter]) -> None:
+    """Make `constant` the parameter or buffer `leaf` of `owner`."""
+    if leaf in owner._buffers:
+        owner._buffers[leaf] = constant.value().clone()
+        return
+    old = owner._parameters[leaf]
+    learns = constant.is_float and old is not None and old.requires_grad
+    if constant.names not in shared:
+        shared[constant.names] = nn.Parameter(constant.tensor.clone(), learns)
+    if not constant.is_float and constant.tensor.is_floating_point():
+        # transformers takes the type of the first parameter that is a float for that of the model.
+        del owner._parameters[leaf]
+        owner.register_buffer(leaf, shared[constant.names].data)
+    else:
+        owner._parameters[leaf] = shared[constant.names]
+    if not constant.is_float:
+        parametrize.register_parametrization(owner, leaf, Dequantize(constant), unsafe=True)
+
+
+def _install_trained(owner: nn.Module, leaf: str, constant: Constant, trained: Trained) -> bool:
+    """Make a parameter that is trained the parameter `leaf` of `owner`; tell whether there is one."""
+    weight, value = trained.weights.get(constant.names[0]), trained.floats.get(constant.names[0])
+    if leaf in owner._buffers or (weight is None and value is None):
+        return False
+    if value is not None and value.shape != constant.tensor.shape:
+        return False
+    owner._parameters[leaf] = value if weight is None else weight[0]
+    if weight is not None:
+        parametrize.register_parametrization(owner, leaf, weight[1], unsafe=True)
+    return True
+
+
+def _with_quantizers(gm: GraphModule, quantizers: Mapping[str, FakeQuantize]) -> GraphModule:
+    """Let modules that are trained round in `gm`, by the name of their scale."""
+    for node in list(gm.graph.nodes):
+        pair = quantize_of(node)
+        scale: Any = pair.args[1] if pair is not None else None
+        quantizer = quantizers.get(str(scale.target)) if scale is not None and scale.op == "get_attr" else None
+        if pair is None or quantizer is None:
+            continue
+        path = f"{node.name}_quantizer"
+        gm.add_submodule(path, quantizer)
+        with gm.graph.inserting_before(node):
+            node.replace_all_uses_with(gm.graph.call_module(path, (pair.args[0],)))
+    erase_dead(gm)
+    gm.recompile()
+    return gm
+
+
+def _own(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
+__all__ = ["Dequantize", "Rewritten", "Round", "eager", "source_of"]

@@ -1,0 +1,145 @@
+"""The module that quantizes a weight, a bias or an activation while a model is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from quark_fx.numbers import ops
+from quark_fx.numbers.qparams import QParams, Scheme
+from quark_fx.plan.pair_sums import PairBound
+
+_SMALLEST_SHARE = 0.1
+"""A learned scale stays above this share of the one it started at."""
+
+
+class FakeQuantize(nn.Module):
+    """Rounds a float tensor to the values that its codes will have, with a straight-through gradient.
+
+    Args:
+        scale: float32, shaped by the granularity of `quark_fx.numbers.ops`; a parameter is learned.
+        zero_point: int32, the shape of `scale` or `()`; it stays.
+        scheme: which codes are in use.
+        axis: see `quark_fx.numbers.ops`.
+        block_size: see `quark_fx.numbers.ops`.
+        dtype: of the result.
+        pairs: pairs of codes that the target adds in 16 bits: those that would saturate are lowered.
+        factors: those of an activation and of a weight whose scales multiply to that of an int32 bias.
+    """
+
+    scale: Tensor
+    start: Tensor
+    zero_point: Tensor
+
+    def __init__(
+        self,
+        scale: Tensor,
+        zero_point: Tensor,
+        scheme: Scheme,
+        axis: int | None = None,
+        block_size: int = 0,
+        *,
+        dtype: torch.dtype = torch.float32,
+        pairs: PairBound | None = None,
+        factors: tuple[FakeQuantize, FakeQuantize] | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(scale, nn.Parameter):
+            self.scale = scale
+            self.register_buffer("start", scale.detach().clone())
+        else:
+            self.register_buffer("scale", scale)
+        self.register_buffer("zero_point", zero_point)
+        self.scheme, self.axis, self.block_size = scheme, axis, block_size
+        self.dtype, self.pairs, self.factors = dtype, pairs, factors
+
+    def step(self) -> Tensor:
+        """Return the scale in use: of an int32 bias the product of others, of a learned one never near zero."""
+        if self.factors is not None:
+            one, other = self.factors
+            return (one.step() * other.step()).detach()
+        if not isinstance(self.scale, nn.Parameter):
+            return self.scale
+        sign = self.start.sign()
+        with torch.no_grad():
+            step = torch.maximum(self.scale * sign, self.start.abs() * _SMALLEST_SHARE) * sign
+        return ops.straight_through(step, self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the values of the codes of `x`; its gradient is 1 within the clip range, 0 outside of it."""
+        step, (low, high), layout = self.step(), self.scheme.limits, (self.axis, self.block_size)
+        value: Tensor = ops.fake_quantize(x.float(), step, self.zero_point, str(self.scheme.format), *layout, low, high)
+        if self.pairs is not None or self.scheme.format.bits > 16:
+            with torch.no_grad():
+                codes = self.codes(x)
+                stored = ops.dequantize(codes, step, self.zero_point, str(self.scheme.format), *layout)
+            value = ops.straight_through(stored, value)
+        return value.to(self.dtype)
+
+    @torch.no_grad()
+    def codes(self, x: Tensor) -> Tensor:
+        """Return the codes of `x`, in the format's dtype."""
+        step = self.step()
+        codes = ops.encode(x.float(), QParams(step, self.zero_point), self.scheme, self.axis, self.block_size)
+        if self.pairs is None:
+            return codes
+        position, zero_point = (ops.spread(p, x, self.axis, self.block_size) for p in (step, self.zero_point))
+        return self.pairs.lowered(codes, x.float() / position + zero_point)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FakeQuantize:
+        require_float32(fn)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def extra_repr(self) -> str:
+        learned = ", learned" if isinstance(self.scale, nn.Parameter) else ""
+        return f"{self.scheme.format}, axis={self.axis}, block_size={self.block_size}{learned}"
+
+
+class Cast(nn.Module):
+    """Rounds a float32 tensor to a 16-bit float that it is stored in.
+
+    Args:
+        stored: the 16-bit float.
+        dtype: of the result.
+    """
+
+    def __init__(self, stored: torch.dtype, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.stored, self.dtype = stored, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x` rounded."""
+        return x.to(self.stored).to(self.dtype)
+
+    @torch.no_grad()
+    def codes(self, x: Tensor) -> Tensor:
+        """Return `x` as it is stored."""
+        return x.to(self.stored)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a quantized graph and the modules made of it share while they are trained, by names in the graph.
+
+    Attributes:
+        weights: float values and what rounds them, by the name of their codes.
+        floats: parameters that stay in float.
+        activations: what rounds activations, by the name of their scale.
+    """
+
+    weights: Mapping[str, tuple[nn.Parameter, FakeQuantize | Cast]] = field(default_factory=dict)
+    floats: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    activations: Mapping[str, FakeQuantize] = field(default_factory=dict)
+
+
+def require_float32(fn: Callable[[Tensor], Tensor]) -> None:
+    """Raise `RuntimeError` if what `nn.Module._apply` is given would convert scales."""
+    if fn(torch.zeros((), dtype=torch.float32)).dtype != torch.float32:
+        raise RuntimeError("the scales of a quantized model are float32; convert the model before quantizing it")
+
+
+__all__ = ["Cast", "FakeQuantize", "Trained", "require_float32"]

@@ -1,0 +1,272 @@
+"""A directory with a stored model: a graph, and tensors in a file named by its digest. One rename replaces a model.
+
+At every moment there is the old model or the new one: the new tensors lie beside the old until `graph.json`, which
+names its tensors by their SHA-256, has been replaced. Several processes may save at once; the last one to rename wins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from quark_fx.checkpoints.files import GRAPH_FILE
+from quark_fx.errors import QuarkError
+from quark_fx.system.untrusted import brief, parse_json, read_bytes, require_regular
+
+FORMAT_VERSION = 3
+GRAPH_LIMIT = 1 << 27
+"""Bytes of the largest graph that is read or written."""
+_TENSORS = re.compile(r"tensors-[0-9a-f]{32}\.safetensors")
+_UNFINISHED = re.compile(r"\.saving-[0-9a-f]{16}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_OLD_TENSORS = "model.safetensors"
+"""The tensor file of format versions 1 and 2."""
+_PIECE = 1 << 24
+_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+"""Types of tensors, as safetensors names them."""
+
+
+def is_model_file(name: str) -> bool:
+    """Tell whether `save` writes files of this name, finished or not."""
+    return name == GRAPH_FILE or bool(_TENSORS.fullmatch(name) or _UNFINISHED.fullmatch(name))
+
+
+def tensor_file(directory: Path) -> Path:
+    """Return the tensor file of the model in a directory; raises as `read_model`."""
+    return read_model(directory)[1]
+
+
+def write_model(directory: Path, tensors: Mapping[str, Tensor], model: dict[str, Any]) -> None:
+    """Replace the model in a directory, or make the first; equal arguments give equal bytes.
+
+    Args:
+        directory: made if it does not exist.
+        tensors: in the order they are written in, by name; written one at a time.
+        model: plain data; gets the digest of the tensor file.
+
+    Raises:
+        OSError: if there is no room, or something else is in the way.
+        QuarkError: if the graph is too large, or a tensor has a type that the file format does not know.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with _new_file(directory) as (tensors_file, tensors_path), _new_file(directory) as (graph_file, graph_path):
+        digest = _write_tensors(tensors_file, tensors)
+        text = document_text({**model, "tensor_file": digest})
+        if len(text) > GRAPH_LIMIT:
+            raise QuarkError(f"the graph takes {len(text) / 2**20:.0f} MiB, more than is read; it cannot be stored")
+        graph_file.write(text.encode("ascii"))
+        for file in (tensors_file, graph_file):
+            file.flush()
+            os.fsync(file.fileno())
+        with _locked(directory):
+            for file in (tensors_file, graph_file):
+                file.close()  # which gives up its lock; Windows renames closed files only
+            stale = _stale_names(directory) - {_tensor_name(digest)}
+            tensors_path.replace(directory / _tensor_name(digest))
+            _sync(directory)
+            graph_path.replace(directory / GRAPH_FILE)
+            _sync(directory)
+            for name in stale:
+                with suppress(OSError):
+                    (directory / name).unlink()
+
+
+def document_text(model: Mapping[str, Any]) -> str:
+    """Return what `graph.json` holds of a model: ASCII, the same for the same data."""
+    document = {"version": FORMAT_VERSION, "sha256": _digest(model), "model": model}
+    return json.dumps(document, indent=1, allow_nan=False)
+
+
+def _digest(model: Any) -> str:
+    text = json.dumps(model, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def _tensor_name(digest: str) -> str:
+    return f"tensors-{digest[:32]}.safetensors"
+
+
+def read_model(directory: Path) -> tuple[dict[str, Any], Path]:
+    """Return the data of the model in a directory, and its tensor file, whose digest is the one they name.
+
+    Raises:
+        OSError: if a file cannot be read, or is a pipe or a device.
+        ValueError: if `graph.json` is no JSON, too large or nested too deep.
+        QuarkError: if the format version is another, or a digest is not that of the data.
+    """
+    content = b""
+    for _ in range(100):  # as often as another process replaces the model meanwhile
+        before, content = content, read_bytes(directory / GRAPH_FILE, GRAPH_LIMIT)
+        model = _checked(parse_json(content), directory)
+        path = directory / _tensor_name(model["tensor_file"])
+        try:
+            require_regular(path)
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except FileNotFoundError:
+            if before == content:
+                raise
+            continue
+        if digest != model["tensor_file"]:
+            raise QuarkError(f"{path} is damaged: its SHA-256 is not the one {GRAPH_FILE} names; copy the model again")
+        return model, path
+    raise OSError(f"{directory} is being replaced all the time")
+
+
+def _checked(document: Any, directory: Path) -> dict[str, Any]:
+    if not isinstance(document, dict) or "version" not in document:
+        raise QuarkError(f"{directory / GRAPH_FILE} is damaged: it holds no graph")
+    version = document["version"]
+    if type(version) is not int or version != FORMAT_VERSION:
+        remedy = "update quark_fx" if isinstance(version, int) and version > FORMAT_VERSION else "save the model again"
+        raise QuarkError(
+            f"{directory} has format version {brief(version)}, this quark_fx reads {FORMAT_VERSION}; {remedy}, with "
+            "the quark_fx that made it at hand if need be"
+        )
+    model = document.get("model")
+    if not isinstance(model, dict) or document.get("sha256") != _digest(model):
+        raise QuarkError(f"{directory / GRAPH_FILE} is damaged: its SHA-256 is not that of its data")
+    if not isinstance(model.get("tensor_file"), str) or not _DIGEST.fullmatch(model["tensor_file"]):
+        raise QuarkError(f"{directory / GRAPH_FILE} is damaged: it names no tensors")
+    return model
+
+
+def _write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> str:
+    """Write a safetensors file, tensor by tensor, and return its SHA-256."""
+    if rare := next((t.dtype for t in tensors.values() if t.dtype not in _DTYPES), None):
+        raise QuarkError(f"a tensor of type {rare} cannot be stored")
+    # The largest elements first, so that all are aligned.
+    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    header, end = dict[str, Any](), 0
+    for name in order:
+        start, end = end, end + tensors[name].nbytes
+        tensor = tensors[name]
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+
+    def write(content: Any) -> None:
+        digest.update(content)
+        file.write(content)
+
+    write(len(text).to_bytes(8, "little"))
+    write(text)
+    for name in order:
+        values = tensors[name].detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        for piece in values.split(_PIECE):  # from a device or a mapped file, without a copy of the whole
+            write(piece.cpu().numpy().data)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _new_file(directory: Path) -> Iterator[tuple[BinaryIO, Path]]:
+    """Yield a new file of a name that nobody else has; it is removed at the end, unless it was renamed.
+
+    Its lock tells other processes that its writer is alive.
+    """
+    path = directory / f".saving-{secrets.token_hex(8)}"
+    with _locked(directory):
+        file = path.open("xb")
+        _lock(file.fileno(), wait=False)
+    try:
+        with file:
+            yield file, path
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _stale_names(directory: Path) -> set[str]:
+    """Return the tensor files of earlier models, and what killed processes have left; the directory is locked."""
+    names = {path.name for path in directory.iterdir()}
+    stale = {name for name in names if _TENSORS.fullmatch(name)}
+    stale |= {name for name in names if _UNFINISHED.fullmatch(name) and _is_abandoned(directory / name)}
+    if _OLD_TENSORS in names and GRAPH_FILE in names:
+        with suppress(OSError, ValueError):
+            document = parse_json(read_bytes(directory / GRAPH_FILE, GRAPH_LIMIT))
+            if isinstance(document, dict) and document.get("version") in (1, 2):
+                stale.add(_OLD_TENSORS)
+    return stale
+
+
+def _is_abandoned(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return _lock(file.fileno(), wait=False)
+    except OSError:
+        return False
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Keep other processes and threads out; where the system has no such locks, they keep apart by themselves."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError:  # Windows opens no directories
+        yield
+        return
+    try:
+        _lock(descriptor, wait=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, *, wait: bool) -> bool:
+    """Lock a file until it is closed; return whether it could be."""
+    if importlib.util.find_spec("fcntl") is None:
+        return False
+    fcntl = importlib.import_module("fcntl")
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:  # another has it, or the file system knows no locks
+        return False
+    return True
+
+
+def _sync(directory: Path) -> None:
+    """Make renames in a directory last, where the system can."""
+    with suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+__all__ = [
+    *("FORMAT_VERSION", "document_text", "is_model_file", "read_model", "tensor_file", "write_model"),
+]

@@ -1,0 +1,459 @@
+"""Quantization-aware training: a quantized graph whose weights are float parameters again.
+
+Every forward pass rounds them as `convert` stores them, so the model that is trained is the model that is stored, bit
+for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from quark_fx.config.quant_config import Target
+from quark_fx.config.specs import Granularity, TensorSpec
+from quark_fx.engine.quantized_weights import share_changed
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.nodes import (
+    buffer_names,
+    describe,
+    device_of,
+    erase_dead,
+    fresh_name,
+    own_tensors,
+    set_parameter,
+    target_name,
+    tensor_names,
+    tensor_of,
+)
+from quark_fx.graph.operators import set_argument
+from quark_fx.graph.pass_manager import Change, PassRecord, copy_graph
+from quark_fx.graph.straight_through import QUANTIZE, quantize_of
+from quark_fx.model.correspondence import Constant, constant_of, table_of
+from quark_fx.model.fake_quantize import Cast, FakeQuantize, Trained, require_float32
+from quark_fx.model.quantized_model import QuantizedModel
+from quark_fx.numbers.formats import INT32, FloatFormat, parse_format
+from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
+from quark_fx.numbers.quantized_tensor import QuantizedTensor, sqnr
+from quark_fx.plan.pair_sums import PairBound, pair_bound
+from quark_fx.plan.report import Row
+from quark_fx.system.isolation import warn
+
+ops = torch.ops.quark_fx
+
+
+def prepare_qat(qmodel: QuantizedModel, *, scales: bool = False) -> QATModel:
+    """Return a copy of a quantized model to fine-tune: its weights are float parameters that every forward pass rounds.
+
+    >>> from quark_fx import quantize
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+    >>> batch = torch.randn(16, 4)
+    >>> qat = prepare_qat(quantize(model, "int8_static", [batch], progress=False))
+    >>> optimizer = torch.optim.AdamW(qat.parameters(), lr=1e-3)
+    >>> qat(batch).square().mean().backward()
+    >>> optimizer.step()
+    >>> torch.equal(qat.convert()(batch), qat(batch))
+    True
+
+    Args:
+        qmodel: from `quantize` or `load`; it stays as it is.
+        scales: learn the scales of weights and of static activations, too, wherever any float32 is allowed. Their
+            gradients are those of LSQ; they need a learning rate of their own, about a hundredth of their size.
+
+    Source:
+        Jacob et al. 2018, section 3; Esser et al. 2020 for scales.
+    """
+    return QATModel(qmodel, scales=scales)
+
+
+class QATModel(nn.Module):
+    """A quantized model that can be trained: `prepare_qat` makes one, `convert` turns it back.
+
+    What was a parameter of the original model is one here: weights and biases in float32, whatever codes they had, the
+    others as they are. Scales are parameters where they are learned. The graph is that of inference: batch norms are
+    folded or keep their statistics, dropout is gone, and `train()` changes nothing. `eager()` trains the same
+    parameters in the original model's own code.
+
+    Attributes:
+        quantized: the model it was made of, which stays as it is.
+        graph_module: the graph, flat inputs and outputs.
+        signature: how the model is called.
+    """
+
+    quantized: QuantizedModel
+
+    def __init__(self, qmodel: QuantizedModel, *, scales: bool = False) -> None:
+        super().__init__()
+        object.__setattr__(self, "quantized", qmodel)  # not a submodule: its codes are no state of this one
+        self.signature = qmodel.signature
+        prepared = _Preparation(qmodel, scales)
+        self._weights, self._floats, self._activations = prepared.weights, prepared.floats, prepared.activations
+        self.graph_module = prepared.gm
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph; inputs and outputs are those of the original model.
+
+        Raises:
+            QuarkError: if the inputs differ in structure, rank, fixed dimensions or dtype.
+        """
+        return self.signature.unflatten(self.graph_module(*self.signature.flatten(args, kwargs)))
+
+    @torch.no_grad()
+    def convert(self) -> QuantizedModel:
+        """Return the quantized model of the parameters as they are now; it computes what this one does, bit for bit."""
+        trained, report = self._trained(), self.quantized.report()
+        gm = own_tensors(copy_graph(self.quantized.graph_module))
+        rows, changes = list(report.rows), []
+        for name, weight in self._weights.items():
+            value, quantizer = trained.weights[name]
+            codes = quantizer.codes(value)
+            set_parameter(gm, name, codes)
+            if isinstance(quantizer, FakeQuantize):
+                set_parameter(gm, weight.constant.names[1], quantizer.step().clone())
+            share = share_changed(weight.constant.tensor.to(codes.device), codes)
+            changes.append(Change(weight.name, f"{share:.1%} of the codes", share > 0, seconds=math.nan))
+            rows = [_updated(row, value, quantizer) if weight.is_of(row) else row for row in rows]
+        for name, parameter in trained.floats.items():
+            set_parameter(gm, name, parameter.detach().clone())
+        for name, quantizer in trained.activations.items():
+            set_parameter(gm, name, quantizer.step().clone())
+        record = PassRecord("QAT", sum(c.changed for c in changes), math.nan, tuple(changes), held_out=False)
+        config, source = self.quantized.config, self.quantized.source
+        result = QuantizedModel(gm, self.signature, config, rows, (*report.passes, record), source)
+        return result.to(device_of(self.graph_module))
+
+    def eager(self, model: nn.Module | None = None) -> nn.Module:
+        """Return the original model, of its own class, with the parameters of this one: `convert` stores them.
+
+        In training mode its dropout is active; what its code does besides, as gradient checkpointing, it does.
+
+        Args:
+            model: a float model of the same architecture, where the quantized model was loaded.
+
+        Raises:
+            QuarkError: if no module computes what the graph does; the message names the operator.
+        """
+        from quark_fx.model.eager import eager
+
+        return eager(self.quantized, model, trained=self._trained())
+
+    def _trained(self) -> Trained:
+        gm = self.graph_module
+        weights: dict[str, Any] = {
+            name: (tensor_of(gm, weight.parameter), gm.get_submodule(weight.quantizer))
+            for name, weight in self._weights.items()
+        }
+        activations: dict[str, Any] = {name: gm.get_submodule(path) for name, path in self._activations.items()}
+        return Trained(weights, {name: tensor_of(gm, name) for name in self._floats}, activations)  # type: ignore[misc]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QATModel:
+        require_float32(fn)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A constant in codes that becomes a parameter.
+
+    Attributes:
+        constant: as it is in the quantized graph.
+        name: what the tensor is called in reports.
+        parameter: name of the parameter.
+        quantizer: path of what rounds it.
+    """
+
+    constant: Constant
+    name: str
+    parameter: str
+    quantizer: str
+
+    def is_of(self, row: Row) -> bool:
+        """Tell whether a row of the report is about it."""
+        stored = self.constant.quantized
+        return stored is not None and row.parameter == self.name and row.weight.split(" ")[0] == str(stored.format)
+
+
+def _updated(row: Row, value: Tensor, quantizer: nn.Module) -> Row:
+    """Return the row with the scales and the noise there are now."""
+    row = replace(row, sqnr=sqnr(value, quantizer(value)))
+    if not isinstance(quantizer, FakeQuantize):
+        return row
+    return replace(row, scale_min=float(quantizer.step().min()), scale_max=float(quantizer.step().max()))
+
+
+class _Preparation:
+    """Rewrites a quantized graph into one of parameters and fake quantizers."""
+
+    def __init__(self, qmodel: QuantizedModel, scales: bool) -> None:
+        self.config, self.scales = qmodel.config, scales
+        self.gm = own_tensors(copy_graph(qmodel.graph_module))
+        self.weights: dict[str, _Weight] = {}
+        self.floats: list[str] = []
+        self.activations: dict[str, str] = {}
+        self.steps: dict[str, Tensor] = {}
+        self.buffers, self.read_as_is = buffer_names(self.gm), self._read_as_is()
+        self._expose_values(qmodel.graph_module)
+        bounds, factors = self._pair_bounds(), self._bias_factors()
+        self._round_activations()
+        self._round_values(bounds, factors)
+        erase_dead(self.gm)
+        self.gm.graph.lint()
+        self.gm = GraphModule(self.gm, self.gm.graph, class_name="TrainedGraph")
+        self._register_floats()
+        if cut := [describe(node) for node in self.gm.graph.nodes if target_name(node) == QUANTIZE]:
+            warn(f"no gradient passes {', '.join(cut)}, whose codes are not dequantized")
+
+    # Constants in codes: first each becomes a parameter that operators read, so that the operator table finds it.
+
+    def _expose_values(self, original: GraphModule) -> None:
+        for node in list(self.gm.graph.nodes):
+            if (table := table_of(self.gm, node)) is not None:
+                lookup, constant = table
+                if self._is_stored(constant):
+                    with self.gm.graph.inserting_before(node):
+                        value = self._read(constant, original)
+                        rows = self.gm.graph.node_copy(lookup)
+                    set_argument(rows, 0, value)
+                    rows.meta["val"] = node.meta.get("val")
+                    node.replace_all_uses_with(rows)
+            elif (found := constant_of(self.gm, node)) is not None and self._is_stored(found):
+                with self.gm.graph.inserting_before(node):
+                    value = self._read(found, original)
+                value.meta |= node.meta
+                node.replace_all_uses_with(value)
+        erase_dead(self.gm)
+
+    def _read_as_is(self) -> frozenset[str]:
+        """Return the names of tensors that something else than a cast reads, or looks rows of up for."""
+        found: set[str] = set()
+        for node in self.gm.graph.nodes:
+            if node.op == "get_attr":
+                lookups = [user for user in node.users if target_name(user) == "aten.embedding.default"]
+                readers = [user for user in node.users if user not in lookups] + [u for n in lookups for u in n.users]
+                if any(target_name(user) != "aten._to_copy.default" for user in readers):
+                    found.add(str(node.target))
+        return frozenset(found)
+
+    def _is_stored(self, constant: Constant) -> bool:
+        """Tell whether a constant is one of codes, or a parameter in a 16-bit float that is cast."""
+        if constant.quantized is not None:
+            return True
+        half = constant.tensor.dtype in (torch.float16, torch.bfloat16) and constant.dtype == torch.float32
+        return half and constant.names[0] not in self.buffers | self.read_as_is
+
+    def _read(self, constant: Constant, original: GraphModule) -> Node:
+        """Insert what reads the values of a constant, a parameter from now on."""
+        codes = constant.names[0]
+        if codes not in self.weights:
+            called = tensor_names(self.gm).get(codes, codes)
+            name = fresh_name(self.gm, codes.removesuffix("_codes"))
+            value = replace(constant, dtype=torch.float32).value().clone()
+            _register(self.gm, name, nn.Parameter(value))
+            whole, kept = constant.stored, tensor_of(original, codes)
+            stored = replace(whole, codes=kept) if isinstance(whole, QuantizedTensor) else kept
+            constant = replace(constant, stored=stored)
+            self.weights[codes] = _Weight(constant, _float_name(called), name, f"{name}_quantizer")
+        return self.gm.graph.get_attr(self.weights[codes].parameter)
+
+    def _by_parameter(self) -> dict[str, _Weight]:
+        return {weight.parameter: weight for weight in self.weights.values()}
+
+    def _pair_bounds(self) -> dict[str, PairBound]:
+        """Return the pairs that the target adds in 16 bits, by the name of the codes."""
+        found: dict[str, PairBound] = {}
+        known = self._by_parameter()
+        for node in self.gm.graph.nodes if self.config.target.adds_pairs else ():
+            linear = Linear.of(node)
+            weight = known.get(str(linear.stored.node.target)) if linear is not None else None
+            if linear is None or weight is None or (stored := weight.constant.quantized) is None:
+                continue
+            codes, spec = stored.codes, _spec_of(stored)
+            bound = pair_bound(linear, spec, _activation_spec(linear.activation))
+            # Codes that exceed the bound were made for another kernel.
+            if bound is not None and not bool(bound.exceeded(codes).any()):
+                found[weight.constant.names[0]] = bound
+        return found
+
+    def _bias_factors(self) -> dict[str, tuple[str, str]]:
+        """Return the names of the scale and of the codes that the scale of an int32 bias follows, by its codes."""
+        found: dict[str, tuple[str, str]] = {}
+        known = self._by_parameter()
+        for node in self.gm.graph.nodes:
+            if (linear := Linear.of(node)) is None or linear.bias is None:
+                continue
+            bias, weight = (known.get(str(n.target)) for n in (linear.bias, linear.stored.node))
+            pair = quantize_of(linear.activation)
+            scale: Any = pair.args[1] if pair is not None else None
+            if bias is None or weight is None or scale is None or scale.op != "get_attr":
+                continue
+            sums, stored = bias.constant.quantized, weight.constant.quantized
+            if sums is None or stored is None or sums.format != INT32:
+                continue
+            if torch.equal(tensor_of(self.gm, str(scale.target)) * stored.scale, sums.scale):
+                found[bias.constant.names[0]] = str(scale.target), weight.constant.names[0]
+        return found
+
+    def _round_values(self, bounds: dict[str, PairBound], factors: dict[str, tuple[str, str]]) -> None:
+        """Put what rounds a parameter behind it."""
+        modules: dict[str, FakeQuantize | Cast] = {}
+        for codes, weight in sorted(self.weights.items(), key=lambda item: item[0] in factors):
+            constant, own = weight.constant, None
+            if (stored := constant.quantized) is None:
+                modules[codes] = Cast(constant.tensor.dtype, constant.dtype)
+                continue
+            if codes in factors:
+                scale, other = factors[codes]
+                product = self.gm.get_submodule(self.activations[scale]), modules[other]
+                own = product if all(isinstance(part, FakeQuantize) for part in product) else None
+            specs = [self.config.weight, *(o.weight for o in self.config.overrides), self.config.bias]
+            modules[codes] = FakeQuantize(
+                self._step(constant.names[1], str(stored.format), specs),
+                stored.zero_point.clone(),
+                _scheme(stored, specs),
+                stored.axis,
+                stored.block_size,
+                dtype=constant.dtype,
+                pairs=bounds.get(codes),
+                factors=own,  # type: ignore[arg-type]
+            )
+        known = self._by_parameter()
+        for codes, weight in self.weights.items():
+            self.gm.add_submodule(weight.quantizer, modules[codes])
+        rounded: dict[str, Node] = {}
+        for node in list(self.gm.graph.nodes):
+            name = str(node.target)
+            if node.op != "get_attr" or name not in known:
+                continue
+            first = rounded.get(name)
+            if first is None:
+                with self.gm.graph.inserting_after(node):
+                    first = rounded[name] = self.gm.graph.call_module(known[name].quantizer, ())
+            node.replace_all_uses_with(first)
+            if not first.args:
+                first.args = (node,)
+
+    # Activations.
+
+    def _round_activations(self) -> None:
+        """Replace each `quantize` and `dequantize` by one operator with a gradient."""
+        config, graph = self.config, self.gm.graph
+        specs = [config.input, config.output, *(s for o in config.overrides for s in (o.input, o.output))]
+        for node in list(graph.nodes):
+            pair = quantize_of(node)
+            if pair is None:
+                continue
+            arguments: Any = pair.args
+            x, scale, zero_point, fmt, *layout = arguments
+            dtype: Any = node.kwargs.get("dtype", node.args[6] if len(node.args) > 6 else torch.float32)
+            with graph.inserting_before(node):
+                if scale.op == "get_attr":
+                    path = self._quantizer(str(scale.target), str(zero_point.target), fmt, dtype, specs, *layout)
+                    rounded = graph.call_module(path, (x,))
+                else:
+                    wide = graph.call_method("float", (x,))
+                    value = graph.call_function(ops.fake_quantize.default, (wide, scale, zero_point, fmt, *layout))
+                    rounded = graph.call_method("to", (value, dtype))
+            rounded.meta["val"] = node.meta.get("val")
+            node.replace_all_uses_with(rounded)
+        erase_dead(self.gm)
+
+    def _quantizer(
+        self,
+        scale: str,
+        zero_point: str,
+        fmt: str,
+        dtype: torch.dtype,
+        specs: Iterable[Any],
+        axis: int | None = None,
+        block_size: int = 0,
+    ) -> str:
+        """Return the path of the module that rounds with a stored scale."""
+        if scale not in self.activations:
+            path = fresh_name(
+                self.gm, scale.removesuffix("_scale") if scale.endswith("_scale") else f"{scale}_quantizer"
+            )
+            scheme = Scheme(format=parse_format(fmt), symmetry=Symmetry.SYMMETRIC_FULL)
+            step, point = self._step(scale, fmt, specs), tensor_of(self.gm, zero_point).clone()
+            self.gm.add_submodule(path, FakeQuantize(step, point, scheme, axis, block_size, dtype=dtype))
+            self.activations[scale] = path
+        return self.activations[scale]
+
+    def _step(self, name: str, fmt: str, specs: Iterable[Any]) -> Tensor:
+        """Return a scale, which is a parameter if it is learned; what reads one scale reads one tensor."""
+        if name not in self.steps:
+            alike = [s for s in specs if isinstance(s, TensorSpec) and str(s.format) == fmt]
+            free = bool(alike) and all(s.scale_type is ScaleType.FLOAT32 for s in alike)
+            value = tensor_of(self.gm, name).detach().clone()
+            learned = self.scales and free and self.config.target is not Target.DPU and fmt != str(INT32)
+            self.steps[name] = nn.Parameter(value) if learned else value
+        return self.steps[name]
+
+    def _register_floats(self) -> None:
+        for node in self.gm.graph.nodes:
+            name = str(node.target)
+            if node.op != "get_attr" or name in self.buffers or isinstance(tensor_of(self.gm, name), nn.Parameter):
+                continue
+            value = tensor_of(self.gm, name)
+            if value.is_floating_point() and not any(u.target in _WITH_CODES for u in node.users):
+                _register(self.gm, name, nn.Parameter(value))
+                self.floats.append(name)
+
+
+_WITH_CODES = (ops.quantize.default, ops.dequantize.default)
+
+
+def _register(gm: GraphModule, name: str, parameter: nn.Parameter) -> None:
+    """Make `parameter` the tensor that `gm` has under a dotted `name`."""
+    set_parameter(gm, name, parameter)
+    path, _, leaf = name.rpartition(".")
+    owner = gm.get_submodule(path)
+    del owner._buffers[leaf]
+    owner.register_parameter(leaf, parameter)
+
+
+def _float_name(codes: str) -> str:
+    """Return the name of the parameter behind codes."""
+    return codes.removesuffix("_codes") if codes.endswith("_codes") else codes.rpartition("_codes_")[0] or codes
+
+
+def _scheme(stored: QuantizedTensor, specs: Iterable[TensorSpec | Any]) -> Scheme:
+    """Return which codes a constant may have: those of the narrowest spec of its format that has all it has now."""
+    fmt = stored.format
+    whole = Scheme(format=fmt, symmetry=Symmetry.SYMMETRIC_FULL)
+    if isinstance(fmt, FloatFormat):
+        return whole
+    least, most = (int(end) for end in torch.aminmax(stored.codes.to(torch.int64)))
+    schemes = [spec.scheme for spec in specs if isinstance(spec, TensorSpec) and spec.format == fmt]
+    holding = [s for s in schemes if s.limits[0] <= least and most <= s.limits[1]]
+    return min(holding, key=lambda s: s.limits[1] - s.limits[0], default=whole)
+
+
+def _spec_of(stored: QuantizedTensor) -> TensorSpec:
+    """Return a spec of the format and granularity of a weight."""
+    size = stored.codes.shape[stored.axis] if stored.axis is not None else 0
+    if 0 < stored.block_size < size:
+        return TensorSpec(format=stored.format, granularity=Granularity.GROUP, group_size=stored.block_size)
+    return TensorSpec(format=stored.format, granularity=Granularity.CHANNEL)
+
+
+def _activation_spec(read: Node) -> TensorSpec | None:
+    """Return a spec of the format and granularity that an operator reads its activation in, `None` for float."""
+    pair = quantize_of(read)
+    if pair is None:
+        return None
+    scale: Any = pair.args[1]
+    axis = pair.args[4] if len(pair.args) > 4 else None
+    return TensorSpec(
+        format=parse_format(str(pair.args[3])),
+        granularity=Granularity.TENSOR if axis is None else Granularity.TOKEN,
+        dynamic=scale.op != "get_attr",
+    )
+
+
+__all__ = ["QATModel", "prepare_qat"]

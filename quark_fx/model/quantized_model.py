@@ -1,0 +1,132 @@
+"""The result of quantization: a graph that runs, reports on itself, and can be stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from quark_fx.config.quant_config import QuantConfig
+from quark_fx.errors import QuarkError
+from quark_fx.graph.nodes import own_tensors
+from quark_fx.graph.pass_manager import PassRecord, copy_graph
+from quark_fx.graph.signature import Signature, split_batch
+from quark_fx.graph.straight_through import records_gradients, run_with_gradients
+from quark_fx.model.correspondence import Source
+from quark_fx.plan.report import Report, Row
+from quark_fx.system.options import checked_call
+
+
+class QuantizedModel(nn.Module):
+    """A quantized graph, called like the model it was captured from.
+
+    Attributes:
+        graph_module: the graph with `quark_fx::quantize` and `dequantize`, flat inputs and outputs.
+        signature: how the model is called.
+        config: what it was quantized with.
+        source: the modules it was made of, for `eager`; `None` if it was loaded.
+    """
+
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        signature: Signature,
+        config: QuantConfig,
+        rows: Sequence[Row],
+        passes: Sequence[PassRecord] = (),
+        source: Source | None = None,
+    ) -> None:
+        super().__init__()
+        self.source = source
+        self.graph_module = graph_module
+        self.signature = signature
+        self.config = config
+        self._report = Report(tuple(rows), tuple(passes))
+        self.eval()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the quantized graph; inputs and outputs are those of the original model.
+
+        Gradients of inputs are straight-through: rounding counts as the identity within the clip range of an
+        activation. For those of weights see `quark_fx.prepare_qat`.
+
+        Raises:
+            QuarkError: if the inputs differ in structure, rank, fixed dimensions or dtype.
+        """
+        leaves = self.signature.flatten(args, kwargs)
+        if records_gradients(*leaves):
+            return self.signature.unflatten(run_with_gradients(self.graph_module, *leaves))
+        return self.signature.unflatten(self.graph_module(*leaves))
+
+    def run_batch(self, batch: Any) -> Any:
+        """Run a batch as calibration data is given: a tensor, a tuple of positions or a mapping of keywords."""
+        args, kwargs = split_batch(batch)
+        with torch.no_grad():
+            return self(*args, **kwargs)
+
+    def report(self) -> Report:
+        """Return one row per weighted operator: how it was quantized, or why not."""
+        return self._report
+
+    @checked_call
+    def save(self, directory: str | Path) -> None:
+        """Write the graph, tensors and configuration to `directory`; `quark_fx.load` reads them back.
+
+        Other files there stay as they are (`quantize(..., output_dir=)` refuses a directory that has some).
+
+        Raises:
+            QuarkError: if the directory cannot be written.
+        """
+        from quark_fx.model.serialization import save_model
+
+        save_model(self, Path(directory))
+
+    def eager(self, model: nn.Module | None = None) -> nn.Module:
+        """Return the original model, of its own class, computing what this one does: `generate` works on it.
+
+        Args:
+            model: a float model of the same architecture, where this one was loaded.
+
+        Raises:
+            QuarkError: if no module computes what the graph does; the message names the operator.
+        """
+        from quark_fx.model.eager import eager
+
+        return eager(self, model)
+
+    def train(self, mode: bool = True) -> QuantizedModel:
+        """Stay in eval mode: the graph was captured in it.
+
+        Raises:
+            RuntimeError: for `mode=True`.
+        """
+        if mode:
+            raise RuntimeError(
+                "a quantized graph is captured in eval mode; to train it, call quark_fx.prepare_qat(qmodel)"
+            )
+        super().train(False)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModel:
+        if fn(torch.zeros((), dtype=torch.float32)).dtype != torch.float32:
+            raise RuntimeError("the scales of a quantized model are float32; convert the model before quantizing it")
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise QuarkError(
+            "a QuantizedModel is not pickled, and so neither torch.save nor another process takes it: write it with "
+            "qmodel.save(directory) and read it with quark_fx.load(directory), or save its state_dict()"
+        )
+
+    def __copy__(self) -> QuantizedModel:
+        rows, passes = self._report.rows, self._report.passes
+        return type(self)(self.graph_module, self.signature, self.config, rows, passes, self.source)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
+        gm = own_tensors(copy_graph(self.graph_module))
+        return type(self)(gm, self.signature, self.config, self._report.rows, self._report.passes, self.source)

@@ -1,0 +1,195 @@
+"""Which modules of the original model round activations: those that read them, or those that make them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from quark_fx.errors import QuarkError
+from quark_fx.graph.nodes import describe, is_activation, module_calls, module_path, target_name
+from quark_fx.graph.operators import MOVING
+
+
+@dataclass(frozen=True)
+class Activation:
+    """How an activation is rounded.
+
+    Attributes:
+        format: name of the format, empty for a cast.
+        scale: static scale, shape `()`; `None` if it is measured at run time.
+        zero_point: likewise.
+        symmetry: of a range that is measured at run time.
+        axis: dimension that measured scales vary along, counted from the last (-1); `None` for one scale.
+        block_size: values per measured scale, see `quark_fx.numbers.ops`.
+        scale_type: of measured scales.
+        group_size: of them, see `quark_fx.numbers.ops.dynamic_qparams`.
+        cast: the 16-bit float it is cast to and back.
+    """
+
+    format: str = ""
+    scale: Tensor | None = None
+    zero_point: Tensor | None = None
+    symmetry: str = ""
+    axis: int | None = None
+    block_size: int = 0
+    scale_type: str = "float32"
+    group_size: int = 0
+    cast: torch.dtype | None = None
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether what is rounded already stays as it is: no range is measured."""
+        return self.scale is not None or self.cast is not None
+
+    @property
+    def layout(self) -> tuple[int | None, int]:
+        """The granularity, as `quark_fx.numbers.ops` has it."""
+        return self.axis, self.block_size
+
+    @property
+    def measurement(self) -> tuple[str, str, int | None, int, str, int]:
+        """The arguments of `quark_fx.numbers.ops.dynamic_qparams` behind the tensor."""
+        return self.format, self.symmetry, *self.layout, self.scale_type, self.group_size
+
+    @property
+    def per_token(self) -> bool:
+        """Whether each row of the last dimension is measured."""
+        return self.axis == -1 and self.block_size < 0
+
+    def same_as(self, other: Activation) -> bool:
+        """Tell whether both round every value alike."""
+        tensors = ((self.scale, other.scale), (self.zero_point, other.zero_point))
+        kinds = [(a.measurement, a.cast) for a in (self, other)]
+        return kinds[0] == kinds[1] and all(
+            a is b or (a is not None and b is not None and bool((a == b).all())) for a, b in tensors
+        )
+
+
+Rounded = Mapping[tuple[Node, Node], Activation]
+"""By value and reader, nodes of the captured graph, how the reader has the value rounded."""
+
+
+@dataclass
+class RoundedModules:
+    """Where to round.
+
+    Attributes:
+        inputs: by module path, how the module's floating-point input is rounded.
+        outputs: by module path, how its floating-point result is.
+    """
+
+    inputs: dict[str, Activation] = field(default_factory=dict)
+    outputs: dict[str, Activation] = field(default_factory=dict)
+
+
+def place_rounding(graph: Graph, rounded: Rounded) -> RoundedModules:
+    """Find the modules whose own inputs or results the rounded activations of a graph are.
+
+    Raises:
+        QuarkError: naming an operator that reads one that is neither.
+    """
+    return _Places(graph, rounded).find()
+
+
+class _Places:
+    """The calls of modules in a graph, and what was found about them."""
+
+    def __init__(self, graph: Graph, rounded: Rounded) -> None:
+        self.rounded = rounded
+        self.calls: dict[str, set[str]] = {}
+        self.regions: dict[str, list[Node]] = {}
+        for node in graph.nodes:
+            for key, path in module_calls(node).items():
+                self.calls.setdefault(path, set()).add(key)
+                self.regions.setdefault(key, []).append(node)
+        self.hooked: dict[str, set[str]] = {}
+        self.found = RoundedModules()
+
+    def find(self) -> RoundedModules:
+        for (value, reader), activation in self.rounded.items():
+            if activation.is_fixed and _commutes(reader, activation) and self._all_round(reader, activation):
+                continue  # moved, and rounded again to the same codes
+            if not self._place_input(value, reader, activation) and not self._place_output(value, reader, activation):
+                raise _not_of_a_module(reader)
+        for path, hooked in self.hooked.items():
+            if hooked != self.calls[path]:
+                raise _not_of_a_module(next(reader for _, reader in self.rounded if module_path(reader) == path))
+        return self.found
+
+    def _place_input(self, value: Node, reader: Node, activation: Activation) -> bool:
+        """Round the input of the module that reads a value, if all that it reads is that value, rounded so."""
+        key, path = next(reversed(module_calls(reader).items()), ("", ""))
+        entry = value
+        while key in module_calls(entry) and _commutes(entry, activation) and len(entry.all_input_nodes) == 1:
+            entry = entry.all_input_nodes[0]
+        read = {n for node in self.regions.get(key, []) for n in node.all_input_nodes if key not in module_calls(n)}
+        inside = [user for user in entry.users if key in module_calls(user)]
+        if {n for n in read if is_activation(n)} != {entry} or not self._all_round(entry, activation, inside):
+            return False
+        if not self.found.inputs.setdefault(path, activation).same_as(activation):
+            return False
+        self.hooked.setdefault(path, set()).add(key)
+        return True
+
+    def _place_output(self, value: Node, reader: Node, activation: Activation) -> bool:
+        """Round the result of a module that makes a value for `reader`, if all others have it rounded so.
+
+        Its only call, as operators round alike from call to call by chance alone. Those that round their input as well
+        find it rounded, which changes nothing for a range that does not depend on the values.
+        """
+        for key, path in reversed(module_calls(value).items()) if activation.is_fixed else ():
+            results = [n for n in self.regions[key] if any(key not in module_calls(user) for user in n.users)]
+            outside = [user for user in value.users if key not in module_calls(user)]
+            if (
+                [n for n in results if is_activation(n)] == [value]
+                and self.calls[path] == {key}
+                and key not in module_calls(reader)
+                and self._all_round(value, activation, outside)
+            ):
+                self.found.outputs[path] = activation
+                return True
+        return False
+
+    def _all_round(self, value: Node, activation: Activation, users: Iterable[Node] | None = None) -> bool:
+        """Tell whether all of `users`, by default all there are, read `value` rounded so, perhaps after moving it."""
+        users = value.users if users is None else users
+        return bool(users) and all(
+            self.rounded[value, user].same_as(activation)
+            if (value, user) in self.rounded
+            else _commutes(user, activation) and self._all_round(user, activation)
+            for user in users
+        )
+
+
+def _not_of_a_module(reader: Node) -> QuarkError:
+    path = module_path(reader)
+    alike = re.sub(r"\.\d+\.", ".*.", path)  # the same module in every layer
+    return QuarkError(
+        f"{describe(reader)} reads a rounded activation that is not the only input of its module ({path or 'the model'}"
+        ") in every call of it, nor the only result of a module that is called once; call the quantized model itself, "
+        f"or keep that activation in float with Override(pattern='{alike}*', input=None, output=None)"
+    )
+
+
+def _commutes(node: Node, activation: Activation) -> bool:
+    """Tell whether rounding before the node is rounding after it."""
+    if target_name(node) not in MOVING:
+        return False
+    if activation.is_fixed:
+        return True
+    shapes = [n.meta["val"].shape for n in (node, node.all_input_nodes[0]) if isinstance(n.meta.get("val"), Tensor)]
+    same_rows = len(shapes) == 2 and bool(shapes[0][-1:]) and shapes[0][-1] == shapes[1][-1]
+    whole = activation.axis is None or (activation.axis == -1 and same_rows)
+    return target_name(node) in _RESHAPING and whole
+
+
+_RESHAPING = ("aten.reshape.default", "aten.flatten.using_ints", "aten.unflatten.int", "aten.unsqueeze.default")
+"""Data movement that keeps the order of values."""
+
+
+__all__ = ["Activation", "Rounded", "RoundedModules", "place_rounding"]

@@ -1,0 +1,505 @@
+"""Store a quantized model as a graph in JSON and tensors in safetensors, and read it back as input nobody vouches for.
+
+Nothing is pickled, imported or compiled from what a file says. The graph calls operators of a list (`stored_operators`)
+with arguments of the types they take; its tensors are `t0`, `t1`, …, and what they were called is kept apart, as text.
+Shapes are not stored but computed: a graph whose operators do not fit together is refused before it runs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, fields
+from keyword import iskeyword
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from quark_fx.checkpoints.files import GRAPH_FILE
+from quark_fx.config.quant_config import QuantConfig
+from quark_fx.errors import QuarkError
+from quark_fx.graph.nodes import buffer_names, restore_values, results_of, static_size, stored_tensors, tensor_names
+from quark_fx.graph.pass_manager import Change, PassRecord
+from quark_fx.graph.signature import Signature
+from quark_fx.model.model_directory import read_model, write_model
+from quark_fx.model.quantized_model import QuantizedModel
+from quark_fx.model.stored_operators import (
+    DTYPES,
+    MEMORY_FORMATS,
+    PYTHON,
+    operator_name,
+    require_fitting,
+    require_recurrent_sizes,
+    require_small,
+    resolve,
+    written,
+)
+from quark_fx.model.structures import children_of, structure_from_data, structure_to_data
+from quark_fx.plan.report import Row
+from quark_fx.system.isolation import isolated, quiet
+from quark_fx.system.options import checked_call
+from quark_fx.system.untrusted import brief
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,511}", re.ASCII)
+"""What a node or input may be called: an identifier of the code that torch generates for a graph."""
+_LONGEST = 4096
+"""Characters of the longest name of a tensor or module."""
+_LARGEST = 1 << 42
+"""Bytes of the largest value a stored graph may compute."""
+_ON_SIZES = frozenset(function for name, function in PYTHON.items() if name != "getitem")
+_TORCH = {**DTYPES, **MEMORY_FORMATS, "strided": torch.strided}
+_FLOATS = {name: float(name) for name in ("inf", "-inf", "nan")}
+
+T = TypeVar("T")
+
+
+def save_model(qmodel: QuantizedModel, directory: Path) -> None:
+    """Write `qmodel` to `directory`, creating it, or replace the model there; equal models give equal files.
+
+    Raises:
+        QuarkError: if the directory cannot be written or holds a checkpoint, or the graph holds a call without a name.
+    """
+    gm = qmodel.graph_module
+    if (directory / "config.json").exists() and not (directory / GRAPH_FILE).exists():
+        raise QuarkError(f"{directory} holds a checkpoint, whose tensors would be overwritten; choose another one")
+    tensors = stored_tensors(gm)
+    ids = {name: f"t{index}" for index, name in enumerate(tensors)}
+    names = tensor_names(gm)
+    report = qmodel.report()
+    document = {
+        "signature": _signature_to_data(qmodel.signature),
+        "config": _plain(qmodel.config.to_dict()),
+        "rows": [_plain(row) for row in report.to_rows()],
+        "passes": [_record_to_data(record) for record in report.passes],
+        "symbols": (symbols := _Symbols()).sizes,
+        "inputs": [_value_to_data(node, symbols) for node in gm.graph.nodes if node.op == "placeholder"],
+        "tensors": {ids[name]: names.get(name, name) for name in tensors},
+        "buffers": [ids[name] for name in tensors if name in buffer_names(gm)],
+        "nodes": [_node_to_data(node, ids) for node in gm.graph.nodes],
+    }
+    try:
+        write_model(directory, {ids[name]: tensor for name, tensor in tensors.items()}, document)
+    except OSError as error:
+        in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
+        remedy = "a file is in the way" if in_the_way else "make room"
+        raise QuarkError(f"{directory} cannot be written: {error}; {remedy}, or choose another directory") from error
+
+
+@checked_call
+@isolated
+def load(
+    directory: str | Path, *, device: str | torch.device = "cpu", namespaces: Collection[str] = ()
+) -> QuantizedModel:
+    """Read what `QuantizedModel.save` wrote; the result computes the same, bit for bit.
+
+    The directory may come from anybody: nothing in it is run or imported, and the graph can call no operators but those
+    that capture and the passes of quark_fx make (`SECURITY.md` says what is promised).
+
+    Args:
+        directory: the directory given to `save`.
+        device: where its tensors go.
+        namespaces: operator libraries of which the graph may call any operator that does not write into its arguments:
+            one of yours, or `"aten"`. Name them only if you trust the graph.
+
+    Raises:
+        QuarkError: if files are missing, damaged, of another version or of different models, or call something that is
+            not allowed.
+    """
+    directory = Path(directory)
+    place = torch.device(device)
+    try:
+        document, tensors = _read(directory, place)
+    except (OSError, SafetensorError, ValueError) as error:
+        hint = "; transformers' from_pretrained reads checkpoints" * (directory / "config.json").exists()
+        raise QuarkError(f"{directory} holds no readable quantized model: {error}{hint}") from error
+    try:
+        gm = _graph_from_data(document, tensors, place, frozenset(namespaces))
+        return QuantizedModel(
+            gm,
+            _signature_from_data(document["signature"], document["inputs"], gm),
+            QuantConfig.from_dict(document["config"], stored=True),
+            [_built(Row, _restored(row)) for row in _list(document["rows"])],
+            [_record_from_data(record) for record in _list(document["passes"])],
+        )
+    except QuarkError as error:
+        error.add_note(f"in {directory / GRAPH_FILE}")
+        raise
+    except Exception as error:  # what a damaged graph breaks is anyone's guess
+        why = brief(str(error))
+        raise QuarkError(f"{directory / GRAPH_FILE} is damaged: {type(error).__name__}: {why}") from error
+
+
+def _read(directory: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    for _ in range(100):  # as often as another process replaces the model between the two looks at its tensors
+        document, file = read_model(directory)
+        try:
+            return document, _read_tensors(file, device)
+        except FileNotFoundError:
+            continue
+    raise OSError(f"{directory} is being replaced all the time")
+
+
+def _read_tensors(file: Path, device: torch.device) -> dict[str, Tensor]:
+    with safe_open(file, framework="pt", device=str(device)) as stored:
+        try:
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (not a mapping)
+        except (TypeError, RuntimeError, OverflowError) as error:  # types and shapes that this torch does not have
+            raise ValueError(f"{file.name}: {error}") from error
+    for tensor in tensors.values():
+        # Kernels take a truth value for 0 or 1, and a mask of other bytes would lead them out of bounds.
+        if tensor.dtype is torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
+            raise ValueError(f"{file.name} holds truth values other than 0 and 1")
+    return tensors
+
+
+def _node_to_data(node: Node, ids: Mapping[str, str]) -> dict[str, Any]:
+    target = ids[str(node.target)] if node.op == "get_attr" else node.target
+    name = target if isinstance(target, str) else operator_name(target)
+    if name is None:
+        raise QuarkError(f"the call of {target} at %{node.name} cannot be stored: it is not a registered operator")
+    data: dict[str, Any] = {"name": node.name, "op": node.op, "target": name}
+    if node.args:
+        data["args"] = [_encode(a) for a in node.args]
+    if node.kwargs:
+        data["kwargs"] = {k: _encode(v) for k, v in node.kwargs.items()}
+    if stack := node.meta.get("nn_module_stack"):
+        data["module"] = next((path for path, _ in reversed(list(stack.values())) if path), "")
+    if name := node.meta.get("made_by"):
+        data["made_by"] = name
+    return data
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Node):
+        return {"node": value.name}
+    if isinstance(value, tuple | list):
+        return [_encode(item) for item in value]
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+        return {"torch": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if isinstance(value, slice):
+        return {"slice": [_encode(part) for part in (value.start, value.stop, value.step)]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise QuarkError(f"a graph argument of type {type(value).__name__} cannot be stored")
+
+
+def _decode(value: Any, nodes: Mapping[str, Node], device: torch.device) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, nodes, device) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items() if len(value) == 1 else [("", None)]
+    if kind == "slice" and isinstance(content, list) and len(content) == 3:
+        return slice(*(_decode(part, nodes, device) for part in content))
+    if kind == "device" and isinstance(content, str):
+        return device  # of the loaded tensors, wherever the graph was captured
+    known: dict[str, Mapping[str, Any]] = {"node": nodes, "torch": _TORCH, "float": _FLOATS}
+    if kind in known and isinstance(content, str) and content in known[kind]:
+        return known[kind][content]
+    raise QuarkError(f"the stored graph holds the argument {brief(value)}, which is not known")
+
+
+class _Symbols:
+    """The sizes that vary: a number for each, and one size that was seen."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self._numbers: dict[str, int] = {}
+
+    def of(self, size: torch.SymInt) -> dict[str, int]:
+        key = str(size.node.expr)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.sizes)
+            # torch takes sizes of 0 and 1 for fixed.
+            self.sizes.append(max(2, int(size.node.hint if size.node.hint is not None else 2)))
+        return {"symbol": self._numbers[key]}
+
+
+def _value_to_data(node: Node, symbols: _Symbols) -> dict[str, Any] | None:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return None
+    sizes: list[Any] = list(value.shape)
+    shape = [symbols.of(d) if static_size(d) is None else int(d) for d in sizes]
+    return {"shape": shape, "dtype": str(value.dtype).removeprefix("torch.")}
+
+
+def _graph_from_data(
+    document: dict[str, Any], tensors: dict[str, Tensor], device: torch.device, namespaces: frozenset[str]
+) -> GraphModule:
+    names = _mapping(document["tensors"])
+    if set(names) != set(tensors) or any(not re.fullmatch(r"t\d{1,9}", name, re.ASCII) for name in names):
+        raise QuarkError("the stored graph and its tensors have different names")
+    if not all(isinstance(name, str) and len(name) <= _LONGEST for name in names.values()):
+        raise QuarkError("the stored graph has a tensor whose name is no text of a line")
+    root = torch.nn.Module()
+    for name, tensor in tensors.items():
+        root.register_buffer(name, tensor)
+    graph, nodes = Graph(), dict[str, Node]()
+    for data in _list(document["nodes"]):
+        if "output" in nodes:
+            raise QuarkError("the stored graph goes on after its output")
+        node = _node_from_data(_mapping(data), graph, nodes, device, tensors, namespaces)
+        nodes[data["name"] if node.op != "output" else "output"] = node
+    if "output" not in nodes:
+        raise QuarkError("the stored graph has no output")
+    gm = GraphModule(root, graph, class_name="CapturedGraph")
+    gm.meta["tensor_names"] = dict(names)
+    gm.meta["buffers"] = frozenset(_names(document.get("buffers", [])))
+    _restore(gm, document["symbols"], document["inputs"], device)
+    return gm
+
+
+def _node_from_data(
+    data: dict[str, Any],
+    graph: Graph,
+    nodes: Mapping[str, Node],
+    device: torch.device,
+    tensors: Mapping[str, Tensor],
+    namespaces: frozenset[str],
+) -> Node:
+    name, op, target = data["name"], data["op"], data["target"]
+    args = tuple(_decode(_list(data.get("args", [])), nodes, device))
+    kwargs = {key: _decode(value, nodes, device) for key, value in _mapping(data.get("kwargs", {})).items()}
+    if name in nodes or not _is_name(name):
+        raise QuarkError(f"the stored graph has a node called {brief(name)}, which is not allowed, or has it twice")
+    if op == "call_function":
+        target = resolve(target, namespaces)
+        require_fitting(target, args, kwargs)
+        target, args, kwargs = written(target, args, kwargs)
+    elif op == "output" and target == "output" and len(args) == 1 and isinstance(args[0], list) and not kwargs:
+        args = (tuple(args[0]),)
+        if any(not isinstance(item, Node | bool | int | float | str | None) for item in args[0]):
+            raise QuarkError(f"the stored graph returns {brief(args[0])}")
+    elif kwargs or args or not ((op == "get_attr" and target in tensors) or (op == "placeholder" and _is_name(target))):
+        raise QuarkError(f"the stored graph holds a {brief(op)} of {brief(target)}, which is not allowed")
+    node = graph.create_node(op, target, args, kwargs, name=name)
+    node.meta["stack_trace"] = ""  # the user's paths are not stored
+    node.meta["nn_module_stack"] = {"": (_text(data["module"]), "")} if "module" in data else {}
+    if "made_by" in data:
+        node.meta["made_by"] = _text(data["made_by"])
+    return node
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and bool(_NAME.fullmatch(name)) and not iskeyword(name) and name != "self"
+
+
+def _restore(gm: GraphModule, symbols: Any, inputs: Any, device: torch.device) -> None:
+    sizes = _list(symbols)
+    if any(type(size) is not int or not 2 <= size <= 1 << 31 for size in sizes):
+        raise QuarkError(f"the stored graph has a size that varies, for example {brief(sizes)}")
+    examples: list[Tensor | None] = []
+    dynamic: list[dict[int, int]] = []
+    for data in _list(inputs):
+        shape = _shape(data, len(sizes))
+        example = [size if isinstance(size, int) else sizes[size["symbol"]] for size in shape]
+        if data is not None and math.prod(example) > _LARGEST:
+            raise QuarkError(f"the stored graph has an input of shape {brief(example)}")
+        dtype = None if data is None else DTYPES[data["dtype"]]
+        # On the meta device nothing is allocated; its fake says that it is on `device`.
+        examples.append(None if dtype is None else torch.empty(example, dtype=dtype, device="meta"))
+        dynamic.append({i: size["symbol"] for i, size in enumerate(shape) if not isinstance(size, int)})
+    if len(examples) != sum(node.op == "placeholder" for node in gm.graph.nodes):
+        raise QuarkError("the stored graph has another number of inputs than shapes of inputs")
+    with quiet():  # torch prints what is told here
+        try:
+            restore_values(gm, examples, dynamic, _require_computable, device=device)
+            return
+        except _LimitError:
+            raise
+        except Exception as error:  # an operator without symbolic shapes raises anything
+            reason = str(error).partition("\n")[0]
+        restore_values(gm, examples, [{}] * len(dynamic), _require_computable, device=device)
+    for node in gm.graph.nodes:
+        node.meta.pop("val", None)
+    gm.meta["no_shapes"] = reason
+
+
+class _LimitError(QuarkError):
+    """A graph whose values would take any memory or time, or whose kernels would read memory that is not theirs."""
+
+
+def _require_computable(node: Node, values: Sequence[Any]) -> None:
+    """Refuse what no model does: tensors of terabytes, sums or powers of anything but sizes, biases that are short."""
+    if node.target in _ON_SIZES and any(isinstance(value, Tensor) for value in values):
+        raise _LimitError(f"the stored graph computes with tensors as with sizes at %{node.name}")
+    try:
+        require_recurrent_sizes(node.target, node.args, node.kwargs)
+    except QuarkError as error:
+        raise _LimitError(f"{error} at %{node.name}") from None
+    if node.target is PYTHON["pow"]:
+        exponent: Any = node.args[-1]
+        values = [*values, exponent.meta.get("val") if isinstance(exponent, Node) else exponent]
+        if isinstance(values[-1], int) and not -64 <= values[-1] <= 64:
+            raise _LimitError(f"the stored graph computes the power {brief(values[-1])} at %{node.name}")
+    for value in values:
+        if isinstance(value, Tensor):
+            sizes: list[Any] = list(value.shape)
+            hints = [int(d) if static_size(d) is not None else int(d.node.hint or 2) for d in sizes]
+            if math.prod(hints) * value.element_size() > _LARGEST:
+                raise _LimitError(f"the stored graph computes a tensor of shape {brief(hints)} at %{node.name}")
+        elif isinstance(value, int):
+            try:
+                require_small(value)
+            except QuarkError as error:
+                raise _LimitError(f"{error} at %{node.name}") from None
+
+
+def _shape(data: Any, symbols: int) -> list[Any]:
+    if data is None:
+        return []
+    shape = _list(_mapping(data)["shape"])
+    known = [
+        (type(size) is int and 0 <= size <= 1 << 40)
+        or (isinstance(size, dict) and list(size) == ["symbol"] and size["symbol"] in range(symbols))
+        for size in shape
+    ]
+    if not all(known) or data["dtype"] not in DTYPES or len(shape) > 64:
+        raise QuarkError(f"the stored graph has an input of {brief(data)}")
+    return shape
+
+
+def _signature_to_data(signature: Signature) -> dict[str, Any]:
+    try:
+        structures = [structure_to_data(spec) for spec in (signature.in_spec, signature.out_spec)]
+    except QuarkError as error:
+        raise QuarkError(
+            f"the structure of the model's inputs or outputs cannot be stored: {error}; let the model return tuples, "
+            "lists or dicts, or register the type with a serialized_type_name (torch.export.register_dataclass)"
+        ) from error
+    return {
+        "in_structure": structures[0],
+        "out_structure": structures[1],
+        "parameters": list(signature.parameters),
+        "input_names": list(signature.input_names),
+        "output_names": list(signature.output_names),
+        "input_constants": {name: _encode(value) for name, value in signature.input_constants.items()},
+        "input_limits": [list(limit) for limit in signature.input_limits],
+        "input_multiples": [list(multiple) for multiple in signature.input_multiples],
+        "fixed_arguments": {name: _encode(value) for name, value in signature.fixed_arguments.items()},
+    }
+
+
+def _signature_from_data(data: Any, inputs: list[Any], gm: GraphModule) -> Signature:
+    data = _mapping(data)
+    in_spec, out_spec = structure_from_data(data["in_structure"]), structure_from_data(data["out_structure"])
+    names, outputs = _names(data["input_names"]), _names(data["output_names"])
+    places = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    results = results_of(gm)
+    positions = children_of(in_spec)
+    if len(positions) != 2 or [spec.type for spec in (in_spec, *positions)] != [tuple, tuple, dict]:
+        raise QuarkError("the stored model takes no positions and keywords")
+    if not (in_spec.num_leaves == len(names) == len(places) == len(inputs)) or len(set(names)) < len(names):
+        raise QuarkError("the stored model has another number of inputs than its graph, or one twice")
+    if not out_spec.num_leaves == len(outputs) == len(results):
+        raise QuarkError("the stored model has another number of outputs than its graph")
+    ranks = {name: 0 if value is None else len(value["shape"]) for name, value in zip(names, inputs, strict=True)}
+    limits: list[Any] = [tuple(_list(limit)) for limit in _list(data["input_limits"])]
+    for limit in limits:
+        whole = len(limit) == 4 and all(type(n) is int for n in limit[1:3]) and type(limit[3]) in (int, type(None))
+        if not whole or limit[0] not in ranks or not 0 <= limit[1] < ranks[limit[0]]:
+            raise QuarkError(f"the stored model limits an input by {brief(limit)}")
+    multiples: list[Any] = [tuple(_list(multiple)) for multiple in _list(data.get("input_multiples", []))]
+    for multiple in multiples:
+        whole = len(multiple) == 3 and all(type(n) is int for n in multiple[1:]) and multiple[2] > 1
+        if not whole or multiple[0] not in ranks or not 0 <= multiple[1] < ranks[multiple[0]]:
+            raise QuarkError(f"the stored model takes multiples of an input by {brief(multiple)}")
+    return Signature(
+        in_spec=in_spec,
+        out_spec=out_spec,
+        parameters=_names(data["parameters"]),
+        input_names=names,
+        output_names=outputs,
+        input_shapes=tuple(
+            None if value is None else tuple(size if isinstance(size, int) else None for size in value["shape"])
+            for value in inputs
+        ),
+        input_dtypes=tuple(None if value is None else DTYPES[value["dtype"]] for value in inputs),
+        input_constants={name: _constant(value) for name, value in _mapping(data["input_constants"]).items()},
+        input_limits=tuple(limits),
+        input_multiples=tuple(multiples),
+        fixed_arguments={name: _constant(value) for name, value in _mapping(data["fixed_arguments"]).items()},
+    )
+
+
+def _constant(value: Any) -> Any:
+    return _decode(value, {}, torch.device("cpu"))
+
+
+def _plain(value: Any) -> Any:
+    """Return what dictionaries of a configuration or report hold, as JSON has it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    # An option of somebody's pass may be anything; it is for reading only.
+    return value if value is None or isinstance(value, bool | int | float | str) else {"repr": repr(value)[:_LONGEST]}
+
+
+def _restored(value: Any) -> Any:
+    """Inverse of `_plain`, of a mapping whose values are plain or not finite."""
+    return {key: _constant(item) for key, item in _mapping(value).items()}
+
+
+def _record_to_data(record: PassRecord) -> dict[str, Any]:
+    data = _plain(asdict(record))
+    for part in (data, *data["changes"]):
+        del part["seconds"]  # equal models are equal files, however long they took
+    return data  # type: ignore[no-any-return]
+
+
+def _record_from_data(data: Any) -> PassRecord:
+    untold = {"seconds": math.nan}
+    changes = tuple(_built(Change, _restored(change) | untold) for change in _list(_mapping(data)["changes"]))
+    rest = {key: value for key, value in data.items() if key != "changes"}
+    return _built(PassRecord, _restored(rest) | untold, changes=changes)
+
+
+_KINDS = {"str": str, "int": int, "bool": bool, "float": int | float, "None": None}
+
+
+def _built(cls: type[T], data: dict[str, Any], **rest: Any) -> T:
+    """Return a dataclass of data whose types are those its fields are annotated with."""
+    kinds = {field.name: str(field.type) for field in fields(cls)}  # type: ignore[arg-type]
+    for key, value in data.items():
+        known = [_KINDS[kind] for kind in kinds.get(key, "").split(" | ") if kind in _KINDS]
+        if not any(value is None if kind is None else isinstance(value, kind) for kind in known):
+            raise QuarkError(f"the stored report holds {key[:80]}={brief(value)}, which no {cls.__name__} has")
+    return cls(**data, **rest)
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise QuarkError(f"the stored model holds {brief(value)} in place of a list")
+    return value
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise QuarkError(f"the stored model holds {brief(value)} in place of a mapping")
+    return value
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    return tuple(_text(name) for name in _list(value))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > _LONGEST:
+        raise QuarkError(f"the stored model holds {brief(value)} in place of a name")
+    return value
+
+
+__all__ = ["load", "save_model"]

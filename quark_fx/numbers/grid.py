@@ -1,0 +1,95 @@
+"""What the codes of a weight stand for, and how a weight is rounded to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quark_fx.numbers.formats import FloatFormat
+from quark_fx.numbers.layout import Layout
+from quark_fx.numbers.qparams import Scheme
+from quark_fx.numbers.quantized_tensor import QuantizedTensor, decode
+
+_BELOW_ONE = 1 - 2.0**-20
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What the codes of a weight stand for.
+
+    Codes are whole numbers, or the values of a small float; either is held in float32.
+
+    Attributes:
+        scale: float32, broadcastable to the weight.
+        zero_point: likewise.
+        limits: smallest and largest code.
+        layout: which stored scale is whose, for `times`.
+        movable: nothing else depends on the scales, and they may take any value.
+        format: whose values the codes are, `None` for whole numbers.
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+    limits: tuple[float, float]
+    layout: Layout | None = None
+    movable: bool = False
+    format: FloatFormat | None = None
+
+    @classmethod
+    def of(cls, tensor: QuantizedTensor, scheme: Scheme, *, movable: bool = False) -> Grid:
+        """Return what the codes of a tensor can be, with a scale and zero point for each."""
+        zero_point = tensor.zero_point
+        if scheme.symmetric:  # one number for all, which takes no memory when it is spread
+            zero_point = zero_point.flatten()[:1].reshape(())
+        layout = tensor.layout
+        scale, zero_point = (layout.spread(p.float()).expand_as(tensor.codes) for p in (tensor.scale, zero_point))
+        fmt = tensor.format if isinstance(tensor.format, FloatFormat) else None
+        return cls(scale, zero_point, scheme.limits, layout, movable, fmt)
+
+    def times(self, ratio: Tensor) -> Grid:
+        """Return the grid with every stored scale multiplied; `ratio` has their shape, `layout.scale_shape`."""
+        assert self.layout is not None
+        return replace(self, scale=self.scale * self.layout.spread(ratio))
+
+    def position(self, weight: Tensor) -> Tensor:
+        """Return where `weight` lies on the scale of codes, unrounded."""
+        return weight / self.scale + self.zero_point
+
+    def value(self, codes: Tensor) -> Tensor:
+        """Return the weights that codes, or values between codes, stand for."""
+        return decode(codes, self.scale, self.zero_point)
+
+    def round_(self, position: Tensor) -> Tensor:
+        """Replace each position, float32, by the nearest code: half to even, saturating."""
+        if self.format is None:
+            return position.round_().clamp_(*self.limits)
+        return self.format.round_(position)
+
+    def round(self, position: Tensor) -> Tensor:
+        """Return the nearest code of each position, without a gradient."""
+        return self.round_(position.detach().clone())
+
+    def step(self, position: Tensor) -> Tensor:
+        """Return how far apart codes are where a position lies, without a gradient."""
+        if self.format is None:
+            return torch.ones_like(position)
+        return self.format.step(position.detach())
+
+    def above(self, codes: Tensor) -> Tensor:
+        """Return the next code above each, as if there were such a one above the largest."""
+        return codes + self.step(torch.where(codes < 0, codes * _BELOW_ONE, codes))
+
+    def below(self, codes: Tensor) -> Tensor:
+        """Return the next code below each, as if there were such a one below the smallest."""
+        return -self.above(-codes)
+
+    def within_reach(self, position: Tensor) -> Tensor:
+        """Return positions moved to where rounding just does not saturate; the gradient of those it moves is zero."""
+        low, high = self.limits
+        half = 0.5 if self.format is None else float(self.step(position.new_tensor(high))) / 2
+        return position.clamp(low - half, high + half)
+
+
+__all__ = ["Grid"]

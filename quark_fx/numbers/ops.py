@@ -1,0 +1,407 @@
+"""The two operators of a quantized graph, `quark_fx::quantize` and `quark_fx::dequantize`, with ONNX's semantics.
+
+What these compute is what `QuantizeLinear` and `DequantizeLinear` compute: division by the scale, round
+half to even, zero point added, saturation at the limits of the *format*. A third, `dynamic_qparams`,
+measures scale and zero point at run time; a fourth, `grouped_mm`, is in loaded graphs of experts.
+
+Codes have no gradient. `fake_quantize` computes what `dequantize` makes of `quantize`, with the straight-through
+gradient; it takes their place where a graph is trained.
+
+Granularity is the pair (`axis`, `block_size`), for every operator here:
+
+* `axis=None`: one scale, shape `()` (a zero point may have this shape under any granularity);
+* `axis=k, block_size=0`: one scale per index of dimension `k`, shape `(x.shape[k],)`;
+* `axis=k, block_size=-1`: one scale per row along dimension `k`, whatever its length; the scale has the rank of
+  `x` and size 1 there;
+* `axis=k, block_size=b`: one scale per block of `b` values along dimension `k`; the scale has the rank
+  of `x` and `ceil(x.shape[k] / b)` entries along `k` (the last block may be shorter).
+
+Source: https://onnx.ai/onnx/operators/onnx__QuantizeLinear.html.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quark_fx.numbers.formats import FloatFormat, Format, IntFormat, parse_format
+from quark_fx.numbers.layout import Layout
+from quark_fx.numbers.qparams import QParams, ScaleType, Scheme, Symmetry, block_scale, like, share_scale
+from quark_fx.numbers.quantized_tensor import QuantizedTensor
+
+
+@torch.library.custom_op("quark_fx::quantize", mutates_args=())
+def quantize(
+    x: Tensor, scale: Tensor, zero_point: Tensor, format: str, axis: int | None = None, block_size: int = 0
+) -> Tensor:
+    """Return the codes of `x` in the dtype of the format (sub-byte codes in one byte each).
+
+    Args:
+        x: floating point, any shape.
+        scale: float32, shaped by the granularity (module docstring).
+        zero_point: int32, the shape of `scale`; ignored by float formats.
+        format: name of a format with integer codes or a float of at most 8 bits.
+        axis: see the module docstring.
+        block_size: see the module docstring.
+    """
+    fmt = parse_format(format)
+    return _codes(x, scale, zero_point, fmt, axis, block_size).to(fmt.dtype)
+
+
+def _codes(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    fmt: Format,
+    axis: int | None,
+    block_size: int,
+    limits: tuple[float, float] | None = None,
+) -> Tensor:
+    """Return the codes of `x` in a type that computes; saturates at `limits`, by default those of the format."""
+    y = x.float() / spread(scale, x, axis, block_size)
+    if isinstance(fmt, FloatFormat):
+        # Of 8 bits, the dtype rounds by itself.
+        return fmt.round_(y) if fmt.bits < 8 else y.clamp_(-fmt.max, fmt.max)
+    low, high = limits or (fmt.qmin, fmt.qmax)
+    y = y.double() if fmt.bits > 24 else y
+    return y.round_().add_(spread(zero_point, x, axis, block_size)).nan_to_num_(nan=low).clamp_(low, high)
+
+
+@quantize.register_fake
+def _(
+    x: Tensor, scale: Tensor, zero_point: Tensor, format: str, axis: int | None = None, block_size: int = 0
+) -> Tensor:
+    return torch.empty_like(x, dtype=parse_format(format).dtype)
+
+
+def _cut(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.mark_non_differentiable(output)
+
+
+def _no_gradient(ctx: Any, *gradients: Any) -> None:
+    raise AssertionError("codes have no gradient")
+
+
+# Without this, codes that are floats would ask for a gradient, of 8 bits.
+quantize.register_autograd(_no_gradient, setup_context=_cut)
+
+
+@torch.library.custom_op("quark_fx::dequantize", mutates_args=())
+def dequantize(
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    format: str,
+    axis: int | None = None,
+    block_size: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return `(codes - zero_point) * scale`, computed in float32 and then cast to `dtype`; inverse of `quantize`."""
+    return QuantizedTensor.of(codes, scale, zero_point, format, axis, block_size).dequantize(dtype)
+
+
+@dequantize.register_fake
+def _(
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    format: str,
+    axis: int | None = None,
+    block_size: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    return torch.empty_like(codes, dtype=dtype)
+
+
+def _keep_codes(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    codes, scale, zero_point, ctx.format, axis, block_size, _ = inputs
+    ctx.save_for_backward(codes, scale, zero_point)
+    ctx.layout = axis, block_size
+
+
+def _gradient_of_dequantize(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    if not ctx.needs_input_grad[1]:
+        return (None,) * 7
+    codes, scale, zero_point = ctx.saved_tensors
+    slope = codes.float()
+    if isinstance(parse_format(ctx.format), IntFormat):
+        slope = slope - spread(zero_point, codes, *ctx.layout)
+    return None, Layout.of(codes.shape, *ctx.layout).total(slope * gradient, scale.shape), *(None,) * 5
+
+
+dequantize.register_autograd(_gradient_of_dequantize, setup_context=_keep_codes)
+
+
+@torch.library.custom_op("quark_fx::fake_quantize", mutates_args=())
+def fake_quantize(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    format: str,
+    axis: int | None = None,
+    block_size: int = 0,
+    low: float | None = None,
+    high: float | None = None,
+) -> Tensor:
+    """Return `dequantize(quantize(x))` in the dtype of `x`, bit for bit, with a straight-through gradient.
+
+    The gradient of `x` is 1 where its code lies within the clip range and 0 where it saturates. That of a `scale` which
+    wants one is the rounding error in steps, or the limit that a value saturates at, times `1 / sqrt(n * largest code)`
+    for the `n` values that share the scale. Nothing waits for the device.
+
+    Args:
+        x: floating point, any shape.
+        scale: float32, shaped by the granularity (module docstring).
+        zero_point: int32, the shape of `scale`; ignored by float formats.
+        format: name of a format with integer codes or a float of at most 8 bits.
+        axis: see the module docstring.
+        block_size: see the module docstring.
+        low: smallest integer code; default: that of the format.
+        high: largest integer code; default: that of the format.
+
+    Source:
+        Esser et al. 2020, "Learned Step Size Quantization", equations 1 to 3 and section 2.2.
+    """
+    fmt = parse_format(format)
+    y = _codes(x, scale, zero_point, fmt, axis, block_size, _limits(fmt, low, high))
+    if isinstance(fmt, FloatFormat):
+        y = y.to(fmt.dtype).float()
+    else:
+        y = y.float().sub_(spread(zero_point, x, axis, block_size))
+    return y.mul_(spread(scale, x, axis, block_size)).to(x.dtype)
+
+
+@fake_quantize.register_fake
+def _(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    format: str,
+    axis: int | None = None,
+    block_size: int = 0,
+    low: float | None = None,
+    high: float | None = None,
+) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _limits(fmt: Format, low: float | None, high: float | None) -> tuple[float, float]:
+    """Return the smallest and the largest code in use."""
+    ends = (-fmt.max, fmt.max) if isinstance(fmt, FloatFormat) else (fmt.qmin, fmt.qmax)
+    return ends[0] if low is None else low, ends[1] if high is None else high
+
+
+def _keep_values(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, scale, zero_point, format, axis, block_size, low, high = inputs
+    ctx.save_for_backward(x, scale, zero_point)
+    ctx.format, ctx.layout = parse_format(format), (axis, block_size)
+    ctx.limits = _limits(ctx.format, low, high)
+
+
+def _gradient_of_fake_quantize(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x, scale, zero_point = ctx.saved_tensors
+    fmt, (low, high) = ctx.format, ctx.limits
+    position = x.float() / spread(scale, x, *ctx.layout)
+    if isinstance(fmt, FloatFormat):
+        rounded, reach = position, 2.0 ** (fmt.max_exponent - fmt.mantissa) / 2
+        low, high, least, most = low - reach, high + reach, low, high
+    else:
+        zero_point = spread(zero_point, x, *ctx.layout)
+        rounded = position.round() + zero_point
+        least, most = low, high
+    inside = (rounded >= low) & (rounded <= high)
+    of_x = gradient * inside if ctx.needs_input_grad[0] else None
+    of_scale = None
+    if ctx.needs_input_grad[1]:
+        if isinstance(fmt, FloatFormat):
+            codes = _codes(x, scale, zero_point, fmt, *ctx.layout).to(fmt.dtype).float()
+            slope = torch.where(inside, codes - position, codes)
+        else:
+            slope = torch.where(inside, rounded - zero_point - position, rounded.clamp(least, most) - zero_point)
+        factor = (x.numel() / max(1, scale.numel()) * max(most, 1)) ** -0.5
+        of_scale = Layout.of(x.shape, *ctx.layout).total(slope * gradient, scale.shape) * factor
+    return of_x, of_scale, *(None,) * 6
+
+
+fake_quantize.register_autograd(_gradient_of_fake_quantize, setup_context=_keep_values)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, like: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
+
+
+def straight_through(value: Tensor, like: Tensor) -> Tensor:
+    """Return `value`, bit for bit, with the gradient of `like`, which has its shape and dtype."""
+    result: Tensor = _StraightThrough.apply(value, like)
+    return result
+
+
+@torch.library.custom_op("quark_fx::grouped_mm", mutates_args=())
+def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Return the products of groups of rows with a matrix each, and 0 for rows after the last group.
+
+    `aten._grouped_mm` leaves those rows as the memory was; everything else it computes alike.
+
+    Args:
+        x: `(rows, inputs)`.
+        weight: `(groups, inputs, outputs)`, of the dtype of `x`.
+        offsets: int32, `(groups,)`; the (exclusive) ends of the groups, in order.
+    """
+    y: Tensor = torch.ops.aten._grouped_mm.default(x, weight, offsets)
+    covered = torch.arange(y.shape[0], device=y.device) < offsets[-1]
+    return y.where(covered.unsqueeze(-1), 0.0)
+
+
+@grouped_mm.register_fake
+def _(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    if (x.dim(), weight.dim(), offsets.dim()) != (2, 3, 1) or offsets.shape[0] != weight.shape[0]:
+        raise ValueError(f"no grouped product: {x.dim()}, {weight.dim()} and {offsets.dim()} dimensions")
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+def _keep_factors(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradient_of_grouped_mm(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, offsets = ctx.saved_tensors
+    gradient = gradient.contiguous()
+    of_x = grouped_mm(gradient, weight.mT.contiguous(), offsets) if ctx.needs_input_grad[0] else None
+    of_weight = torch.ops.aten._grouped_mm.default(x.mT, gradient, offsets) if ctx.needs_input_grad[1] else None
+    return of_x, of_weight, None
+
+
+grouped_mm.register_autograd(_gradient_of_grouped_mm, setup_context=_keep_factors)
+
+
+@torch.library.custom_op("quark_fx::dynamic_qparams", mutates_args=())
+def dynamic_qparams(
+    x: Tensor,
+    format: str,
+    symmetry: str,
+    axis: int | None = None,
+    block_size: int = 0,
+    scale_type: str = "float32",
+    group_size: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Return scale (float32) and zero point (int32) of the range of `x`, measured now.
+
+    Args:
+        x: floating point, any shape.
+        format: name of a format with integer codes or a float of at most 8 bits.
+        symmetry: a `Symmetry` value.
+        axis: see the module docstring.
+        block_size: see the module docstring; 0 goes with `axis=None`, for one scale.
+        scale_type: a `ScaleType` value: `"float32"`, or one of 8 bits.
+        group_size: of the groups that blocks of `block_size` share an exponent in, but for one bit; 0 for none.
+
+    Source:
+        https://onnx.ai/onnx/operators/onnx__DynamicQuantizeLinear.html, for uint8 per tensor;
+        `quark_fx.numbers.qparams.block_scale` for scales of 8 bits.
+    """
+    x = x.float()
+    scheme = Scheme(format=parse_format(format), symmetry=Symmetry(symmetry), scale_type=ScaleType(scale_type))
+    low, high = _extremes(x, axis, block_size)
+    if scheme.scale_type.is_8_bit:
+        scale = block_scale(torch.maximum(-low, high), scheme, high=high)
+        if group_size:
+            low, high = _extremes(x, axis, group_size)
+            group = block_scale(torch.maximum(-low, high), scheme, high=high)
+            scale = share_scale(scale, spread(group, scale, axis, group_size // block_size))
+        return scale, torch.full_like(scale, scheme.middle, dtype=torch.int32)
+    if scheme.symmetric:
+        scale = _nonzero(torch.maximum(-low, high) / like(low, scheme.largest))
+        return scale, torch.full_like(scale, scheme.middle, dtype=torch.int32)
+    scale = _nonzero((high - low) / like(low, scheme.qmax - scheme.qmin))
+    zero_point = (scheme.qmin - low / scale).clamp_(scheme.qmin, scheme.qmax).round_()
+    return scale, zero_point.to(torch.int32)
+
+
+def _cut_both(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(*output)
+
+
+# A range that is measured is a constant to the gradient, as one that is calibrated.
+dynamic_qparams.register_autograd(_no_gradient, setup_context=_cut_both)
+
+
+@dynamic_qparams.register_fake
+def _(
+    x: Tensor,
+    format: str,
+    symmetry: str,
+    axis: int | None = None,
+    block_size: int = 0,
+    scale_type: str = "float32",
+    group_size: int = 0,
+) -> tuple[Tensor, Tensor]:
+    shape: list[int] = []
+    if axis is not None:
+        shape = list(x.shape)
+        shape[axis] = 1 if block_size < 0 else (shape[axis] + block_size - 1) // block_size
+    return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int32)
+
+
+def _extremes(x: Tensor, axis: int | None, block_size: int) -> tuple[Tensor, Tensor]:
+    """Return the lower and the upper end of the range of each block, with zero in it; shapes as scales have them."""
+    if axis is None:
+        low, high = torch.aminmax(x)
+        return low.clamp(max=0), high.clamp(min=0)
+    if block_size > 0:
+        blocks = -(-x.shape[axis] // block_size)
+        # Zeros fill the last block up: they are in every range.
+        padding = blocks * block_size - x.shape[axis]
+        x = F.pad(x.movedim(axis, -1), (0, padding)).movedim(-1, axis) if padding else x
+        x, axis = x.unflatten(axis, (blocks, block_size)), axis % x.dim() + 1
+    # torch.aminmax over a dimension is not vectorised on a CPU
+    low, high = (x.amin(axis, keepdim=True), x.amax(axis, keepdim=True))
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    return (low.squeeze(axis), high.squeeze(axis)) if block_size > 0 else (low, high)
+
+
+def spread(parameter: Tensor, x: Tensor, axis: int | None, block_size: int) -> Tensor:
+    """Return a scale or zero point shaped by the granularity (module docstring) so that it broadcasts over `x`."""
+    return Layout.of(x.shape, axis, block_size).spread(parameter)
+
+
+def encode(x: Tensor, qparams: QParams, scheme: Scheme, axis: int | None = None, block_size: int = 0) -> Tensor:
+    """Quantize `x` like `quantize`, and keep to the codes the *scheme* allows (±127 for symmetric int8)."""
+    codes = torch.empty(x.shape, dtype=scheme.format.dtype, device=x.device)
+    whole = QuantizedTensor.of(codes, qparams.scale, qparams.zero_point, scheme.format, axis, block_size)
+    for rows, part in whole.pieces():
+        codes[rows] = _encode(x[rows], part.scale, part.zero_point, scheme, axis, block_size)
+    return codes
+
+
+def _encode(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, axis: int | None, block_size: int) -> Tensor:
+    if isinstance(scheme.format, FloatFormat):
+        codes: Tensor = quantize(x, scale, zero_point, str(scheme.format), axis, block_size)
+        return codes
+    wide = torch.float64 if scheme.format.bits > 16 else torch.float32  # float32 holds every code of 16 bits
+    y = x.to(wide) / spread(scale, x, axis, block_size)
+    y = y.round_().add_(spread(zero_point, x, axis, block_size))
+    return y.clamp_(scheme.qmin, scheme.qmax)
+
+
+def _nonzero(scale: Tensor) -> Tensor:
+    return torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
+
+
+__all__ = [
+    "dequantize",
+    "dynamic_qparams",
+    "encode",
+    "fake_quantize",
+    "quantize",
+    "spread",
+    "straight_through",
+]

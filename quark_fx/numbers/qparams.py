@@ -1,0 +1,363 @@
+"""From a real range to a scale and a zero point."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from quark_fx.errors import ConfigError
+from quark_fx.numbers.formats import FP8_E4M3, FloatFormat, Format, IntFormat
+
+
+class Symmetry(StrEnum):
+    """How the codes lie around zero."""
+
+    ASYMMETRIC = "asymmetric"
+    """A zero point; every code is used."""
+    SYMMETRIC = "symmetric"
+    """Zero point in the middle and as many codes below it as above: int8 uses -127 … 127, scale `amax / 127`. With E8M0
+    scales, which are steps of the format itself, integers of two's complement have every code."""
+    SYMMETRIC_FULL = "symmetric_full"
+    """Zero point in the middle and every code used: int8 uses -128 … 127, scale `amax / 127.5`."""
+    SIGN_AWARE = "sign_aware"
+    """Zero point 0 and every code used, for weights: the scale is `amax / 128` for int8, and negative where the largest
+    magnitude is a positive value, so that it falls on -128, which has no counterpart."""
+
+
+class ScaleType(StrEnum):
+    """Which scales are allowed."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    """Scales that float16 represents exactly (nearest to the ideal one)."""
+    POWER_OF_TWO = "power_of_two"
+    """The smallest power of two that is not below the ideal scale: rounding up never overflows the range."""
+    E8M0_FLOOR = "e8m0_floor"
+    """A power of two in 8 bits: the exponent of the largest magnitude, less that of the format's largest value. What
+    lies above that value saturates (OCP Microscaling Formats v1.0, section 6.3)."""
+    E8M0_EVEN = "e8m0_even"
+    """The same, of the largest magnitude rounded half up to the mantissa of the format: it does not saturate where it
+    would round to the next power of two."""
+    E8M0_CEIL = "e8m0_ceil"
+    """The smallest power of two in 8 bits at which nothing saturates."""
+    FP8_E4M3 = "fp8_e4m3"
+    """Two levels: an E4M3 float per group, times one float32 per tensor that maps the largest magnitude of the tensor
+    to the largest E4M3 float (NVIDIA NVFP4)."""
+
+    @property
+    def is_e8m0(self) -> bool:
+        """Whether scales are powers of two in 8 bits, 2**-127 to 2**127."""
+        return self in (ScaleType.E8M0_FLOOR, ScaleType.E8M0_EVEN, ScaleType.E8M0_CEIL)
+
+    @property
+    def is_8_bit(self) -> bool:
+        """Whether one byte holds the scale of a group."""
+        return self.is_e8m0 or self is ScaleType.FP8_E4M3
+
+    @property
+    def bits(self) -> int:
+        """Of a scale when stored."""
+        return 8 if self.is_8_bit else 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scheme:
+    """Everything that decides how a range maps to codes.
+
+    A float format that needs a scale is symmetric whatever `symmetry` says: zero is one of its codes.
+
+    Args:
+        format: of the codes.
+        symmetry: how they lie around zero.
+        scale_type: which scales are allowed.
+        global_scale: what scales of `ScaleType.FP8_E4M3` are multiples of, see `global_scale`; by default that of the
+            ranges a call is given.
+        reduce_range: use half of an integer format's codes: -64 to 64 of int8, 0 to 127 of uint8.
+    """
+
+    format: Format
+    symmetry: Symmetry = Symmetry.SYMMETRIC
+    scale_type: ScaleType = ScaleType.FLOAT32
+    global_scale: float | None = None
+    reduce_range: bool = False
+
+    @property
+    def symmetric(self) -> bool:
+        return isinstance(self.format, FloatFormat) or self.symmetry is not Symmetry.ASYMMETRIC
+
+    @property
+    def qmin(self) -> int:
+        """The smallest integer code in use."""
+        fmt = self._integer()
+        if self.reduce_range:
+            return -self.qmax if fmt.signed else 0
+        restricted = fmt.signed and self.symmetry is Symmetry.SYMMETRIC and not self.scale_type.is_e8m0
+        return -fmt.qmax if restricted else fmt.qmin
+
+    @property
+    def qmax(self) -> int:
+        """The largest integer code in use."""
+        fmt = self._integer()
+        if self.reduce_range:
+            return 1 << (fmt.bits - 2) if fmt.signed else fmt.qmax // 2
+        return fmt.qmax
+
+    @property
+    def middle(self) -> int:
+        """The zero point of a symmetric scheme: 0, or half way up an unsigned format (128 for uint8)."""
+        fmt = self.format
+        return 0 if isinstance(fmt, FloatFormat) or fmt.signed else 1 << (fmt.bits - 1 - self.reduce_range)
+
+    @property
+    def largest(self) -> float:
+        """The code, counted from the zero point, that a symmetric scheme maps the largest magnitude to."""
+        if isinstance(self.format, FloatFormat):
+            return self.format.max
+        if self.symmetry is Symmetry.SYMMETRIC and self.format.signed:
+            return self.qmax
+        return -self.qmin if self.symmetry is Symmetry.SIGN_AWARE else (self.qmax - self.qmin) / 2
+
+    @property
+    def one_more_below(self) -> bool:
+        """Whether there is one more code below the zero point than above, as in two's complement."""
+        return isinstance(self.format, IntFormat) and self.middle - self.qmin > self.qmax - self.middle
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The smallest and the largest code in use."""
+        return (-self.format.max, self.format.max) if isinstance(self.format, FloatFormat) else (self.qmin, self.qmax)
+
+    @property
+    def exponent(self) -> int:
+        """The exponent of the largest value, counted from the zero point: 8 for E4M3, 6 for int8."""
+        fmt = self.format
+        return fmt.max_exponent if isinstance(fmt, FloatFormat) else fmt.bits - 2
+
+    @property
+    def mantissa(self) -> int:
+        """Bits behind the leading one of the largest value."""
+        return self.format.mantissa if isinstance(self.format, FloatFormat) else self.format.bits - 2
+
+    def _integer(self) -> IntFormat:
+        if not isinstance(self.format, IntFormat):
+            raise ConfigError(f"{self.format} has no integer codes")
+        return self.format
+
+
+@dataclass(frozen=True, slots=True)
+class QParams:
+    """Quantization parameters of one tensor.
+
+    Attributes:
+        scale: float32, one per channel or group, positive; of either sign for `Symmetry.SIGN_AWARE`.
+        zero_point: int32, the shape of `scale`; all zero for a float format.
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+
+
+def affine_qparams(low: Tensor, high: Tensor, scheme: Scheme) -> QParams:
+    """Map the real range `[low, high]` onto the codes of `scheme`, keeping zero exact.
+
+    The range is widened to contain zero; the scale is computed in float64, as ONNX Runtime does.
+
+    Args:
+        low: smallest real value, any shape `S`.
+        high: largest real value, shape `S`, `high >= low`.
+        scheme: format, symmetry and kind of scale.
+
+    Returns:
+        Parameters of shape `S`. A range that is the single point zero gets scale 1.
+
+    Raises:
+        ValueError: if a bound is NaN or infinite.
+
+    Source:
+        Jacob et al. 2018, section 2.1 (`r = S * (q - Z)`); ONNX Runtime `compute_scale_zp`.
+    """
+    if not bool((torch.isfinite(low) & torch.isfinite(high)).all()):
+        raise ValueError(f"the range is not finite: low {_show(low)}, high {_show(high)}")
+    low, high = low.double().clamp(max=0), high.double().clamp(min=0)
+    if scheme.symmetric:
+        found = symmetric_qparams(torch.maximum(-low, high), scheme, high)
+        if scheme.symmetry is Symmetry.SIGN_AWARE:
+            return QParams(torch.where(high > -low, -found.scale, found.scale), found.zero_point)
+        return found
+    steps = scheme.qmax - scheme.qmin
+    ideal = (high - low) / steps
+    scale = constrain_scale(ideal, scheme.scale_type)
+    # A float32 scale is the ideal one but for rounding, which must not decide a zero point that lies on a tie.
+    exact = (scheme.scale_type is ScaleType.FLOAT32) & (ideal >= torch.finfo(torch.float32).tiny)
+    zero_point = (scheme.qmin - low / torch.where(exact, ideal, scale.double())).round().clamp(scheme.qmin, scheme.qmax)
+    return QParams(scale, zero_point.to(torch.int32))
+
+
+def symmetric_qparams(amax: Tensor, scheme: Scheme, high: Tensor | None = None) -> QParams:
+    """Map `[-amax, amax]` onto the codes of a symmetric `scheme`; shapes and errors as `affine_qparams`.
+
+    Args:
+        amax: the largest magnitude.
+        scheme: symmetric.
+        high: the largest value that is not negative, which `block_scale` knows what to do with.
+    """
+    if scheme.scale_type.is_8_bit:
+        scale = block_scale(amax.float(), scheme, high=None if high is None else high.float())
+    else:
+        scale = constrain_scale(amax.double() / scheme.largest, scheme.scale_type)
+    return QParams(scale, torch.full_like(scale, scheme.middle, dtype=torch.int32))
+
+
+def constrain_scale(ideal: Tensor, scale_type: ScaleType, global_scale: Tensor | float | None = None) -> Tensor:
+    """Return the float32 scale of kind `scale_type` for an `ideal` one (float64, non-negative).
+
+    A scale too small for a normal float32 is that of a tensor of zeros, and becomes 1 (one global scale).
+
+    Args:
+        ideal: any shape.
+        scale_type: powers of two are not below the ideal scale, others the nearest.
+        global_scale: for `ScaleType.FP8_E4M3`; by default that of the largest of the ideal scales.
+    """
+    if scale_type is ScaleType.FP8_E4M3:
+        wanted = ideal.float()
+        unit = _global_scale(wanted.amax() / _E4M3_MAX) if global_scale is None else like(wanted, global_scale)
+        return _two_level(wanted, wanted / unit, unit)
+    if scale_type.is_e8m0:
+        scale = torch.where(ideal == 0, 1.0, ideal.clamp(2.0**-127, 2.0**127))
+    else:
+        scale = torch.where(ideal < torch.finfo(torch.float32).tiny, 1.0, ideal)
+    if scale_type is ScaleType.POWER_OF_TWO or scale_type.is_e8m0:
+        mantissa, exponent = torch.frexp(scale)
+        scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).to(exponent.dtype))
+    elif scale_type is ScaleType.FLOAT16:
+        half = torch.finfo(torch.float16)
+        scale = scale.clamp(half.smallest_normal, half.max).half().double()
+    return scale.float()
+
+
+def block_scale(
+    amax: Tensor, scheme: Scheme, global_scale: Tensor | None = None, *, high: Tensor | None = None
+) -> Tensor:
+    """Return the scales of blocks whose largest magnitude is `amax`, for a scheme with 8-bit scales.
+
+    Args:
+        amax: float32, any shape, not negative.
+        scheme: symmetric.
+        global_scale: for `ScaleType.FP8_E4M3`, shape `()`, instead of the scheme's.
+        high: the largest value of each block that is not negative, float32; default: `amax`. Two's complement has one
+            more code below zero than above, so that no negative value raises an exponent.
+
+    Returns:
+        float32, the shape of `amax`. The scale of a block of zeros is 1 (one global scale); of one that holds NaN or
+        infinity it is NaN, and so is all that is dequantized with it.
+
+    Source:
+        OCP Microscaling Formats v1.0, section 6.3; NVIDIA's NVFP4, as TensorRT Model Optimizer computes it.
+    """
+    if scheme.scale_type is ScaleType.FP8_E4M3:
+        given = scheme.global_scale if global_scale is None else global_scale
+        unit = global_scale_of(amax.amax(), scheme) if given is None else like(amax, given)
+        # A global scale has 20 bits: the product is exact.
+        return _two_level(amax, amax / (scheme.largest * unit), unit)
+    power = _power(amax, scheme, below=True)
+    above = _power(amax if high is None else high, scheme, below=False)
+    power = torch.where(amax == 0 if high is None else high == 0, power, torch.maximum(power, above))
+    # Above, the largest value would not be a float32.
+    power = power.clamp(-127, 127 - scheme.exponent).to(torch.int32)
+    # 2**-127 is subnormal.
+    scale = torch.where(power < -126, 1 << 22, (power + 127) << 23).to(torch.int32).view(torch.float32)
+    scale = torch.where(amax == 0, 1.0, scale)
+    return torch.where((amax >= 0) & (amax < torch.inf), scale, torch.nan)
+
+
+def _power(size: Tensor, scheme: Scheme, *, below: bool) -> Tensor:
+    """Return the exponent, before it is held in 8 bits, of the scale of a value at that distance from zero."""
+    mantissa, exponent = torch.frexp(size)  # size = mantissa * 2**exponent, with a mantissa of at least a half
+    more = below and scheme.one_more_below
+    if scheme.scale_type is ScaleType.E8M0_CEIL:
+        lowest, highest = (limit - scheme.middle for limit in scheme.limits)
+        largest, offset = math.frexp(-lowest if more else highest)
+        return exponent - offset + (mantissa > largest)
+    power = exponent - 1 - scheme.exponent
+    if scheme.scale_type is ScaleType.E8M0_EVEN and not more:
+        power = power + (mantissa >= 1 - 2.0 ** -(scheme.mantissa + 2))
+    return power
+
+
+_E4M3_MAX, _E4M3_TINY = FP8_E4M3.max, 2.0**-9
+
+
+def global_scale_of(amax: Tensor, scheme: Scheme) -> Tensor:
+    """Return the scale, float32, shape `()`, that E4M3 scales of a tensor of largest magnitude `amax` are multiples of.
+
+    It is `amax / (largest code * 448)`, cut off after 20 bits so that its product with an E4M3 float is exact.
+    """
+    return _global_scale(amax.float() / like(amax.float(), scheme.largest * _E4M3_MAX))
+
+
+def recover_global_scale(scale: Tensor) -> Tensor:
+    """Return a float32 of shape `()` whose quotient with every one of `scale` is an E4M3 float, exactly.
+
+    Args:
+        scale: scales of `ScaleType.FP8_E4M3` with one global scale, of one or several tensors; float32.
+
+    Raises:
+        ValueError: if there is none, as for tensors with different global scales.
+    """
+    # The largest scale is one of the E4M3 floats times the global scale; the quotient of an exact product is exact.
+    known: Tensor = scale.unique()
+    codes = FP8_E4M3.levels().to(scale).flip(0)
+    units: Tensor = known[-1] / codes[codes > 0]
+    if len(known) > len(units):
+        raise ValueError(f"{len(known)} different scales are no E4M3 floats times one global scale")
+    multiples = known / units[:, None]
+    held = multiples.clamp(max=_E4M3_MAX).to(FP8_E4M3.dtype).float()
+    exact = ((held == multiples) & (held * units[:, None] == known)).all(1).nonzero()
+    if len(exact):
+        return units[exact[0, 0]]
+    raise ValueError("these scales are no E4M3 floats times one global scale")
+
+
+def _global_scale(ideal: Tensor) -> Tensor:
+    """Return `ideal`, float32, to 20 bits; 1 for zero, and large enough for its products to be normal numbers."""
+    cut = (ideal.view(torch.int32) & -16).view(torch.float32)
+    return torch.where(ideal == 0, 1.0, cut.clamp_min(2.0**-100))
+
+
+def like(x: Tensor, scale: Tensor | float) -> Tensor:
+    """Return a number as a tensor of the type and device of `x`: by a Python number, a GPU does not divide exactly.
+
+    A number is written by the device itself: a copy from the host would wait for it, and no CUDA graph holds one.
+    """
+    if isinstance(scale, Tensor):
+        return scale.to(x)
+    if abs(scale) > torch.finfo(x.dtype).max:
+        scale = math.copysign(math.inf, scale)  # which `full` refuses to round to
+    return torch.full((), scale, dtype=x.dtype, device=x.device)
+
+
+def _two_level(size: Tensor, multiple: Tensor, unit: Tensor) -> Tensor:
+    """Return the multiple of `unit` that E4M3 holds, nearest to `multiple`; one `unit` where `size` is zero."""
+    held = multiple.clamp(_E4M3_TINY, _E4M3_MAX).to(FP8_E4M3.dtype).float()
+    return torch.where(size == 0, 1.0, held) * unit
+
+
+def share_scale(own: Tensor, group: Tensor) -> Tensor:
+    """Return the scales of sub-blocks that share the exponent of their group but for one bit.
+
+    Args:
+        own: what each would have by itself, powers of two.
+        group: of the group it is in, the shape of `own`.
+
+    Source:
+        Rouhani et al. 2023, "With Shared Microexponents, A Little Shifting Goes a Long Way", section 3.
+    """
+    return torch.minimum(torch.maximum(own, group / 2), group)
+
+
+def _show(bound: Tensor) -> str:
+    return str(bound.flatten()[:3].tolist())[1:-1]

@@ -1,0 +1,153 @@
+"""Codes and what they stand for: the one holder of quantized values, wherever they were read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import EllipsisType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from quark_fx.numbers.formats import Format, IntFormat, parse_format
+from quark_fx.numbers.layout import Layout
+
+_AT_ONCE = 1 << 20
+"""Values that are computed together, about: a few megabytes, which the processor's caches hold."""
+
+
+def decode(codes: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
+    """Return `(codes - zero_point) * scale`, the values that codes stand for.
+
+    Args:
+        codes: in the type to compute in.
+        scale: broadcasts over `codes`.
+        zero_point: likewise; `None` for zero.
+    """
+    return (codes if zero_point is None else codes - zero_point) * scale
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedTensor:
+    """Codes with their scales: `(codes - zero_point) * scale`.
+
+    Attributes:
+        codes: in the format's dtype (sub-byte codes in one byte each), any shape.
+        scale: of shape `layout.scale_shape`.
+        zero_point: whole numbers of the shape of `scale`, or `()`; zero for floats.
+        format: of the codes.
+        layout: which scale belongs to which code.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor
+    format: Format
+    layout: Layout
+
+    @classmethod
+    def of(
+        cls,
+        codes: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        format: Format | str,
+        axis: int | None = None,
+        block_size: int = 0,
+    ) -> Self:
+        """Build one from the arguments of `quark_fx.numbers.ops.dequantize`; without a `zero_point` it is zero."""
+        if zero_point is None:
+            zero_point = torch.zeros((), dtype=torch.int32, device=scale.device)
+        layout = Layout.of(codes.shape, axis, block_size)
+        return cls(codes, scale, zero_point, parse_format(format) if isinstance(format, str) else format, layout)
+
+    @classmethod
+    def cast(cls, x: Tensor, format: Format) -> Self:
+        """Return `x` cast to the dtype of a 16-bit float, which needs no scale: it is one."""
+        one = torch.ones((), device=x.device)
+        return cls.of(x.to(format.dtype), one, None, format)
+
+    @property
+    def axis(self) -> int | None:
+        """The dimension the scales vary along, as `quark_fx.numbers.ops` takes it."""
+        return self.layout.axis
+
+    @property
+    def block_size(self) -> int:
+        """Values per scale along `axis`, 0 for one scale per index, as `quark_fx.numbers.ops` takes it."""
+        return 0 if self.layout.flat else self.layout.block
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the codes are floats."""
+        return not isinstance(self.format, IntFormat)
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether every zero point is zero."""
+        return self.is_float or not bool(self.zero_point.any())
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return what the codes stand for, computed in float32."""
+        result = torch.empty_like(self.codes, dtype=dtype)
+        # The float32 values of a large weight beside its spread scales would take several times what the result does.
+        for rows, part in self.pieces():
+            result[rows] = part._decoded()
+        return result
+
+    def _decoded(self) -> Tensor:
+        """Return what the codes stand for, float32, all at once."""
+        zero_point = None if self.is_float else self.layout.spread(self.zero_point)
+        return decode(self.codes.to(torch.float32), self.layout.spread(self.scale), zero_point)
+
+    def pieces(self) -> Iterator[tuple[slice | EllipsisType, QuantizedTensor]]:
+        """Yield some rows (of dimension 0) at a time, as an index and what they are quantized to."""
+        for rows in self.layout.pieces(_AT_ONCE if self.codes.is_cpu else _AT_ONCE << 8):
+            yield rows, self[rows]
+
+    def __getitem__(self, rows: slice | EllipsisType) -> QuantizedTensor:
+        """Return some rows, which cut through no block."""
+        if isinstance(rows, EllipsisType):
+            return self
+        codes = self.codes[rows]
+        scale, zero_point = (self.layout.of_rows(p, rows) for p in (self.scale, self.zero_point))
+        return replace(self, codes=codes, scale=scale, zero_point=zero_point, layout=self.layout.of_shape(codes.shape))
+
+    def to(self, device: torch.device) -> QuantizedTensor:
+        """Return it on a device."""
+        parts = {name: getattr(self, name).to(device) for name in ("codes", "scale", "zero_point")}
+        return replace(self, **parts)
+
+    def signed(self) -> QuantizedTensor:
+        """Return the same values in codes of the signed format of as many bits."""
+        if not isinstance(self.format, IntFormat) or self.format.signed:
+            return self
+        half, bits = 1 << (self.format.bits - 1), self.format.bits
+        codes = self.codes.to(torch.int16 if bits <= 8 else torch.int32) - half
+        signed = IntFormat(bits)
+        return replace(self, codes=codes.to(signed.dtype), zero_point=self.zero_point - half, format=signed)
+
+    def sqnr(self, real: Tensor) -> float:
+        """Return the signal to quantization noise ratio in dB, `real` being what was quantized."""
+        signal = noise = 0.0
+        for rows, part in self.pieces():
+            some = real[rows].float()
+            signal += float(torch.linalg.vector_norm(some)) ** 2
+            noise += float(torch.linalg.vector_norm(part._decoded().sub_(some))) ** 2
+        return _decibels(signal, noise)
+
+
+def sqnr(reference: Tensor, approximation: Tensor) -> float:
+    """Return the signal to quantization noise ratio in dB; infinite where nothing was lost."""
+    signal = float(torch.linalg.vector_norm(reference.float()))
+    noise = float(torch.linalg.vector_norm(reference.float() - approximation.float()))
+    return _decibels(signal**2, noise**2)
+
+
+def _decibels(signal: float, noise: float) -> float:
+    return 10 * math.log10(signal / noise) if noise > 0 and signal > 0 else math.inf
+
+
+__all__ = ["QuantizedTensor", "decode", "sqnr"]

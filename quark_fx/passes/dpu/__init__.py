@@ -1,0 +1,1 @@
+"""Passes for DPUs, whose scales are powers of two."""

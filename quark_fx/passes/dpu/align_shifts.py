@@ -1,0 +1,209 @@
+"""Choose power-of-two scales that a DPU has shifts for, before anything is rounded with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from quark_fx.config.quant_config import TensorSpec
+from quark_fx.engine.context import Calibrated, Context
+from quark_fx.errors import CalibrationError, ConfigError
+from quark_fx.graph.nodes import is_parameter, parameter, target_name
+from quark_fx.graph.operators import MOVING, is_average
+from quark_fx.graph.pass_manager import Change, Stage, graph_pass
+from quark_fx.numbers.qparams import QParams
+from quark_fx.passes.dpu import shifts
+from quark_fx.passes.dpu.shifts import System
+from quark_fx.plan.placement import PlannedOperator, Point, module_name
+
+RULES = ("concat", "pool", "pad", "read", "write", "hard_sigmoid", "swish", "cut", "bias")
+"""Every rule."""
+
+Value = tuple[Node, TensorSpec]
+Constant = tuple[Node, int]
+
+
+@graph_pass(exact=False, stage=Stage.CALIBRATED, targets=("dpu",), distributed=True)
+@dataclass(frozen=True)
+class AlignShifts:
+    """Change positions (a scale is `2**-position`) until the shifts between them are those a DPU can do.
+
+    Weights and biases are rounded afterwards, with the scales found here. `docs/dpu.md` says what each rule is, and
+    what is changed to meet it. Positions are lowered, which costs bits, rather than raised, which cuts values off.
+
+    Args:
+        rules: which to follow; all, unless a device is known not to need one.
+
+    Raises:
+        ConfigError: for an unknown rule.
+
+    Source:
+        AMD Quark for ONNX, `quark.onnx.refine`.
+    """
+
+    rules: tuple[str, ...] = RULES
+
+    def __post_init__(self) -> None:
+        if unknown := [rule for rule in self.rules if rule not in RULES]:
+            raise ConfigError(f"unknown rule {unknown[0]!r}; choose from {', '.join(RULES)}")
+
+    def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
+        """Change the scales of the run, note each, and return how many changed."""
+        if context is None or context.calibrated is None:
+            raise ConfigError("AlignShifts changes scales that calibration found; run it through `quantize`")
+        found = context.calibrated
+        builder = _Builder(gm, found, context.config.bias, frozenset(self.rules))
+        settled = shifts.settle(builder.build())
+        for variable, rules in settled.reasons.items():
+            before, after = builder.system.positions[variable], settled.positions[variable]
+            context.note(Change(builder.names[variable], f"2**{-before} → 2**{-after}: {', '.join(rules)}"))
+        for variable, position in settled.positions.items():
+            builder.store(variable, position)
+        return len(settled.reasons)
+
+
+class _Builder:
+    """Reads the positions of a plan, and what its operators ask of them, off the graph."""
+
+    def __init__(self, gm: GraphModule, found: Calibrated, bias: TensorSpec | None, rules: frozenset[str]) -> None:
+        self.gm, self.found, self.bias, self.rules = gm, found, bias, rules
+        self.names: dict[shifts.Name, str] = {}
+        self.constants: dict[Constant, QParams] = {}
+        self.points: dict[Node, list[Point]] = {}
+        for point in found.plan.points.values():
+            self.points.setdefault(point.value, []).append(point)
+        self.system = System({}, rules=rules & {"cut", "bias"})
+
+    def build(self) -> System:
+        for (source, spec), qparams in self.found.values.items():
+            self.system.positions[source, spec] = _position(qparams.scale)
+            self.names[source, spec] = module_name(source) + (" input" if source.op == "placeholder" else " output")
+        for points in self.points.values():
+            for point in points:
+                self._tie_concatenation(point)
+        for node in self.gm.graph.nodes:
+            self._add_arithmetic(node)
+        for op in self.found.plan.operators:
+            self._add_product(op)
+        return self.system
+
+    def store(self, variable: shifts.Name, position: int) -> None:
+        """Give a tensor the scale of a position."""
+        if abs(position) > 126:
+            raise CalibrationError(f"{self.names[variable]} needs the scale 2**{-position}, which is no float32")
+        values = self.found.values
+        if variable in values:
+            values[variable] = _moved(values[variable], position)
+        else:
+            self.found.constants[variable] = _moved(self.constants[variable], position)
+
+    def _read(self, node: Node, value: object) -> Value | None:
+        """Return what an operator reads a value with."""
+        points = self.points.get(value, []) if isinstance(value, Node) else []
+        own = [p for p in points if p.readers is not None and node in p.readers]
+        return next(((p.source, p.spec) for p in (*own, *points) if p.readers is None or node in p.readers), None)
+
+    def _made(self, node: Node) -> Value | None:
+        """Return what the output of an operator is rounded with."""
+        value = self.found.plan.outputs.get(node)
+        points = self.points.get(value, []) if value is not None else []
+        return next(((p.source, p.spec) for p in points if p.readers is None), None)
+
+    def _tie_concatenation(self, point: Point) -> None:
+        """Tie what is moved together to all it is made of; what is moved alone has its scale anyway."""
+        if "concat" in self.rules and target_name(point.value) in MOVING and point.source is point.value:
+            self._tie("concat", (point.source, point.spec), *self._parts(point.value))
+
+    def _parts(self, value: Node) -> Iterator[Value]:
+        for part in value.all_input_nodes:
+            points = [p for p in self.points.get(part, []) if p.readers is None]
+            yield from ((p.source, p.spec) for p in points)
+            if not points and target_name(part) in MOVING:
+                yield from self._parts(part)
+
+    def _tie(self, rule: str, *values: Value | None) -> None:
+        known = [value for value in values if value is not None]
+        if rule in self.rules and len(known) > 1:
+            self.system.ties.append((rule, tuple(known)))
+
+    def _add_arithmetic(self, node: Node) -> None:
+        name = target_name(node)
+        if is_average(node):
+            self._tie("pool", self._read(node, node.args[0]), self._made(node))
+        elif name in ("aten.pad.default", "aten.constant_pad_nd.default"):
+            self._tie("pad", self._read(node, node.args[0]), self._made(node))
+        elif name in ("aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor"):
+            inputs = [self._read(node, value) for value in node.args[:2]]
+            if inputs[0] is not None and inputs[1] is not None:
+                self._add_pair(node, inputs[0], inputs[1])
+        elif name == "aten.hardsigmoid.default" and "hard_sigmoid" in self.rules:
+            read = self._read(node, node.args[0])
+            limits, floors = shifts.sigmoid_limits(read, self._made(node)) if read is not None else ([], [])
+            self.system.limits += limits
+            self.system.floors += floors
+
+    def _add_pair(self, node: Node, a: Value, b: Value) -> None:
+        made = self._made(node)
+        if target_name(node) != "aten.mul.Tensor":
+            # The compiler asks for the shift after an addition only.
+            rules = self.rules - ({"write"} if target_name(node) == "aten.sub.Tensor" else set())
+            self.system.limits += shifts.sum_limits((a, b), made, rules)
+            return
+        rule, most = ("swish", shifts.SWISH) if self._is_swish(node) else ("write", shifts.WRITE_PRODUCT)
+        if made is not None and rule in self.rules:
+            self.system.limits += shifts.product_limits((a, b), made, rule, most)
+
+    def _is_swish(self, node: Node) -> bool:
+        """Tell whether one factor is the hard sigmoid of the other."""
+        for gate, value in (node.args[:2], node.args[1::-1]):
+            while isinstance(gate, Node) and target_name(gate) == "aten.mul.Scalar":
+                gate = gate.args[0]
+            if isinstance(gate, Node) and target_name(gate) == "aten.hardsigmoid.default" and gate.args[0] is value:
+                return True
+        return False
+
+    def _add_product(self, op: PlannedOperator) -> None:
+        linear, node = op.linear, op.node
+        if op.reason or linear is None or op.weight_node is None or op.weight is None:
+            return
+        read, made, weight = self._read(node, linear.activation), self._made(node), (node, linear.weight_at)
+        if read is None or made is None or not self._add_constant(weight, op.weight_node, op.weight):
+            return
+        self.names[weight] = f"{op.name} weight"
+        given, bias = linear.bias, None
+        if is_parameter(given) and self.bias is not None and linear.bias_at is not None:
+            key = node, linear.bias_at
+            bias = key if self._add_constant(key, given, self.bias) else None
+        if bias is not None:
+            self.names[bias] = f"{op.name} bias"
+        leaky = any(target_name(user) == "aten.leaky_relu.default" for user in node.users)
+        self.system.products.append(shifts.Product(read, weight, bias, made, leaky))
+
+    def _add_constant(self, key: Constant, node: Node, spec: TensorSpec) -> bool:
+        """Observe a weight or bias; tell whether it is finite (conversion names what is not)."""
+        value = parameter(self.gm, node).detach()
+        if not bool(torch.isfinite(value).all()):
+            return False
+        assert spec.observer is not None
+        qparams = spec.observer.of_constant(value.reshape(1, -1), spec.scheme)
+        self.constants[key] = QParams(qparams.scale.reshape(()), qparams.zero_point.reshape(()))
+        self.system.positions[key] = _position(qparams.scale)
+        return True
+
+
+def _position(scale: Tensor) -> int:
+    mantissa, exponent = math.frexp(float(scale))
+    assert mantissa == 0.5, "the configuration allows powers of two only"
+    return 1 - exponent
+
+
+def _moved(qparams: QParams, position: int) -> QParams:
+    return QParams(torch.full_like(qparams.scale, 2.0**-position), qparams.zero_point)
+
+
+__all__ = ["RULES", "AlignShifts"]

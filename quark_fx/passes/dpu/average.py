@@ -1,0 +1,107 @@
+"""Averages as a DPU computes them: a sum, a multiplication by an integer and a shift."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.fx import GraphModule, Node
+
+from quark_fx.engine.context import Context
+from quark_fx.graph.nodes import call, static_size, target_name, value_of
+from quark_fx.graph.operators import argument, is_average
+from quark_fx.graph.pass_manager import Change, graph_pass
+from quark_fx.plan.placement import module_name
+
+_SQUARES = {3: (7, 6), 5: (10, 8), 6: (7, 8), 7: (21, 10), 14: (21, 12)}
+"""For a square kernel by its side: `1 / side**2` is taken for `a / 2**b`."""
+
+_WIDEST = 255
+"""The largest side whose factor is known."""
+
+
+@graph_pass(exact=False, after=("pool_means", "SplitLargePools"))
+def use_dpu_averages(gm: GraphModule, context: Context | None = None) -> int:
+    """Multiply every average of `n` values by `n * a / 2**b`, where a DPU multiplies their sum by `a / 2**b`.
+
+    The factor is within 1 % of 1 for the kernels networks have: 63/64 for 3×3, 1029/1024 for 7×7.
+
+    The factor is that of the kernel: of windows that reach over the border, where `count_include_pad=False` or
+    `ceil_mode` divide by fewer, it is an approximation, the one Quark makes.
+
+    Returns how many were rewritten. Those that are left are noted, with the reason.
+
+    Source:
+        AMD Quark for ONNX, `ConvertAvgPoolToDPUVersion` and `ConvertReduceMeanToDPUVersion`.
+    """
+    done = 0
+    for node in list(gm.graph.nodes):
+        if not is_average(node) or [target_name(user) for user in node.users] == ["aten.mul.Scalar"]:
+            continue
+        factor = _factor(gm, node)
+        what = factor if isinstance(factor, str) else f"multiplied by {factor}"
+        if context is not None:
+            context.note(Change(module_name(node), what, not isinstance(factor, str)))
+        if not isinstance(factor, str):
+            with gm.graph.inserting_after(node):
+                scaled = call(gm, torch.ops.aten.mul.Scalar, node, factor, like=node)
+            node.replace_all_uses_with(scaled, delete_user_cb=lambda user, scaled=scaled: user is not scaled)
+            done += 1
+    return done
+
+
+def _factor(gm: GraphModule, node: Node) -> float | str:
+    """Return what a DPU's average is of the exact one, or why it is left."""
+    shape = [static_size(size) for size in value_of(gm, argument(node, 0)).shape]
+    name = target_name(node)
+    if name == "aten.mean.dim":
+        sizes = [shape[dim] for dim in argument(node, 1) or range(len(shape))]
+        known = [size for size in sizes if size is not None]
+        return _noted(nearest_shift(math.prod(known))) if len(known) == len(sizes) else "left: the size varies"
+    if name == "aten.avg_pool2d.default":
+        kernel, divisor = argument(node, 1), argument(node, 6)
+        if divisor not in (None, kernel[0] * kernel[-1]):
+            return f"left: it divides {kernel[0]}×{kernel[-1]} values by {divisor}"
+        return _of_kernel(kernel[0], kernel[-1])
+    if name != "aten.adaptive_avg_pool2d.default":
+        return "left: a pool over one dimension"
+    if list(argument(node, 1)) != [1, 1]:
+        return "left: an adaptive pool to several values"
+    height, width = shape[-2:]
+    if height is None or width is None:
+        return "left: the size varies"
+    return _of_kernel(height, width)
+
+
+def _of_kernel(height: int, width: int) -> float | str:
+    return _noted(square_factor(height)) if height == width else f"left: its kernel of {height}×{width} is not square"
+
+
+def _noted(factor: float) -> float | str:
+    return "left: it is exact" if factor == 1.0 else factor
+
+
+def square_factor(side: int) -> float:
+    """Return the factor for a square kernel; 1 beyond 255.
+
+    >>> square_factor(3), square_factor(7), square_factor(2)
+    (0.984375, 1.0048828125, 1.0)
+    """
+    if side > _WIDEST:
+        return 1.0
+    if side in _SQUARES:
+        multiplier, shift = _SQUARES[side]
+        return float(side * side * multiplier / 2**shift)
+    return nearest_shift(side * side)
+
+
+def nearest_shift(count: int) -> float:
+    """Return `count * a / 2**b` with the `a / 2**b` nearest to `1 / count`, `b` below 7 bits more than `count` has.
+
+    >>> nearest_shift(16), nearest_shift(12)
+    (1.0, 0.99609375)
+    """
+    shifts = range(7 + math.ceil(math.log2(count)))
+    candidates = [round(2**shift / count) * 0.5**shift for shift in shifts]
+    nearest: float = min(candidates, key=lambda c: abs(c - 1 / count))
+    return count * nearest

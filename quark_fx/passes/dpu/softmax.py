@@ -1,0 +1,68 @@
+"""Softmax as a DPU computes it: a polynomial for the exponential, in bfloat16."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from quark_fx.engine.context import Context
+from quark_fx.graph.nodes import call, cast, target_name, value_of
+from quark_fx.graph.operators import argument
+from quark_fx.graph.pass_manager import Change, graph_pass
+from quark_fx.plan.placement import module_name
+
+_aten = torch.ops.aten
+_COEFFICIENTS = (0.21875, 0.486328125, 1.0, 1.0)
+"""Of `exp` on `[0, log 2)`, from the third power down."""
+
+
+@graph_pass(exact=False)
+def use_dpu_softmax(gm: GraphModule, context: Context | None = None) -> int:
+    """Compute every softmax as `2**n * polynomial(x - n log 2)` over its sum, each step rounded to bfloat16.
+
+    `n = floor(x / log 2)`. Nothing is subtracted first: inputs above 88 overflow, which those of a network rounded to
+    8 bits seldom reach. The steps, `log 2` among them, have 8 bits: an exponential is off by up to `|x| / 2**7` of
+    itself. Returns how many were rewritten; a softmax inside of `scaled_dot_product_attention`, and of another type
+    than float32, is left.
+
+    Source:
+        AMD Quark for ONNX, `ConvertSoftmaxToDPUVersion` (`SimulateDPUSoftmax`), off by default.
+    """
+    done = 0
+    for node in list(gm.graph.nodes):
+        if target_name(node) != "aten.softmax.int" or value_of(gm, node).dtype != torch.float32:
+            continue
+        if value_of(gm, node.args[0]).dtype != torch.float32:
+            continue
+        with gm.graph.inserting_before(node):
+            result = _softmax(gm, node, node.args[0], argument(node, 1))
+        node.replace_all_uses_with(result)
+        gm.graph.erase_node(node)
+        if context is not None:
+            context.note(Change(module_name(result), "exponential by a polynomial, in bfloat16"))
+        done += 1
+    return done
+
+
+def _softmax(gm: GraphModule, like: Node, x: Any, dim: int) -> Node:
+    """Return the quotient of the exponentials of `x` and their sum along `dim`."""
+
+    def step(target: Any, *args: Any) -> Node:
+        result = call(gm, target, *args, like=like)
+        return cast(gm, cast(gm, result, torch.bfloat16, like), torch.float32, like)
+
+    def constant(value: float) -> float:
+        return float(torch.tensor(value, dtype=torch.bfloat16))
+
+    x = cast(gm, cast(gm, x, torch.bfloat16, like), torch.float32, like)
+    whole = call(gm, _aten.floor.default, step(_aten.mul.Scalar, x, constant(1 / math.log(2))), like=like)
+    rest = step(_aten.sub.Tensor, x, step(_aten.mul.Scalar, whole, constant(math.log(2))))
+    power = call(gm, _aten.mul.Scalar, rest, _COEFFICIENTS[0], like=like)
+    for coefficient in _COEFFICIENTS[1:-1]:
+        power = call(gm, _aten.mul.Tensor, rest, step(_aten.add.Scalar, power, coefficient), like=like)
+    fraction = step(_aten.add.Scalar, power, _COEFFICIENTS[-1])
+    exponential = step(_aten.mul.Tensor, step(_aten.exp2.default, whole), fraction)
+    return step(_aten.div.Tensor, exponential, step(_aten.sum.dim_IntList, exponential, [dim], True))

@@ -1,0 +1,1 @@
+"""Which values and weights are quantized, with which parameters, and the report on them."""

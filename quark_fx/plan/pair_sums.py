@@ -1,0 +1,225 @@
+"""Codes whose products fit 16 bits in pairs, which x64 processors without VNNI need.
+
+Those processors multiply unsigned by signed bytes with `vpmaddubsw`: it adds the products of two neighbors along the
+summed dimension and saturates the sum at 16 bits. Activation codes go up to 255, so a pair of weight codes of one sign
+is exact as long as their magnitudes add up to at most `32767 // 255 = 128`; a pair of opposite signs always is.
+
+ONNX Runtime lays the weight of a matrix product out by inputs, and that of a convolution by kernel position, then
+input channel, and pairs positions 2k and 2k+1. Unsigned weights, signed activations, depthwise convolutions and
+`ConvInteger` are summed in 32 bits there, and so is everything on processors with VNNI and on ARM.
+
+Source: Intel SDM, PMADDUBSW; kernels of ONNX Runtime's MLAS.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quark_fx.config.specs import Granularity, TensorSpec
+from quark_fx.graph.linear import Linear
+from quark_fx.numbers.formats import FloatFormat, IntFormat
+
+LARGEST_SUM = 2**15 - 1
+"""The largest sum of two products that 16 bits hold."""
+
+_VALUES_AT_ONCE = 1 << 22
+_BISECTIONS = 14
+"""Enough for a ratio of scales to four digits."""
+
+
+@dataclass(frozen=True)
+class PairBound:
+    """The pairs of a weight's codes that a processor may add in 16 bits, and what they may add up to.
+
+    Attributes:
+        limit: largest sum of the magnitudes of two codes of one sign.
+        order: dimensions of the weight: those that count sums, then those that are summed over as the kernel lays
+            them out.
+        summed: how many of them are summed over.
+    """
+
+    limit: int
+    order: tuple[int, ...]
+    summed: int
+
+    @classmethod
+    def of_convolution(cls, limit: int, kernel: Sequence[int], inputs: int) -> PairBound:
+        """Return the bound of a convolution's weight: it sums by position in the kernel, then input channel.
+
+        Args:
+            limit: of a sum.
+            kernel: dimensions of the weight along which the convolution moves.
+            inputs: dimension of the weight that counts input channels.
+        """
+        summed = (*kernel, inputs)
+        return cls(limit, (*(dim for dim in range(len(summed) + 1) if dim not in summed), *summed), len(summed))
+
+    @classmethod
+    def of_product(cls, limit: int, rank: int, inputs: int) -> PairBound:
+        """Return the bound of a matrix, or a stack of them, that is summed over its dimension `inputs`."""
+        return cls(limit, (*(dim for dim in range(rank) if dim != inputs), inputs), 1)
+
+    def rows(self, weight: Tensor) -> Tensor:
+        """Return a tensor of the weight's shape as (sums, values) in the kernel's order."""
+        moved = weight.permute(self.order)
+        return moved.reshape(-1, math.prod(moved.shape[-self.summed :]))
+
+    def restore(self, rows: Tensor, like: Tensor) -> Tensor:
+        """Return what `rows` made of a tensor of the shape of `like` in that shape."""
+        inverse = [self.order.index(dim) for dim in range(len(self.order))]
+        return rows.reshape([like.shape[dim] for dim in self.order]).permute(inverse).contiguous()
+
+    def has_own_scales(self, weight: Tensor, scale: Tensor, axis: int | None) -> bool:
+        """Tell whether each sum has a scale of its own, or all have one, for `scale` along `axis` of `weight`."""
+        if scale.numel() == 1:
+            return True
+        counted, summed = self.order[: -self.summed], self.order[-self.summed :]
+        if scale.dim() == 1:
+            return axis is not None and counted == (axis % weight.dim(),)
+        return all(scale.shape[dim] == 1 for dim in summed) and all(
+            scale.shape[dim] == weight.shape[dim] for dim in counted
+        )
+
+    def exceeded(self, codes: Tensor) -> Tensor:
+        """Return which pairs of `codes`, integers in the weight's shape, saturate: shape (sums, pairs), bool."""
+        first, second = _pairs(self.rows(codes).to(torch.int16))
+        return _exceeded(first, second, self.limit)
+
+    def limited(self, codes: Tensor, position: Tensor | None = None) -> Tensor:
+        """Return codes none of whose pairs saturate; those of other pairs stay as they are.
+
+        Args:
+            codes: integers in the weight's shape.
+            position: what they were rounded from, in units of a code; default: the codes. A pair that saturates
+                becomes the nearest one that does not.
+        """
+        return self.lowered(codes, position) if bool(self.exceeded(codes).any()) else codes
+
+    def lowered(self, codes: Tensor, position: Tensor | None = None) -> Tensor:
+        """Return `limited(codes, position)` without waiting for the device that holds them."""
+        rows = self.rows(codes).to(torch.float32)
+        near = rows if position is None else self.rows(position.to(torch.float32))
+        kept = torch.cat([self._limited(*part) for part in zip(*map(_pieces, (rows, near)), strict=True)])
+        return self.restore(kept, codes).to(codes.dtype)
+
+    def _limited(self, rows: Tensor, near: Tensor) -> Tensor:
+        (first, second), (wanted, beside) = _pairs(rows), _pairs(near)
+        over = _exceeded(first, second, self.limit)
+        sign = first.sign()
+        largest = torch.where(sign > 0, rows.amax(), -rows.amin()).clamp_(max=self.limit)  # -128 has no counterpart
+        share = ((wanted.abs() - beside.abs() + self.limit) / 2).round_()
+        share = torch.minimum(torch.maximum(share, self.limit - largest), largest)
+        pairs = torch.stack(
+            (torch.where(over, sign * share, first), torch.where(over, sign * (self.limit - share), second)), -1
+        )
+        return pairs.flatten(-2)[..., : rows.shape[-1]]
+
+    def widening(self, position: Tensor, *, joint: bool = False, doubled: bool = False) -> Tensor:
+        """Return what each scale is to be multiplied by for the smallest expected squared error, at least 1.
+
+        Larger scales round more coarsely, smaller ones have more pairs limited: the error of `n` values at a scale of
+        `r` is expected to be `n r**2 / 12 + sum(max(0, s - limit r)**2) / 2` over the sums `s` of pairs, in units of
+        codes now. It is convex; its minimum is found by bisection.
+
+        Args:
+            position: the weight over its scale, in the weight's shape.
+            joint: one scale for the whole weight instead of one for each sum.
+            doubled: scales can be doubled only, as powers of two are.
+
+        Returns:
+            float64, shape (sums,), or () if `joint`.
+        """
+        sums = [self._excess(piece) for piece in _pieces(self.rows(position))]
+        values = math.prod(position.shape) if joint else self.rows(position).shape[-1]
+        if joint:
+            sums = [torch.cat([s.flatten() for s in sums])[None]]
+        best = _doubling if doubled else _widening
+        found = torch.cat([best(some, self.limit, values) for some in sums])
+        return found[0] if joint else found
+
+    def _excess(self, rows: Tensor) -> Tensor:
+        """Return the sum of magnitudes of every pair of one sign, 0 for the others."""
+        first, second = _pairs(rows.to(torch.float32))
+        return torch.where(first * second > 0, (first + second).abs(), 0.0)
+
+
+def _widening(sums: Tensor, limit: int, values: int) -> Tensor:
+    low = torch.ones(len(sums), dtype=torch.float64, device=sums.device)
+    high = (sums.amax(-1).double() / limit).clamp_min_(1)
+    for _ in range(_BISECTIONS):
+        ratio = (low + high) / 2
+        lost = (sums - (limit * ratio)[:, None].to(sums)).clamp_min_(0).sum(-1).double()
+        falls = values * ratio / 6 < limit * lost
+        low, high = torch.where(falls, ratio, low), torch.where(falls, high, ratio)
+    return torch.where(low > 1, high, torch.ones_like(high))
+
+
+def _doubling(sums: Tensor, limit: int, values: int) -> Tensor:
+    """Return 2 where the expected error is smaller than at 1; sums of two codes are below `2 * limit`."""
+    now, twice = (
+        values * ratio**2 / 12 + (sums - limit * ratio).clamp_min_(0).square_().sum(-1).double() / 2
+        for ratio in (1.0, 2.0)
+    )
+    return torch.where(twice < now, 2.0, 1.0).double()
+
+
+def _pieces(rows: Tensor) -> tuple[Tensor, ...]:
+    pieces: tuple[Tensor, ...] = rows.split(max(1, _VALUES_AT_ONCE // max(1, rows.shape[-1])))
+    return pieces
+
+
+def _pairs(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first and the second of every pair; an odd last value is paired with zero."""
+    if rows.shape[-1] % 2:
+        rows = torch.nn.functional.pad(rows, (0, 1))
+    return rows[..., ::2], rows[..., 1::2]
+
+
+def _exceeded(first: Tensor, second: Tensor, limit: int) -> Tensor:
+    return ((first > 0) == (second > 0)) & ((first + second).abs() > limit)
+
+
+def pair_bound(linear: Linear, weight: TensorSpec | None, input: TensorSpec | None) -> PairBound | None:
+    """Return which pairs of an operator's codes are added in 16 bits; `None` where all sums are of 32 bits.
+
+    Args:
+        linear: the operator.
+        weight: spec of its weight, `None` for float.
+        input: spec of the activation, `None` for float.
+    """
+    if weight is None or input is None or linear.kind not in ("conv", "linear"):
+        return None
+    largest = _largest_code(input)
+    if largest is None or weight.granularity is Granularity.GROUP or not isinstance(weight.format, IntFormat):
+        return None
+    limit = LARGEST_SUM // largest
+    if not weight.format.signed or weight.format.bits > 8 or 2 * -weight.format.qmin <= limit:
+        return None
+    outputs, inputs = linear.shape[linear.output_axis], linear.shape[linear.input_axis]
+    if not linear.kernel:
+        return PairBound.of_product(limit, len(linear.shape), linear.input_axis)
+    if input.dynamic or (inputs == 1 and linear.groups == outputs):
+        return None  # a convolution of codes measured at run time is ConvInteger's; a depthwise one has 32 bits
+    return PairBound.of_convolution(limit, linear.kernel_axes, linear.input_axis)
+
+
+def _largest_code(spec: TensorSpec) -> int | None:
+    """Return the largest code a kernel multiplies by, `None` where it does not multiply codes of 8 bits.
+
+    Signed codes are stored from 0 to 255 when ONNX Runtime loads the file.
+    """
+    fmt: Any = spec.format
+    if isinstance(fmt, FloatFormat) or fmt.bits > 8 or spec.granularity is not Granularity.TENSOR:
+        return None
+    if spec.dynamic and fmt.signed:
+        return None
+    return int(fmt.qmax + 128 * fmt.signed)
+
+
+__all__ = ["LARGEST_SUM", "PairBound", "pair_bound"]

@@ -1,0 +1,532 @@
+"""Which operators are quantized, and where in the graph quantized values live.
+
+The rules follow what runs: an integer kernel needs its inputs in integers; a convolution also its output;
+data movement keeps the codes of its input; additions and pools run in integers only between quantized
+operators; for a DPU, wherever their inputs are integers. No rule asks what model it is in.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from quark_fx.config.quant_config import Granularity, QuantConfig, Target, TensorSpec
+from quark_fx.config.selection import matches
+from quark_fx.errors import CalibrationError, ConfigError
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.nodes import describe, is_finite, is_floating, is_parameter, parameter, target_name, value_of
+from quark_fx.graph.operators import (
+    ARITHMETIC,
+    DPU_ARITHMETIC,
+    KINDS,
+    MOVING,
+    Operator,
+    argument,
+    clamp_bounds,
+    continues,
+    operator_row,
+    stored_weight,
+    unsupported_weight,
+)
+from quark_fx.plan.pair_sums import PairBound, pair_bound
+from quark_fx.system.isolation import warn
+
+_CASTS = frozenset({"aten._to_copy.default", "aten.to.dtype"})
+
+_CLAMPS = frozenset({"aten.clamp.Tensor", "aten.clamp_min.Tensor", "aten.clamp_max.Tensor"})
+
+HEAD = "head"
+"""How patterns name the operator whose output is the model's: a language model's projection to its vocabulary."""
+
+ROUTER = "router"
+"""How patterns name an operator of whose outputs the largest are looked up, as what sends tokens to experts."""
+
+
+@dataclass(frozen=True)
+class PlannedOperator:
+    """One weighted operator (or product of activations), and what will happen to it.
+
+    Attributes:
+        node: the call.
+        row: its row in the operator table, `None` if there is none.
+        name: the module it comes from.
+        kind: the operator family, or the ATen name where there is no row.
+        weight_node: the `get_attr` node of its weight.
+        linear: what it multiplies by what, `None` for a table, a product of activations or one without a row.
+        weight: spec of the weight, `None` if it stays in float.
+        input: spec of its activations, `None` if they stay in float.
+        output: spec of its output, `None` if it stays in float.
+        reason: why it is left in float; empty if it is quantized.
+        role: `HEAD`, `ROUTER` or empty.
+        pairs: which pairs of its weight's codes the target may add in 16 bits, `None` if it does not.
+    """
+
+    node: Node
+    row: Operator | None
+    name: str
+    kind: str
+    weight_node: Node | None = None
+    linear: Linear | None = None
+    weight: TensorSpec | None = None
+    input: TensorSpec | None = None
+    output: TensorSpec | None = None
+    reason: str = ""
+    role: str = ""
+    pairs: PairBound | None = None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What patterns may call it by."""
+        return _kinds(self.kind, self.role)
+
+
+@dataclass
+class Point:
+    """A value that is quantized.
+
+    Attributes:
+        value: the node whose value it is.
+        spec: how.
+        source: the node whose observer it shares (itself, unless data movement lies between).
+        readers: the operator arguments that read the quantized value; `None` means every reader does,
+            because the value is produced in integers.
+        absorbed: clamps between the operator and `value` that saturation may replace.
+        reduced: dimension that its readers sum over, for a spec per group.
+    """
+
+    value: Node
+    spec: TensorSpec
+    source: Node
+    readers: set[Node] | None
+    absorbed: list[Node] = field(default_factory=list)
+    reduced: int | None = None
+
+
+@dataclass
+class Plan:
+    """The operators of a graph and the values to quantize.
+
+    Attributes:
+        operators: every weighted one.
+        points: by value, spec and `Point.reduced`.
+        outputs: for each operator whose output is in integers, the value that is rounded: it, or what follows it.
+    """
+
+    operators: list[PlannedOperator]
+    points: dict[tuple[Node, TensorSpec, int | None], Point]
+    outputs: dict[Node, Node] = field(default_factory=dict)
+
+    @property
+    def observed(self) -> dict[tuple[Node, TensorSpec], None]:
+        """The (source, spec) pairs that need an observer, in graph order of discovery."""
+        return {
+            (point.source, point.spec): None
+            for point in self.points.values()
+            if not point.spec.dynamic and not point.spec.is_cast
+        }
+
+
+def plan_quantization(gm: GraphModule, config: QuantConfig, *, quiet: bool = False) -> Plan:
+    """Decide, for every weighted operator, how it is quantized, and list the values to quantize.
+
+    Warns about patterns of the configuration that select nothing, with the nearest names, unless it is `quiet`: for
+    plans that are made once more later.
+    """
+    operators = list(_operators(gm, config))
+    if not quiet:
+        _warn_unmatched(config, operators)
+    placement = _Placement(gm, config, operators)
+    return Plan(operators, placement.points(), placement.outputs)
+
+
+def module_name(node: Node, weight: Node | None = None) -> str:
+    """Return the module path of an operator: that of its weight, or of the module that calls it if the two share one.
+
+    A module that calls an operator on the weight of one inside of it goes by the inner one's name.
+    """
+    stack = node.meta.get("nn_module_stack") or {}
+    caller = next((path for path, _ in reversed(list(stack.values())) if path), "")
+    if weight is None:
+        return caller or node.name
+    owner, _, leaf = str(weight.target).rpartition(".")
+    if caller and not f"{owner}.".startswith(f"{caller}."):
+        return caller
+    return owner if owner and (leaf.startswith("weight") or leaf.endswith("weight")) else str(weight.target)
+
+
+class Names(NamedTuple):
+    """What patterns may call an operator by: its module, and its kinds."""
+
+    name: str
+    kinds: tuple[str, ...]
+
+
+def names_of(node: Node) -> Names:
+    """Return what patterns may call a weighted operator by."""
+    row = operator_row(node)
+    stored = stored_weight(node, row) if row is not None and row.weight is not None else None
+    kinds = _kinds(target_name(node) if row is None else row.kind, _role(node))
+    return Names(module_name(node, stored.node if stored is not None else None), kinds)
+
+
+def _operators(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperator]:
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        row = operator_row(node)
+        if row is not None:
+            yield _plan_operator(gm, config, node, row)
+        elif (weight := unsupported_weight(node)) is not None:
+            kind = target_name(node)
+            yield PlannedOperator(
+                node, None, module_name(node, weight), kind, weight, reason=f"no quantization rule for {kind}"
+            )
+        elif not any(_leads_to_row(user) for user in node.users):
+            # The bounds of a clamp that equalization made one per channel are no weights.
+            tables = node.all_input_nodes if target_name(node) not in _CLAMPS else ()
+            for weight in tables:
+                if not is_parameter(weight) or value_of(gm, weight).dim() < 2:
+                    continue
+                kind = target_name(node)
+                if value_of(gm, weight).is_complex():
+                    reason = "complex numbers have no codes"
+                    yield PlannedOperator(node, None, module_name(node, weight), kind, weight, reason=reason)
+                elif is_floating(gm, weight):
+                    many = " (transformers multiplies stacks of experts after set_experts_implementation('grouped_mm'))"
+                    reason = f"a table read by {kind}, not a weight" + many * (value_of(gm, weight).dim() == 3)
+                    yield PlannedOperator(node, None, str(weight.target), kind, weight, reason=reason)
+
+
+def _leads_to_row(node: Node) -> bool:
+    """Tell whether `node` is a weighted operator, or transposes a weight on its way to one."""
+    row = operator_row(node)
+    if row is not None:
+        return row.weight is not None
+    return target_name(node) in MOVING and len(node.users) == 1 and _leads_to_row(next(iter(node.users)))
+
+
+def _plan_operator(gm: GraphModule, config: QuantConfig, node: Node, row: Operator) -> PlannedOperator:
+    stored = stored_weight(node, row) if row.weight is not None else None
+    linear = Linear.of(node)
+    operands = (argument(node, position) for position in row.activations)
+    constant = next((operand for operand in operands if is_parameter(operand)), None)
+    weight = stored.node if stored is not None else constant
+    name = module_name(node, weight)
+    role = _role(node)
+    kinds = _kinds(row.kind, role)
+    specs = config.specs_for(name, *kinds)
+    reason = ""
+    if row.weight is None and constant is not None:
+        reason = "its weight is not the operand the table has a row for"
+    elif pattern := config.excluded_by(name, *kinds):
+        reason = f"excluded by {pattern!r}"
+    elif not row.by_default and not any(matches(o.pattern, name, *kinds) for o in config.overrides):
+        reason = "products of activations stay in float unless an override selects them"
+    elif row.weight is not None and specs.weight is None:
+        reason = "the configuration keeps its weight in float"
+    elif row.weight is None and specs.input is None:
+        reason = "the configuration keeps its inputs in float"
+    if reason:
+        return PlannedOperator(node, row, name, row.kind, weight, linear, reason=reason, role=role)
+    convolves = linear is not None and bool(linear.kernel)
+    if convolves and specs.input is not None and specs.input.granularity is Granularity.TOKEN:
+        raise ConfigError(
+            f"{name} is a convolution, whose tokens are not rows of the last dimension: give it "
+            f"Override(pattern={name!r}, input=...) with granularity='tensor', or None"
+        )
+    spec = specs.weight if row.weight is not None else None
+    inputs = specs.input if row.activations else None
+    output = specs.output if inputs else None
+    pairs = None
+    if linear is not None and config.target.adds_pairs:
+        pairs = pair_bound(linear, spec, inputs)
+    return PlannedOperator(node, row, name, row.kind, weight, linear, spec, inputs, output, role=role, pairs=pairs)
+
+
+def require_finite_weights(gm: GraphModule, operators: Iterable[PlannedOperator]) -> None:
+    """Raise `CalibrationError` for a weight that gets codes, or its bias, that holds NaN or infinity, with its name."""
+    for operator in operators:
+        if operator.weight is not None:
+            for what, node in (("weight", operator.weight_node), *_biases(operator)):
+                _require_finite(gm, operator, what, node)
+
+
+def require_finite_floats(gm: GraphModule, operators: Iterable[PlannedOperator]) -> None:
+    """Raise `CalibrationError` for a weight that stays in float, or any bias, that holds NaN or infinity.
+
+    Weights that get codes are refused where they get them: each is read once, perhaps from a disk. Tables that are no
+    weights may hold infinities, as masks do.
+    """
+    checked: set[object] = set()
+    for operator in operators:
+        constants = list(_biases(operator))
+        if operator.row is None and unsupported_weight(operator.node) is not None:
+            constants += [("weight", node) for node in operator.node.all_input_nodes]
+        elif operator.row is not None and operator.weight is None:
+            constants.append(("weight", operator.weight_node))
+        for what, node in constants:
+            if is_parameter(node) and node.target not in checked:
+                _require_finite(gm, operator, what, node)
+                checked.add(node.target)
+
+
+def _biases(operator: PlannedOperator) -> Iterator[tuple[str, Node | None]]:
+    if operator.row is not None and operator.row.bias is not None:
+        yield "bias", argument(operator.node, operator.row.bias)
+
+
+def _require_finite(gm: GraphModule, operator: PlannedOperator, what: str, node: Node | None) -> None:
+    if is_parameter(node) and not is_finite(parameter(gm, node)):
+        raise CalibrationError(
+            f"{what} {node.target} of {describe(operator.node)} holds NaN or infinity; mend the checkpoint"
+        )
+
+
+def _kinds(kind: str, role: str) -> tuple[str, ...]:
+    return (kind, role) if role else (kind,)
+
+
+def _role(node: Node) -> str:
+    return HEAD if _is_head(node) else ROUTER if _is_router(node) else ""
+
+
+def _is_router(node: Node) -> bool:
+    """Tell whether the largest of the operator's outputs are looked up, whatever is done to each value before."""
+    pending, seen = [node], {node}
+    while pending:
+        for user in pending.pop().users:
+            name = target_name(user)
+            # Which are the largest, not only how large they are.
+            if name in _PLACES or (name in _CHOOSING and any(result.args[1] == 1 for result in user.users)):
+                return True
+            if user not in seen and (name in MOVING | _CASTS | _SQUASHING or _is_pointwise(user)):
+                seen.add(user)
+                pending.append(user)
+    return False
+
+
+_PLACES = frozenset({"aten.argmax.default", "aten.argsort.default", "aten.argsort.stable"})
+
+_CHOOSING = frozenset({"aten.topk.default", "aten.max.dim", "aten.sort.default", "aten.sort.stable"})
+"""What returns values and their places."""
+
+
+def _is_pointwise(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def _is_head(node: Node) -> bool:
+    """Tell whether the operator's output leaves the graph, moved or squashed at most, and nothing else reads it."""
+    while len(node.users) == 1:
+        user = next(iter(node.users))
+        if user.op == "output":
+            return True
+        # What moves a value may read a size beside it; what squashes it by another value computes something new.
+        squashed = target_name(user) in _SQUASHING and user.all_input_nodes == [node]
+        if target_name(user) not in MOVING | _CASTS and not squashed:
+            return False
+        node = user
+    return False
+
+
+_SQUASHING = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("tanh.default", "sigmoid.default", "softmax.int", "log_softmax.int", "clamp.default"),
+        *("mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar"),
+    )
+)
+"""What models do to the values they return, element by element or over classes, by numbers alone."""
+
+
+class _Placement:
+    """The analysis behind `plan_quantization`: which values are produced and which are read in integers."""
+
+    def __init__(self, gm: GraphModule, config: QuantConfig, operators: list[PlannedOperator]) -> None:
+        self.gm = gm
+        self.planned = {op.node: op for op in operators if not op.reason}
+        self.readers = {op.node: op for op in self.planned.values() if op.input is not None}
+        self.dpu = config.target is Target.DPU
+        self.outputs: dict[Node, Node] = {}
+        self.arithmetic: dict[Node, TensorSpec] = {}
+        for node in gm.graph.nodes:
+            if self._computes(node) and is_floating(gm, node):
+                kind = target_name(node).split(".")[1]
+                name = module_name(node)
+                output = config.specs_for(name, kind).output
+                if output is not None and not output.is_cast and not config.excluded_by(name, kind):
+                    self.arithmetic[node] = output
+        self._settle_arithmetic()
+
+    def _computes(self, node: Node) -> bool:
+        """Tell whether an operator without weights may run in integers."""
+        if not self.dpu:
+            return target_name(node) in ARITHMETIC
+        return target_name(node) in DPU_ARITHMETIC or (bool(node.args) and self._goes_on(node.args[0], node))
+
+    def _goes_on(self, value: object, user: Node) -> bool:
+        """Tell whether `user` belongs to the operator that makes `value`, with nothing rounded between them."""
+        return self.dpu and isinstance(value, Node) and continues(value, user)
+
+    def _rounded(self, node: Node) -> tuple[Node, list[Node]]:
+        """Return the value that an operator's output is rounded as, and the clamps right before."""
+        absorbed, value = [], node
+        while len(value.users) == 1:
+            user = next(iter(value.users))
+            if clamp_bounds(user) is not None:
+                absorbed.append(user)
+            elif not self._goes_on(value, user):
+                break
+            value = user
+        return value, absorbed
+
+    def points(self) -> dict[tuple[Node, TensorSpec, int | None], Point]:
+        produced: dict[Node, Point] = {}
+        for node, spec in self._produced().items():
+            value, absorbed = self._rounded(node)
+            self.outputs[node] = value
+            produced[value] = Point(value, spec, _clamped_per_channel(value), None, absorbed)
+        points = {(p.value, p.spec, p.reduced): p for p in produced.values()}
+        for reader, value, spec, reduced in self._reads():
+            origin = self._origin(value, produced)
+            if origin is not None and produced[origin].spec == spec:
+                points.setdefault((value, spec, reduced), Point(value, spec, origin, None))
+            else:
+                point = points.setdefault((value, spec, reduced), Point(value, spec, value, set(), reduced=reduced))
+                if point.readers is not None:
+                    point.readers.add(reader)
+        for point in list(points.values()):
+            self._share_concatenation(point, produced)
+        return points
+
+    def _share_concatenation(self, point: Point, produced: dict[Node, Point]) -> None:
+        """Give the inputs of a concatenation that nothing else reads the parameters of its output.
+
+        Their values are rounded to the output's grid anyway; rounding once loses less than twice. The
+        output's observer sees them all.
+        """
+        if (
+            target_name(point.value) not in ("aten.cat.default", "aten.stack.default")
+            or point.source is not point.value
+        ):
+            return
+        inputs = point.value.all_input_nodes
+        origins = [self._origin(node, produced) for node in inputs]
+        if all(o is not None and produced[o].spec == point.spec for o in origins) and all(
+            len(node.users) == 1 for node in (*inputs, *(o for o in origins if o is not None))
+        ):
+            point.readers = None
+            for origin in origins:
+                assert origin is not None
+                produced[origin].source = point.value
+
+    def _reads(self) -> Iterator[tuple[Node, Node, TensorSpec, int | None]]:
+        """Yield (operator, activation, spec, dimension of its groups) for everything that is read in integers."""
+        for node, op in self.readers.items():
+            assert op.row is not None
+            assert op.input is not None
+            for position in op.row.activations:
+                value = argument(node, position)
+                if isinstance(value, Node) and not is_parameter(value):
+                    yield node, value, op.input, self._reduced(op, position, value)
+        for node, spec in self.arithmetic.items():
+            for value in node.all_input_nodes:
+                if is_floating(self.gm, value) and not self._goes_on(value, node):
+                    yield node, value, spec, None
+
+    def _reduced(self, op: PlannedOperator, position: int, value: Node) -> int | None:
+        """Return the dimension of an activation that groups lie along, `None` for one without groups."""
+        if op.input is None or op.row is None or op.input.granularity is not Granularity.GROUP:
+            return None
+        rank: int = value_of(self.gm, value).dim()
+        if op.linear is not None:
+            return op.linear.channel_dim(rank)
+        return rank - 1 if position == op.row.activations[0] else max(rank - 2, 0)
+
+    def _produced(self) -> dict[Node, TensorSpec]:
+        """Return the operators whose own output is in integers."""
+        produced = {node: op.output for node, op in self.readers.items() if self._output_in_integers(op)}
+        return {n: s for n, s in (produced | self.arithmetic).items() if s is not None}
+
+    def _output_in_integers(self, op: PlannedOperator) -> bool:
+        if op.output is None or op.row is None or op.output.is_cast:
+            return False
+        return op.row.integer_output or self._shifts(op) or self._wanted(op.node)
+
+    def _shifts(self, op: PlannedOperator) -> bool:
+        """Tell whether a DPU computes the operator: a convolution, or a product of two dimensions."""
+        if not self.dpu or op.linear is None:
+            return False
+        return bool(op.linear.kernel) or (op.kind == "linear" and value_of(self.gm, op.node).dim() == 2)
+
+    def _origin(self, value: Node, produced: dict[Node, Point]) -> Node | None:
+        """Return the value produced in integers that data movement makes `value` of, if there is one."""
+        while value not in produced and target_name(value) in MOVING:
+            sources = [node for node in value.all_input_nodes if not is_parameter(node)]
+            floating = [node for node in sources if is_floating(self.gm, node) or target_name(node) in MOVING]
+            if len(floating) != 1:
+                return None
+            value = floating[0]
+        return value if value in produced else None
+
+    def _settle_arithmetic(self) -> None:
+        """Drop, until nothing changes, arithmetic that is not between quantized operators."""
+        while True:
+            dropped = [
+                node
+                for node in self.arithmetic
+                if not (self.dpu or self._wanted(node))
+                or not all(self._available(v) for v in node.all_input_nodes if is_floating(self.gm, v))
+            ]
+            if not dropped:
+                return
+            for node in dropped:
+                del self.arithmetic[node]
+
+    def _wanted(self, value: Node) -> bool:
+        """Tell whether everything that reads `value` reads it in integers."""
+        return bool(value.users) and all(
+            user in self.readers
+            or user in self.arithmetic
+            or ((clamp_bounds(user) is not None or target_name(user) in MOVING) and self._wanted(user))
+            for user in value.users
+        )
+
+    def _available(self, value: Node) -> bool:
+        """Tell whether `value` is produced in integers, perhaps moved or clamped since."""
+        if value in self.arithmetic:
+            return True
+        if value in self.readers:
+            return self._output_in_integers(self.readers[value])
+        if clamp_bounds(value) is not None or target_name(value) in MOVING:
+            sources = [n for n in value.all_input_nodes if n.op not in ("get_attr", "placeholder")]
+            return bool(sources) and all(self._available(n) for n in sources if is_floating(self.gm, n))
+        return False
+
+
+def _clamped_per_channel(value: Node) -> Node:
+    """Return what is left of a value that only a clamp with bounds per channel reads, else the value.
+
+    No quantizer performs that clamp. With the range of what it leaves, the one before it rounds to codes that the one
+    after it keeps, and saturates where the clamp cuts anyway.
+    """
+    while len(value.users) == 1 and target_name(user := next(iter(value.users))) == "aten.clamp.Tensor":
+        value = user
+    return value
+
+
+def _warn_unmatched(config: QuantConfig, operators: list[PlannedOperator]) -> None:
+    names = sorted({op.name for op in operators} | {f"op:{kind}" for op in operators for kind in op.kinds})
+    for pattern in dict.fromkeys(config.patterns):
+        kinds = {name.split(".")[1] for name in DPU_ARITHMETIC} | KINDS | {HEAD, ROUTER}
+        if any(matches(pattern, op.name, *op.kinds) for op in operators):
+            continue
+        if pattern.startswith("op:") and any(matches(pattern, "", kind) for kind in kinds):
+            continue  # a kind that exists and that this model does not have: presets name several
+        near = difflib.get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.3) or names[:3]
+        warn(f"pattern {pattern!r} selects no operator; names near it: {', '.join(near) or 'none'}")

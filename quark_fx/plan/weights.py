@@ -1,0 +1,218 @@
+"""Quantize a constant tensor: settle the granularity, observe once, encode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quark_fx.config.quant_config import Granularity, TensorSpec
+from quark_fx.graph.linear import Linear
+from quark_fx.numbers.formats import IntFormat
+from quark_fx.numbers.ops import encode, spread
+from quark_fx.numbers.qparams import QParams, ScaleType, Scheme, constrain_scale, global_scale_of, share_scale
+from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.plan.pair_sums import PairBound
+
+_ROWS_AT_ONCE = 8192
+
+
+def stored_bytes(tensor: QuantizedTensor, spec: TensorSpec) -> int:
+    """Return the bytes of a stored tensor: packed codes, scales, zero points unless all are the format's.
+
+    Args:
+        tensor: quantized as `spec` says.
+        spec: what the bits of the scales follow from.
+    """
+    total = (tensor.codes.numel() * spec.format.bits + 7) // 8
+    if spec.is_cast:
+        return total
+    stored = isinstance(spec.format, IntFormat) and not spec.scheme.symmetric
+    points = (tensor.zero_point.numel() * spec.format.bits + 7) // 8 if stored else 0
+    return total + _scale_bytes(tensor, spec) + points
+
+
+def _scale_bytes(tensor: QuantizedTensor, spec: TensorSpec) -> int:
+    count = tensor.scale.numel()
+    if spec.sub_group_size and spec.group_size and tensor.axis is not None:
+        blocks = tensor.scale.shape[tensor.axis]
+        groups = count // blocks * -(-tensor.codes.shape[tensor.axis] // spec.group_size)
+        return groups + (count + 7) // 8  # a byte per group, and a bit per sub-group
+    return count * spec.scale_type.bits // 8 + 4 * (spec.scale_type is ScaleType.FP8_E4M3)
+
+
+def quantize_tensor(
+    x: Tensor,
+    spec: TensorSpec,
+    *,
+    linear: Linear | None = None,
+    smallest_scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    qparams: QParams | None = None,
+    pairs: PairBound | None = None,
+) -> QuantizedTensor:
+    """Quantize the constant `x`.
+
+    Args:
+        x: floating point, any shape.
+        spec: static, not per token.
+        linear: the operator that multiplies by `x` or by some of its rows, which says what its dimensions count:
+            channels of different matrices of a stack, or groups of a transposed convolution, have scales of their own.
+            Default: dimension 0 counts channels, and groups lie along dimension 1.
+        smallest_scale: lower bound of the scales, broadcastable to one value per output channel.
+        amax: the largest magnitude that the global scale of `ScaleType.FP8_E4M3` follows, shape `()`; default: that of
+            `x`. Give tensors that will be joined one.
+        qparams: what to use instead of what the observer finds, shaped by the granularity.
+        pairs: of codes that must not saturate in 16 bits: what the observer finds is widened where that costs less
+            than limiting codes, and the pairs that still exceed the limit are lowered to it.
+
+    Raises:
+        ValueError: if `x` holds NaN or infinity.
+    """
+    if spec.is_cast:
+        if not torch.isfinite(x).all():
+            raise ValueError("it holds NaN or infinity")
+        if not torch.isfinite(x.to(spec.format.dtype)).all():
+            raise ValueError(f"it overflows {spec.format}, whose largest value is {spec.scheme.largest:.6g}")
+        return QuantizedTensor.cast(x, spec.format)
+    outputs, inputs = (0, min(1, x.dim() - 1)) if linear is None else (linear.output_axis, linear.input_axis)
+    axis, block = _layout(x, spec, outputs, inputs, linear is not None and linear.stacked)
+    settled = qparams is not None
+    groups = 1 if linear is None else linear.output_groups
+    if groups > 1 and spec.granularity is Granularity.CHANNEL and qparams is None:
+        axis, block, qparams = _channels_of_groups(x, spec, outputs, inputs, groups)
+    if qparams is None:
+        qparams = _observed(x, spec, axis, block, amax)
+    if smallest_scale is not None:
+        qparams = _raise_scale(qparams, smallest_scale, spec)
+    if pairs is not None and not settled and spec.scheme.symmetric and pairs.has_own_scales(x, qparams.scale, axis):
+        qparams = _widened(x, qparams, spec, pairs, axis, block)
+    codes = encode(x, qparams, spec.scheme, axis, block)
+    if pairs is not None and bool(pairs.exceeded(codes).any()):
+        position = x.float() / spread(qparams.scale, x, axis, block) + spread(qparams.zero_point, x, axis, block)
+        codes = pairs.limited(codes, position)
+    return QuantizedTensor.of(codes, qparams.scale, qparams.zero_point, spec.format, axis, block)
+
+
+def _widened(x: Tensor, qparams: QParams, spec: TensorSpec, pairs: PairBound, axis: int | None, block: int) -> QParams:
+    """Return larger scales where that costs less than lowering the codes of pairs that saturate."""
+    joint = qparams.scale.numel() == 1
+    # What the observer chose to clip stays clipped.
+    position = (x.float() / spread(qparams.scale, x, axis, block)).clamp_(*spec.scheme.limits)
+    ratio = pairs.widening(position, joint=joint, doubled=spec.scale_type is ScaleType.POWER_OF_TWO)
+    wanted = qparams.scale.abs().double() * ratio.reshape(qparams.scale.shape)
+    scale = constrain_scale(wanted, spec.scale_type).copysign(qparams.scale)
+    return QParams(torch.where(ratio.reshape(scale.shape) > 1, scale, qparams.scale), qparams.zero_point)
+
+
+def _observed(x: Tensor, spec: TensorSpec, axis: int | None, block: int, amax: Tensor | None) -> QParams:
+    """Return what the observer of the spec finds."""
+    scheme = spec.scheme
+    if spec.scale_type is ScaleType.FP8_E4M3:
+        amax = x.detach().abs().amax() if amax is None else amax
+        if not torch.isfinite(amax):
+            raise ValueError("it holds NaN or infinity")
+        scheme = replace(scheme, global_scale=float(global_scale_of(amax, scheme)))
+    observe = partial(_row_qparams, spec=spec, scheme=scheme)
+    if block:
+        qparams = _block_qparams(x, observe, axis or 0, block)
+        if spec.sub_group_size and spec.group_size:
+            group = spread(
+                _block_qparams(x, observe, axis or 0, spec.group_size).scale,
+                qparams.scale,
+                axis,
+                spec.group_size // block,
+            )
+            qparams = QParams(share_scale(qparams.scale, group), qparams.zero_point)
+    else:
+        rows = x.reshape(1, -1) if axis is None else x.movedim(axis, 0).flatten(1)
+        qparams = observe(rows)
+        if axis is None:
+            qparams = QParams(qparams.scale.reshape(()), qparams.zero_point.reshape(()))
+    return qparams
+
+
+def _layout(x: Tensor, spec: TensorSpec, output_axis: int, input_axis: int, stacked: bool) -> tuple[int | None, int]:
+    """Return (`axis`, `block_size`) of `quark_fx.numbers.ops` for a granularity."""
+    if spec.granularity is Granularity.TENSOR:
+        return None, 0
+    if spec.granularity is Granularity.GROUP:
+        assert spec.block_size is not None
+        return input_axis, min(spec.block_size, x.shape[input_axis])
+    if stacked:  # one scale per matrix and output channel
+        return input_axis, x.shape[input_axis]
+    return output_axis, 0
+
+
+def _channels_of_groups(
+    x: Tensor, spec: TensorSpec, outputs: int, inputs: int, groups: int
+) -> tuple[int, int, QParams]:
+    """Return (`axis`, `block_size`) and parameters of a weight whose groups share the numbers of output channels.
+
+    One channel a group is one scale per index of `inputs`, repeated within a group. Several are one per block of
+    `inputs` and channel, repeated along the kernel, where `quark_fx.numbers.ops` has scales of their own.
+    """
+    order = x.movedim((inputs, outputs), (0, 1)).unflatten(0, (groups, -1)).transpose(1, 2)
+    found = _row_qparams(order.flatten(0, 1).flatten(1), spec, spec.scheme)
+    if x.shape[outputs] == 1:
+        each = x.shape[inputs] // groups
+        return inputs, 0, QParams(found.scale.repeat_interleave(each), found.zero_point.repeat_interleave(each))
+    kernel = [n for d, n in enumerate(x.shape) if d not in (inputs, outputs)]
+    ones, sizes = ((groups, x.shape[outputs], *part) for part in ([1] * len(kernel), kernel))
+    spread = (p.reshape(ones).expand(sizes) for p in (found.scale, found.zero_point))
+    scale, zero_point = (p.movedim((0, 1), (inputs, outputs)).contiguous() for p in spread)
+    return inputs, x.shape[inputs] // groups, QParams(scale, zero_point)
+
+
+def _block_qparams(x: Tensor, observe: Callable[[Tensor], QParams], axis: int, block: int) -> QParams:
+    """Return parameters of blocks of `block` values along `axis`; a shorter last block is observed by itself."""
+    moved = x.movedim(axis, -1)
+    whole = moved.shape[-1] // block * block
+    parts = []
+    for part, size in ((moved[..., :whole], block), (moved[..., whole:], moved.shape[-1] - whole)):
+        if part.numel():
+            # Rows are independent; a histogram of each at once would take gigabytes.
+            rows = [observe(some) for some in part.reshape(-1, size).split(_ROWS_AT_ONCE)]
+            shape = (*moved.shape[:-1], part.shape[-1] // size)
+            scale, zero_point = torch.cat([q.scale for q in rows]), torch.cat([q.zero_point for q in rows])
+            parts.append((scale.reshape(shape), zero_point.reshape(shape)))
+    scale, zero_point = (torch.cat(tensors, -1).movedim(-1, axis) for tensors in zip(*parts, strict=True))
+    return QParams(scale.contiguous(), zero_point.contiguous())
+
+
+def _row_qparams(rows: Tensor, spec: TensorSpec, scheme: Scheme) -> QParams:
+    assert spec.observer is not None
+    return spec.observer.of_constant(rows, scheme)
+
+
+def _raise_scale(qparams: QParams, smallest: Tensor, spec: TensorSpec) -> QParams:
+    bound = smallest if qparams.scale.dim() else smallest.max()
+    if spec.scale_type is not ScaleType.FLOAT32:
+        # A bound of zero (no bias) is none, not that of a tensor of zeros.
+        bound = torch.where(bound > 0, constrain_scale(bound.double(), spec.scale_type), 0)
+    # Scales of sign-aware weights may be negative.
+    raised = torch.maximum(qparams.scale.abs(), bound.to(qparams.scale)).copysign(qparams.scale)
+    # A symmetric zero point does not depend on the scale; an asymmetric one is left, as its range only grew.
+    return QParams(raised, qparams.zero_point)
+
+
+def rescale_zeros(weight: QuantizedTensor, wanted: Tensor, scale_type: ScaleType) -> QuantizedTensor:
+    """Give channels whose codes all stand for zero another scale: any scale gives their values.
+
+    What follows a weight's scale, as the steps of an int32 bias, is coarse beside the 1 that a range of zeros gets.
+
+    Args:
+        weight: with one scale, or one per channel.
+        wanted: one scale per channel, 0 where any does.
+        scale_type: of the scales.
+    """
+    used = weight.codes != weight.layout.spread(weight.zero_point).to(weight.codes.dtype)
+    if weight.axis is None:
+        zeros, wanted = ~used.any(), wanted.max()
+    else:
+        zeros = ~used.movedim(weight.axis, 0).flatten(1).any(1)
+    new = constrain_scale(wanted.double(), scale_type).to(weight.scale)
+    return replace(weight, scale=torch.where(zeros & (wanted > 0), new, weight.scale))

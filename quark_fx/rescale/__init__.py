@@ -1,0 +1,1 @@
+"""Where a graph can be rescaled without changing its function."""

@@ -1,0 +1,360 @@
+"""Where a graph can be rescaled without changing its function: the analysis behind CLE, SmoothQuant and AWQ.
+
+All three divide some channels of a value by a scale where it is made and multiply the weights that read it. A *site*
+is a set of scales with everything that has to take part; how the scales are chosen is the client's business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.nodes import call, describe, fake_mode, get_attr, is_parameter, parameter, set_parameter, value_of
+from quark_fx.graph.operators import operator_row, set_argument
+from quark_fx.rescale.scale_rules import given_bounds, visit, weight_sharer
+from quark_fx.rescale.scale_walk import Components, Walk
+
+_AT_ONCE = 1 << 20
+"""Elements of a parameter that are rescaled together, about."""
+
+
+@dataclass(frozen=True, eq=False)
+class Absorber:
+    """A parameter that takes part in a site.
+
+    Attributes:
+        node: the operator that reads it.
+        position: the operator's argument it comes in by, perhaps transposed; -1 where it is not that plain.
+        parameter: its `get_attr` node.
+        labels: the scale's component per element, -1 for a scale of one; broadcastable with the parameter, which
+            grows to their common shape.
+    """
+
+    node: Node
+    position: int
+    parameter: Node
+    labels: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledInput:
+    """An activation that is divided, as a weighted operator reads it.
+
+    Attributes:
+        linear: the operator.
+        value: the activation.
+        axis: its dimension of channels, counted from 0.
+        labels: the scale's component per channel, -1 for a scale of one; shape `(channels of the value,)`.
+    """
+
+    linear: Linear
+    value: Node
+    axis: int
+    labels: Tensor
+
+    @property
+    def reader(self) -> Node:
+        """The call of the operator."""
+        return self.linear.node
+
+
+@dataclass(frozen=True, eq=False)
+class ScaleSite:
+    """Scales `s`, one per component, that leave the graph's function as it is.
+
+    Attributes:
+        channels: number of components.
+        producers: parameters that are divided by `s`.
+        consumers: parameters that are multiplied by `s`: weights, and vectors that an activation is multiplied by.
+        inputs: what the weighted operators among the consumers read.
+        bounds: clamps whose bounds are divided by `s`, with the component per element of their output.
+        explicit: whether a multiplication by `1 / s` is inserted instead, as no producer can absorb it.
+    """
+
+    channels: int
+    producers: tuple[Absorber, ...]
+    consumers: tuple[Absorber, ...]
+    inputs: tuple[ScaledInput, ...]
+    bounds: tuple[tuple[Node, Tensor], ...] = ()
+    explicit: bool = False
+
+
+@dataclass(frozen=True)
+class SiteAnalysis:
+    """The sites of a graph, and for each weighted operator whose input no site scales, why not.
+
+    Attributes:
+        sites: in the order of their first readers.
+        reasons: by operator.
+        divisible: those of the operators left that `explicit` would give a site.
+    """
+
+    sites: tuple[ScaleSite, ...]
+    reasons: dict[Node, str] = field(default_factory=dict)
+    divisible: frozenset[Node] = frozenset()
+
+
+def find_scale_sites(gm: GraphModule, *, explicit: bool = False) -> SiteAnalysis:
+    """Find all sites of a graph.
+
+    Operators whose inputs can only be scaled together share a site. Any subset of the sites, with any positive
+    scales, leaves the function unchanged up to rounding.
+
+    Args:
+        gm: a captured graph; left as it is.
+        explicit: give operators whose input nobody can divide a site with an inserted multiplication.
+    """
+    walk = Walk(gm)
+    reasons: dict[Node, str] = {}
+    readers = [linear for node in gm.graph.nodes if (linear := Linear.of(node)) is not None]
+    for linear in readers:
+        value = linear.activation
+        if (sharer := weight_sharer(walk, linear)) is not None:
+            reasons[linear.node] = f"its weight is shared with {describe(sharer)}"
+        elif isinstance(value, Node):
+            rank = len(walk.shape(value))
+            axis = linear.channel_dim(rank)
+            size = walk.concrete(walk.shape(value)[axis])
+            shape = [-1 if d == axis else 1 for d in range(rank)]
+            walk.join(value, walk.components.fresh(size).reshape(shape))
+    while walk.pending:
+        node = next(iter(walk.pending))
+        del walk.pending[node]
+        visit(walk, node)
+    _settle_products(walk)
+    sites = _sites(walk)
+    scaled = {found.reader for site in sites for found in site.inputs}
+    for linear in readers:
+        if linear.node not in scaled and linear.node not in reasons:
+            reasons[linear.node] = _reason(walk, linear.node)
+    if explicit:
+        for site in _explicit_sites(walk, [linear for linear in readers if linear.node in reasons]):
+            sites.append(site)
+            for found in site.inputs:
+                del reasons[found.reader]
+    return SiteAnalysis(tuple(sites), reasons, frozenset(reasons.keys() & walk.inputs.keys()))
+
+
+def _explicit_sites(walk: Walk, readers: list[Linear]) -> Iterator[ScaleSite]:
+    """Yield a site for each value that `readers`, whose weights nobody else reads, have in common."""
+    together: dict[tuple[Node, int], list[Linear]] = {}
+    for linear in readers:
+        if linear.node in walk.inputs:
+            found = walk.inputs[linear.node]
+            together.setdefault((found.value, found.axis), []).append(linear)
+    for (value, axis), members in together.items():
+        channels = walk.sizes(value)[axis]
+        vector = torch.arange(channels)
+        consumers = (Absorber(m.node, m.weight_at, m.stored.node, m.of_inputs(vector)) for m in members)
+        inputs = (ScaledInput(linear, value, axis, vector) for linear in members)
+        yield ScaleSite(channels, (), tuple(consumers), tuple(inputs), explicit=True)
+
+
+def _reason(walk: Walk, node: Node) -> str:
+    found = walk.inputs[node]
+    known = walk.components.reasons(found.labels)
+    culprit, text = walk.reasons[int(known[known > 0][0])]
+    if culprit is found.value:
+        return f"its input {text}"
+    return f"its input is tied to %{culprit.name if culprit else '?'}, which {text}"
+
+
+def _settle_products(walk: Walk) -> None:
+    """Let the scale of every product of activations pass through one of its factors."""
+    components = walk.components
+    while True:
+        changed = False
+        for y, a, b in walk.products.values():
+            # Where a factor is not scaled, the other is scaled like the product; where that is not, neither factor is.
+            for fixed, one, other in ((a, y, b), (b, y, a), (y, y, a)):
+                frozen = components.reasons(fixed) > 0
+                changed |= components.tie(one[frozen], other[frozen])
+        if not changed and not any(_choose(walk, node, triple) for node, triple in walk.products.items()):
+            return
+
+
+def _choose(walk: Walk, node: Node, triple: Tensor) -> bool:
+    """Fix the scale of one of two factors that could both take it, if there are such; keep the likelier weight."""
+    _, a, b = triple
+
+    def preference(factor: Any) -> tuple[int, bool]:
+        # A squeezed factor is a gate; of two alike the one that is no activation function's output.
+        return math.prod(walk.sizes(factor)), operator_row(factor) is not None
+
+    either = (walk.components.reasons(a) == 0) & (walk.components.reasons(b) == 0)
+    dropped = a if preference(node.args[1]) >= preference(node.args[0]) else b
+    if not walk.components.freeze(dropped[either], len(walk.reasons)):
+        return False
+    walk.reasons.append((node, f"is {describe(node)}, whose other factor takes the scale"))
+    return True
+
+
+def _sites(walk: Walk) -> list[ScaleSite]:
+    """Group components by the weighted operators they meet in, and number them."""
+    components = walk.components
+    groups = Components()
+    groups.fresh(components.count)
+    final = [_free(components, found.labels) for found in walk.inputs.values()]
+    for labels in final:
+        used = labels[labels >= 0]
+        groups.tie(used, used[:1].expand_as(used))
+    # One more than there are components: -1 selects the last.
+    site_of = torch.full((components.count + 1,), -1)
+    number = torch.full((components.count + 1,), -1)
+    sizes: list[int] = []
+    first_of: dict[int, int] = {}
+    for labels in final:
+        used = labels[labels >= 0]
+        if not len(used):
+            continue
+        index = first_of.setdefault(int(groups.roots(used[:1])), len(sizes))
+        if index == len(sizes):
+            sizes.append(0)
+        new = torch.tensor(list(dict.fromkeys(used[number[used] < 0].tolist())), dtype=torch.long)
+        site_of[new] = index
+        number[new] = torch.arange(sizes[index], sizes[index] + len(new))
+        sizes[index] += len(new)
+
+    def split(labels: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield the sites that labels take part in, with the numbers of the site's components."""
+        free = _free(components, labels)
+        site = site_of[free]
+        for index in torch.unique(site[site >= 0]).tolist():
+            yield index, torch.where(site == index, number[free], -1)
+
+    made: list[_Draft] = [_Draft() for _ in sizes]
+    for absorption in (a for absorptions in walk.absorptions.values() for a in absorptions):
+        for index, labels in split(absorption.labels):
+            side = made[index].producers if absorption.divides else made[index].consumers
+            side.append(Absorber(absorption.node, absorption.position, absorption.parameter, labels))
+    for node, labels in walk.bounds.items():
+        for index, part in split(labels):
+            made[index].bounds.append((node, part))
+    for found in walk.inputs.values():
+        for index, part in split(found.labels):
+            made[index].inputs.append(ScaledInput(found.linear, found.value, found.axis, part))
+    order = {node: i for i, node in enumerate(walk.gm.graph.nodes)}
+    for draft in made:
+        for side in (draft.producers, draft.consumers):
+            side.sort(key=lambda absorber: order[absorber.node])
+        draft.inputs.sort(key=lambda found: order[found.reader])
+    sites = [
+        ScaleSite(size, tuple(d.producers), tuple(d.consumers), tuple(d.inputs), tuple(d.bounds))
+        for size, d in zip(sizes, made, strict=True)
+    ]
+    return sorted(sites, key=lambda site: order[site.inputs[0].reader])
+
+
+@dataclass
+class _Draft:
+    producers: list[Absorber] = field(default_factory=list)
+    consumers: list[Absorber] = field(default_factory=list)
+    inputs: list[ScaledInput] = field(default_factory=list)
+    bounds: list[tuple[Node, Tensor]] = field(default_factory=list)
+
+
+def _free(components: Components, labels: Tensor) -> Tensor:
+    return torch.where(components.reasons(labels) > 0, -1, components.roots(labels))
+
+
+def apply_scale(gm: GraphModule, site: ScaleSite, scale: Tensor) -> None:
+    """Rescale the parameters of a site; new tensors take the place of the old ones.
+
+    Args:
+        gm: the graph the site was found in, or one it was found in before other sites were applied.
+        site: from `find_scale_sites`.
+        scale: positive, shape `(site.channels,)`. Computed in float32 or wider; parameters keep their dtypes.
+
+    Raises:
+        ValueError: if a scale is not positive and finite, or their number is not `site.channels`.
+    """
+    if scale.shape != (site.channels,):
+        raise ValueError(f"the site takes {site.channels} scales, not {tuple(scale.shape)}")
+    if not bool(((scale > 0) & scale.isfinite()).all()):
+        raise ValueError("scales must be positive and finite")
+    for absorber in site.producers:
+        _rescale(gm, absorber.parameter, absorber.labels, 1 / scale)
+        _rescale_statistics(absorber, 1 / scale)
+    for absorber in site.consumers:
+        _rescale(gm, absorber.parameter, absorber.labels, scale)
+    for node, labels in site.bounds:
+        _rescale_bounds(gm, node, labels, scale)
+    if site.explicit:
+        _insert_division(gm, site, scale)
+
+
+def _insert_division(gm: GraphModule, site: ScaleSite, scale: Tensor) -> None:
+    """Let the site's readers read their value multiplied by `1 / scale`."""
+    value, axis = site.inputs[0].value, site.inputs[0].axis
+    fake = value_of(gm, value)
+    shape = [-1 if d == axis else 1 for d in range(fake.dim())]
+    factor = (1 / scale).reshape(shape).to(device=fake.device, dtype=fake.dtype)
+    first = min(found.reader for found in site.inputs)
+    with gm.graph.inserting_before(first):
+        constant = get_attr(gm, f"{first.name}_input_factor", factor)
+        scaled = call(gm, torch.ops.aten.mul.Tensor, value, constant, like=first)
+    for found in site.inputs:
+        set_argument(found.reader, found.linear.activation_at, scaled)
+
+
+def _rescale(gm: GraphModule, node: Node, labels: Tensor, factor: Tensor) -> None:
+    old = parameter(gm, node)
+    new = _scaled(old, labels, factor)
+    set_parameter(gm, str(node.target), new)
+    if new.shape != old.shape:
+        node.meta["val"] = fake_mode(gm).from_tensor(new, static_shapes=True)
+
+
+def _scaled(value: Tensor, labels: Tensor, factor: Tensor) -> Tensor:
+    wide = torch.promote_types(value.dtype, torch.promote_types(factor.dtype, torch.float32))
+    labels, factor = labels.to(value.device), factor.to(value.device)
+    per_element = torch.where(labels >= 0, factor[labels.clamp(min=0)], 1).to(wide)
+    shape = torch.broadcast_shapes(value.shape, per_element.shape)
+    value, per_element = value.detach().expand(shape), per_element.expand(shape)
+    result = torch.empty(shape, dtype=value.dtype, device=value.device)
+    if not shape:
+        return result.copy_(value.to(wide) * per_element)
+    rows = max(1, _AT_ONCE * shape[0] // max(1, result.numel()))
+    for first in range(0, shape[0], rows):  # a copy of a large weight in float32 would be larger still
+        some = slice(first, first + rows)
+        result[some] = value[some].to(wide) * per_element[some]
+    return result
+
+
+def _rescale_statistics(producer: Absorber, factor: Tensor) -> None:
+    """Rescale what `fold_batch_norm` noted about the distribution of the operator's output."""
+    linear = Linear.of(producer.node)
+    if linear is not None and producer.position == linear.bias_at and (found := producer.node.meta.get("batch_norm")):
+        producer.node.meta["batch_norm"] = tuple(_scaled(x, producer.labels, factor) for x in found)
+
+
+def _rescale_bounds(gm: GraphModule, node: Node, labels: Tensor, scale: Tensor) -> None:
+    """Divide the bounds of a clamp, which becomes one with constants per element."""
+    value = node.args[0]
+    bounds = given_bounds(node)
+    assert bounds is not None
+    assert isinstance(value, Node)
+    fake = value_of(gm, node)
+    new: list[Node | None] = []
+    for name, bound in zip(("min", "max"), bounds, strict=True):
+        if is_parameter(bound):
+            _rescale(gm, bound, labels, 1 / scale)
+            new.append(bound)
+        elif bound is None:
+            new.append(None)
+        else:
+            number = torch.tensor(bound, dtype=fake.dtype, device=fake.device)
+            with gm.graph.inserting_before(node):
+                scaled = number if bound == 0 else _scaled(number, labels, 1 / scale)
+                new.append(get_attr(gm, f"{node.name}_{name}", scaled))
+    node.target, node.args, node.kwargs = torch.ops.aten.clamp.Tensor, (value, *new), {}
+
+
+__all__ = ["Absorber", "ScaleSite", "ScaledInput", "SiteAnalysis", "apply_scale", "find_scale_sites"]

@@ -1,0 +1,402 @@
+"""Which values of a graph must be scaled alike: the state of the analysis behind `quark_fx.rescale.scale_sites`.
+
+Every value the analysis reaches has *labels*: a tensor of the value's rank, of size 1 along dimensions it does not
+vary along, holding the number of a scale *component* per element, or -1 where nothing is asked for (a scale of one).
+The value may be divided by its components' scales. Rules (`rescale.scale_rules`) derive labels of one value from
+those of another; labels only ever gain components, and components only ever become equal (*tied*) or one (*frozen*,
+with a reason), so that the order of the rules does not matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.nodes import is_floating, is_getitem, parameter, static_size, value_of
+
+_SMALL = 2
+"""Where a size varies, rearrangements are worked out at this one, or at a larger one where it is too small: they look
+the same at every size."""
+
+
+class Components:
+    """Scale components: which are tied to each other, and which cannot be scaled and why."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._parent = torch.arange(1024)
+        self._reason = torch.zeros(1024, dtype=torch.long)
+
+    def fresh(self, count: int) -> Tensor:
+        """Return `count` new components."""
+        first, self._count = self._count, self._count + count
+        if self._count > len(self._parent):
+            size = 2 * self._count
+            self._parent = torch.cat([self._parent, torch.arange(len(self._parent), size)])
+            self._reason = torch.cat([self._reason, torch.zeros(size - len(self._reason), dtype=torch.long)])
+        return torch.arange(first, self._count)
+
+    @property
+    def count(self) -> int:
+        """How many there are, tied or not."""
+        return self._count
+
+    def roots(self, labels: Tensor) -> Tensor:
+        """Return one name per set of tied components, the shape of `labels`; -1 stays."""
+        known = labels.clamp(min=0)
+        found = self._parent[known]
+        while not torch.equal(above := self._parent[found], found):
+            found = above
+        self._parent[known] = found
+        return torch.where(labels >= 0, found, labels)
+
+    def tie(self, a: Tensor, b: Tensor) -> bool:
+        """Make the components `a[i]` and `b[i]` the same, all >= 0; tell whether that changed anything."""
+        changed = False
+        while True:
+            a, b = self.roots(a), self.roots(b)
+            differ = a != b
+            if not bool(differ.any()):
+                return changed
+            changed = True
+            low, high = torch.minimum(a, b)[differ], torch.maximum(a, b)[differ]
+            # One of several partners of a component wins; the others are tied in the next round.
+            self._parent[high] = low
+            self._reason.scatter_reduce_(0, low, self._reason[high], "amax")
+
+    def freeze(self, labels: Tensor, reason: int) -> bool:
+        """Fix the scale of `labels` to one, for `reason` > 0; tell whether that changed anything."""
+        roots = self.roots(labels[labels >= 0])
+        free = roots[self._reason[roots] == 0]
+        self._reason[free] = reason
+        return len(free) > 0
+
+    def reasons(self, labels: Tensor) -> Tensor:
+        """Return why each component is frozen, 0 where it is free, the shape of `labels`."""
+        return torch.where(labels >= 0, self._reason[self.roots(labels).clamp(min=0)], 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Absorption:
+    """A parameter that can take part: multiplied by its components' scales, or divided if `divides`."""
+
+    node: Node
+    position: int
+    parameter: Node
+    labels: Tensor
+    divides: bool
+
+
+class ReadInput(NamedTuple):
+    """What a weighted operator reads: the operator, the value, its dimension of channels, and a component for each."""
+
+    linear: Linear
+    value: Node
+    axis: int
+    labels: Tensor
+
+
+class Unknown(Exception):  # noqa: N818
+    """How a rearrangement moves elements could not be worked out."""
+
+
+class Walk:
+    """Labels of values, parameters that absorb them, and the nodes whose rules have to run (again)."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
+        self.components = Components()
+        self.labels: dict[Node, Tensor] = {}
+        self.pending: dict[Node, None] = {}
+        self.absorptions: dict[Node, list[Absorption]] = {}
+        self.bounds: dict[Node, Tensor] = {}
+        self.inputs: dict[Node, ReadInput] = {}
+        self.products: dict[Node, Tensor] = {}
+        self.reasons: list[tuple[Node | None, str]] = [(None, "")]
+        self._known: dict[str, Any] = {}
+        self._symbols = _small_sizes(gm)
+        self._sizes: dict[Any, int] = {}
+        self._readers: dict[Any, list[Node]] = {}
+        for node in gm.graph.nodes:
+            if node.op == "get_attr":
+                self._readers.setdefault(_identity(parameter(gm, node)), []).extend(node.users)
+
+    def shape(self, value: Node) -> torch.Size:
+        """Return the (symbolic) shape of a node's value."""
+        shape: torch.Size = value_of(self.gm, value).shape
+        return shape
+
+    def sharer(self, node: Node, reader: Node) -> Node | None:
+        """Return another node than `reader` that reads the constant of the `get_attr` node."""
+        readers = self._readers[_identity(parameter(self.gm, node))]
+        other = next((other for other in readers if other is not reader), None)
+        return reader if other is None and len(readers) > 1 else other
+
+    def join(self, value: Node, labels: Tensor) -> None:
+        """Ask for `value` to be scaled by `labels`, broadcastable to it; what is asked for twice is tied."""
+        labels = self._uniform(labels, [d for d, size in enumerate(self.shape(value)) if _varies(size)])
+        old = self.labels.get(value)
+        if old is None:
+            old = torch.full([1] * labels.dim(), -1)
+        old, labels = torch.broadcast_tensors(old, labels)
+        both = (old >= 0) & (labels >= 0)
+        self.components.tie(old[both], labels[both])
+        # A frozen component asks for nothing: what is not asked for is not scaled either.
+        new = (old < 0) & (labels >= 0) & (self.components.reasons(labels) == 0)
+        if bool(new.any()):
+            self.labels[value] = _narrow(self.components.roots(torch.where(new, labels, old)))
+            self.pending[value] = None
+            self.pending.update(dict.fromkeys(value.users))
+
+    def _uniform(self, labels: Tensor, dims: Iterable[int]) -> Tensor:
+        for dim in dims:
+            if labels.shape[dim] > 1:
+                first = labels.amax(dim, keepdim=True)
+                asked = labels >= 0
+                self.components.tie(labels[asked], first.expand_as(labels)[asked])
+                labels = first
+        return labels
+
+    def uniform(self, value: Node, dims: Iterable[int]) -> Tensor | None:
+        """Tie the components of `value` along `dims`; return its labels, of size 1 there."""
+        labels = self.labels.get(value)
+        if labels is None:
+            return None
+        labels = self._uniform(labels, [d % labels.dim() for d in dims])
+        self.join(value, labels)
+        return labels
+
+    def fixed(self, value: Node) -> Tensor | None:
+        """Tie the components of `value` along dimensions whose size varies; return its labels."""
+        return self.uniform(value, [d for d, size in enumerate(self.shape(value)) if static_size(size) is None])
+
+    def along(self, value: Node, dims: Sequence[int]) -> Tensor | None:
+        """Let `value` vary along `dims` only; return its components there, of the shape it has there."""
+        rank = len(self.shape(value))
+        kept = [dim % rank for dim in dims]
+        labels = self.uniform(value, [d for d in range(rank) if d not in kept])
+        if labels is None:
+            return None
+        sizes = [self.concrete(self.shape(value)[d]) if d in kept else 1 for d in range(rank)]
+        return labels.expand(sizes).reshape([sizes[d] for d in kept])
+
+    def broadcast(self, values: Sequence[Node], output: Node) -> None:
+        """Tie the elements of `values` and of `output` that meet when `values` are broadcast."""
+        rank = len(self.shape(output))
+        for value in values:
+            if value in self.labels:
+                self.join(output, lift(self.labels[value], rank))
+        if output in self.labels:
+            for value in values:
+                self.join(value, self.fit(self.labels[output], value))
+
+    def fit(self, labels: Tensor, value: Node) -> Tensor:
+        """Return the labels of `value` where it is broadcast to something with `labels`."""
+        shape = self.shape(value)
+        extra = labels.dim() - len(shape)
+        ones = [d for d in range(labels.dim()) if d < extra or static_size(shape[d - extra]) == 1]
+        fitted = self._uniform(labels, ones)
+        return fitted.reshape(fitted.shape[extra:])
+
+    def link(
+        self,
+        sources: Sequence[Node],
+        output: Node,
+        key: str,
+        positions: Callable[[], Tensor],
+        *,
+        uniform: Sequence[int] = (),
+    ) -> None:
+        """Tie each element of `output` to the element of `sources` it is.
+
+        Args:
+            sources: values; their elements are numbered one after the other.
+            output: the value they are rearranged to.
+            key: what `positions` depends on besides the shapes of `sources` and `output`.
+            positions: returns the number each element of `output` is, -1 for one that is zero; the shape of `output`.
+            uniform: dimensions along which sources must not vary.
+        """
+        for source in sources:
+            self.uniform(source, uniform)
+        shapes = [self.sizes(source) for source in sources]
+        known = [self.labels.get(s, torch.full([1] * len(shape), -1)) for s, shape in zip(sources, shapes, strict=True)]
+        key = f"{key} {shapes} {self.sizes(output)}"
+        if any(source in self.labels for source in sources):
+            # Layers repeat: which labels move where is worked out once for labels that vary along the same dimensions.
+            which = self._once(
+                f"forward {key} {[list(labels.shape) for labels in known]}",
+                lambda: _forward(known, shapes, self._once(key, positions)),
+            )
+            flat = torch.cat([labels.flatten() for labels in known])
+            self.join(output, torch.where(which >= 0, flat[which.clamp(min=0)], -1))
+        if output not in self.labels:
+            return
+        labels = self.labels[output]
+        back, tied = self._once(
+            f"backward {key} {list(labels.shape)}", lambda: _backward(labels, shapes, self._once(key, positions))
+        )
+        flat = labels.flatten()
+        # An element that is read several times has the scale of any of its readers that ask for one; all are tied.
+        top = flat.scatter_reduce(0, tied[0], flat[tied[1]], "amax")
+        ends = torch.cat([tied[0], tied[1]])
+        asked = flat[ends] >= 0
+        self.components.tie(flat[ends][asked], top[tied[0]].repeat(2)[asked])
+        flat = top
+        for source, where in zip(sources, back, strict=True):
+            found = torch.where(where >= 0, flat[where.clamp(min=0)], -1)
+            self.join(source, self._uniform(found, [d % found.dim() for d in uniform]))
+
+    def _once(self, key: str, compute: Callable[[], Any]) -> Any:
+        if key not in self._known:
+            self._known[key] = compute()
+        return self._known[key]
+
+    def freeze(self, values: Iterable[Node], reason: str) -> None:
+        """Fix the scale of `values` to one; `reason` completes the sentence "its input ..."."""
+        for value in values:
+            if value in self.labels and self.components.freeze(self.labels[value], len(self.reasons)):
+                self.reasons.append((value, reason))
+
+    def concrete(self, size: Any) -> int:
+        """Return a size, a small one for one that varies.
+
+        Raises:
+            Unknown: if there is no small one that makes sense.
+        """
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        expression: Any = size.node.expr
+        if expression not in self._sizes:
+            known = {symbol: self._symbols.get(symbol, _SMALL) for symbol in expression.free_symbols}
+            self._sizes[expression] = int(expression.subs(known))
+        if self._sizes[expression] < 1:
+            raise Unknown(f"{expression} is not positive")
+        return self._sizes[expression]
+
+    def sizes(self, value: Node) -> list[int]:
+        """Return the shape of a value, with small sizes for those that vary."""
+        return [self.concrete(size) for size in self.shape(value)]
+
+    def numbered(self, value: Node, first: int = 0) -> Tensor:
+        """Return the numbers of the elements of `value`: `first`, `first + 1`, ... in its shape."""
+        sizes = self.sizes(value)
+        return torch.arange(first, first + math.prod(sizes)).reshape(sizes)
+
+    def ask(self, value: Node, asked: Tensor) -> None:
+        """Give `value` a component where it has none and `asked`, a mask it can be broadcast to, holds."""
+        wanted = self.fit(torch.where(asked, 0, -1), value) >= 0
+        known = self.labels.get(value)
+        missing = wanted if known is None else wanted & (known < 0)
+        fresh = torch.full(missing.shape, -1)
+        fresh[missing] = self.components.fresh(int(missing.sum()))
+        self.join(value, fresh)
+
+    def move(self, node: Node, arguments: tuple[Any, ...] | None = None, *, uniform: Sequence[int] = ()) -> None:
+        """Tie the elements of a rearrangement to those of its floating-point inputs; indices are taken to be zero.
+
+        Args:
+            node: the call, or the selection of one of its results.
+            arguments: in place of the call's positional ones.
+            uniform: dimensions along which the inputs must not vary.
+
+        Raises:
+            Unknown: if it does not run on the sizes chosen for dimensions that vary.
+        """
+        call: Any = node.args[0] if is_getitem(node) else node
+        given = call.args if arguments is None else arguments
+        sources = [n for n in call.all_input_nodes if is_floating(self.gm, n)]
+        first = dict(zip(sources, accumulate((math.prod(self.sizes(n)) for n in sources), initial=0), strict=False))
+
+        def plain(n: Node) -> Any:
+            value = value_of(self.gm, n)
+            if not isinstance(value, Tensor):
+                return self.concrete(value)
+            # Not every rearrangement (reflection, for one) exists for integers.
+            return self.numbered(n, first[n]).double() if n in first else torch.zeros(self.sizes(n), dtype=torch.long)
+
+        def positions() -> Tensor:
+            args, kwargs = map_arg((given, call.kwargs), plain)
+            try:
+                result = call.target(*args, **kwargs)
+            except Exception as error:
+                raise Unknown(str(error)) from error
+            result = result[node.args[1]] if call is not node else result
+            if list(result.shape) != self.sizes(node):
+                raise Unknown(f"{list(result.shape)} is not {self.sizes(node)}")
+            return result.long()  # type: ignore[no-any-return]
+
+        which = node.args[1:] if call is not node else ()
+        given_sizes = map_arg((given, call.kwargs), lambda n: first[n] if n in first else self._size(n))
+        self.link(sources, node, f"{call.target} {which} {given_sizes}", positions, uniform=uniform)
+
+    def _size(self, node: Node) -> Any:
+        value = value_of(self.gm, node)
+        return self.sizes(node) if isinstance(value, Tensor) else self.concrete(value)
+
+
+def _forward(labels: Sequence[Tensor], shapes: Sequence[list[int]], positions: Tensor) -> Tensor:
+    """Return, for labels that vary as `labels` do, which of them each element of the output gets; -1 for none."""
+    numbers, first = [], 0
+    for source, shape in zip(labels, shapes, strict=True):
+        numbers.append((torch.arange(source.numel()) + first).reshape(source.shape).expand(shape).flatten())
+        first += source.numel()
+    return _narrow(torch.where(positions >= 0, torch.cat(numbers)[positions.clamp(min=0)], -1))
+
+
+def _backward(labels: Tensor, shapes: Sequence[list[int]], positions: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Return, for labels that vary as `labels` do, which of them each source element gets, and pairs that are tied."""
+    numbers = torch.arange(labels.numel()).reshape(labels.shape).expand(positions.shape)
+    read = positions >= 0
+    where, which = positions[read], numbers[read]
+    back = torch.full((sum(math.prod(shape) for shape in shapes),), -1)
+    back[where] = which
+    several = back[where] != which
+    pairs = torch.unique(torch.stack([back[where[several]], which[several]]), dim=1)
+    parts = back.split([math.prod(shape) for shape in shapes])
+    return [_narrow(part.reshape(shape)) for part, shape in zip(parts, shapes, strict=True)], pairs
+
+
+def _small_sizes(gm: GraphModule) -> dict[Any, int]:
+    """Return a small size for each symbol, such that no value of the graph is empty."""
+    shapes: list[Any] = [v.shape for node in gm.graph.nodes if isinstance(v := value_of(gm, node), Tensor)]
+    sizes = {size.node.expr: size.node.hint for shape in shapes for size in shape if isinstance(size, torch.SymInt)}
+    hints = {expression: hint for expression, hint in sizes.items() if expression.is_Symbol and hint is not None}
+    small: dict[Any, int] = {}
+    for at_least in (_SMALL, 16, 256, 4096, math.inf):
+        small = {symbol: int(min(int(hint), at_least)) for symbol, hint in hints.items()}
+        if all(expression.subs(small).is_positive is not False for expression in sizes):
+            break
+    return small
+
+
+def _varies(size: Any) -> bool:
+    """Tell whether a size is unknown and has no known factor (as heads times the batch has)."""
+    return static_size(size) is None and int(size.node.expr.as_coeff_Mul()[0]) in (0, 1)
+
+
+def lift(labels: Tensor, rank: int) -> Tensor:
+    """Return labels with leading dimensions of size 1, of rank `rank`."""
+    return labels.reshape([1] * (rank - labels.dim()) + list(labels.shape))
+
+
+def _narrow(labels: Tensor) -> Tensor:
+    """Drop, to size 1, the dimensions along which labels do not vary."""
+    for dim in range(labels.dim()):
+        first = labels.narrow(dim, 0, 1) if labels.shape[dim] > 1 else labels
+        if labels.shape[dim] > 1 and bool((labels == first).all()):
+            labels = first
+    return labels
+
+
+def _identity(tensor: Tensor) -> Any:
+    """Return what is the same for two names of one constant."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()

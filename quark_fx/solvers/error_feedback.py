@@ -1,0 +1,261 @@
+"""Round a weight column by column, each column making up for the errors of those before it: the solver of GPTQ.
+
+The squared error of an operator's output, `tr((W - Q) H (W - Q)')` with `H` the sum of `x x'`, is a sum over columns
+once `H` is factored into triangles: with `H = R R'` and `R` upper triangular, column `k` of `(W - Q) R` holds column
+`k` of the error and those before it, nothing behind it. Rounding `w_k` plus what the earlier ones left makes that
+column as small as it can be. No inverse of `H` is formed, rows are independent, and the work that does not have to
+wait is done in matrix products.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quark_fx.errors import CalibrationError
+from quark_fx.numbers.grid import Grid
+
+_LEAF = 16
+"""Columns that are rounded one by one before the others hear of them in a product."""
+
+_AT_ONCE = 1 << 21
+"""Weights that are rounded together on a processor, about: more need memory, and fall out of its caches. A GPU takes
+128 times as many, of which five copies are a few gigabytes."""
+
+_FACTORED = 1 << 22
+"""Elements of the Hessians, about, that are factored together."""
+
+_ARRAYS = 6
+"""Arrays of the size of a piece that there are at once while it is rounded."""
+
+_ROWS = 64
+"""Rows of a Hessian that are moved at once."""
+
+_DAMPING_STEP = 10.0
+"""Damping that does not make `H` positive definite is raised by this factor, up to the mean diagonal itself."""
+
+
+@dataclass(frozen=True)
+class Factor:
+    """`H`, damped and in the order of rounding, as `(I + feedback) diag(curvature) (I + feedback)'`.
+
+    Attributes:
+        order: columns of the weight in the order of rounding, shape (groups, inputs).
+        feedback: strictly upper triangular: what column `k` (second index) takes over of the error of column `j`.
+        curvature: squared error of the output per squared error of a column, shape (groups, inputs).
+        damping: that was needed, as a share of the mean diagonal.
+    """
+
+    order: Tensor
+    feedback: Tensor
+    curvature: Tensor
+    damping: float
+
+
+def factor(h: Tensor, *, damping: float, by_activation: bool) -> Factor:
+    """Factor `h`.
+
+    Args:
+        h: sum of `x x'`, float32, shape (groups, inputs, inputs).
+        damping: share of the mean diagonal that is added to the diagonal.
+        by_activation: round the columns that matter most first, while the others can still make up for them.
+
+    Raises:
+        CalibrationError: if `h` is not finite.
+
+    Source:
+        Frantar et al. 2023 (GPTQ), section 3.3; the triangular form is LDLQ of Chee et al. 2023 (QuIP), theorem 6.
+    """
+    diagonal = h.diagonal(dim1=-2, dim2=-1)
+    if not bool(torch.isfinite(diagonal).all()):
+        raise CalibrationError("what it reads on the calibration data is not finite")
+    if by_activation:
+        order = diagonal.argsort(dim=-1, descending=True, stable=True)
+    else:
+        order = torch.arange(h.shape[-1], device=h.device).expand_as(diagonal)
+    # Inputs that are always zero have no curvature of their own: damping rounds them to nearest.
+    mean = diagonal.mean(-1, keepdim=True)
+    mean = torch.where(mean > 0, mean, 1.0)
+    # The lower triangle of the matrix turned by half a circle is the upper one of the matrix.
+    turned = order.flip(-1)
+    diagonal = diagonal.gather(-1, turned)
+    share = damping
+    # Matrices of this size are what memory goes to: one beside `h` has to do.
+    found = torch.empty_like(h, memory_format=torch.contiguous_format)
+    failed = torch.empty(h.shape[:-2], dtype=torch.int32, device=h.device)
+    while True:
+        _permute(h, turned, found)
+        found.diagonal(dim1=-2, dim2=-1).copy_(diagonal + share * mean)
+        # LAPACK counts columns first: to it, the lower triangle of what lies here by rows is an upper one.
+        torch.linalg.cholesky_ex(found.mT, upper=True, out=(found.mT, failed))
+        if not bool(failed.any()):
+            break
+        if share >= 1:
+            raise CalibrationError("the Hessian of what it reads is not positive definite even when damped")
+        share = min(1.0, max(share, 1e-4) * _DAMPING_STEP)
+    _reverse(found.flatten(-2))
+    pivot = found.diagonal(dim1=-2, dim2=-1).clone()
+    return Factor(order, found.div_(pivot.unsqueeze(-2)).triu_(1), pivot.square(), share)
+
+
+def _permute(h: Tensor, order: Tensor, out: Tensor) -> None:
+    """Write the rows and columns of `h` in `order` to `out`, some rows at a time."""
+    for first in range(0, h.shape[-1], _ROWS):
+        rows = order[..., first : first + _ROWS, None]
+        some = h.gather(-2, rows.expand(*rows.shape[:-1], h.shape[-1]))
+        out[..., first : first + _ROWS, :] = some.gather(-1, order.unsqueeze(-2).expand_as(some))
+
+
+def _reverse(x: Tensor) -> None:
+    """Reverse the elements along the last dimension in place, some at a time."""
+    size, some = x.shape[-1], _ROWS << 10
+    for first in range(0, size // 2, some):
+        last = min(first + some, size // 2)
+        front, back = x[..., first:last], x[..., size - last : size - first]
+        kept = front.flip(-1)
+        front.copy_(back.flip(-1))
+        back.copy_(kept)
+
+
+def at_once(h: Tensor) -> list[slice]:
+    """Return which matrices of a stack `h`, shape (groups, inputs, inputs), are worth factoring together."""
+    groups, inputs, _ = h.shape
+    most = _together(inputs, on_cpu=h.is_cpu)
+    return [slice(first, first + most) for first in range(0, groups, most)]
+
+
+def _together(inputs: int, *, on_cpu: bool = True) -> int:
+    return max(1, (_FACTORED if on_cpu else _FACTORED << 6) // inputs**2)
+
+
+def round_with_feedback(weight: Tensor, factor: Factor, grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Choose codes for `weight`, column by column.
+
+    Args:
+        weight: shape (groups, outputs, inputs).
+        factor: of the Hessian of what it multiplies.
+        grid: what codes stand for; it does not change on the way (static groups).
+        dtype: of the result, one that holds all codes.
+
+    Returns:
+        Codes, the shape of `weight`.
+
+    Source:
+        Frantar et al. 2023 (GPTQ), algorithm 1.
+    """
+    codes = torch.empty_like(weight, dtype=dtype)
+    room: list[Tensor] = []  # for all pieces in turn: new memory costs the system's zeroing of it
+    for groups, rows in _pieces(weight):
+        piece = [p.expand_as(weight)[groups, rows] for p in (weight, grid.scale, grid.zero_point)]
+        room = room or [weight.new_empty(piece[0].numel(), dtype=torch.float32) for _ in range(4)]
+        order, feedback = factor.order[groups].unsqueeze(-2), factor.feedback[groups]
+        codes[groups, rows] = _round_piece(piece, order, feedback, grid, room)
+    return codes
+
+
+def _pieces(weight: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield ranges of groups and of rows that are worth rounding at once: they need not know of each other."""
+    groups, rows, inputs = weight.shape
+    most = _AT_ONCE if weight.is_cpu else _AT_ONCE << 7
+    matrices, lines = max(1, most // (rows * inputs)), max(1, most // inputs)
+    for group in range(0, groups, matrices):
+        for row in range(0, rows, lines if matrices == 1 else rows):
+            yield slice(group, group + matrices), slice(row, row + (lines if matrices == 1 else rows))
+
+
+def working_bytes(groups: int, outputs: int, inputs: int) -> int:
+    """Return the bytes that rounding a weight of this shape on a processor takes, beside the Hessian."""
+    together, values = min(groups, _together(inputs)), outputs * inputs
+    # The factor, spread scales, codes as they are made and as they are stored, and a piece at work.
+    return 4 * together * (inputs**2 + values) + 2 * groups * values + 4 * _ARRAYS * min(together * values, _AT_ONCE)
+
+
+def _round_piece(
+    piece: Sequence[Tensor], order: Tensor, feedback: Tensor, grid: Grid, room: Sequence[Tensor]
+) -> Tensor:
+    """Return the codes, of the grid's kind, of a piece: weight, scale and zero point (groups, rows, inputs).
+
+    Args:
+        piece: these three.
+        order: columns in the order of rounding, shape (groups, 1, inputs).
+        feedback: of the columns in that order.
+        grid: what codes there are.
+        room: four float32 vectors of at least the size of the piece, overwritten.
+    """
+    groups, rows, inputs = piece[0].shape
+    # Inputs first: a column of the weight is then contiguous.
+    columns = [part[: groups * inputs * rows].view(groups, inputs, rows) for part in room]
+    wanted, real, *_ = columns
+    for column, part in zip(columns[1:], piece, strict=True):
+        column.copy_(part.gather(-1, order.expand_as(part)).mT)
+    wanted.copy_(real)
+    _round_columns(columns, feedback, grid, 0, inputs)
+    return real.mT.gather(-1, order.argsort(-1).expand_as(piece[0]))  # codes by now
+
+
+def _round_columns(columns: Sequence[Tensor], feedback: Tensor, grid: Grid, first: int, last: int) -> None:
+    """Round the columns from `first` to before `last`, which know of all before them."""
+    wanted = columns[0]
+    round_run, longest = _runs(wanted)
+    if last - first > longest:
+        middle = (first + last) // 2
+        _round_columns(columns, feedback, grid, first, middle)
+        errors = wanted[:, first:middle]
+        wanted[:, middle:last].baddbmm_(feedback[:, first:middle, middle:last].mT, errors)
+        _round_columns(columns, feedback, grid, middle, last)
+        return
+    run = slice(first, last)
+    round_run([part[:, run] for part in columns], feedback[:, run, run], grid)
+
+
+def _runs(like: Tensor) -> tuple[Callable[[Sequence[Tensor], Tensor, Grid], None], int]:
+    """Return what rounds a run of columns where `like` is, and how long one may be."""
+    if like.is_cuda and importlib.util.find_spec("triton") is not None:
+        kernel = importlib.import_module("quark_fx.solvers.error_feedback_kernel")
+        return kernel.round_run, kernel.COLUMNS
+    return round_run, _LEAF
+
+
+def round_run(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> None:
+    """Round a run of columns in place, one by one; arguments as `solvers.error_feedback_kernel.round_run` has them."""
+    wanted, real, scale, zero_point = columns
+    # real - (code - zero_point) * scale, as one product to be subtracted
+    offset = torch.addcmul(real, zero_point, scale)
+    parts = (wanted, real, scale.reciprocal(), zero_point, offset, scale)
+    for k, (want, code, inverse, zero, start, step) in enumerate(zip(*(p.unbind(1) for p in parts), strict=True)):
+        grid.round_(torch.addcmul(zero, want, inverse, out=code))
+        torch.addcmul(start, code, step, value=-1, out=want)
+        if k + 1 < wanted.shape[1]:
+            wanted[:, k + 1 :].baddbmm_(feedback[:, k, k + 1 :, None], wanted[:, k : k + 1])
+
+
+def made_up_for(target: Tensor, value: Tensor, factor: Factor) -> Tensor:
+    """Return what was rounded: the weight that was aimed at, and in each column what makes up for the errors before it.
+
+    Args:
+        target: the weight aimed at, shape (groups, outputs, inputs).
+        value: what its codes stand for, of the same shape.
+        factor: as `round_with_feedback` had it.
+    """
+    columns = factor.order.unsqueeze(-2).expand_as(target)
+    lost = (target - value).gather(-1, columns)
+    return target.scatter_add(-1, columns, lost @ factor.feedback)
+
+
+def solve(factor: Factor, right: Tensor) -> Tensor:
+    """Return `right` times the inverse of the damped `H`; `right` has shape (groups, outputs, inputs)."""
+    columns = factor.order.unsqueeze(-2).expand_as(right)
+    upper = factor.feedback + torch.eye(right.shape[-1], device=right.device, dtype=torch.float32)
+    # X (I + F) D (I + F)' = B
+    x = torch.linalg.solve_triangular(upper.mT, right.gather(-1, columns), upper=False, left=False, unitriangular=True)
+    x = torch.linalg.solve_triangular(
+        upper, x / factor.curvature.unsqueeze(-2), upper=True, left=False, unitriangular=True
+    )
+    return torch.empty_like(x).scatter_(-1, columns, x)
+
+
+__all__ = ["Factor", "at_once", "factor", "made_up_for", "round_with_feedback", "solve", "working_bytes"]

@@ -1,0 +1,103 @@
+"""The inner loop of `quark_fx.solvers.error_feedback` as one kernel: a run of columns is rounded in registers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quark_fx.numbers.grid import Grid
+
+COLUMNS = 64
+"""Columns of a run. Longer ones do not fit into the registers of a block."""
+
+_ROWS = 32
+"""Rows of the weight, which are independent, in one block."""
+
+OPTIONS: dict[str, Any] = {"columns": COLUMNS, "rows": _ROWS, "enable_fp_fusion": True}
+"""Of a launch. Fused, a product and a sum are rounded once, as `torch.addcmul` does on most processors."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _round_run(
+    wanted: tl.tensor,
+    real: tl.tensor,
+    scale: tl.tensor,
+    zero: tl.tensor,
+    feedback: tl.tensor,
+    outputs: int,
+    stride: int,
+    count: int,
+    low: float,
+    high: float,
+    lowest_power: float,
+    highest_power: float,
+    shift: float,
+    columns: tl.constexpr,
+    rows: tl.constexpr,
+) -> None:
+    """Round `count` columns of `rows` outputs. All but `feedback` are (inputs, outputs), from the first of the run."""
+    group = tl.program_id(1).to(tl.int64)
+    k = tl.arange(0, columns)
+    o = tl.program_id(0) * rows + tl.arange(0, rows)
+    known = (k[:, None] < count) & (o[None, :] < outputs)
+    at = group * stride + k[:, None] * outputs + o[None, :]
+    w = tl.load(wanted + at, known, 0.0)
+    s = tl.load(scale + at, known, 1.0)
+    z = tl.load(zero + at, known, 0.0)
+    b = tl.load(real + at, known, 0.0) + z * s
+    i = tl.div_rn(1.0, s)
+    c = tl.zeros_like(w)
+    e = tl.zeros_like(w)
+    for j in range(count):
+        this = k[:, None] == j
+        position = tl.sum(tl.where(this, w * i + z, 0.0), 0)
+        code = tl.minimum(tl.maximum(position, low), high)
+        # Adding and taking away 1.5 * 2**23 steps rounds a float32 of up to 22 bits half to even. The step of a small
+        # float grows with the power of two below it, which the bits of the exponent alone are.
+        power = (code.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        far = tl.minimum(tl.maximum(power, lowest_power), highest_power) * shift
+        code = (code + far) - far
+        code = tl.expand_dims(code, 0)
+        left = tl.expand_dims(tl.sum(tl.where(this, b - code * s, 0.0), 0), 0)
+        c = tl.where(this, code, c)
+        e = tl.where(this, left, e)
+        row = tl.load(feedback + group * columns * columns + j * columns + k)
+        w += row[:, None] * left
+    tl.store(wanted + at, e, known)
+    tl.store(real + at, c, known)
+
+
+def round_run(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> None:
+    """Round a run of columns in place.
+
+    Args:
+        columns: what is wanted, the weight, the scale and the zero point, each float32, shape
+            (groups, up to `COLUMNS`, outputs), a slice of a contiguous tensor. What is wanted becomes what the codes
+            leave of the weight, and the weight becomes the codes.
+        feedback: of these columns on each other, shape (groups, run, run).
+        grid: what codes there are; its scales are not used.
+    """
+    groups, count, outputs = columns[0].shape
+    padding = COLUMNS - count
+    square = F.pad(feedback, (0, padding, 0, padding)).contiguous()
+    launch: Any = _round_run[triton.cdiv(outputs, _ROWS), groups]
+    strides = outputs, columns[0].stride(0), count
+    with torch.cuda.device_of(columns[0]):  # which need not be the current one
+        launch(*columns, square, *strides, *map(float, grid.limits), *_steps(grid), **OPTIONS)
+
+
+def _steps(grid: Grid) -> tuple[float, float, float]:
+    """Return the powers of two between which steps grow, and 1.5 * 2**23 steps per power."""
+    fmt = grid.format
+    if fmt is None:
+        return 1.0, 1.0, 1.5 * 2.0**23
+    return 2.0**fmt.min_exponent, 2.0**fmt.max_exponent, 1.5 * 2.0 ** (23 - fmt.mantissa)
+
+
+__all__ = ["COLUMNS", "round_run"]

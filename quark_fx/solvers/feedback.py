@@ -1,0 +1,57 @@
+"""Error feedback on the weight of an operator: its codes, the scales it loses least with, and what was rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quark_fx.solvers.error_feedback import Factor, made_up_for, round_with_feedback
+from quark_fx.solvers.quantized_matrix import QuantizedMatrix
+from quark_fx.solvers.scale_search import fit_scales_to_feedback
+
+Factors = Iterable[tuple[slice, Factor]]
+"""The factors of a Hessian, each with the matrices of a stack that it is of."""
+
+
+def rounded_with_feedback(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> tuple[QuantizedMatrix, float]:
+    """Return `weight` with the codes of `target` by error feedback, and the damping that was needed.
+
+    Args:
+        weight: says what codes there are.
+        target: what to round, shape (groups, outputs, inputs).
+        factors: of the Hessian of what is multiplied.
+    """
+    codes, damping = torch.empty_like(weight.codes), 0.0
+    for matrices, found in factors:
+        codes[matrices] = round_with_feedback(target[matrices], found, weight.grid(matrices), codes.dtype)
+        damping = max(damping, found.damping)
+    return weight.with_codes(codes), damping
+
+
+def fitted_to_feedback(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> QuantizedMatrix:
+    """Return `weight` with the scales that `rounded_with_feedback` is expected to lose least with.
+
+    Its scales have to be free to change: `weight.columns` is not `None`.
+    """
+    columns, grid, ratio = weight.columns, weight.grid(), []
+    assert columns is not None
+    for matrices, found in factors:
+        scale, zero_point = (p.expand_as(target)[matrices] for p in (grid.scale, grid.zero_point))
+        part = replace(grid, scale=scale, zero_point=zero_point)
+        ratio.append(fit_scales_to_feedback(target[matrices].float(), found, part, columns, weight.allowed))
+    return weight.with_scales(torch.cat(ratio))
+
+
+def compensated(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> Tensor:
+    """Return what the codes that `rounded_with_feedback` chose are nearest to, the shape of `target`."""
+    wanted, codes = torch.empty_like(target, dtype=torch.float32), weight.codes
+    for matrices, found in factors:
+        value = weight.grid(matrices).value(codes[matrices].float())
+        wanted[matrices] = made_up_for(target[matrices].float(), value, found)
+    return wanted
+
+
+__all__ = ["Factors", "compensated", "fitted_to_feedback", "rounded_with_feedback"]

@@ -1,0 +1,236 @@
+"""The Hessian of an operator's squared error: the sum of `x x'` over what enters it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from quark_fx.engine.block_walk import running
+from quark_fx.engine.blocks import extract
+from quark_fx.engine.context import Context
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.linear_map import LinearMap
+from quark_fx.graph.nodes import placeholders
+from quark_fx.solvers.error_feedback import Factor, at_once, factor, solve
+
+_TILE = 256
+"""Columns of `x x'` at a time, of which only those on and above the diagonal are computed."""
+
+
+@dataclass
+class Hessian:
+    """Sums over the rows that enter an operator: half the Hessian of its squared output error by its weight.
+
+    Attributes:
+        h: sum of `x x'`, float32, shape (groups, inputs, inputs); the upper triangle until `finish`.
+        shift: sum of `(r - x) x'` with `r` the row in float, the shape of `h`; `None` if it was not asked for.
+        rows: how many, shape (groups,).
+    """
+
+    h: Tensor
+    shift: Tensor | None
+    rows: Tensor
+    _borrowed: Tensor | None = None
+    _factors: dict[tuple[float, bool], list[tuple[slice, Factor]]] = field(default_factory=dict)
+
+    def factors(self, *, damping: float, by_activation: bool) -> Iterator[tuple[slice, Factor]]:
+        """Yield the factors of `h`, each with the matrices of a stack that it is of.
+
+        They are kept for the next operator that reads the same values, unless a stack is long: its factors would fill
+        the memory, and are made as they come.
+
+        Args:
+            damping, by_activation: as `quark_fx.solvers.error_feedback.factor` takes them.
+
+        Raises:
+            CalibrationError: if `h` has no factor.
+        """
+        slices = [slice(None)] if self.shift is not None else at_once(self.h)
+        key = damping, by_activation
+        if key not in self._factors:
+            made = ((some, factor(self.h[some], damping=damping, by_activation=by_activation)) for some in slices)
+            if len(slices) > 1:
+                yield from made
+                return
+            self._factors[key] = list(made)
+        yield from self._factors[key]
+
+    def target(self, real: Tensor, share: float, factors: Iterable[tuple[slice, Factor]]) -> Tensor:
+        """Return the weight to round: `real`, moved towards what the float model makes of its own inputs.
+
+        Args:
+            real: float weight, shape (groups, outputs, inputs).
+            share: of the way, 0 to 1; where `shift` was not measured there is none to go.
+            factors: of the Hessian.
+        """
+        if self.shift is None:
+            return real
+        ((_, found),) = factors
+        return real + share * solve(found, real.float() @ self.shift)
+
+    @classmethod
+    def empty(cls, groups: int, inputs: int, device: torch.device, *, shifted: bool) -> Hessian:
+        """Return the sums over no rows."""
+        h = torch.zeros(groups, inputs, inputs, device=device, dtype=torch.float32)
+        rows = torch.zeros(groups, dtype=torch.int64, device=device)
+        return cls(h, torch.zeros_like(h) if shifted else None, rows)
+
+    @classmethod
+    def measure(
+        cls,
+        context: Context,
+        shape: tuple[int, int],
+        entrance: Entrance,
+        reference: Entrance | None = None,
+        *,
+        batches: Sequence[int] | None = None,
+    ) -> Hessian:
+        """Return the sums over calibration batches.
+
+        Args:
+            context: with the batches.
+            shape: groups, and inputs of each.
+            entrance: where the rows come from.
+            reference: where the same rows come from in float, for `shift`.
+            batches: which; default: all.
+        """
+        moment = cls.empty(*shape, context.device, shifted=reference is not None)
+        with torch.no_grad():
+            for batch in range(len(context.batches)) if batches is None else batches:
+                kept = context.kept_positions(batch)
+                reals = reference.values(batch, kept) if reference is not None else None
+                moment.add(entrance.mapping, entrance.values(batch, kept), reals)
+        asked = () if moment.shift is None else (moment.shift,)
+        context.ranks.add(moment.h, moment.rows, *asked)
+        moment.finish(routed=entrance.mapping.offsets is not None)
+        return moment
+
+    def add(self, mapping: LinearMap, values: Entering, reals: Entering | None = None) -> None:
+        """Add the rows of a batch.
+
+        Args:
+            mapping: of the operator.
+            values: what enters it, quantized.
+            reals: the same in float, where `shift` is wanted.
+        """
+        if mapping.kernel:
+            assert values.output is not None
+            columns, _ = mapping.rows(values.x, values.output, most=values.output[:, 0].numel(), seed=0)
+            self.h.baddbmm_(columns.float(), columns.float().mT)
+            self.rows += columns.shape[-1]
+            if self.shift is not None and reals is not None:
+                exact, _ = mapping.rows(reals.x, values.output, most=values.output[:, 0].numel(), seed=0)
+                self.shift.baddbmm_((exact - columns).float(), columns.float().mT)
+            return
+        exact_rows = reals.matrices(mapping) if reals is not None else iter(())
+        for group, x in enumerate(values.matrices(mapping)):
+            _add_upper(self.h[group], x)
+            self.rows[group] += len(x)
+            if self.shift is not None:
+                self.shift[group].addmm_((next(exact_rows) - x).T, x)
+
+    def finish(self, *, routed: bool) -> None:
+        """Mirror the upper triangle, and where data chooses rows, let groups that saw few borrow from the others.
+
+        A matrix of `n` inputs that saw fewer than about `n` rows leaves directions open which its rows do not reach.
+        The average of the stack counts as `n` rows more.
+        """
+        inputs = self.h.shape[-1]
+        for start in range(0, inputs, _TILE):  # a copy of a stack of matrices would be large
+            tile, rest = slice(start, start + _TILE), slice(start + _TILE, None)
+            self.h[:, rest, tile] = self.h[:, tile, rest].mT
+            corner = self.h[:, tile, tile]
+            corner.copy_(corner.triu() + corner.triu(1).mT)
+        if routed:
+            self._borrow()
+
+    def _borrow(self) -> None:
+        self._borrowed = self.h.sum(0) * (self.h.shape[-1] / self.rows.sum().clamp_min(1))
+        self.h += self._borrowed
+
+    def plus(self, other: Hessian) -> Hessian:
+        """Return the sums over the rows of both."""
+        h = self.h + other.h
+        shift = None if self.shift is None or other.shift is None else self.shift + other.shift
+        both = Hessian(h, shift, self.rows + other.rows)
+        if self._borrowed is not None and other._borrowed is not None:
+            h -= self._borrowed + other._borrowed
+            both._borrow()
+        return both
+
+
+@dataclass(frozen=True)
+class Entering:
+    """What enters an operator for one batch.
+
+    Attributes:
+        x: its activation.
+        output: what it makes, for a convolution.
+        offsets: where the rows of each expert end.
+        kept: which positions count, shape of `x` without its last dimension; `None`: all. Rows that are routed to
+            experts all count, those of padding too.
+    """
+
+    x: Tensor
+    output: Tensor | None = None
+    offsets: Tensor | None = None
+    kept: Tensor | None = None
+
+    def matrices(self, mapping: LinearMap) -> Iterator[Tensor]:
+        """Yield float32 rows, shape (rows, inputs), for each group of a matrix product."""
+        x = self.x.float()
+        if self.offsets is not None:
+            ends = [0, *self.offsets.tolist()]
+            yield from (x[int(a) : int(b)] for a, b in itertools.pairwise(ends))
+        elif mapping.stacked:
+            yield from x
+        else:
+            rows = x.reshape(-1, x.shape[-1])
+            kept = self.kept
+            # Flattened positions are in the order of the mask; those of any other shape may not be.
+            fits = kept is not None and (kept.shape == x.shape[:-1] or (x.dim() == 2 and kept.numel() == len(rows)))
+            yield rows[kept.flatten()] if kept is not None and fits else rows
+
+
+class Entrance:
+    """Where rows enter an operator of a block.
+
+    Args:
+        module: the block.
+        linear: the operator.
+        mapping: how it multiplies.
+        inputs: returns what enters the block for a batch.
+    """
+
+    def __init__(
+        self, module: GraphModule, linear: Linear, mapping: LinearMap, inputs: Callable[[int], list[Any]]
+    ) -> None:
+        nodes = [linear.activation]
+        if mapping.kernel:
+            nodes.append(linear.node)
+        if linear.offsets is not None:
+            nodes.append(linear.offsets)
+        self.mapping, self._inputs = mapping, inputs
+        self._part = extract(module, placeholders(module), nodes)
+
+    def values(self, batch: int, kept: Tensor | None) -> Entering:
+        """Return what enters for one batch; `kept` says which positions are no padding."""
+        with running(batch):
+            x, *more = self._part(*self._inputs(batch))
+        output = more[0] if self.mapping.kernel else None
+        return Entering(x, output, more[0] if self.mapping.offsets is not None else None, kept)
+
+
+def _add_upper(h: Tensor, x: Tensor) -> None:
+    """Add the tiles of `x' x` on and above the diagonal to `h`; a third less work than all of it."""
+    for start in range(0, h.shape[-1], _TILE):
+        h[start : start + _TILE, start:].addmm_(x[:, start : start + _TILE].T, x[:, start:])
+
+
+__all__ = ["Entering", "Entrance", "Hessian"]

@@ -1,0 +1,127 @@
+"""The quantized operators of a block that multiply the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import Tensor
+
+from quark_fx.engine.block_walk import BlockRun
+from quark_fx.engine.context import Context
+from quark_fx.engine.quantized_weights import QuantizedWeight
+from quark_fx.errors import CalibrationError
+from quark_fx.graph.linear_map import LinearMap
+from quark_fx.graph.nodes import named_nodes, tensor_of
+from quark_fx.graph.pass_manager import Change
+from quark_fx.numbers.qparams import ScaleType
+from quark_fx.solvers.hessian import Entrance, Hessian
+from quark_fx.solvers.quantized_matrix import QuantizedMatrix
+
+
+@dataclass(frozen=True)
+class Part:
+    """One operator of a product.
+
+    Attributes:
+        run: the block it is in.
+        weight: its own.
+        mapping: how it multiplies.
+        real: the float weight as it is stored.
+    """
+
+    run: BlockRun
+    weight: QuantizedWeight
+    mapping: LinearMap
+    real: Tensor
+
+    @property
+    def matrix(self) -> QuantizedMatrix:
+        """The weight as it is quantized now."""
+        weight, module, spec = self.weight, self.run.module, self.weight.operator.weight
+        stored, storable = weight.stored(module), partial(weight.storable, module)
+        movable = spec is not None and spec.sub_group_size is None and spec.scale_type is not ScaleType.POWER_OF_TWO
+        movable &= weight.bias_scale_shape(module) in (None, stored.scale.shape)
+        real = self.mapping.matrix(self.real)
+        return QuantizedMatrix(weight.name, real, stored, weight.scheme, self.mapping, movable, storable)
+
+    def store(self, matrix: QuantizedMatrix) -> None:
+        """Let the operator multiply by another quantized weight; an int32 bias follows its scales.
+
+        Raises:
+            OverflowError: if that bias does not fit its type at the new scales; nothing is stored then.
+        """
+        weight, module, old = self.weight, self.run.module, self.weight.stored(self.run.module)
+        new, changed = matrix.stored, {}
+        if new.scale is not old.scale:
+            changed[weight.scale_name] = new.scale
+            if weight.bias_scale_follows:
+                changed |= weight.bias_at(module, new.scale / old.scale)
+        if new.codes is not old.codes:
+            changed[weight.codes] = new.codes
+        for name, tensor in changed.items():
+            self.run.store(name, tensor)
+
+
+@dataclass(frozen=True)
+class Product:
+    """Operators that read one value and multiply it alike: what is computed of that value serves them all."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def names(self) -> str:
+        """The modules the operators come from, for messages."""
+        return ", ".join(part.weight.name for part in self.parts)
+
+    def hessian(self, context: Context, *, shifted: bool = False, batches: Sequence[int] | None = None) -> Hessian:
+        """Return the sums over what enters the product, everything before quantized.
+
+        Args:
+            context: of the run.
+            batches: of calibration; default: all.
+            shifted: compare with what enters it in float, too; not where data chooses the rows: the float model may
+                route other tokens to an expert than the quantized one, and its rows have no counterparts.
+
+        Raises:
+            CalibrationError: if the sums are not finite; the message names the operators.
+        """
+        first = self.parts[0]
+        weight, mapping, run = first.weight, first.mapping, first.run
+        groups, _, inputs = mapping.matrix(first.real).shape
+        entrance = Entrance(run.module, weight.linear, mapping, run.inputs)
+        reference = None
+        if shifted and mapping.offsets is None:
+            real = named_nodes(run.reference)[weight.linear.node.name]
+            reference = Entrance(run.reference, weight.linear.at(real), mapping, run.reference_inputs)
+        return Hessian.measure(context, (groups, inputs), entrance, reference, batches=batches)
+
+    def blamed(self, error: CalibrationError) -> CalibrationError:
+        """Return an error that names the operators and says what to do."""
+        return CalibrationError(f"{self.names}: {error}; check the calibration data, or exclude the operator")
+
+
+def find_products(run: BlockRun, weights: Iterable[QuantizedWeight], context: Context | None) -> list[Product]:
+    """Return the products of a block in order.
+
+    Args:
+        run: the block.
+        weights: of the operators.
+        context: where an operator that multiplies in an unknown way is noted as skipped; `None`: nowhere.
+    """
+    found: dict[object, list[Part]] = {}
+    for weight in weights:
+        stored = tensor_of(run.reference, weight.weight).detach()
+        mapping = weight.linear.matrices
+        if mapping is None:
+            if context is not None:
+                context.note(Change(weight.name, "skipped: unsupported weight layout", changed=False))
+            continue
+        found.setdefault((weight.linear.activation, replace(mapping, transposed=False)), []).append(
+            Part(run, weight, mapping, stored)
+        )
+    return [Product(tuple(parts)) for parts in found.values()]
+
+
+__all__ = ["Part", "Product", "find_products"]

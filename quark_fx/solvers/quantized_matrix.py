@@ -1,0 +1,109 @@
+"""A quantized weight as the matrices its operator multiplies by: what solvers read, and what they propose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quark_fx.graph.linear_map import LinearMap
+from quark_fx.numbers.grid import Grid
+from quark_fx.numbers.layout import Columns
+from quark_fx.numbers.qparams import ScaleType, Scheme, constrain_scale, recover_global_scale
+from quark_fx.numbers.quantized_tensor import QuantizedTensor, decode
+
+_SAMPLED = 64
+"""Output channels, about, that errors are measured on: on all it would cost as much as the rest."""
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedMatrix:
+    """The weight of one operator. Matrices have the shape (groups, outputs, inputs).
+
+    Attributes:
+        name: the module it comes from.
+        real: the float weight as matrices.
+        stored: what it is quantized to now.
+        scheme: how.
+        mapping: how the operator multiplies.
+        movable: scales may change, one by one.
+        storable: makes codes those that the target can store (`PlannedOperator.pairs`), in the shape of `stored`.
+    """
+
+    name: str
+    real: Tensor
+    stored: QuantizedTensor
+    scheme: Scheme
+    mapping: LinearMap
+    movable: bool
+    storable: Callable[[Tensor], Tensor]
+
+    @property
+    def codes(self) -> Tensor:
+        """The codes as matrices."""
+        return self.mapping.matrix(self.stored.codes)
+
+    def grid(self, matrices: slice = slice(None)) -> Grid:
+        """Return what the codes can be, as matrices; of several, those of `matrices`."""
+        stacked = self.mapping.stacked
+        found = Grid.of(self.stored[matrices] if stacked else self.stored, self.scheme)
+        scale, zero_point = (self.mapping.matrix(p) for p in (found.scale, found.zero_point))
+        if not stacked:
+            scale, zero_point = scale[matrices], zero_point[matrices]
+        return replace(found, scale=scale, zero_point=zero_point, layout=None)
+
+    @property
+    def columns(self) -> Columns | None:
+        """Which inputs share a scale, in the order of `with_scales`; `None` if scales cannot change one by one."""
+        return self.stored.layout.columns(self.mapping) if self.movable else None
+
+    @property
+    def allowed(self) -> Callable[[Tensor], Tensor] | None:
+        """Returns the scales that can be stored for wanted ones, where these are of 8 bits; otherwise `None`."""
+        return self._constrain if self.scheme.scale_type.is_8_bit else None
+
+    @property
+    def _constrain(self) -> Callable[[Tensor], Tensor]:
+        kind = self.scheme.scale_type
+        unit = recover_global_scale(self.stored.scale) if kind is ScaleType.FP8_E4M3 else None
+        return partial(constrain_scale, scale_type=kind, global_scale=unit)
+
+    def with_codes(self, codes: Tensor) -> QuantizedMatrix:
+        """Return it with other codes, given as matrices; those that the target would saturate are lowered."""
+        old = self.stored.codes
+        stored = self.storable(self.mapping.restore(codes.to(old.dtype), old))
+        return replace(self, stored=replace(self.stored, codes=stored))
+
+    def with_scales(self, ratio: Tensor) -> QuantizedMatrix:
+        """Return it with every scale multiplied; `ratio` has the shape (groups, outputs, scales of a row)."""
+        old = self.stored.scale
+        wanted = (old.abs() * self.stored.layout.restore(ratio, self.mapping)).double()
+        return replace(self, stored=replace(self.stored, scale=(old.sign() * self._constrain(wanted)).to(old)))
+
+    def nearest(self) -> QuantizedMatrix:
+        """Return it with the float weight rounded to nearest."""
+        grid = self.grid()
+        return self.with_codes(grid.round_(grid.position(self.real.float())))
+
+    def error(self, target: Tensor, h: Tensor) -> float:
+        """Return the squared error of the output over its square, for some output channels.
+
+        Args:
+            target: the weight that would make none, the shape of `real`.
+            h: sum of `x x'` of what is multiplied, shape (groups, inputs, inputs).
+        """
+        some, codes = slice(None, None, max(1, target.shape[1] // _SAMPLED)), self.codes
+        noise, signal = torch.zeros(2, device=h.device, dtype=torch.float32)
+        for matrices in [slice(i, i + 1) for i in range(len(h))] if self.mapping.stacked else [slice(None)]:
+            grid, aim = self.grid(matrices), target[matrices, some]
+            scale, zero_point = (p.expand_as(target[matrices])[:, some] for p in (grid.scale, grid.zero_point))
+            lost = decode(codes[matrices, some].float(), scale, zero_point) - aim
+            noise += ((lost @ h[matrices]) * lost).sum()
+            signal += ((aim.float() @ h[matrices]) * aim).sum()
+        return float(noise / signal.clamp_min(torch.finfo(torch.float32).tiny))
+
+
+__all__ = ["QuantizedMatrix"]

@@ -1,0 +1,149 @@
+"""A block of codes as a function one can differentiate: of its weights, biases and activation scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from quark_fx.engine.block_walk import BlockRun
+from quark_fx.engine.blocks import extract
+from quark_fx.engine.quantized_weights import QuantizedWeight
+from quark_fx.graph.nodes import parameter, results_of, target_name
+from quark_fx.graph.straight_through import QUANTIZE, quantize_of
+from quark_fx.numbers import ops
+from quark_fx.numbers.formats import IntFormat, parse_format
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """A block whose learned tensors are arguments.
+
+    Attributes:
+        module: takes the block's inputs, the drop rate and its generator, then weights, biases and scales.
+        made: positions among its results of what the block makes.
+        dtypes: of the weights.
+        scales: names of the activation scales that are arguments.
+    """
+
+    module: GraphModule
+    made: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    scales: tuple[str, ...]
+
+    def __call__(
+        self,
+        inputs: Sequence[object],
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor] = (),
+        scales: Sequence[Tensor] = (),
+        drop: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> list[Tensor]:
+        """Return what the block makes, in the order of `Block.made`.
+
+        Args:
+            inputs: of the block.
+            weights: dequantized or soft, one per weight.
+            biases: one per weight that has one, if biases are learned.
+            scales: in the order of `scales`, shape `()`.
+            drop: probability that an activation is left in float, value by value.
+            generator: draws which; default: that of the process.
+        """
+        weights = [weight.to(dtype) for weight, dtype in zip(weights, self.dtypes, strict=True)]
+        biases = [bias.to(self.dtypes[0]) for bias in biases]
+        results = self.module(*inputs, drop, generator, *weights, *biases, *scales)
+        return [results[i] for i in self.made]
+
+
+def trainable_block(
+    run: BlockRun, weights: Sequence[QuantizedWeight], *, biases: bool = False, scales: Sequence[str] = ()
+) -> Trainable:
+    """Return the quantized block of `run` with `quantize` and `dequantize` replaced by what has a gradient.
+
+    Args:
+        run: the block.
+        weights: those that are arguments; the others stay as they are.
+        biases: whether the biases of `weights` are arguments.
+        scales: names of the activation scales that are arguments.
+    """
+    results = results_of(run.module)
+    places = [node for node in run.module.graph.nodes if node.op == "placeholder"]
+    module = extract(run.module, places, [node for node in results if isinstance(node, Node)])
+    graph = module.graph
+    named = {node.name: node for node in graph.nodes}
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first):
+        drop, generator = graph.placeholder("drop"), graph.placeholder("generator")
+        arguments = [graph.placeholder(f"weight_{i}") for i in range(len(weights))]
+        for weight, argument in zip(weights, arguments, strict=True):
+            named[weight.dequantize.name].replace_all_uses_with(argument)
+        for i, weight in enumerate(weights if biases else ()):
+            if weight.bias is not None:
+                named[weight.node.name].replace_input_with(named[weight.bias.name], graph.placeholder(f"bias_{i}"))
+        places_of = {name: graph.placeholder(f"scale_{i}") for i, name in enumerate(scales)}
+    for node in list(graph.nodes):
+        if (source := quantize_of(node)) is not None:
+            _differentiable(graph, node, source, {"drop": drop, "generator": generator}, places_of)
+    graph.eliminate_dead_code()
+    module.recompile()
+    made = [i for i, name in enumerate(run.block.outputs) if name in run.block.made]
+    dtypes = tuple(weight.dequantize.meta["val"].dtype for weight in weights)
+    return Trainable(module, tuple(made), dtypes, tuple(scales))
+
+
+def _differentiable(
+    graph: torch.fx.Graph, node: Node, source: Node, options: dict[str, Any], scales: dict[str, Node]
+) -> None:
+    x, scale, *rest = source.args
+    if isinstance(scale, Node) and scale.op == "get_attr":
+        scale = scales.get(str(scale.target), scale)
+    with graph.inserting_before(node):
+        new = graph.call_function(fake_quantize, (x, scale, *rest), options)
+    node.replace_all_uses_with(new)
+
+
+def fake_quantize(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    format: str,
+    axis: int | None = None,
+    block_size: int = 0,
+    *,
+    drop: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Return `quark_fx.numbers.ops.fake_quantize(x)`, with some values left in float.
+
+    Args:
+        x, scale, zero_point, format, axis, block_size: as in `quark_fx.numbers.ops`.
+        drop: probability that a value stays as it is (QDrop, Wei et al. 2022).
+        generator: draws which; default: that of the process.
+    """
+    y: Tensor = ops.fake_quantize(x, scale, zero_point, format, axis, block_size)
+    if drop <= 0:
+        return y
+    chance = torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+    return torch.where(chance < drop, x, y)
+
+
+def activation_scales(gm: GraphModule) -> list[str]:
+    """Return the names of the static per-tensor scales that activations of `gm` are quantized with."""
+    found = [
+        str(node.args[1].target)
+        for node in gm.graph.nodes
+        if target_name(node) == QUANTIZE
+        and isinstance(node.args[1], Node)
+        and node.args[1].op == "get_attr"
+        and parameter(gm, node.args[1]).dim() == 0
+        and isinstance(parse_format(str(node.args[3])), IntFormat)
+    ]
+    return list(dict.fromkeys(found))
+
+
+__all__ = ["Trainable", "activation_scales", "fake_quantize", "trainable_block"]

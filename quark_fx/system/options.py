@@ -1,0 +1,323 @@
+"""What the fields of a configuration may hold: their types and ranges, checked before the dataclass is made.
+
+The annotation of a field is what is checked. `Annotated[float, Interval("(0, 1]")]` limits a number, `parsed` says how
+a class is made of text or of plain data. Passes and observers, also those of other packages, are checked because
+`graph_pass` and `observer` decorate them; other dataclasses are decorated with `checked`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import inspect
+import math
+import numbers
+import os
+import re
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from quark_fx.errors import ConfigError
+from quark_fx.system.untrusted import brief
+
+C = TypeVar("C", bound=type)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Numbers between two bounds, as one writes them; `inf` itself never belongs.
+
+    >>> 1 in Interval("(0, 1]"), 0 in Interval("(0, 1]"), str(Interval("[1, inf)"))
+    (True, False, 'of at least 1')
+    """
+
+    text: str
+
+    @functools.cached_property
+    def bounds(self) -> tuple[float, float]:
+        """The smallest and the largest number, or what they stay above and below."""
+        low, high = self.text[1:-1].split(",")
+        return float(low), float(high)
+
+    def __contains__(self, number: float) -> bool:
+        low, high = self.bounds
+        above = number > low or (number == low and self.text[0] == "[")
+        below = number < high or (number == high and self.text[-1] == "]")
+        return above and below
+
+    def __str__(self) -> str:
+        low, high = self.bounds
+        if self.text[0] + self.text[-1] == "[]":
+            return f"from {low:g} to {high:g}"
+        words = [] if low == -math.inf else [f"{'of at least' if self.text[0] == '[' else 'above'} {low:g}"]
+        words += [] if high == math.inf else [f"{'at most' if self.text[-1] == ']' else 'below'} {high:g}"]
+        return " and ".join(words)
+
+
+PositiveInt = Annotated[int, Interval("[1, inf)")]
+NonNegativeInt = Annotated[int, Interval("[0, inf)")]
+NonNegativeFloat = Annotated[float, Interval("[0, inf)")]
+
+
+class _Kind(NamedTuple):
+    """What a field takes: a function that returns a value as the field has it, or `_NO`, and what to call it."""
+
+    read: Callable[[Any], Any]
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " or ".join(filter(None, (", ".join(self.words[:-1]), self.words[-1])))
+
+
+_NO = object()
+_PARSED: dict[type, _Kind] = {}
+
+
+def parsed(cls: type, words: tuple[str, ...], plain: Any, parse: Callable[[Any], Any]) -> None:
+    """Let fields of type `cls` be given as plain data.
+
+    Args:
+        cls: the type of the field.
+        words: what the field may be, for messages.
+        plain: types of the data.
+        parse: makes a value of them; raises `ConfigError`.
+    """
+
+    def read(value: Any) -> Any:
+        if isinstance(value, cls):
+            return value
+        return parse(value) if isinstance(value, plain) else _NO
+
+    _PARSED[cls] = _Kind(read, words)
+
+
+def checked(cls: C) -> C:
+    """Check the arguments of a dataclass whenever it is made; fields that `state()` declares are left alone.
+
+    Text becomes the enum's member, a list a tuple, a number of numpy one of Python.
+
+    Raises:
+        ConfigError: when an instance is made, for an unknown field, with the nearest name, or a value the annotation
+            does not allow, with what it allows.
+    """
+    if not is_dataclass(cls):
+        return cls
+    init = cls.__init__
+    known = [f for f in fields(cls) if f.init]
+    positional = [f.name for f in known if not f.kw_only]
+    required = [f.name for f in known if f.default is MISSING and f.default_factory is MISSING]
+
+    @functools.wraps(init)
+    def checked_init(self: Any, *args: Any, **given: Any) -> None:
+        if len(args) > len(positional):
+            raise ConfigError(
+                f"{cls.__name__} takes its fields by name: write {cls.__name__}({known[len(positional)].name}=...)"
+                if len(known) > len(positional)
+                else f"{cls.__name__} has {len(positional)} field(s), and {len(args)} values were given"
+            )
+        given = dict(zip(positional, args, strict=False)) | known_fields(cls, given)
+        if missing := [name for name in required if name not in given]:
+            raise ConfigError(f"{cls.__name__} needs {', '.join(missing)}: write {cls.__name__}({missing[0]}=...)")
+        for name, kind in _kinds(cls).items():
+            if name in given:
+                given[name] = _value(cls, name, kind, given[name])
+        init(self, **given)
+
+    cls.__init__ = checked_init  # type: ignore[method-assign]
+    return cls
+
+
+def checked_call(function: Callable[P, R]) -> Callable[P, R]:
+    """Check the arguments of a function as `checked` does fields; those whose annotation cannot be read are left alone.
+
+    Raises:
+        ConfigError: when it is called, for a value the annotation does not allow.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        bound = signature.bind(*args, **kwargs)
+        for name, kind in _argument_kinds(function).items():
+            if name in bound.arguments:
+                _value(function, name, kind, bound.arguments[name])
+        return function(*args, **kwargs)
+
+    return call
+
+
+@functools.cache
+def _argument_kinds(function: Callable[..., Any]) -> dict[str, _Kind]:
+    inner = inspect.unwrap(function)
+    return dict(_annotated(inner, set(inspect.signature(inner).parameters), inner.__globals__))
+
+
+def _value(owner: Any, name: str, kind: _Kind, given: Any) -> Any:
+    found = kind.read(given)
+    if found is not _NO:
+        return found
+    advice = ""
+    if isinstance(given, type) and is_dataclass(given):
+        advice = f"; write {given.__name__}()"
+    elif given is not None and kind.read((given,)) is not _NO:
+        advice = f"; write {name}=({brief(given)},)"
+    text = brief(given)
+    shown = text if "\n" not in text else _with_article(type(given).__name__)
+    raise ConfigError(f"{name} of {owner.__name__} must be {kind}, not {shown}{advice}")
+
+
+@functools.cache
+def _kinds(cls: type) -> dict[str, _Kind]:
+    options = {f.name for f in fields(cls) if f.init and not f.metadata.get("state")}
+    annotated = (_annotated(base, options, vars(sys.modules[base.__module__])) for base in reversed(cls.__mro__))
+    return {name: kind for kinds in annotated for name, kind in kinds}
+
+
+def _annotated(owner: Any, names: Set[str], namespace: dict[str, Any]) -> Iterator[tuple[str, _Kind]]:
+    """Yield what the annotations of some names allow, but for those that only a type checker can read."""
+    for name, annotation in inspect.get_annotations(owner).items():
+        if name not in names:
+            continue
+        with contextlib.suppress(NameError):
+            alone = types.SimpleNamespace(__annotations__={name: annotation})
+            yield name, _kind(get_type_hints(alone, namespace, include_extras=True)[name])
+
+
+def _kind(hint: Any) -> _Kind:
+    """Return what a type annotation allows."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _limited(_kind(arguments[0]), [limit for limit in arguments[1:] if isinstance(limit, Interval)])
+    if origin in (Union, types.UnionType):
+        return _any_of([_kind(argument) for argument in arguments])
+    if origin is tuple and arguments[1:] == (...,):
+        return _tuple_of(_kind(arguments[0]))
+    if hint is Path or origin is os.PathLike:
+        return _instance(os.PathLike, "a path")
+    if origin is get_origin(Iterable[Any]):  # or what has no more than items by number, as data sets do
+        return _Kind(lambda value: value if _is_iterable(value) else _NO, ("an iterable",))
+    if hint is Any:
+        return _instance(object, "anything")
+    if origin is not None or not isinstance(hint, type):
+        if origin is get_origin(Callable[..., Any]):
+            return _Kind(lambda value: value if callable(value) else _NO, ("a function",))
+        return (
+            _instance(origin, _with_article(origin.__name__))
+            if isinstance(origin, type)
+            else _instance(object, "anything")
+        )
+    if hint in _PARSED:
+        return _PARSED[hint]
+    if hint in _PLAIN:
+        return _PLAIN[hint]
+    if issubclass(hint, StrEnum):
+        return _Kind(functools.partial(_member, hint), tuple(f"'{member}'" for member in hint))
+    return _instance(hint, _with_article(hint.__name__))
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def _instance(cls: type, words: str) -> _Kind:
+    return _Kind(lambda value: value if isinstance(value, cls) else _NO, (words,))
+
+
+def _is_iterable(value: Any) -> bool:
+    return isinstance(value, Iterable) or hasattr(value, "__getitem__")
+
+
+def _limited(kind: _Kind, limits: list[Interval]) -> _Kind:
+    def read(value: Any) -> Any:
+        found = kind.read(value)
+        return found if found is not _NO and all(found in limit for limit in limits) else _NO
+
+    return _Kind(read, (" ".join((str(kind), *map(str, limits))),))
+
+
+def _any_of(kinds: list[_Kind]) -> _Kind:
+    def read(value: Any) -> Any:
+        return next((found for kind in kinds if (found := kind.read(value)) is not _NO), _NO)
+
+    return _Kind(read, tuple(dict.fromkeys(word for kind in kinds for word in kind.words)))
+
+
+def _tuple_of(item: _Kind) -> _Kind:
+    def read(value: Any) -> Any:
+        found = tuple(map(item.read, value)) if isinstance(value, list | tuple) else (_NO,)
+        return _NO if _NO in found else found
+
+    return _Kind(read, (f"a tuple whose items are each {item}",))
+
+
+def _member(enum: type[StrEnum], value: Any) -> Any:
+    return enum_member(enum, value) if isinstance(value, str) else _NO
+
+
+def _whole(value: Any) -> Any:
+    return _NO if isinstance(value, bool) or not isinstance(value, numbers.Integral) else int(value)
+
+
+def _real(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value):
+        return _NO
+    whole = _whole(value)
+    return float(value) if whole is _NO else whole
+
+
+_PLAIN = {
+    bool: _Kind(lambda value: value if isinstance(value, bool) else _NO, ("True or False",)),
+    int: _Kind(_whole, ("a whole number",)),
+    float: _Kind(_real, ("a number",)),
+    str: _instance(str, "a string"),
+    type(None): _Kind(lambda value: _NO if value is not None else None, ("None",)),
+}
+
+
+def known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `data`, whose keys must be fields of the dataclass `cls`; raises `ConfigError` with the nearest."""
+    names = [f.name for f in fields(cls)]
+    if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
+        raise ConfigError(f"a {cls.__name__} is a mapping of {', '.join(names)}, not {brief(data)}")
+    options = [f.name for f in fields(cls) if not f.metadata.get("state")]
+    if unknown := sorted(set(data) - set(names)):
+        raise ConfigError(
+            f"{cls.__name__} has no field {', '.join(unknown)}; it has {', '.join(options) or 'none'}"
+            f"{nearest(unknown[0], options)}"
+        )
+    return dict(data)
+
+
+def enum_member(enum: type[StrEnum], value: str) -> Any:
+    """Return the member of `enum` with that value; raises `ConfigError` with the nearest and all of them."""
+    try:
+        return enum(value)
+    except ValueError:
+        raise ConfigError(
+            f"unknown {enum.__name__} {brief(value)}; choose one of {', '.join(enum)}{nearest(value, enum)}"
+        ) from None
+
+
+def nearest(name: object, names: Iterable[str]) -> str:
+    """Return a question for the name that was meant, or nothing.
+
+    >>> nearest("iteration", ["iterations", "seed"])
+    "; did you mean 'iterations'?"
+    """
+    simple = {re.sub(r"[^a-z0-9]", "", str(known).lower()): str(known) for known in names}
+    near = difflib.get_close_matches(re.sub(r"[^a-z0-9]", "", str(name).lower()), simple, n=1)
+    return f"; did you mean {simple[near[0]]!r}?" if near else ""
+
+
+__all__ = [
+    *("Interval", "NonNegativeFloat", "NonNegativeInt", "PositiveInt"),
+    *("checked", "checked_call", "enum_member", "known_fields", "nearest", "parsed"),
+]

@@ -1,0 +1,181 @@
+"""A GGUF file that was written is what its package and transformers read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from test_huggingface import FLOAT_ENDS, llama, logits, quantized
+from tiny import quantize, rand, seeded
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from torch import nn
+
+import quark_fx as qfx
+from quark_fx.config.quant_config import Granularity, QuantConfig, Target, TensorSpec
+from quark_fx.errors import ExportError
+from quark_fx.export.checkpoints.to_gguf import blocks
+from quark_fx.export.packing import matrix_of
+from quark_fx.model.correspondence import Constant
+from quark_fx.numbers.formats import FP8_E4M3, INT3, INT4, INT8, UINT4, UINT8, Format
+from quark_fx.numbers.qparams import ScaleType, Symmetry
+from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.presets import INT8_DYNAMIC
+
+package = pytest.importorskip("gguf")
+pytest.importorskip("accelerate")
+
+
+def spec(fmt: Format, size: int | None = 32, **options: Any) -> TensorSpec:
+    options = {"scale_type": ScaleType.FLOAT16, **options}
+    granularity = Granularity.GROUP if size else Granularity.CHANNEL
+    return TensorSpec(format=fmt, granularity=granularity, group_size=size, **options)
+
+
+def config(weight: TensorSpec) -> QuantConfig:
+    return QuantConfig(weight=weight, exclude=FLOAT_ENDS, target=Target.TORCH)
+
+
+def load(path: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+
+
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+EXACT = {
+    "Q4_0": spec(INT4, symmetry=Symmetry.SYMMETRIC_FULL),
+    "Q4_0 of wider groups": spec(INT4, 64),
+    "Q8_0": spec(INT8),
+    "Q8_0 per channel": spec(INT8, None),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_transformers_reads_the_same_model(name: str, tmp_path: Path) -> None:
+    """Rows of queries and keys lie in another order in the file; scales are in float16 here already."""
+    sizes = {**SMALL, "intermediate_size": 128}
+    qmodel = quantized(config(EXACT[name]), seeded(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))))
+    path = qfx.export.gguf(qmodel, tmp_path / "model.gguf")
+    kinds = {t.name: t.tensor_type.name for t in package.GGUFReader(path).tensors}
+    assert kinds["blk.1.attn_k.weight"] == name[:4]
+    assert package.GGUFReader(path).fields["general.quantization_version"].contents() == package.GGML_QUANT_VERSION
+    assert kinds["token_embd.weight"] == kinds["blk.0.attn_norm.weight"] == "F32"
+    torch.testing.assert_close(logits(load(path)), logits(qmodel), rtol=1e-5, atol=1e-5)
+
+
+def test_scales_and_smallest_values_are_rounded_to_float16(tmp_path: Path) -> None:
+    for weight in (spec(INT4, symmetry=Symmetry.SIGN_AWARE, scale_type=ScaleType.FLOAT32), spec(UINT4)):
+        qmodel = quantized(config(weight))
+        loaded, ours = logits(load(qfx.export.gguf(qmodel, tmp_path / "model.gguf"))), logits(qmodel)
+        assert 0 < (loaded - ours).abs().max() < 2e-3 * ours.abs().max()
+
+
+MODELS = {
+    "heads wider than the model": lambda: transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**SMALL, head_dim=128)
+    ),
+    "norms counted from one, tied": lambda: transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(**SMALL, head_dim=32, sliding_window=32)
+    ),
+    "biases": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{**SMALL, "num_key_value_heads": 4})),
+    "tied": lambda: llama(tie_word_embeddings=True),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_readers_do_to_tensors_is_undone(name: str, tmp_path: Path) -> None:
+    model = seeded(MODELS[name]())
+    with torch.no_grad():
+        for parameter in model.parameters():  # no norm or bias is that of a new model
+            if parameter.dim() == 1:
+                parameter += 0.1 * rand(*parameter.shape)
+    qmodel = quantized(config(EXACT["Q8_0"]), model)
+    loaded = load(qfx.export.gguf(qmodel, tmp_path / "model.gguf"))
+    torch.testing.assert_close(logits(loaded), logits(qmodel), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("weight", [spec(INT4), spec(INT8), spec(UINT4), spec(INT4, symmetry=Symmetry.SIGN_AWARE)])
+def test_blocks_are_what_the_package_dequantizes(weight: TensorSpec) -> None:
+    model: Any = seeded(nn.Sequential(nn.Linear(96, 24)))
+    qmodel = quantize(model, QuantConfig(weight=weight, target=Target.TORCH), [rand(4, 96)])
+    tensors = qmodel.graph_module.state_dict()
+    codes, scale, zero = (tensors[f"0.weight_{part}"] for part in ("codes", "scale", "zero_point"))
+    stored = QuantizedTensor.of(codes, scale, zero, weight.format, 1, 32)
+    matrix = matrix_of(Constant(("",), stored, torch.float32))
+    data, kind = blocks(matrix)
+    assert data.shape == (24, package.quant_shape_to_byte_shape((24, 96), package.GGMLQuantizationType[kind])[1])
+    found = package.quants.dequantize(data.numpy(), package.GGMLQuantizationType[kind])
+    # The smallest value, up to 15 steps, is rounded to float16.
+    bound = 15 * scale.max() * 2**-11 if kind == "Q4_1" else 0.0
+    assert (torch.from_numpy(found) - matrix.dequantize()).abs().max() <= bound
+
+
+def test_a_tokenizer_goes_into_the_file(tmp_path: Path) -> None:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=["<end>"], show_progress=False)
+    bpe.train_from_iterator(["a banana and an ananas"] * 8, trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>")
+    path = qfx.export.gguf(quantized(config(EXACT["Q8_0"])), tmp_path / "model.gguf", tokenizer=tokenizer)
+    fields = package.GGUFReader(path).fields
+    assert fields["tokenizer.ggml.model"].contents() == "gpt2"
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    assert len(tokens) == 64
+    assert tokens[: len(tokenizer)] == sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    assert fields["tokenizer.ggml.token_type"].contents()[0] == package.TokenType.CONTROL
+    assert fields["tokenizer.ggml.eos_token_id"].contents() == 0
+    assert len(fields["tokenizer.ggml.merges"].contents()) > 0
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (spec(INT3), "GGUF holds int4, uint4 and int8"),
+        (spec(UINT8), "GGUF holds int4, uint4 and int8"),
+        (TensorSpec(format=FP8_E4M3, granularity=Granularity.CHANNEL), "GGUF holds int4, uint4 and int8"),
+        (spec(INT4, 16), "blocks have 32 inputs, which do not divide a group of 16"),
+    ],
+)
+def test_what_no_block_holds_is_refused_with_every_layer(weight: TensorSpec, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=message) as error:
+        qfx.export.gguf(quantized(config(weight)), tmp_path / "model.gguf")
+    assert "model.layers.1.mlp.down_proj.weight" in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_quantized_activations_and_unknown_architectures_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="no place for quantized activations"):
+        qfx.export.gguf(quantized(INT8_DYNAMIC.replace(exclude=FLOAT_ENDS)), tmp_path / "model.gguf")
+    sizes = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    opt = transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, word_embed_proj_dim=32, pad_token_id=0))
+    with pytest.raises(ExportError, match=r"models of type opt are not written as GGUF; known .*llama"):
+        qfx.export.gguf(quantized(config(EXACT["Q8_0"]), seeded(opt)), tmp_path / "model.gguf")
+    scaled = llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0})
+    with pytest.raises(ExportError, match=r"positions are scaled .rope_type 'linear'"):
+        qfx.export.gguf(quantized(config(EXACT["Q8_0"]), scaled), tmp_path / "model.gguf")
+    with pytest.raises(ExportError, match="Linear is no model of transformers"):
+        qfx.export.gguf(
+            quantize(seeded(nn.Linear(32, 4)), config(EXACT["Q8_0"]), [rand(2, 32)]), tmp_path / "model.gguf"
+        )
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    qmodel = quantized(config(EXACT["Q8_0"]))
+    with pytest.raises(ExportError, match="cannot be written"):
+        qfx.export.gguf(qmodel, tmp_path / "missing" / "model.gguf")
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"old")
+    words = Tokenizer(models.WordLevel({"a": 0}, "a"))
+    spaces = Tokenizer(models.BPE({"a": 0, "\u2581": 1, "\u2581a": 2}, [("\u2581", "a")]))
+    spaces.pre_tokenizer = pre_tokenizers.Metaspace()
+    for backend in (words, spaces):
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+        with pytest.raises(ExportError, match="has no merges of byte pairs; pass tokenizer=None"):
+            qfx.export.gguf(qmodel, path, tokenizer=tokenizer)
+    assert path.read_bytes() == b"old"
+    assert qfx.export.gguf(qmodel, path) == path
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,604 @@
+"""A checkpoint that was written is what transformers loads, and computes what the quantized graph computes."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tiny import quantize, rand, seeded
+from torch import Tensor, nn
+
+import quark_fx as qfx
+from quark_fx.config.block_formats import MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, NVFP4
+from quark_fx.config.quant_config import Granularity, Override, QuantConfig, Target, TensorSpec
+from quark_fx.export.checkpoints.experts import as_saved
+from quark_fx.export.packing import pack, pack_awq, pack_columns, patterns
+from quark_fx.numbers.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, FP8_E5M2, INT4, INT8, UINT4, UINT8
+from quark_fx.numbers.qparams import ScaleType, Symmetry
+from quark_fx.presets import (
+    BF16,
+    FP8_DYNAMIC,
+    FP8_STATIC,
+    INT4_WEIGHT_ONLY,
+    INT8_DYNAMIC,
+    INT8_STATIC,
+    INT8_WEIGHT_ONLY,
+)
+
+pytest.importorskip("compressed_tensors")
+
+IDS = torch.randint(1, 64, (2, 10), generator=torch.Generator().manual_seed(0))
+
+
+def llama(**options: Any) -> Any:
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, max_position_embeddings=64, **options,
+    )  # fmt: skip
+    return seeded(transformers.LlamaForCausalLM(config))
+
+
+def quantized(config: QuantConfig, model: Any = None) -> qfx.QuantizedModel:
+    return quantize(llama() if model is None else model, config, [{"input_ids": IDS}])
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits  # type: ignore[no-any-return]
+
+
+def load(directory: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def quantization(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "config.json").read_text())["quantization_config"]  # type: ignore[no-any-return]
+
+
+# Ranges that are measured at run time are halved by 127.5 where the checkpoint is read.
+TOKEN = TensorSpec(format=INT8, granularity=Granularity.TOKEN, dynamic=True, symmetry=Symmetry.SYMMETRIC_FULL)
+FLOAT_ENDS = ("op:embedding", "lm_head")
+FOURS = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=32)
+W8A8 = INT8_STATIC.replace(output=None, bias=None)
+
+SCHEMES: dict[str, tuple[QuantConfig, str]] = {
+    "int4 in groups": (INT4_WEIGHT_ONLY.replace(exclude=FLOAT_ENDS), "pack-quantized"),
+    "int4, scales of either sign": (
+        QuantConfig(weight=FOURS.replace(symmetry=Symmetry.SIGN_AWARE), exclude=FLOAT_ENDS),
+        "pack-quantized",
+    ),
+    "int4, int8 embedding": (INT4_WEIGHT_ONLY, "mixed-precision"),
+    "int8 per channel": (INT8_WEIGHT_ONLY.replace(exclude=("op:embedding", "*.1.mlp.up_proj")), "pack-quantized"),
+    "int8 per tensor": (
+        INT8_WEIGHT_ONLY.replace(weight=TensorSpec(format=INT8), exclude=("op:embedding",)),
+        "pack-quantized",
+    ),
+    "int8, int8 per token": (INT8_DYNAMIC.replace(input=TOKEN, exclude=FLOAT_ENDS), "int-quantized"),
+    "int8, uint8 measured": (INT8_DYNAMIC.replace(exclude=FLOAT_ENDS), "int-quantized"),
+    "int8, uint8 calibrated": (W8A8.replace(exclude=FLOAT_ENDS), "int-quantized"),
+    "int8, int8 calibrated": (W8A8.replace(input=TensorSpec(format=INT8), exclude=FLOAT_ENDS), "int-quantized"),
+    "float8 calibrated": (FP8_STATIC.replace(exclude=FLOAT_ENDS), "float-quantized"),
+    "float8 per token": (
+        FP8_STATIC.replace(
+            input=TensorSpec(format=FP8_E4M3, granularity=Granularity.TOKEN, dynamic=True), exclude=("op:embedding",)
+        ),
+        "float-quantized",
+    ),
+    "float8 weights": (FP8_STATIC.replace(input=None), "naive-quantized"),
+    "two schemes": (
+        INT4_WEIGHT_ONLY.replace(
+            overrides=(
+                Override(pattern="op:embedding", weight=None),
+                Override(pattern="*.mlp.*", weight=TensorSpec(format=INT8, granularity=Granularity.CHANNEL)),
+            )
+        ),
+        "pack-quantized",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_transformers_computes_what_the_graph_computes(name: str, tmp_path: Path) -> None:
+    config, kind = SCHEMES[name]
+    qmodel = quantized(config)
+    qfx.export.huggingface(qmodel, tmp_path / "deep" / "checkpoint")
+    loaded = load(tmp_path / "deep" / "checkpoint")
+    # The same values in the same operators; where an activation lies between two codes, `round(x / s + z)` may differ
+    # from `round(x / s) + z`, so the data here holds no ties.
+    torch.testing.assert_close(logits(loaded), logits(qmodel), rtol=0, atol=2e-6)
+    assert quantization(tmp_path / "deep" / "checkpoint")["format"] == kind
+
+
+def test_a_scale_that_transformers_measures_otherwise_is_said(tmp_path: Path) -> None:
+    for symmetry, said in ((Symmetry.SYMMETRIC, 1), (Symmetry.SYMMETRIC_FULL, 0)):
+        qmodel = quantized(INT8_DYNAMIC.replace(input=TOKEN.replace(symmetry=symmetry), exclude=FLOAT_ENDS))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            qfx.export.huggingface(qmodel, tmp_path / symmetry)
+        assert len([w for w in caught if "127.5" in str(w.message)]) == said
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_tied_weights_part_where_one_is_quantized(both: bool, tmp_path: Path) -> None:
+    config = INT8_WEIGHT_ONLY if both else INT8_WEIGHT_ONLY.replace(exclude=("op:embedding",))
+    qmodel = quantized(config, llama(tie_word_embeddings=True))
+    qfx.export.huggingface(qmodel, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False
+    torch.testing.assert_close(logits(load(tmp_path)), logits(qmodel), rtol=0, atol=2e-6)
+
+
+def test_tied_weights_in_float_stay_tied(tmp_path: Path) -> None:
+    qmodel = quantized(INT8_WEIGHT_ONLY.replace(exclude=FLOAT_ENDS), llama(tie_word_embeddings=True))
+    qfx.export.huggingface(qmodel, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert len({"lm_head.weight", "model.embed_tokens.weight"} & set(stored)) == 1
+    torch.testing.assert_close(logits(load(tmp_path)), logits(qmodel), rtol=0, atol=2e-6)
+
+
+def test_the_file_is_as_small_as_its_codes(tmp_path: Path) -> None:
+    config = INT4_WEIGHT_ONLY.replace(exclude=("op:embedding",), overrides=())
+    qfx.export.huggingface(quantized(config), tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj"
+    assert {n.removeprefix(f"{name}.") for n in stored if n.startswith(name)} == {
+        *("weight_packed", "weight_scale", "weight_shape")
+    }
+    assert stored[f"{name}.weight_packed"].shape == (96, 64 // 8)
+    assert stored[f"{name}.weight_scale"].shape == (96, 2)
+    assert not [n for n in stored if "inv_freq" in n]
+
+
+def test_a_loaded_model_is_exported_with_a_float_model(tmp_path: Path) -> None:
+    qmodel = quantized(SCHEMES["int4 in groups"][0])
+    qmodel.save(tmp_path / "own")
+    qfx.export.huggingface(qfx.load(tmp_path / "own"), tmp_path / "hf", model=llama())
+    torch.testing.assert_close(logits(load(tmp_path / "hf")), logits(qmodel), rtol=0, atol=2e-6)
+
+
+class Tokenizer:
+    def save_pretrained(self, directory: Path) -> None:
+        (Path(directory) / "tokenizer.json").write_text("{}")
+
+
+def test_the_tokenizer_and_the_generation_config_lie_beside_it(tmp_path: Path) -> None:
+    qfx.export.huggingface(quantized(INT8_WEIGHT_ONLY), tmp_path, tokenizer=Tokenizer())
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= {
+        file.name for file in tmp_path.iterdir()
+    }
+
+
+REFUSED: dict[str, tuple[str, QuantConfig, str]] = {
+    "zero points": (
+        "compressed-tensors",
+        QuantConfig(weight=TensorSpec(format=UINT4, granularity=Granularity.GROUP, group_size=32)),
+        "up_proj: zero points",
+    ),
+    "ragged groups": (
+        "compressed-tensors",
+        INT4_WEIGHT_ONLY.replace(group_size=48),
+        "64 inputs are not a multiple of the group size 48",
+    ),
+    "another float": (
+        "compressed-tensors",
+        FP8_STATIC.replace(weight=TensorSpec(format=FP8_E5M2, granularity=Granularity.CHANNEL), exclude=FLOAT_ENDS),
+        "fp8_e5m2; it holds 8-bit floats as fp8_e4m3",
+    ),
+    "activations in another float": (
+        "compressed-tensors",
+        FP8_STATIC.replace(input=TensorSpec(format=FP8_E5M2), output=None, exclude=FLOAT_ENDS),
+        "activations in fp8_e5m2 beside this weight",
+    ),
+    "casts": ("compressed-tensors", BF16, "at most 8-bit codes"),
+    "mixed kinds": ("compressed-tensors", W8A8.replace(weight=FOURS), "activations in uint8"),
+    "activations": ("gptq", W8A8.replace(exclude=FLOAT_ENDS), "no place for quantized activations"),
+    "embeddings": ("gptq", INT8_WEIGHT_ONLY, "model.embed_tokens: GPTQ holds linear layers"),
+    "bits": ("awq", INT8_WEIGHT_ONLY.replace(exclude=FLOAT_ENDS), "4-bit"),
+    "sizes": (
+        "awq",
+        INT4_WEIGHT_ONLY.replace(
+            exclude=FLOAT_ENDS,
+            overrides=(Override(pattern="*.q_proj", weight=FOURS.replace(group_size=16)),),
+        ),
+        "q_proj: AWQ holds one number of bits and one group size, here 4 and 32",
+    ),
+    "nothing": ("awq", QuantConfig(), "no weight is quantized"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:nothing was quantized")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_format_cannot_hold_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    form, config, message = REFUSED[name]
+    with pytest.raises(qfx.ExportError, match=message):
+        qfx.export.huggingface(quantized(config), tmp_path, format=form)
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_models_and_formats_are_refused(tmp_path: Path) -> None:
+    qmodel = quantize(nn.Linear(8, 8).eval(), INT8_WEIGHT_ONLY, [rand(2, 8)])
+    with pytest.raises(qfx.ExportError, match="no model of transformers"):
+        qfx.export.huggingface(qmodel, tmp_path)
+    with pytest.raises(qfx.ExportError, match="choose one of compressed-tensors, gptq"):
+        qfx.export.huggingface(qmodel, tmp_path, format="gguf")
+
+
+def test_transposed_weights_and_experts_are_named(tmp_path: Path) -> None:
+    gpt2 = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=32, eos_token_id=0, bos_token_id=0
+        )
+    )
+    qmodel = quantized(INT8_WEIGHT_ONLY.replace(exclude=("op:embedding",)), seeded(gpt2))
+    with pytest.raises(qfx.ExportError, match=r"c_attn\.weight.*Conv1D"):
+        qfx.export.huggingface(qmodel, tmp_path)
+    with pytest.raises(qfx.ExportError, match=r"mlp\.gate\.weight.*MixtralTopKRouter"):
+        qfx.export.huggingface(quantized(INT8_WEIGHT_ONLY, mixture()), tmp_path)
+
+
+def mixture(name: str = "Mixtral", *, width: int = 128, experts: int = 3) -> Any:
+    """Return a model with experts; of one kind its checkpoints have other names for the modules."""
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=64, intermediate_size=width, moe_intermediate_size=width, num_local_experts=experts,
+        num_experts=experts, num_experts_per_tok=min(2, experts), num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, vocab_size=64, pad_token_id=None,
+    )  # fmt: skip
+    return seeded(getattr(transformers, f"{name}ForCausalLM")(config))
+
+
+ROUTED = (*FLOAT_ENDS, "op:router")
+INT8_EXPERTS = Override(pattern="*.experts*", weight=TensorSpec(format=INT8, granularity=Granularity.CHANNEL))
+
+EXPERTS: dict[str, tuple[QuantConfig, float]] = {
+    "int4 in groups": (INT4_WEIGHT_ONLY.replace(group_size=32, exclude=ROUTED), 2e-6),
+    "int4, in groups and per channel": (INT4_WEIGHT_ONLY.replace(group_size=64, exclude=ROUTED), 2e-6),
+    "int4, int8 embedding": (INT4_WEIGHT_ONLY.replace(group_size=32, exclude=("op:router",)), 2e-6),
+    "int8 per channel": (INT8_WEIGHT_ONLY.replace(exclude=ROUTED), 2e-6),
+    "int8 beside int4": (INT4_WEIGHT_ONLY.replace(exclude=ROUTED, overrides=(INT8_EXPERTS,)), 2e-6),
+    "int8 alone": (QuantConfig(overrides=(INT8_EXPERTS,)), 2e-6),
+    "float8 per channel": (FP8_STATIC.replace(input=None, exclude=ROUTED), 2e-6),
+    # Read in bfloat16, in which activations are rounded, too.
+    "mxfp4": (QuantConfig(weight=MXFP4, exclude=ROUTED, target=Target.TORCH), 0.05),
+}
+
+
+@pytest.mark.parametrize("dequantized", [False, True])
+@pytest.mark.parametrize("model", ["Mixtral", "Qwen3Moe"])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_lie_apart_and_are_read_back(name: str, model: str, dequantized: bool, tmp_path: Path) -> None:
+    if dequantized and name == "int4, int8 embedding":
+        pytest.skip("transformers dequantizes all but experts by the first of the schemes")
+    config, tolerance = EXPERTS[name]
+    qmodel = quantized(config, mixture(model))
+    qfx.export.huggingface(qmodel, tmp_path / "quantized")
+    options = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if dequantized else {}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "quantized", dtype="auto", **options)
+    torch.testing.assert_close(logits(loaded).float(), logits(qmodel), rtol=0, atol=tolerance)
+    mixture(model).save_pretrained(tmp_path / "float")
+    stored, expected = (load_file(tmp_path / n / "model.safetensors") for n in ("quantized", "float"))
+    modules = {key.removesuffix(".weight") for key in expected}
+    assert {key.rpartition(".")[0] for key in stored} == modules
+    assert sum("experts" in key for key in modules) == 2 * 3 * 3
+
+
+@pytest.mark.parametrize(("group", "width", "experts"), [(64, 32, 3), (32, 32, 3), (32, 64, 1)])
+def test_experts_of_any_width_are_read_back(group: int, width: int, experts: int, tmp_path: Path) -> None:
+    """Where a row of one of the projections is one group, or a stack holds one expert."""
+    config = INT4_WEIGHT_ONLY.replace(group_size=group, exclude=ROUTED)
+    qmodel = quantized(config, mixture("Qwen3Moe", width=width, experts=experts))
+    qfx.export.huggingface(qmodel, tmp_path)
+    torch.testing.assert_close(logits(load(tmp_path)), logits(qmodel), rtol=0, atol=2e-6)
+
+
+def test_codes_that_would_be_torn_from_their_scales_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qmodel = quantized(INT4_WEIGHT_ONLY.replace(group_size=32, exclude=ROUTED), mixture())
+
+    def turned(model: Any, tensors: Any) -> Any:
+        return as_saved(model, {name: tensor.flip(-1) for name, tensor in tensors.items()})
+
+    monkeypatch.setattr("quark_fx.export.checkpoints.experts.as_saved", turned)
+    with pytest.raises(qfx.ExportError, match=r"down_proj: what transformers does .* cannot be done to its codes"):
+        qfx.export.huggingface(qmodel, tmp_path)
+
+
+def test_experts_that_would_not_be_read_back_are_refused(tmp_path: Path) -> None:
+    mixed = INT4_WEIGHT_ONLY.replace(
+        group_size=32, exclude=ROUTED, overrides=(Override(pattern="*.0.*experts*", weight=INT8_EXPERTS.weight),)
+    )
+    with pytest.raises(qfx.ExportError, match=r"0\.mlp\.experts\.down_proj: .*\[8, .*all experts .* have the same"):
+        qfx.export.huggingface(quantized(mixed, mixture()), tmp_path)
+    groups = Override(pattern="*.0.*experts*", weight=FOURS.replace(group_size=16))
+    config = INT4_WEIGHT_ONLY.replace(group_size=32, exclude=ROUTED, overrides=(groups,))
+    with pytest.raises(qfx.ExportError, match=r"0\.mlp\.experts\.down_proj: .*, 16\]; all experts .* have the same"):
+        qfx.export.huggingface(quantized(config, mixture()), tmp_path)
+    for spec in (NVFP4, MXFP8_E4M3):
+        config = QuantConfig(weight=spec, exclude=ROUTED, target=Target.TORCH)
+        with pytest.raises(qfx.ExportError, match=r"experts in \w+.*transformers reads wrongly") as refused:
+            qfx.export.huggingface(quantized(config, mixture()), tmp_path)
+        assert str(refused.value).count("experts in") == 4  # a line for each stack, not for each expert
+    with pytest.raises(qfx.ExportError, match=r"experts\.down_proj: GPTQ holds .* no experts"):
+        qfx.export.huggingface(quantized(EXPERTS["int4 in groups"][0], mixture()), tmp_path, format="gptq")
+    one_scale = Override(pattern="*.experts*", weight=TensorSpec(format=INT8))
+    with pytest.raises(qfx.ExportError, match=r"experts\.down_proj: a stack whose scales are not"):
+        qfx.export.huggingface(quantized(QuantConfig(overrides=(one_scale,)), mixture()), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("left", ["*.0.*experts*", "*.experts*", "*.experts.down_proj"])
+@pytest.mark.parametrize("model", ["Mixtral", "Qwen3Moe"])
+def test_experts_in_float_are_read_back_and_servers_told(model: str, left: str, tmp_path: Path) -> None:
+    config = INT4_WEIGHT_ONLY.replace(group_size=32, exclude=(*ROUTED, left))
+    qmodel = quantized(config, mixture(model))
+    qfx.export.huggingface(qmodel, tmp_path / "quantized")
+    torch.testing.assert_close(logits(load(tmp_path / "quantized")), logits(qmodel), rtol=0, atol=2e-6)
+    ignored = quantization(tmp_path / "quantized")["ignore"]
+    routers = {"mlp.gate"} | ({"block_sparse_moe.gate"} if model == "Mixtral" else set())
+    assert {"lm_head", *(f"model.layers.{i}.{name}" for i in range(2) for name in routers)} <= set(ignored)
+    patterns = [re.compile(name.removeprefix("re:")) for name in ignored if name.startswith("re:")]
+    mixture(model).save_pretrained(tmp_path / "float")
+    stored, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("quantized", "float"))
+    experts = {name.removesuffix(".weight") for name in whole if ".experts." in name}
+    named = {name for name in experts if any(p.match(name) for p in patterns)}
+    assert named == {name for name in experts if f"{name}.weight_packed" not in stored}
+    assert 0 < len(named) <= 18
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq"])
+def test_other_forms_name_experts_in_float_their_way(form: str, tmp_path: Path) -> None:
+    config = QuantConfig(weight=FOURS.replace(scale_type=ScaleType.FLOAT16), exclude=(*ROUTED, "op:experts"))
+    qfx.export.huggingface(quantized(config, mixture("Qwen3Moe")), tmp_path, format=form)
+    names = [name.removesuffix(".weight") for name in load_file(tmp_path / "model.safetensors")]
+    told = quantization(tmp_path)["dynamic" if form == "gptq" else "modules_to_not_convert"]
+    for name in names:
+        if ".experts." in name or name.endswith("mlp.gate"):
+            assert any(re.match(key.removeprefix("-:"), name) for key in told)
+        elif name.endswith("qweight"):
+            assert not any(re.match(key.removeprefix("-:"), name.removesuffix(".qweight")) for key in told)
+    assert sum(".experts." in name for name in names) == 18
+
+
+def test_a_checkpoint_whose_weights_would_be_made_up_is_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forgetful(model: Any, tensors: Any) -> Any:
+        saved = as_saved(model, tensors)
+        return {name: tensor for name, tensor in saved.items() if not name.endswith("0.mlp.up_proj.weight_packed")}
+
+    monkeypatch.setattr("quark_fx.export.checkpoints.to_huggingface.as_saved", forgetful)
+    with pytest.raises(qfx.ExportError, match=r"it does not find model\.layers\.0\.mlp\.up_proj\.weight_packed; "):
+        qfx.export.huggingface(quantized(INT4_WEIGHT_ONLY), tmp_path)
+    assert not [file for file in tmp_path.iterdir() if file.name in ("config.json", "model.safetensors")]
+
+
+def test_an_eager_model_is_neither_saved_nor_quantized_again(tmp_path: Path) -> None:
+    eager: Any = quantized(INT4_WEIGHT_ONLY).eager()
+    with pytest.raises(qfx.ExportError, match=r"quark_fx\.export\.huggingface"):
+        eager.save_pretrained(tmp_path)
+    with pytest.raises(qfx.ConfigError, match=r"eager\(\) made of a quantized one"):
+        quantized(INT4_WEIGHT_ONLY, eager)
+    assert not list(tmp_path.iterdir())
+
+
+def test_rounded_activations_of_experts_are_named_with_what_leaves_them(tmp_path: Path) -> None:
+    config = FP8_DYNAMIC.replace(exclude=ROUTED)
+    with pytest.raises(qfx.ExportError, match=r"pattern='model\.layers\.\*\.mlp\.experts\*', input=None"):
+        qfx.export.huggingface(quantized(config, mixture()), tmp_path)
+    told = Override(pattern="model.layers.*.mlp.experts*", input=None, output=None)
+    qmodel = quantized(config.replace(overrides=(*config.overrides, told)), mixture())
+    qfx.export.huggingface(qmodel, tmp_path)
+    torch.testing.assert_close(logits(load(tmp_path)), logits(qmodel), rtol=0, atol=2e-6)
+
+
+def unpacked(words: Tensor, bits: int) -> np.ndarray[Any, Any]:
+    """Return the codes of each row of words, read bit by bit."""
+    stream = np.unpackbits(words.numpy().view(np.uint8), axis=-1, bitorder="little")
+    stream = stream[..., : stream.shape[-1] // bits * bits].reshape(*stream.shape[:-1], -1, bits)
+    return (stream * (1 << np.arange(bits))).sum(-1)  # type: ignore[no-any-return]
+
+
+def decode(stored: dict[str, Tensor], name: str, form: str, bits: int) -> np.ndarray[Any, Any]:
+    """Return a weight (outputs, inputs) as the formats' descriptions say, without any code of ours."""
+    qweight, qzeros, scales = (stored[f"{name}.{part}"] for part in ("qweight", "qzeros", "scales"))
+    zeros = unpacked(qzeros.contiguous(), bits)
+    if form == "awq":
+        order = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])
+        codes = unpacked(qweight, bits)
+        codes, zeros = (a.reshape(len(a), -1, 8)[..., order].reshape(len(a), -1) for a in (codes, zeros))
+        rows = np.arange(len(codes)) // (len(codes) // len(zeros))
+    else:
+        codes = unpacked(qweight.t().contiguous(), bits).T
+        rows = stored[f"{name}.g_idx"].numpy()
+        zeros = zeros + 1 if form == "gptq" else zeros
+    return ((codes - zeros[rows]) * scales.float().numpy()[rows]).T  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("form", ["gptq", "gptq_v2", "awq"])
+@pytest.mark.parametrize(
+    "weight",
+    [
+        FOURS.replace(scale_type=ScaleType.FLOAT16, symmetry=Symmetry.SIGN_AWARE),
+        TensorSpec(format=UINT4, granularity=Granularity.GROUP, group_size=16, scale_type=ScaleType.FLOAT16),
+        TensorSpec(format=INT4, granularity=Granularity.CHANNEL, scale_type=ScaleType.FLOAT16),
+        TensorSpec(format=UINT8, granularity=Granularity.CHANNEL, scale_type=ScaleType.FLOAT16),
+    ],
+    ids=["int4 32", "uint4 16", "int4", "uint8"],
+)
+def test_gptq_and_awq_decode_to_the_weights(form: str, weight: TensorSpec, tmp_path: Path) -> None:
+    if form == "awq" and weight.format.bits == 8:
+        pytest.skip("AWQ holds 4 bits")
+    qmodel = quantized(QuantConfig(weight=weight, exclude=(*FLOAT_ENDS, "*.0.mlp.up_proj")))
+    qfx.export.huggingface(qmodel, tmp_path, format=form)
+    stored, config, eager = load_file(tmp_path / "model.safetensors"), quantization(tmp_path), qmodel.eager()
+    assert (config["bits"], config["group_size"]) == (weight.format.bits, weight.group_size or -1)
+    for name in ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj"):
+        expected = eager.get_submodule(name).weight
+        found = decode(stored, name, form, weight.format.bits)
+        assert isinstance(expected, Tensor)
+        np.testing.assert_array_equal(found, expected.detach().numpy())
+    assert stored["model.layers.0.mlp.up_proj.weight"].dtype == torch.float32
+    assert "model.layers.0.mlp.up_proj" in str(config).replace("\\", "")
+
+
+def test_a_scale_beyond_float16_is_refused(tmp_path: Path) -> None:
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight *= 1e-7
+    qmodel = quantized(INT4_WEIGHT_ONLY.replace(exclude=FLOAT_ENDS), model)
+    with pytest.raises(qfx.ExportError, match="up_proj: a scale does not fit float16"):
+        qfx.export.huggingface(qmodel, tmp_path, format="gptq")
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_words_are_those_of_compressed_tensors(bits: int) -> None:
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    codes = torch.randint(0, 1 << bits, (5, 37), generator=torch.Generator().manual_seed(bits))
+    theirs = pack_to_int32((codes - (1 << (bits - 1))).to(torch.int8), bits)
+    torch.testing.assert_close(pack(codes, bits), theirs, rtol=0, atol=0)
+    np.testing.assert_array_equal(unpacked(pack(codes, bits), bits)[:, :37], codes.numpy())
+
+
+def test_words_hold_codes_where_the_formats_say() -> None:
+    codes = torch.arange(16).reshape(2, 8)
+    assert [hex(int(w) & 0xFFFFFFFF) for w in pack(codes, 4)[:, 0]] == ["0x76543210", "0xfedcba98"]
+    assert [hex(int(w) & 0xFFFFFFFF) for w in pack_awq(codes)[:, 0]] == ["0x75316420", "0xfdb9eca8"]
+    torch.testing.assert_close(pack_columns(codes.t(), 4), pack(codes, 4).t())
+
+
+SMALL_FLOATS = {
+    "nvfp4-pack-quantized": NVFP4,
+    "mxfp4-pack-quantized": MXFP4,
+    "mxfp6-pack-quantized": MXFP6_E2M3,
+    "mxfp8-quantized": MXFP8_E4M3,
+}
+
+
+def small_floats(spec: TensorSpec) -> QuantConfig:
+    return QuantConfig(weight=spec, exclude=FLOAT_ENDS, target=Target.TORCH)
+
+
+@pytest.mark.parametrize("form", SMALL_FLOATS)
+def test_small_floats_in_groups_are_read_back(form: str, tmp_path: Path) -> None:
+    """Their readers compute in bfloat16, which holds every MX value; NVFP4's product of two scales is rounded."""
+    qmodel = quantized(small_floats(SMALL_FLOATS[form]))
+    qfx.export.huggingface(qmodel, tmp_path)
+    assert quantization(tmp_path)["format"] == form
+    values = transformers.CompressedTensorsConfig(dequantize=True)
+    reader = transformers.AutoModelForCausalLM.from_pretrained
+    read = reader(tmp_path, dtype=torch.bfloat16, quantization_config=values).state_dict()
+    ours = qmodel.eager()
+    names = [name for name in read if name.endswith("_proj.weight")]
+    assert len(names) == 14
+    for name in names:
+        expected = ours.get_submodule(name.removesuffix(".weight")).weight
+        torch.testing.assert_close(read[name].float(), expected, rtol=2**-7 if "nvfp4" in form else 0, atol=0, msg=name)
+    packed = reader(tmp_path, dtype=torch.bfloat16)
+    assert (logits(packed).float() - logits(qmodel)).abs().max() < 0.02 * logits(qmodel).abs().max()
+
+
+def test_linears_that_servers_fuse_share_the_global_scale(tmp_path: Path) -> None:
+    """Of linears with weights of different sizes the smaller ones could have one of their own."""
+    model = llama()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight *= 11
+            layer.mlp.up_proj.weight *= 5
+    qmodel = quantized(small_floats(NVFP4), model)
+    qfx.export.huggingface(qmodel, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    layer = "model.layers.1."
+    for fused in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+        scales = {float(stored[f"{layer}{name}.weight_global_scale"]) for name in fused}
+        assert len(scales) == 1
+    down = stored[f"{layer}mlp.down_proj.weight_scale"]
+    assert down.dtype == torch.float8_e4m3fn
+    assert down.float().max() == 448
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (MXFP6_E3M2, "fp6_e3m2 in groups of 32; it holds fp4_e2m1 in groups of 16 or 32"),
+        (MXFP8_E4M3.replace(group_size=16), "fp8_e4m3 in groups of 16; it holds"),
+        (MXFP8_E4M3.replace(scale_type=ScaleType.FLOAT32), "scales that are no powers of two; use an MX format"),
+        (MXFP4.replace(group_size=16, scale_type=ScaleType.FLOAT32), "no E4M3 floats times one global scale; use"),
+    ],
+    ids=["format", "group", "float scales", "float scales in groups of NVFP4"],
+)
+def test_groups_of_floats_that_have_no_schema_are_refused(weight: TensorSpec, message: str, tmp_path: Path) -> None:
+    with pytest.raises(qfx.ExportError, match=message):
+        qfx.export.huggingface(quantized(small_floats(weight)), tmp_path)
+
+
+def test_patterns_are_the_bits_of_small_floats() -> None:
+    """Against the types of `ml_dtypes`, every code, both zeros among them."""
+    for fmt, kind in ((FP4_E2M1, ml_dtypes.float4_e2m1fn), (FP6_E2M3, ml_dtypes.float6_e2m3fn)):
+        every = np.arange(1 << fmt.bits, dtype=np.uint8)
+        values = torch.from_numpy(every.view(kind).astype(np.float32))[None]
+        assert patterns(values.to(torch.float8_e4m3fn), fmt)[0].tolist() == every.tolist()
+
+
+def test_what_is_there_is_not_broken(tmp_path: Path) -> None:
+    qmodel = quantized(INT4_WEIGHT_ONLY.replace(exclude=FLOAT_ENDS))
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(qfx.ExportError, match="file is a file; choose another directory"):
+        qfx.export.huggingface(qmodel, tmp_path / "file")
+    qmodel.save(tmp_path / "saved")
+    with pytest.raises(qfx.ExportError, match=r"holds a model that qmodel.save wrote"):
+        qfx.export.huggingface(qmodel, tmp_path / "saved")
+    qfx.export.huggingface(qmodel, tmp_path / "checkpoint")
+    with pytest.raises(qfx.QuarkError, match="holds a checkpoint, whose tensors would be overwritten"):
+        qmodel.save(tmp_path / "checkpoint")
+    assert torch.equal(logits(qfx.load(tmp_path / "saved")), logits(qmodel))
+
+
+@pytest.mark.parametrize("form", SMALL_FLOATS)
+def test_checkpoints_of_small_floats_run_as_they_are_loaded(form: str, tmp_path: Path) -> None:
+    qfx.export.huggingface(quantized(small_floats(SMALL_FLOATS[form])), tmp_path)
+    found = logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert found.dtype == torch.bfloat16
+    assert bool(found.isfinite().all())
+
+
+@pytest.mark.parametrize("error", [ImportError, TypeError])
+def test_where_there_is_no_reader_a_checkpoint_is_left_unread(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qmodel = quantized(INT4_WEIGHT_ONLY)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error("no reader")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", fail)
+    if error is ImportError:
+        qfx.export.huggingface(qmodel, tmp_path)
+    else:
+        with pytest.raises(qfx.ExportError, match="TypeError: no reader; "):
+            qfx.export.huggingface(qmodel, tmp_path)
+    assert (tmp_path / "model.safetensors").exists() == (error is ImportError)
+
+
+def test_check_says_what_of_a_speech_model_has_to_stay_in_float() -> None:
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_mel_bins": 8, "vocab_size": 64}
+    marks = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    lengths = {"max_source_positions": 16, "max_target_positions": 16}
+    model = transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(**sizes, **heads, **marks, **lengths)
+    ).eval()
+    batch = {"input_features": rand(2, 8, 32), "decoder_input_ids": torch.arange(3, 11).reshape(2, 4)}
+    config = qfx.presets.W4A16_RTN.replace(group_size=16)
+    with pytest.raises(qfx.ExportError, match=r"conv1\.weight: the kernel of a convolution .*") as caught:
+        qfx.check(model, config, [batch])
+    remedy = str(caught.value).rpartition("To leave these weights in float: ")[2]
+    qfx.check(model, eval(remedy, {"config": config}), [batch])

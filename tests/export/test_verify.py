@@ -1,0 +1,378 @@
+"""`verify` says how far ONNX Runtime is from torch, and notices a file that is not the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import numpy_helper
+from tiny import calls, cnn, images, mlp, quantize, rand, seeded, tokens
+from torch import Tensor, nn
+
+import quark_fx as qfx
+from quark_fx.config.quant_config import TensorSpec
+from quark_fx.export.runtime.session import open_session
+from quark_fx.export.runtime.verification import Difference
+from quark_fx.numbers.qparams import Symmetry
+from quark_fx.presets import INT8_DYNAMIC, INT8_STATIC
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> tuple[qfx.QuantizedModel, Path]:
+    qmodel = quantize(cnn(), "int8_static", images())
+    return qmodel, qfx.export.onnx(qmodel, tmp_path / "cnn.onnx")
+
+
+def tamper(path: Path, wanted: Callable[[onnx.TensorProto], bool], change: Callable[[Any], Any]) -> str:
+    model = onnx.load(path)
+    tensor = next(t for t in model.graph.initializer if wanted(t))
+    old = numpy_helper.to_array(tensor)
+    tensor.CopyFrom(numpy_helper.from_array(np.asarray(change(old.copy()), dtype=old.dtype), tensor.name))
+    onnx.save(model, path)
+    return str(tensor.name)
+
+
+def test_a_faithful_file_is_within_a_step(exported: tuple[qfx.QuantizedModel, Path]) -> None:
+    qmodel, path = exported
+    result = qfx.verify(qmodel, path, images(4, 1))
+    (difference,) = result.differences
+    assert difference.name == "output"
+    assert 0 <= result.max_steps <= 1
+    assert difference.sqnr > 40
+
+
+TAMPERING: dict[str, tuple[Callable[[onnx.TensorProto], bool], Callable[[Any], Any]]] = {
+    "a weight": (lambda t: t.data_type == onnx.TensorProto.INT8 and len(t.dims) > 1, lambda w: -w),
+    "a scale": (lambda t: t.data_type == onnx.TensorProto.FLOAT and not t.dims, lambda s: s * 1.5),
+    "a bias": (lambda t: t.data_type == onnx.TensorProto.INT32, lambda b: b + 100_000),
+}
+
+
+@pytest.mark.parametrize("what", TAMPERING)
+@pytest.mark.parametrize("per_node", [False, True])
+def test_a_file_that_was_tampered_with_is_noticed(
+    what: str, per_node: bool, exported: tuple[qfx.QuantizedModel, Path]
+) -> None:
+    qmodel, path = exported
+    tamper(path, *TAMPERING[what])
+    assert qfx.verify(qmodel, path, images(4), per_node=per_node).max_steps > 1
+
+
+def test_per_node_compares_every_quantized_value_and_finds_the_one_at_fault(
+    exported: tuple[qfx.QuantizedModel, Path],
+) -> None:
+    qmodel, path = exported
+    quantizers = [node.name for node in calls(qmodel, "quark_fx.quantize")]
+    clean = qfx.verify(qmodel, path, images(4, 2), per_node=True)
+    assert {d.name for d in clean.differences} == {*quantizers, "output"}
+    assert clean.max_steps <= 1
+    # A wrong weight of the second convolution moves the value after it, not the one after the first.
+    second = calls(qmodel, "aten.conv2d")[1]
+    codes = str(second.args[1].args[0].target)  # type: ignore[union-attr]
+    tamper(path, lambda t: t.name == codes, lambda w: -w)
+    broken = qfx.verify(qmodel, path, images(4, 2), per_node=True)
+    wrong = [d.name for d in broken.differences if d.steps > 1]
+    (after,) = [u.name for u in second.users]
+    assert wrong == [after]
+
+
+@pytest.mark.parametrize("preset", ["int8_dynamic", "int8_static", "int4_weight_only", "fp8_static"])
+def test_per_node_works_for_every_kind_of_quantizer(preset: str, tmp_path: Path) -> None:
+    qmodel = quantize(mlp(), preset, tokens())
+    path = qfx.export.onnx(qmodel, tmp_path / "mlp.onnx")
+    assert qfx.verify(qmodel, path, tokens(3), per_node=True, optimize=False).max_steps <= 1
+
+
+@pytest.mark.parametrize("fmt", ["uint8", "uint4"])
+def test_unsigned_symmetric_codes_in_dynamic_groups_are_compared_by_value(fmt: str, tmp_path: Path) -> None:
+    spec = TensorSpec.from_dict({"format": fmt, "granularity": "group", "group_size": 16, "dynamic": True})
+    spec = spec.replace(symmetry=Symmetry.SYMMETRIC)
+    qmodel = quantize(seeded(nn.Linear(40, 4)), INT8_DYNAMIC.replace(input=spec), [rand(4, 40)])
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx")
+    result = qfx.verify(qmodel, path, [rand(3, 40)], per_node=True)
+    (rounded, output) = result.differences
+    assert rounded.steps == 0
+    assert output.steps <= 255 * 40 * 2**-24  # sums of 40 products in another order
+
+
+@pytest.mark.parametrize("fmt", ["int4", "fp8_e4m3"])
+def test_what_cannot_be_compared_is_named(fmt: str, tmp_path: Path) -> None:
+    spec = TensorSpec.from_dict({"format": fmt})
+    qmodel = quantize(seeded(nn.Linear(8, 4)), INT8_STATIC.replace(input=spec, output=spec), [rand(4, 8)])
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx")
+    result = qfx.verify(qmodel, path, [rand(4, 8)], per_node=True)
+    quantizers = tuple(node.name for node in calls(qmodel, "quark_fx.quantize"))
+    assert [d.name for d in result.differences] == ["output"]
+    assert result.skipped == quantizers
+    assert str(result).splitlines()[-1] == f"not compared: {', '.join(quantizers)}"
+    assert qfx.verify(qmodel, path, [rand(4, 8)]).skipped == ()
+
+
+def test_an_output_may_be_called_like_a_quantizer(tmp_path: Path) -> None:
+    qmodel = quantize(mlp(), "int8_static", tokens())
+    first, *others = [node.name for node in calls(qmodel, "quark_fx.quantize")]
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", output_names=[first])
+    result = qfx.verify(qmodel, path, tokens(3), per_node=True)
+    assert result.skipped == (first,)
+    assert [d.name for d in result.differences] == [*others, first]
+    assert result.max_steps <= 1
+    assert result[first].step == pytest.approx(qfx.verify(qmodel, path, tokens(3))[first].step)
+    assert result[first].step < 1
+
+
+def test_the_table_has_a_line_per_value(exported: tuple[qfx.QuantizedModel, Path]) -> None:
+    qmodel, path = exported
+    result = qfx.verify(qmodel, path, images(4), per_node=True)
+    header, *lines = str(result).splitlines()
+    assert header.split()[0] == "name"
+    assert [line.split()[0] for line in lines] == [d.name for d in result.differences]
+    assert result["output"].name == "output"
+
+
+def test_the_numbers_are_what_they_are_called() -> None:
+    """Outputs of 0 … 254 in torch, one of them three off in the file: one 255th of the range is about one step."""
+    d = Difference(name="y", max_abs=3.0, step=2.0, share=0.5, sqnr=10.0)
+    assert d.steps == 1.5
+    assert Difference(name="y", max_abs=3.0, step=0.0, share=0.0, sqnr=0.0).steps == 0
+
+
+def test_a_difference_is_measured(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4, bias=False).eval()
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(4))
+    qmodel = quantize(model, "int8_weight_only", [rand(6, 4)])
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx")
+    name = tamper(path, lambda t: t.data_type == onnx.TensorProto.FLOAT, lambda s: s * 2)
+    assert "scale" in name
+    x = torch.tensor([[0.0, 255.0, 10.0, 4.0]])
+    (d,) = qfx.verify(qmodel, path, [x], optimize=False).differences
+    assert d.max_abs == pytest.approx(255.0, rel=1e-6)  # twice the value
+    assert d.step == pytest.approx(1.0, rel=1e-6)  # one 255th of the range 0 … 255
+    assert d.steps == pytest.approx(255.0, rel=1e-6)
+    assert d.share == 0.75  # all but the zero
+    assert d.sqnr == pytest.approx(0.0, abs=1e-5)  # as much noise as signal
+
+
+def test_names_chosen_at_export_do_not_matter(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            return self.linear(x) + y, self.linear(x - y.sum())
+
+    qmodel = quantize(seeded(Model()), "int8_static", [(rand(6, 4), rand(6, 3))])
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", input_names=["p", "q"], output_names=["r", "s"])
+    for per_node in (False, True):
+        result = qfx.verify(qmodel, path, [(rand(5, 4), rand(5, 3))], per_node=per_node)
+        assert result.max_steps <= 1
+        assert len(result.differences) >= 2
+
+
+def test_per_node_reads_external_data(tmp_path: Path) -> None:
+    qmodel = quantize(seeded(nn.Linear(512, 64)), "int8_static", [rand(4, 512)])
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", external_data=True)
+    assert qfx.verify(qmodel, path, [rand(4, 512)], per_node=True).max_steps <= 255 * 512 * 2**-24
+
+
+def test_a_nan_that_torch_does_not_compute_is_noticed_whichever_output_it_is_in(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 3, bias=False), nn.Linear(4, 3, bias=False)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.a(x), self.b(x)
+
+    qmodel = quantize(seeded(Model()), "int8_weight_only", [rand(6, 4)])
+    for name in ("a", "b"):
+        path = qfx.export.onnx(qmodel, tmp_path / "m.onnx")
+        tamper(path, lambda t: t.name == f"{name}.weight_scale", lambda s: s * np.nan)  # noqa: B023 (used at once)
+        assert qfx.verify(qmodel, path, [rand(6, 4)]).max_steps == np.inf
+
+
+def test_values_that_are_nan_on_both_sides_are_counted_and_not_called_equal(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.linear(x)
+            return y.log(), y
+
+    qmodel = quantize(seeded(Model()), "int8_weight_only", [rand(6, 4)])
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", output_names=["log", "plain"])
+    count = int(sum(qmodel(x)[0].isnan().sum() for x in (rand(6, 4), rand(5, 4))))
+    assert 0 < count < 33
+    with pytest.warns(
+        UserWarning, match=rf"NaN in torch and in the file were not compared: {{'\w+': {count}}}"
+    ) as found:
+        result = qfx.verify(qmodel, path, [rand(6, 4), rand(5, 4)])
+    assert [warning.filename for warning in found] == [__file__]
+    assert [d.uncompared for d in result.differences] == [count, 0]
+    assert result.max_steps <= 1
+    assert str(result).endswith(f": {count} values not compared, NaN in both")
+
+
+def test_noise_where_torch_computes_zero_is_not_a_perfect_signal(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3).eval()
+    nn.init.zeros_(model.bias)
+    qmodel = quantize(model, "int8_weight_only", [rand(6, 4)])
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx")
+    assert qfx.verify(qmodel, path, [torch.zeros(2, 4)]).differences[0].sqnr == np.inf
+    for wrong in (1.0, np.nan):
+        tamper(path, lambda t: t.name == "bias", lambda b: b * 0 + wrong)  # noqa: B023 (used at once)
+        assert qfx.verify(qmodel, path, [torch.zeros(2, 4)]).differences[0].sqnr == -np.inf
+
+
+def test_an_empty_batch_is_refused(exported: tuple[qfx.QuantizedModel, Path]) -> None:
+    with pytest.raises(qfx.ExportError, match=r"batch 1: input 0 is empty, shape \(0, 3, "):
+        qfx.verify(*exported, [images(2)[0], images(2)[0][:0]])
+
+
+def test_a_file_with_other_inputs_is_refused(exported: tuple[qfx.QuantizedModel, Path], tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            out: Tensor = self.linear(x) + y
+            return out
+
+    other = quantize(seeded(Model()), "int8_static", [(rand(6, 4), rand(6, 3))])
+    with pytest.raises(qfx.ExportError, match="has 1 inputs, the model 2: it is not this model's export"):
+        qfx.verify(other, exported[1], [(rand(6, 4), rand(6, 3))])
+
+
+def test_a_file_with_other_outputs_is_refused(tmp_path: Path) -> None:
+    models = [nn.Linear(4, 3), nn.Linear(4, 5)]
+    qmodels = [quantize(seeded(m), "int8_static", [rand(6, 4)]) for m in models]
+    path = qfx.export.onnx(qmodels[0], tmp_path / "m.onnx")
+    with pytest.raises(qfx.ExportError, match=r"shape \(6, 3\) in ONNX Runtime and \(6, 5\) in torch"):
+        qfx.verify(qmodels[1], path, [rand(6, 4)])
+
+
+@pytest.mark.parametrize("per_node", [False, True])
+def test_what_is_no_file_of_a_graph_is_refused(
+    per_node: bool, exported: tuple[qfx.QuantizedModel, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "broken.onnx").write_bytes(b"\xff\xff")
+    (tmp_path / "empty.onnx").touch()
+    for name, message in {
+        "": "is a directory or a device; give the file",
+        "missing.onnx": r"No such file.*; write it with qfx\.export\.onnx first",
+        "n" * 300: "cannot be read: .*too long",
+        "a\0b": "cannot be read: .*null",
+        "broken.onnx": r"broken\.onnx cannot be loaded: .*; write it with qfx\.export\.onnx again",
+        "empty.onnx": r"empty\.onnx cannot be loaded: ",
+    }.items():
+        with pytest.raises(qfx.ExportError, match=message):
+            qfx.verify(exported[0], tmp_path / name, images(2), per_node=per_node)
+
+
+def test_no_batch_is_refused(exported: tuple[qfx.QuantizedModel, Path]) -> None:
+    with pytest.raises(qfx.ExportError, match="no batch to verify with"):
+        qfx.verify(*exported, [])
+
+
+def test_a_batch_that_does_not_fit_is_refused(exported: tuple[qfx.QuantizedModel, Path]) -> None:
+    with pytest.raises(qfx.QuarkError, match="captured for"):
+        qfx.verify(*exported, [rand(2, 3, 9, 9)])
+
+
+def test_session_options_may_be_given(exported: tuple[qfx.QuantizedModel, Path], tmp_path: Path) -> None:
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "seen.onnx")
+    assert qfx.verify(*exported, images(2), session_options=options).max_steps <= 1
+    assert (tmp_path / "seen.onnx").exists()
+
+
+def test_per_node_reports_a_file_whose_kernels_are_others_than_with_codes_shown(
+    exported: tuple[qfx.QuantizedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ONNX Runtime fuses what it does not where codes are outputs; here the file as it is has another weight."""
+    qmodel, path = exported
+    other = tmp_path / "other.onnx"
+    other.write_bytes(path.read_bytes())
+    tamper(other, *TAMPERING["a weight"])
+
+    def opened(file: Path, options: Any, edit: Any = None) -> Any:
+        return open_session(other if edit is None else file, options, edit)
+
+    clean = qfx.verify(qmodel, path, images(4), per_node=True)
+    assert clean.shipped == ()
+    monkeypatch.setattr("quark_fx.export.runtime.verification.open_session", opened)
+    result = qfx.verify(qmodel, path, images(4), per_node=True)
+    assert max(difference.steps for difference in result.differences) <= 1
+    assert [difference.name for difference in result.shipped] == ["output"]
+    assert result.max_steps == result.shipped[0].steps > 1
+    assert "as shipped" in str(result)
+    assert "as shipped" not in str(clean)
+
+
+@pytest.mark.parametrize("per_node", [False, True])
+def test_a_file_that_does_not_run_is_named(per_node: bool, tmp_path: Path) -> None:
+    model = seeded(nn.Linear(4, 3))
+    varies = quantize(model, "int8_static", [rand(6, 4)])
+    fixed = quantize(model, "int8_static", [rand(6, 4)], dynamic_shapes={"input": None})
+    path = qfx.export.onnx(fixed, tmp_path / "m.onnx")
+    with pytest.raises(qfx.ExportError, match=r"does not run .*m\.onnx on batch 1"):
+        qfx.verify(varies, path, [rand(6, 4), rand(5, 4)], per_node=per_node)
+
+
+def test_rounding_of_a_constant_output_is_no_difference(tmp_path: Path) -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 40)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = self.linear(x)
+            return y, torch.softmax(y, -1).sum(-1)
+
+    x = rand(8, 16)
+    qmodel = quantize(seeded(Sums()), INT8_STATIC, [x])
+    file = qfx.export.onnx(qmodel, tmp_path / "model.onnx")
+    assert qfx.verify(qmodel, file, [x]).max_steps < 1
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.a(x), self.b(x)
+
+
+@pytest.mark.parametrize("per_node", [False, True])
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), "quantize.* has shape"),
+        (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 5)), "output has shape"),
+        (Pair(), "has 2 outputs, the model 1"),
+    ],
+    ids=["wider inside", "other outputs", "more outputs"],
+)
+def test_the_file_of_another_model_is_refused_by_name(
+    other: nn.Module, words: str, per_node: bool, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    batches = [rand(4, 8)]
+    own, others = (quantize(m.eval(), qfx.presets.INT8_STATIC, batches) for m in (model, other))
+    qfx.export.onnx(others, tmp_path / "other.onnx")
+    if "quantize" in words and not per_node:
+        assert qfx.verify(own, tmp_path / "other.onnx", batches).max_steps > 1  # from the outside they look alike
+        return
+    with pytest.raises(qfx.ExportError, match=rf"{words}.*not this model's export; write it with qfx\.export\.onnx"):
+        qfx.verify(own, tmp_path / "other.onnx", batches, per_node=per_node)

@@ -1,0 +1,249 @@
+"""A directory with a stored model has a whole one at every moment, and says when it has not what was saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stored import edit, read
+from tiny import cnn, images, quantize, rand, seeded
+from torch import nn
+
+import quark_fx as qfx
+from quark_fx.errors import QuarkError
+from quark_fx.model.model_directory import tensor_file
+from quark_fx.presets import INT8_DYNAMIC
+
+X = rand(3, 4)
+
+
+def small(seed: int) -> qfx.QuantizedModel:
+    return quantize(seeded(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), seed), INT8_DYNAMIC, [rand(6, 4)])
+
+
+OLD, NEW = small(0), small(1)
+
+KILL = """
+import os, signal, sys
+import quark_fx as qfx
+new = qfx.load(sys.argv[1])
+count, last = 0, int(sys.argv[3])
+def dying(call):
+    def counted(*args, **options):
+        global count
+        count += 1
+        if count == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **options)
+    return counted
+for name in ("open", "replace", "rename", "unlink", "fsync", "mkdir"):
+    setattr(os, name, dying(getattr(os, name)))
+for last in range(int(sys.argv[3]), int(sys.argv[3]) + 1000):
+    count, child = 0, os.fork()
+    if not child:
+        new.save(sys.argv[2])
+        os._exit(0)
+    if not os.waitpid(child, 0)[1]:
+        break
+    print(last, flush=True)
+    input()
+"""
+"""Saves in processes that are killed before their first, second, … call of the system, until one comes to its end."""
+
+
+def test_a_saver_that_is_killed_leaves_the_old_model_or_the_new_one(tmp_path: Path) -> None:
+    NEW.save(tmp_path / "new")
+    OLD.save(tmp_path / "old")
+    place, found = tmp_path / "place", []
+    shutil.copytree(tmp_path / "old", place)
+    command = [sys.executable, "-c", KILL, str(tmp_path / "new"), str(place), "1"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for _ in process.stdout:
+            result = qfx.load(place)(X)
+            found.append(next(name for name, m in (("old", OLD), ("new", NEW)) if torch.equal(result, m(X))))
+            shutil.rmtree(place)
+            shutil.copytree(tmp_path / "old", place)
+            process.stdin.write("\n")
+            process.stdin.flush()
+    assert process.returncode == 0
+    assert found == sorted(found, reverse=True), "once it is new, it stays new"
+    assert {"old", "new"} == set(found)
+    assert len(found) > 8
+    assert torch.equal(qfx.load(place)(X), NEW(X))
+
+
+def test_what_a_killed_saver_leaves_goes_with_the_next(tmp_path: Path) -> None:
+    OLD.save(tmp_path)
+    (tmp_path / ".saving-0123456789abcdef").write_bytes(b"half of a model")
+    (tmp_path / "mine.safetensors").write_bytes(b"mine")
+    NEW.save(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {"graph.json", tensor_file(tmp_path).name, "mine.safetensors"}
+
+
+def test_savers_at_once_leave_one_of_their_models(tmp_path: Path) -> None:
+    for round_ in range(10):
+        place = tmp_path / str(round_)
+        threads = [threading.Thread(target=model.save, args=(place,)) for model in (OLD, NEW, OLD, NEW)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert any(torch.equal(qfx.load(place)(X), model(X)) for model in (OLD, NEW))
+        assert len(list(place.iterdir())) == 2
+
+
+def test_a_model_that_is_replaced_while_it_is_read_is_one_of_both(tmp_path: Path) -> None:
+    OLD.save(tmp_path)
+    done = threading.Event()
+
+    def replace() -> None:
+        while not done.is_set():
+            for model in (NEW, OLD):
+                model.save(tmp_path)
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    try:
+        for _ in range(10):
+            result = qfx.load(tmp_path)(X)
+            assert any(torch.equal(result, model(X)) for model in (OLD, NEW))
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_equal_models_are_equal_files(tmp_path: Path) -> None:
+    for name in "ab":
+        quantize(cnn(), "int8_static", images(4, 4)).save(tmp_path / name)
+    files = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in "ab"]
+    assert files[0] == files[1]
+    loaded = qfx.load(tmp_path / "a")
+    loaded.save(tmp_path / "c")
+    assert {file.name: file.read_bytes() for file in (tmp_path / "c").iterdir()} == files[0]
+    assert "seconds" not in files[0]["graph.json"].decode()
+
+
+def test_the_graph_of_one_model_and_the_tensors_of_another_are_told_apart(tmp_path: Path) -> None:
+    for name, model in (("old", OLD), ("new", NEW)):
+        model.save(tmp_path / name)
+    wanted = tensor_file(tmp_path / "old")
+    wanted.write_bytes(tensor_file(tmp_path / "new").read_bytes())
+    with pytest.raises(QuarkError, match=r"is damaged: its SHA-256 is not the one graph\.json names"):
+        qfx.load(tmp_path / "old")
+
+
+@pytest.mark.parametrize("name", ["graph", "tensors"])
+def test_any_flipped_bit_is_found(name: str, tmp_path: Path) -> None:
+    OLD.save(tmp_path)
+    file = tmp_path / "graph.json" if name == "graph" else tensor_file(tmp_path)
+    content = file.read_bytes()
+    for place in range(0, len(content), max(1, len(content) // 60)):
+        for bit in (1, 4):
+            flipped = bytearray(content)
+            flipped[place] ^= bit
+            file.write_bytes(flipped)
+            if name == "graph" and same_data(content, bytes(flipped)):
+                continue  # a space for another
+            with pytest.raises(QuarkError):
+                qfx.load(tmp_path)
+
+
+def same_data(a: bytes, b: bytes) -> bool:
+    try:
+        return bool(json.loads(a) == json.loads(b))
+    except ValueError:
+        return False
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes with names")
+@pytest.mark.parametrize("name", ["graph", "tensors"])
+def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    OLD.save(tmp_path)
+    file = tmp_path / "graph.json" if name == "graph" else tensor_file(tmp_path)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(QuarkError, match="is no regular file"):
+        qfx.load(tmp_path)
+
+
+DOCUMENTS: dict[str, Callable[[str], str]] = {
+    "nested lists": lambda text: "[" * 100_000,
+    "nested and closed": lambda text: "[" * 500 + "]" * 500,
+    "nested objects": lambda text: '{"a":' * 100_000,
+    "a number of many digits": lambda text: text.replace('"version": 3', '"version": ' + "9" * 5000),
+    "a number that is none": lambda text: text.replace('"version": 3', '"version": NaN'),
+    "another encoding": lambda text: text.replace("linear", "línear"),
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("option", ["", "-O"])
+def test_json_that_no_saver_writes_is_refused_by_name(name: str, option: str, tmp_path: Path) -> None:
+    OLD.save(tmp_path)
+    file = tmp_path / "graph.json"
+    file.write_bytes(DOCUMENTS[name](file.read_text()).encode("latin-1"))
+    if not option:
+        with pytest.raises(QuarkError):
+            qfx.load(tmp_path)
+    elif name == "nested lists":  # a process takes seconds
+        edit_without_asserts(tmp_path)
+
+
+def edit_without_asserts(directory: Path) -> None:
+    """Hold loading to its promises where `assert` is left out."""
+    OLD.save(directory)
+    edit(directory, lambda d: d["nodes"][-2].update(args=[{"torch": "save"}]))
+    code = f"import quark_fx\ntry: quark_fx.load({str(directory)!r})\nexcept quark_fx.QuarkError as e: print('no:', e)"
+    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=False)
+    assert "no: the stored graph holds the argument {'torch': 'save'}, which" in done.stdout, done.stderr
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    OLD.save(tmp_path)
+    monkeypatch.setattr("quark_fx.model.model_directory.GRAPH_LIMIT", 100)
+    with pytest.raises(QuarkError, match=r"graph.json is larger than .* MiB, the most that is read"):
+        qfx.load(tmp_path)
+    with pytest.raises(QuarkError, match=r"the graph takes .* MiB, more than is read"):
+        OLD.save(tmp_path)
+
+
+def test_a_model_of_the_version_before_is_replaced_with_its_tensors(tmp_path: Path) -> None:
+    (tmp_path / "graph.json").write_text('{"version": 2, "nodes": []}')
+    (tmp_path / "model.safetensors").write_bytes(b"of version 2")
+    with pytest.raises(QuarkError, match="has format version 2, this quark_fx reads 3; save the model again"):
+        qfx.load(tmp_path)
+    NEW.save(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {"graph.json", tensor_file(tmp_path).name}
+    (tmp_path / "model.safetensors").write_bytes(b"mine")
+    OLD.save(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == b"mine"
+
+
+def test_types_and_shapes_of_tensors_survive(tmp_path: Path) -> None:
+    """What is written is read back by safetensors, aligned and in every type."""
+    from safetensors.torch import load_file
+
+    from quark_fx.model.model_directory import _DTYPES, write_model
+
+    tensors: dict[str, Any] = {
+        f"t{i}": torch.arange(6).reshape(2, 3).to(torch.uint8).to(dtype).t() for i, dtype in enumerate(_DTYPES)
+    }
+    tensors |= {"t90": torch.zeros(()), "t91": torch.zeros(0, 4), "t92": rand(70, 70)[::2, 1::3]}
+    write_model(tmp_path, tensors, {"nodes": []})
+    found = load_file(tensor_file(tmp_path))
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].float(), tensor.float())
+    assert read(tmp_path)["nodes"] == []

@@ -1,0 +1,319 @@
+"""The exponents AWQ takes, against a search by hand; what it asks of wide operators."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import divided, rand, seeded
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import quark_fx as qfx
+from quark_fx.config.quant_config import Granularity, Target, TensorSpec
+from quark_fx.engine.block_walk import FloatRun
+from quark_fx.graph.pass_manager import Change
+from quark_fx.numbers.formats import INT4
+from quark_fx.numbers.qparams import Symmetry
+from quark_fx.passes import awq
+from quark_fx.plan.weights import quantize_tensor
+from quark_fx.presets import INT4_WEIGHT_ONLY
+
+GROUPS = INT4_WEIGHT_ONLY.replace(
+    weight=INT4_WEIGHT_ONLY.weight and INT4_WEIGHT_ONLY.weight.replace(group_size=16), exclude=("up",)
+)
+
+
+class Chain(nn.Module):
+    """A linear whose outputs differ in magnitude by a factor of twenty, and one that reads them."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(x))
+        return y
+
+
+def chain(outputs: int) -> Chain:
+    model = seeded(Chain(outputs))
+    with torch.no_grad():
+        model.up.weight *= torch.linspace(0.2, 4, 64)[:, None]
+    return model
+
+
+DATA = [rand(32, 16, seed=seed) for seed in range(1, 9)]
+
+
+def found(model: nn.Module, **changes: Any) -> Change:
+    """Return what AWQ notes of `down`."""
+    config = GROUPS.replace(passes=(*GROUPS.passes, awq.AWQ()))
+    if changes:
+        assert config.weight is not None
+        config = config.replace(weight=config.weight.replace(**changes))
+    report = qfx.quantize(model, config, DATA, progress=False).report()
+    (change,) = [c for c in report.passes[-1].changes if "down" in c.name]
+    return change
+
+
+def exponents(change: Change) -> tuple[float, float]:
+    if not change.changed:
+        return 0.0, 0.0
+    r, q = map(float, change.what.removeprefix("exponents ").split(", "))
+    return r, q
+
+
+def by_hand(model: Chain) -> dict[tuple[float, float], tuple[float, float]]:
+    """Return the relative error of the outputs, on what is learned from and on validation data, for all exponents."""
+    x, held_out = (model.up(part).detach() for part in divided(DATA))
+    weight = model.down.weight.detach()
+    groups = weight.unflatten(1, (-1, 16)).abs()
+    ratio = (groups / groups.amax(2, keepdim=True)).flatten(1).mean(0)
+    errors = {}
+    for r, q in itertools.product(range(21), repeat=2):
+        scale = x.square().mean(0).sqrt() ** (r / 20) / ratio ** (q / 20)
+        assert GROUPS.weight is not None
+        rounded = quantize_tensor(weight * scale, GROUPS.weight).dequantize() / scale
+        lost = rounded - weight
+        one, other = (float((y @ lost.T).square().sum() / (y @ weight.T).square().sum()) for y in (x, held_out))
+        errors[r / 20, q / 20] = one, other
+    return errors
+
+
+def test_the_exponents_are_those_that_change_the_outputs_least() -> None:
+    model = chain(96)
+    with torch.no_grad():
+        model.down.weight *= torch.linspace(0.1, 1, 64)[torch.randperm(64, generator=torch.Generator().manual_seed(0))]
+    errors, change = by_hand(model), found(model)
+    best = exponents(change)
+    assert min(best) > 0
+    assert change.after == pytest.approx(errors[best][1], rel=1e-4)
+    assert change.before == pytest.approx(errors[0, 0][1], rel=1e-4)
+    assert errors[best][0] <= 1.02 * min(learned for learned, _ in errors.values())
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.9], ids=["bowl", "valley"])
+@pytest.mark.parametrize("best", [(7, 13), (0, 0), (20, 1), (4, 0), (11, 14), (20, 20)])
+def test_the_search_ends_where_the_error_is_least(best: tuple[int, int], slope: float) -> None:
+    asked = set()
+
+    def error(exponents: tuple[int, int]) -> float:
+        asked.add(exponents)
+        r, q = (one - other for one, other in zip(exponents, best, strict=True))
+        return r * r + q * q + 2 * slope * r * q  # less of one may be more of the other
+
+    assert awq.AWQ()._best(error) == best
+    assert len(asked) <= 1.5 * awq._TRIES
+
+
+@pytest.mark.parametrize("steps", [2, 4, 17, 32])
+def test_the_ends_of_any_grid_are_tried(steps: int) -> None:
+    assert awq.AWQ(steps=steps)._best(lambda exponents: -float(sum(exponents))) == (steps, steps)
+
+
+class Convolutions(nn.Module):
+    """A convolution of two groups that reads channels whose magnitudes differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 32, 1, groups=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.relu(self.up(x)))
+        return y
+
+
+def test_the_groups_of_a_convolution_have_channels_of_their_own() -> None:
+    model, data = seeded(Convolutions()), [rand(4, 3, 8, 8, seed=seed) for seed in (1, 2)]
+    with torch.no_grad():
+        model.up.weight *= torch.linspace(0.1, 4, 16)[:, None, None, None]
+    spec = TensorSpec(format=INT4, granularity=Granularity.CHANNEL)
+    config = qfx.QuantConfig(weight=spec, passes=(awq.AWQ(),), exclude=("up",), target=Target.TORCH)
+    changes = qfx.quantize(model, config, data, progress=False).report().passes[-1].changes
+    (change,) = [c for c in changes if c.changed]
+    r, q = exponents(change)
+    x, held_out = (torch.relu(model.up(part)).detach() for part in divided(data))
+    weight = model.down.weight.detach()
+    ratio = (weight / weight.abs().amax((1, 2, 3), keepdim=True)).abs().unflatten(0, (2, 16)).mean(1).flatten()
+    scale = x.square().mean((0, 2, 3)).sqrt() ** r / ratio**q
+    factor = scale.reshape(2, 1, 8, 1, 1).expand(2, 16, 8, 1, 1).flatten(0, 1)
+    rounded = quantize_tensor(weight * factor, spec).dequantize() / factor
+    lost, signal = (F.conv2d(held_out, w, groups=2).square().sum() for w in (rounded - weight, weight))
+    assert change.after == pytest.approx(float(lost / signal), rel=1e-3)
+    assert change.after is not None
+    assert change.before is not None
+    assert change.after < 0.9 * change.before
+
+
+class Readers(nn.Module):
+    """A norm whose channels two linears of unequal width read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a, self.b = nn.LayerNorm(64), nn.Linear(64, 32, bias=False), nn.Linear(64, 96, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.norm(x)
+        return self.a(y), self.b(y)
+
+
+def channels_of(model: nn.Module, config: qfx.QuantConfig, data: list[Tensor]) -> awq._Channels:
+    """Return what the scales of the only site are made of."""
+    found = []
+    make = awq._Channels.of
+
+    def noted(*args: Any) -> awq._Channels:
+        found.append(make(*args))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(awq._Channels, "of", noted)
+        qfx.quantize(model, config, data, progress=False)
+    (channels,) = found
+    return channels
+
+
+def test_all_readers_count_by_their_outputs_and_what_is_never_there_hardly(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = seeded(Readers()), [rand(32, 64, seed=seed) for seed in (1, 2)]
+    with torch.no_grad():
+        model.norm.weight.mul_(torch.linspace(0.2, 4, 64))
+        model.norm.weight[3] = model.norm.bias[3] = 0.0
+        model.a.weight[:, 5] = model.b.weight[:, 5] = 0.0
+    monkeypatch.setattr(awq, "_AT_ONCE", 500)
+    weight = GROUPS.weight
+    assert weight is not None
+    signed = weight.replace(symmetry=Symmetry.SIGN_AWARE)
+    channels = channels_of(model, GROUPS.replace(weight=signed, passes=(awq.AWQ(),), exclude=()), data)
+    squares = model.norm(divided(data)[0]).detach().square().mean(0)
+    both = torch.cat((model.a.weight, model.b.weight)).detach().unflatten(1, (-1, 16)).abs()
+    ratios = (both / both.amax(2, keepdim=True)).flatten(1).mean(0)
+    torch.testing.assert_close(channels.activation, (squares / squares.max()).sqrt().clamp_min(1e-4))
+    torch.testing.assert_close(channels.weight, (ratios / ratios.max()).clamp_min(1e-4))
+    assert float(channels.activation[3]) == float(channels.weight[5]) == pytest.approx(1e-4)
+
+
+class Shared(nn.Module):
+    """Channels that a convolution in groups reads, some of which another one reads, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.other = nn.Conv2d(3, 8, 1), nn.Conv2d(3, 8, 1)
+        self.a, self.b = nn.Conv2d(16, 16, 1, groups=4), nn.Conv2d(8, 16, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.relu(self.up(x))
+        return self.a(torch.cat((y, torch.relu(self.other(x))), 1)), self.b(y)
+
+
+def test_the_groups_of_a_convolution_all_see_every_row() -> None:
+    model, data = seeded(Shared()), [rand(4, 3, 8, 8, seed=seed) for seed in (1, 2)]
+    spec = TensorSpec(format=INT4, granularity=Granularity.CHANNEL)
+    config = qfx.QuantConfig(weight=spec, passes=(awq.AWQ(),), exclude=("up", "other"), target=Target.TORCH)
+    read = torch.cat([torch.relu(one(divided(data)[0])) for one in (model.up, model.other)], 1)
+    squares = read.detach().square().mean((0, 2, 3))
+    found = channels_of(model, config, data)
+    torch.testing.assert_close(found.activation, (squares / squares.max()).sqrt())
+    a, b = ((w / w.amax(1, keepdim=True)).flatten(1) for w in (one.weight.detach().abs() for one in (model.a, model.b)))
+    sums = a.unflatten(0, (4, 4)).sum(1).flatten()
+    ratios = torch.cat(((sums[:8] + b.sum(0)) / 20, sums[8:] / 4))
+    torch.testing.assert_close(found.weight, ratios / ratios.max())
+
+
+def test_what_is_too_large_to_be_squared_is_left() -> None:
+    model = seeded(Chain(32))
+    config = GROUPS.replace(passes=(*GROUPS.passes, awq.AWQ()))
+    report = qfx.quantize(model, config, [1e25 * x for x in DATA], progress=False).report()
+    (change,) = [c for c in report.passes[-1].changes if "down" in c.name]
+    assert change.what == "left: what it reads is too large to be squared"
+
+
+class Fork(nn.Module):
+    """Two linears that read what a norm makes, one of them after a relu: one site, two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a, self.b = nn.LayerNorm(64), nn.Linear(64, 32), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        z: Tensor = self.a(y) + self.b(torch.relu(y))
+        return z
+
+
+def test_a_site_that_waits_for_a_second_block_is_not_lost_in_an_interruption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, data = seeded(Fork()), [rand(32, 64, seed=seed) for seed in (1, 2)]
+    with torch.no_grad():
+        model.norm.weight.mul_(torch.linspace(0.2, 4, 64))
+    config = GROUPS.replace(passes=(*GROUPS.passes, awq.AWQ()), exclude=())
+    undisturbed = qfx.quantize(model, config, data, progress=False)
+    assert any(c.changed for c in undisturbed.report().passes[-1].changes)
+    begin, blocks = awq._collect, list[str]()
+
+    def stop(run: FloatRun, *rest: Any) -> None:
+        blocks.append(run.block.name)
+        if len(blocks) > 1:
+            raise KeyboardInterrupt
+        begin(run, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(awq, "_collect", stop)
+        with pytest.raises(KeyboardInterrupt):
+            qfx.quantize(model, config, data, progress=False, checkpoint=tmp_path)
+    continued = qfx.quantize(model, config, data, progress=False, checkpoint=tmp_path)
+    assert torch.equal(continued(data[0]), undisturbed(data[0]))
+
+
+def test_of_wide_operators_some_outputs_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def noted(weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+        asked.append(len(weight))
+        return quantize_tensor(weight, *args, **kwargs)
+
+    monkeypatch.setattr(awq, "quantize_tensor", noted)
+    model = chain(3000)
+    errors = by_hand(model)
+    assert errors[exponents(found(model))][0] <= 1.01 * min(learned for learned, _ in errors.values())
+    assert set(asked) == {600}  # every fifth
+    asked.clear()
+    # One scale for all depends on every output.
+    found(model, granularity=Granularity.TENSOR, group_size=None)
+    assert set(asked) == {3000}
+
+
+class Stack(nn.Module):
+    """Three matrices that multiply what a norm makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.weight = nn.LayerNorm(64), nn.Parameter(torch.randn(3, 64, 1200))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(self.norm(x), self.weight)
+
+
+def test_of_wide_matrices_in_a_stack_some_outputs_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def noted(weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+        asked.append(tuple(weight.shape))
+        return quantize_tensor(weight, *args, **kwargs)
+
+    monkeypatch.setattr(awq, "quantize_tensor", noted)
+    model = seeded(Stack())
+    with torch.no_grad():
+        model.norm.weight.mul_(torch.linspace(0.2, 4, 64))
+    config = GROUPS.replace(passes=(awq.AWQ(),), exclude=())
+    report = qfx.quantize(model, config, [rand(3, 8, 64, seed=seed) for seed in (1, 2)], progress=False).report()
+    assert any(change.changed for change in report.passes[-1].changes)
+    assert set(asked) == {(3, 64, 600)}  # every second
+    asked.clear()
+    monkeypatch.setattr(awq, "_AT_ONCE", 64 * 600 + 1)
+    qfx.quantize(model, config, [rand(3, 8, 64, seed=seed) for seed in (1, 2)], progress=False)
+    assert set(asked) == {(1, 64, 600)}

@@ -1,0 +1,572 @@
+"""Where quantized values live: the rules of placement, seen in the quantized graph and in the report."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny import Cnn, Mlp, calls, constant, images, quantize, rand, seeded, tokens
+from torch import Tensor, nn
+from torch.fx import Node
+
+import quark_fx as qfx
+from quark_fx.config.quant_config import INHERIT, Granularity, Override, QuantConfig, TensorSpec
+from quark_fx.numbers.formats import INT8, INT16, UINT8
+from quark_fx.passes import CrossLayerEqualization
+from quark_fx.plan.placement import plan_quantization
+from quark_fx.plan.report import Row
+from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, XINT8
+
+QUANTIZE, DEQUANTIZE = "quark_fx.quantize", "quark_fx.dequantize"
+SYMMETRIC = INT8_STATIC.replace(input=TensorSpec(format=INT8), output=TensorSpec(format=INT8))
+
+
+class Apply(nn.Module):
+    """Modules by name, and the function that calls them."""
+
+    def __init__(self, function: Callable[..., Any], **modules: nn.Module) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def build(function: Callable[..., Any], **modules: nn.Module) -> nn.Module:
+    return seeded(Apply(function, **modules))
+
+
+def is_quantized(node: Any) -> bool:
+    return isinstance(node, Node) and str(node.target).startswith(DEQUANTIZE)
+
+
+def qparams(qmodel: qfx.QuantizedModel, dequantize: Any) -> tuple[float, int]:
+    assert is_quantized(dequantize), dequantize
+    return float(constant(qmodel, dequantize.args[1])), int(constant(qmodel, dequantize.args[2]))
+
+
+def only(nodes: list[Node]) -> Node:
+    assert len(nodes) == 1, nodes
+    return nodes[0]
+
+
+def row(qmodel: qfx.QuantizedModel, name: str) -> Row:
+    return next(r for r in qmodel.report() if r.name == name)
+
+
+def test_the_residual_add_of_a_convolutional_network_is_quantized_on_both_sides() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.a(x)
+        out: Tensor = m.c(torch.relu(m.b(y) + y))
+        return out
+
+    model = build(forward, a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(4, 4, 1), c=nn.Conv2d(4, 4, 1))
+    qmodel = quantize(model, "int8_static", images())
+    add = only(calls(qmodel, "aten.add"))
+    assert all(is_quantized(a) for a in add.args)
+    assert all(str(user.target).startswith(QUANTIZE) for user in add.users)  # the relu is saturation
+
+
+def test_the_residual_add_of_a_transformer_stays_in_float() -> None:
+    qmodel = quantize(seeded(Mlp()), "int8_static", tokens())
+    add = next(n for n in calls(qmodel, "aten.add") if n.args[1] is not None and isinstance(n.args[1], Node))
+    users = list(add.users)
+    assert [str(u.target).split(".")[1] for u in users] == ["layer_norm"]
+
+
+def test_an_add_of_something_that_is_not_quantized_stays_in_float() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        out: Tensor = m.b(m.a(x) + torch.sin(x))
+        return out
+
+    qmodel = quantize(build(forward, a=nn.Conv2d(3, 3, 1), b=nn.Conv2d(3, 3, 1)), "int8_static", images())
+    add = only(calls(qmodel, "aten.add"))
+    assert not is_quantized(add.args[1])
+    assert row(qmodel, "b").activation == "uint8"
+
+
+def conv(activation: nn.Module, after: nn.Module | None = None) -> nn.Module:
+    return seeded(nn.Sequential(nn.Conv2d(3, 4, 3), activation, *([after] if after is not None else [])))
+
+
+def test_a_convolution_and_its_relu_share_one_quantizer() -> None:
+    qmodel = quantize(conv(nn.ReLU(), nn.Conv2d(4, 4, 1)), "int8_static", images())
+    assert not calls(qmodel, "aten.relu")
+    first = calls(qmodel, "aten.conv2d")[0]
+    assert [str(user.target).startswith(QUANTIZE) for user in first.users] == [True]
+    assert qparams(qmodel, calls(qmodel, "aten.conv2d")[1].args[0])[1] == 0
+    assert len(calls(qmodel, QUANTIZE)) == 3  # input, hidden, output
+
+
+@pytest.mark.parametrize("config", [SYMMETRIC, XINT8], ids=["int8", "xint8"])
+def test_a_relu_stays_where_the_zero_point_cannot_cut_it(config: QuantConfig) -> None:
+    qmodel = quantize(conv(nn.ReLU(), nn.Conv2d(4, 4, 1)), config, images())
+    relu = only(calls(qmodel, "aten.relu"))
+    assert str(only(list(relu.users)).target).startswith(QUANTIZE)
+    assert not is_quantized(relu.args[0])  # one quantizer, after it
+
+
+@pytest.mark.parametrize("largest", [0.5, 100.0])
+def test_a_relu6_is_absorbed_only_if_the_last_code_reaches_no_further_than_six(largest: float) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1, bias=False), nn.ReLU6(), nn.Conv2d(3, 3, 1, bias=False)).eval()
+    with torch.no_grad():
+        for layer in (model[0], model[2]):
+            nn.init.dirac_(layer.weight)  # type: ignore[arg-type]
+    data = [rand(4, 3, 5, 5).clamp(-1, 1) * largest]
+    qmodel = quantize(model, "int8_static", data)
+    # Up to 0.5 the codes end at 0.5 and saturate sooner than the bound would; from 6 on they end at 6.
+    assert (
+        len(calls(qmodel, "aten.hardtanh")) + len(calls(qmodel, "aten.relu6")) + len(calls(qmodel, "aten.clamp")) == 0
+    )
+    x = torch.full((1, 3, 5, 5), 50.0)
+    assert float(qmodel(x).max()) <= 6.0 * (1 + 2 / 255)
+
+
+def test_a_clamp_that_saturation_does_not_perform_stays() -> None:
+    """The range is widened to zero, so the codes below `low` exist and only the clamp forbids them."""
+    qmodel = quantize(conv(nn.Hardtanh(0.5, 2.0), nn.Conv2d(4, 4, 1)), "int8_static", images())
+    clamp = only([*calls(qmodel, "aten.hardtanh"), *calls(qmodel, "aten.clamp")])
+    assert not is_quantized(clamp.args[0])
+
+
+@pytest.mark.parametrize("activation", [nn.Hardswish(), nn.SiLU(), nn.Sigmoid(), nn.LeakyReLU()])
+def test_a_curved_activation_is_computed_in_float_between_quantizers(activation: nn.Module) -> None:
+    qmodel = quantize(conv(activation, nn.Conv2d(4, 4, 1)), "int8_static", images())
+    first, second = calls(qmodel, "aten.conv2d")
+    curve = only([n for n in calls(qmodel, "aten.") if n not in (first, second)])
+    assert is_quantized(curve.args[0])
+    assert str(only(list(curve.users)).target).startswith(QUANTIZE)
+    assert qparams(qmodel, curve.args[0]) != qparams(qmodel, second.args[0])
+
+
+MOVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "max_pool": lambda y: nn.functional.max_pool2d(y, 2),
+    "reshape": lambda y: y.reshape(y.shape[0], 4, 6, 6),
+    "transpose": lambda y: y.transpose(2, 3),
+    "slice": lambda y: y[:, :, 1:, :-1],
+    "flip": lambda y: y.flip(2),
+    "several": lambda y: nn.functional.max_pool2d(y.transpose(2, 3).contiguous(), 2)[:, :, 1:],
+    "upsample": lambda y: nn.functional.interpolate(y, scale_factor=2.0, mode="nearest"),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_data_movement_keeps_the_parameters_of_its_input(move: str) -> None:
+    model = build(lambda m, x: m.b(MOVES[move](m.a(x))), a=nn.Conv2d(3, 4, 3), b=nn.Conv2d(4, 4, 1))
+    qmodel = quantize(model, "int8_static", images())
+    first, second = calls(qmodel, "aten.conv2d")
+    before = only(list(only(list(first.users)).users))  # quantize, dequantize
+    assert qparams(qmodel, before) == qparams(qmodel, second.args[0])
+
+
+def test_an_average_is_not_data_movement() -> None:
+    model = build(lambda m, x: m.b(nn.functional.avg_pool2d(m.a(x), 2)), a=nn.Conv2d(3, 4, 3), b=nn.Conv2d(4, 4, 1))
+    qmodel = quantize(model, "int8_static", images())
+    pool = only(calls(qmodel, "aten.avg_pool2d"))
+    assert is_quantized(pool.args[0])
+    assert qparams(qmodel, pool.args[0]) != qparams(qmodel, calls(qmodel, "aten.conv2d")[1].args[0])
+
+
+def test_the_inputs_of_a_concatenation_share_the_parameters_of_its_output() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        out: Tensor = m.c(torch.cat([torch.relu(m.a(x)), m.b(x)], 1))
+        return out
+
+    model = build(forward, a=nn.Conv2d(3, 2, 1), b=nn.Conv2d(3, 2, 1), c=nn.Conv2d(4, 4, 1))
+    with torch.no_grad():
+        model.get_parameter("b.weight").mul_(7)
+    qmodel = quantize(model, "int8_static", images())
+    cat = only(calls(qmodel, "aten.cat"))
+    parts = [qparams(qmodel, part) for part in cat.args[0]]  # type: ignore[union-attr]
+    assert parts[0] == parts[1] == qparams(qmodel, calls(qmodel, "aten.conv2d")[2].args[0])
+    # The observer of the output saw both: nothing of the larger branch is cut off.
+    data, scale = images()[0], parts[0][0]
+    with torch.no_grad():
+        span = model.b(data)  # type: ignore[operator]
+        span = span.max().clamp(min=0) - span.min().clamp(max=0)
+    assert scale * 255 >= float(span) * 0.999
+
+
+def test_a_concatenation_whose_input_is_read_elsewhere_has_parameters_of_its_own() -> None:
+    def forward(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = m.a(x)
+        return m.c(torch.cat([y, m.b(x)], 1)), m.d(y)
+
+    layers = {n: nn.Conv2d(3, 2, 1) for n in "ab"} | {"c": nn.Conv2d(4, 4, 1), "d": nn.Conv2d(2, 2, 1)}
+    model = build(forward, **layers)
+    with torch.no_grad():
+        layers["b"].weight.mul_(7)
+    qmodel = quantize(model, "int8_static", images())
+    cat = only(calls(qmodel, "aten.cat"))
+    parts = [qparams(qmodel, part) for part in cat.args[0]]  # type: ignore[union-attr]
+    assert parts[0] != parts[1]
+
+
+def test_one_value_read_by_several_operators_is_quantized_once() -> None:
+    layers = {n: nn.Linear(4, 4) for n in "qkv"}
+    model = build(lambda m, x: m.q(x) + m.k(x) * m.v(x), **layers)
+    for config in (INT8_STATIC, INT8_DYNAMIC):
+        qmodel = quantize(model, config, [rand(6, 4)])
+        reads = {node.args[0] for node in calls(qmodel, "aten.linear")}
+        assert len(reads) == 1
+
+
+def attention(m: Any, x: Tensor) -> Tensor:
+    weights = torch.softmax(m.q(x) @ m.k(x).transpose(-1, -2), -1)
+    out: Tensor = weights @ m.v(x)
+    return out
+
+
+def attention_model() -> nn.Module:
+    return build(attention, **{n: nn.Linear(4, 4) for n in "qkv"})
+
+
+def test_products_of_activations_stay_in_float_unless_asked_for() -> None:
+    data = [rand(2, 3, 4)]
+    qmodel = quantize(attention_model(), "int8_static", data)
+    assert not any(is_quantized(a) for node in calls(qmodel, "aten.matmul") for a in node.args)
+    reasons = {r.reason for r in qmodel.report() if r.kind == "matmul"}
+    assert reasons == {"products of activations stay in float unless an override selects them"}
+
+    asked = INT8_STATIC.replace(overrides=(Override(pattern="op:matmul"),))
+    qmodel = quantize(attention_model(), asked, data)
+    assert all(is_quantized(a) for node in calls(qmodel, "aten.matmul") for a in node.args)
+    assert {(r.activation, r.reason) for r in qmodel.report() if r.kind == "matmul"} == {("uint8", "")}
+
+
+class Deep(nn.Module):
+    """Two blocks of two linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.decoder = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.decoder(self.encoder(x))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("pattern", "excluded"),
+    [
+        ("encoder.*", {"encoder.0", "encoder.2"}),
+        ("*.2", {"encoder.2", "decoder.2"}),
+        ("decoder.0", {"decoder.0"}),
+        ("op:linear", {"encoder.0", "encoder.2", "decoder.0", "decoder.2"}),
+        ("op:lin*", {"encoder.0", "encoder.2", "decoder.0", "decoder.2"}),
+    ],
+)
+def test_what_a_pattern_excludes_stays_in_float_and_says_so(pattern: str, excluded: set[str]) -> None:
+    qmodel = quantize(seeded(Deep()), INT8_STATIC.replace(exclude=(pattern,)), [rand(6, 4)])
+    assert {r.name for r in qmodel.report() if r.reason} == excluded
+    assert {r.reason for r in qmodel.report() if r.reason} == {f"excluded by {pattern!r}"}
+    for node in calls(qmodel, "aten.linear"):
+        weight = node.args[1]
+        assert isinstance(weight, Node)
+        assert is_quantized(weight) == is_quantized(node.args[0]) == (weight.op != "get_attr")
+
+
+def test_an_excluded_addition_stays_in_float() -> None:
+    layers = {n: nn.Conv2d(3, 3, 1) for n in "abd"}
+
+    def added(m: Any, x: Tensor) -> Tensor:
+        out: Tensor = m.d((m.a(x) + m.b(x)) + m.a(x))
+        return out
+
+    # Two additions in a row: quantized, there is a quantizer between them.
+    for exclude, between in (((), True), (("op:add",), False)):
+        qmodel = quantize(build(added, **layers), INT8_STATIC.replace(exclude=exclude), images())
+        assert is_quantized(calls(qmodel, "aten.add")[1].args[0]) is between
+
+
+def test_a_pattern_that_selects_nothing_is_reported_with_near_names() -> None:
+    config = INT8_STATIC.replace(exclude=("encodr.0", "op:linaer"))
+    with pytest.warns(UserWarning, match="selects no operator") as caught:
+        qfx.quantize(seeded(Deep()), config, [rand(6, 4)], progress=False)
+    messages = [str(w.message) for w in caught if "selects no operator" in str(w.message)]
+    assert len(messages) == 2
+    assert "'encodr.0'" in messages[0]
+    assert "encoder.0" in messages[0]
+    assert "op:linear" in messages[1]
+
+
+@pytest.mark.parametrize("preset", ["int4_weight_only", "int8_static"])
+def test_a_preset_does_not_warn_about_its_own_patterns(preset: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        qfx.quantize(seeded(Deep()), preset, [rand(6, 4)], progress=False)
+
+
+def test_an_override_changes_one_operator_and_the_last_one_wins() -> None:
+    wide = TensorSpec(format=INT16)
+    config = INT8_STATIC.replace(
+        overrides=(
+            Override(pattern="encoder.*", weight=None),
+            Override(pattern="*.0", input=wide, output=wide),
+            Override(pattern="encoder.2", weight=TensorSpec(format=INT8)),
+        )
+    )
+    qmodel = quantize(seeded(Deep()), config, [rand(6, 4)])
+    assert row(qmodel, "encoder.0").reason == "the configuration keeps its weight in float"
+    assert row(qmodel, "encoder.2").weight == "int8"  # per tensor
+    assert row(qmodel, "decoder.0").activation == "int16"
+    assert row(qmodel, "decoder.0").weight == "int8 channel"
+    assert row(qmodel, "decoder.2").activation == "uint8"
+    assert Override(pattern="x").weight is INHERIT
+
+
+class Tied(nn.Module):
+    """An embedding whose table is also the output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.embed(ids)))
+        return out
+
+
+def test_a_tied_embedding_is_stored_once() -> None:
+    qmodel = quantize(seeded(Tied()), INT8_WEIGHT_ONLY, tokens())
+    stored = {str(n.target) for n in qmodel.graph_module.graph.nodes if n.op == "get_attr" and "codes" in str(n.target)}
+    assert len(stored) == 1
+    embedding, linear = calls(qmodel, "aten.embedding")[0], only(calls(qmodel, "aten.linear"))
+    assert embedding.args[0] is linear.args[1].args[0]  # type: ignore[union-attr]
+
+
+class Experts(nn.Module):
+    """Three experts of one stacked weight, as Mixture-of-Experts models hold them."""
+
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, 6, 4) if transposed else torch.empty(3, 4, 6))
+        self.transposed = transposed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x, self.weight.transpose(1, 2) if self.transposed else self.weight)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("config", [INT8_WEIGHT_ONLY, INT4_WEIGHT_ONLY.replace(group_size=2, overrides=())])
+def test_each_expert_and_output_channel_has_its_own_scales(transposed: bool, config: QuantConfig) -> None:
+    model = seeded(Experts(transposed))
+    assert isinstance(model.weight, Tensor)
+    with torch.no_grad():
+        model.weight[1] *= 100
+        model.weight.select(1 if transposed else 2, 3).mul_(100)
+    qmodel = quantize(model, config, [rand(3, 5, 4)])
+    assert row(qmodel, "weight").reason == ""
+    dequantize = only(calls(qmodel, DEQUANTIZE))
+    codes, scale = constant(qmodel, dequantize.args[0]), constant(qmodel, dequantize.args[1])
+    assert codes.shape == model.weight.shape
+    blocks = 2 if config is not INT8_WEIGHT_ONLY else 1
+    axis, largest = (2 if transposed else 1), (7 if blocks == 2 else 127)
+    split = torch.unflatten(model.weight.detach().abs(), axis, (blocks, -1))
+    grouped = split.amax(axis + 1)
+    torch.testing.assert_close(scale, grouped / largest)
+    x = rand(3, 5, 4, seed=4)
+    with torch.no_grad():
+        got, expected = qmodel(x), model(x)
+    # Half a step of every weight times the input.
+    steps = (scale / 2).repeat_interleave(4 // blocks, axis)
+    bound = x.abs() @ (steps.transpose(1, 2) if transposed else steps)
+    assert bool(((got - expected).abs() <= bound * (1 + 1e-4)).all())
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "data", "reason"),
+    [
+        ("lstm", nn.LSTM(4, 4), rand(3, 2, 4), "no quantization rule for aten."),
+        ("bilinear", None, rand(3, 4), "no quantization rule for aten."),
+        ("table", None, rand(3, 4), "a table read by aten.mul.Tensor, not a weight"),
+    ],
+)
+def test_a_weight_that_no_rule_covers_is_in_the_report(name: str, model: Any, data: Tensor, reason: str) -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions = nn.Parameter(torch.empty(1, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.positions
+
+    if name == "bilinear":
+        model = build(lambda m, x: m.mix(x, x), mix=nn.Bilinear(4, 4, 3))
+    if name == "table":
+        model = Table()
+    qmodel = quantize(seeded(model), INT8_WEIGHT_ONLY, [data])
+    (found, *_) = qmodel.report()
+    assert reason in found.reason
+    assert found.bytes_before == found.bytes_after > 0
+
+
+def test_every_weighted_operator_has_a_row_in_graph_order() -> None:
+    names = ["stem.0", "block.conv", "head"]
+    qmodel = quantize(seeded(Cnn()), "int8_static", images())
+    assert [r.name for r in qmodel.report()] == names
+    plan = plan_quantization(qfx.capture_graph(seeded(Cnn()), images()[0]).module, INT8_STATIC)
+    assert [op.name for op in plan.operators] == names
+    assert [op.kind for op in plan.operators] == ["conv", "conv", "linear"]
+
+
+def test_a_linear_keeps_a_float_output_unless_an_operator_reads_it_in_integers() -> None:
+    one = quantize(seeded(nn.Linear(4, 3)), "int8_static", [rand(6, 4)])
+    assert [str(u.op) for u in only(calls(one, "aten.linear")).users] == ["output"]
+    two = quantize(seeded(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))), "int8_static", [rand(6, 4)])
+    first, second = calls(two, "aten.linear")
+    assert str(only(list(first.users)).target).startswith(QUANTIZE)
+    assert not calls(two, "aten.relu")
+    assert [str(u.op) for u in second.users] == ["output"]
+
+
+def test_a_value_that_is_also_read_in_float_stays_in_float_for_that_reader() -> None:
+    def forward(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = m.a(x)
+        return m.b(y), y
+
+    qmodel = quantize(build(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 3)), "int8_static", [rand(6, 4)])
+    first, second = calls(qmodel, "aten.linear")
+    assert is_quantized(second.args[0])
+    output = next(iter(reversed(qmodel.graph_module.graph.nodes)))
+    assert output.args[0] == (second, first)
+
+
+def test_per_channel_activations_of_a_weight_only_configuration_stay_in_float() -> None:
+    spec = TensorSpec(format=UINT8, granularity=Granularity.CHANNEL)
+    qmodel = quantize(seeded(Cnn()), QuantConfig(weight=spec), images())
+    assert not calls(qmodel, QUANTIZE)
+    assert {r.activation for r in qmodel.report()} == {""}
+
+
+def test_a_weight_on_the_left_of_a_product_is_listed_with_its_bytes() -> None:
+    class Left(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries = nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.queries @ x
+
+    (row,) = quantize(seeded(Left()), INT8_WEIGHT_ONLY, [rand(2, 4, 5)]).report()
+    assert (row.name, row.bytes_before, row.weight) == ("queries", 48, "")
+    assert row.reason == "its weight is not the operand the table has a row for"
+
+
+def test_the_bounds_of_a_clamp_are_no_weights() -> None:
+    """Equalization makes those of ReLU6 one per channel."""
+    model = seeded(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU6(), nn.Conv2d(4, 3, 1)))
+    config = INT8_STATIC.replace(passes=(*INT8_STATIC.passes, CrossLayerEqualization()))
+    qmodel = quantize(model, config, [20 * rand(2, 3, 4, 4)])
+    assert calls(qmodel, "aten.clamp.Tensor")
+    assert [row.name for row in qmodel.report()] == ["0", "2"]
+
+
+def chosen(model: Any, score: Tensor) -> Any:
+    return model.table[score.topk(2, dim=-1).indices].sum(-2)
+
+
+def steps(score: Tensor) -> Tensor:
+    """Take each of many paths, two more with every step."""
+    for _ in range(600):
+        score = score + score * 0.001
+    return score
+
+
+ROUTING: dict[str, tuple[bool, Callable[[Any, Tensor, Tensor], Any]]] = {
+    "scores": (True, lambda m, score, y: chosen(m, score) + y),
+    "shares": (True, lambda m, score, y: chosen(m, torch.softmax(score.half(), -1)) + y),
+    "in another shape": (True, lambda m, score, y: chosen(m, score.unflatten(0, (2, 4))).flatten(0, 1) + y),
+    "a root": (True, lambda m, score, y: chosen(m, torch.nn.functional.softplus(score).sqrt()) + y),
+    "sorted": (True, lambda m, score, y: m.table[score.sort(-1).indices[:, -1]] + y),
+    "the place": (True, lambda m, score, y: m.table[score.argmax(-1)] + y),
+    "after many steps": (True, lambda m, score, y: chosen(m, steps(score)) + y),
+    "shifted": (True, lambda m, score, y: chosen(m, torch.sigmoid(score) + m.shift) + y),
+    "groups masked": (True, lambda m, score, y: chosen(m, score.masked_fill(score < 0, 0.0)) + y),
+    "the largest": (True, lambda m, score, y: m.table[score.max(-1).indices] + y),
+    "how large": (False, lambda m, score, y: score.topk(2, dim=-1).values.sum(-1, keepdim=True) + y),
+    "a maximum": (False, lambda m, score, y: score.amax(-1, keepdim=True) + score.max(-1, keepdim=True).values + y),
+    "through an operator": (False, lambda m, score, y: chosen(m, m.after(score)) + y),
+}
+
+
+@pytest.mark.parametrize("name", ROUTING)
+def test_what_sends_rows_elsewhere_is_a_router(name: str) -> None:
+    """Whose largest outputs are looked for, not only how large they are."""
+    routes, function = ROUTING[name]
+    model = build(
+        lambda m, x: function(m, m.route(x), m.body(x)),
+        route=nn.Linear(16, 4),
+        body=nn.Linear(16, 16),
+        after=nn.Conv1d(1, 1, 1) if name != "through an operator" else nn.Linear(4, 4),
+    )
+    model.table, model.shift = nn.Parameter(rand(4, 16)), nn.Parameter(rand(4))
+    qmodel = quantize(model, INT8_WEIGHT_ONLY.replace(exclude=("op:router",)), [rand(8, 16)])
+    reasons = {r.name: r.reason for r in qmodel.report()}
+    assert reasons["route"] == ("excluded by 'op:router'" if routes else "")
+    assert reasons["body"] == ""
+    if name == "through an operator":
+        assert reasons["after"] == "excluded by 'op:router'"
+
+
+def test_a_router_of_its_own_format() -> None:
+    model = build(lambda m, x: chosen(m, m.route(x)) + m.body(x), route=nn.Linear(16, 4), body=nn.Linear(16, 16))
+    model.table = nn.Parameter(rand(4, 16))
+    config = INT4_WEIGHT_ONLY.replace(overrides=(Override(pattern="op:router", weight=TensorSpec(format=INT8)),))
+    qmodel = quantize(model, config, [rand(8, 16)])
+    assert (row(qmodel, "route").weight[:4], row(qmodel, "body").weight[:4]) == ("int8", "int4")
+
+
+class Shared(nn.Module):
+    """Two modules with one weight, one module under two names, and a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.a = nn.Linear(8, 8)
+        self.again = self.a
+        self.b = nn.Linear(8, 8)
+        self.b.weight = self.a.weight
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.b(self.again(self.a(self.embed(ids)).relu()).relu())
+        return self.head(x)
+
+
+def test_operators_that_share_a_weight_go_by_the_names_of_their_own_modules() -> None:
+    ids = torch.arange(10).reshape(2, 5)
+    rows = quantize(Shared().eval(), INT8_WEIGHT_ONLY, [ids]).report().rows
+    assert [row.name for row in rows] == ["embed", "a", "again", "b", "head"]
+    assert len({row.parameter for row in rows}) == 2
+
+
+@pytest.mark.parametrize("name", ["embed", "a", "again", "b", "head"])
+def test_a_pattern_reaches_each_operator_that_shares_a_weight(name: str) -> None:
+    ids = torch.arange(10).reshape(2, 5)
+    excluded = quantize(Shared().eval(), INT8_WEIGHT_ONLY.replace(exclude=(name,)), [ids])
+    assert {row.name for row in excluded.report() if row.reason} == {name}
+    overridden = INT8_WEIGHT_ONLY.replace(overrides=(qfx.Override(pattern=name, weight=None),))
+    assert {row.name for row in quantize(Shared().eval(), overridden, [ids]).report() if row.reason} == {name}
+
+
+def test_a_weight_of_an_inner_module_keeps_its_name_where_the_outer_one_computes() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.own_table = nn.Linear(8, 8), nn.Parameter(torch.ones(8, 8))
+
+        def forward(self, x: Tensor) -> Any:
+            return nn.functional.linear(nn.functional.linear(x, self.inner.weight), self.own_table)
+
+    rows = quantize(nn.Sequential(Outer()).eval(), INT8_WEIGHT_ONLY, [torch.ones(2, 8)]).report().rows
+    assert [row.name for row in rows] == ["0.inner", "0.own_table"]
