@@ -43,7 +43,7 @@ import quark_fx as qfx
 from benchmarks.common import DOCS, environment, estimate_batch_norm, images, publish, sqnr, table
 from benchmarks.models import perturb
 from quark_fx.config.quant_config import QuantConfig, Target
-from quark_fx.export import verification
+from quark_fx.export.runtime import verification
 from quark_fx.presets import INT8_DYNAMIC, INT8_STATIC, XINT8
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))

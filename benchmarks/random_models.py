@@ -25,7 +25,7 @@ import torch
 
 import quark_fx as qfx
 from quark_fx.config.quant_config import Override, QuantConfig, Target
-from quark_fx.export import onnx_formats
+from quark_fx.export.to_onnx import formats as onnx_formats
 from quark_fx.graph.nodes import target_name
 from quark_fx.graph.operators import ARITHMETIC, MOVING, TARGETS
 from quark_fx.presets import PRESETS

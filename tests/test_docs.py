@@ -13,7 +13,7 @@ import pytest
 import quark_fx as qfx
 from quark_fx import block_formats, observers, passes
 from quark_fx.numbers import qparams
-from quark_fx.passes import align_shifts
+from quark_fx.passes.dpu import align_shifts
 from quark_fx.presets import PRESETS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
