@@ -7,6 +7,7 @@ import keyword
 import re
 import traceback
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from quark_fx.errors import CaptureError
 from quark_fx.graph.nodes import static_size
 from quark_fx.system.isolation import warn
 from quark_fx.system.memory import is_shortage
+
+_HERE = str(Path(__file__).parent)
 
 
 def require_capturable(model: nn.Module) -> None:
@@ -119,7 +122,7 @@ def _where(error: Exception, model: nn.Module) -> str:
         own = code.co_argcount and frame.f_locals.get(code.co_varnames[0])
         if isinstance(own, nn.Module) and id(own) in names:
             module_name = names[id(own)] or type(model).__name__
-        library = any(part in code.co_filename for part in ("/torch/", "<", "/quark_fx/capture.py"))
+        library = code.co_filename.startswith(_HERE) or any(part in code.co_filename for part in ("/torch/", "<"))
         if not library and code.co_name != "_export":
             where = f"{code.co_filename}:{line} in {code.co_name}"
     return f"{where or 'an unknown line'}{f', module {module_name}' if module_name else ''}"

@@ -117,7 +117,7 @@ def isolated(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-_INNER = (f"{Path(__file__).parent}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", str(contextlib.__file__))
+_INNER = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", str(contextlib.__file__))
 """Where the code lies that runs between a caller's line and a warning."""
 
 
