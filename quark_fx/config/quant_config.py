@@ -24,7 +24,7 @@ from quark_fx.graph.pass_manager import (
     require_order,
     stored_pass,
 )
-from quark_fx.numbers.formats import INT32, FloatFormat, IntFormat, has_onnx_type, onnx_container
+from quark_fx.numbers.formats import INT32, FloatFormat, IntFormat, activation_container, has_onnx_type
 from quark_fx.numbers.qparams import ScaleType, Symmetry
 from quark_fx.system.options import checked, checked_call, known_fields, parsed
 from quark_fx.system.untrusted import YAML_LIMIT, brief, parse_yaml, read_bytes
@@ -201,9 +201,7 @@ class QuantConfig:
             (output is not None and output.dynamic, "only inputs can be dynamic; set output=None"),
             (
                 onnx and (bad := [s for s in (weight, *activations) if s and not _exported(s, s is weight)]),
-                f"{bad and bad[0].format} has no ONNX type; use 2, 4 to 8 or 16 bits, or target='torch'"
-                if onnx
-                else "",
+                f"{bad and bad[0].format} has no ONNX type; use 2 to 8 or 16 bits, or target='torch'" if onnx else "",
             ),
             (
                 self.target is Target.DPU and any(s and not _shifts(s) for s in (weight, *activations)),
@@ -355,7 +353,7 @@ def _exported(spec: TensorSpec, constant: bool) -> bool:
         return fmt.bits < 32 or spec.symmetry is not Symmetry.ASYMMETRIC
     if isinstance(fmt, IntFormat) and not fmt.sign_magnitude:
         # Codes of an activation are clipped, for which runtimes have kernels of whole bytes.
-        return constant or onnx_container(fmt).bits == 8
+        return constant or activation_container(fmt).bits == 8
     built = isinstance(fmt, FloatFormat) or fmt.sign_magnitude
     return built and (constant or spec.granularity is Granularity.GROUP)
 

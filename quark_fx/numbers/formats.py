@@ -199,6 +199,16 @@ def onnx_container(fmt: Format) -> Format:
     return IntFormat(next(bits for bits in (2, 4, 8, 16, 32) if bits >= fmt.bits), signed=fmt.signed)
 
 
+def activation_container(fmt: Format) -> Format:
+    """Return the format as whose codes ONNX files hold activations in `fmt`: of whole bytes, as kernels take them.
+
+    >>> str(activation_container(UINT4)), str(activation_container(INT7)), str(activation_container(INT16))
+    ('uint8', 'int8', 'int16')
+    """
+    held = onnx_container(fmt)
+    return held if isinstance(held, FloatFormat) or held.bits >= 8 else IntFormat(8, signed=held.signed)
+
+
 def parse_format(name: str) -> Format:
     """Return the format called `name`, as printed by `str(format)` or, of 16-bit floats, as torch names it.
 

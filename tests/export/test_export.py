@@ -210,20 +210,17 @@ def test_per_token_scales_are_exported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("granularity", ["tensor", "token"])
 @pytest.mark.parametrize("symmetry", ["symmetric", "symmetric_full", "asymmetric"])
-@pytest.mark.parametrize(("fmt", "opset"), [("int4", 21), ("uint4", 21), ("int2", 25), ("uint2", 25)])
+@pytest.mark.parametrize("fmt", ["int4", "uint4", "int2", "uint2"])
 def test_codes_of_less_than_a_byte_may_be_measured_at_run_time(
-    fmt: str, opset: int, symmetry: str, granularity: str, tmp_path: Path
+    fmt: str, symmetry: str, granularity: str, tmp_path: Path
 ) -> None:
+    """They are held in bytes, which no opset is too old for."""
     spec = TensorSpec.from_dict({"format": fmt, "symmetry": symmetry, "granularity": granularity, "dynamic": True})
     data = [rand(3, 8), rand(1, 8, seed=3) * 1e3]
     qmodel = quantize(seeded(nn.Linear(8, 4)), INT8_DYNAMIC.replace(input=spec), data)
-    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx", opset=opset)
-    assert qfx.verify(qmodel, path, data).max_steps <= another_order(8)
-    # Nor would the contributed domain do: the zero point or the codes are cast.
-    for domain in (None, "com.microsoft") if opset == 21 else (None,):
-        with pytest.raises(qfx.ExportError, match=rf"a cast to {fmt} needs opset {opset}\n") as refused:
-            qfx.export.onnx(qmodel, path, opset=opset - 4, domain=domain)
-        assert "com.microsoft" not in str(refused.value)
+    for opset in (21, 17):
+        path = qfx.export.onnx(qmodel, tmp_path / f"{opset}.onnx", opset=opset)
+        assert qfx.verify(qmodel, path, data).max_steps <= another_order(8)
 
 
 @pytest.mark.parametrize("fmt", [INT4, UINT4], ids=str)
@@ -483,7 +480,7 @@ def test_a_path_that_there_cannot_be_is_refused(name: str, tmp_path: Path) -> No
 
 def test_whether_data_are_external_is_true_or_false(tmp_path: Path) -> None:
     qmodel = quantize(seeded(nn.Linear(4, 3)), "int8_static", [rand(4, 4)])
-    with pytest.raises(qfx.ExportError, match="external_data is True, False or None, not 'yes'"):
+    with pytest.raises(qfx.ConfigError, match="external_data of onnx must be True or False or None, not 'yes'"):
         qfx.export.onnx(qmodel, tmp_path / "m.onnx", external_data="yes")  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.fx import GraphModule, Node
 
 from quark_fx.graph.nodes import code_format, target_name
-from quark_fx.numbers.formats import FloatFormat, onnx_container
+from quark_fx.numbers.formats import FloatFormat, activation_container
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -27,7 +27,7 @@ def runtime_options(gm: GraphModule, *, optimize: bool | None = None) -> Any:
 
 
 def may_optimize(gm: GraphModule) -> bool:
-    """Tell whether ONNX Runtime's CPU kernels implement what it fuses: not 8-bit floats, 4- and 32-bit activations."""
+    """Tell whether ONNX Runtime's CPU kernels implement what it fuses: not 8-bit floats and 32-bit activations."""
     return not any(_fuses_wrongly(node) for node in gm.graph.nodes)
 
 
@@ -97,5 +97,5 @@ def _fuses_wrongly(node: Node) -> bool:
     if fmt is None or (len(node.args) > 5 and node.args[5]):
         return False  # nothing is fused with blocks
     return isinstance(fmt, FloatFormat) or (
-        target_name(node) == "quark_fx.quantize.default" and onnx_container(fmt).bits not in (8, 16)
+        target_name(node) == "quark_fx.quantize.default" and activation_container(fmt).bits not in (8, 16)
     )

@@ -129,7 +129,7 @@ def verify(
         batches: as calibration data.
         per_node: compare every quantized value, and the outputs, each computed from the same codes.
         optimize: let ONNX Runtime fuse integer kernels; default: yes, except for 8-bit floats and
-            4-bit activations, whose fusions its CPU kernels do not implement.
+            32-bit activations, whose fusions its CPU kernels do not implement.
         session_options: `onnxruntime.SessionOptions` to use instead.
 
     Raises:

@@ -21,7 +21,15 @@ from quark_fx.export.to_onnx.table import translation_table
 from quark_fx.export.to_onnx.translation import translate
 from quark_fx.graph.nodes import code_format, describe, results_of, target_name, tensor_names
 from quark_fx.model.quantized_model import QuantizedModel
-from quark_fx.numbers.formats import INT32, FloatFormat, Format, has_onnx_type, onnx_container, parse_format
+from quark_fx.numbers.formats import (
+    INT32,
+    FloatFormat,
+    Format,
+    activation_container,
+    has_onnx_type,
+    onnx_container,
+    parse_format,
+)
 from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
 from quark_fx.system.isolation import isolated
 from quark_fx.system.options import checked_call
@@ -257,7 +265,7 @@ def _require_onnx_types(gm: GraphModule, *, wide: bool) -> None:
         elif target_name(node) == "quark_fx.dynamic_qparams.default" and not _is_measured(node):
             bad.append(f"  {node.args[1]} with zero points, or 8-bit scales, at run time: {describe(node)}")
     if bad:
-        raise ExportError("format(s) without an ONNX type:\n" + "\n".join(bad) + "\nUse 2, 4 to 8 or 16 bits instead.")
+        raise ExportError("format(s) without an ONNX type:\n" + "\n".join(bad) + "\nUse 2 to 8 or 16 bits instead.")
 
 
 def _is_built(node: Node, fmt: Format) -> bool:
@@ -265,8 +273,8 @@ def _is_built(node: Node, fmt: Format) -> bool:
 
     Narrow integers are held by wider ones, activations by those of 8 bits.
     """
-    if (held := onnx_container(fmt)) != fmt:
-        return held.bits == 8 or target_name(node) == "quark_fx.dequantize.default"
+    if onnx_container(fmt) != fmt:
+        return activation_container(fmt).bits == 8 or target_name(node) == "quark_fx.dequantize.default"
     grouped = target_name(node) == "quark_fx.quantize.default" and len(node.args) > 5 and node.args[5]
     constant = target_name(node) == "quark_fx.dequantize.default"
     return bool(grouped or constant) and (isinstance(fmt, FloatFormat) or fmt.sign_magnitude)

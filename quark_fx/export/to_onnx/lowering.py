@@ -16,7 +16,7 @@ from onnxscript import opset21
 from quark_fx.export.to_onnx.block_nodes import block_scale, dequantize_blocks, quantize_blocks
 from quark_fx.export.to_onnx.edit import made_by
 from quark_fx.export.to_onnx.table import lowers
-from quark_fx.numbers.formats import IntFormat, has_onnx_type, onnx_container, parse_format
+from quark_fx.numbers.formats import IntFormat, activation_container, has_onnx_type, onnx_container, parse_format
 from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
 
 op: Any = opset21
@@ -34,12 +34,14 @@ def onnx_type(format: str) -> ir.DataType:
 def quantize(x: Any, scale: Any, zero_point: Any, format: str, axis: int | None = None, block_size: int = 0) -> Any:
     """`QuantizeLinear` in float32; the cast gives the zero point, and so the codes, the type of the format.
 
-    Codes of 5 to 7 bits are clipped behind it, not values before it, so that what makes them runs on integers.
+    Codes of less than a byte are those of a byte, clipped: ONNX Runtime fuses types of 4 bits to kernels that it does
+    not have, and refuses the file. They are clipped behind it, not values before it, so that what makes them runs on
+    integers.
     """
     x = _float32(x)
     if made_by(scale, "BlockScale"):
         return quantize_blocks(x, scale)
-    fmt = onnx_type(format)
+    fmt = _activation_type(format)
     if block_size < 0:
         return _quantize_rows(x, scale, zero_point, format)
     attributes = {} if axis is None else {"axis": axis, "block_size": block_size}
@@ -47,7 +49,7 @@ def quantize(x: Any, scale: Any, zero_point: Any, format: str, axis: int | None 
     if not isinstance(narrow, IntFormat):
         return op.QuantizeLinear(x, scale, output_dtype=fmt, saturate=1, **attributes)
     codes = op.QuantizeLinear(x, scale, op.Cast(zero_point, to=fmt), **attributes)
-    if has_onnx_type(narrow):
+    if narrow == activation_container(narrow):
         return codes
     limits = (op.Constant(value=ir.Tensor(np.asarray(limit, fmt.numpy()))) for limit in (narrow.qmin, narrow.qmax))
     return op.Clip(codes, *limits)
@@ -62,7 +64,11 @@ def _quantize_rows(x: Any, scale: Any, zero_point: Any, format: str) -> Any:
     else:
         low, high = -fmt.max, fmt.max
     bounds = (op.Constant(value_float=bound) for bound in (low, high))
-    return op.Cast(op.Clip(ideal, *bounds), to=onnx_type(format))
+    return op.Cast(op.Clip(ideal, *bounds), to=_activation_type(format))
+
+
+def _activation_type(format: str) -> ir.DataType:
+    return onnx_type(str(activation_container(parse_format(format))))
 
 
 def _float32(x: Any) -> Any:
@@ -93,9 +99,12 @@ def dequantize(
     elif not whole:
         y = op.DequantizeLinear(codes, scale, **attributes)
     else:
-        if onnx_container(fmt).bits < 8 and codes.const_value is None and codes.producer() is None:
-            codes = op.Cast(codes, to=onnx_type(format))
-        y = op.DequantizeLinear(codes, scale, op.Cast(zero_point, to=onnx_type(format)), **attributes)
+        held = onnx_type(format)
+        if codes.producer() is not None:
+            held = _activation_type(format)
+        elif onnx_container(fmt).bits < 8 and codes.const_value is None:
+            codes = op.Cast(codes, to=held)
+        y = op.DequantizeLinear(codes, scale, op.Cast(zero_point, to=held), **attributes)
     return y if dtype == ir.DataType.FLOAT else op.Cast(y, to=dtype)
 
 
