@@ -211,7 +211,7 @@ def _transformed(
     require_finite_floats(gm, plan.operators)
     context.float_graph = copy_graph(gm)
     home = device_of(captured.module)
-    flat = context.whole_batches(home) if learns else _flat_batches(captured, batches)
+    flat = context.flat_batches(home) if learns else _flat_batches(captured, batches)
     blocks = context if context.by_block and learns else None
     qparams = calibrate(gm, plan, flat, progress=progress, context=blocks, ranks=ranks)
     context.calibrated = Calibrated(plan, qparams)
@@ -370,9 +370,10 @@ def _begun(
         context.cache.budget = replace(context.cache.budget, directory=shelf.directory)
     if memory is not None:
         context.cache.limit_further(max(0, memory - occupied()) // 2)  # what data may take before the rest is known
-    if by_block or not ranks.alone or any(needs_context(p) for p in config.passes):
+    learns = any(needs_context(p) for p in config.passes)
+    if by_block or not ranks.alone or learns:
         try:
-            context.add_batches(_flat_batches(captured, batches), divisible=_divisible(captured))
+            context.add_batches(_flat_batches(captured, batches), divisible=learns and _divisible(captured))
         except BaseException:
             context.cache.close()
             raise

@@ -253,7 +253,9 @@ _ASSERTIONS = frozenset(
 def _order(node: Node) -> list[int]:
     """Return, for a transposition, the input's dimension for each dimension of the output."""
     source: Any = node.args[0]
-    probe = torch.empty([2] * source.meta["val"].dim(), device="meta")  # whose strides are all different
+    probe = torch.empty(
+        [2] * source.meta["val"].dim(), dtype=torch.float32, device="meta"
+    )  # whose strides are all different
     target: Any = node.target
     moved = target(probe, *node.args[1:], **node.kwargs)
     return [probe.stride().index(stride) for stride in moved.stride()]

@@ -194,10 +194,10 @@ class Context:
         mask = self.input(batch, self.names.index(_MASK)) if _MASK in self.names else None
         return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
-    def whole_batches(self, device: torch.device) -> Iterator[list[Any]]:
-        """Yield the flat inputs of every batch as it was given, tensors on `device`."""
-        for batch in dict.fromkeys(batch for batch, _ in self.batches):
-            yield [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves(batch)]
+    def flat_batches(self, device: torch.device) -> Iterator[list[Any]]:
+        """Yield the flat inputs of every batch, tensors on `device`."""
+        for index in range(len(self.batches)):
+            yield [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in self.inputs(index)]
 
     def _leaves(self, batch: int) -> list[Any]:
         return [self.cache.get(("batch", batch, i)) for i in range(self.cache.get(("batch", batch, "length")))]

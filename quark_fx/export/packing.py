@@ -95,7 +95,8 @@ def patterns(codes: Tensor, fmt: Format) -> Tensor:
 def pattern_values(fmt: Format) -> Tensor:
     """Return what each of `patterns` stands for, float32.
 
-    >>> pattern_values(parse_format("fp4_e2m1"))[[1, 7, 9]].tolist()
+    >>> from quark_fx.numbers.formats import FP4_E2M1
+    >>> pattern_values(FP4_E2M1)[[1, 7, 9]].tolist()
     [0.5, 6.0, -0.5]
     """
     if isinstance(fmt, IntFormat):

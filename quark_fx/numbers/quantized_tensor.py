@@ -66,7 +66,7 @@ class QuantizedTensor:
     @classmethod
     def cast(cls, x: Tensor, format: Format) -> Self:
         """Return `x` cast to the dtype of a 16-bit float, which needs no scale: it is one."""
-        one = torch.ones((), device=x.device)
+        one = torch.ones((), dtype=torch.float32, device=x.device)
         return cls.of(x.to(format.dtype), one, None, format)
 
     @property

@@ -391,7 +391,8 @@ def test_a_walk_runs_every_operator_once_in_float_and_once_in_codes(depth: int) 
         with Count() as count:  # type: ignore[no-untyped-call]
             for _ in walk_blocks(gm, context):
                 pass
-        assert count.convolutions == 3 * (2 * depth - 1)  # nobody reads what the last one makes of codes
+        # Nobody reads what the last one makes of codes. One of the three batches is divided.
+        assert count.convolutions == 4 * (2 * depth - 1)
 
     walk(chain(depth), features(4, 4, 4), look)
 
@@ -472,8 +473,9 @@ def test_a_single_batch_is_divided_so_that_some_of_it_is_held_out(size: int, par
     first, second = context.inputs(0), context.inputs(1)
     assert_identical([torch.cat(pair) for pair in zip(first[::2][:2], second[::2][:2], strict=True)], [x, y])
     assert_identical([first[1], *first[3:]], [7, torch.tensor(2.0), None])
-    (whole,) = context.whole_batches(torch.device("cpu"))
-    assert_identical(whole, [x, 7, y, torch.tensor(2.0), None])
+    given = list(context.flat_batches(torch.device("cpu")))
+    assert_identical(given[0], first)
+    assert_identical(given[1], second)
 
 
 def test_a_single_sample_is_learned_from_and_judged_by() -> None:
@@ -495,11 +497,22 @@ def test_a_mask_that_all_samples_share_is_left_whole_even_if_it_has_as_many_rows
 
 
 @pytest.mark.parametrize("count", [2, 3, 8, 9, 15, 16, 17, 24])
-def test_one_batch_in_eight_is_held_out(count: int) -> None:
-    context = context_of([[rand(2, 3, seed=i)] for i in range(count)])
+def test_one_batch_in_eight_is_held_out_where_batches_cannot_be_divided(count: int) -> None:
+    context = context_of([[rand(2, 3, seed=i)] for i in range(count)], divisible=False)
     assert sizes(context) == [2] * count
     assert [*context.tuning, *context.held_out] == list(range(count))
     assert len(context.held_out) == max(1, count // 8)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 16, 48])
+def test_one_sample_in_eight_is_held_out_however_they_are_divided(size: int) -> None:
+    samples = rand(48, 3)
+    context = context_of([[batch] for batch in samples.split(size)])
+    learned, held_out = (
+        torch.cat([context.inputs(batch)[0] for batch in batches]) for batches in (context.tuning, context.held_out)
+    )
+    assert torch.equal(learned, samples[:42])
+    assert torch.equal(held_out, samples[42:])
 
 
 @pytest.mark.parametrize(("options", "parts"), [({}, [7, 1]), ({"dynamic_shapes": ({},)}, [8])], ids=["any", "fixed"])

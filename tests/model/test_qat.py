@@ -485,7 +485,7 @@ def test_the_documentation_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    text = (Path(__file__).parent.parent / "docs" / "qat.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "qat.md").read_text(encoding="utf-8")
     module = ModuleType("qat_page")
     for block in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         exec(compile(block, "docs/qat.md", "exec"), module.__dict__)

@@ -13,7 +13,7 @@ from quark_fx.graph.nodes import stored_tensors
 from quark_fx.numbers.formats import INT3, INT4
 from quark_fx.numbers.qparams import ScaleType
 from quark_fx.passes import AWQ, GPTQ, FitScales
-from quark_fx.presets import W4A16_RTN
+from quark_fx.presets import INT8_STATIC, W4A16_RTN
 from quark_fx.solvers.scale_search import RATIOS
 
 GROUPS = TensorSpec(format=INT3, granularity=Granularity.GROUP, group_size=8)
@@ -99,3 +99,17 @@ def test_a_weight_that_several_operators_read_is_left_and_says_so() -> None:
     qmodel = quantize(model, FITTED, [rand(16, 16)])
     (record,) = (p for p in qmodel.report().passes if p.name == "FitScales")
     assert {change.what for change in record.changes} == {"left: several operators read its weight"}
+
+
+def test_an_int32_bias_follows_the_scales_that_change() -> None:
+    """It keeps its value at steps of input times weight, which the kernel adds in."""
+    config = INT8_STATIC.replace(weight=TensorSpec(format=INT3, granularity=Granularity.CHANNEL))
+    data = [rand(16, 16, seed=i) @ rand(16, 16, seed=9) for i in range(8)]
+    model = seeded(nn.Sequential(nn.Linear(16, 12)))
+    plain, fitted = (quantize(model, config.replace(passes=p), data) for p in ((), (FitScales(),)))
+    old, new = (stored_tensors(q.graph_module) for q in (plain, fitted))
+    assert not torch.equal(old["0.weight_scale"], new["0.weight_scale"])
+    ratio = new["0.bias_scale"] / old["0.bias_scale"]
+    torch.testing.assert_close(ratio, new["0.weight_scale"] / old["0.weight_scale"])
+    values = [t["0.bias_codes"].double() * t["0.bias_scale"].double() for t in (old, new)]
+    assert ((values[0] - values[1]).abs() <= old["0.bias_scale"]).all()

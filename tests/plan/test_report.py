@@ -219,15 +219,18 @@ def test_what_was_judged_on_the_data_it_was_learned_from_says_so() -> None:
 
 
 @pytest.mark.parametrize("learns", [GPTQ(), FitScales(), AWQ(explicit=True)], ids=lambda p: type(p).__name__)
-def test_passes_that_hold_no_data_out_say_what_judged_them(learns: Any) -> None:
-    """Whatever the number of batches; a pass of somebody else's that promises nothing is taken for such a one."""
+def test_the_report_says_what_judged_a_pass(learns: Any) -> None:
+    """A pass of somebody else's that promises nothing is taken for one that holds no data out."""
     weight = TensorSpec(format=INT3, granularity=Granularity.GROUP, group_size=16)
     config = QuantConfig(weight=weight, passes=(_noting, learns), target=Target.TORCH)
     report = quantize(mlp(), config, tokens(4, 4, 4)).report()
-    assert not any(record.held_out for record in report.passes)
+    assert [record.held_out for record in report.passes] == [False, True]
     lines = [line for line in str(report).splitlines() if "mean error" in line]
     assert len(lines) == 2
-    assert all("on the data it was learned from" in line for line in lines)
+    assert [("on held-out data" in line, "on the data it was learned from" in line) for line in lines] == [
+        (False, True),
+        (True, False),
+    ]
 
 
 @graph_pass(exact=False)

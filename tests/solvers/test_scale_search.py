@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from devices import on_devices
-from tiny import cnn, images, quantize, rand
+from tiny import quantize, rand
 from torch import Tensor, nn
 
 import quark_fx as qfx
@@ -171,7 +171,7 @@ GROUPS = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=16)
     ids=str,
 )
 def test_scales_are_written_back_in_any_layout(weight: TensorSpec) -> None:
-    model, data = Matrices().eval(), [rand(200, 36)]
+    model, data = Matrices().eval(), [rand(400, 36) @ rand(36, 36, seed=5)]
     config = QuantConfig(weight=weight, target=Target.TORCH)
     plain, fitted = (quantize(model, config.replace(passes=(GPTQ(fit_scales=flag),)), data) for flag in (False, True))
     changes = [c for c in fitted.report().passes[-1].changes if c.before is not None]
@@ -185,12 +185,3 @@ def test_scales_are_written_back_in_any_layout(weight: TensorSpec) -> None:
 
 def scales(qmodel: qfx.QuantizedModel) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, tensor in stored_tensors(qmodel.graph_module).items() if "scale" in name]
-
-
-def test_scales_that_integer_biases_follow_stay() -> None:
-    config = qfx.presets.INT8_STATIC
-    model, data = cnn(), images(16, 16)
-    plain, fitted = (
-        quantize(model, config.replace(passes=(*config.passes, GPTQ(fit_scales=flag))), data) for flag in (False, True)
-    )
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(scales(plain), scales(fitted), strict=True))

@@ -160,7 +160,7 @@ def test_a_spec_may_be_given_as_its_dict() -> None:
 
 @graph_pass()
 @dataclass(frozen=True)
-class Repeat:
+class Repeated:
     """A pass of another package."""
 
     times: Annotated[int, Interval("[1, 9]")] = 1
@@ -170,9 +170,9 @@ class Repeat:
 
 
 def test_passes_of_others_are_checked_as_ours_are() -> None:
-    assert Repeat(9).times == 9
-    with pytest.raises(ConfigError, match="times of Repeat must be a whole number from 1 to 9, not 10"):
-        Repeat(10)
+    assert Repeated(9).times == 9
+    with pytest.raises(ConfigError, match="times of Repeated must be a whole number from 1 to 9, not 10"):
+        Repeated(10)
 
 
 def test_a_class_whose_annotations_cannot_be_read_is_left_alone() -> None:
