@@ -44,6 +44,7 @@ from benchmarks.common import DOCS, environment, estimate_batch_norm, images, pu
 from benchmarks.models import perturb
 from quark_fx.config.quant_config import QuantConfig, Target
 from quark_fx.export.runtime import verification
+from quark_fx.graph.signature import split_batch
 from quark_fx.presets import INT8_DYNAMIC, INT8_STATIC, XINT8
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -265,7 +266,7 @@ def exactness(name: str, folder: Path) -> list[list[object]]:
         except qfx.QuarkError as error:
             rows.append([name, kind, f"– ({str(error).splitlines()[0][:60]})", *["–"] * 6])
             continue
-        leaves = qmodel.signature.flatten(*qfx.signature.split_batch(batch))
+        leaves = qmodel.signature.flatten(*split_batch(batch))
         session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
         feeds = {i.name: leaf.numpy() for i, leaf in zip(session.get_inputs(), leaves, strict=True)}
         row: list[object] = [name, kind, f"{sqnr(expected, called(qmodel, batch)):.2f}"]
@@ -297,7 +298,7 @@ def cost(name: str, folder: Path, rounds: int) -> list[list[object]]:
         weights = [row.sqnr for row in qmodel.report() if not row.reason and row.sqnr is not None]
         rows[kind] = [f"{statistics.mean(weights):.2f}", f"{sqnr(expected, called(qmodel, batch)):.2f}"]
     one = batch[:1] if isinstance(batch, Tensor) else {key: value[:1] for key, value in batch.items()}
-    leaves = qmodel.signature.flatten(*qfx.signature.split_batch(one))
+    leaves = qmodel.signature.flatten(*split_batch(one))
     torch.save([leaf for leaf in leaves if isinstance(leaf, Tensor)], folder / "inputs.pt")
     for column, processor in processors(folder).items():
         if processor is None or processor.command:

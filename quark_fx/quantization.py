@@ -426,7 +426,9 @@ def _divisible(captured: Captured) -> bool:
     """Tell whether dimension 0 of every tensor input is the same one that varies: it then counts samples."""
     values = [node.meta["val"] for node in placeholders(captured.module)]
     sizes = [value.shape[0] if value.dim() else 1 for value in values if isinstance(value, torch.Tensor)]
-    return len({str(size) for size in sizes}) == 1 and all(static_size(size) is None for size in sizes)
+    alike = len({str(size) for size in sizes}) == 1 and all(static_size(size) is None for size in sizes)
+    # The parts of a batch need not be multiples of what the model takes.
+    return alike and not any(dim == 0 for _, dim, _ in captured.signature.input_multiples)
 
 
 def _resolve(config: str | QuantConfig | Mapping[str, Any]) -> QuantConfig:

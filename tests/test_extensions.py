@@ -70,4 +70,5 @@ def test_what_is_worse_is_dropped(count: int) -> None:
     tensors, others = (q.graph_module.state_dict() for q in (plain, spoiled))
     assert all(torch.equal(tensors[name], others[name]) for name in tensors)
     changes = [change.what for change in spoiled.report().passes[-1].changes if change.before is not None]
-    assert changes == ["left: no better on validation data"] * 6
+    data_of = {1: "the calibration data", 2: "validation data"}[count]
+    assert changes == [f"left: no better on {data_of}"] * 6

@@ -64,7 +64,7 @@ class GPTQ(Solver):
             f"damped by {damping:g}" * (damping > self.damping),
             _few(seen),
         )
-        return Proposal(weight, "; ".join(filter(None, remarks)), target)
+        return Proposal(weight, "; ".join(filter(None, remarks)), self.asymmetry)
 
     def working_bytes(self, matrices: Matrices) -> int:
         """Return the bytes of a factor and a piece of a weight at work, and of what moves targets and fits scales."""

@@ -154,15 +154,16 @@ class Hessian:
         self._borrowed = self.h.sum(0) * (self.h.shape[-1] / self.rows.sum().clamp_min(1))
         self.h += self._borrowed
 
-    def plus(self, other: Hessian) -> Hessian:
-        """Return the sums over the rows of both."""
-        h = self.h + other.h
-        shift = None if self.shift is None or other.shift is None else self.shift + other.shift
-        both = Hessian(h, shift, self.rows + other.rows)
+    def add_rows_of(self, other: Hessian) -> None:
+        """Add the sums over other rows, which are the same kind of sums."""
+        self._factors.clear()
+        self.h += other.h
+        self.rows += other.rows
+        if self.shift is not None and other.shift is not None:
+            self.shift += other.shift
         if self._borrowed is not None and other._borrowed is not None:
-            h -= self._borrowed + other._borrowed
-            both._borrow()
-        return both
+            self.h -= self._borrowed + other._borrowed
+            self._borrow()
 
 
 @dataclass(frozen=True)

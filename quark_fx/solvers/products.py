@@ -14,7 +14,6 @@ from quark_fx.engine.quantized_weights import QuantizedWeight
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import named_nodes, tensor_of
-from quark_fx.graph.pass_manager import Change
 from quark_fx.numbers.qparams import ScaleType
 from quark_fx.solvers.hessian import Entrance, Hessian
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
@@ -95,28 +94,28 @@ class Product:
         if shifted and mapping.offsets is None:
             real = named_nodes(run.reference)[weight.linear.node.name]
             reference = Entrance(run.reference, weight.linear.at(real), mapping, run.reference_inputs)
-        return Hessian.measure(context, (groups, inputs), entrance, reference, batches=batches)
+        found = Hessian.measure(context, (groups, inputs), entrance, reference, batches=batches)
+        if not bool(found.h.diagonal(dim1=-2, dim2=-1).isfinite().all()):
+            raise self.blamed(CalibrationError("what it reads on the calibration data is not finite"))
+        return found
 
     def blamed(self, error: CalibrationError) -> CalibrationError:
         """Return an error that names the operators and says what to do."""
         return CalibrationError(f"{self.names}: {error}; check the calibration data, or exclude the operator")
 
 
-def find_products(run: BlockRun, weights: Iterable[QuantizedWeight], context: Context | None) -> list[Product]:
-    """Return the products of a block in order.
+def find_products(run: BlockRun, weights: Iterable[QuantizedWeight]) -> list[Product]:
+    """Return the products of a block in order, without operators whose weights are no matrices to us.
 
     Args:
         run: the block.
         weights: of the operators.
-        context: where an operator that multiplies in an unknown way is noted as skipped; `None`: nowhere.
     """
     found: dict[object, list[Part]] = {}
     for weight in weights:
         stored = tensor_of(run.reference, weight.weight).detach()
         mapping = weight.linear.matrices
         if mapping is None:
-            if context is not None:
-                context.note(Change(weight.name, "skipped: unsupported weight layout", changed=False))
             continue
         found.setdefault((weight.linear.activation, replace(mapping, transposed=False)), []).append(
             Part(run, weight, mapping, stored)

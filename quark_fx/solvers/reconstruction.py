@@ -336,7 +336,7 @@ class _Unit:
     def _feed_back(self) -> None:
         """Store codes of error feedback that aim at what the float model makes, and the scales that fit best."""
         near = dict(zip((weight.node.name for weight in self.weights), self.real, strict=True))
-        for product in find_products(self.run, self.weights, context=None):
+        for product in find_products(self.run, self.weights):
             give_back()
             near |= self._feed_back_product(product)
         self.near, self.grids = list(near.values()), self._grids()

@@ -1,8 +1,8 @@
 """A solver proposes what one operator's weight should hold; the engine here decides, and does everything else.
 
 The engine walks the blocks, measures what solvers read, on several ranks if there are any, shares it among operators
-that read one value, and judges every proposal on batches that were not learned from: what is worse there is dropped.
-Where data is scarce, what is accepted is then learned from all of it. It reports the errors, resumes, and predicts
+that read one value, and judges every proposal on validation data: what is no better there is dropped.
+Where data is scarce, what was accepted is then learned from all of it. It reports the errors, resumes, and predicts
 memory.
 """
 
@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule
 
 from quark_fx.config.selection import Selective
@@ -37,7 +36,11 @@ S = TypeVar("S", bound=type)
 
 _PLENTY = 64
 """Rows per input from which on an eighth more of them would change the error by less than 0.3 %: it exceeds that of
-endless data by about inputs over rows. With fewer, what was accepted is solved once more with the validation rows."""
+endless data by about inputs over rows. With fewer, what was accepted is solved once more with the validation rows; the
+errors that are reported are those before."""
+
+_DAMPING = 1e-3
+"""Of the Hessian of the validation rows, where a target is solved for."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,13 @@ class Proposal:
     Attributes:
         weight: with other codes, other scales, or both.
         remark: for the report, after what changed.
-        target: the weight that would make no error, shape (groups, outputs, inputs); default: the float weight.
+        asymmetry: share of the way from what the float weight makes of the quantized inputs to what the float model
+            makes of its own, for those who read `Hessian.shift`: the target it is judged by.
     """
 
     weight: QuantizedMatrix
     remark: str = ""
-    target: Tensor | None = None
+    asymmetry: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,9 @@ class Solver(Selective, ABC):
         """Choose weights of `gm`; return how many changed."""
         note_left_alone(gm, context, self)
         shared, number = shared_tensors(gm), itertools.count()
+        for weight in quantized_weights(gm, self.selected(context.plan)):
+            if weight.linear.matrices is None and weight.codes not in shared:
+                context.note(Change(weight.name, "left: unsupported weight layout", changed=False))
         label = type(self).__name__
         for run in walk_blocks(gm, context, unit=Unit.OPERATOR, label=label, side_by_side=self.reads_float):
             for product in [] if run.finished else self._products(run, shared, context):
@@ -108,7 +115,7 @@ class Solver(Selective, ABC):
 
     def needs(self, sizes: Sizes) -> Need:
         """Return what a run takes: the Hessians of a product on both kinds of batches, and `working_bytes`."""
-        hessians = 3 + 2 * self.reads_float
+        hessians = 2 * (1 + self.reads_float)
 
         def turn(block: BlockSize) -> int:
             # Rows of another dtype are copied.
@@ -126,45 +133,72 @@ class Solver(Selective, ABC):
 
     def _products(self, run: BlockRun, shared: set[str], context: Context) -> list[Product]:
         weights = [w for w in quantized_weights(run.module, self.selected(context.plan)) if w.codes not in shared]
-        return find_products(run, weights, context)
+        return find_products(run, weights)
 
     def _solve_product(self, product: Product, context: Context, number: Iterator[int]) -> None:
         began = time.perf_counter()
         seen = product.hessian(context, shifted=self.reads_float, batches=context.tuning)
-        judge = whole = seen
+        judge = seen
         if context.holds_out:
             judge = product.hessian(context, shifted=self.reads_float, batches=context.held_out)
-            few = int(seen.rows.sum()) < _PLENTY * seen.rows.numel() * seen.h.shape[-1]
-            whole = seen.plus(judge) if few else seen
         parts = [part for part, n in zip(product.parts, number, strict=False) if context.ranks.owns(n)]
-        for part in parts:
-            give_back()
-            measured = (time.perf_counter() - began) / len(parts) if part is parts[0] else 0.0
-            started = time.perf_counter()
-            try:
-                change = self._solve_part(part, seen, judge, whole)
-            except CalibrationError as error:
-                raise product.blamed(error) from error
-            context.note(replace(change, seconds=time.perf_counter() - started + measured))
+        try:
+            answers = [(part, self._judged(part, seen, judge)) for part in parts]
+            few = int(seen.rows.sum()) < _PLENTY * seen.rows.numel() * seen.h.shape[-1]
+            again = context.holds_out and few
+            if again:
+                seen.add_rows_of(judge)
+            del judge
+            changes = [self._kept(part, answer, seen if again else None) for part, answer in answers]
+        except CalibrationError as error:
+            raise product.blamed(error) from error
+        seconds = (time.perf_counter() - began) / max(1, len(parts))
+        for change in changes:
+            context.note(replace(change, seconds=seconds))
 
-    def _solve_part(self, part: Part, seen: Hessian, judge: Hessian, whole: Hessian) -> Change:
+    def _judged(self, part: Part, seen: Hessian, judge: Hessian) -> _Judged | Change:
+        """Return the proposal for an operator if it is better on validation data, else what to note."""
+        give_back()
         now = part.matrix
         answer = self.solve(now, seen)
         if isinstance(answer, Skip):
             return Change(now.name, f"left: {answer.reason}", changed=False)
-        target = now.real if answer.target is None else answer.target
+        target = now.real
+        if answer.asymmetry:
+            target = judge.target(now.real, answer.asymmetry, judge.factors(damping=_DAMPING, by_activation=False))
         before, after = (matrix.error(target, judge.h) for matrix in (now, answer.weight))
-        if not after <= before:
-            return Change(now.name, "left: no better on validation data", False, before, before)
-        if whole is not seen and isinstance(again := self.solve(now, whole), Proposal):
-            answer = again
-        try:
-            part.store(answer.weight)
-        except OverflowError:
-            return Change(now.name, "left: its int32 bias would overflow", False, before, before)
-        changed = _changed(now.stored, answer.weight.stored)
-        what = "; ".join(filter(None, (" and ".join(changed) or "nothing", answer.remark)))
-        return Change(now.name, what, bool(changed), before, after)
+        if not after < before:
+            data = "validation data" if judge is not seen else "the calibration data"
+            return Change(now.name, f"left: no better on {data}", False, before, before)
+        return _Judged(answer, before, after)
+
+    def _kept(self, part: Part, judged: _Judged | Change, all_rows: Hessian | None) -> Change:
+        """Store what was accepted, learned once more from `all_rows` if that is given; return what to note."""
+        if isinstance(judged, Change):
+            return judged
+        give_back()
+        now = part.matrix
+        wider = None if all_rows is None else self.solve(now, all_rows)
+        for answer in (wider, judged.answer):
+            if not isinstance(answer, Proposal):
+                continue
+            try:
+                part.store(answer.weight)
+            except OverflowError:
+                continue
+            changed = _changed(now.stored, answer.weight.stored)
+            what = "; ".join(filter(None, (" and ".join(changed) or "nothing", answer.remark)))
+            return Change(now.name, what, bool(changed), judged.before, judged.after)
+        return Change(now.name, "left: its int32 bias would overflow", False, judged.before, judged.before)
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """A proposal that is better on validation data, and the errors there."""
+
+    answer: Proposal
+    before: float
+    after: float
 
 
 def _changed(old: QuantizedTensor, new: QuantizedTensor) -> list[str]:

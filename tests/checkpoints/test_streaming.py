@@ -654,9 +654,7 @@ def test_a_factory_s_model_is_read_in_the_dtype_asked_for(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.complex64, "float32"])
 def test_a_dtype_that_weights_cannot_have_is_refused(dtype: Any, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"dtype is .*; pass torch.float32, torch.float16|must be a dtype or None, not 'float32'"
-    ):
+    with pytest.raises(ConfigError, match=r"dtype is .*; pass torch.float32, torch.float16|must be a dtype or None"):
         qfx.open_checkpoint(tmp_path, dtype=dtype)
 
 

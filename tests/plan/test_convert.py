@@ -490,7 +490,7 @@ def test_a_quantized_model_stays_in_eval_mode() -> None:
     qmodel = quantize(linear(), "int8_static", [rand(4, 4)])
     assert not qmodel.training
     assert qmodel.eval() is qmodel
-    with pytest.raises(RuntimeError, match="to train it, call quark_fx.prepare_qat"):
+    with pytest.raises(RuntimeError, match=r"to train it, call quark_fx\.prepare_qat"):
         qmodel.train()
 
 
