@@ -98,8 +98,8 @@ class Context:
 
         Args:
             batches: the flat inputs of each.
-            divisible: dimension 0 of every tensor counts samples: a single batch is divided, so that there is
-                something to hold out.
+            divisible: dimension 0 of every tensor counts samples: the last eighth of these is held out, and a batch
+                that belongs to both parts is divided.
 
         Raises:
             CalibrationError: if a value is NaN; a mask may hold infinities.
@@ -209,7 +209,7 @@ class Context:
 
     @property
     def held_out(self) -> list[int]:
-        """The batches to judge by: an eighth of the samples; with a single one, the one there is."""
+        """The batches to judge by: the last eighth of the samples, or of the batches where these cannot be divided."""
         return list(range(len(self.batches) - self._judging, len(self.batches)))
 
     @property

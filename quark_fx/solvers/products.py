@@ -79,9 +79,9 @@ class Product:
 
         Args:
             context: of the run.
-            batches: of calibration; default: all.
             shifted: compare with what enters it in float, too; not where data chooses the rows: the float model may
                 route other tokens to an expert than the quantized one, and its rows have no counterparts.
+            batches: of calibration; default: all.
 
         Raises:
             CalibrationError: if the sums are not finite; the message names the operators.
