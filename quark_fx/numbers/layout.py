@@ -127,7 +127,7 @@ class Layout:
 
     def of_rows(self, parameter: Tensor, rows: slice | EllipsisType) -> Tensor:
         """Return the part of a scale or zero point that is for some rows, which cut through no block."""
-        if isinstance(rows, EllipsisType) or parameter.dim() == 0 or (self.flat and self.axis != 0):
+        if isinstance(rows, EllipsisType) or parameter.numel() == 1 or (self.flat and self.axis != 0):
             return parameter
         if self.axis != 0:
             return parameter[rows]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from quark_fx.engine.sizes import Matrices
-from quark_fx.solvers.error_feedback import working_bytes
+from quark_fx.solvers.error_feedback import at_once, working_bytes
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.scale_search import fit_scales
@@ -29,8 +31,12 @@ class FitScales(Solver):
         """Fit the scales and round to nearest."""
         if weight.columns is None:
             return Skip("its scales are not free to change")
-        ratio = fit_scales(weight.real.float(), seen.h, weight.grid(), weight.columns, weight.allowed)
-        return Proposal(weight.with_scales(ratio).nearest())
+        columns, allowed = weight.columns, weight.allowed
+        ratio = [
+            fit_scales(weight.real[some].float(), seen.h[some], weight.grid(some), columns, allowed)
+            for some in at_once(seen.h)
+        ]
+        return Proposal(weight.with_scales(torch.cat(ratio)).nearest())
 
     def working_bytes(self, matrices: Matrices) -> int:
         """Return the bytes of a piece of a weight at work."""

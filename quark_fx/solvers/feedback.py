@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -36,12 +35,11 @@ def fitted_to_feedback(weight: QuantizedMatrix, target: Tensor, factors: Factors
 
     Its scales have to be free to change: `weight.columns` is not `None`.
     """
-    columns, grid, ratio = weight.columns, weight.grid(), []
+    columns, allowed, ratio = weight.columns, weight.allowed, []
     assert columns is not None
     for matrices, found in factors:
-        scale, zero_point = (p.expand_as(target)[matrices] for p in (grid.scale, grid.zero_point))
-        part = replace(grid, scale=scale, zero_point=zero_point)
-        ratio.append(fit_scales_to_feedback(target[matrices].float(), found, part, columns, weight.allowed))
+        grid, real = weight.grid(matrices), target[matrices].float()
+        ratio.append(fit_scales_to_feedback(real, found, grid, columns, allowed))
     return weight.with_scales(torch.cat(ratio))
 
 

@@ -15,6 +15,9 @@ from quark_fx.numbers.layout import Columns
 from quark_fx.numbers.qparams import ScaleType, Scheme, constrain_scale, recover_global_scale
 from quark_fx.numbers.quantized_tensor import QuantizedTensor, decode
 
+_AT_ONCE = 1 << 21
+"""Weights that are rounded together, about."""
+
 _SAMPLED = 64
 """Output channels, about, that errors are measured on: on all it would cost as much as the rest."""
 
@@ -85,8 +88,13 @@ class QuantizedMatrix:
 
     def nearest(self) -> QuantizedMatrix:
         """Return it with the float weight rounded to nearest."""
-        grid = self.grid()
-        return self.with_codes(grid.round_(grid.position(self.real.float())))
+        codes = torch.empty_like(self.codes)
+        groups, outputs, inputs = codes.shape
+        step = max(1, _AT_ONCE // (outputs * inputs))  # of a long stack of matrices, some at a time
+        for matrices in (slice(first, first + step) for first in range(0, groups, step)):
+            grid = self.grid(matrices)
+            codes[matrices] = grid.round_(grid.position(self.real[matrices].float())).to(codes.dtype)
+        return self.with_codes(codes)
 
     def error(self, target: Tensor, h: Tensor) -> float:
         """Return the squared error of the output over its square, for some output channels.
