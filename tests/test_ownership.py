@@ -118,7 +118,7 @@ def test_strings_mean_their_enum_members_and_formats() -> None:
         ),
         (lambda: TensorSpec(format=UINT8, dynamic=True, observer=Mse()), "drop the observer"),
         (lambda: INT8_STATIC.replace(bias=TensorSpec(format=INT32, observer=Mse())), "drop its other options"),
-        (lambda: INT8_STATIC.replace(input=TensorSpec(format=qfx.formats.INT3)), "int3 has no ONNX type"),
+        (lambda: INT8_STATIC.replace(input=TensorSpec(format=qfx.formats.SM5)), "sm5 has no ONNX type"),
         (lambda: QuantConfig.from_yaml("config.yaml"), "pass Path"),
     ],
 )

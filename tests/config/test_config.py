@@ -20,7 +20,6 @@ from quark_fx.numbers.formats import (
     FORMATS,
     FP8_E4M3,
     FP16,
-    INT3,
     INT4,
     INT8,
     INT16,
@@ -264,9 +263,9 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "signs and magnitudes for onnx": (config(input=TensorSpec(format=SM8)), "sm8 has no ONNX type"),
     "output alone": (config(weight=PER_CHANNEL, output=ACTIVATION), "`output` without `input`"),
     "dynamic output": (config(weight=PER_CHANNEL, input=ACTIVATION, output=DYNAMIC), "set output=None"),
-    "activations of three bits for onnx": (
-        config(input=TensorSpec(format=INT3)),
-        "int3 has no ONNX type; .*target='torch'",
+    "activations of 32 bits for onnx": (
+        config(input=TensorSpec(format=INT32, symmetry=Symmetry.ASYMMETRIC)),
+        "int32 has no ONNX type; .*target='torch'",
     ),
     "bias without input": (config(bias=TensorSpec(format=INT32)), "set `input`, or bias=None"),
     "bias with dynamic input": (config(input=DYNAMIC, bias=TensorSpec(format=INT32)), "bias=None"),
