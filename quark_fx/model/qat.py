@@ -447,10 +447,10 @@ def _activation_spec(read: Node) -> TensorSpec | None:
     pair = quantize_of(read)
     if pair is None:
         return None
-    scale: Any = pair.args[1]
-    axis = pair.args[4] if len(pair.args) > 4 else None
+    arguments: Any = pair.args
+    scale, axis = arguments[1], arguments[4] if len(arguments) > 4 else None
     return TensorSpec(
-        format=parse_format(str(pair.args[3])),
+        format=parse_format(str(arguments[3])),
         granularity=Granularity.TENSOR if axis is None else Granularity.TOKEN,
         dynamic=scale.op != "get_attr",
     )

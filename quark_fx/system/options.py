@@ -109,7 +109,7 @@ def checked(cls: C) -> C:
             does not allow, with what it allows.
     """
     if not is_dataclass(cls):
-        return cls
+        return cls  # pyright: ignore[reportReturnType]
     init = cls.__init__
     known = [f for f in fields(cls) if f.init]
     positional = [f.name for f in known if not f.kw_only]
@@ -132,7 +132,7 @@ def checked(cls: C) -> C:
         init(self, **given)
 
     cls.__init__ = checked_init  # type: ignore[method-assign]
-    return cls
+    return cls  # pyright: ignore[reportReturnType]
 
 
 def checked_call(function: Callable[P, R]) -> Callable[P, R]:

@@ -287,7 +287,9 @@ def _rows_dequantized(node: ir.Node, gather: ir.Node) -> StoredCodes | None:
         parameters.append(value if lookup is None else lookup.inputs[0])
     scale, zero_point = (*parameters, None)[:2]
     codes, group = gather.inputs[0], node.attributes.get_int("block_size", 0)
-    if codes is None or scale is None or codes.dtype not in FORMATS or array_of(codes) is None:
+    if codes is None or scale is None or codes.dtype is None or array_of(codes) is None:
+        return None
+    if codes.dtype not in FORMATS:
         return None
     return StoredCodes(codes, scale, zero_point, 1 if group else 0, int(group or 0), FORMATS[codes.dtype])
 
@@ -305,7 +307,7 @@ def _rows(node: ir.Node) -> StoredCodes | None:
     if (gathered := made_by(zero_point, "Gather")) is not None:
         zero_point = _unsqueezed(gathered.inputs[0])
     table, rows = codes.inputs[0], _unsqueezed(scale.inputs[0])
-    if table is None or rows is None or table.dtype not in FORMATS:
+    if table is None or rows is None or table.dtype is None or table.dtype not in FORMATS:
         return None
     if any(array_of(value) is None for value in (table, rows, zero_point)):
         return None
