@@ -129,12 +129,10 @@ class Context:
 
     def _hold_out_samples(self) -> None:
         """Hold out the last eighth of the samples, however they are divided into batches."""
-        counts = []
-        for index in range(len(self.batches)):
-            sizes = {leaf.shape[0] for leaf in self.inputs(index) if isinstance(leaf, Tensor) and leaf.dim()}
-            if len(sizes) != 1:
-                return
-            counts.append(sizes.pop())
+        sizes = [{shape[0] for shape in shapes if shape} for shapes in self.shapes]
+        if any(len(found) != 1 for found in sizes):
+            return
+        counts = [found.pop() for found in sizes]
         if sum(counts) < 2:
             return
         wanted = max(1, sum(counts) // _HELD_OUT)
@@ -146,7 +144,10 @@ class Context:
             index = len(counts) - 1 - self._judging
             learned = counts[index] - wanted
             self.batches[index : index + 1] = [(index, slice(0, learned)), (index, slice(learned, counts[index]))]
-            self.shapes[index : index + 1] = [batch_shape(self.inputs(part)) for part in (index, index + 1)]
+            whole = self.shapes[index]
+            self.shapes[index : index + 1] = [
+                tuple((count, *shape[1:]) if shape else () for shape in whole) for count in (learned, wanted)
+            ]
             self._judging += 1
 
     def keep_share(self) -> None:

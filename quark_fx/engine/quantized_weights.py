@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,7 +74,7 @@ class QuantizedWeight:
 
     def stored(self, gm: GraphModule) -> QuantizedTensor:
         """Return the weight as it is stored."""
-        return stored_tensor(gm, self.dequantize)
+        return stored_tensor(gm, self.dequantize.args)
 
     def grid(self, gm: GraphModule, matrices: slice = slice(None)) -> Grid:
         """Return what the codes stand for; of a stack of matrices, those of `matrices`."""
@@ -139,7 +140,7 @@ class QuantizedWeight:
         assert node is not None
         if node.op == "get_attr":
             return parameter(gm, node).detach().float()
-        return stored_tensor(gm, node).dequantize()
+        return stored_tensor(gm, node.args).dequantize()
 
     def bias_at(self, gm: GraphModule, ratio: Tensor) -> dict[str, Tensor]:
         """Return the tensors, by name, of an int32 bias of the same value at scales `ratio` times what they are.
@@ -189,11 +190,10 @@ class QuantizedWeight:
         return {_name(codes): stored, _name(scale_node): scale}
 
 
-def stored_tensor(gm: GraphModule, dequantize: Node) -> QuantizedTensor:
-    """Return what a `dequantize` of parameters reads."""
-    codes, scale, zero_point = (parameter(gm, node) for node in dequantize.args[:3])  # type: ignore[arg-type]
-    format, axis, block_size = (*dequantize.args[3:6], None, 0)[:3]
-    return QuantizedTensor.of(codes, scale, zero_point, format, axis, block_size)  # type: ignore[arg-type]
+def stored_tensor(gm: GraphModule, dequantize: Sequence[Any]) -> QuantizedTensor:
+    """Return what a `dequantize` with these arguments reads; the first three are `get_attr` nodes of `gm`."""
+    codes, scale, zero_point = (parameter(gm, node) for node in dequantize[:3])
+    return QuantizedTensor.of(codes, scale, zero_point, *dequantize[3:6])
 
 
 def quantized_weights(gm: GraphModule, plan: Mapping[str, PlannedOperator]) -> list[QuantizedWeight]:

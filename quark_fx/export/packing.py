@@ -24,8 +24,8 @@ def matrix_of(constant: Constant) -> QuantizedTensor:
     Raises:
         ExportError: if the formats have no place for it; the message says what to change.
     """
-    stored = constant.stored
-    if not isinstance(stored, QuantizedTensor) or stored.codes.dim() != 2:
+    stored = constant.quantized
+    if stored is None or stored.codes.dim() != 2:
         raise ExportError("checkpoints hold matrices of at most 8-bit codes with scales")
     if stored.format.bits > 8:
         raise ExportError(f"checkpoints hold codes of at most 8 bits, not {stored.format}")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from quark_fx.engine.quantized_weights import stored_tensor
 from quark_fx.errors import QuarkError
 from quark_fx.graph.nodes import (
     describe,
@@ -299,11 +300,8 @@ def constant_of(gm: GraphModule, node: Node) -> Constant | None:
 
 
 def _codes(gm: GraphModule, *args: Any) -> Constant:
-    defaults: tuple[Any, ...] = (None, 0, torch.float32)
-    codes, scale, zero_point, fmt, axis, block, dtype = args + defaults[len(args) - 4 :]
-    names = tuple(str(n.target) for n in (codes, scale, zero_point))
-    codes, scale, zero_point = (parameter(gm, n) for n in (codes, scale, zero_point))
-    return Constant(names, QuantizedTensor.of(codes, scale, zero_point, fmt, axis, block), dtype)
+    dtype = args[6] if len(args) > 6 else torch.float32
+    return Constant(tuple(str(n.target) for n in args[:3]), stored_tensor(gm, args), dtype)
 
 
 def table_of(gm: GraphModule, node: Node) -> tuple[Node, Constant] | None:

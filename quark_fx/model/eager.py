@@ -23,7 +23,6 @@ from quark_fx.model.fake_quantize import Cast, FakeQuantize, Trained, require_fl
 from quark_fx.model.module_slices import ModuleCall
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.model.rounded_modules import Activation
-from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.system.isolation import isolated, warn
 
 logger = logging.getLogger(__name__)
@@ -43,7 +42,7 @@ class Dequantize(nn.Module):
 
     def __init__(self, constant: Constant) -> None:
         super().__init__()
-        stored = constant.stored if isinstance(constant.stored, QuantizedTensor) else None
+        stored = constant.quantized
         self.register_buffer("scale", _own(None if stored is None else stored.scale))
         self.register_buffer("zero_point", _own(None if stored is None else stored.zero_point))
         layout = ("", None, 0) if stored is None else (str(stored.format), stored.axis, stored.block_size)

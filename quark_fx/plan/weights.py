@@ -93,7 +93,7 @@ def quantize_tensor(
     codes = encode(x, qparams, spec.scheme, axis, block)
     if pairs is not None and bool(pairs.exceeded(codes).any()):
         position = x.float() / spread(qparams.scale, x, axis, block) + spread(qparams.zero_point, x, axis, block)
-        codes = pairs.limited(codes, position)
+        codes = pairs.lowered(codes, position)
     return QuantizedTensor.of(codes, qparams.scale, qparams.zero_point, spec.format, axis, block)
 
 

@@ -44,7 +44,7 @@ def fitted_to_feedback(weight: QuantizedMatrix, target: Tensor, factors: Factors
 
 
 def compensated(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> Tensor:
-    """Return what the codes that `rounded_with_feedback` chose are nearest to, the shape of `target`."""
+    """Return the weights that error feedback rounded: the target, compensated for errors of earlier columns."""
     wanted, codes = torch.empty_like(target, dtype=torch.float32), weight.codes
     for matrices, found in factors:
         value = weight.grid(matrices).value(codes[matrices].float())

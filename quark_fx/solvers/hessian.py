@@ -155,7 +155,7 @@ class Hessian:
         self.h += self._borrowed
 
     def add_rows_of(self, other: Hessian) -> None:
-        """Add the sums over other rows, which are the same kind of sums."""
+        """Add the rows that another Hessian of the same operator was measured on."""
         self._factors.clear()
         self.h += other.h
         self.rows += other.rows

@@ -105,7 +105,7 @@ class Product:
 
 
 def find_products(run: BlockRun, weights: Iterable[QuantizedWeight]) -> list[Product]:
-    """Return the products of a block in order, without operators whose weights are no matrices to us.
+    """Return the products of a block in order; operators with an unsupported weight layout are skipped.
 
     Args:
         run: the block.

@@ -65,7 +65,7 @@ class QuantizedMatrix:
 
     @property
     def allowed(self) -> Callable[[Tensor], Tensor] | None:
-        """Returns the scales that can be stored for wanted ones, where these are of 8 bits; otherwise `None`."""
+        """Rounds scales to ones that an 8-bit scale type can store; `None` for other scale types."""
         return self._constrain if self.scheme.scale_type.is_8_bit else None
 
     @property

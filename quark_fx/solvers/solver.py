@@ -35,9 +35,9 @@ from quark_fx.system.memory import give_back
 S = TypeVar("S", bound=type)
 
 _PLENTY = 64
-"""Rows per input from which on an eighth more of them would change the error by less than 0.3 %: it exceeds that of
-endless data by about inputs over rows. With fewer, what was accepted is solved once more with the validation rows; the
-errors that are reported are those before."""
+"""Calibration rows per input that are enough: the excess error over infinite data is about inputs / rows, so an eighth
+more rows changes the error by less than 0.3 %. With fewer rows, an accepted operator is solved once more with the
+validation rows included; the report keeps the errors measured before that."""
 
 _DAMPING = 1e-3
 """Of the Hessian of the validation rows, where a target is solved for."""
@@ -49,7 +49,7 @@ class Proposal:
 
     Attributes:
         weight: with other codes, other scales, or both.
-        remark: for the report, after what changed.
+        remark: appended to the operator's row in the report.
         asymmetry: share of the way from what the float weight makes of the quantized inputs to what the float model
             makes of its own, for those who read `Hessian.shift`: the target it is judged by.
     """

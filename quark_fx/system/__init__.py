@@ -1,1 +1,1 @@
-"""What everything else stands on: checked options, locks, memory handed back, files that are not trusted."""
+"""Used by everything else: checked options, locks, memory handed back, files that are not trusted."""

@@ -45,8 +45,8 @@ def matrices(model: Any, name: str, constant: Constant) -> dict[str, QuantizedTe
     Raises:
         ExportError: if a checkpoint cannot hold them.
     """
-    stored = constant.stored
-    if not isinstance(stored, QuantizedTensor):
+    stored = constant.quantized
+    if stored is None:
         return {}
     codes, scale, zero_point = stored.codes, stored.scale, stored.zero_point
     if not taken_apart(model, name, scale if scale.dim() == 3 else codes):
