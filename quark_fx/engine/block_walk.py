@@ -79,16 +79,25 @@ class BlockRun:
     def held_out_error(self, outputs: Callable[[int], Sequence[Any]] | None = None) -> float:
         """Return the relative squared error of what the block makes, on the batches that are not learned from.
 
+        Squares are summed over the batches of all ranks before they are divided, so neither the division into batches
+        nor that among ranks matters. Every rank has to call it, and gets the same number.
+
         Args:
             outputs: returns what some version of the block makes of a batch; default: the block as it is.
 
         Raises:
             CalibrationError: if it is not finite; the message names the block's operators.
         """
+        # Squared error, squared target, and how many batches have a float there.
+        sums = torch.zeros(len(self.block.made), 3, dtype=torch.float64, device=self._context.device)
         with torch.no_grad():
-            batches = self._context.held_out
-            errors = [relative_error((outputs or self.outputs)(batch), self.targets(batch)) for batch in batches]
-            error = float(torch.stack(errors).mean())
+            for batch in self._context.held_out:
+                for i, noise, signal in _squares((outputs or self.outputs)(batch), self.targets(batch)):
+                    sums[i] += torch.stack((noise, signal, torch.ones_like(noise)))
+        self._context.ranks.add(sums)
+        noise, signal, count = sums.unbind(1)
+        errors = (noise / signal.clamp_min(_NOTHING))[count > 0]
+        error = float(errors.mean()) if len(errors) else 0.0
         if not math.isfinite(error):
             raise CalibrationError(
                 f"quantized, {self.operators} makes values that are not finite of finite ones; exclude it, or check "
@@ -126,14 +135,18 @@ def relative_error(outputs: Sequence[Any], targets: Sequence[Any]) -> Tensor:
 
     Where a target is not finite there is no error.
     """
-    errors = []
-    for y, target in zip(outputs, targets, strict=True):
+    errors = [noise / signal.clamp_min(_NOTHING) for _, noise, signal in _squares(outputs, targets)]
+    return torch.stack(errors).mean() if errors else torch.zeros((), dtype=torch.float32)
+
+
+def _squares(outputs: Sequence[Any], targets: Sequence[Any]) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield the position, squared error and square of each floating-point tensor among the targets."""
+    for i, (y, target) in enumerate(zip(outputs, targets, strict=True)):
         if isinstance(target, Tensor) and target.is_floating_point():
             t = target.float()
             known = t.isfinite()  # a model may mask what it returns
             noise, signal = (torch.where(known, x, 0.0).square().sum() for x in (y.float() - t, t))
-            errors.append(noise / signal.clamp_min(_NOTHING))
-    return torch.stack(errors).mean() if errors else torch.zeros((), dtype=torch.float32)
+            yield i, noise, signal
 
 
 @contextmanager

@@ -292,6 +292,20 @@ def test_the_held_out_error_is_that_of_what_the_block_makes() -> None:
     walk(cnn(), images(4, 4, 4), look)
 
 
+def test_the_held_out_error_does_not_depend_on_how_samples_are_divided_into_batches() -> None:
+    """Of the two samples that are not learned from, the last one is small, and its relative error large."""
+    samples = torch.cat([images(15)[0], 0.05 * images(1)[0]])
+    found: list[list[float]] = []
+
+    def look(gm: GraphModule, context: Context) -> None:
+        found.append([run.held_out_error() for run in walk_blocks(gm, context)])
+
+    for sizes in ((14, 2), (15, 1)):
+        walk(cnn(), list(samples.split(sizes)), look, INT8_STATIC)
+    whole, apart = found
+    assert whole == pytest.approx(apart, rel=1e-3)  # a sum in another order may round a value to another code
+
+
 def test_an_error_counts_every_floating_point_value_alike() -> None:
     targets = [torch.tensor([1.0, 0.0]), torch.tensor([3, 4]), torch.tensor([100.0])]
     outputs = [torch.tensor([1.0, 0.5]), torch.tensor([0, 0]), torch.tensor([50.0])]

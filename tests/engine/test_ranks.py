@@ -17,12 +17,15 @@ from safetensors.torch import load_file
 from test_resume import assert_same, outcome
 from tiny import quantize, seeded
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 import quark_fx as qfx
 from quark_fx.config.quant_config import QuantConfig, TensorSpec
-from quark_fx.engine.context import Checkpoint
+from quark_fx.engine.block_walk import walk_blocks
+from quark_fx.engine.context import Checkpoint, Context
 from quark_fx.engine.ranks import Ranks
+from quark_fx.graph.pass_manager import Stage, graph_pass
 from quark_fx.model.model_directory import tensor_file
 from quark_fx.numbers.formats import UINT8
 from quark_fx.numbers.qparams import Symmetry
@@ -193,6 +196,30 @@ def refuse(folder: Path) -> None:
         quantize(seeded(Twice()), INT8_STATIC.replace(passes=(AdaRound(),)), batches(), distributed=True)
     with pytest.raises(qfx.CalibrationError, match="1 calibration batches cannot be shared by 2 ranks"):
         quantize(seeded(Twice()), CONFIGS["gptq"], [torch.ones(1, 6, 16)], distributed=True)
+
+
+def judge(folder: Path) -> None:
+    """Note the error of each block as it is, walking with a share of the data or, after the others, with all of it."""
+    ranks, found = Ranks.current(), []
+
+    @graph_pass(exact=False, stage=Stage.QUANTIZED, distributed=True)
+    def look(gm: GraphModule, context: Context) -> int:
+        found.append([run.held_out_error() for run in walk_blocks(gm, context)])
+        return 0
+
+    config = in_groups(W4A16_GPTQ).replace(passes=(look,))
+    quantize(seeded(Twice()), config, batches(17), distributed=True)
+    quantize(seeded(Twice()), config, batches(17))
+    torch.save(found, folder / f"errors-{ranks.index}.pt")
+
+
+def test_all_ranks_judge_by_the_validation_data_of_all(tmp_path: Path) -> None:
+    """Only the last one has any: two batches of seventeen."""
+    run(3, tmp_path, judge)
+    found = [torch.load(tmp_path / f"errors-{rank}.pt") for rank in range(3)]
+    (shared, alone), *others = found
+    assert others == [[shared, alone]] * 2
+    assert shared == pytest.approx(alone, rel=1e-5)
 
 
 def disagree(folder: Path) -> None:
