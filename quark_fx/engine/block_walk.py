@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from quark_fx.engine.blocks import Block, Unit, carriers, extract, find_blocks
 from quark_fx.engine.context import Context
+from quark_fx.engine.quantized_activations import activation_scales
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import (
     get_attr,
@@ -42,6 +43,7 @@ class BlockRun:
         module: the block in codes, on the device. `store` changes it; what it holds when the turn ends is what the
             blocks after it see.
         finished: a checkpoint had the block, and its changes are made; there is nothing left to learn.
+        free_scales: names of the activation scales that may change: no earlier block computed with them.
     """
 
     block: Block
@@ -49,6 +51,7 @@ class BlockRun:
     reference: GraphModule
     module: GraphModule
     finished: bool
+    free_scales: tuple[str, ...]
     _streams: _Streams
     _whole: GraphModule
     _context: Context
@@ -226,6 +229,7 @@ def walk_blocks(
     blocks = _learning(find_blocks(reference, unit), context)
     streams = _Streams(reference, context, range(len(context.batches)))
     float_nodes, quantized_nodes = named_nodes(reference), carriers(gm)
+    settled = set[str]()
     try:
         bar = tqdm(blocks, desc=label, unit="block", disable=not context.progress, leave=False)
         for index, block in enumerate(bar):
@@ -236,7 +240,9 @@ def walk_blocks(
                 streams.advance("float", block, part)
             module = _lift(gm, block, quantized_nodes, context.device)
             known = context.checkpoint.load(walk, index) if context.checkpoint is not None else None
-            run = BlockRun(block, index, part, module, known is not None, streams, gm, context)
+            free = tuple(name for name in activation_scales(module) if name not in settled)
+            settled.update(free)
+            run = BlockRun(block, index, part, module, known is not None, free, streams, gm, context)
             for name, value in (known[0] if known else {}).items():
                 run.store(name, value)
             for change in known[1] if known else ():

@@ -22,6 +22,7 @@ from quark_fx.config.selection import Selective
 from quark_fx.engine.block_walk import BlockRun, relative_error, walk_blocks
 from quark_fx.engine.blocks import Unit, extract
 from quark_fx.engine.context import Context
+from quark_fx.engine.quantized_activations import biases_at, least_scales
 from quark_fx.engine.quantized_weights import (
     QuantizedWeight,
     note_left_alone,
@@ -34,14 +35,13 @@ from quark_fx.errors import CalibrationError
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import named_nodes, placeholders, tensor_of
 from quark_fx.graph.pass_manager import Change
-from quark_fx.numbers.formats import INT32
 from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.qparams import ScaleType
 from quark_fx.solvers.error_feedback import working_bytes
 from quark_fx.solvers.feedback import compensated, fitted_to_feedback, rounded_with_feedback
 from quark_fx.solvers.products import Product, find_products
 from quark_fx.solvers.rounding import OutputError, round_by_descent
-from quark_fx.solvers.trainable import Trainable, activation_scales, trainable_block
+from quark_fx.solvers.trainable import Trainable, trainable_block
 from quark_fx.system.memory import give_back, is_shortage
 from quark_fx.system.options import Interval, NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -187,11 +187,8 @@ def reconstruct(gm: GraphModule, context: Context, schedule: Schedule, begin: Be
     if schedule.scale_rate and not learns_scales:
         what = "left: activation scales may not take any value (scale_type)"
         context.note(Change("scale_rate", what, changed=False))
-    shared, settled = shared_tensors(gm), set[str]()
+    shared = shared_tensors(gm)
     for run in walk_blocks(gm, context, unit=schedule.unit, label=label):
-        # A scale that an earlier unit computed with is not changed behind its back.
-        scales = [name for name in activation_scales(run.module) if name not in settled]
-        settled.update(scales)
         if run.finished:
             continue
         weights = [w for w in quantized_weights(run.module, schedule.selected(context.plan)) if w.codes not in shared]
@@ -204,8 +201,8 @@ def reconstruct(gm: GraphModule, context: Context, schedule: Schedule, begin: Be
                 context.note(Change(name=weight.name, what="left: what it makes is no number", changed=False))
             continue
         # Of a pass that is limited, only what the operators themselves read.
-        read = {weight.input_scale for weight in weights} if schedule.only else set(scales)
-        learnable = [name for name in scales if name in read] if learns_scales else []
+        read = {weight.input_scale for weight in weights} if schedule.only else set(run.free_scales)
+        learnable = [name for name in run.free_scales if name in read] if learns_scales else []
         _Unit(gm, context, schedule, run, weights, learnable).learn(begin)
     return sum(change.changed for change in context.changes)
 
@@ -423,13 +420,9 @@ class _Unit:
 
     def _least_scales(self) -> dict[str, float]:
         """Return, for each scale, the smallest that lets no int32 bias overflow, and is not a vanishing share of it."""
-        least = {name: _SMALLEST_SHARE * float(tensor_of(self.run.module, name)) for name in self.scales}
-        for weight in quantized_weights(self.gm, self.context.plan):
-            name = weight.input_scale
-            if weight.bias_scale_follows and name in least:
-                needed = weight.bias_value(self.gm).abs() / (weight.scale(self.gm).abs() * 0.99 * INT32.qmax)
-                least[name] = max(least[name], float(needed.max()))
-        return least
+        least = least_scales(self.gm, self.context.plan, self.scales)
+        now = {name: float(tensor_of(self.run.module, name)) for name in self.scales}
+        return {name: max(least[name], _SMALLEST_SHARE * now[name]) for name in self.scales}
 
     def _keep_above_least(self, scales: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
@@ -531,14 +524,7 @@ class _Unit:
         for weight, bias in zip(self.weights, state.biases, strict=True):
             if bias is not None:
                 biases[weight.node.name] = bias
-        # A quantized value may be read in blocks to come, whose int32 biases lie on a grid that follows its scale.
-        for weight in quantized_weights(self.gm, self.context.plan):
-            follows = weight.bias_scale_follows and weight.input_scale in state.scales
-            if follows or weight.node.name in biases:
-                step = state.scales[str(weight.input_scale)] * weight.scale(self.gm) if follows else None
-                value = biases.get(weight.node.name, weight.bias_value(self.gm))
-                tensors |= weight.bias_tensors(self.gm, value, step)
-        return tensors
+        return tensors | biases_at(self.gm, self.context.plan, state.scales, biases)
 
 
 class _Chance:

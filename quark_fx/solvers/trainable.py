@@ -13,10 +13,9 @@ from torch.fx import GraphModule, Node
 from quark_fx.engine.block_walk import BlockRun
 from quark_fx.engine.blocks import extract
 from quark_fx.engine.quantized_weights import QuantizedWeight
-from quark_fx.graph.nodes import parameter, results_of, target_name
-from quark_fx.graph.straight_through import QUANTIZE, quantize_of
+from quark_fx.graph.nodes import results_of
+from quark_fx.graph.straight_through import quantize_of
 from quark_fx.numbers import ops
-from quark_fx.numbers.formats import IntFormat, parse_format
 
 
 @dataclass(frozen=True)
@@ -132,18 +131,4 @@ def fake_quantize(
     return torch.where(chance < drop, x, y)
 
 
-def activation_scales(gm: GraphModule) -> list[str]:
-    """Return the names of the static per-tensor scales that activations of `gm` are quantized with."""
-    found = [
-        str(node.args[1].target)
-        for node in gm.graph.nodes
-        if target_name(node) == QUANTIZE
-        and isinstance(node.args[1], Node)
-        and node.args[1].op == "get_attr"
-        and parameter(gm, node.args[1]).dim() == 0
-        and isinstance(parse_format(str(node.args[3])), IntFormat)
-    ]
-    return list(dict.fromkeys(found))
-
-
-__all__ = ["Trainable", "activation_scales", "fake_quantize", "trainable_block"]
+__all__ = ["Trainable", "fake_quantize", "trainable_block"]

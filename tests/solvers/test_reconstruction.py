@@ -26,6 +26,7 @@ from quark_fx.config.quant_config import Granularity, QuantConfig, Target, Tenso
 from quark_fx.engine.block_walk import walk_blocks
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Context
+from quark_fx.engine.quantized_activations import activation_scales
 from quark_fx.engine.quantized_weights import quantized_weights
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.graph.nodes import parameter, stored_tensors, target_name, tensor_of
@@ -39,7 +40,7 @@ from quark_fx.passes.adaquant import StraightThrough
 from quark_fx.passes.adaround import SoftRounding
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, XINT8
 from quark_fx.solvers.reconstruction import Start
-from quark_fx.solvers.trainable import activation_scales, fake_quantize, trainable_block
+from quark_fx.solvers.trainable import fake_quantize, trainable_block
 
 W4A8 = INT8_STATIC.replace(weight=TensorSpec(format=INT4, granularity=Granularity.CHANNEL))
 
