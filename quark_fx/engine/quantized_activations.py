@@ -59,7 +59,8 @@ def biases_at(
         scales: the new ones by name.
         biases: new values by the operator's node, one per output channel; the others keep theirs.
     """
-    tensors, new = {}, biases or {}
+    tensors: dict[str, Tensor] = {}
+    new = biases or {}
     for weight in quantized_weights(gm, plan):
         follows = weight.bias_scale_follows and weight.input_scale in scales
         if follows or weight.node.name in new:
