@@ -27,8 +27,9 @@ import quark_fx as qfx
 from quark_fx.config.quant_config import Override, QuantConfig, Target
 from quark_fx.export.to_onnx import formats as onnx_formats
 from quark_fx.graph.nodes import target_name
-from quark_fx.graph.operators import ARITHMETIC, MOVING, TARGETS
+from quark_fx.graph.operators import MOVING, TARGETS
 from quark_fx.presets import PRESETS
+from quark_fx.targets.onnxruntime import ARITHMETIC
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))

@@ -7,7 +7,7 @@
 torch.Size([3, 4])
 """
 
-from quark_fx import export, observers, passes, presets
+from quark_fx import export, observers, passes, presets, targets
 from quark_fx.capture.capture import capture_graph
 from quark_fx.checkpoints.open_checkpoint import open_checkpoint
 from quark_fx.config import block_formats
@@ -70,5 +70,6 @@ __all__ = [
     "presets",
     "quantize",
     "run_passes",
+    "targets",
     "verify",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from quark_fx.config import block_formats
 from quark_fx.config.named import PRESETS as PRESETS
 from quark_fx.config.named import preset as preset
-from quark_fx.config.quant_config import Granularity, Override, QuantConfig, Target, TensorSpec
+from quark_fx.config.quant_config import Granularity, Override, QuantConfig, TensorSpec
 from quark_fx.numbers.formats import BF16 as BFLOAT16
 from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, INT16, INT32, UINT8
 from quark_fx.numbers.formats import FP16 as FLOAT16
@@ -24,6 +24,7 @@ from quark_fx.passes.large_pool import SplitLargePools
 from quark_fx.passes.smooth_quant import SmoothQuant
 from quark_fx.passes.split_to_slice import slice_splits
 from quark_fx.passes.swish import spell_out_swish
+from quark_fx.targets import DPU
 
 _FUSE = (fold_constants, fold_batch_norm)
 _WEIGHT = TensorSpec(format=INT8, granularity=Granularity.CHANNEL)
@@ -89,7 +90,7 @@ XINT8 = QuantConfig(
         use_dpu_hard_sigmoids,
         AlignShifts(),
     ),
-    target=Target.DPU,
+    target=DPU,
 )
 """int8 everywhere, per tensor, with power-of-two scales: for accelerators that shift instead of multiply. Where values
 are rounded, and which scales go together, is what a DPU can do (`docs/dpu.md`)."""

@@ -24,6 +24,7 @@ ROOMS = (
     "observers",
     "graph",
     "config",
+    "targets",
     "capture",
     "plan",
     "engine",
@@ -164,6 +165,7 @@ def test_the_public_list_is_pinned() -> None:
         "presets",
         "quantize",
         "run_passes",
+        "targets",
         "verify",
     ]
     assert all(hasattr(quark_fx, name) for name in quark_fx.__all__)

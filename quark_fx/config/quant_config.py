@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
@@ -13,6 +12,7 @@ import yaml
 
 from quark_fx.config.selection import Selective, matches
 from quark_fx.config.specs import Granularity, TensorSpec
+from quark_fx.config.target import DEFAULT, Operand, Target, find_target, stored_target
 from quark_fx.errors import ConfigError
 from quark_fx.graph.pass_manager import (
     GraphPass,
@@ -24,29 +24,10 @@ from quark_fx.graph.pass_manager import (
     require_order,
     stored_pass,
 )
-from quark_fx.numbers.formats import INT32, FloatFormat, IntFormat, activation_container, has_onnx_type
-from quark_fx.numbers.qparams import ScaleType, Symmetry
+from quark_fx.numbers.formats import INT32
+from quark_fx.numbers.qparams import Symmetry
 from quark_fx.system.options import checked, checked_call, known_fields, parsed
 from quark_fx.system.untrusted import YAML_LIMIT, brief, parse_yaml, read_bytes
-
-
-class Target(StrEnum):
-    """What the quantized graph has to run on; it limits the formats."""
-
-    ONNX = "onnx"
-    """ONNX Runtime on any x64 or ARM processor: int8 weights whose products may be added in pairs in 16 bits
-    (`quark_fx.plan.pair_sums`)."""
-    ONNX_VNNI = "onnx_vnni"
-    """ONNX Runtime on processors that add 8-bit products in 32 bits (x64 with VNNI, ARM): all codes of int8 weights."""
-    TORCH = "torch"
-    """Anything the graph can express, to be run by PyTorch."""
-    DPU = "dpu"
-    """AMD's DPU, by way of ONNX: it multiplies by shifts, and rounds what every operator makes."""
-
-    @property
-    def adds_pairs(self) -> bool:
-        """Whether the result has to be exact where products are added in pairs in 16 bits."""
-        return self is Target.ONNX
 
 
 class _Inherit:
@@ -121,7 +102,7 @@ class QuantConfig:
             quantized graph after conversion.
         overrides: other specs for some operators; where several match, the last wins.
         exclude: patterns (as in `Override`) of operators that stay in float.
-        target: what the result has to run on.
+        target: what the result has to run on: a `quark_fx.Target`, or its name.
 
     Raises:
         ConfigError: if the fields contradict each other; the message names the fix.
@@ -134,7 +115,7 @@ class QuantConfig:
     passes: tuple[GraphPass, ...] = ()
     overrides: tuple[Override, ...] = ()
     exclude: tuple[str, ...] = ()
-    target: Target = Target.ONNX
+    target: Target = field(default_factory=partial(find_target, DEFAULT))
 
     def __post_init__(self) -> None:
         for item in self.passes:
@@ -148,10 +129,10 @@ class QuantConfig:
             raise ConfigError("an integer bias needs statically quantized inputs; set `input`, or bias=None")
         if self.bias is not None and self.bias.format == INT32 and self.bias != TensorSpec(format=INT32):
             raise ConfigError("an INT32 bias takes its scale from input and weight; drop its other options")
-        if self.target is Target.DPU and self.bias is not None and not _shifts(self.bias):
-            raise ConfigError(f"`bias`: {_NO_SHIFT}")
+        if reason := self.target.refusal(self.bias, Operand.BIAS):
+            raise ConfigError(f"`bias`: {reason}")
         for p in self.passes:
-            if (targets := pass_targets(p)) and self.target not in targets:
+            if (targets := pass_targets(p)) and self.target.name not in targets:
                 raise ConfigError(
                     f"pass {pass_name(p)} is for target={' or '.join(map(repr, map(str, targets)))}, not "
                     f"'{self.target}'; set the target, or drop the pass"
@@ -168,7 +149,6 @@ class QuantConfig:
         where = f" (override {override.pattern!r})" if override else ""
         weight, input, output = specs.weight, specs.input, specs.output
         activations = [spec for spec in (input, output) if spec is not None]
-        onnx = self.target is not Target.TORCH
         for wrong, message in (
             (
                 weight is not None and weight.dynamic,
@@ -199,25 +179,12 @@ class QuantConfig:
                 "reduce_range is for weights; what saturates is the sum of their products with activations",
             ),
             (output is not None and output.dynamic, "only inputs can be dynamic; set output=None"),
-            (
-                onnx and (bad := [s for s in (weight, *activations) if s and not _exported(s, s is weight)]),
-                f"{bad and bad[0].format} has no ONNX type; use 2 to 8 or 16 bits, or target='torch'" if onnx else "",
-            ),
-            (
-                self.target is Target.DPU and any(s and not _shifts(s) for s in (weight, *activations)),
-                _NO_SHIFT,
-            ),
-            (
-                onnx and any(s.scale_type.is_8_bit and s.dynamic and s.group_size is None for s in activations),
-                "scales of 8 bits are measured per group in ONNX; set granularity='group', or target='torch'",
-            ),
-            (
-                onnx and any(s.group_size and not s.scheme.symmetric for s in activations),
-                "activations in groups have no zero points in ONNX; set symmetry='symmetric', or target='torch'",
-            ),
         ):
             if wrong:
                 raise ConfigError(message + where)
+        for operand in (Operand.WEIGHT, Operand.INPUT, Operand.OUTPUT):
+            if reason := self.target.refusal(getattr(specs, operand), operand):
+                raise ConfigError(reason + where)
 
     def specs_for(self, name: str, *kinds: str) -> OperatorSpecs:
         """Return the specs of the operator of module `name` and the given kinds, after all overrides."""
@@ -265,8 +232,8 @@ class QuantConfig:
             data["overrides"] = [override.to_dict() for override in self.overrides]
         if self.exclude:
             data["exclude"] = list(self.exclude)
-        if self.target is not Target.ONNX:
-            data["target"] = str(self.target)
+        if self.target.name != DEFAULT:
+            data["target"] = self.target.name
         return data
 
     @classmethod
@@ -277,8 +244,8 @@ class QuantConfig:
 
         Args:
             data: plain data.
-            stored: keep passes and observers that nothing here has registered as data (`StoredPass`,
-                `StoredObserver`): a model that is stored needs no code of what made it.
+            stored: keep passes, observers and targets that nothing here has registered as data (`StoredPass`,
+                `StoredObserver`, `StoredTarget`): a model that is stored needs no code of what made it.
 
         Raises:
             ConfigError: for an unknown key or value; the message lists the valid ones.
@@ -306,6 +273,8 @@ class QuantConfig:
                     values[key] = own.replace(**given)
                 else:
                     values[key] = TensorSpec.from_dict(given, stored=stored)
+        if stored and isinstance(target := values.get("target"), str):
+            values["target"] = stored_target(target)
         for key in ("passes", "overrides"):
             if not isinstance(given := values.get(key) or (), list | tuple):
                 raise ConfigError(f"{key} is a list, not {brief(given)}; write [{brief(given)}]")
@@ -343,37 +312,6 @@ def _preset(name: Any) -> QuantConfig:
     if not isinstance(name, str):
         raise ConfigError(f"preset is the name of one, not {brief(name)}")
     return preset(name)
-
-
-def _exported(spec: TensorSpec, constant: bool) -> bool:
-    """Tell whether ONNX has a type for the format, or the export builds one, as it does for weights and groups."""
-    fmt = spec.format
-    if has_onnx_type(fmt):
-        # A dequantizer takes no zero points of 32 bits.
-        return fmt.bits < 32 or spec.symmetry is not Symmetry.ASYMMETRIC
-    if isinstance(fmt, IntFormat) and not fmt.sign_magnitude:
-        # Codes of an activation are clipped, for which runtimes have kernels of whole bytes.
-        return constant or activation_container(fmt).bits == 8
-    built = isinstance(fmt, FloatFormat) or fmt.sign_magnitude
-    return built and (constant or spec.granularity is Granularity.GROUP)
-
-
-_NO_SHIFT = (
-    "a DPU multiplies by shifts: scale_type='power_of_two', symmetric integers, one static scale per tensor "
-    "(as the preset 'xint8'), or another target"
-)
-
-
-def _shifts(spec: TensorSpec) -> bool:
-    """Tell whether the scale of a spec is a number of shifts."""
-    return (
-        spec.scale_type is ScaleType.POWER_OF_TWO
-        and spec.symmetry in (Symmetry.SYMMETRIC, Symmetry.SYMMETRIC_FULL)
-        and isinstance(spec.format, IntFormat)
-        and has_onnx_type(spec.format)
-        and spec.granularity is Granularity.TENSOR
-        and not spec.dynamic
-    )
 
 
 __all__ = ["INHERIT", "Granularity", "OperatorSpecs", "Override", "QuantConfig", "Target", "TensorSpec", "matches"]

@@ -24,8 +24,6 @@ class Operator:
         bias: position of the bias, `None` if the operator has none.
         output_axis: dimension of the weight that indexes output channels.
         input_axis: dimension of the weight that is summed over; groups of weights lie along it.
-        integer_output: its integer kernels exist only with a quantized output (measured on ONNX Runtime:
-            a convolution without one runs in float, a matrix product does not).
         by_default: quantized unless an override says otherwise.
         offsets: position of where the rows end that each matrix of a stack multiplies, `None` if data chooses no rows.
     """
@@ -36,13 +34,12 @@ class Operator:
     bias: int | None = None
     output_axis: int = 0
     input_axis: int = 1
-    integer_output: bool = False
     by_default: bool = True
     offsets: int | None = None
 
 
 _LINEAR = Operator(kind="linear", activations=(0,), weight=1, bias=2)
-_CONV = Operator(kind="conv", activations=(0,), weight=1, bias=2, integer_output=True)
+_CONV = Operator(kind="conv", activations=(0,), weight=1, bias=2)
 _TRANSPOSED = Operator(kind="conv_transpose", activations=(0,), weight=1, bias=2, output_axis=1, input_axis=0)
 _MATMUL = Operator(kind="linear", activations=(0,), weight=1, output_axis=-1, input_axis=-2)
 _PRODUCT = Operator(kind="matmul", activations=(0, 1), by_default=False)
@@ -103,31 +100,12 @@ MOVING = frozenset(
 )
 """Operators whose output values are input values: they share quantization parameters, and commute with rounding."""
 
-ARITHMETIC = frozenset(
-    {
-        *("aten.add.Tensor", "aten.mul.Tensor"),
-        *("aten.avg_pool2d.default", "aten.adaptive_avg_pool2d.default", "aten.avg_pool1d.default"),
-    }
-)
-"""Operators with integer kernels that are worth it only between quantized operators: a residual add of a
-convolutional network qualifies, that of a transformer (whose output is normalised in float) does not."""
-
 _AVERAGES = frozenset(
     {
         *("aten.avg_pool1d.default", "aten.avg_pool2d.default", "aten.adaptive_avg_pool2d.default"),
         "aten.mean.dim",
     }
 )
-
-DPU_ARITHMETIC = (
-    ARITHMETIC
-    | _AVERAGES
-    | {
-        *("aten.sub.Tensor", "aten.leaky_relu.default", "aten.hardsigmoid.default"),
-        *("aten.pad.default", "aten.constant_pad_nd.default"),
-    }
-)
-"""Operators that a DPU computes on codes, and rounds the result of, whatever reads it."""
 
 
 def operator_row(node: Node) -> Operator | None:
@@ -193,21 +171,6 @@ def _permutation(node: Node) -> tuple[int, ...] | None:
 def is_average(node: Node) -> bool:
     """Tell whether the node is a mean or a pool of averages."""
     return target_name(node) in _AVERAGES
-
-
-def continues(node: Node, user: Node) -> bool:
-    """Tell whether a DPU computes `user` on what it has of `node` before that is rounded.
-
-    So it does a leaky relu, and the factor that makes up for its arithmetic after an average or a hard sigmoid.
-    """
-    if len(node.users) != 1 or user.args[:1] != (node,):
-        return False
-    name = target_name(node)
-    if target_name(user) == "aten.mul.Scalar":
-        return is_average(node) or name == "aten.hardsigmoid.default"
-    return target_name(user) == "aten.leaky_relu.default" and (
-        operator_row(node) is not None or is_average(node) or name in ("aten.add.Tensor", "aten.mul.Scalar")
-    )
 
 
 def argument(node: Node, position: int) -> Any:

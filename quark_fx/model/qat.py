@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from quark_fx.config.quant_config import Target
 from quark_fx.config.specs import Granularity, TensorSpec
 from quark_fx.engine.quantized_weights import share_changed
 from quark_fx.graph.linear import Linear
@@ -390,7 +389,7 @@ class _Preparation:
             alike = [s for s in specs if isinstance(s, TensorSpec) and str(s.format) == fmt]
             free = bool(alike) and all(s.scale_type is ScaleType.FLOAT32 for s in alike)
             value = tensor_of(self.gm, name).detach().clone()
-            learned = self.scales and free and self.config.target is not Target.DPU and fmt != str(INT32)
+            learned = self.scales and free and fmt != str(INT32)
             self.steps[name] = nn.Parameter(value) if learned else value
         return self.steps[name]
 

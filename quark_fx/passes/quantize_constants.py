@@ -158,10 +158,9 @@ def _suits(stored: _Stored, smallest: Tensor | None, free: Tensor | None) -> boo
 
 
 def _takes_int32_bias(gm: GraphModule, op: PlannedOperator, bias: TensorSpec) -> bool:
-    assert op.row is not None
     assert op.weight is not None
     # A product of more than two dimensions is a MatMul followed by an Add, which takes no integers.
-    kernel = op.row.integer_output or value_of(gm, op.node).dim() == 2
+    kernel = op.kind == "conv" or value_of(gm, op.node).dim() == 2
     weight = isinstance(op.weight.format, IntFormat) and op.weight.granularity is not Granularity.GROUP
     return bias.format == INT32 and kernel and weight
 

@@ -2,7 +2,8 @@
 
 The rules follow what runs: an integer kernel needs its inputs in integers; a convolution also its output;
 data movement keeps the codes of its input; additions and pools run in integers only between quantized
-operators; for a DPU, wherever their inputs are integers. No rule asks what model it is in.
+operators, or wherever their inputs are integers. What has integer kernels, and when, the target says
+(`quark_fx.config.target.Placement`). No rule asks what model it is in.
 """
 
 from __future__ import annotations
@@ -15,20 +16,18 @@ from typing import NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from quark_fx.config.quant_config import Granularity, QuantConfig, Target, TensorSpec
+from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
 from quark_fx.config.selection import matches
+from quark_fx.config.target import TARGETS
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import describe, is_finite, is_floating, is_parameter, parameter, target_name, value_of
 from quark_fx.graph.operators import (
-    ARITHMETIC,
-    DPU_ARITHMETIC,
     KINDS,
     MOVING,
     Operator,
     argument,
     clamp_bounds,
-    continues,
     operator_row,
     stored_weight,
     unsupported_weight,
@@ -351,7 +350,7 @@ class _Placement:
         self.gm = gm
         self.planned = {op.node: op for op in operators if not op.reason}
         self.readers = {op.node: op for op in self.planned.values() if op.input is not None}
-        self.dpu = config.target is Target.DPU
+        self.rules = config.target.placement
         self.outputs: dict[Node, Node] = {}
         self.arithmetic: dict[Node, TensorSpec] = {}
         for node in gm.graph.nodes:
@@ -365,13 +364,11 @@ class _Placement:
 
     def _computes(self, node: Node) -> bool:
         """Tell whether an operator without weights may run in integers."""
-        if not self.dpu:
-            return target_name(node) in ARITHMETIC
-        return target_name(node) in DPU_ARITHMETIC or (bool(node.args) and self._goes_on(node.args[0], node))
+        return target_name(node) in self.rules.arithmetic or (bool(node.args) and self._goes_on(node.args[0], node))
 
     def _goes_on(self, value: object, user: Node) -> bool:
         """Tell whether `user` belongs to the operator that makes `value`, with nothing rounded between them."""
-        return self.dpu and isinstance(value, Node) and continues(value, user)
+        return isinstance(value, Node) and self.rules.continues(value, user)
 
     def _rounded(self, node: Node) -> tuple[Node, list[Node]]:
         """Return the value that an operator's output is rounded as, and the clamps right before."""
@@ -456,13 +453,8 @@ class _Placement:
     def _output_in_integers(self, op: PlannedOperator) -> bool:
         if op.output is None or op.row is None or op.output.is_cast:
             return False
-        return op.row.integer_output or self._shifts(op) or self._wanted(op.node)
-
-    def _shifts(self, op: PlannedOperator) -> bool:
-        """Tell whether a DPU computes the operator: a convolution, or a product of two dimensions."""
-        if not self.dpu or op.linear is None:
-            return False
-        return bool(op.linear.kernel) or (op.kind == "linear" and value_of(self.gm, op.node).dim() == 2)
+        rounds = op.linear is not None and self.rules.rounds_output(op.linear)
+        return rounds or self._wanted(op.node)
 
     def _origin(self, value: Node, produced: dict[Node, Point]) -> Node | None:
         """Return the value produced in integers that data movement makes `value` of, if there is one."""
@@ -480,7 +472,7 @@ class _Placement:
             dropped = [
                 node
                 for node in self.arithmetic
-                if not (self.dpu or self._wanted(node))
+                if not (self.rules.anywhere or self._wanted(node))
                 or not all(self._available(v) for v in node.all_input_nodes if is_floating(self.gm, v))
             ]
             if not dropped:
@@ -523,7 +515,8 @@ def _clamped_per_channel(value: Node) -> Node:
 def _warn_unmatched(config: QuantConfig, operators: list[PlannedOperator]) -> None:
     names = sorted({op.name for op in operators} | {f"op:{kind}" for op in operators for kind in op.kinds})
     for pattern in dict.fromkeys(config.patterns):
-        kinds = {name.split(".")[1] for name in DPU_ARITHMETIC} | KINDS | {HEAD, ROUTER}
+        arithmetic = (name for target in TARGETS.values() for name in target.placement.arithmetic)
+        kinds = {name.split(".")[1] for name in arithmetic} | KINDS | {HEAD, ROUTER}
         if any(matches(pattern, op.name, *op.kinds) for op in operators):
             continue
         if pattern.startswith("op:") and any(matches(pattern, "", kind) for kind in kinds):

@@ -76,7 +76,7 @@ def session(path: Path, *, optimize: bool = True) -> onnxruntime.InferenceSessio
 
 def lowered(module: nn.Module, x: Tensor, shapes: Any = ({},)) -> ir.Model:
     captured = qfx.capture_graph(module.eval(), x, dynamic_shapes=shapes)
-    return _lowered(captured.module, ["x"], ["y"], FORMATS["qdq"], FormatOptions(), 21)[0]
+    return _lowered(captured.module, ["x"], ["y"], FORMATS["qdq"], FormatOptions(), 21, qfx.Target.ONNX.onnx)[0]
 
 
 def rounded_by_the_file(spec: TensorSpec, x: Tensor, folder: Path, axis: int = -1, shapes: Any = ({},)) -> Tensor:
@@ -361,7 +361,9 @@ def test_codes_may_be_turned_into_values_twice(format: str, tmp_path: Path) -> N
     x, path = rand(3, 40), tmp_path / "twice.onnx"
     captured = qfx.capture_graph(Twice().eval(), x, dynamic_shapes=({},))
     options = FormatOptions(domain="com.amd.quark" if format == "vitis" else None)
-    model = _lowered(captured.module, ["x"], ["first", "second", "sum"], FORMATS[format], options, 21)[0]
+    model = _lowered(
+        captured.module, ["x"], ["first", "second", "sum"], FORMATS[format], options, 21, qfx.Target.ONNX.onnx
+    )[0]
     assert sum(node.op_type in ("Round_int8_e8m0_floor", "MXQuantizeDequantize") for node in model.graph) == 1
     ir.save(model, path)
     onnx.checker.check_model(path, full_check=True)

@@ -113,7 +113,7 @@ def written(spec: TensorSpec, x: Tensor, axis: int, folder: Path, domain: str = 
     captured = qfx.capture_graph(Rounded(spec, axis).eval(), x, dynamic_shapes=({},))
     options = FormatOptions(domain=domain)
     path = folder / "rounded.onnx"
-    ir.save(_lowered(captured.module, ["x"], ["y"], FORMATS["vitis"], options, 21)[0], path)
+    ir.save(_lowered(captured.module, ["x"], ["y"], FORMATS["vitis"], options, 21, qfx.Target.ONNX.onnx)[0], path)
     return path
 
 

@@ -18,6 +18,7 @@ import torch
 from quark_fx.errors import ExportError
 from quark_fx.export.generation.cache_scales import CacheScales
 from quark_fx.export.to_onnx.table import translation_table
+from quark_fx.targets import ONNX
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -84,7 +85,8 @@ class GenerationQuantizer:
             )
         for prepare in PREPARATIONS:
             prepare(model)
-        kept = write_in_format(model, *self._chosen())
+        chosen, options = self._chosen()
+        kept = write_in_format(model, chosen, options, ONNX.onnx)
         look_up_codes(model)
         if self.cache is not None:
             use_int8_cache(model, self.cache)
@@ -100,7 +102,7 @@ class GenerationQuantizer:
 
         if self.format in FORMATS and not FORMATS[self.format].runs:
             raise ExportError(f"ONNX Runtime has no kernels for format={self.format!r}; choose another")
-        return find_format(self.format, FormatOptions(accuracy_level=self.accuracy_level))
+        return find_format(self.format, FormatOptions(accuracy_level=self.accuracy_level), ONNX)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import GraphModule, Node
 
+from quark_fx.config.target import OnnxFiles
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime.session import may_optimize, open_session, runtime_options
 from quark_fx.export.to_onnx.program import to_exported_program
@@ -53,8 +54,8 @@ def onnx(
     qmodel: QuantizedModel,
     path: str | os.PathLike[str],
     *,
-    format: str = "qdq",
-    opset: int = 21,
+    format: str | None = None,
+    opset: int | None = None,
     domain: str | None = None,
     accuracy_level: int | None = None,
     input_names: Sequence[str] | None = None,
@@ -69,12 +70,14 @@ def onnx(
     Args:
         qmodel: from `quantize`.
         path: the file to write.
-        format: `"qdq"`, pairs of `QuantizeLinear` and `DequantizeLinear` around operators on floats, which runtimes
+        format: default: the first of the target's (`quark_fx.Target.onnx`), which is `"qdq"` for ours.
+            `"qdq"`, pairs of `QuantizeLinear` and `DequantizeLinear` around operators on floats, which runtimes
             fuse; `"qoperator"`, operators on integers (`QLinearConv`, `QGemm`, `MatMulInteger`, …);
             `"matmul_nbits"`, weights of 2, 4 or 8 bits for ONNX Runtime's `MatMulNBits` and `GatherBlockQuantized`;
             `"vitis"`, pairs of the vendor's nodes with static scales, and one for a tensor in blocks, for AMD's
             compilers.
-        opset: 14 to 25; 21 is the first with 4- and 16-bit codes and scales in blocks, 25 with 2-bit codes.
+        opset: 14 to 25; 21, the default of our targets, is the first with 4- and 16-bit codes and scales in blocks, 25
+            with 2-bit codes.
         domain: of the pairs, or of the vendor's nodes: `"com.microsoft"` for 4- and 16-bit codes in any opset
             (`"qdq"`), `"com.amd.quark"` or `"com.vai.quantize"` (`"vitis"`).
         accuracy_level: of `"matmul_nbits"`: 0 to 3 compute in float, 4 rounds activations to int8, which is faster.
@@ -87,9 +90,9 @@ def onnx(
         its `kept` what the format left in pairs.
 
     Raises:
-        ExportError: if the format cannot hold how the model is quantized or does not know an option, a type needs a
-            newer opset, an operator has no lowering (all are listed, with the user's source lines), the path cannot be
-            written, or the file fails its check.
+        ExportError: if the format cannot hold how the model is quantized or does not know an option, the target does
+            not read the format or the opset, a type needs a newer opset, an operator has no lowering (all are listed,
+            with the user's source lines), the path cannot be written, or the file fails its check.
     """
     try:
         import onnx_ir  # noqa: F401
@@ -104,8 +107,11 @@ def onnx(
     _require_possible(path)
     if external_data is not None and not isinstance(external_data, bool):
         raise ExportError(f"external_data is True, False or None, not {external_data!r}")
-    chosen, options = find_format(format, FormatOptions(domain=domain, accuracy_level=accuracy_level))
-    require_known(opset)
+    target = qmodel.config.target
+    format = target.onnx.formats[0] if format is None else format
+    opset = target.onnx.opset if opset is None else opset
+    chosen, options = find_format(format, FormatOptions(domain=domain, accuracy_level=accuracy_level), target)
+    require_known(opset, target)
     file = OnnxFile(path)
     if file.is_symlink():  # else it would be replaced, and what it points to stay as it was
         file = OnnxFile(file.resolve())
@@ -118,7 +124,9 @@ def onnx(
     inputs = input_names or qmodel.signature.input_names
     names = inputs, output_names or _named_apart(qmodel.signature.output_names, inputs)
     _require_apart([*names[0], *names[1]])
-    model, file.kept = _lowered(gm, *names, chosen, options, opset)
+    model, file.kept = _lowered(gm, *names, chosen, options, opset, target.onnx)
+    if target.onnx.check is not None:
+        target.onnx.check(model)
     file.optimize = may_optimize(gm)
     _write(model, file, external_data, gm)
     return file
@@ -131,6 +139,7 @@ def _lowered(
     chosen: OnnxFormat,
     options: FormatOptions,
     opset: int,
+    files: OnnxFiles,
 ) -> tuple[ir.Model, tuple[Kept, ...]]:
     """Return the ONNX model of a graph in a format and opset, and what the format left in pairs."""
     import onnxscript.optimizer
@@ -142,7 +151,7 @@ def _lowered(
     if any(node.graph is not model.graph for node in model.graph.all_nodes()):
         # torch lowers a few operators (a bag of embeddings) to loops that ONNX Runtime takes only once simplified.
         onnxscript.optimizer.optimize(model)
-    kept = write_in_format(model, chosen, options)
+    kept = write_in_format(model, chosen, options, files)
     require_types(model, opset)
     model = convert(model, opset)
     model.ir_version = ir_version(opset)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 import onnx_ir as ir
 
+from quark_fx.config.target import OnnxFiles, Target
 from quark_fx.errors import ExportError
 from quark_fx.export.to_onnx.blocks import spell_out_blocks
 from quark_fx.export.to_onnx.clean_up import (
@@ -79,15 +80,18 @@ FORMATS: dict[str, OnnxFormat] = {
 """Every format by its name."""
 
 
-def find_format(name: str, options: FormatOptions) -> tuple[OnnxFormat, FormatOptions]:
-    """Return a format, and its options with the defaults filled in.
+def find_format(name: str, options: FormatOptions, target: Target) -> tuple[OnnxFormat, FormatOptions]:
+    """Return a format that a target reads, and its options with the defaults filled in.
 
     Raises:
-        ExportError: for an unknown format, an option that means nothing to it, or a value it does not have.
+        ExportError: for a format that is unknown or that the target does not read, an option that means nothing to
+            it, or a value it does not have.
     """
     chosen = FORMATS.get(name)
     if chosen is None:
         raise ExportError(f"unknown ONNX format {name!r}; choose one of {', '.join(FORMATS)}")
+    if name not in (formats := target.onnx.formats):
+        raise ExportError(f"target={str(target)!r} reads no format={name!r}; choose one of {', '.join(formats)}")
     filled = {}
     for option in (field.name for field in fields(FormatOptions)):
         value, choices = getattr(options, option), chosen.choices.get(option)
@@ -102,20 +106,21 @@ def find_format(name: str, options: FormatOptions) -> tuple[OnnxFormat, FormatOp
     return chosen, FormatOptions(**filled)  # type: ignore[arg-type]
 
 
-def write_in_format(model: ir.Model, chosen: OnnxFormat, options: FormatOptions) -> tuple[Kept, ...]:
+def write_in_format(model: ir.Model, chosen: OnnxFormat, options: FormatOptions, files: OnnxFiles) -> tuple[Kept, ...]:
     """Turn a translated graph into one of a format, in place; return what the format left in pairs."""
+    runs = chosen.runs and files.runtime == "onnxruntime"
     for onnx_pass in PASSES:
         onnx_pass(model)
     kept = chosen.rewrite(model, options)
-    if chosen.runs:
+    if runs:
         keep_sums_from_norms(model)
         keep_products_from_activations(model)
         keep_padding_from_pools(model)
     spell_out_blocks(model)
-    if chosen.runs:
+    if runs:
         keep_floats(model)
     keep_names_apart(model)
-    if chosen.runs:
+    if runs:
         halve_scales(model)
     for domain in {node.domain for node in model.graph.all_nodes()} - {""}:
         model.opset_imports.setdefault(domain, 1)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
+from quark_fx.config.target import Target
 from quark_fx.errors import ExportError
 from quark_fx.export.to_onnx.block_nodes import DOMAIN
 
@@ -32,11 +33,13 @@ _CAST_SINCE = {
 _CONTRIB_TYPES = frozenset(dtype for dtype, since in _SINCE.items() if since == 21 and dtype.is_integer())
 
 
-def require_known(opset: int) -> None:
-    """Raise if no graph can be written in `opset`."""
-    if type(opset) is not int or not OLDEST <= opset <= NEWEST:
+def require_known(opset: int, target: Target) -> None:
+    """Raise if no graph can be written in `opset`, or the target does not read it."""
+    oldest, newest = (max(OLDEST, target.onnx.opsets[0]), min(NEWEST, target.onnx.opsets[1]))
+    if type(opset) is not int or not oldest <= opset <= newest:
+        choice = f"use {oldest}" if oldest == newest else f"choose one from {oldest} to {newest}"
         raise ExportError(
-            f"opset {opset!r} cannot be written; choose one from {OLDEST} to {NEWEST} (default: {DEFAULT})"
+            f"opset {opset!r} cannot be written for target={str(target)!r}; {choice} (default: {target.onnx.opset})"
         )
 
 

@@ -1,0 +1,191 @@
+"""What a quantized graph has to run on: one frozen value a backend, found by name. `quark_fx.targets` has our own.
+
+To add one: build a `Target` and hand it to `register_target`. Configurations, YAML and stored models then find it by
+name. Nothing asks which target it is: configurations, placement, training and export ask the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from torch.fx import Node
+
+from quark_fx.config.specs import TensorSpec
+from quark_fx.errors import ConfigError
+from quark_fx.graph.linear import Linear
+from quark_fx.system.options import nearest, parsed
+from quark_fx.system.untrusted import brief
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+class Operand(StrEnum):
+    """The tensors of an operator that have a spec, called as the fields of a configuration."""
+
+    WEIGHT = "weight"
+    INPUT = "input"
+    OUTPUT = "output"
+    BIAS = "bias"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Specs that a backend does not take.
+
+    Attributes:
+        when: whether the backend refuses a spec for an operand.
+        why: the message of the error, which names the fix. `{spec.format}` and the like are filled in.
+    """
+
+    when: Callable[[TensorSpec, Operand], bool]
+    why: str
+
+
+def _no(*_: object) -> bool:
+    return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where quantizers belong, besides the inputs of operators with weights.
+
+    Attributes:
+        arithmetic: operators without weights that run in integers, such as `"aten.add.Tensor"`.
+        anywhere: they do so wherever their inputs are in integers; otherwise only between quantized operators.
+        rounds_output: whether what an operator with a weight makes is rounded, whatever reads it; otherwise it is where
+            everything that reads it does so in integers.
+        continues: whether a node works on the value it reads before that is rounded, as the activation function does
+            that a kernel applies to its sums.
+    """
+
+    arithmetic: frozenset[str] = frozenset()
+    anywhere: bool = False
+    rounds_output: Callable[[Linear], bool] = _no
+    continues: Callable[[Node, Node], bool] = _no
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnnxFiles:
+    """How a graph is written as an ONNX file.
+
+    Attributes:
+        formats: those of `quark_fx.export.onnx` that the backend reads, its default first.
+        opset: the default.
+        opsets: the oldest and the newest that the backend reads.
+        runtime: whose mistakes the file is written around: `quark_fx.export.to_onnx.rules` has rules for
+            `"onnxruntime"` that other backends do without.
+        rules: rewrites for this backend alone, which run last: see `quark_fx.export.onnx`.
+        check: raises `ExportError` for a model that the backend does not load. Every file passes `onnx.checker`, and
+            ONNX Runtime loads it, before that.
+    """
+
+    formats: tuple[str, ...] = ("qdq", "qoperator", "matmul_nbits", "vitis")
+    opset: int = 21
+    opsets: tuple[int, int] = (14, 25)
+    runtime: str = ""
+    rules: tuple[Any, ...] = ()
+    check: Callable[[ir.Model], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Target:
+    """A backend: what it accepts, where it rounds, how it counts and how its files are spelled.
+
+    Attributes:
+        name: in configurations. Two targets of one name are equal.
+        refuses: what `QuantConfig` refuses for it; the first that applies is the error.
+        placement: where quantizers belong.
+        adds_pairs: products of 8 bits may be added in pairs in 16 bits, and the result has to be exact all the same
+            (`quark_fx.plan.pair_sums`).
+        onnx: how its ONNX files are written.
+    """
+
+    name: str
+    refuses: tuple[Refusal, ...] = field(default=(), compare=False)
+    placement: Placement = field(default=Placement(), compare=False)
+    adds_pairs: bool = field(default=False, compare=False)
+    onnx: OnnxFiles = field(default=OnnxFiles(), compare=False)
+
+    ONNX: ClassVar[Target]
+    """ONNX Runtime on any x64 or ARM processor: int8 weights whose products may be added in pairs in 16 bits."""
+    ONNX_VNNI: ClassVar[Target]
+    """ONNX Runtime on processors that add 8-bit products in 32 bits (x64 with VNNI, ARM): all codes of int8 weights."""
+    TORCH: ClassVar[Target]
+    """Anything the graph can express, to be run by PyTorch."""
+    DPU: ClassVar[Target]
+    """AMD's DPU, by way of ONNX: it multiplies by shifts, and rounds what every operator makes."""
+
+    def refusal(self, spec: TensorSpec | None, operand: Operand) -> str | None:
+        """Return why the backend does not take a spec; `None` if it does, or if there is no spec."""
+        reasons = (r.why.format(spec=spec) for r in self.refuses if spec is not None and r.when(spec, operand))
+        return next(reasons, None)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+    def __deepcopy__(self, memo: object) -> Target:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return stored_target, (self.name,)  # another process has functions of its own
+
+
+TARGETS: Final[dict[str, Target]] = {}
+"""Every registered target by its name."""
+
+DEFAULT: Final = "onnx"
+"""The target of configurations that name none."""
+
+
+def register_target(target: Target) -> Target:
+    """Let configurations find a target by its name; one that had the name before is replaced, as in a notebook."""
+    TARGETS[target.name] = target
+    return target
+
+
+def find_target(name: str) -> Target:
+    """Return the target called `name`.
+
+    Raises:
+        ConfigError: if there is none; the message lists the nearest and all names.
+    """
+    found = TARGETS.get(name)
+    if found is None:
+        raise ConfigError(f"unknown target {brief(name)}; choose one of {', '.join(TARGETS)}{nearest(name, TARGETS)}")
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class StoredTarget(Target):
+    """The target of a stored model that nothing here has registered: a name, and an error for whoever asks for more."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _ASKED:
+            raise ConfigError(
+                f"target {self.name!r} is known from a stored model only; import the module that registers it, or "
+                f"replace it: config.replace(target={DEFAULT!r})"
+            )
+        return super().__getattribute__(name)
+
+
+_ASKED = frozenset(f.name for f in fields(Target)) - {"name", "refuses"}
+
+
+def stored_target(name: str) -> Target:
+    """Return the target of a stored model: the registered one, or a `StoredTarget` if there is none of the name."""
+    return TARGETS.get(name) or StoredTarget(name=name)
+
+
+parsed(Target, ("a Target", "its name"), str, find_target)
+
+__all__ = [
+    *("DEFAULT", "TARGETS", "OnnxFiles", "Operand", "Placement", "Refusal", "StoredTarget", "Target"),
+    *("find_target", "register_target", "stored_target"),
+]

@@ -1,0 +1,33 @@
+"""Backends, one file each. To add one, build a `Target` and register it."""
+
+from quark_fx.config.target import (
+    TARGETS,
+    OnnxFiles,
+    Operand,
+    Placement,
+    Refusal,
+    Target,
+    find_target,
+    register_target,
+)
+from quark_fx.targets.dpu import DPU
+from quark_fx.targets.onnxruntime import ONNX, ONNX_VNNI
+from quark_fx.targets.pytorch import TORCH
+
+for own in (ONNX, ONNX_VNNI, TORCH, DPU):
+    setattr(Target, own.name.upper(), register_target(own))
+
+__all__ = [
+    "DPU",
+    "ONNX",
+    "ONNX_VNNI",
+    "TARGETS",
+    "TORCH",
+    "OnnxFiles",
+    "Operand",
+    "Placement",
+    "Refusal",
+    "Target",
+    "find_target",
+    "register_target",
+]

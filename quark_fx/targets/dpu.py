@@ -1,0 +1,66 @@
+"""AMD's DPU: all scales are powers of two, and every operator reads and makes codes (`docs/dpu.md`)."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from quark_fx.config.specs import Granularity, TensorSpec
+from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Target
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.nodes import target_name
+from quark_fx.graph.operators import is_average, operator_row
+from quark_fx.numbers.formats import IntFormat, has_onnx_type
+from quark_fx.numbers.qparams import ScaleType, Symmetry
+from quark_fx.targets.onnxruntime import ARITHMETIC, ONNX_TYPES
+
+
+def _is_no_shift(spec: TensorSpec, operand: Operand) -> bool:
+    """Tell whether the scale of a spec is something else than a number of shifts."""
+    return not (
+        spec.scale_type is ScaleType.POWER_OF_TWO
+        and spec.symmetry in (Symmetry.SYMMETRIC, Symmetry.SYMMETRIC_FULL)
+        and isinstance(spec.format, IntFormat)
+        and has_onnx_type(spec.format)
+        and spec.granularity is Granularity.TENSOR
+        and not spec.dynamic
+    )
+
+
+def _is_computed(linear: Linear) -> bool:
+    """Tell whether a DPU computes the operator: a convolution, or a product of two dimensions."""
+    return bool(linear.kernel) or (linear.kind == "linear" and linear.node.meta["val"].dim() == 2)
+
+
+def continues(node: Node, user: Node) -> bool:
+    """Tell whether a DPU computes `user` on what it has of `node` before that is rounded.
+
+    So it does a leaky relu, and the factor that makes up for its arithmetic after an average or a hard sigmoid.
+    """
+    if len(node.users) != 1 or user.args[:1] != (node,):
+        return False
+    name = target_name(node)
+    if target_name(user) == "aten.mul.Scalar":
+        return is_average(node) or name == "aten.hardsigmoid.default"
+    return target_name(user) == "aten.leaky_relu.default" and (
+        operator_row(node) is not None or is_average(node) or name in ("aten.add.Tensor", "aten.mul.Scalar")
+    )
+
+
+_ARITHMETIC = ARITHMETIC | {
+    *("aten.sub.Tensor", "aten.leaky_relu.default", "aten.hardsigmoid.default", "aten.mean.dim"),
+    *("aten.pad.default", "aten.constant_pad_nd.default"),
+}
+
+DPU = Target(
+    name="dpu",
+    refuses=(
+        *ONNX_TYPES,
+        Refusal(
+            _is_no_shift,
+            "a DPU multiplies by shifts: scale_type='power_of_two', symmetric integers, one static scale per tensor "
+            "(as the preset 'xint8'), or another target",
+        ),
+    ),
+    placement=Placement(arithmetic=_ARITHMETIC, anywhere=True, rounds_output=_is_computed, continues=continues),
+    onnx=OnnxFiles(runtime="onnxruntime"),
+)

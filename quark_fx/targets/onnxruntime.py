@@ -1,0 +1,75 @@
+"""ONNX Runtime's CPU provider, with and without processors that add 8-bit products in 16 bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quark_fx.config.specs import TensorSpec
+from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Target
+from quark_fx.graph.linear import Linear
+from quark_fx.numbers.formats import FloatFormat, IntFormat, activation_container, has_onnx_type
+from quark_fx.numbers.qparams import Symmetry
+
+
+def _has_no_type(spec: TensorSpec, operand: Operand) -> bool:
+    """Tell whether ONNX has no type for the format, and the export builds none, as it does for weights and groups."""
+    fmt, constant = spec.format, operand is Operand.WEIGHT
+    if operand is Operand.BIAS:
+        return False
+    if has_onnx_type(fmt):
+        # A dequantizer takes no zero points of 32 bits.
+        return fmt.bits >= 32 and spec.symmetry is Symmetry.ASYMMETRIC
+    if isinstance(fmt, IntFormat) and not fmt.sign_magnitude:
+        # Codes of an activation are clipped, for which runtimes have kernels of whole bytes.
+        return not constant and activation_container(fmt).bits != 8
+    built = isinstance(fmt, FloatFormat) or fmt.sign_magnitude
+    return not (built and (constant or spec.group_size is not None))
+
+
+def _measures_lone_8_bit_scales(spec: TensorSpec, operand: Operand) -> bool:
+    return spec.scale_type.is_8_bit and spec.dynamic and spec.group_size is None
+
+
+def _groups_with_zero_points(spec: TensorSpec, operand: Operand) -> bool:
+    return operand is not Operand.WEIGHT and spec.group_size is not None and not spec.scheme.symmetric
+
+
+ONNX_TYPES = (
+    Refusal(_has_no_type, "{spec.format} has no ONNX type; use 2 to 8 or 16 bits, or target='torch'"),
+    Refusal(
+        _measures_lone_8_bit_scales,
+        "scales of 8 bits are measured per group in ONNX; set granularity='group', or target='torch'",
+    ),
+    Refusal(
+        _groups_with_zero_points,
+        "activations in groups have no zero points in ONNX; set symmetry='symmetric', or target='torch'",
+    ),
+)
+"""What no ONNX file holds."""
+
+ARITHMETIC = frozenset(
+    {
+        *("aten.add.Tensor", "aten.mul.Tensor"),
+        *("aten.avg_pool2d.default", "aten.adaptive_avg_pool2d.default", "aten.avg_pool1d.default"),
+    }
+)
+"""Operators with integer kernels that are worth it only between quantized operators: a residual add of a
+convolutional network qualifies, that of a transformer (whose output is normalised in float) does not."""
+
+
+def _is_convolution(linear: Linear) -> bool:
+    """Tell whether the integer kernels of an operator exist only with a quantized output, as measured."""
+    return linear.kind == "conv"
+
+
+PLACEMENT = Placement(arithmetic=ARITHMETIC, rounds_output=_is_convolution)
+
+ONNX = Target(
+    name="onnx",
+    refuses=ONNX_TYPES,
+    placement=PLACEMENT,
+    adds_pairs=True,
+    onnx=OnnxFiles(runtime="onnxruntime"),
+)
+
+ONNX_VNNI = replace(ONNX, name="onnx_vnni", adds_pairs=False)
