@@ -2,30 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.engine.quantized_weights import quantized_weights
-from quark_fx.graph.nodes import parameter, target_name
+from quark_fx.graph.nodes import is_parameter, parameter, target_name, tensor_of
 from quark_fx.graph.straight_through import QUANTIZE
 from quark_fx.numbers.formats import INT32, IntFormat, parse_format
-from quark_fx.plan.placement import PlannedOperator
+from quark_fx.numbers.qparams import QParams
+from quark_fx.plan.placement import PlannedOperator, Rounding
+
+
+@dataclass(frozen=True)
+class QuantizedActivation:
+    """A static scale and zero point per tensor, and what is rounded with them.
+
+    Attributes:
+        rounding: what conversion knew; the bounds are those of all clamps that saturation with them performs.
+        scale_name, zero_point_name: of the tensors.
+    """
+
+    rounding: Rounding
+    scale_name: str
+    zero_point_name: str
+
+    def qparams(self, gm: GraphModule) -> QParams:
+        """Return the parameters as they are stored, shape `()`."""
+        return QParams(tensor_of(gm, self.scale_name), tensor_of(gm, self.zero_point_name).to(torch.int32))
+
+    def tensors(self, gm: GraphModule, plan: Mapping[str, PlannedOperator], new: QParams) -> dict[str, Tensor]:
+        """Return what changes with other parameters, by name: int32 biases follow, those of later blocks too.
+
+        Args:
+            gm: the whole graph.
+            plan: of its operators.
+            new: the parameters, shape `()`.
+
+        Raises:
+            OverflowError: if a bias does not fit int32 then, or what a dropped clamp would cut does not saturate.
+        """
+        old, name = self.qparams(gm), self.scale_name
+        if not new.saturates(self.rounding.low, self.rounding.high, self.rounding.spec.scheme):
+            raise OverflowError("saturation would not perform the clamp before it")
+        if float(new.scale) < least_scales(gm, plan, [name])[name]:
+            raise OverflowError("an int32 bias would overflow")
+        scale = new.scale.to(old.scale).reshape(())
+        zero_point = new.zero_point.to(tensor_of(gm, self.zero_point_name)).reshape(())
+        return {name: scale, self.zero_point_name: zero_point} | biases_at(gm, plan, {name: scale})
+
+
+def quantized_activations(gm: GraphModule) -> list[QuantizedActivation]:
+    """Return the activations of `gm` (a converted graph, or a block of one) with a static scale, in order.
+
+    Values that data movement lies between share a scale, and are one.
+    """
+    found: dict[str, QuantizedActivation] = {}
+    for node in _quantizers(gm):
+        rounding: Rounding | None = node.meta.get("rounding")
+        if rounding is not None:
+            scale, zero_point = (str(source.target) for source in node.args[1:3])  # type: ignore[union-attr]
+            known = found[scale].rounding if scale in found else rounding
+            low, high = max(known.low, rounding.low), min(known.high, rounding.high)
+            found[scale] = QuantizedActivation(replace(known, low=low, high=high), scale, zero_point)
+    return list(found.values())
 
 
 def activation_scales(gm: GraphModule) -> list[str]:
     """Return the names of the static per-tensor scales that activations of `gm` are quantized with."""
-    found = [
-        str(node.args[1].target)
-        for node in gm.graph.nodes
-        if target_name(node) == QUANTIZE
-        and isinstance(node.args[1], Node)
-        and node.args[1].op == "get_attr"
-        and parameter(gm, node.args[1]).dim() == 0
-        and isinstance(parse_format(str(node.args[3])), IntFormat)
-    ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(str(node.args[1].target) for node in _quantizers(gm)))  # type: ignore[union-attr]
+
+
+def _quantizers(gm: GraphModule) -> Iterator[Node]:
+    """Yield what quantizes an activation to integers with a scale per tensor that is stored."""
+    for node in gm.graph.nodes:
+        if target_name(node) == QUANTIZE and is_parameter(node.args[1]):
+            whole = isinstance(parse_format(str(node.args[3])), IntFormat)
+            if whole and parameter(gm, node.args[1]).dim() == 0:
+                yield node
 
 
 def least_scales(gm: GraphModule, plan: Mapping[str, PlannedOperator], names: Iterable[str]) -> dict[str, float]:
@@ -70,4 +127,4 @@ def biases_at(
     return tensors
 
 
-__all__ = ["activation_scales", "biases_at", "least_scales"]
+__all__ = ["QuantizedActivation", "activation_scales", "biases_at", "least_scales", "quantized_activations"]

@@ -153,7 +153,7 @@ class QuantizedWeight:
         scale = parameter(gm, node.args[1]) * ratio  # type: ignore[arg-type]
         bias = self.bias_value(gm)
         if bool(((bias.double() / scale.double()).abs() > 0.999 * INT32.qmax).any()):
-            raise OverflowError("the bias does not fit int32")
+            raise OverflowError("its int32 bias would overflow")
         return self.bias_tensors(gm, bias, scale)
 
     def bias_scale_shape(self, gm: GraphModule) -> torch.Size | None:

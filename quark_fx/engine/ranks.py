@@ -92,20 +92,22 @@ class Ranks:
         """Return when all processes are here."""
         self.gather(None)
 
-    def first(self, work: Callable[[], object]) -> None:
-        """Let the first process do something while the others wait; what it raises, all raise.
+    def first(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns in the first process, while the others wait; what it raises, all raise.
 
         Raises:
             QuarkError: of the first process.
         """
-        error = None
+        found: Any = None
         if self.index == 0:
             try:
-                work()
-            except QuarkError as raised:
-                error = raised
-        if (found := self.gather(error)[0]) is not None:
+                found = work()
+            except QuarkError as error:
+                found = error
+        found = self.gather(found)[0]
+        if isinstance(found, QuarkError):
             raise found
+        return found  # type: ignore[no-any-return]
 
     def _together(self, collective: Callable[[], object]) -> None:
         try:

@@ -160,6 +160,15 @@ class QParams:
     scale: Tensor
     zero_point: Tensor
 
+    def saturates(self, low: float, high: float, scheme: Scheme) -> bool:
+        """Tell whether rounding with one scale cuts what a clamp to `[low, high]`, which may be infinite, cuts."""
+        if not isinstance(scheme.format, IntFormat):
+            return False
+        scale, zero_point = float(self.scale), int(self.zero_point)
+        return (low == -math.inf or round(low / scale) + zero_point <= scheme.format.qmin) and (
+            high == math.inf or round(high / scale) + zero_point >= scheme.format.qmax
+        )
+
 
 def affine_qparams(low: Tensor, high: Tensor, scheme: Scheme) -> QParams:
     """Map the real range `[low, high]` onto the codes of `scheme`, keeping zero exact.

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from quark_fx.config.selection import NOT_SELECTED, Selective
-from quark_fx.engine.block_walk import BlockRun, walk_blocks
-from quark_fx.engine.blocks import Unit, extract
 from quark_fx.engine.context import Context
-from quark_fx.engine.quantized_weights import QuantizedWeight, quantized_weights, shared_tensors
+from quark_fx.engine.quantized_weights import QuantizedWeight
 from quark_fx.engine.sizes import Need, Sizes
 from quark_fx.graph.linear import Linear
-from quark_fx.graph.nodes import (
-    is_parameter,
-    named_nodes,
-    parameter,
-    placeholders,
-    set_parameter,
-    target_name,
-    tensor_of,
-)
+from quark_fx.graph.nodes import is_parameter, named_nodes, parameter, set_parameter, target_name, tensor_of
 from quark_fx.graph.operators import argument, clamp_bounds
-from quark_fx.graph.pass_manager import Change, Stage, graph_pass
+from quark_fx.graph.pass_manager import Change
+from quark_fx.solvers.finders import own_biases
+from quark_fx.solvers.folds import Mean, OutputError
+from quark_fx.solvers.solver import Bias, Proposal, Solver, solver
 
 
 class Means(StrEnum):
@@ -40,9 +31,9 @@ class Means(StrEnum):
     """The batch norm folded into the operator before: its activations are normal, and clamped."""
 
 
-@graph_pass(exact=False, stage=Stage.QUANTIZED, held_out=True)
+@solver
 @dataclass(frozen=True, kw_only=True)
-class BiasCorrection(Selective):
+class BiasCorrection(Solver):
     """Add to each bias the mean, per output channel, of what quantization takes from the operator's output.
 
     Not after `AdaRound` or `AdaQuant`, whose error contains the mean already.
@@ -56,68 +47,29 @@ class BiasCorrection(Selective):
         Nagel et al. 2019, section 4.2 and appendix C; sequential correction as in section 4.2.2 of Banner et al. 2019.
     """
 
+    chooses: ClassVar = Bias
     means: Means = Means.EMPIRICAL
+
+    @property
+    def reads(self) -> OutputError:
+        """The mean error of each output channel."""
+        return OutputError(Mean())
+
+    def solve(self, now: Bias, seen: Mean) -> Proposal:
+        """Add the mean error."""
+        return Proposal(replace(now, value=now.value + seen.value))
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Correct the biases of `gm`; return how many changed."""
-        shared = shared_tensors(gm)
-        usable = []
-        for weight in quantized_weights(gm, context.plan):
-            if not self.selects(weight.operator):
-                context.note(Change(weight.name, NOT_SELECTED, changed=False))
-            elif weight.bias is None:
-                context.note(Change(weight.name, "left: it has no bias that is stored", changed=False))
-            elif weight.bias_name in shared:
-                context.note(Change(weight.name, "left: several operators add its bias", changed=False))
-            else:
-                usable.append(weight)
-        if self.means is Means.ANALYTIC:
-            for weight in usable:
-                _correct_analytically(gm, weight, context)
-        else:
-            names = {weight.node.name for weight in usable}
-            for run in walk_blocks(gm, context, unit=Unit.OPERATOR, label="bias correction"):
-                for weight in quantized_weights(run.module, context.plan) if not run.finished else ():
-                    if weight.node.name in names:
-                        _correct_on_data(run, weight, context)
+        if self.means is Means.EMPIRICAL:
+            return super().__call__(gm, context)
+        for weight in own_biases(gm, context, self):
+            _correct_analytically(gm, weight, context)
         return sum(change.changed for change in context.changes)
 
     def needs(self, sizes: Sizes) -> Need:
-        """Return what a run takes: one block at a time, in float and in codes."""
-        if self.means is Means.ANALYTIC:
-            return Need()
-        return sizes.walk(Unit.OPERATOR, lambda block: 2 * block.forward, streams=2)
-
-
-def _correct_on_data(run: BlockRun, weight: QuantizedWeight, context: Context) -> None:
-    began = time.perf_counter()
-    before = run.held_out_error()
-    corrected = weight.bias_value(run.module) + _mean_error(run, weight, context)
-    new = weight.bias_tensors(run.module, corrected)
-    old = {name: tensor_of(run.module, name) for name in new}
-    for name, value in new.items():
-        run.store(name, value)
-    after = run.held_out_error()
-    kept = after < before
-    if not kept:
-        for name, value in old.items():
-            run.store(name, value)
-    what = "corrected" if kept else "left: unseen batches disagree"
-    context.note(Change(weight.name, what, kept, before, min(before, after), time.perf_counter() - began))
-
-
-def _mean_error(run: BlockRun, weight: QuantizedWeight, context: Context) -> Tensor:
-    """Return the mean of float minus quantized output over the tuning batches, one value per output channel."""
-    quantized = extract(run.module, placeholders(run.module), [weight.node])
-    real = extract(run.reference, placeholders(run.reference), [named_nodes(run.reference)[weight.node.name]])
-    total, count = torch.zeros((), dtype=torch.float64), 0
-    with torch.no_grad():
-        for batch in context.tuning:
-            (y,), (t,) = quantized(*run.inputs(batch)), real(*run.reference_inputs(batch))
-            error = (t.float() - y.float()).movedim(weight.channel_dim(y), 0).flatten(1)
-            total = total + error.sum(1).double().cpu()
-            count += error.shape[1]
-    return (total / count).float().to(context.device)
+        """Return what a run takes: nothing where it reads no data."""
+        return super().needs(sizes) if self.means is Means.EMPIRICAL else Need()
 
 
 def _correct_analytically(gm: GraphModule, weight: QuantizedWeight, context: Context) -> None:

@@ -11,7 +11,7 @@ from quark_fx.solvers.error_feedback import working_bytes
 from quark_fx.solvers.feedback import fitted_to_feedback, rounded_with_feedback
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
-from quark_fx.solvers.solver import Proposal, Solver, solver
+from quark_fx.solvers.solver import InputHessian, Proposal, Solver, solver
 from quark_fx.system.options import Interval
 
 
@@ -47,9 +47,9 @@ class GPTQ(Solver):
     fit_scales: bool = False
 
     @property
-    def reads_float(self) -> bool:
-        """Whether the target moves to what the float model makes of its own inputs."""
-        return self.asymmetry > 0
+    def reads(self) -> InputHessian:
+        """The Hessian, and where the target moves, what the float model makes of its own inputs."""
+        return InputHessian(shifted=self.asymmetry > 0)
 
     def solve(self, weight: QuantizedMatrix, seen: Hessian) -> Proposal:
         """Round the weight with error feedback."""

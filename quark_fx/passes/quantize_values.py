@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch.fx import GraphModule, Node
@@ -11,9 +13,8 @@ from torch.fx import GraphModule, Node
 from quark_fx.config.quant_config import TensorSpec
 from quark_fx.graph.nodes import call, cast, get_attr, value_of
 from quark_fx.graph.operators import clamp_bounds
-from quark_fx.numbers.formats import IntFormat
-from quark_fx.numbers.qparams import QParams, Scheme
-from quark_fx.plan.placement import Plan, Point
+from quark_fx.numbers.qparams import QParams
+from quark_fx.plan.placement import Plan, Point, Rounding
 
 ops = torch.ops.quark_fx
 
@@ -71,24 +72,16 @@ def _parameters(gm: GraphModule, point: Point, qparams: QParams, stored: list[No
 
 def _static(gm: GraphModule, point: Point, qparams: QParams, parameters: list[Node], dtype: torch.dtype) -> Node:
     fmt = str(point.spec.format)
-    source = point.value
-    while point.absorbed and _saturates(point.absorbed[-1], qparams, point.spec.scheme):
-        clamp = point.absorbed.pop()
-        source = clamp.args[0]  # type: ignore[assignment]
+    source, rounding = point.value, Rounding(point.source.name, point.spec)
+    while point.absorbed and (bounds := clamp_bounds(point.absorbed[-1])) is not None:
+        low, high = (-math.inf if bounds[0] is None else bounds[0]), (math.inf if bounds[1] is None else bounds[1])
+        if not qparams.saturates(low, high, point.spec.scheme):
+            break
+        source = point.absorbed.pop().args[0]  # type: ignore[assignment]
+        rounding = replace(rounding, low=max(low, rounding.low), high=min(high, rounding.high))
     codes = call(gm, ops.quantize.default, source, *parameters, fmt, like=point.value)
+    codes.meta["rounding"] = rounding
     return call(gm, ops.dequantize.default, codes, *parameters, fmt, None, 0, dtype, like=point.value)
-
-
-def _saturates(clamp: Node, qparams: QParams, scheme: Scheme) -> bool:
-    """Tell whether quantizing saturates everything the clamp would have cut."""
-    bounds = clamp_bounds(clamp)
-    if bounds is None or not isinstance(scheme.format, IntFormat):
-        return False
-    scale, zero_point = float(qparams.scale), int(qparams.zero_point)
-    low, high = bounds
-    return (low is None or round(low / scale) + zero_point <= scheme.format.qmin) and (
-        high is None or round(high / scale) + zero_point >= scheme.format.qmax
-    )
 
 
 def _dynamic(gm: GraphModule, point: Point, dtype: torch.dtype) -> Node:

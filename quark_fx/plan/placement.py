@@ -9,6 +9,7 @@ operators, or wherever their inputs are integers. What has integer kernels, and 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -104,6 +105,22 @@ class Point:
     readers: set[Node] | None
     absorbed: list[Node] = field(default_factory=list)
     reduced: int | None = None
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What conversion knew of a static `quantize` (`meta["rounding"]` of its node).
+
+    Attributes:
+        value: name, in the graph before conversion, of the value whose range was observed.
+        spec: how it is quantized.
+        low, high: bounds of the clamps that were dropped because saturation performs them.
+    """
+
+    value: str
+    spec: TensorSpec
+    low: float = -math.inf
+    high: float = math.inf
 
 
 @dataclass

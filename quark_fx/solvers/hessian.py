@@ -192,11 +192,20 @@ class Entering:
         elif mapping.stacked:
             yield from x
         else:
-            rows = x.reshape(-1, x.shape[-1])
-            kept = self.kept
-            # Flattened positions are in the order of the mask; those of any other shape may not be.
-            fits = kept is not None and (kept.shape == x.shape[:-1] or (x.dim() == 2 and kept.numel() == len(rows)))
-            yield rows[kept.flatten()] if kept is not None and fits else rows
+            yield without_padding(x, self.kept)
+
+
+def without_padding(x: Tensor, kept: Tensor | None) -> Tensor:
+    """Return the rows of `x`, shape (rows, last dimension), but for those at positions that are padding.
+
+    Args:
+        x: at least one dimension.
+        kept: which positions count, as `Context.kept_positions` returns them; of values with other positions all do.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    # Flattened positions are in the order of the mask; those of any other shape may not be.
+    fits = kept is not None and (kept.shape == x.shape[:-1] or (x.dim() == 2 and kept.numel() == len(rows)))
+    return rows[kept.flatten()] if kept is not None and fits else rows
 
 
 class Entrance:
@@ -234,4 +243,4 @@ def _add_upper(h: Tensor, x: Tensor) -> None:
         h[start : start + _TILE, start:].addmm_(x[:, start : start + _TILE].T, x[:, start:])
 
 
-__all__ = ["Entering", "Entrance", "Hessian"]
+__all__ = ["Entering", "Entrance", "Hessian", "without_padding"]

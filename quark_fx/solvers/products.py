@@ -6,34 +6,37 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from quark_fx.engine.block_walk import BlockRun
 from quark_fx.engine.context import Context
-from quark_fx.engine.quantized_weights import QuantizedWeight
+from quark_fx.engine.quantized_weights import QuantizedWeight, share_changed
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import named_nodes, tensor_of
 from quark_fx.numbers.qparams import ScaleType
 from quark_fx.solvers.hessian import Entrance, Hessian
+from quark_fx.solvers.places import OperatorPlace, blamed
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 
 
 @dataclass(frozen=True)
-class Part:
-    """One operator of a product.
+class Part(OperatorPlace):
+    """The weight of one operator of a product.
 
     Attributes:
-        run: the block it is in.
-        weight: its own.
-        mapping: how it multiplies.
+        mapping: how the operator multiplies.
         real: the float weight as it is stored.
     """
 
-    run: BlockRun
-    weight: QuantizedWeight
     mapping: LinearMap
     real: Tensor
+
+    @property
+    def now(self) -> QuantizedMatrix:
+        """The weight as it is quantized now."""
+        return self.matrix
 
     @property
     def matrix(self) -> QuantizedMatrix:
@@ -45,21 +48,31 @@ class Part:
         real = self.mapping.matrix(self.real)
         return QuantizedMatrix(weight.name, real, stored, weight.scheme, self.mapping, movable, storable)
 
-    def store(self, matrix: QuantizedMatrix) -> None:
-        """Let the operator multiply by another quantized weight; an int32 bias follows its scales.
+    def tensors(self, new: QuantizedMatrix) -> dict[str, Tensor]:
+        """Return the codes and scales that are new; an int32 bias follows its scales.
 
         Raises:
-            OverflowError: if that bias does not fit its type at the new scales; nothing is stored then.
+            OverflowError: if that bias does not fit its type at the new scales.
         """
-        weight, module, old = self.weight, self.run.module, self.weight.stored(self.run.module)
-        new, changed = matrix.stored, {}
-        if new.scale is not old.scale:
-            changed[weight.scale_name] = new.scale
+        weight, old, found = self.weight, self.weight.stored(self.run.module), dict[str, Tensor]()
+        if new.stored.scale is not old.scale:
+            found[weight.scale_name] = new.stored.scale
             if weight.bias_scale_follows:
-                changed |= weight.bias_at(module, new.scale / old.scale)
-        if new.codes is not old.codes:
-            changed[weight.codes] = new.codes
-        for name, tensor in changed.items():
+                found |= weight.bias_at(self.run.module, new.stored.scale / old.scale)
+        if new.stored.codes is not old.codes:
+            found[weight.codes] = new.stored.codes
+        return found
+
+    def changed(self, new: QuantizedMatrix) -> list[str]:
+        """Say what of it is new."""
+        old, stored = self.weight.stored(self.run.module), new.stored
+        share = share_changed(old.codes, stored.codes)
+        scales = [] if torch.equal(old.scale, stored.scale) else ["scales"]
+        return scales + ([f"{share:.1%} of the codes"] if share else [])
+
+    def store(self, new: QuantizedMatrix) -> None:
+        """Let the operator multiply by another quantized weight; errors as `tensors`."""
+        for name, tensor in self.tensors(new).items():
             self.run.store(name, tensor)
 
 
@@ -68,11 +81,6 @@ class Product:
     """Operators that read one value and multiply it alike: what is computed of that value serves them all."""
 
     parts: tuple[Part, ...]
-
-    @property
-    def names(self) -> str:
-        """The modules the operators come from, for messages."""
-        return ", ".join(part.weight.name for part in self.parts)
 
     def hessian(self, context: Context, *, shifted: bool = False, batches: Sequence[int] | None = None) -> Hessian:
         """Return the sums over what enters the product, everything before quantized.
@@ -101,7 +109,7 @@ class Product:
 
     def blamed(self, error: CalibrationError) -> CalibrationError:
         """Return an error that names the operators and says what to do."""
-        return CalibrationError(f"{self.names}: {error}; check the calibration data, or exclude the operator")
+        return blamed(self.parts, error)
 
 
 def find_products(run: BlockRun, weights: Iterable[QuantizedWeight]) -> list[Product]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from extensions.clip_activations import ClipActivations
 from extensions.refit_scales import RefitScales
 from safetensors.torch import load_file
 from test_resume import assert_same, outcome
@@ -27,10 +28,10 @@ from quark_fx.engine.context import Checkpoint, Context
 from quark_fx.engine.ranks import Ranks
 from quark_fx.graph.pass_manager import Stage, graph_pass
 from quark_fx.model.model_directory import tensor_file
-from quark_fx.numbers.formats import UINT8
+from quark_fx.numbers.formats import INT4, UINT4, UINT8
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.observers import Percentile
-from quark_fx.passes import GPTQ, AdaRound, FitScales
+from quark_fx.passes import GPTQ, AdaRound, BiasCorrection, FitScales
 from quark_fx.presets import INT8_STATIC, W4A16_AWQ, W4A16_GPTQ
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
@@ -75,6 +76,12 @@ def in_groups(config: QuantConfig, **options: Any) -> QuantConfig:
     return config.replace(weight=config.weight.replace(group_size=16, **options), exclude=())
 
 
+FOUR_BITS = INT8_STATIC.replace(
+    weight=TensorSpec(format=INT4, granularity=qfx.Granularity.CHANNEL),
+    input=TensorSpec(format=UINT4),
+    output=TensorSpec(format=UINT4),
+)
+
 CONFIGS: dict[str, QuantConfig] = {
     "gptq": in_groups(W4A16_GPTQ),
     "gptq, asymmetric": in_groups(W4A16_GPTQ).replace(passes=(GPTQ(asymmetry=0.5, fit_scales=True),)),
@@ -82,6 +89,8 @@ CONFIGS: dict[str, QuantConfig] = {
     "awq": in_groups(W4A16_AWQ, symmetry=Symmetry.SYMMETRIC),
     "fitted scales": in_groups(W4A16_GPTQ).replace(passes=(FitScales(),)),
     "refitted scales": in_groups(W4A16_GPTQ).replace(passes=(RefitScales(),)),
+    "clipped activations": FOUR_BITS.replace(passes=(*FOUR_BITS.passes, ClipActivations())),
+    "corrected biases": FOUR_BITS.replace(passes=(*FOUR_BITS.passes, BiasCorrection())),
     "static": INT8_STATIC,
     "percentile": INT8_STATIC.replace(input=TensorSpec(format=UINT8, observer=Percentile())),
 }

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from devices import on_devices
+from extensions.clip_activations import ClipActivations
 from extensions.refit_scales import RefitScales
 from safetensors.torch import save_file
 from tiny import Residual, cnn, images, mlp, quantize, rand, seeded, tokens
@@ -31,7 +32,7 @@ from torch.fx import GraphModule
 from tqdm.auto import tqdm
 
 import quark_fx as qfx
-from quark_fx.config.quant_config import QuantConfig
+from quark_fx.config.quant_config import QuantConfig, TensorSpec
 from quark_fx.engine.block_walk import walk_blocks
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Context
@@ -39,6 +40,7 @@ from quark_fx.engine.quantized_weights import quantized_weights
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.graph.nodes import stored_tensors
 from quark_fx.graph.pass_manager import Change, PassRecord, Promise, Stage
+from quark_fx.numbers.formats import UINT4
 from quark_fx.passes.adaquant import AdaQuant
 from quark_fx.passes.adaround import AdaRound
 from quark_fx.passes.bias_correction import BiasCorrection
@@ -89,6 +91,11 @@ RUNS: dict[str, Run] = {
         cnn(),
         learning(BiasCorrection(), AdaRound(iterations=20, batch_size=2)),
         images(4, 4),
+    ),
+    "clipped activations": lambda: (
+        seeded(Branches()),
+        INT8_STATIC.replace(input=TensorSpec(format=UINT4), passes=(*INT8_STATIC.passes, ClipActivations())),
+        [rand(32, 8, seed=i) for i in range(3)],
     ),
     "refitted scales": lambda: (mlp(), INT4_WEIGHT_ONLY.replace(exclude=(), passes=(RefitScales(),)), tokens(4, 4)),
 }

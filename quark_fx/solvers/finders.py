@@ -1,0 +1,105 @@
+"""What of a graph a solver may choose, block by block; what it may not is noted with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from torch.fx import GraphModule
+
+from quark_fx.config.selection import NOT_SELECTED, Selective
+from quark_fx.engine.block_walk import BlockRun
+from quark_fx.engine.context import Context
+from quark_fx.engine.quantized_activations import quantized_activations
+from quark_fx.engine.quantized_weights import QuantizedWeight, note_left_alone, quantized_weights, shared_tensors
+from quark_fx.graph.nodes import named_nodes
+from quark_fx.graph.pass_manager import Change
+from quark_fx.numbers.qparams import ScaleType
+from quark_fx.solvers.places import ActivationPlace, BiasPlace, Place
+from quark_fx.solvers.products import find_products
+from quark_fx.solvers.proposals import Activation, Bias
+from quark_fx.solvers.quantized_matrix import QuantizedMatrix
+
+Find = Callable[[BlockRun], Iterator[Sequence[Place]]]
+"""Yields the places of a block in order; those of operators that read one value together."""
+
+
+def places_of(
+    kind: type[QuantizedMatrix | Bias | Activation], gm: GraphModule, context: Context, chooser: Selective
+) -> Find:
+    """Return what finds the places where something of this kind is chosen.
+
+    Args:
+        kind: `QuantizedMatrix`, `Bias` or `Activation`.
+        gm: the quantized graph.
+        context: of the run, where the reasons for what is left are noted.
+        chooser: says which operators are selected.
+    """
+    return {QuantizedMatrix: _weights, Bias: _biases, Activation: _activations}[kind](gm, context, chooser)
+
+
+def _weights(gm: GraphModule, context: Context, chooser: Selective) -> Find:
+    note_left_alone(gm, context, chooser)
+    shared, plan = shared_tensors(gm), chooser.selected(context.plan)
+    for weight in quantized_weights(gm, plan):
+        if weight.linear.matrices is None and weight.codes not in shared:
+            context.note(Change(weight.name, "left: unsupported weight layout", changed=False))
+
+    def find(run: BlockRun) -> Iterator[Sequence[Place]]:
+        for product in find_products(run, [w for w in quantized_weights(run.module, plan) if w.codes not in shared]):
+            yield product.parts
+
+    return find
+
+
+def own_biases(gm: GraphModule, context: Context, chooser: Selective) -> list[QuantizedWeight]:
+    """Return the selected operators with a stored bias that no other operator adds; note the others."""
+    shared, found = shared_tensors(gm), []
+    for weight in quantized_weights(gm, context.plan):
+        if not chooser.selects(weight.operator):
+            context.note(Change(weight.name, NOT_SELECTED, changed=False))
+        elif weight.bias is None:
+            context.note(Change(weight.name, "left: it has no bias that is stored", changed=False))
+        elif weight.bias_name in shared:
+            context.note(Change(weight.name, "left: several operators add its bias", changed=False))
+        else:
+            found.append(weight)
+    return found
+
+
+def _biases(gm: GraphModule, context: Context, chooser: Selective) -> Find:
+    nodes = {weight.node.name for weight in own_biases(gm, context, chooser)}
+
+    def find(run: BlockRun) -> Iterator[Sequence[Place]]:
+        for weight in quantized_weights(run.module, context.plan):
+            if weight.node.name in nodes:
+                yield (BiasPlace(run, weight),)
+
+    return find
+
+
+def _activations(gm: GraphModule, context: Context, chooser: Selective) -> Find:
+    read = {weight.input_scale for weight in quantized_weights(gm, chooser.selected(context.plan))}
+    free = {}
+    for activation in quantized_activations(gm):
+        name = activation.rounding.value
+        if chooser.only and activation.scale_name not in read:
+            context.note(Change(name, NOT_SELECTED, changed=False))
+        elif activation.rounding.spec.scale_type is not ScaleType.FLOAT32:
+            context.note(Change(name, "left: its scale may not take any value (scale_type)", changed=False))
+        else:
+            free[activation.scale_name] = activation
+
+    def find(run: BlockRun) -> Iterator[Sequence[Place]]:
+        known = named_nodes(run.reference)
+        for name in run.free_scales:
+            if name not in free:
+                continue
+            if (value := free[name].rounding.value) in known:
+                yield (ActivationPlace(run, free[name], gm, context),)
+            elif context.ranks.index == 0:
+                context.note(Change(value, "left: it is made of values of several blocks", changed=False))
+
+    return find
+
+
+__all__ = ["Find", "own_biases", "places_of"]

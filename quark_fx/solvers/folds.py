@@ -1,0 +1,163 @@
+"""What a solver reads of the data: folds over the batches, merged over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from quark_fx.engine.context import Context
+from quark_fx.solvers.hessian import Hessian
+from quark_fx.solvers.places import OperatorPlace, Place
+from quark_fx.solvers.products import Part, Product
+
+
+class Fold(Protocol):
+    """What holds what was seen so far; every observer is one."""
+
+    def observe(self, x: Tensor) -> Self:
+        """Return the fold after it saw `x`, shape `(channels, values)`."""
+        ...
+
+    def merge(self, other: Self) -> Self:
+        """Return the fold that saw what `self` saw and then what `other` saw; either may have seen nothing."""
+        ...
+
+
+class Reading(Protocol):
+    """What a solver reads: how it is measured for a place, over the data of all ranks."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether operators that multiply one value get the same."""
+        ...
+
+    @property
+    def compares(self) -> bool:
+        """Whether it takes values of the float model."""
+        ...
+
+    def measure(self, places: Sequence[Place], context: Context, batches: Sequence[int]) -> object:
+        """Return what `Solver.solve` gets, equal on all ranks.
+
+        Args:
+            places: what is chosen: of several operators that read one value if it is `shared`, one otherwise.
+            context: of the run.
+            batches: those of this rank that count.
+
+        Raises:
+            CalibrationError, ValueError: for data that cannot be learned from.
+            TypeError: if there is no such thing for a place of this kind.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class InputHessian:
+    """The `Hessian` of a weight: of what its operator multiplies, everything before it quantized.
+
+    Args:
+        shifted: with `Hessian.shift`, which takes a second forward pass.
+    """
+
+    shifted: bool = False
+    shared: ClassVar[bool] = True
+
+    @property
+    def compares(self) -> bool:
+        """Whether it takes values of the float model."""
+        return self.shifted
+
+    def measure(self, places: Sequence[Place], context: Context, batches: Sequence[int]) -> Hessian:
+        """Return the sums over all rows."""
+        parts = tuple(place for place in places if isinstance(place, Part))
+        if not parts:
+            raise TypeError("a Hessian is that of a weight; to choose something else, read Input or OutputError")
+        return Product(parts).hessian(context, shifted=self.shifted, batches=batches)
+
+
+@dataclass(frozen=True)
+class Input:
+    """A fold of what an operator reads, or of what is rounded to an activation; without padding, as one channel.
+
+    Operators read what everything before them, quantized, makes of the data. Activations are seen in float, as
+    calibration sees them.
+
+    Args:
+        fold: with its options: any observer.
+    """
+
+    fold: Fold
+    shared: ClassVar[bool] = True
+    compares: ClassVar[bool] = False
+
+    def measure(self, places: Sequence[Place], context: Context, batches: Sequence[int]) -> Fold:
+        """Return the fold of all values."""
+        return _folded(self.fold, places[0].inputs(context, batches), context)
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean of each channel.
+
+    Attributes:
+        total: float64, shape `(channels,)`; `None` before the first tensor.
+        count: values in a channel.
+    """
+
+    total: Tensor | None = None
+    count: int = 0
+
+    def observe(self, x: Tensor) -> Self:
+        """Return the mean after it saw `x`, shape `(channels, values)`."""
+        return self.merge(replace(self, total=x.sum(1).double(), count=x.shape[1]))
+
+    def merge(self, other: Self) -> Self:
+        """Return the mean of what both saw."""
+        if self.total is None or other.total is None:
+            return other if self.total is None else self
+        return replace(self, total=self.total + other.total, count=self.count + other.count)
+
+    @property
+    def value(self) -> Tensor:
+        """The mean, float32.
+
+        Raises:
+            ValueError: if nothing was observed.
+        """
+        if self.total is None:
+            raise ValueError("nothing was observed")
+        return (self.total / self.count).float()
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """A fold of what the float model makes less what the quantized one makes, per output channel of an operator.
+
+    Args:
+        fold: with its options; by default the mean.
+    """
+
+    fold: Fold = field(default_factory=Mean)
+    shared: ClassVar[bool] = False
+    compares: ClassVar[bool] = True
+
+    def measure(self, places: Sequence[Place], context: Context, batches: Sequence[int]) -> Fold:
+        """Return the fold of all errors."""
+        (place,) = places
+        if not isinstance(place, OperatorPlace):
+            raise TypeError("an activation has no output to compare; read Input")
+        return _folded(self.fold, place.output_errors(batches), context)
+
+
+def _folded(fold: Fold, tensors: Iterable[Tensor], context: Context) -> Fold:
+    with torch.no_grad():
+        for x in tensors:
+            fold = fold.observe(x)
+    return context.ranks.fold(fold, lambda a, b: a.merge(b))
+
+
+__all__ = ["Fold", "Input", "InputHessian", "Mean", "OutputError", "Reading"]

@@ -1,0 +1,209 @@
+"""Whether a proposal is better, and what becomes of it then: two judges."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from quark_fx.engine.block_walk import BlockRun
+from quark_fx.engine.context import Context
+from quark_fx.errors import CalibrationError
+from quark_fx.graph.nodes import tensor_of
+from quark_fx.graph.pass_manager import Change
+from quark_fx.solvers.folds import Reading
+from quark_fx.solvers.hessian import Hessian
+from quark_fx.solvers.places import Place, blamed
+from quark_fx.solvers.products import Part
+from quark_fx.solvers.proposals import Proposal, Skip
+from quark_fx.system.memory import give_back
+
+Solve = Callable[[Any, Any], Proposal | Skip]
+"""`Solver.solve`."""
+
+_PLENTY = 64
+"""Calibration rows per input that are enough: the excess error over infinite data is about inputs / rows, so an eighth
+more rows changes the error by less than 0.3 %. With fewer rows, an accepted operator is solved once more with the
+validation rows included; the report keeps the errors measured before that."""
+
+_DAMPING = 1e-3
+"""Of the Hessian of the validation rows, where a target is solved for."""
+
+
+@dataclass
+class FormJudge:
+    """Judges weights by the quadratic form of the operator's error on validation data; ranks divide the operators.
+
+    Args:
+        solve: proposes weights.
+        reading: measures their Hessian.
+        context: of the run.
+    """
+
+    solve: Solve
+    reading: Reading
+    context: Context
+    _number: Iterator[int] = field(default_factory=itertools.count)
+
+    def choose(self, run: BlockRun, places: Sequence[Place]) -> None:
+        """Choose the weights of operators that read one value."""
+        context, began = self.context, time.perf_counter()
+        parts = [place for place in places if isinstance(place, Part)]
+        seen = judge = self._measured(parts, context.tuning)
+        if context.holds_out:
+            judge = self._measured(parts, context.held_out)
+        own = [part for part, n in zip(parts, self._number, strict=False) if context.ranks.owns(n)]
+        try:
+            answers = [(part, self._judged(part, seen, judge)) for part in own]
+            few = int(seen.rows.sum()) < _PLENTY * seen.rows.numel() * seen.h.shape[-1]
+            again = context.holds_out and few
+            if again:
+                seen.add_rows_of(judge)
+            del judge
+            changes = [self._kept(part, answer, seen if again else None) for part, answer in answers]
+        except CalibrationError as error:
+            raise blamed(parts, error) from error
+        seconds = (time.perf_counter() - began) / max(1, len(own))
+        for change in changes:
+            context.note(replace(change, seconds=seconds))
+
+    def _measured(self, parts: Sequence[Part], batches: Sequence[int]) -> Hessian:
+        found = self.reading.measure(parts, self.context, batches)
+        assert isinstance(found, Hessian)
+        return found
+
+    def _judged(self, part: Part, seen: Hessian, judge: Hessian) -> _Judged | Change:
+        """Return the proposal for an operator if it is better on validation data, else what to note."""
+        give_back()
+        now = part.matrix
+        answer = self.solve(now, seen)
+        if isinstance(answer, Skip):
+            return _skipped(part, answer)
+        target = now.real
+        if answer.asymmetry:
+            target = judge.target(now.real, answer.asymmetry, judge.factors(damping=_DAMPING, by_activation=False))
+        before, after = (matrix.error(target, judge.h) for matrix in (now, answer.value))
+        if not after < before:
+            return Change(now.name, _no_better(self.context), False, before, before)
+        return _Judged(answer, before, after)
+
+    def _kept(self, part: Part, judged: _Judged | Change, all_rows: Hessian | None) -> Change:
+        """Store what was accepted, learned once more from `all_rows` if that is given; return what to note."""
+        if isinstance(judged, Change):
+            return judged
+        give_back()
+        now, reason = part.matrix, ""
+        wider = None if all_rows is None else self.solve(now, all_rows)
+        for answer in (wider, judged.answer):
+            if not isinstance(answer, Proposal):
+                continue
+            changed = part.changed(answer.value)
+            try:
+                part.store(answer.value)
+            except OverflowError as error:
+                reason = str(error)
+                continue
+            return Change(now.name, _what(changed, answer), bool(changed), judged.before, judged.after)
+        return Change(now.name, f"left: {reason}", False, judged.before, judged.before)
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """A proposal that is better on validation data, and the errors there."""
+
+    answer: Proposal
+    before: float
+    after: float
+
+
+@dataclass
+class BlockJudge:
+    """Judges anything by what the block makes of validation data with it, and with what was accepted before.
+
+    The first rank solves, all of them judge.
+
+    Args:
+        solve: proposes.
+        reading: measures what it reads.
+        context: of the run.
+        gm: the quantized graph.
+    """
+
+    solve: Solve
+    reading: Reading
+    context: Context
+    gm: GraphModule
+    _run: BlockRun | None = None
+    _error: float = math.inf
+
+    def choose(self, run: BlockRun, places: Sequence[Place]) -> None:
+        """Choose for places that read one value, one after the other."""
+        if run is not self._run:
+            self._run, self._error = run, run.held_out_error()
+        began = time.perf_counter()
+        try:
+            seen = self.reading.measure(places, self.context, self.context.tuning)
+        except (CalibrationError, ValueError) as error:
+            raise blamed(places, error) from error
+        for place in places:
+            change = self._tried(run, place, seen, self._error)
+            self._error = self._error if change.after is None else change.after
+            now = time.perf_counter()
+            if self.context.ranks.index == 0:
+                self.context.note(replace(change, seconds=now - began))
+            began = now
+
+    def _tried(self, run: BlockRun, place: Place, seen: object, before: float) -> Change:
+        """Store a proposal if the block is better with it; return what to note."""
+        give_back()
+        answer = self.context.ranks.first(lambda: self._answer(place, seen))
+        if isinstance(answer, Skip):
+            return _skipped(place, answer)
+        tensors, what = answer
+        old = {name: tensor_of(self.gm, name) for name in tensors}
+        for name, tensor in tensors.items():
+            run.store(name, tensor)
+        try:
+            after = run.held_out_error()
+        except CalibrationError:  # not finite
+            after = math.inf
+        if after < before:
+            return Change(place.name, what, True, before, after)
+        for name, tensor in old.items():
+            run.store(name, tensor)
+        return Change(place.name, _no_better(self.context), False, before, before)
+
+    def _answer(self, place: Place, seen: object) -> tuple[dict[str, Tensor], str] | Skip:
+        """Return the tensors that a proposal changes, and what to note if it is accepted."""
+        try:
+            answer = self.solve(place.now, seen)
+            if isinstance(answer, Skip):
+                return answer
+            tensors = place.tensors(answer.value)
+        except OverflowError as error:
+            return Skip(str(error))
+        except (CalibrationError, ValueError) as error:
+            raise blamed([place], error) from error
+        return {name: tensor.cpu() for name, tensor in tensors.items()}, _what(place.changed(answer.value), answer)
+
+
+def _no_better(context: Context) -> str:
+    return f"left: no better on {'validation data' if context.holds_out else 'the calibration data'}"
+
+
+def _skipped(place: Place, answer: Skip) -> Change:
+    return Change(place.name, f"left: {answer.reason}", changed=False)
+
+
+def _what(changed: Sequence[str], answer: Proposal) -> str:
+    """Say what changed, and what the solver says of it."""
+    return "; ".join(filter(None, (" and ".join(changed) or "nothing", answer.remark)))
+
+
+__all__ = ["BlockJudge", "FormJudge", "Solve"]

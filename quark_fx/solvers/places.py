@@ -1,0 +1,165 @@
+"""Where what a solver chooses is stored, and the data it can be chosen from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from quark_fx.engine.block_walk import BlockRun, running
+from quark_fx.engine.blocks import extract
+from quark_fx.engine.context import Context
+from quark_fx.engine.quantized_activations import QuantizedActivation
+from quark_fx.engine.quantized_weights import QuantizedWeight
+from quark_fx.errors import CalibrationError
+from quark_fx.graph.nodes import named_nodes, placeholders
+from quark_fx.solvers.hessian import without_padding
+from quark_fx.solvers.proposals import Activation, Bias
+
+
+class Place(ABC):
+    """One thing in a block that a solver chooses."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What the report calls it."""
+
+    @property
+    @abstractmethod
+    def now(self) -> Any:
+        """What it holds now: what `Solver.solve` is given."""
+
+    @abstractmethod
+    def tensors(self, new: Any) -> dict[str, Tensor]:
+        """Return the tensors of the quantized graph, by name, with which it holds `new`, of the type of `now`.
+
+        Raises:
+            OverflowError: if it cannot; the message is the reason.
+        """
+
+    @abstractmethod
+    def changed(self, new: Any) -> list[str]:
+        """Say what of it is new."""
+
+    @abstractmethod
+    def inputs(self, context: Context, batches: Sequence[int]) -> Iterator[Tensor]:
+        """Yield the values it works on, batch by batch, without padding, shape `(1, values)`."""
+
+
+@dataclass(frozen=True)
+class OperatorPlace(Place):
+    """Something of a weighted operator.
+
+    Attributes:
+        run: the block it is in.
+        weight: the operator.
+    """
+
+    run: BlockRun
+    weight: QuantizedWeight
+
+    @property
+    def name(self) -> str:
+        """The module the operator comes from."""
+        return self.weight.name
+
+    def inputs(self, context: Context, batches: Sequence[int]) -> Iterator[Tensor]:
+        """Yield what the operator reads, everything before it quantized."""
+        module = self.run.module
+        read = extract(module, placeholders(module), [self.weight.linear.activation])
+        return _values(read, self.run.inputs, context, batches)
+
+    def output_errors(self, batches: Sequence[int]) -> Iterator[Tensor]:
+        """Yield its float less its quantized output, batch by batch, shape `(output channels, values)`."""
+        run, name = self.run, self.weight.node.name
+        quantized = extract(run.module, placeholders(run.module), [self.weight.node])
+        real = extract(run.reference, placeholders(run.reference), [named_nodes(run.reference)[name]])
+        for batch in batches:
+            (y,), (t,) = quantized(*run.inputs(batch)), real(*run.reference_inputs(batch))
+            yield (t.float() - y.float()).movedim(self.weight.channel_dim(y), 0).flatten(1)
+
+
+@dataclass(frozen=True)
+class BiasPlace(OperatorPlace):
+    """The bias of an operator, which no other operator adds."""
+
+    @property
+    def now(self) -> Bias:
+        """The bias it adds."""
+        return Bias(self.name, self.weight.bias_value(self.run.module))
+
+    def tensors(self, new: Bias) -> dict[str, Tensor]:
+        """Return the bias, in int32 if it is stored so; what does not fit saturates."""
+        return self.weight.bias_tensors(self.run.module, new.value)
+
+    def changed(self, new: Bias) -> list[str]:
+        """Say that it is."""
+        return ["bias"]
+
+
+@dataclass(frozen=True)
+class ActivationPlace(Place):
+    """A static scale and zero point.
+
+    Attributes:
+        run: the first block that computes with them.
+        activation: what they belong to.
+        whole: the graph that the block is of.
+        context: of the run.
+    """
+
+    run: BlockRun
+    activation: QuantizedActivation
+    whole: GraphModule
+    context: Context
+
+    @property
+    def name(self) -> str:
+        """The value, in the captured graph."""
+        return self.activation.rounding.value
+
+    @property
+    def now(self) -> Activation:
+        """How the value is rounded."""
+        rounding, qparams = self.activation.rounding, self.activation.qparams(self.run.module)
+        return Activation(self.name, rounding.spec.scheme, qparams, rounding.low, rounding.high)
+
+    def tensors(self, new: Activation) -> dict[str, Tensor]:
+        """Return scale, zero point, and the int32 biases that follow."""
+        return self.activation.tensors(self.whole, self.context.plan, new.qparams)
+
+    def changed(self, new: Activation) -> list[str]:
+        """Say which of the two."""
+        old = self.now.qparams
+        scale = [] if torch.equal(old.scale, new.qparams.scale) else ["scale"]
+        return scale + ([] if torch.equal(old.zero_point, new.qparams.zero_point) else ["zero point"])
+
+    def inputs(self, context: Context, batches: Sequence[int]) -> Iterator[Tensor]:
+        """Yield the value as the float model has it."""
+        reference = self.run.reference
+        read = extract(reference, placeholders(reference), [named_nodes(reference)[self.name]])
+        return _values(read, self.run.reference_inputs, context, batches)
+
+
+def blamed(places: Iterable[Place], error: Exception) -> CalibrationError:
+    """Return an error that names the places and says what to do."""
+    names = ", ".join(place.name for place in places)
+    return CalibrationError(f"{names}: {error}; check the calibration data, or exclude the operator")
+
+
+def _values(
+    part: GraphModule, inputs: Callable[[int], list[Any]], context: Context, batches: Sequence[int]
+) -> Iterator[Tensor]:
+    for batch in batches:
+        with running(batch):
+            (x,) = part(*inputs(batch))
+        yield without_padding(x, context.kept_positions(batch)).reshape(1, -1)
+
+
+__all__ = ["ActivationPlace", "BiasPlace", "OperatorPlace", "Place", "blamed"]
