@@ -15,8 +15,8 @@ import onnx_ir as ir
 import pytest
 import torch
 from extensions.clip_activations import ClipActivations
-from extensions.deviation_scales import DeviationScales
 from extensions.fold_constant_scales import fold_constant_scales
+from extensions.quick_gelu import fuse_quick_gelu
 from extensions.refit_scales import RefitScales
 from extensions.tensorrt_like import TENSORRT_LIKE
 from test_gptq import RTN, Attention, errors, ids, relative_error
@@ -29,17 +29,16 @@ from quark_fx.config.quant_config import QuantConfig, TensorSpec
 from quark_fx.config.target import StoredTarget
 from quark_fx.errors import CalibrationError, PassError
 from quark_fx.export.to_onnx.edit import array_of
+from quark_fx.export.to_onnx.rules import DeclinedError, onnx_rule
 from quark_fx.graph.nodes import stored_tensors
 from quark_fx.graph.pass_manager import Change
-from quark_fx.numbers.formats import UINT4
+from quark_fx.numbers.formats import INT8, UINT4
 from quark_fx.numbers.qparams import QParams
 from quark_fx.observers import MinMax
 from quark_fx.passes import GPTQ
 from quark_fx.presets import INT8_STATIC, INT8_WEIGHT_ONLY, XINT8
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
-from quark_fx.solvers.sample_trial import SampledSite, SampleTrial
-from quark_fx.solvers.scaling import ScalingSolver, scaling_solver
 from quark_fx.solvers.solver import Activation, Bias, Input, InputHessian, OutputError, Proposal, Solver, solver
 
 EXTENSIONS = sorted((Path(__file__).parent / "extensions").glob("[!_]*.py"))
@@ -412,75 +411,6 @@ def test_a_float_pass_that_breaks_its_promise_is_named(monkeypatch: pytest.Monke
         qfx.run_passes(gm, [fold_constant_scales], verify_inputs=(x,))
 
 
-# A scaling solver: deviation_scales.
-
-
-def uneven() -> nn.Module:
-    """A norm and a linear whose weights make up for the norm's."""
-    model = seeded(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 16), nn.GELU(), nn.Linear(16, 4)))
-    with torch.no_grad():
-        sizes = torch.logspace(-1, 1, 32)
-        model[0].weight.mul_(sizes)  # type: ignore[operator]
-        model[1].weight.div_(sizes)  # type: ignore[operator]
-    return model
-
-
-ROWS = [rand(16, 32, seed=i) for i in range(8)]
-SCALED = INT8_STATIC.replace(passes=(*INT8_STATIC.passes, DeviationScales(powers=(0.0, 0.5))))
-
-
-def test_a_scaling_solver_lowers_the_error_on_unseen_data() -> None:
-    model, unseen = uneven(), [rand(256, 32, seed=9)]
-    plain, scaled = (quantize(model, config, ROWS) for config in (INT8_STATIC, SCALED))
-    assert relative_error(scaled, model, unseen) < 0.5 * relative_error(plain, model, unseen)
-    row, record = scaled.report().passes[-1].changes[-1], scaled.report().passes[-1]
-    assert (row.name, row.what, row.changed) == ("1", "power 0.5", True)
-    assert row.before is not None
-    assert row.after is not None
-    assert row.after < 0.5 * row.before
-    assert record.rewrites == 1
-    assert record.held_out
-    assert record.remark == "explicit=True could multiply for 1 more"
-
-
-def test_a_scaling_solver_is_found_by_name_and_its_needs_are_predicted() -> None:
-    assert qfx.QuantConfig.from_dict(SCALED.to_dict()) == SCALED
-    found = qfx.predict(uneven(), SCALED, ROWS)
-    (need,) = [need for name, _, need in found.stages if name == "DeviationScales"]
-    assert need.moments[0].working > 4 * 32 * 16 * 8  # half of what both layers read is remembered at the least
-    assert not found.unknown
-
-
-@scaling_solver
-@dataclass(frozen=True, kw_only=True)
-class SpoilScales(ScalingSolver):
-    """Make one channel a thousand times as large as the others."""
-
-    trial: ClassVar = SampleTrial
-
-    @property
-    def grid(self) -> dict[str, tuple[float, ...]]:
-        return {"size": (1000.0,)}
-
-    def scale(self, seen: SampledSite, values: tuple[float, ...]) -> Tensor:
-        scale = torch.ones_like(seen.largest)
-        scale[0] = values[0]
-        return scale
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_scale_that_is_worse_is_dropped(count: int) -> None:
-    model, data = uneven(), [rand(1, 32, seed=i) for i in range(count)]
-    config = INT8_STATIC.replace(passes=(*INT8_STATIC.passes, SpoilScales()))
-    plain, spoiled = (quantize(model, c, data) for c in (INT8_STATIC, config))
-    tensors, others = (q.graph_module.state_dict() for q in (plain, spoiled))
-    assert all(torch.equal(tensors[name], others[name]) for name in tensors)
-    data_of = {1: "the calibration data", 2: "validation data"}[count]
-    (change,) = [change for change in spoiled.report().passes[-1].changes if change.before is not None]
-    assert change.what == f"left: no better on {data_of}"
-    assert change.after == change.before
-
-
 # A target: tensorrt_like.
 
 INT8_TENSORRT = """
@@ -604,3 +534,70 @@ def test_a_stored_model_runs_without_the_code_of_its_target(tmp_path: Path, monk
             use()
     replaced = loaded.config.replace(target="onnx")
     assert replaced.target is qfx.Target.ONNX
+
+
+# A rule of ONNX files: quick_gelu.
+
+
+class Gates(torch.nn.Module):
+    """One product that is a quick gelu, and one with a factor per channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+        self.factors = torch.nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(x)
+        x = x * torch.sigmoid(x * 1.702)
+        return self.down(x * torch.sigmoid(x * self.factors))  # type: ignore[no-any-return]
+
+
+def test_a_rule_of_the_user_rewrites_what_it_can_and_says_what_it_declined(tmp_path: Path) -> None:
+    data = [rand(8, 8)]
+    qmodel = quantize(seeded(Gates()), "int8_weight_only", data)
+    plain = qfx.export.onnx(qmodel, tmp_path / "plain.onnx")
+    file = qfx.export.onnx(qmodel, tmp_path / "fused.onnx", rules=[fuse_quick_gelu])
+    kinds = [[node.op_type for node in ir.load(path).graph] for path in (plain, file)]
+    assert [kind.count("Sigmoid") for kind in kinds] == [2, 1]
+    assert [kind.count("QuickGelu") for kind in kinds] == [0, 1]
+    assert ir.load(file).opset_imports["com.microsoft"] == 1
+    assert not plain.kept
+    (declined,) = file.kept
+    assert (declined.operator, declined.rule) == ("Mul", "FuseQuickGelu")
+    assert declined.reason == "it has 16 factors, and the kernel one"
+    assert f"declined by FuseQuickGelu: {declined.name} (Mul): it has 16 factors" in str(file.report())
+    assert qfx.verify(qmodel, file, data).max_steps <= 1
+
+
+@onnx_rule("Sigmoid")
+def harden_sigmoid(model: ir.Model, node: ir.Node) -> bool:
+    if node.outputs[0].is_graph_output():
+        raise DeclinedError("it leaves the graph")
+    node.op_type = "HardSigmoid"
+    return True
+
+
+def test_a_rule_may_be_a_function_of_a_node_and_belong_to_a_target(tmp_path: Path) -> None:
+    files = replace(TENSORRT_LIKE.onnx, rules=(harden_sigmoid,))
+    config = qfx.QuantConfig(
+        weight=qfx.TensorSpec(format=INT8), target=replace(TENSORRT_LIKE, name="hardened", onnx=files)
+    )
+
+    class Squashed(Gates):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sigmoid(super().forward(x))
+
+    file = qfx.export.onnx(quantize(seeded(Squashed()), config, [rand(8, 8)]), tmp_path / "model.onnx")
+    kinds = [node.op_type for node in ir.load(file).graph]
+    assert [kinds.count(kind) for kind in ("HardSigmoid", "Sigmoid")] == [2, 1]
+    assert [(left.operator, left.reason, left.rule) for left in file.kept] == [
+        ("Sigmoid", "it leaves the graph", "harden_sigmoid")
+    ]
+
+
+def test_what_is_no_rule_is_refused(tmp_path: Path) -> None:
+    qmodel = quantize(cnn(), "int8_weight_only", images(4))
+    with pytest.raises(qfx.ExportError, match="is no rule of an ONNX file; decorate a function"):
+        qfx.export.onnx(qmodel, tmp_path / "model.onnx", rules=[print])
+    assert not list(tmp_path.iterdir())

@@ -51,7 +51,7 @@ class RuntimeReport:
 
     Attributes:
         nodes: in the order they run.
-        kept: what the format left as `QuantizeLinear` / `DequantizeLinear` pairs, and why.
+        kept: what the format left as `QuantizeLinear` / `DequantizeLinear` pairs, or a rule declined, and why.
         conversions: how many quantizers, dequantizers and casts run between kernels.
         opset: of the standard domain.
         bytes: of the file and its external data.
@@ -91,7 +91,10 @@ class RuntimeReport:
             f"{len(self.quantized)} of {len(self.nodes)} nodes in integers ({kernels}), {self.conversions} conversions",
             f"{len(self.nodes) - len(self.saturating)} of {len(self.nodes)} nodes exact on x64 without VNNI",
             f"opset {self.opset}, {self.bytes / 1024:.1f} KiB",
-            *(f"left in pairs: {k.name} ({k.operator}): {k.reason}" for k in self.kept),
+            *(
+                f"{f'declined by {k.rule}' if k.rule else 'left in pairs'}: {k.name} ({k.operator}): {k.reason}"
+                for k in self.kept
+            ),
         ]
         return "\n".join(lines)
 
@@ -101,7 +104,7 @@ def runtime_report(path: Path, *, kept: Iterable[Kept] = (), optimize: bool = Tr
 
     Args:
         path: an ONNX file.
-        kept: what to list as left in pairs.
+        kept: what to list as left in pairs or declined.
         optimize: let ONNX Runtime fuse kernels, as it does unless told otherwise.
 
     Raises:

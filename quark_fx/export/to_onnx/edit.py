@@ -12,21 +12,23 @@ import onnx_ir as ir
 
 @dataclass(frozen=True)
 class Kept:
-    """A quantized part of the graph that a format left as `QuantizeLinear` / `DequantizeLinear` pairs.
+    """A part of the graph that a format left as `QuantizeLinear` / `DequantizeLinear` pairs, or a rule as it was.
 
     Attributes:
         name: of the weight or node.
-        operator: ONNX operator that reads it.
+        operator: ONNX operator that reads it, or of the node.
         reason: why.
+        rule: the rule that declined; empty for a format.
     """
 
     name: str
     operator: str
     reason: str
+    rule: str = ""
 
 
-class StaysFloatError(Exception):
-    """A rewrite cannot express a node; the message is the reason."""
+class DeclinedError(Exception):
+    """A rewrite leaves a node that it is for as it is; the message is the reason."""
 
 
 def add_initializer(model: ir.Model, name: str, tensor: ir.Tensor) -> ir.Value:
@@ -66,6 +68,17 @@ def put_node(old: ir.Node, new: ir.Node) -> None:
     assert old.graph is not None
     old.graph.insert_before(old, [new])
     replace_node(old, output)
+
+
+def put_same_behind(value: ir.Value) -> ir.Value:
+    """Insert a maximum of `value` alone, which changes nothing, behind the node that makes it; return its result."""
+    node = value.producer()
+    assert node is not None
+    assert node.graph is not None
+    same = ir.node("Max", [value])
+    same.outputs[0].shape, same.outputs[0].type = value.shape, value.type
+    node.graph.insert_after(node, same)
+    return same.outputs[0]
 
 
 def without_trailing_none(inputs: Sequence[ir.Value | None]) -> list[ir.Value | None]:

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -61,6 +61,7 @@ def onnx(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     external_data: bool | None = None,
+    rules: Sequence[Any] = (),
 ) -> OnnxFile:
     """Write `qmodel` as an ONNX model with integer weights.
 
@@ -84,10 +85,12 @@ def onnx(
         input_names: default: the names of the model's inputs.
         output_names: default: the keys of the model's result, or `output`; with `_out` where an input has the name.
         external_data: store tensors beside the file as `<name>.data`; default: only above 1.9 GB.
+        rules: rewrites of your own, which run last: functions decorated with
+            `quark_fx.export.to_onnx.rules.onnx_rule`, or rules of `onnxscript.rewriter`.
 
     Returns:
         The path written, of a link what it points to; its `report()` says which nodes ONNX Runtime runs in integers,
-        its `kept` what the format left in pairs.
+        its `kept` what the format left in pairs, and what `rules` declined.
 
     Raises:
         ExportError: if the format cannot hold how the model is quantized or does not know an option, the target does
@@ -124,7 +127,7 @@ def onnx(
     inputs = input_names or qmodel.signature.input_names
     names = inputs, output_names or _named_apart(qmodel.signature.output_names, inputs)
     _require_apart([*names[0], *names[1]])
-    model, file.kept = _lowered(gm, *names, chosen, options, opset, target.onnx)
+    model, file.kept = _lowered(gm, *names, chosen, options, opset, target.onnx, rules)
     if target.onnx.check is not None:
         target.onnx.check(model)
     file.optimize = may_optimize(gm)
@@ -140,8 +143,9 @@ def _lowered(
     options: FormatOptions,
     opset: int,
     files: OnnxFiles,
+    rules: Sequence[Any] = (),
 ) -> tuple[ir.Model, tuple[Kept, ...]]:
-    """Return the ONNX model of a graph in a format and opset, and what the format left in pairs."""
+    """Return the ONNX model of a graph in a format and opset, and what the format or a rule left as it was."""
     import onnxscript.optimizer
 
     from quark_fx.export.to_onnx.formats import write_in_format
@@ -151,7 +155,7 @@ def _lowered(
     if any(node.graph is not model.graph for node in model.graph.all_nodes()):
         # torch lowers a few operators (a bag of embeddings) to loops that ONNX Runtime takes only once simplified.
         onnxscript.optimizer.optimize(model)
-    kept = write_in_format(model, chosen, options, files)
+    kept = write_in_format(model, chosen, options, files, rules)
     require_types(model, opset)
     model = convert(model, opset)
     model.ir_version = ir_version(opset)

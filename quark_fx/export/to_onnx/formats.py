@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import onnx_ir as ir
 
 from quark_fx.config.target import OnnxFiles, Target
 from quark_fx.errors import ExportError
+from quark_fx.export.to_onnx.block_nodes import fuse_block_rounding
 from quark_fx.export.to_onnx.blocks import spell_out_blocks
-from quark_fx.export.to_onnx.clean_up import (
-    PASSES,
-    keep_padding_from_pools,
-    keep_products_from_activations,
-    keep_sums_from_norms,
-)
 from quark_fx.export.to_onnx.contrib_domain import CONTRIB, use_contrib_domain
 from quark_fx.export.to_onnx.edit import Kept, keep_names_apart
-from quark_fx.export.to_onnx.float_weights import keep_floats
 from quark_fx.export.to_onnx.half_scales import halve_scales
 from quark_fx.export.to_onnx.matmul_nbits import use_matmul_nbits
 from quark_fx.export.to_onnx.qoperator import use_integer_operators
+from quark_fx.export.to_onnx.rules import FORMATTED, TRANSLATED, OnnxRule, apply_rule, keep_floats
+from quark_fx.export.to_onnx.rules.exporter_notes import settle_sizes, strip_metadata
 from quark_fx.export.to_onnx.vitis import PREFIXES, use_vendor_nodes
 
 
@@ -106,22 +103,41 @@ def find_format(name: str, options: FormatOptions, target: Target) -> tuple[Onnx
     return chosen, FormatOptions(**filled)  # type: ignore[arg-type]
 
 
-def write_in_format(model: ir.Model, chosen: OnnxFormat, options: FormatOptions, files: OnnxFiles) -> tuple[Kept, ...]:
-    """Turn a translated graph into one of a format, in place; return what the format left in pairs."""
-    runs = chosen.runs and files.runtime == "onnxruntime"
-    for onnx_pass in PASSES:
-        onnx_pass(model)
+def write_in_format(
+    model: ir.Model, chosen: OnnxFormat, options: FormatOptions, files: OnnxFiles, rules: Iterable[Any] = ()
+) -> tuple[Kept, ...]:
+    """Turn a translated graph into one of a format, in place.
+
+    Args:
+        model: what torch's exporter made.
+        chosen: the format.
+        options: of the format.
+        files: how the target has its files written.
+        rules: what else is rewritten, after everything else.
+
+    Returns:
+        What the format left in pairs, and what the target's rules and `rules` declined.
+    """
+    settle_sizes(model)
+    fuse_block_rounding(model)
+    _run(TRANSLATED, model, files)
+    strip_metadata(model)
     kept = chosen.rewrite(model, options)
-    if runs:
-        keep_sums_from_norms(model)
-        keep_products_from_activations(model)
-        keep_padding_from_pools(model)
+    if chosen.runs:
+        _run(FORMATTED, model, files)
     spell_out_blocks(model)
-    if runs:
-        keep_floats(model)
+    if chosen.runs:
+        _run((keep_floats,), model, files)
+    declined = [left for rule in (*files.rules, *rules) for left in apply_rule(rule, model)]
     keep_names_apart(model)
-    if runs:
+    if chosen.runs and files.runtime == "onnxruntime":
         halve_scales(model)
     for domain in {node.domain for node in model.graph.all_nodes()} - {""}:
         model.opset_imports.setdefault(domain, 1)
-    return kept
+    return (*kept, *declined)
+
+
+def _run(rules: Iterable[OnnxRule], model: ir.Model, files: OnnxFiles) -> None:
+    for rule in rules:
+        if rule.runtime in ("", files.runtime):
+            rule(model)

@@ -19,7 +19,7 @@ class OnnxFile(_Path):
     """The path of an exported file, which can say what will run in integers.
 
     Attributes:
-        kept: what the format left as `QuantizeLinear` / `DequantizeLinear` pairs, and why.
+        kept: what the format left as `QuantizeLinear` / `DequantizeLinear` pairs, or a rule declined, and why.
         optimize: whether ONNX Runtime may fuse kernels: its CPU kernels do not implement all it fuses.
     """
 

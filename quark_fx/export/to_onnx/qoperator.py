@@ -17,8 +17,8 @@ import onnx_ir as ir
 from quark_fx.errors import ExportError
 from quark_fx.export.to_onnx.contrib_domain import CONTRIB
 from quark_fx.export.to_onnx.edit import (
+    DeclinedError,
     Kept,
-    StaysFloatError,
     add_array,
     added_vector,
     array_of,
@@ -50,7 +50,7 @@ def use_integer_operators(model: ir.Model) -> tuple[Kept, ...]:
         try:
             INTEGER_FORMS.get(node.op_type, _no_form)(model, node)
             done += 1
-        except StaysFloatError as reason:
+        except DeclinedError as reason:
             if any(made_by(value, "DequantizeLinear", "RoundBlocks") for value in node.inputs):
                 reasons[node] = str(reason)
     erase_unread(model)
@@ -68,7 +68,7 @@ _PLUMBING = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLin
 
 
 def _no_form(model: ir.Model, node: ir.Node) -> None:
-    raise StaysFloatError(f"ONNX Runtime's CPU provider has no integer {node.op_type}")
+    raise DeclinedError(f"ONNX Runtime's CPU provider has no integer {node.op_type}")
 
 
 # Operands and results ------------------------------------------------------------------------------------------------
@@ -116,9 +116,9 @@ def _codes(model: ir.Model, node: ir.Node, values: ir.Value | None) -> Codes:
     dtype = values.dtype if values is not None else None
     if values is None or scale is None or scale.shape is None or dtype is None or dtype not in _EIGHT:
         name = dtype.name.lower() if dtype is not None else "unknown"
-        raise StaysFloatError(f"its codes are {name}; integer operators take 8 bits")
+        raise DeclinedError(f"its codes are {name}; integer operators take 8 bits")
     if node.attributes.get_int("block_size", 0):
-        raise StaysFloatError("its weight is quantized in groups")
+        raise DeclinedError("its weight is quantized in groups")
     if zero_point is None:
         zeros = np.zeros(scale.shape.numpy(), dtype.numpy())
         # One for each weight: session.x64quantprecision fails on a shared one.
@@ -134,19 +134,19 @@ def _operand(model: ir.Model, value: ir.Value | None, *, per_tensor: bool = True
         node = made_by(turned.inputs[0], "DequantizeLinear")
     if node is None:
         blocks = made_by(value, "RoundBlocks") is not None
-        raise StaysFloatError("its activation is in blocks" if blocks else "one of its inputs is not quantized")
+        raise DeclinedError("its activation is in blocks" if blocks else "one of its inputs is not quantized")
     codes = _codes(model, node, node.inputs[0])
     if turned is not None:
         return _turned(codes, turned)
     if per_tensor and codes.axis is not None:
-        raise StaysFloatError("its input has a scale per channel")
+        raise DeclinedError("its input has a scale per channel")
     return codes
 
 
 def _turned(codes: Codes, transpose: ir.Node) -> Codes:
     """Transpose codes instead of the matrix they stand for: a weight that is read both ways is stored once."""
     if array_of(codes.values) is None or codes.values.shape is None or codes.values.shape.rank() != 2:
-        raise StaysFloatError("its weight is transposed, and is no constant matrix")
+        raise DeclinedError("its weight is transposed, and is no constant matrix")
     new = ir.node("Transpose", [codes.values], {"perm": [1, 0]})
     new.outputs[0].dtype, new.outputs[0].shape = codes.dtype, ir.Shape(tuple(codes.values.shape)[::-1])
     assert transpose.graph is not None
@@ -174,10 +174,10 @@ def _result(model: ir.Model, node: ir.Node) -> Result:
     if reader is not None and reader.op_type in ("Relu", "Clip") and _bounds(reader) is not None:
         reader, clamp = only_reader(reader.outputs[0]), reader
     if reader is None or reader.op_type != "QuantizeLinear":
-        raise StaysFloatError("its output is not quantized")
+        raise DeclinedError("its output is not quantized")
     codes = _codes(model, reader, reader.outputs[0])
     if codes.axis is not None:
-        raise StaysFloatError("its output has a scale per channel")
+        raise DeclinedError("its output has a scale per channel")
     return Result(codes, reader, clamp)
 
 
@@ -219,7 +219,7 @@ def _code_of(bound: float, codes: Codes) -> int:
     """Return the code of a real number, as `QuantizeLinear` computes it."""
     scale, zero_point = array_of(codes.scale), array_of(codes.zero_point)
     if scale is None or zero_point is None:
-        raise StaysFloatError("the scale of its output is measured at run time")
+        raise DeclinedError("the scale of its output is measured at run time")
     info = np.iinfo(codes.dtype.numpy())
     with np.errstate(over="ignore"):
         ideal = np.rint(np.float32(bound) / scale.astype(np.float32)) + int(zero_point)
@@ -243,7 +243,7 @@ def _conv(model: ir.Model, node: ir.Node) -> None:
     x = _operand(model, node.inputs[0])
     w = _operand(model, node.inputs[1], per_tensor=False)
     if w.axis not in (None, 0):
-        raise StaysFloatError("its weight has scales along another axis than its output channels")
+        raise DeclinedError("its weight has scales along another axis than its output channels")
     if made_by(x.values, "DynamicQuantizeLinear") is not None:
         _conv_integer(model, node, x, w)
         return
@@ -257,7 +257,7 @@ def _conv(model: ir.Model, node: ir.Node) -> None:
 def _require(holds: bool, *operands: Codes) -> None:
     if not holds:
         names = " and ".join(operand.dtype.name.lower() for operand in operands)
-        raise StaysFloatError(f"there is no integer kernel for {names} with this output")
+        raise DeclinedError(f"there is no integer kernel for {names} with this output")
 
 
 def _integer_bias(model: ir.Model, node: ir.Node, x: Codes, w: Codes) -> ir.Value | None:
@@ -268,14 +268,14 @@ def _integer_bias(model: ir.Model, node: ir.Node, x: Codes, w: Codes) -> ir.Valu
     source = made_by(bias, "DequantizeLinear")
     codes, scale = (array_of(value) for value in source.inputs[:2]) if source is not None else (None, None)
     if source is None or codes is None or scale is None or x.factor is None or w.factor is None:
-        raise StaysFloatError("its bias is not in integers; set bias=TensorSpec(format='int32')")
+        raise DeclinedError("its bias is not in integers; set bias=TensorSpec(format='int32')")
     ratio = scale / (x.factor * w.factor)
     if source.inputs[0] is not None and codes.dtype == np.int32 and np.allclose(ratio, 1, rtol=1e-5, atol=0):
         return source.inputs[0]
     zero_point = array_of(source.inputs[2]) if len(source.inputs) > 2 else None
     ideal = (codes.astype(np.float64) - (0 if zero_point is None else zero_point.astype(np.float64))) * ratio
     if (ideal != np.rint(ideal)).any() or (np.abs(ideal) > np.iinfo(np.int32).max).any():
-        raise StaysFloatError("its bias has a finer scale than the product; set bias=TensorSpec(format='int32')")
+        raise DeclinedError("its bias has a finer scale than the product; set bias=TensorSpec(format='int32')")
     return add_array(model, f"{node.name}_bias_int32", ideal.astype(np.int32))
 
 
@@ -283,7 +283,7 @@ def _conv_integer(model: ir.Model, node: ir.Node, x: Codes, w: Codes) -> None:
     """`ConvInteger`, which takes one zero point for the weight, and the scales and the bias after it."""
     zero_point = array_of(w.zero_point)
     if zero_point is None or (zero_point != zero_point.reshape(-1)[:1]).any():
-        raise StaysFloatError("the zero points of its weight differ by channel")
+        raise DeclinedError("the zero points of its weight differ by channel")
     one = add_array(model, f"{node.name}_weight_zero_point", zero_point.reshape(-1)[0])
     rank = w.values.shape.rank() if w.values.shape is not None else 0
     scale = array_of(w.scale)
@@ -299,7 +299,7 @@ def _conv_integer(model: ir.Model, node: ir.Node, x: Codes, w: Codes) -> None:
         added = add_array(model, f"{node.name}_bias", bias.reshape(shape))
         steps.append(ir.node("Add", [steps[-1].outputs[0], added]))
     elif len(node.inputs) > 2 and node.inputs[2] is not None:
-        raise StaysFloatError("its bias is no constant")
+        raise DeclinedError("its bias is no constant")
     for step, dtype in zip(steps, (ir.DataType.INT32, *[ir.DataType.FLOAT] * 4), strict=False):
         step.outputs[0].dtype = dtype
     assert node.graph is not None
@@ -312,10 +312,10 @@ def _matmul(model: ir.Model, node: ir.Node) -> None:
     b = _operand(model, node.inputs[1], per_tensor=False)
     rank = b.values.shape.rank() if b.values.shape is not None else 0
     if b.axis is not None and (rank != 2 or b.axis % 2 != 1):
-        raise StaysFloatError("its weight has scales along another axis than its columns")
+        raise DeclinedError("its weight has scales along another axis than its columns")
     try:
         result = _result(model, node)
-    except StaysFloatError:
+    except DeclinedError:
         _require(a.dtype == ir.DataType.UINT8 or b.dtype == a.dtype, a, b)
         bias, last = added_vector(model, node, _columns(b))
         inputs: list[ir.Value | None] = [a.values, b.values, a.scale, b.scale, a.zero_point, b.zero_point]
@@ -338,16 +338,16 @@ def _gemm(model: ir.Model, node: ir.Node) -> None:
     b = _operand(model, node.inputs[1], per_tensor=False)
     turned = node.attributes.get_int("transB", 0)
     if b.axis is not None and b.axis % 2 != (0 if turned else 1):
-        raise StaysFloatError("its weight has scales along another axis than its output channels")
+        raise DeclinedError("its weight has scales along another axis than its output channels")
     if any(node.attributes.get_float(factor, 1.0) != 1 for factor in ("alpha", "beta")):
-        raise StaysFloatError("its Gemm scales the product or the bias")
+        raise DeclinedError("its Gemm scales the product or the bias")
     _require(a.dtype == ir.DataType.UINT8 or b.dtype == a.dtype, a, b)
     bias = _integer_bias(model, node, a, b)
     inputs = [*a, *b, bias]
     attributes = _attributes(node, "beta")
     try:
         result = _result(model, node)
-    except StaysFloatError:
+    except DeclinedError:
         put_node(node, _node(CONTRIB, "QGemm", node, inputs if bias is not None else inputs[:-1], attributes))
         return
     _require(a.dtype == result.codes.dtype, a, b)
@@ -376,7 +376,7 @@ def _unary(model: ir.Model, node: ir.Node) -> None:
 
 def _pool(model: ir.Model, node: ir.Node) -> None:
     if any(value != 1 for value in node.attributes.get_ints("dilations", [1])):
-        raise StaysFloatError("ONNX Runtime's integer AveragePool has no dilations")
+        raise DeclinedError("ONNX Runtime's integer AveragePool has no dilations")
     _unary(model, node)
 
 
@@ -393,10 +393,10 @@ def _move(model: ir.Model, node: ir.Node) -> None:
     x = _operand(model, node.inputs[0])
     quantizers = [use.node for use in node.outputs[0].uses()]
     if len(node.outputs) > 1 or node.outputs[0].is_graph_output() or not quantizers:
-        raise StaysFloatError("its output is not quantized")
+        raise DeclinedError("its output is not quantized")
     for quantizer in quantizers:
         if quantizer.op_type != "QuantizeLinear" or not _codes(model, quantizer, quantizer.outputs[0]).same_grid(x):
-            raise StaysFloatError("its output is not quantized on the grid of its input")
+            raise DeclinedError("its output is not quantized on the grid of its input")
     assert node.graph is not None
     moved = _node(node.domain, node.op_type, node, [x.values, *node.inputs[1:]], _attributes(node))
     moved.outputs[0].dtype, moved.outputs[0].shape = x.dtype, node.outputs[0].shape
@@ -408,7 +408,7 @@ def _move(model: ir.Model, node: ir.Node) -> None:
 def _replace_output(quantizer: ir.Node, value: ir.Value) -> None:
     output = quantizer.outputs[0]
     if output.is_graph_output():
-        raise StaysFloatError("its codes leave the graph")
+        raise DeclinedError("its codes leave the graph")
     value.name = output.name
     ir.convenience.replace_all_uses_with(output, value)
     assert quantizer.graph is not None
@@ -431,4 +431,4 @@ INTEGER_FORMS: dict[str, Callable[[ir.Model, ir.Node], None]] = {
     "Concat": _concat,
     **dict.fromkeys(_MOVERS, _move),
 }
-"""How each ONNX operator is put into integers; raises `StaysFloatError` where it cannot be."""
+"""How each ONNX operator is put into integers; raises `DeclinedError` where it cannot be."""

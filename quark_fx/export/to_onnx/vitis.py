@@ -14,8 +14,8 @@ import onnx_ir as ir
 
 from quark_fx.errors import ExportError
 from quark_fx.export.to_onnx.edit import add_array, add_initializer, array_of
-from quark_fx.export.to_onnx.float_weights import keep_floats
 from quark_fx.export.to_onnx.opset import first_with, raised
+from quark_fx.export.to_onnx.rules.float_weights import keep_floats
 from quark_fx.export.to_onnx.vitis_blocks import has_block_nodes, spell_out_block_nodes, use_block_nodes
 from quark_fx.export.to_onnx.vitis_codes import CODES, HALVES, settle_quantizers, spell_out_codes
 

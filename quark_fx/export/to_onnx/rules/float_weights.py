@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quark_fx.export.to_onnx.edit import add_array, array_of, constant_of, made_by, only_reader
+from quark_fx.export.to_onnx.rules.rule import onnx_rule
 
 _CONVOLUTIONS = ("Conv", "ConvTranspose")
 
@@ -25,21 +26,16 @@ MOVES = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "M
 _INT32_MAX = np.iinfo(np.int32).max
 
 
-def keep_floats(model: ir.Model) -> int:
-    """Spell operators with float weights, or biases that int32 does not hold, so that ONNX Runtime leaves them alone.
+@onnx_rule(*_CONVOLUTIONS, "Gemm", "MatMul", runtime="onnxruntime")
+def keep_floats(model: ir.Model, node: ir.Node) -> bool:
+    """Spell an operator with a float weight, or a bias that int32 does not hold, so that ONNX Runtime leaves it alone.
 
     A float bias beside a weight in integers is left to ONNX Runtime where int32 holds it: at the scale of the product
     its rounding is that of the sum.
     """
-    kept = 0
-    for node in list(model.graph):
-        if node.op_type in _CONVOLUTIONS:
-            kept += _is_at_risk(node) and _spread_scale(model, node)
-        elif node.op_type == "Gemm":
-            kept += _is_at_risk(node) and _bias_of_one_row(model, node)
-        elif node.op_type == "MatMul":
-            kept += _vector_of_one_row(model, node)
-    return kept
+    if node.op_type == "MatMul":
+        return _vector_of_one_row(model, node)
+    return _is_at_risk(node) and (_bias_of_one_row if node.op_type == "Gemm" else _spread_scale)(model, node)
 
 
 def _is_at_risk(node: ir.Node) -> bool:

@@ -1,0 +1,51 @@
+"""Rewrites of ONNX graphs, one a file, in the order they run. To add one for a file, see `quark_fx.export.onnx`."""
+
+from quark_fx.export.to_onnx.rules.average_pools import settle_average_pool
+from quark_fx.export.to_onnx.rules.cast_likes import fold_cast_like
+from quark_fx.export.to_onnx.rules.code_types import type_codes
+from quark_fx.export.to_onnx.rules.default_attributes import drop_default_attributes
+from quark_fx.export.to_onnx.rules.dynamic_codes import fuse_dynamic_quantization
+from quark_fx.export.to_onnx.rules.dynamic_gemms import split_dynamic_gemm
+from quark_fx.export.to_onnx.rules.float_weights import keep_floats
+from quark_fx.export.to_onnx.rules.initializer_casts import fold_initializer_cast
+from quark_fx.export.to_onnx.rules.integer_products import multiply_integers
+from quark_fx.export.to_onnx.rules.moved_pairs import repeat_moved_pair
+from quark_fx.export.to_onnx.rules.padding_before_pools import keep_padding_from_pool
+from quark_fx.export.to_onnx.rules.patterns import apply_rule
+from quark_fx.export.to_onnx.rules.products_before_activations import keep_product_from_activation
+from quark_fx.export.to_onnx.rules.row_scales import spell_out_row_scales
+from quark_fx.export.to_onnx.rules.rule import DeclinedError, OnnxRule, onnx_rule
+from quark_fx.export.to_onnx.rules.sums_before_norms import keep_sum_from_norm
+from quark_fx.export.to_onnx.rules.transposed_weights import transpose_weight
+from quark_fx.export.to_onnx.rules.zero_biases import drop_zero_bias
+from quark_fx.export.to_onnx.rules.zero_points import settle_zero_point
+
+TRANSLATED: tuple[OnnxRule, ...] = (
+    fold_initializer_cast,
+    fold_cast_like,
+    drop_zero_bias,
+    type_codes,
+    transpose_weight,
+    settle_zero_point,
+    split_dynamic_gemm,
+    fuse_dynamic_quantization,
+    multiply_integers,
+    spell_out_row_scales,
+    settle_average_pool,
+    repeat_moved_pair,
+    drop_default_attributes,
+)
+"""What runs on a translated graph, before it is put into a format."""
+
+FORMATTED: tuple[OnnxRule, ...] = (keep_sum_from_norm, keep_product_from_activation, keep_padding_from_pool)
+"""What runs on a graph in a format that ONNX Runtime has kernels for."""
+
+__all__ = [
+    "FORMATTED",
+    "TRANSLATED",
+    "DeclinedError",
+    "OnnxRule",
+    "apply_rule",
+    "keep_floats",
+    "onnx_rule",
+]

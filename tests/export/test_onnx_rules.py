@@ -1,0 +1,237 @@
+"""Every rule of ONNX files by itself: what it makes of its pattern, with equal outputs, and why it declines another."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+from quark_fx.config.target import OnnxFiles
+from quark_fx.export.to_onnx.formats import FORMATS, FormatOptions, write_in_format
+from quark_fx.export.to_onnx.rules import FORMATTED, TRANSLATED, OnnxRule, keep_floats
+
+RULES = {rule.name: rule for rule in (*TRANSLATED, *FORMATTED, keep_floats)}
+
+WEIGHT = "int8[4,3] w = {1, -2, 3, 4, 5, -6, 7, 8, -9, 10, 11, 12}"
+ROWS = "int8[3,4] w = {1, -2, 3, 4, 5, -6, 7, 8, -9, 10, 11, 12}"
+STATIC = "float xs = {0.02}, uint8 xz = {128}"
+MATRIX = "float[2,4] x"
+IMAGE = "float[1,2,5,5] x"
+CODES = "q = QuantizeLinear(x, xs, xz)  a = DequantizeLinear(q, xs, xz)"
+MEASURED = "q, xs, xz = DynamicQuantizeLinear(x)  a = DequantizeLinear(q, xs, xz)"
+
+
+def graph(text: str) -> ir.Model:
+    """Return a model of `input | constants | nodes`, with inferred types; `y` is its output."""
+    source, constants, nodes = text.split("|")
+    head = '<ir_version: 10, opset_import: ["": 21]>'
+    proto = onnx.parser.parse_model(f"{head} agraph ({source}) => (float[] y) <{constants}> {{ {nodes} }}")
+    return ir.from_proto(onnx.shape_inference.infer_shapes(proto))
+
+
+def described(model: ir.Model) -> list[str]:
+    """Return the nodes of a model with the number of their inputs and the names of their attributes."""
+    return [" ".join((f"{node.op_type}:{len(node.inputs)}", *sorted(node.attributes))) for node in model.graph]
+
+
+def run(model: ir.Model) -> Any:
+    """Return what ONNX Runtime makes of values that are not all codes, without fusing anything."""
+    shape = model.graph.inputs[0].shape
+    assert shape is not None
+    x = np.random.default_rng(0).normal(size=shape.numpy()).astype(np.float32)
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), options)
+    return session.run(["y"], {"x": x})[0]
+
+
+CASES = [
+    (
+        "fold_initializer_cast",
+        f"{MATRIX} | int32[3] z = {{1, 2, 3}}, {WEIGHT}, float[3] s = {{0.1, 0.2, 0.3}} |"
+        "zero = Cast<to=3>(z)  again = Cast<to=3>(z)  b = DequantizeLinear(w, s, zero)"
+        "c = DequantizeLinear(w, s, again)  sum = Add(b, c)  y = MatMul(x, sum)",
+        ["DequantizeLinear:3", "DequantizeLinear:3", "Add:2", "MatMul:2"],
+    ),
+    ("fold_cast_like", f"{MATRIX} | double b = {{0.25}} | c = CastLike(b, x)  y = Max(x, c)", ["Max:2"]),
+    (
+        "drop_zero_bias",
+        f"{IMAGE} | float[1,2,1,1] w = {{1, 2}}, float zero = {{0}}, int64[1] n = {{1}} |"
+        "b = Expand(zero, n)  y = Conv(x, w, b)",
+        ["Conv:2"],
+    ),
+    (
+        "transpose_weight",
+        f"{MATRIX} | {ROWS}, float[3] s = {{0.1, 0.2, 0.3}} |"
+        "d = DequantizeLinear<axis=0>(w, s)  t = Transpose<perm=[1, 0]>(d)  y = MatMul(x, t)",
+        ["DequantizeLinear:2 axis", "MatMul:2"],
+    ),
+    (
+        "settle_zero_point",
+        f"{MATRIX} | uint8[4,3] w = {{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}}, float[3] s = {{0.1, 0.2, 0.3}},"
+        "uint8[3] z = {0, 0, 0} | d = DequantizeLinear(w, s, z)  y = MatMul(x, d)",
+        ["DequantizeLinear:2", "MatMul:2"],
+    ),
+    (
+        "split_dynamic_gemm",
+        f"{MATRIX} | {ROWS}, float s = {{0.1}}, float[3] c = {{1, 2, 3}} |"
+        f"{MEASURED}  b = DequantizeLinear(w, s)  y = Gemm<transB=1>(a, b, c)",
+        ["DynamicQuantizeLinear:1", "DequantizeLinear:3", "DequantizeLinear:2", "MatMul:2", "Add:2"],
+    ),
+    (
+        "fuse_dynamic_quantization",
+        f"{MATRIX} | | unread, xs, xz = DynamicQuantizeLinear(x)  {CODES}  y = Relu(a)",
+        ["DynamicQuantizeLinear:1", "DequantizeLinear:3", "Relu:1"],
+    ),
+    (
+        "multiply_integers",
+        f"{MATRIX} | {WEIGHT}, float[3] s = {{0.1, 0.2, 0.3}} |"
+        f"{MEASURED}  b = DequantizeLinear<axis=1>(w, s)  y = MatMul(a, b)",
+        ["DynamicQuantizeLinear:1", "MatMulInteger:3", "Cast:1 to", "Mul:2", "Mul:2"],
+    ),
+    (
+        "spell_out_row_scales",
+        f"{MATRIX} | {STATIC}, {WEIGHT}, float[4] s = {{0.1, 0.2, 0.3, 0.4}} |"
+        f"{CODES}  b = DequantizeLinear<axis=0>(w, s)  y = MatMul(a, b)",
+        ["QuantizeLinear:3", "DequantizeLinear:3", "Cast:1 to", "Mul:2", "MatMul:2"],
+    ),
+    (
+        "settle_average_pool",
+        f"{IMAGE} | | p = AveragePool<ceil_mode=1, count_include_pad=1, kernel_shape=[2, 2], pads=[1, 1, 1, 1],"
+        "strides=[2, 2]>(x)  y = Relu(p)",
+        ["AveragePool:1 ceil_mode count_include_pad kernel_shape pads strides", "Max:1", "Relu:1"],
+    ),
+    (
+        "repeat_moved_pair",
+        f"{MATRIX} | float xs = {{0.02}}, int8 xz = {{3}} | {CODES}  t = Transpose(a)  u = Flatten(t)  y = Relu(u)",
+        [
+            *("QuantizeLinear:3", "DequantizeLinear:3", "Transpose:1", "QuantizeLinear:3", "DequantizeLinear:3"),
+            *("Flatten:1", "QuantizeLinear:3", "DequantizeLinear:3", "Relu:1"),
+        ],
+    ),
+    (
+        "drop_default_attributes",
+        f"{MATRIX} | {STATIC} | q = QuantizeLinear<axis=0, saturate=1>(x, xs, xz)"
+        "y = DequantizeLinear<block_size=0>(q, xs, xz)",
+        ["QuantizeLinear:3", "DequantizeLinear:3"],
+    ),
+    (
+        "keep_sum_from_norm",
+        f"{MATRIX} | float[4] one = {{1, 1, 1, 1}} | s = Add(x, one)  y = LayerNormalization(s, one)",
+        ["Sum:2", "LayerNormalization:2"],
+    ),
+    (
+        "keep_product_from_activation",
+        f"{MATRIX} | {STATIC}, {WEIGHT}, float s = {{0.1}} |"
+        f"{CODES}  b = DequantizeLinear(w, s)  p = Gemm(a, b)  y = Sigmoid(p)",
+        ["QuantizeLinear:3", "DequantizeLinear:3", "DequantizeLinear:2", "Gemm:2", "Max:1", "Sigmoid:1"],
+    ),
+    (
+        "keep_padding_from_pool",
+        f"{IMAGE} | int64[8] pads = {{0, 0, 1, 1, 0, 0, 1, 1}} |p = Pad(x, pads)  y = MaxPool<kernel_shape=[2, 2]>(p)",
+        ["Pad:2", "Max:1", "MaxPool:1 kernel_shape"],
+    ),
+    (
+        "keep_floats",
+        f"{IMAGE} | {STATIC}, float[1,2,1,1] w = {{1, 2}} | {CODES}  y = Conv(a, w)",
+        ["QuantizeLinear:3", "DequantizeLinear:3 axis", "Conv:2"],
+    ),
+]
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {name for name, *_ in CASES} | {"type_codes"} == set(RULES)
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), CASES, ids=[case[0] for case in CASES])
+def test_a_rule_rewrites_its_pattern_to_what_computes_the_same(name: str, text: str, expected: list[str]) -> None:
+    model = graph(text)
+    before = run(model)
+    assert described(model) != expected
+    assert RULES[name](model) == ()
+    assert described(model) == expected
+    np.testing.assert_allclose(run(model), before, rtol=1e-6, atol=1e-6)
+    read = {value for node in model.graph for value in node.inputs}
+    assert all(value in read for value in model.graph.initializers.values())
+    assert RULES[name](model) == ()
+    assert described(model) == expected, "a rule leaves what it made"
+
+
+def test_codes_get_the_type_of_their_zero_point() -> None:
+    model = graph(
+        f"{MATRIX} | float s = {{0.5}}, int4 z = {{0}} | q = QuantizeLinear(x, s, z)  y = DequantizeLinear(q, s)"
+    )
+    codes = model.graph[0].outputs[0]
+    codes.dtype = ir.DataType.INT8  # as torch's exporter has it
+    RULES["type_codes"](model)
+    assert codes.dtype == ir.DataType.INT4
+
+
+DECLINED = [
+    (
+        "fold_initializer_cast",
+        f"{MATRIX} | float16[4] h = {{1, 2, 3, 4}} | f = Cast<to=1>(h)  y = Add(x, f)",
+        "a float16 weight would become a float32 one",
+    ),
+    (
+        "transpose_weight",
+        f"{MATRIX} | {ROWS}, float s = {{0.1}} |"
+        "d = DequantizeLinear(w, s)  t = Transpose<perm=[1, 0]>(d)  p = MatMul(x, t)  y = MatMul(p, d)",
+        "something else reads the weight as it is",
+    ),
+    (
+        "split_dynamic_gemm",
+        f"{MATRIX} | {WEIGHT}, float s = {{0.1}} |{MEASURED}  b = DequantizeLinear(w, s)  y = Gemm<alpha=2.0>(a, b)",
+        "it transposes its activation, or multiplies the product or the bias by a number",
+    ),
+    (
+        "multiply_integers",
+        f"{MATRIX} | {WEIGHT}, float[4] s = {{0.1, 0.2, 0.3, 0.4}} |"
+        f"{MEASURED}  b = DequantizeLinear<axis=0>(w, s)  y = MatMul(a, b)",
+        "its weight has scales along the axis that is summed over",
+    ),
+    (
+        "settle_average_pool",
+        f"{IMAGE} | | y = AveragePool<ceil_mode=1, count_include_pad=1, kernel_shape=[2, 2], pads=[1, 1, 1, 1]>(x)",
+        "nothing reads the averages, so that they are not fused with a quantizer",
+    ),
+    (
+        "keep_sum_from_norm",
+        f"{MATRIX} | float[4] one = {{1, 1, 1, 1}} | s = Add(x, one)  n = LayerNormalization(s, one)  y = Add(s, n)",
+        "something else reads the sum",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "reason"), DECLINED, ids=[case[0] for case in DECLINED])
+def test_a_rule_that_declines_says_why_and_changes_nothing(
+    name: str, text: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = graph(text)
+    before = ir.to_proto(model).SerializeToString()
+    with caplog.at_level(logging.DEBUG):
+        (left,) = RULES[name](model)
+    assert (left.reason, left.rule) == (reason, name)
+    assert f"{name} declines {left.name} ({left.operator}): {reason}" in caplog.messages
+    assert ir.to_proto(model).SerializeToString() == before
+
+
+@pytest.mark.parametrize(("runtime", "kind"), [("onnxruntime", "Sum"), ("", "Add"), ("another", "Add")])
+def test_mistakes_of_a_runtime_are_worked_around_for_that_runtime_alone(runtime: str, kind: str) -> None:
+    model = graph(f"{MATRIX} | float[4] one = {{1, 1, 1, 1}} | s = Add(x, one)  y = LayerNormalization(s, one)")
+    write_in_format(model, FORMATS["qdq"], FormatOptions(), OnnxFiles(runtime=runtime))
+    assert [node.op_type for node in model.graph] == [kind, "LayerNormalization"]
+
+
+def test_what_all_targets_need_works_around_nothing() -> None:
+    general = [rule for rule in RULES.values() if not rule.runtime]
+    assert isinstance(general[0], OnnxRule)
+    assert {rule.name for rule in RULES.values()} - {rule.name for rule in general} == {
+        *("spell_out_row_scales", "settle_average_pool", "repeat_moved_pair", "keep_sum_from_norm"),
+        *("keep_product_from_activation", "keep_padding_from_pool", "keep_floats"),
+    }
