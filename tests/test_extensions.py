@@ -15,6 +15,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from extensions.clip_activations import ClipActivations
+from extensions.deviation_scales import DeviationScales
 from extensions.fold_constant_scales import fold_constant_scales
 from extensions.quick_gelu import fuse_quick_gelu
 from extensions.refit_scales import RefitScales
@@ -39,6 +40,8 @@ from quark_fx.passes import GPTQ
 from quark_fx.presets import INT8_STATIC, INT8_WEIGHT_ONLY, XINT8
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
+from quark_fx.solvers.sample_trial import SampledSite, SampleTrial
+from quark_fx.solvers.scaling import ScalingSolver, scaling_solver
 from quark_fx.solvers.solver import Activation, Bias, Input, InputHessian, OutputError, Proposal, Solver, solver
 
 EXTENSIONS = sorted((Path(__file__).parent / "extensions").glob("[!_]*.py"))
@@ -409,6 +412,75 @@ def test_a_float_pass_that_breaks_its_promise_is_named(monkeypatch: pytest.Monke
     monkeypatch.setattr(extensions.fold_constant_scales, "_factor", wrong)
     with pytest.raises(PassError, match="pass fold_constant_scales promises to keep the function, but output 0 moved"):
         qfx.run_passes(gm, [fold_constant_scales], verify_inputs=(x,))
+
+
+# A scaling solver: deviation_scales.
+
+
+def uneven() -> nn.Module:
+    """A norm and a linear whose weights make up for the norm's."""
+    model = seeded(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 16), nn.GELU(), nn.Linear(16, 4)))
+    with torch.no_grad():
+        sizes = torch.logspace(-1, 1, 32)
+        model[0].weight.mul_(sizes)  # type: ignore[operator]
+        model[1].weight.div_(sizes)  # type: ignore[operator]
+    return model
+
+
+ROWS = [rand(16, 32, seed=i) for i in range(8)]
+SCALED = INT8_STATIC.replace(passes=(*INT8_STATIC.passes, DeviationScales(powers=(0.0, 0.5))))
+
+
+def test_a_scaling_solver_lowers_the_error_on_unseen_data() -> None:
+    model, unseen = uneven(), [rand(256, 32, seed=9)]
+    plain, scaled = (quantize(model, config, ROWS) for config in (INT8_STATIC, SCALED))
+    assert relative_error(scaled, model, unseen) < 0.5 * relative_error(plain, model, unseen)
+    row, record = scaled.report().passes[-1].changes[-1], scaled.report().passes[-1]
+    assert (row.name, row.what, row.changed) == ("1", "power 0.5", True)
+    assert row.before is not None
+    assert row.after is not None
+    assert row.after < 0.5 * row.before
+    assert record.rewrites == 1
+    assert record.held_out
+    assert record.remark == "explicit=True could multiply for 1 more"
+
+
+def test_a_scaling_solver_is_found_by_name_and_its_needs_are_predicted() -> None:
+    assert qfx.QuantConfig.from_dict(SCALED.to_dict()) == SCALED
+    found = qfx.predict(uneven(), SCALED, ROWS)
+    (need,) = [need for name, _, need in found.stages if name == "DeviationScales"]
+    assert need.moments[0].working > 4 * 32 * 16 * 8  # half of what both layers read is remembered at the least
+    assert not found.unknown
+
+
+@scaling_solver
+@dataclass(frozen=True, kw_only=True)
+class SpoilScales(ScalingSolver):
+    """Make one channel a thousand times as large as the others."""
+
+    trial: ClassVar = SampleTrial
+
+    @property
+    def grid(self) -> dict[str, tuple[float, ...]]:
+        return {"size": (1000.0,)}
+
+    def scale(self, seen: SampledSite, values: tuple[float, ...]) -> Tensor:
+        scale = torch.ones_like(seen.largest)
+        scale[0] = values[0]
+        return scale
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_scale_that_is_worse_is_dropped(count: int) -> None:
+    model, data = uneven(), [rand(1, 32, seed=i) for i in range(count)]
+    config = INT8_STATIC.replace(passes=(*INT8_STATIC.passes, SpoilScales()))
+    plain, spoiled = (quantize(model, c, data) for c in (INT8_STATIC, config))
+    tensors, others = (q.graph_module.state_dict() for q in (plain, spoiled))
+    assert all(torch.equal(tensors[name], others[name]) for name in tensors)
+    data_of = {1: "the calibration data", 2: "validation data"}[count]
+    (change,) = [change for change in spoiled.report().passes[-1].changes if change.before is not None]
+    assert change.what == f"left: no better on {data_of}"
+    assert change.after == change.before
 
 
 # A target: tensorrt_like.

@@ -273,11 +273,6 @@ class Checkpoint:
                 f"remove {rest}, which loses them, or choose another directory"
             )
 
-    def last(self, walk: int) -> int:
-        """Return the last block of a walk that is finished, -1 for none."""
-        blocks = (file.stem.rpartition("-")[2] for file in self.directory.glob(f"pass-{walk}-block-*.safetensors"))
-        return max(map(int, blocks), default=-1)
-
     def load(self, walk: int, block: int) -> tuple[dict[str, Tensor], list[Change]] | None:
         """Return what a finished block learned and noted, `None` if it is not finished."""
         file = self._file(walk, block)

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from quark_fx.config.selection import NOT_SELECTED, Selective
+from quark_fx.config.selection import Selective
 from quark_fx.engine.context import Context
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import parameter, target_name
 from quark_fx.graph.pass_manager import Change, graph_pass
 from quark_fx.plan.placement import names_of
+from quark_fx.rescale.components import largest_per_component, per_element
+from quark_fx.rescale.planned_sites import selected_sites, site_name
 from quark_fx.rescale.scale_sites import ScaleSite, apply_scale, find_scale_sites
 from quark_fx.system.options import Interval, PositiveInt
 
@@ -48,15 +50,15 @@ class CrossLayerEqualization(Selective):
     def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
         """Equalize `gm`, note what became of each operator, and return the number of sites that were rescaled."""
         analysis = find_scale_sites(gm)
-        refusals = {site: self._refusal(site) for site in analysis.sites}
-        sites = [site for site, reason in refusals.items() if not reason]
+        readers = [found.reader for site in analysis.sites for found in site.inputs]
+        names = {node: names_of(node) for node in (*analysis.reasons, *readers)}
         note = context.note if context is not None else lambda change: None
-        for node, reason in analysis.reasons.items():
-            found = names_of(node)
-            note(Change(found.name, f"left: {reason}" if self.selects(found) else NOT_SELECTED, changed=False))
-        for site, reason in refusals.items():
-            if reason:
-                note(Change(_names(site), reason, changed=False))
+        sites = []
+        for site in selected_sites(analysis, names, self, note):
+            if reason := self._refusal(site):
+                note(Change(site_name(site, names), f"left: {reason}", changed=False))
+            else:
+                sites.append(site)
         weights = _weights(gm, sites)
         scales = [torch.ones(site.channels, device=_device(gm, site), dtype=torch.float32) for site in sites]
         for _ in range(self.rounds):
@@ -70,24 +72,18 @@ class CrossLayerEqualization(Selective):
                 apply_scale(gm, site, scale)
                 rescaled += 1
             what = f"scaled by {float(scale.min()):.2g} to {float(scale.max()):.2g}" if moved else "left: it is even"
-            note(Change(_names(site), what, moved))
+            note(Change(site_name(site, names), what, moved))
         return rescaled
 
     def _refusal(self, site: ScaleSite) -> str:
         """Return why a site is left out, empty if it takes part."""
-        if not all(self.selects(names_of(found.reader)) for found in site.inputs):
-            return NOT_SELECTED
         for absorber in (*site.producers, *site.consumers):
             node = absorber.node
             if Linear.of(node) is None:
-                return f"left: {target_name(node)} (%{node.name}) takes part, whose constants have no range to even out"
+                return f"{target_name(node)} (%{node.name}) takes part, whose constants have no range to even out"
         if site.bounds and self.keep_scalar_bounds:
-            return f"left: the bounds of %{site.bounds[0][0].name} stay scalar (keep_scalar_bounds)"
+            return f"the bounds of %{site.bounds[0][0].name} stay scalar (keep_scalar_bounds)"
         return ""
-
-
-def _names(site: ScaleSite) -> str:
-    return ", ".join(names_of(found.reader).name for found in site.inputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,13 +114,9 @@ class _Weight:
         """Return the largest magnitude per component of a role's site, under the scales so far."""
         now = self.magnitude
         for other in self.roles:
-            factor = torch.where(other.labels >= 0, scales[other.index][other.labels.clamp(min=0)], 1)
+            factor = per_element(other.labels, scales[other.index])
             now = now / factor if other.divides else now * factor
-        alike = [d for d, size in enumerate(role.labels.shape) if size == 1]
-        per_label = now.amax(alike, keepdim=True) if alike else now
-        taken = role.labels >= 0
-        found = torch.zeros_like(scales[role.index])
-        return found.scatter_reduce(0, role.labels[taken], per_label[taken], "amax")
+        return largest_per_component(role.labels, now, len(scales[role.index]))
 
 
 def _weights(gm: GraphModule, sites: Sequence[ScaleSite]) -> list[list[tuple[_Weight, _Role]]]:

@@ -1,28 +1,81 @@
-"""Scale sites of a float graph together with how the operators that read them will be quantized."""
+"""Scale sites of a float graph that a pass may scale, together with how the operators at them will be quantized."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from quark_fx.config.selection import NOT_SELECTED, Selective
+from quark_fx.config.selection import NOT_SELECTED, Named, Selective
 from quark_fx.engine.context import Context
+from quark_fx.graph.nodes import parameter
 from quark_fx.graph.pass_manager import Change
 from quark_fx.plan.placement import PlannedOperator, plan_quantization, require_finite_weights
-from quark_fx.rescale.scale_sites import ScaleSite, SiteAnalysis, find_scale_sites
+from quark_fx.rescale.scale_sites import ScaledInput, ScaleSite, SiteAnalysis, find_scale_sites
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedWeight:
+    """A weight that takes part in a site.
+
+    Attributes:
+        operator: how it will be quantized; it has codes.
+        labels: the scale's component per element, as in `Absorber`.
+    """
+
+    operator: PlannedOperator
+    labels: Tensor
+
+    def value(self, gm: GraphModule) -> Tensor:
+        """Return the weight as it is now."""
+        assert self.operator.weight_node is not None
+        return parameter(gm, self.operator.weight_node).detach()
+
+
+@dataclass(frozen=True, eq=False)
+class Reader(PlannedWeight):
+    """An operator that reads a site; `scaled` is what it reads."""
+
+    scaled: ScaledInput
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedSite:
+    """A site whose operators will be quantized.
+
+    Attributes:
+        site: what takes part.
+        name: the modules that read it.
+        readers: operators whose weights are multiplied by the scale.
+        producers: weights with codes that are divided by it.
+    """
+
+    site: ScaleSite
+    name: str
+    readers: tuple[Reader, ...]
+    producers: tuple[PlannedWeight, ...]
 
 
 def planned_sites(
-    gm: GraphModule, context: Context, chooser: Selective, *, explicit: bool
-) -> tuple[dict[Node, PlannedOperator], SiteAnalysis]:
-    """Return the operators as they are planned, by node, and the sites to scale; note why an operator has none.
+    gm: GraphModule,
+    context: Context,
+    chooser: Selective,
+    *,
+    explicit: bool,
+    reads: Callable[[PlannedOperator], bool],
+    unread: str,
+) -> list[PlannedSite]:
+    """Return the sites to scale; note why an operator has none, and what `explicit` could do besides.
 
     Args:
         gm: the float graph; passes may change it before the final plan is made.
         context: of the run.
         chooser: the pass, which may be limited to some operators.
         explicit: see `find_scale_sites`.
+        reads: whether the pass can judge what scaling is worth for an operator.
+        unread: why sites with other readers are left.
 
     Raises:
         CalibrationError: if a weight is not finite.
@@ -30,19 +83,61 @@ def planned_sites(
     planned = {op.node: op for op in plan_quantization(gm, context.config, quiet=True).operators}
     require_finite_weights(gm, planned.values())
     analysis = find_scale_sites(gm, explicit=explicit)
+    more = sum(node in planned and reads(planned[node]) for node in analysis.divisible)
+    context.remark = f"explicit=True could multiply for {more} more" if more else ""
+    sites = []
+    for site in selected_sites(analysis, planned, chooser, context.note):
+        readers = tuple(_readers(site, planned))
+        name = site_name(site, planned)
+        if len(readers) == len(site.inputs) and all(reads(reader.operator) for reader in readers):
+            sites.append(PlannedSite(site, name, readers, tuple(_producers(site, planned))))
+        else:
+            context.note(Change(name, f"left: {unread}", changed=False))
+    return sites
+
+
+def selected_sites(
+    analysis: SiteAnalysis, operators: Mapping[Node, Named], chooser: Selective, note: Callable[[Change], None]
+) -> list[ScaleSite]:
+    """Return the sites whose readers a pass may change; note the others, and operators that have none.
+
+    Args:
+        analysis: of a graph.
+        operators: what patterns call its operators by; others are not noted.
+        chooser: the pass.
+        note: takes each row of the report.
+    """
     for node, reason in analysis.reasons.items():
-        if node in planned:
-            what = f"left: {reason}" if chooser.selects(planned[node]) else NOT_SELECTED
-            context.note(Change(planned[node].name, what, changed=False))
-
-    def chosen(site: ScaleSite) -> bool:
-        readers = [planned[scaled.reader] for scaled in site.inputs if scaled.reader in planned]
-        if all(map(chooser.selects, readers)):
-            return True
-        context.note(Change(", ".join(reader.name for reader in readers), NOT_SELECTED, changed=False))
-        return False
-
-    return planned, replace(analysis, sites=tuple(filter(chosen, analysis.sites)))
+        if node in operators:
+            what = f"left: {reason}" if chooser.selects(operators[node]) else NOT_SELECTED
+            note(Change(operators[node].name, what, changed=False))
+    chosen = []
+    for site in analysis.sites:
+        if all(chooser.selects(operators[found.reader]) for found in site.inputs if found.reader in operators):
+            chosen.append(site)
+        else:
+            note(Change(site_name(site, operators), NOT_SELECTED, changed=False))
+    return chosen
 
 
-__all__ = ["planned_sites"]
+def site_name(site: ScaleSite, operators: Mapping[Node, Named]) -> str:
+    """Return the modules that read a site, for the report."""
+    return ", ".join(operators[found.reader].name for found in site.inputs if found.reader in operators)
+
+
+def _readers(site: ScaleSite, planned: Mapping[Node, PlannedOperator]) -> Iterator[Reader]:
+    labels = {absorber.parameter: absorber.labels for absorber in site.consumers}
+    for scaled in site.inputs:
+        op = planned.get(scaled.reader)
+        if op is not None and op.weight is not None and op.weight_node in labels:
+            yield Reader(op, labels[op.weight_node], scaled)
+
+
+def _producers(site: ScaleSite, planned: Mapping[Node, PlannedOperator]) -> Iterator[PlannedWeight]:
+    for absorber in site.producers:
+        op = planned.get(absorber.node)
+        if op is not None and op.weight is not None and op.weight_node is absorber.parameter:
+            yield PlannedWeight(op, absorber.labels)
+
+
+__all__ = ["PlannedSite", "PlannedWeight", "Reader", "planned_sites", "selected_sites", "site_name"]

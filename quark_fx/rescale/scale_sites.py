@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import call, describe, fake_mode, get_attr, is_parameter, parameter, set_parameter, value_of
 from quark_fx.graph.operators import operator_row, set_argument
+from quark_fx.rescale.components import per_element
 from quark_fx.rescale.scale_rules import given_bounds, visit, weight_sharer
 from quark_fx.rescale.scale_walk import Components, Walk
 
@@ -314,17 +315,16 @@ def _rescale(gm: GraphModule, node: Node, labels: Tensor, factor: Tensor) -> Non
 
 def _scaled(value: Tensor, labels: Tensor, factor: Tensor) -> Tensor:
     wide = torch.promote_types(value.dtype, torch.promote_types(factor.dtype, torch.float32))
-    labels, factor = labels.to(value.device), factor.to(value.device)
-    per_element = torch.where(labels >= 0, factor[labels.clamp(min=0)], 1).to(wide)
-    shape = torch.broadcast_shapes(value.shape, per_element.shape)
-    value, per_element = value.detach().expand(shape), per_element.expand(shape)
+    factors = per_element(labels, factor.to(value.device)).to(wide)
+    shape = torch.broadcast_shapes(value.shape, factors.shape)
+    value, factors = value.detach().expand(shape), factors.expand(shape)
     result = torch.empty(shape, dtype=value.dtype, device=value.device)
     if not shape:
-        return result.copy_(value.to(wide) * per_element)
+        return result.copy_(value.to(wide) * factors)
     rows = max(1, _AT_ONCE * shape[0] // max(1, result.numel()))
     for first in range(0, shape[0], rows):  # a copy of a large weight in float32 would be larger still
         some = slice(first, first + rows)
-        result[some] = value[some].to(wide) * per_element[some]
+        result[some] = value[some].to(wide) * factors[some]
     return result
 
 

@@ -24,6 +24,7 @@ import pytest
 import torch
 from devices import on_devices
 from extensions.clip_activations import ClipActivations
+from extensions.deviation_scales import DeviationScales
 from extensions.refit_scales import RefitScales
 from safetensors.torch import save_file
 from tiny import Residual, cnn, images, mlp, quantize, rand, seeded, tokens
@@ -32,7 +33,7 @@ from torch.fx import GraphModule
 from tqdm.auto import tqdm
 
 import quark_fx as qfx
-from quark_fx.config.quant_config import QuantConfig, TensorSpec
+from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
 from quark_fx.engine.block_walk import walk_blocks
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Context
@@ -40,11 +41,15 @@ from quark_fx.engine.quantized_weights import quantized_weights
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.graph.nodes import stored_tensors
 from quark_fx.graph.pass_manager import Change, PassRecord, Promise, Stage
-from quark_fx.numbers.formats import UINT4
+from quark_fx.numbers.formats import INT4, UINT4
+from quark_fx.passes import AWQ, SmoothQuant
 from quark_fx.passes.adaquant import AdaQuant
 from quark_fx.passes.adaround import AdaRound
 from quark_fx.passes.bias_correction import BiasCorrection
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC
+from quark_fx.solvers.hessian_trial import HessianTrial
+from quark_fx.solvers.sample_trial import SampleTrial
+from quark_fx.solvers.scaling import Trial
 
 
 def chain() -> nn.Sequential:
@@ -68,6 +73,26 @@ class Branches(nn.Module):
 def learning(*passes: Any) -> QuantConfig:
     return INT8_STATIC.replace(passes=(*INT8_STATIC.passes, *passes))
 
+
+def uneven() -> nn.Module:
+    """Three places where channels can be scaled: the first are even already, for the last a factor is inserted."""
+    layers = [nn.LayerNorm(16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4)]
+    model: Any = seeded(nn.Sequential(*layers))
+    with torch.no_grad():
+        model[1].weight.copy_(model[1].weight.sign())
+        for before, after in ((model[1], model[3]), (model[3], model[5])):
+            before.weight.mul_(torch.logspace(-1, 1, 32)[:, None])
+            before.bias.mul_(torch.logspace(-1, 1, 32))
+            after.weight.mul_(torch.logspace(1, -1, 32))
+    return model  # type: ignore[no-any-return]
+
+
+def scaling(config: QuantConfig, solver: Any) -> tuple[nn.Module, QuantConfig, list[Any]]:
+    data = [rand(32, 16, seed=i) for i in range(4)]
+    return uneven(), config.replace(passes=(*config.passes, solver), exclude=()), data
+
+
+IN_GROUPS = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=16)
 
 Run = Callable[[], tuple[nn.Module, QuantConfig, list[Any]]]
 
@@ -97,6 +122,9 @@ RUNS: dict[str, Run] = {
         INT8_STATIC.replace(input=TensorSpec(format=UINT4), passes=(*INT8_STATIC.passes, ClipActivations())),
         [rand(32, 8, seed=i) for i in range(3)],
     ),
+    "awq": lambda: scaling(INT4_WEIGHT_ONLY.replace(weight=IN_GROUPS), AWQ(explicit=True)),
+    "smooth": lambda: scaling(INT8_STATIC, SmoothQuant(explicit=True)),
+    "deviations": lambda: scaling(INT8_STATIC, DeviationScales()),
     "refitted scales": lambda: (mlp(), INT4_WEIGHT_ONLY.replace(exclude=(), passes=(RefitScales(),)), tokens(4, 4)),
 }
 
@@ -164,6 +192,30 @@ def test_a_run_continues_from_every_block(name: str, device: torch.device, tmp_p
         directory = interrupted(complete, tmp_path / str(done), done)
         assert_same(run(name, directory, device), expected)
         assert [path.name for path in finished(directory)] == [path.name for path in finished(complete)]
+
+
+def measured_by_scalings(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return at how many sites a run measures."""
+    trial: type[Trial] = HessianTrial if name == "awq" else SampleTrial
+    counted, measured = list[int](), trial.measured
+
+    def counting(gm: GraphModule, sites: Any, *rest: Any) -> Any:
+        counted.append(len(sites))
+        return measured(gm, sites, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trial, "measured", counting)
+        run(name, directory)
+    return sum(counted)
+
+
+@pytest.mark.parametrize("name", ["awq", "smooth", "deviations"])
+def test_what_was_settled_is_not_measured_again(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sites = measured_by_scalings(name, tmp_path / "complete", monkeypatch)
+    assert len(finished(tmp_path / "complete")) == sites
+    directory = interrupted(tmp_path / "complete", tmp_path / "interrupted", 1)
+    assert measured_by_scalings(name, directory, monkeypatch) == sites - 1
+    assert measured_by_scalings(name, directory, monkeypatch) == 0
 
 
 def test_learned_scales_are_among_what_is_compared() -> None:

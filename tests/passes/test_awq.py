@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny import divided, rand, seeded
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.nn import functional as F
 
 import quark_fx as qfx
@@ -18,9 +19,11 @@ from quark_fx.engine.block_walk import FloatRun
 from quark_fx.graph.pass_manager import Change
 from quark_fx.numbers.formats import INT4
 from quark_fx.numbers.qparams import Symmetry
-from quark_fx.passes import awq
+from quark_fx.passes import AWQ
 from quark_fx.plan.weights import quantize_tensor
 from quark_fx.presets import INT4_WEIGHT_ONLY
+from quark_fx.solvers import hessian_trial
+from quark_fx.solvers.hessian_trial import MeasuredSite
 
 GROUPS = INT4_WEIGHT_ONLY.replace(
     weight=INT4_WEIGHT_ONLY.weight and INT4_WEIGHT_ONLY.weight.replace(group_size=16), exclude=("up",)
@@ -51,7 +54,7 @@ DATA = [rand(32, 16, seed=seed) for seed in range(1, 9)]
 
 def found(model: nn.Module, **changes: Any) -> Change:
     """Return what AWQ notes of `down`."""
-    config = GROUPS.replace(passes=(*GROUPS.passes, awq.AWQ()))
+    config = GROUPS.replace(passes=(*GROUPS.passes, AWQ()))
     if changes:
         assert config.weight is not None
         config = config.replace(weight=config.weight.replace(**changes))
@@ -63,8 +66,8 @@ def found(model: nn.Module, **changes: Any) -> Change:
 def exponents(change: Change) -> tuple[float, float]:
     if not change.changed:
         return 0.0, 0.0
-    r, q = map(float, change.what.removeprefix("exponents ").split(", "))
-    return r, q
+    r, q = change.what.split(", ")
+    return float(r.removeprefix("r ")), float(q.removeprefix("q "))
 
 
 def by_hand(model: Chain) -> dict[tuple[float, float], tuple[float, float]]:
@@ -96,25 +99,6 @@ def test_the_exponents_are_those_that_change_the_outputs_least() -> None:
     assert errors[best][0] <= 1.02 * min(learned for learned, _ in errors.values())
 
 
-@pytest.mark.parametrize("slope", [0.0, 0.9], ids=["bowl", "valley"])
-@pytest.mark.parametrize("best", [(7, 13), (0, 0), (20, 1), (4, 0), (11, 14), (20, 20)])
-def test_the_search_ends_where_the_error_is_least(best: tuple[int, int], slope: float) -> None:
-    asked = set()
-
-    def error(exponents: tuple[int, int]) -> float:
-        asked.add(exponents)
-        r, q = (one - other for one, other in zip(exponents, best, strict=True))
-        return r * r + q * q + 2 * slope * r * q  # less of one may be more of the other
-
-    assert awq.AWQ()._best(error) == best
-    assert len(asked) <= 1.5 * awq._TRIES
-
-
-@pytest.mark.parametrize("steps", [2, 4, 17, 32])
-def test_the_ends_of_any_grid_are_tried(steps: int) -> None:
-    assert awq.AWQ(steps=steps)._best(lambda exponents: -float(sum(exponents))) == (steps, steps)
-
-
 class Convolutions(nn.Module):
     """A convolution of two groups that reads channels whose magnitudes differ."""
 
@@ -132,7 +116,7 @@ def test_the_groups_of_a_convolution_have_channels_of_their_own() -> None:
     with torch.no_grad():
         model.up.weight *= torch.linspace(0.1, 4, 16)[:, None, None, None]
     spec = TensorSpec(format=INT4, granularity=Granularity.CHANNEL)
-    config = qfx.QuantConfig(weight=spec, passes=(awq.AWQ(),), exclude=("up",), target=Target.TORCH)
+    config = qfx.QuantConfig(weight=spec, passes=(AWQ(),), exclude=("up",), target=Target.TORCH)
     changes = qfx.quantize(model, config, data, progress=False).report().passes[-1].changes
     (change,) = [c for c in changes if c.changed]
     r, q = exponents(change)
@@ -161,20 +145,21 @@ class Readers(nn.Module):
         return self.a(y), self.b(y)
 
 
-def channels_of(model: nn.Module, config: qfx.QuantConfig, data: list[Tensor]) -> awq._Channels:
-    """Return what the scales of the only site are made of."""
+def seen_at(model: nn.Module, config: qfx.QuantConfig, data: list[Tensor]) -> MeasuredSite:
+    """Return what AWQ sees of the only site."""
     found = []
-    make = awq._Channels.of
+    scale = AWQ.scale
 
-    def noted(*args: Any) -> awq._Channels:
-        found.append(make(*args))
-        return found[-1]
+    def noted(self: AWQ, seen: MeasuredSite, values: tuple[float, ...]) -> Tensor:
+        found.append(seen)
+        assert seen.mean_weight is not None
+        return scale(self, seen, values)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(awq._Channels, "of", noted)
+        patch.setattr(AWQ, "scale", noted)
         qfx.quantize(model, config, data, progress=False)
-    (channels,) = found
-    return channels
+    (seen,) = set(found)
+    return seen
 
 
 def test_all_readers_count_by_their_outputs_and_what_is_never_there_hardly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,17 +168,20 @@ def test_all_readers_count_by_their_outputs_and_what_is_never_there_hardly(monke
         model.norm.weight.mul_(torch.linspace(0.2, 4, 64))
         model.norm.weight[3] = model.norm.bias[3] = 0.0
         model.a.weight[:, 5] = model.b.weight[:, 5] = 0.0
-    monkeypatch.setattr(awq, "_AT_ONCE", 500)
+    monkeypatch.setattr(hessian_trial, "_AT_ONCE", 500)
     weight = GROUPS.weight
     assert weight is not None
     signed = weight.replace(symmetry=Symmetry.SIGN_AWARE)
-    channels = channels_of(model, GROUPS.replace(weight=signed, passes=(awq.AWQ(),), exclude=()), data)
+    seen = seen_at(model, GROUPS.replace(weight=signed, passes=(AWQ(),), exclude=()), data)
     squares = model.norm(divided(data)[0]).detach().square().mean(0)
     both = torch.cat((model.a.weight, model.b.weight)).detach().unflatten(1, (-1, 16)).abs()
     ratios = (both / both.amax(2, keepdim=True)).flatten(1).mean(0)
-    torch.testing.assert_close(channels.activation, (squares / squares.max()).sqrt().clamp_min(1e-4))
-    torch.testing.assert_close(channels.weight, (ratios / ratios.max()).clamp_min(1e-4))
-    assert float(channels.activation[3]) == float(channels.weight[5]) == pytest.approx(1e-4)
+    torch.testing.assert_close(seen.root_mean_square, squares.sqrt())
+    torch.testing.assert_close(seen.mean_weight / seen.mean_weight.max(), ratios / ratios.max())
+    a, w = (x / x.max() for x in (squares.sqrt(), ratios))
+    scale = a.clamp_min(1e-4) ** 0.5 / w.clamp_min(1e-4) ** 0.25
+    torch.testing.assert_close(AWQ().scale(seen, (0.5, 0.25)), scale / (scale.max() * scale.min()).sqrt())
+    assert float(seen.root_mean_square[3]) == float(seen.mean_weight[5]) == 0
 
 
 class Shared(nn.Module):
@@ -212,20 +200,20 @@ class Shared(nn.Module):
 def test_the_groups_of_a_convolution_all_see_every_row() -> None:
     model, data = seeded(Shared()), [rand(4, 3, 8, 8, seed=seed) for seed in (1, 2)]
     spec = TensorSpec(format=INT4, granularity=Granularity.CHANNEL)
-    config = qfx.QuantConfig(weight=spec, passes=(awq.AWQ(),), exclude=("up", "other"), target=Target.TORCH)
+    config = qfx.QuantConfig(weight=spec, passes=(AWQ(),), exclude=("up", "other"), target=Target.TORCH)
     read = torch.cat([torch.relu(one(divided(data)[0])) for one in (model.up, model.other)], 1)
     squares = read.detach().square().mean((0, 2, 3))
-    found = channels_of(model, config, data)
-    torch.testing.assert_close(found.activation, (squares / squares.max()).sqrt())
+    found = seen_at(model, config, data)
+    torch.testing.assert_close(found.root_mean_square, squares.sqrt())
     a, b = ((w / w.amax(1, keepdim=True)).flatten(1) for w in (one.weight.detach().abs() for one in (model.a, model.b)))
     sums = a.unflatten(0, (4, 4)).sum(1).flatten()
     ratios = torch.cat(((sums[:8] + b.sum(0)) / 20, sums[8:] / 4))
-    torch.testing.assert_close(found.weight, ratios / ratios.max())
+    torch.testing.assert_close(found.mean_weight / found.mean_weight.max(), ratios / ratios.max())
 
 
 def test_what_is_too_large_to_be_squared_is_left() -> None:
     model = seeded(Chain(32))
-    config = GROUPS.replace(passes=(*GROUPS.passes, awq.AWQ()))
+    config = GROUPS.replace(passes=(*GROUPS.passes, AWQ()))
     report = qfx.quantize(model, config, [1e25 * x for x in DATA], progress=False).report()
     (change,) = [c for c in report.passes[-1].changes if "down" in c.name]
     assert change.what == "left: what it reads is too large to be squared"
@@ -250,19 +238,19 @@ def test_a_site_that_waits_for_a_second_block_is_not_lost_in_an_interruption(
     model, data = seeded(Fork()), [rand(32, 64, seed=seed) for seed in (1, 2)]
     with torch.no_grad():
         model.norm.weight.mul_(torch.linspace(0.2, 4, 64))
-    config = GROUPS.replace(passes=(*GROUPS.passes, awq.AWQ()), exclude=())
+    config = GROUPS.replace(passes=(*GROUPS.passes, AWQ()), exclude=())
     undisturbed = qfx.quantize(model, config, data, progress=False)
     assert any(c.changed for c in undisturbed.report().passes[-1].changes)
-    begin, blocks = awq._collect, list[str]()
+    begin, blocks = hessian_trial._measured, list[str]()
 
-    def stop(run: FloatRun, *rest: Any) -> None:
+    def stop(gm: GraphModule, run: FloatRun, *rest: Any) -> Any:
         blocks.append(run.block.name)
         if len(blocks) > 1:
             raise KeyboardInterrupt
-        begin(run, *rest)
+        return begin(gm, run, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(awq, "_collect", stop)
+        patch.setattr(hessian_trial, "_measured", stop)
         with pytest.raises(KeyboardInterrupt):
             qfx.quantize(model, config, data, progress=False, checkpoint=tmp_path)
     continued = qfx.quantize(model, config, data, progress=False, checkpoint=tmp_path)
@@ -276,7 +264,7 @@ def test_of_wide_operators_some_outputs_are_asked(monkeypatch: pytest.MonkeyPatc
         asked.append(len(weight))
         return quantize_tensor(weight, *args, **kwargs)
 
-    monkeypatch.setattr(awq, "quantize_tensor", noted)
+    monkeypatch.setattr(hessian_trial, "quantize_tensor", noted)
     model = chain(3000)
     errors = by_hand(model)
     assert errors[exponents(found(model))][0] <= 1.01 * min(learned for learned, _ in errors.values())
@@ -305,15 +293,15 @@ def test_of_wide_matrices_in_a_stack_some_outputs_are_asked(monkeypatch: pytest.
         asked.append(tuple(weight.shape))
         return quantize_tensor(weight, *args, **kwargs)
 
-    monkeypatch.setattr(awq, "quantize_tensor", noted)
+    monkeypatch.setattr(hessian_trial, "quantize_tensor", noted)
     model = seeded(Stack())
     with torch.no_grad():
         model.norm.weight.mul_(torch.linspace(0.2, 4, 64))
-    config = GROUPS.replace(passes=(awq.AWQ(),), exclude=())
+    config = GROUPS.replace(passes=(AWQ(),), exclude=())
     report = qfx.quantize(model, config, [rand(3, 8, 64, seed=seed) for seed in (1, 2)], progress=False).report()
     assert any(change.changed for change in report.passes[-1].changes)
     assert set(asked) == {(3, 64, 600)}  # every second
     asked.clear()
-    monkeypatch.setattr(awq, "_AT_ONCE", 64 * 600 + 1)
+    monkeypatch.setattr(hessian_trial, "_AT_ONCE", 64 * 600 + 1)
     qfx.quantize(model, config, [rand(3, 8, 64, seed=seed) for seed in (1, 2)], progress=False)
     assert set(asked) == {(1, 64, 600)}

@@ -1,0 +1,251 @@
+"""Judge a scale by samples of activations: what quantized operators make of them, in codes like their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from quark_fx.config.quant_config import Granularity
+from quark_fx.engine.blocks import Unit, extract
+from quark_fx.engine.context import Context
+from quark_fx.engine.sizes import FLOAT32, Moment, Need, Sizes
+from quark_fx.graph.nodes import set_parameter
+from quark_fx.numbers.ops import dequantize, dynamic_qparams, encode, quantize
+from quark_fx.numbers.qparams import QParams, affine_qparams
+from quark_fx.observers import MinMax
+from quark_fx.plan.placement import PlannedOperator
+from quark_fx.plan.weights import quantize_tensor
+from quark_fx.rescale.components import Means, largest_per_component, per_element
+from quark_fx.rescale.planned_sites import PlannedSite, Reader
+from quark_fx.solvers.samples import CALIBRATION, POSITIONS, VALIDATION, Remembered, Sample, remember
+from quark_fx.solvers.scaling import ScaleOf, Trial
+
+_CHOICE = "choice"
+"""Those samples of the calibration data that choose between scales."""
+
+_FEW = 96
+"""Positions of them, about: scales differ by less than the best of them gains."""
+
+
+class SampleTrial(Trial):
+    """A site and what quantized operators make of samples there, activations and weights in codes.
+
+    Scales and ranges are measured on other parts of the calibration data than the samples they are tried on.
+    """
+
+    unread = "not every operator that reads it multiplies codes by codes, or data chooses its rows"
+    gain = 0.85  # a smaller gain may be the luck of the samples
+
+    def __init__(self, gm: GraphModule, site: PlannedSite, remembered: Mapping[tuple[Node, int], Remembered]) -> None:
+        self.site = site
+        operators = tuple(_Operator.of(gm, r, remembered[r.scaled.value, r.scaled.axis]) for r in site.readers)
+        self.operators = operators
+        self.producers = [(found, found.value(gm)) for found in site.producers if _shares_one_scale(found.operator)]
+        self.seen = cache(lambda without: SampledSite(site.site.channels, operators, without))
+
+    @classmethod
+    def reads(cls, operator: PlannedOperator) -> bool:
+        """Tell whether an operator multiplies codes by codes."""
+        # Which rows an expert sees depends on the data, so samples of its activation are not what it would read.
+        codes = operator.weight is not None and operator.input is not None and not operator.input.is_cast
+        return codes and operator.kind != "experts"
+
+    @classmethod
+    def measured(
+        cls, gm: GraphModule, sites: Mapping[int, PlannedSite], context: Context, label: str
+    ) -> Iterator[tuple[int, Trial]]:
+        """Remember samples of what all sites' readers read, in one forward pass."""
+        remembered = remember(gm, (r.scaled for site in sites.values() for r in site.readers), context)
+        return ((number, cls(gm, site, remembered)) for number, site in sites.items())
+
+    @classmethod
+    def needs(cls, sizes: Sizes) -> Need:
+        """Return what a run takes: the samples of what all sites read, and one forward pass."""
+        read = {op.node.args[0]: sizes.matrices.get(op.node.name) for op in sizes.operators if cls.reads(op)}
+        most = sum(POSITIONS.values())
+        sampled = (FLOAT32 * min(sizes.batches * m.rows, most) * m.groups * m.inputs for m in read.values() if m)
+        seen = int(sum(sampled))
+        # A trial: the weight scaled, rounded and as it was, and what both make of the samples.
+        tried = max((3 * m.target + 2 * FLOAT32 * most * m.groups * m.outputs for m in read.values() if m), default=0)
+        scaled = sum(m.values * m.itemsize for m in sizes.matrices.values())
+        operations = int(sizes.batches * sum(block.operations for block in sizes.blocks(Unit.BLOCK)))
+        return Need((Moment(seen + max(sizes.forward, scaled + tried)),), held=scaled, operations=operations)
+
+    def scale(self, scale_of: ScaleOf) -> Tensor:
+        """Return the scale that follows from all folds."""
+        return scale_of(self.seen(None))
+
+    def error(self, scale_of: ScaleOf) -> float:
+        """Return the error on a few samples.
+
+        Codes are those of a target that does not limit pairs of them: which pairs exceed a limit changes with every
+        scale by chance, and few samples would take that for a gain.
+        """
+        return self._errors(scale_of, [_CHOICE], limited=False)[0]
+
+    def verdicts(self, scale_of: ScaleOf) -> list[float]:
+        """Return the errors on all samples, with the limits of the target on pairs of codes, and without."""
+        operators = [weight.operator for weight in (*self.site.readers, *self.site.producers)]
+        limits = (True, False) if any(op.pairs is not None for op in operators) else (True,)
+        return [e for limited in limits for e in self._errors(scale_of, [VALIDATION, CALIBRATION], limited=limited)]
+
+    def _errors(self, scale_of: ScaleOf, parts: Sequence[str], *, limited: bool) -> list[float]:
+        """Return, for each part of the samples, the relative squared error that quantization makes.
+
+        It is that of the outputs, and of weights that make the activation where these share one scale.
+        """
+        scales = cache(lambda without: scale_of(self.seen(without)).to(self.operators[0].weight.device))
+        totals = [0.0] * len(parts)
+        for operator in self.operators:
+            operator.take(scales(None), limited=limited)
+            for i, part in enumerate(parts):
+                totals[i] += _relative(operator.run(list(operator.in_codes(part, scales))), operator.outputs[part])
+        for producer, weight in self.producers:
+            factor = per_element(producer.labels, scales(None))
+            made = _relative([_rounded(weight.float() / factor, producer.operator, limited) * factor], [weight])
+            totals = [total + made for total in totals]
+        return totals
+
+
+@dataclass(frozen=True, eq=False)
+class SampledSite:
+    """What is seen of a site, by samples. All tensors have the shape (components,).
+
+    Attributes:
+        components: of the site.
+        operators: what reads it.
+        without: the fold whose data does not count.
+    """
+
+    components: int
+    operators: tuple[_Operator, ...]
+    without: int | None
+
+    @cached_property
+    def largest(self) -> Tensor:
+        """The largest magnitude of the activation."""
+        ends = [(operator.reader.scaled.labels, operator.seen.range(self.without)) for operator in self.operators]
+        return self._largest((labels, torch.maximum(-low, high)) for labels, (low, high) in ends)
+
+    @cached_property
+    def largest_weight(self) -> Tensor:
+        """The largest magnitude of the weights that read it."""
+        return self._largest((operator.reader.labels, operator.weight.abs()) for operator in self.operators)
+
+    @cached_property
+    def deviation(self) -> Tensor:
+        """The standard deviation of the activation's samples."""
+        moments = [Means.of_none(self.components) for _ in range(2)]
+        for operator in self.operators:
+            for x in operator.seen.calibration_samples(self.without):
+                rows = x.float().movedim(operator.seen.axis, -1)
+                for power, moment in enumerate(moments, 1):
+                    moment.add(operator.reader.scaled.labels.expand(rows.shape), rows**power)
+        mean, square = (moment.means for moment in moments)
+        return (square - mean.square()).clamp_min(0).sqrt().to(self.operators[0].weight.device)
+
+    def _largest(self, found: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        each = [largest_per_component(labels, values, self.components) for labels, values in found]
+        return torch.stack(each).amax(0)
+
+
+@dataclass(frozen=True, eq=False)
+class _Operator:
+    """One operator that reads a site, as a module that computes it; its samples, and what it makes of them in float."""
+
+    reader: Reader
+    module: GraphModule
+    weight: Tensor
+    seen: Remembered
+    samples: dict[str, list[Sample]]
+    outputs: dict[str, list[Tensor]]
+
+    @classmethod
+    def of(cls, gm: GraphModule, reader: Reader, seen: Remembered) -> _Operator:
+        """Return one that has run in float."""
+        positions = sum(x.numel() // x.shape[seen.axis] for _, x in seen.samples[CALIBRATION])
+        choice = seen.samples[CALIBRATION][:: max(1, positions // _FEW)]
+        module = extract(gm, [reader.scaled.value], [reader.scaled.reader])
+        operator = cls(reader, module, reader.value(gm), seen, seen.samples | {_CHOICE: choice}, {})
+        operator.outputs.update({part: operator.run([x for _, x in kept]) for part, kept in operator.samples.items()})
+        return operator
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the operator's outputs, of all inputs at once where that is possible."""
+        joined = self.seen.divisible and len({x.shape[1:] for x in inputs}) == 1
+        with torch.no_grad():
+            return [self.module(x)[0] for x in ([torch.cat(list(inputs))] if joined else inputs)]
+
+    def take(self, scale: Tensor, *, limited: bool) -> None:
+        """Let the operator multiply by the codes of its weight times a scale."""
+        operator = self.reader.operator
+        scaled = self.weight.float() * per_element(self.reader.labels, scale)
+        assert operator.weight_node is not None
+        rounded = _rounded(scaled, operator, limited).to(self.weight.dtype)
+        set_parameter(self.module, str(operator.weight_node.target), rounded)
+
+    def in_codes(self, part: str, scales: Callable[[int | None], Tensor]) -> Iterator[Tensor]:
+        """Yield the samples divided by the scale, through the codes the operator would read.
+
+        Scale and range are measured without the fold a sample is of, which then says what unseen data would.
+        """
+        spec = self.reader.operator.input
+        assert spec is not None
+        fmt = str(spec.format)
+        divisors = cache(lambda without: per_element(self.reader.scaled.labels, scales(without)))
+        ranges = cache(lambda without: None if spec.dynamic else self._qparams(divisors(without), without))
+        for fold, x in self.samples[part]:
+            scaled, qparams = self._divided(x, divisors(fold)), ranges(fold)
+            axis, block = None, 0
+            if qparams is None:
+                measurement = spec.measurement(x.dim(), self.seen.axis)
+                _, _, axis, block, *_ = measurement
+                s, z = dynamic_qparams(scaled, *measurement)
+                codes = quantize(scaled, s, z, fmt, axis, block)
+            else:
+                s, z = qparams.scale, qparams.zero_point
+                codes = encode(scaled, qparams, spec.scheme)
+            rounded: Tensor = dequantize(codes, s, z, fmt, axis, block)
+            yield self._divided(rounded, divisors(None) / divisors(fold)).to(x.dtype)
+
+    def _qparams(self, divisor: Tensor, without: int | None) -> QParams:
+        """Return the parameters calibration would find for the divided activation, about."""
+        spec = self.reader.operator.input
+        assert spec is not None
+        assert spec.observer is not None
+        if isinstance(spec.observer, MinMax):
+            low, high = self.seen.range(without)
+            return affine_qparams((low / divisor).min(), (high / divisor).max(), spec.scheme)
+        observer = spec.observer
+        for x in self.seen.calibration_samples(without):
+            observer = observer.observe(self._divided(x, divisor).reshape(1, -1))
+        found = observer.qparams(spec.scheme)
+        return QParams(found.scale.reshape(()), found.zero_point.reshape(()))
+
+    def _divided(self, x: Tensor, divisor: Tensor) -> Tensor:
+        return x.float() / divisor.reshape([-1 if dim == self.seen.axis else 1 for dim in range(x.dim())])
+
+
+def _shares_one_scale(operator: PlannedOperator) -> bool:
+    return operator.weight is not None and operator.weight.granularity is Granularity.TENSOR
+
+
+def _rounded(weight: Tensor, operator: PlannedOperator, limited: bool) -> Tensor:
+    """Return the values of a weight's codes, `limited` to what pairs of them may add up to on the target."""
+    assert operator.weight is not None
+    pairs = operator.pairs if limited else None
+    return quantize_tensor(weight, operator.weight, linear=operator.linear, pairs=pairs).dequantize()
+
+
+def _relative(values: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
+    noise = sum(float((x.float() - r.float()).square().sum()) for x, r in zip(values, reference, strict=True))
+    power = sum(float(r.float().square().sum()) for r in reference)
+    return noise / max(power, torch.finfo(torch.float32).tiny)
+
+
+__all__ = ["SampleTrial", "SampledSite"]

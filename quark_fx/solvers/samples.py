@@ -1,0 +1,198 @@
+"""What is remembered of activations: the range of each channel, and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from quark_fx.engine.calibration import run_batches, watching
+from quark_fx.engine.context import Context
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.nodes import device_of
+from quark_fx.rescale.scale_sites import ScaledInput
+
+CALIBRATION, VALIDATION = "calibration", "validation"
+"""The parts of the data."""
+
+POSITIONS = {CALIBRATION: 384, VALIDATION: 192}
+"""Positions of either, about, that are remembered; of few data a sixth is, or `_FEWEST`."""
+
+_FEWEST = 128
+
+_BATCHES = 16
+"""Batches they come from, at most: of each at least one sample, or a window of it."""
+
+_FOLDS = 4
+"""Parts of the calibration data, each judged with scales and ranges that were measured on the others."""
+
+_GOLDEN = 0.618
+"""Multiples of it fall evenly into the unit interval."""
+
+Sample = tuple[int | None, Tensor]
+"""Some of an activation, and the fold it is of, `None` of validation data."""
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """What is remembered of an activation. It is a fold: parts of the data merge to what all of it would have left.
+
+    Attributes:
+        axis: dimension of the channels.
+        divisible: dimension 0 counts samples.
+        ranges: smallest and largest value of each channel by fold of the calibration data, shape (channels,) each.
+        samples: by part of the data, in its order.
+    """
+
+    axis: int
+    divisible: bool
+    ranges: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    samples: dict[str, list[Sample]] = field(default_factory=lambda: {part: [] for part in POSITIONS})
+
+    def range(self, without: int | None) -> tuple[Tensor, Tensor]:
+        """Return the smallest and largest value per channel, of all folds or, if there are others, of all but one."""
+        lows, highs = zip(*(self.ranges[fold] for fold in self.ranges if self._counts(fold, without)), strict=True)
+        return torch.stack(lows).float().amin(0), torch.stack(highs).float().amax(0)
+
+    def calibration_samples(self, without: int | None) -> list[Tensor]:
+        """Return the samples of all folds of the calibration data or, if there are others, of all but one."""
+        return [x for fold, x in self.samples[CALIBRATION] if self._counts(fold, without)]
+
+    def _counts(self, fold: int | None, without: int | None) -> bool:
+        return fold != without or len(self.ranges) == 1
+
+    def widen(self, fold: int, x: Tensor) -> None:
+        """Let the range of a fold include the values of `x`."""
+        dims = [dim for dim in range(x.dim()) if dim != self.axis]
+        self._widen(fold, x.amin(dims), x.amax(dims))
+
+    def _widen(self, fold: int, low: Tensor, high: Tensor) -> None:
+        if fold in self.ranges:
+            low, high = torch.minimum(self.ranges[fold][0], low), torch.maximum(self.ranges[fold][1], high)
+        self.ranges[fold] = low, high
+
+    def merge(self, other: Remembered) -> Remembered:
+        """Return what is remembered of the data of both, that of `other` after this."""
+        samples = {part: found + other.samples[part] for part, found in self.samples.items()}
+        merged = replace(self, ranges=dict(self.ranges), samples=samples)
+        for fold, ends in other.ranges.items():
+            merged._widen(fold, *ends)
+        return merged
+
+    def to(self, device: torch.device | str) -> Remembered:
+        """Return it on a device."""
+        ranges = {fold: (low.to(device), high.to(device)) for fold, (low, high) in self.ranges.items()}
+        samples = {part: [(fold, x.to(device)) for fold, x in found] for part, found in self.samples.items()}
+        return replace(self, ranges=ranges, samples=samples)
+
+
+def remember(gm: GraphModule, inputs: Iterable[ScaledInput], context: Context) -> dict[tuple[Node, int], Remembered]:
+    """Run the calibration batches once, and return what operators read, by value and dimension of the channels.
+
+    What is remembered depends on the place of a batch among those of all ranks, so that ranks do not matter.
+
+    Args:
+        gm: the graph; it is left as it is.
+        inputs: what operators read.
+        context: of the run.
+    """
+    context.require_batches()
+    readers: dict[tuple[Node, int], list[Linear]] = {}
+    for scaled in inputs:
+        readers.setdefault((scaled.value, scaled.axis), []).append(scaled.linear)
+    parts = {CALIBRATION: _Part.of(context.tuning, context), VALIDATION: _Part.of(context.held_out, context)}
+    watches = {key: _Watch(key[1], linears, parts) for key, linears in readers.items()}
+    with watching(gm, ((value, watch) for (value, _), watch in watches.items())):
+        run_batches(gm, context)
+    found = {}
+    for key, watch in watches.items():
+        ours = watch.remembered if context.ranks.alone else watch.remembered.to("cpu")
+        found[key] = context.ranks.fold(ours, Remembered.merge).to(device_of(gm))
+    return found
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of the data: the number in it of each batch of this rank, and how many there are on all ranks."""
+
+    numbers: Mapping[int, int]
+    count: int
+
+    @classmethod
+    def of(cls, batches: Sequence[int], context: Context) -> _Part:
+        counts = context.ranks.gather(len(batches))
+        first = sum(counts[: context.ranks.index])
+        return cls({batch: first + i for i, batch in enumerate(batches)}, sum(counts))
+
+
+class _Watch(nn.Module):
+    """Remembers a value as batches run, which come in order.
+
+    Args:
+        axis: dimension of the channels.
+        readers: of the value.
+        parts: of the data.
+
+    Attributes:
+        least: how many positions along each dimension between a reader computes one output from; `None` if all.
+    """
+
+    def __init__(self, axis: int, readers: Sequence[Linear], parts: Mapping[str, _Part]) -> None:
+        super().__init__()
+        self.remembered = Remembered(axis, axis > 0 and not any(linear.stacked for linear in readers))
+        windows = [_window(linear) for linear in readers]
+        known = [window for window in windows if window is not None]
+        self.least = list(map(max, zip_longest(*known, fillvalue=1))) if len(known) == len(windows) else None
+        self.parts, self.batches = parts, 0
+
+    def forward(self, x: Tensor) -> None:
+        for name, part in self.parts.items():
+            if (number := part.numbers.get(self.batches)) is None:
+                continue
+            tuned = name == CALIBRATION
+            pieces = -(-_FOLDS // part.count) if tuned and self.remembered.divisible else 1
+            for i, piece in enumerate(x.tensor_split(pieces) if pieces > 1 else (x,)):
+                if len(piece):
+                    fold = (number * pieces + i) * _FOLDS // (part.count * pieces) if tuned else None
+                    if fold is not None:
+                        self.remembered.widen(fold, piece)
+                    self._keep(name, fold, piece, number, part.count, pieces)
+        self.batches += 1
+
+    def _keep(self, part: str, fold: int | None, x: Tensor, number: int, count: int, pieces: int) -> None:
+        every = -(-count // _BATCHES)
+        if number % every:
+            return
+        each = max(1, x[:1].numel() // x.shape[self.remembered.axis])
+        wanted = min(POSITIONS[part], max(_FEWEST, each * len(x) * pieces * count // 6))
+        positions = wanted * every / (count * pieces)
+        if self.remembered.divisible:
+            x = self._cut(x[: max(1, int(positions // each))], positions, number)
+        self.remembered.samples[part].append((fold, x.clone()))
+
+    def _cut(self, x: Tensor, positions: float, number: int) -> Tensor:
+        """Return about so many positions of one sample, side by side, and of each batch at another place."""
+        axis = self.remembered.axis
+        dims = [dim for dim in range(1, x.dim()) if dim != axis]
+        share = positions * x.shape[axis] / x.numel()
+        if share >= 1 or self.least is None:
+            return x
+        for dim, least in zip_longest(dims, self.least[: len(dims)], fillvalue=1):
+            size = x.shape[dim]
+            kept = min(size, max(least, round(size * share ** (1 / len(dims)))))
+            x = x.narrow(dim, int((size - kept + 1) * (number * _GOLDEN % 1)), kept)
+        return x
+
+
+def _window(linear: Linear) -> tuple[int, ...] | None:
+    """Return how many positions along each dimension but samples and channels one output is computed from."""
+    if linear.matrices is None:
+        return None
+    return tuple((size - 1) * step + 1 for size, step in zip(linear.kernel, linear.dilation, strict=True))
+
+
+__all__ = ["CALIBRATION", "POSITIONS", "VALIDATION", "Remembered", "Sample", "remember"]

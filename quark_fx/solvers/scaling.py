@@ -1,0 +1,253 @@
+"""A scaling solver says how the scale of a site follows from what is seen there; the engine here does everything else.
+
+The engine finds the sites, measures what a `Trial` judges by, on several ranks if there are any, searches the solver's
+grid on calibration data, judges the best scale on validation data and applies it if it is better there. It reports the
+errors, resumes, and predicts memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from quark_fx.config.selection import Selective
+from quark_fx.engine.context import Context
+from quark_fx.engine.sizes import Need, Sizes
+from quark_fx.graph.pass_manager import Change, graph_pass
+from quark_fx.plan.placement import PlannedOperator
+from quark_fx.rescale.planned_sites import PlannedSite, planned_sites
+from quark_fx.rescale.scale_sites import apply_scale
+
+S = TypeVar("S", bound=type)
+
+ScaleOf = Callable[[Any], Tensor]
+"""Makes a scale, shape (components,), of what is seen at a site."""
+
+Point = tuple[int, ...]
+"""A point of a grid, by the position along each axis."""
+
+
+_LONG = 10
+"""Steps of an axis of which every fifth is tried first."""
+
+
+class Trial(ABC):
+    """A site with what was measured there, and the errors that quantization makes at it if a scale is applied.
+
+    Attributes:
+        site: the site.
+        unread: why a site is left that it cannot judge.
+        gain: share of the errors that may be left for a scale to be accepted.
+    """
+
+    site: PlannedSite
+    unread: ClassVar[str]
+    gain: ClassVar[float] = 1.0
+
+    @classmethod
+    @abstractmethod
+    def reads(cls, operator: PlannedOperator) -> bool:
+        """Tell whether it can say what scaling is worth for an operator."""
+
+    @classmethod
+    @abstractmethod
+    def measured(
+        cls, gm: GraphModule, sites: Mapping[int, PlannedSite], context: Context, label: str
+    ) -> Iterator[tuple[int, Trial]]:
+        """Run the calibration data through the graph as it is now, and return sites with what was measured there.
+
+        Args:
+            gm: the float graph; scales are applied to it between one site and the next.
+            sites: at which to measure, numbered.
+            context: of the run.
+            label: of the progress bar.
+        """
+
+    @classmethod
+    @abstractmethod
+    def needs(cls, sizes: Sizes) -> Need:
+        """Return what measuring and trying take."""
+
+    @property
+    def refusal(self) -> str:
+        """Why nothing can be tried after all, empty if it can."""
+        return ""
+
+    @abstractmethod
+    def scale(self, scale_of: ScaleOf) -> Tensor:
+        """Return the scale that follows from all calibration data, shape (components,)."""
+
+    @abstractmethod
+    def error(self, scale_of: ScaleOf) -> float:
+        """Return the relative squared error on calibration data, for the search."""
+
+    @abstractmethod
+    def verdicts(self, scale_of: ScaleOf) -> list[float]:
+        """Return the errors that all have to shrink, first the one on validation data that is reported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingSolver(Selective, ABC):
+    """What chooses a scale for the channels of one site after another.
+
+    A subclass is a frozen dataclass of options with `trial`, `grid` and `scale`, decorated with `scaling_solver`. It is
+    a pass on the float graph, by its class's name, and keeps the function of that graph.
+
+    Args:
+        explicit: insert a multiplication where nothing before can absorb the scale.
+    """
+
+    trial: ClassVar[type[Trial]]
+    """What is measured, and which error counts."""
+
+    explicit: bool = False
+
+    @property
+    @abstractmethod
+    def grid(self) -> Mapping[str, Sequence[float]]:
+        """The parameters to choose, each with its values in increasing order; by these names the report has them."""
+
+    @abstractmethod
+    def scale(self, seen: Any, values: tuple[float, ...]) -> Tensor:
+        """Return the scale of a site, positive, shape (components,).
+
+        Args:
+            seen: what `trial` lets a solver see of the site.
+            values: one of each parameter of `grid`.
+        """
+
+    def __call__(self, gm: GraphModule, context: Context) -> int:
+        """Scale the sites of `gm` that quantized operators read; return how many changed."""
+        found = planned_sites(
+            gm, context, self, explicit=self.explicit, reads=self.trial.reads, unread=self.trial.unread
+        )
+        sites, walk = dict(enumerate(found)), context.next_walk()
+        known = list(_known(walk, context))
+        settled = {number for number, _, _ in known}
+        left = {number: site for number, site in sites.items() if number not in settled}
+        # Measured before anything is applied, as the data went through the run that was interrupted.
+        trials = self.trial.measured(gm, left, context, type(self).__name__) if left else iter(())
+        changed = 0
+        for index, (number, scale, change) in enumerate(itertools.chain(known, self._settled(trials, context))):
+            if scale is not None:
+                apply_scale(gm, sites[number].site, scale)
+                changed += 1
+            context.note(change)
+            if index >= len(known) and context.checkpoint is not None and context.ranks.index == 0:
+                learned = {str(number): torch.empty(0) if scale is None else scale}
+                context.checkpoint.save(walk, index, learned, [change])
+        return changed
+
+    def needs(self, sizes: Sizes) -> Need:
+        """Return what a run takes."""
+        return self.trial.needs(sizes)
+
+    def _settled(self, trials: Iterator[tuple[int, Trial]], context: Context) -> Iterator[_Settled]:
+        for number, trial in trials:
+            # All ranks have to take the same; another processor may see a tie otherwise.
+            scale, change = context.ranks.gather(self._settle(trial, context))[0]
+            del trial  # before the next site is measured
+            yield number, scale, change
+
+    def _settle(self, trial: Trial, context: Context) -> tuple[Tensor | None, Change]:
+        """Return the scale of a site, `None` if none is better, and what to note."""
+        began, name, grid = time.perf_counter(), trial.site.name, self.grid
+        if trial.refusal:
+            return None, Change(name, f"left: {trial.refusal}", changed=False)
+
+        def values(point: Point) -> tuple[float, ...]:
+            return tuple(axis[i] for axis, i in zip(grid.values(), point, strict=True))
+
+        def scale_of(point: Point) -> ScaleOf:
+            return lambda seen: self.scale(seen, values(point))
+
+        best = search(lambda point: trial.error(scale_of(point)), [len(axis) for axis in grid.values()])
+        before, after = (trial.verdicts(choice) for choice in (lambda seen: _unscaled(trial), scale_of(best)))
+        kept = all(a < trial.gain * b for b, a in zip(before, after, strict=True))
+        what = ", ".join(f"{key} {value:g}" for key, value in zip(grid, values(best), strict=True))
+        if not kept:
+            what = f"left: no better on {'validation data' if context.holds_out else 'the calibration data'}"
+        left = after[0] if kept else before[0]
+        change = Change(name, what, kept, before[0], left, time.perf_counter() - began)
+        return trial.scale(scale_of(best)).cpu() if kept else None, change
+
+
+_Settled = tuple[int, Tensor | None, Change]
+"""The number of a site, its scale, `None` if it is left alone, and what to note."""
+
+
+def _unscaled(trial: Trial) -> Tensor:
+    return torch.ones(trial.site.site.channels, dtype=torch.float32)
+
+
+def _known(walk: int, context: Context) -> Iterator[_Settled]:
+    """Yield what an interrupted run settled, in its order."""
+    if context.checkpoint is not None:
+        for index in itertools.count():
+            if (stored := context.checkpoint.load(walk, index)) is None:
+                return
+            ((number, scale),), (change,) = stored[0].items(), stored[1]
+            yield int(number), scale if scale.numel() else None, change
+
+
+def search(error: Callable[[Point], float], sizes: Sequence[int]) -> Point:
+    """Return the point of the least error that is found: along one axis after the other, then nearer and nearer by.
+
+    Args:
+        error: of a point; asked once for each.
+        sizes: how many positions each axis has. Of a long axis every fifth of it is tried, then what lies around; a
+            short one is followed from its middle while the error falls.
+    """
+    error, lasts = cache(error), [size - 1 for size in sizes]
+    best: Point = tuple(0 if last >= _LONG else last // 2 for last in lasts)
+    for axis, last in enumerate(lasts):
+        before, after = best[:axis], best[axis + 1 :]
+        best = (*before, _along(lambda i: error((*before, i, *after)), last), *after)  # noqa: B023
+    reaches = [max(2, last // 5) for last in lasts]
+    while any(reaches := [reach // 2 for reach in reaches]):
+        left: Point | None = None
+        while left != best:
+            left = best
+            for step in _steps(reaches):
+                near = (tuple(p + sign * s for p, s in zip(best, step, strict=True)) for sign in (-1, 1))
+                inside = (p for p in near if all(0 <= i <= last for i, last in zip(p, lasts, strict=True)))
+                best = min([best, *inside], key=error)
+    return best
+
+
+def _along(error: Callable[[int], float], last: int) -> int:
+    """Return the best position that is found on an axis from 0 to `last`."""
+    if last >= _LONG:
+        best: int = min((*range(0, last, last // 5), last), key=error)
+        return best
+    at = last // 2
+    for step in (1, -1):
+        while 0 <= at + step <= last and error(at + step) < error(at):
+            at += step
+    return at
+
+
+def _steps(reaches: Sequence[int]) -> Iterator[Point]:
+    """Yield a step along each axis, then, as what one scales up another may make up for, along two at once."""
+    steps = [tuple(reach if i == axis else 0 for i in range(len(reaches))) for axis, reach in enumerate(reaches)]
+    yield from steps
+    yield from (tuple(a - b for a, b in zip(*pair, strict=True)) for pair in itertools.combinations(steps, 2))
+
+
+def scaling_solver(cls: S) -> S:
+    """Register a `ScalingSolver` as a pass under its name."""
+    register: Any = graph_pass(distributed=True, held_out=True)
+    registered: S = register(cls)
+    return registered
+
+
+__all__ = ["Point", "ScaleOf", "ScalingSolver", "Trial", "scaling_solver", "search"]
