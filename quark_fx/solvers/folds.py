@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol, Self
@@ -27,19 +28,16 @@ class Fold(Protocol):
         ...
 
 
-class Reading(Protocol):
-    """What a solver reads: how it is measured for a place, over the data of all ranks."""
+class Reading(ABC):
+    """What a solver reads: how it is measured for a place, over the data of all ranks.
 
-    @property
-    def shared(self) -> bool:
-        """Whether operators that multiply one value get the same."""
-        ...
+    Attributes:
+        shared: operators that multiply one value get the same.
+    """
 
-    @property
-    def compares(self) -> bool:
-        """Whether it takes values of the float model."""
-        ...
+    shared: ClassVar[bool] = True
 
+    @abstractmethod
     def measure(self, places: Sequence[Place], context: Context, batches: Sequence[int]) -> object:
         """Return what `Solver.solve` gets, equal on all ranks.
 
@@ -52,11 +50,10 @@ class Reading(Protocol):
             CalibrationError, ValueError: for data that cannot be learned from.
             TypeError: if there is no such thing for a place of this kind.
         """
-        ...
 
 
 @dataclass(frozen=True)
-class InputHessian:
+class InputHessian(Reading):
     """The `Hessian` of a weight: of what its operator multiplies, everything before it quantized.
 
     Args:
@@ -64,12 +61,6 @@ class InputHessian:
     """
 
     shifted: bool = False
-    shared: ClassVar[bool] = True
-
-    @property
-    def compares(self) -> bool:
-        """Whether it takes values of the float model."""
-        return self.shifted
 
     def measure(self, places: Sequence[Place], context: Context, batches: Sequence[int]) -> Hessian:
         """Return the sums over all rows."""
@@ -80,7 +71,7 @@ class InputHessian:
 
 
 @dataclass(frozen=True)
-class Input:
+class Input(Reading):
     """A fold of what an operator reads, or of what is rounded to an activation; without padding, as one channel.
 
     Operators read what everything before them, quantized, makes of the data. Activations are seen in float, as
@@ -91,8 +82,6 @@ class Input:
     """
 
     fold: Fold
-    shared: ClassVar[bool] = True
-    compares: ClassVar[bool] = False
 
     def measure(self, places: Sequence[Place], context: Context, batches: Sequence[int]) -> Fold:
         """Return the fold of all values."""
@@ -134,7 +123,7 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class OutputError:
+class OutputError(Reading):
     """A fold of what the float model makes less what the quantized one makes, per output channel of an operator.
 
     Args:
@@ -143,7 +132,6 @@ class OutputError:
 
     fold: Fold = field(default_factory=Mean)
     shared: ClassVar[bool] = False
-    compares: ClassVar[bool] = True
 
     def measure(self, places: Sequence[Place], context: Context, batches: Sequence[int]) -> Fold:
         """Return the fold of all errors."""

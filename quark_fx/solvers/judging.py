@@ -17,7 +17,7 @@ from quark_fx.engine.context import Context
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import tensor_of
 from quark_fx.graph.pass_manager import Change
-from quark_fx.solvers.folds import Reading
+from quark_fx.solvers.folds import InputHessian, Reading
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.places import Place, blamed
 from quark_fx.solvers.products import Part
@@ -47,7 +47,7 @@ class FormJudge:
     """
 
     solve: Solve
-    reading: Reading
+    reading: InputHessian
     context: Context
     _number: Iterator[int] = field(default_factory=itertools.count)
 
@@ -55,9 +55,9 @@ class FormJudge:
         """Choose the weights of operators that read one value."""
         context, began = self.context, time.perf_counter()
         parts = [place for place in places if isinstance(place, Part)]
-        seen = judge = self._measured(parts, context.tuning)
+        seen = judge = self.reading.measure(parts, context, context.tuning)
         if context.holds_out:
-            judge = self._measured(parts, context.held_out)
+            judge = self.reading.measure(parts, context, context.held_out)
         own = [part for part, n in zip(parts, self._number, strict=False) if context.ranks.owns(n)]
         try:
             answers = [(part, self._judged(part, seen, judge)) for part in own]
@@ -72,11 +72,6 @@ class FormJudge:
         seconds = (time.perf_counter() - began) / max(1, len(own))
         for change in changes:
             context.note(replace(change, seconds=seconds))
-
-    def _measured(self, parts: Sequence[Part], batches: Sequence[int]) -> Hessian:
-        found = self.reading.measure(parts, self.context, batches)
-        assert isinstance(found, Hessian)
-        return found
 
     def _judged(self, part: Part, seen: Hessian, judge: Hessian) -> _Judged | Change:
         """Return the proposal for an operator if it is better on validation data, else what to note."""

@@ -71,19 +71,21 @@ class Solver(Selective, ABC):
         return matrices.inputs * matrices.values
 
     @property
-    def _by_form(self) -> bool:
-        """Whether the quadratic form of an operator's error says all about a proposal."""
-        return self.chooses is QuantizedMatrix and isinstance(self.reads, InputHessian)
+    def _form(self) -> InputHessian | None:
+        """The quadratic form that proposals are judged by; `None` if it does not say all about them."""
+        reads = self.reads
+        return reads if self.chooses is QuantizedMatrix and isinstance(reads, InputHessian) else None
 
     @property
     def _side_by_side(self) -> bool:
-        return self.reads.compares or not self._by_form
+        """Whether values of the float model are computed, too."""
+        return self._form is None or self._form.shifted
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Choose what is better in `gm`; return how many changed."""
         reads, find = self.reads, places_of(self.chooses, gm, context, self)
-        form = FormJudge(self.solve, reads, context)
-        judge = form if self._by_form else BlockJudge(self.solve, reads, context, gm)
+        form = None if self._form is None else FormJudge(self.solve, self._form, context)
+        judge = form or BlockJudge(self.solve, reads, context, gm)
         label = type(self).__name__
         for run in walk_blocks(gm, context, unit=Unit.OPERATOR, label=label, side_by_side=self._side_by_side):
             for places in [] if run.finished else find(run):
@@ -93,9 +95,9 @@ class Solver(Selective, ABC):
 
     def needs(self, sizes: Sizes) -> Need:
         """Return what a run takes: what it reads of both kinds of batches, or blocks, and `working_bytes`."""
-        hessians = 2 * (1 + self.reads.compares)
+        by_form, hessians = self._form is not None, 2 * (1 + self._side_by_side)
 
-        def by_form(block: BlockSize) -> int:
+        def measuring(block: BlockSize) -> int:
             # Rows of another dtype are copied.
             copied = (FLOAT32 * m.rows * m.inputs * (m.itemsize != FLOAT32) for m in block.matrices)
             pairs = zip(block.matrices, copied, strict=True)
@@ -103,17 +105,17 @@ class Solver(Selective, ABC):
             solved = (hessians * m.moment + self.working_bytes(m) for m in block.matrices)
             return max((*measured, *solved), default=0)
 
-        def by_block(block: BlockSize) -> int:
+        def running(block: BlockSize) -> int:
             weights = block.matrices if self.chooses is QuantizedMatrix else ()
             return max((2 * block.forward, *map(self.working_bytes, weights)))
 
         def work(block: BlockSize) -> float:
             if self.chooses is not QuantizedMatrix:
                 return 0.0
-            measured = (m.inputs * m.inputs * m.rows * sizes.batches * self._by_form for m in block.matrices)
+            measured = (m.inputs * m.inputs * m.rows * sizes.batches * by_form for m in block.matrices)
             return sum(measured) + sum(map(self.working_operations, block.matrices))
 
-        turn = by_form if self._by_form else by_block
+        turn = measuring if by_form else running
         return sizes.walk(Unit.OPERATOR, turn, streams=1 + self._side_by_side, work=work)
 
 
