@@ -266,6 +266,18 @@ def test_a_scale_that_an_earlier_block_computed_with_does_not_change() -> None:
     assert [change.name for change in changes(qmodel)] == ["x", "relu", "conv2d_1"]
 
 
+class Joined(nn.Module):
+    """Values of two blocks that are rounded with the scale of what they are joined to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.c(torch.cat([torch.relu(self.a(x)), torch.relu(self.b(2 * x))], 1))
+        return out
+
+
 def test_activations_that_may_not_be_chosen_are_left_with_the_reason() -> None:
     data = [rand(32, 8, seed=i) for i in range(4)]
     powers = learned(seeded(Branches()), XINT8, data, ClipActivations())
@@ -273,6 +285,10 @@ def test_activations_that_may_not_be_chosen_are_left_with_the_reason() -> None:
     some = learned(seeded(Branches()), FOUR_BITS, data, ClipActivations(only=("c",)))
     rows = {change.name: change.what for change in changes(some)}
     assert [name for name, what in rows.items() if what != "skipped: not selected"] == ["tanh_1"]
+    joined = learned(seeded(Joined()), FOUR_BITS, [x**3 for x in images(8, 8, 8)], ClipActivations())
+    rows = {change.name: change.what for change in changes(joined)}
+    assert list(rows) == ["x", "cat", "mul", "conv2d_2"]
+    assert rows["cat"] == "left: it is made of values of several blocks"
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])

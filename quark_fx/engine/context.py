@@ -36,6 +36,19 @@ _MASK = "attention_mask"
 """The input that says which positions are no padding, as Hugging Face models call it; shape (batch, tokens)."""
 
 
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """Positions of a batch that count.
+
+    Attributes:
+        shape: of all positions, (batch, tokens).
+        rows: numbers of those that count, int64, of the flattened positions.
+    """
+
+    shape: torch.Size
+    rows: Tensor
+
+
 @dataclass
 class Calibrated:
     """What calibration found, for passes between it and conversion to change.
@@ -89,6 +102,7 @@ class Context:
     by_block: bool = False
     changes: list[Change] = field(default_factory=list)
     remark: str = ""
+    _kept: dict[tuple[int, int], Positions | None] = field(default_factory=dict)
     _walks: int = 0
     _given: int = 0
     _judging: int = 0
@@ -117,8 +131,8 @@ class Context:
         self._judging = min(len(self.batches), max(1, len(self.batches) // _HELD_OUT))
         if divisible:
             self._hold_out_samples()
-        masks = (self.kept_positions(batch) for batch in range(len(self.batches)))
-        if self.batches and all(mask is not None and not bool(mask.any()) for mask in masks):
+        kept = [self.kept_positions(batch) for batch in range(len(self.batches))]
+        if kept and all(positions is not None and not len(positions.rows) for positions in kept):
             raise CalibrationError(f"{_MASK} leaves out every position of all calibration data; 1 stands for a token")
         self._given = len(self.batches)
         if not self.holds_out and any(needs_context(p) for p in self.config.passes):
@@ -190,10 +204,20 @@ class Context:
         batch, part = self.batches[index]
         return _part(self.cache.get(("batch", batch, position)), part)
 
-    def kept_positions(self, batch: int) -> Tensor | None:
-        """Return which positions of batch `batch` are no padding, boolean, or `None` if the data does not say."""
-        mask = self.input(batch, self.names.index(_MASK)) if _MASK in self.names else None
-        return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    def kept_positions(self, batch: int) -> Positions | None:
+        """Return which positions of batch `batch` are no padding, or `None` if the data does not say.
+
+        They are looked up once, as the device is waited for then.
+        """
+        if _MASK not in self.names:
+            return None
+        index, part = self.batches[batch]
+        key = index, 0 if part is None else part.start
+        if key not in self._kept:
+            mask = self.input(batch, self.names.index(_MASK))
+            known = isinstance(mask, Tensor) and mask.dim() == 2
+            self._kept[key] = Positions(mask.shape, mask.flatten().nonzero().flatten()) if known else None
+        return self._kept[key]
 
     def flat_batches(self, device: torch.device) -> Iterator[list[Any]]:
         """Yield the flat inputs of every batch, tensors on `device`."""
@@ -356,4 +380,4 @@ def require_resources(device: str | torch.device | None, cache: CacheBudget | No
             ) from error
 
 
-__all__ = ["CacheBudget", "Calibrated", "Checkpoint", "Context", "fingerprint", "require_resources"]
+__all__ = ["CacheBudget", "Calibrated", "Checkpoint", "Context", "Positions", "fingerprint", "require_resources"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import EllipsisType
 from typing import Protocol, Self
 
@@ -169,6 +170,7 @@ class Columns:
     """
 
     numbers: Tensor
+    _moved: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def in_blocks(cls, inputs: int, block: int) -> Self:
@@ -180,30 +182,55 @@ class Columns:
         """How many scales a row has."""
         return int(self.numbers.max()) + 1
 
-    def members(self) -> list[Tensor | slice]:
-        """Return, for each scale, what selects its columns."""
-        order, sizes = self.numbers.argsort(stable=True), self.numbers.bincount().tolist()
+    def members(self, device: torch.device | None = None) -> list[Tensor | slice]:
+        """Return, for each scale, what selects its columns of a tensor on the device; default: the CPU."""
         found: list[Tensor | slice] = []
-        for columns in order.split(sizes):
+        for columns in self._members:
             first, last = int(columns[0]), int(columns[-1])
-            found.append(slice(first, last + 1) if last - first + 1 == len(columns) else columns)
+            found.append(slice(first, last + 1) if last - first + 1 == len(columns) else columns.to(device or "cpu"))
         return found
 
     def spread(self, values: Tensor) -> Tensor:
         """Return values per scale, the last dimension, for each column."""
-        return values[..., self.numbers.to(values.device)]
+        return values[..., self._on("numbers", values.device)]
 
     def gather(self, x: Tensor) -> Tensor:
         """Return columns, the last dimension of `x`, as (scales, columns of a scale); zeros fill up short ones."""
-        sizes = self.numbers.bincount()
-        longest, inputs = int(sizes.max()), len(self.numbers)
-        if bool((self.numbers == torch.arange(inputs) // longest).all()):
+        longest, inputs = self._longest, len(self.numbers)
+        if self._in_order:
             filled: Tensor = F.pad(x, (0, -inputs % longest)).unflatten(-1, (-1, longest))
             return filled
-        padded = torch.full((len(sizes), longest), inputs)
-        for row, columns in zip(padded, self.numbers.argsort(stable=True).split(sizes.tolist()), strict=True):
+        return F.pad(x, (0, 1))[..., self._on("_padded", x.device)]
+
+    def _on(self, name: str, device: torch.device) -> Tensor:
+        """Return one of the tensors on a device, where it is copied once."""
+        key = name, device
+        if key not in self._moved:
+            self._moved[key] = getattr(self, name).to(device)
+        return self._moved[key]
+
+    @cached_property
+    def _members(self) -> tuple[Tensor, ...]:
+        """The columns of each scale, in order."""
+        found: tuple[Tensor, ...] = self.numbers.argsort(stable=True).split(self.numbers.bincount().tolist())
+        return found
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._members))
+
+    @cached_property
+    def _in_order(self) -> bool:
+        """Whether every run of as many columns as the longest block has is a block."""
+        return bool((self.numbers == torch.arange(len(self.numbers)) // self._longest).all())
+
+    @cached_property
+    def _padded(self) -> Tensor:
+        """The columns of each scale, filled up with one beyond the last, shape (scales, longest)."""
+        padded = torch.full((len(self._members), self._longest), len(self.numbers))
+        for row, columns in zip(padded, self._members, strict=True):
             row[: len(columns)] = columns
-        return F.pad(x, (0, 1))[..., padded.to(x.device)]
+        return padded
 
 
 __all__ = ["Columns", "Layout", "Matrices"]

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from quark_fx.engine.block_walk import running
 from quark_fx.engine.blocks import extract
-from quark_fx.engine.context import Context
+from quark_fx.engine.context import Context, Positions
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import placeholders
@@ -174,14 +174,13 @@ class Entering:
         x: its activation.
         output: what it makes, for a convolution.
         offsets: where the rows of each expert end.
-        kept: which positions count, shape of `x` without its last dimension; `None`: all. Rows that are routed to
-            experts all count, those of padding too.
+        kept: which positions count; `None`: all. Rows that are routed to experts all count, those of padding too.
     """
 
     x: Tensor
     output: Tensor | None = None
     offsets: Tensor | None = None
-    kept: Tensor | None = None
+    kept: Positions | None = None
 
     def matrices(self, mapping: LinearMap) -> Iterator[Tensor]:
         """Yield float32 rows, shape (rows, inputs), for each group of a matrix product."""
@@ -195,17 +194,17 @@ class Entering:
             yield without_padding(x, self.kept)
 
 
-def without_padding(x: Tensor, kept: Tensor | None) -> Tensor:
+def without_padding(x: Tensor, kept: Positions | None) -> Tensor:
     """Return the rows of `x`, shape (rows, last dimension), but for those at positions that are padding.
 
     Args:
         x: at least one dimension.
-        kept: which positions count, as `Context.kept_positions` returns them; of values with other positions all do.
+        kept: which positions count; of values with other positions all do.
     """
     rows = x.reshape(-1, x.shape[-1])
     # Flattened positions are in the order of the mask; those of any other shape may not be.
-    fits = kept is not None and (kept.shape == x.shape[:-1] or (x.dim() == 2 and kept.numel() == len(rows)))
-    return rows[kept.flatten()] if kept is not None and fits else rows
+    fits = kept is not None and (kept.shape == x.shape[:-1] or (x.dim() == 2 and kept.shape.numel() == len(rows)))
+    return rows[kept.rows] if kept is not None and fits else rows
 
 
 class Entrance:
@@ -229,7 +228,7 @@ class Entrance:
         self.mapping, self._inputs = mapping, inputs
         self._part = extract(module, placeholders(module), nodes)
 
-    def values(self, batch: int, kept: Tensor | None) -> Entering:
+    def values(self, batch: int, kept: Positions | None) -> Entering:
         """Return what enters for one batch; `kept` says which positions are no padding."""
         with running(batch):
             x, *more = self._part(*self._inputs(batch))

@@ -47,7 +47,7 @@ def fit_scales(
     Source:
         Lin et al. 2024 (AWQ), the clip search of its reference code, with the sum over tokens taken beforehand.
     """
-    members = columns.members()
+    members = columns.members(weight.device)
     shape = (*weight.shape[:2], len(members))
     best, least = weight.new_ones(shape), weight.new_full(shape, torch.inf)
     scale, zero_point = (p.expand_as(weight) for p in (grid.scale, grid.zero_point))

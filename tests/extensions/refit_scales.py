@@ -32,7 +32,7 @@ class RefitScales(Solver):
         if weight.columns is None or weight.scheme.scale_type.is_8_bit:
             return Skip("its scales are not free to change")
         value = weight.grid().value(weight.codes.float())  # with ratios for unknowns, ones are the present state
-        blocks = weight.columns.members()
+        blocks = weight.columns.members(value.device)
         parts = torch.zeros(len(blocks), *value.shape, device=value.device)
         for part, block in zip(parts, blocks, strict=True):
             part[..., block] = value[..., block]

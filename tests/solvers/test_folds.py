@@ -10,8 +10,11 @@ import torch
 from test_gptq import RTN, Attention, ids
 from tiny import quantize, rand, seeded
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from quark_fx.passes import GPTQ
 from quark_fx.solvers.folds import Mean
+from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.solver import Input, QuantizedMatrix, Skip, Solver, solver
 
 
@@ -51,6 +54,36 @@ class Counting(Solver):
 
     def solve(self, now: QuantizedMatrix, seen: Count) -> Skip:
         return Skip(f"{seen.values} in {seen.batches}")
+
+
+def test_padding_is_looked_up_once_for_all_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device is waited for where a mask says how many rows there are."""
+    looked_up, nonzero = [], Tensor.nonzero
+
+    def counting(self: Tensor) -> Tensor:
+        looked_up.append(self.shape)
+        return nonzero(self)
+
+    class NoMasks(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.index.Tensor:
+                assert not any(i is not None and i.dtype == torch.bool for i in args[1])
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(Tensor, "nonzero", counting)
+    batch = ids(8)[0]
+    data = [{"ids": batch, "attention_mask": (batch > 20).long()}] * 2
+    measure = Hessian.measure.__func__  # type: ignore[attr-defined]
+
+    def measured(*args: Any, **options: Any) -> Hessian:
+        with NoMasks():  # type: ignore[no-untyped-call]
+            found: Hessian = measure(*args, **options)
+        return found
+
+    monkeypatch.setattr(Hessian, "measure", classmethod(measured))
+    qmodel = quantize(seeded(Attention()), RTN.replace(passes=(GPTQ(),)), data)
+    assert sum(change.changed for change in qmodel.report().passes[-1].changes) == 6
+    assert looked_up == [torch.Size([size * 24]) for size in (8, 6, 2)]
 
 
 def test_any_fold_sees_calibration_batches_without_padding() -> None:
