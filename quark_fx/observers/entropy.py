@@ -12,6 +12,7 @@ from quark_fx.numbers.formats import IntFormat
 from quark_fx.numbers.qparams import Scheme
 from quark_fx.observers.base import observer
 from quark_fx.observers.histogram import Bins
+from quark_fx.observers.peers.entropy import onnxruntime_threshold
 from quark_fx.observers.reading import HistogramObserver
 from quark_fx.system.options import PositiveInt
 
@@ -105,54 +106,3 @@ def modelopt_threshold(bins: Bins, levels: int, inside: Tensor) -> tuple[Tensor,
     best = len(divergence) - 1 - divergence.flip(0).argmin()
     threshold = bins.edges[0, inside[best]]
     return -threshold, threshold
-
-
-def onnxruntime_threshold(bins: Bins, levels: int, inside: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both ends of the range, scalars, for one row of signed values, by ONNX Runtime's rules.
-
-    Its divergences are float32 sums, so that it chooses by rounding among candidates that agree to 1e-6.
-
-    Args:
-        bins: one row.
-        levels: number of quantized bins over both signs.
-        inside: candidates: how many bins lie inside the threshold on each side of the middle, increasing.
-    """
-    pieces = [_onnxruntime_divergence(bins.counts[0], levels, part) for part in torch.split(inside, 256)]
-    best = inside[torch.cat(pieces).argmin()]
-    edges, middle = bins.edges[0], bins.counts.shape[1] // 2
-    return edges[middle - best], edges[torch.clamp(middle + best + 1, max=bins.counts.shape[1])]
-
-
-def _onnxruntime_divergence(counts: Tensor, levels: int, inside: Tensor) -> Tensor:
-    room = len(counts)
-    middle = room // 2
-    start, end = (middle - inside)[:, None], (middle + inside + 1).clamp(max=room)[:, None]
-    mass = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    steps = torch.arange(room, device=counts.device)
-    within = (steps >= start) & (steps < end)
-    p = torch.where(within, counts, 0.0)
-    p = p + torch.where(steps == start, mass[start], 0.0) + torch.where(steps == end - 1, mass[-1] - mass[end], 0.0)
-    width = (end - start) // levels
-    cell = torch.div(steps - start, width, rounding_mode="floor")
-    valid = within & (cell < levels)
-    nonzero = torch.nn.functional.pad((p != 0).double().cumsum(1), (1, 0))
-    borders = start + torch.arange(levels + 1, device=counts.device) * width
-    merged = mass[borders].diff(dim=1)
-    merged[:, -1] += mass[end[:, 0]] - mass[borders[:, -1]]
-    filled = nonzero.gather(1, borders).diff(dim=1)
-    # The peer's integer array truncates the averages.
-    average = torch.where(filled > 0, merged / filled, 0.0).trunc()
-    q = torch.where(valid, average.gather(1, cell.clamp(0, levels - 1)), 0.0)
-    p, p_valid = _smooth(p, within)
-    q, q_valid = _smooth(q, within)
-    p, q = p / p.sum(1, keepdim=True), q / q.sum(1, keepdim=True)
-    divergence = torch.where(within, p * (p / q).log(), 0.0).sum(1)
-    return torch.where(p_valid & q_valid, divergence, torch.inf)
-
-
-def _smooth(p: Tensor, within: Tensor, eps: float = 1e-4) -> tuple[Tensor, Tensor]:
-    zero = within & (p == 0)
-    full = within & (p != 0)
-    taken = eps * zero.sum(1) / full.sum(1).clamp(min=1)
-    p = torch.where(zero, eps, torch.where(full, p - taken[:, None], 0.0))
-    return p, full.any(1)

@@ -11,6 +11,7 @@ from quark_fx.errors import ConfigError
 from quark_fx.numbers.qparams import Scheme
 from quark_fx.observers.base import observer
 from quark_fx.observers.histogram import Bins
+from quark_fx.observers.peers.percentile import left_edges
 from quark_fx.observers.reading import HistogramObserver
 
 
@@ -45,11 +46,7 @@ class Percentile(HistogramObserver):
         share = self.percentile / 100
         side = 1.0 - (100.0 - self.percentile) / 200.0
         if self.grid != "dyadic":
-            bins = self.collected()
-            if self.absolute:
-                limit = left_edge(bins, share)
-                return -limit, limit
-            return left_edge(bins, (100.0 - self.percentile) / 200.0), left_edge(bins, side)
+            return left_edges(self.collected(), self.percentile, absolute=self.absolute)
         if scheme.symmetric:
             limit = outer_edge(self.collected(absolute=True), share)
             return -limit, limit
@@ -63,10 +60,3 @@ def outer_edge(bins: Bins, share: float) -> Tensor:
     below = bins.counts.cumsum(1)
     index = torch.searchsorted(below, share * below[:, -1:])
     return bins.edges.gather(1, index + 1)[:, 0]
-
-
-def left_edge(bins: Bins, share: float) -> Tensor:
-    """Return the left edge of the bin in which the cumulated share reaches `share`, in the peers' arithmetic."""
-    cumulated = (bins.counts / bins.counts.sum(1, keepdim=True)).cumsum(1)
-    index = torch.searchsorted(cumulated, torch.full_like(cumulated[:, :1], share))
-    return bins.edges.gather(1, index)[:, 0]

@@ -14,8 +14,8 @@ from quark_fx.numbers.formats import IntFormat, parse_format
 from quark_fx.numbers.qparams import QParams, ScaleType, Scheme, Symmetry, affine_qparams, symmetric_qparams
 from quark_fx.observers.base import Observer, finite_range, observer, state
 from quark_fx.observers.histogram import Histogram, power_of_two
-from quark_fx.observers.linear_histogram import LinearHistogram
 from quark_fx.observers.minmax import MinMax
+from quark_fx.observers.peers.linear_histogram import LinearHistogram, PeerGrid
 from quark_fx.observers.squared_error import Moments, squared_error
 from quark_fx.system.options import Interval, NonNegativeInt
 
@@ -114,10 +114,7 @@ class PowerOfTwoMinMse(Observer):
         if x.numel() == 0:
             return self
         if self.bins:
-            linear = self.histogram
-            if isinstance(linear, LinearHistogram):
-                return replace(self, histogram=linear.extend(x, "quark", self.bins))
-            return replace(self, histogram=LinearHistogram.of(x, "quark", self.bins))
+            return replace(self, histogram=PeerGrid("quark").count(self.histogram, x, self.bins, skip_zeros=False))
         # 9 bits from the range to the scale of an 8-bit format, 1 for the nearest rounding and half a cell.
         coarse = self.histogram.exponent if isinstance(self.histogram, Histogram) else None
         seen = Histogram.of(x, 1 << (10 + max(0, *self.offsets)), sums=True, coarse=coarse)

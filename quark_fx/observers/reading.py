@@ -12,8 +12,9 @@ from torch import Tensor
 from quark_fx.errors import ConfigError
 from quark_fx.numbers.qparams import Scheme
 from quark_fx.observers.base import Observer, finite_range, state
+from quark_fx.observers.grids import GRIDS
 from quark_fx.observers.histogram import Bins, Histogram
-from quark_fx.observers.linear_histogram import SPANS, LinearHistogram
+from quark_fx.observers.peers.linear_histogram import LinearHistogram
 from quark_fx.system.options import Interval
 
 
@@ -25,7 +26,7 @@ class HistogramObserver(Observer):
         bins: bins on either side of zero for the dyadic grid (a power of two), in all of the first batch's span for
             the peers' grids.
         grid: `"dyadic"` (bins of a power-of-two width: exact merge, any order of batches), or a peer's grid:
-            `"onnxruntime"`, `"onnxruntime_absolute"`, `"modelopt"`, `"quark"`; see `linear_histogram.SPANS`.
+            `"onnxruntime"`, `"onnxruntime_absolute"`, `"modelopt"`, `"quark"`; see `peers.linear_histogram.SPANS`.
         skip_zeros: leave exact zeros out of the histogram.
 
     Raises:
@@ -38,23 +39,15 @@ class HistogramObserver(Observer):
     histogram: Histogram | LinearHistogram | None = state()
 
     def __post_init__(self) -> None:
-        if self.grid != "dyadic" and self.grid not in SPANS:
-            raise ConfigError(f"unknown grid {self.grid!r}; choose one of dyadic, {', '.join(SPANS)}")
+        if self.grid not in GRIDS:
+            raise ConfigError(f"unknown grid {self.grid!r}; choose one of {', '.join(GRIDS)}")
         if self.grid == "dyadic" and self.bins & (self.bins - 1):
             raise ConfigError(f"a dyadic grid has a power of two of bins on a side, not {self.bins}")
 
     def observe(self, x: Tensor) -> Self:
         if x.numel() == 0:
             return self
-        seen: Histogram | LinearHistogram
-        if self.grid == "dyadic":
-            coarse = self.histogram.exponent if isinstance(self.histogram, Histogram) else None
-            seen = Histogram.of(x, self.bins, skip_zeros=self.skip_zeros, coarse=coarse)
-            return self.merge(replace(self, histogram=seen))
-        if isinstance(self.histogram, LinearHistogram):
-            seen = self.histogram.extend(x, self.grid, self.bins, skip_zeros=self.skip_zeros)
-        else:
-            seen = LinearHistogram.of(x, self.grid, self.bins, skip_zeros=self.skip_zeros)
+        seen = GRIDS[self.grid].count(self.histogram, x, self.bins, skip_zeros=self.skip_zeros)
         return replace(self, histogram=seen)
 
     def merge(self, other: Self) -> Self:
@@ -77,7 +70,7 @@ class HistogramObserver(Observer):
     @property
     def absolute(self) -> bool:
         """Whether the grid holds magnitudes only."""
-        return self.grid in ("modelopt", "onnxruntime_absolute")
+        return GRIDS[self.grid].absolute
 
     def collected(self, *, absolute: bool = False) -> Bins:
         """Return the bins of the values, or of their magnitudes.
@@ -85,9 +78,5 @@ class HistogramObserver(Observer):
         Raises:
             ValueError: if magnitudes are asked of a peer's grid of signed values.
         """
-        if isinstance(self.histogram, Histogram):
-            return self.histogram.bins(absolute=absolute)
-        if absolute and not self.absolute:
-            raise ValueError(f'the grid "{self.grid}" holds signed values, not magnitudes: use "dyadic" or "modelopt"')
         assert self.histogram is not None
-        return self.histogram.bins()
+        return GRIDS[self.grid].bins(self.histogram, absolute=absolute)

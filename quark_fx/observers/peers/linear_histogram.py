@@ -6,7 +6,8 @@ reproduce the numbers of ONNX Runtime, ModelOpt and Quark.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,7 +115,7 @@ class LinearHistogram(NamedTuple):
 
 
 def _values(x: Tensor, span: str) -> Tensor:
-    return (x.abs() if span in ("modelopt", "onnxruntime_absolute") else x).float()
+    return (x.abs() if PeerGrid(span).absolute else x).float()
 
 
 def _limits(values: Tensor, span: str) -> tuple[Tensor, Tensor]:
@@ -197,3 +198,34 @@ def _count(values: Tensor, edges: Tensor, size: Tensor, skip_zeros: bool) -> Ten
     index = torch.where(outside, room, index)
     counts = torch.zeros(len(edges), room + 1, dtype=torch.int64, device=edges.device)
     return counts.scatter_add_(1, index, torch.ones_like(index))[:, :room]
+
+
+@dataclass(frozen=True)
+class PeerGrid:
+    """A grid that the first batch fixes.
+
+    Attributes:
+        span: a key of `SPANS`.
+    """
+
+    span: str
+
+    @property
+    def absolute(self) -> bool:
+        """Whether it holds magnitudes only."""
+        return self.span in ("modelopt", "onnxruntime_absolute")
+
+    def count(self, before: Any, x: Tensor, bins: int, *, skip_zeros: bool) -> LinearHistogram:
+        """Return the histogram after it saw `x`, too."""
+        count = before.extend if isinstance(before, LinearHistogram) else LinearHistogram.of
+        return count(x, self.span, bins, skip_zeros=skip_zeros)
+
+    def bins(self, seen: LinearHistogram, *, absolute: bool) -> Bins:
+        """Return the bins of what the grid holds.
+
+        Raises:
+            ValueError: if magnitudes are asked of a grid of signed values.
+        """
+        if absolute and not self.absolute:
+            raise ValueError(f'the grid "{self.span}" holds signed values, not magnitudes: use "dyadic" or "modelopt"')
+        return seen.bins()

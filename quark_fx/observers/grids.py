@@ -1,0 +1,44 @@
+"""Where the bins of a histogram lie: our own grid, and those of other tools."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from quark_fx.observers.histogram import Bins, Histogram
+from quark_fx.observers.peers.linear_histogram import SPANS, PeerGrid
+
+
+class Grid(Protocol):
+    """How values are counted, and what bins they are in."""
+
+    @property
+    def absolute(self) -> bool:
+        """Whether it holds magnitudes only."""
+
+    def count(self, before: Any, x: Tensor, bins: int, *, skip_zeros: bool) -> Any:
+        """Return the histogram `before`, `None` for none yet, after it saw `x`, shape `(channels, values)`, too."""
+
+    def bins(self, seen: Any, *, absolute: bool) -> Bins:
+        """Return the bins of the values, or of their magnitudes; raises `ValueError` if there are none."""
+
+
+class Dyadic:
+    """Bins of a power-of-two width: exact merge, any order of batches."""
+
+    absolute = False
+
+    def count(self, before: Histogram | None, x: Tensor, bins: int, *, skip_zeros: bool) -> Histogram:
+        """Return the histogram after it saw `x`, too."""
+        if before is None:
+            return Histogram.of(x, bins, skip_zeros=skip_zeros)
+        return before.merge(Histogram.of(x, bins, skip_zeros=skip_zeros, coarse=before.exponent))
+
+    def bins(self, seen: Histogram, *, absolute: bool) -> Bins:
+        """Return the bins of the values, or of their magnitudes."""
+        return seen.bins(absolute=absolute)
+
+
+GRIDS: dict[str, Grid] = {"dyadic": Dyadic(), **{span: PeerGrid(span) for span in SPANS}}
+"""Every grid by its name in configurations."""

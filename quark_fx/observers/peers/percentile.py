@@ -1,0 +1,23 @@
+"""Percentiles as ONNX Runtime, `HistogramCollector.compute_percentile`, and ModelOpt read them: left edges of bins."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quark_fx.observers.histogram import Bins
+
+
+def left_edges(bins: Bins, percentile: float, *, absolute: bool) -> tuple[Tensor, Tensor]:
+    """Return the ends, `(channels,)`, of what holds `percentile` per cent of the values; `absolute`: of magnitudes."""
+    if absolute:
+        limit = _left_edge(bins, percentile / 100)
+        return -limit, limit
+    return _left_edge(bins, (100.0 - percentile) / 200.0), _left_edge(bins, 1.0 - (100.0 - percentile) / 200.0)
+
+
+def _left_edge(bins: Bins, share: float) -> Tensor:
+    """Return the left edge of the bin in which the cumulated share reaches `share`, in the peers' arithmetic."""
+    cumulated = (bins.counts / bins.counts.sum(1, keepdim=True)).cumsum(1)
+    index = torch.searchsorted(cumulated, torch.full_like(cumulated[:, :1], share))
+    return bins.edges.gather(1, index)[:, 0]
