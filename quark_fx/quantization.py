@@ -53,8 +53,9 @@ from quark_fx.graph.pass_manager import (
     pass_stage,
     run_passes,
 )
+from quark_fx.graph.provenance import kept_tensors
 from quark_fx.graph.signature import batch_shape, split_batch
-from quark_fx.model.correspondence import Source
+from quark_fx.model.correspondence import shell_of
 from quark_fx.model.eager import is_eager
 from quark_fx.model.output_directory import clear, kept_blocks, work_directory
 from quark_fx.model.quantized_model import QuantizedModel
@@ -152,11 +153,14 @@ def quantize(
         if rows and all(row.reason for row in rows):
             warn(f"nothing was quantized: {len(rows)} operators stay in float, see report()")
         # The copy holds only what the graph reads, and nothing of the user's model.
-        source = None if isinstance(model, ExportedProgram) else _source(model, captured, gm)
+        kept = kept_tensors(gm, stored_tensors(captured.module))
+        source = _source(model, gm, kept) if isinstance(model, nn.Module) else None
+        names = model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else None
         gm = copy_graph(gm)
         if shelf is None:
             own_tensors(gm, stored_tensors(captured.module).values())
-        qmodel = QuantizedModel(gm, captured.signature, config, rows, records, source)
+        known = None if names is None else frozenset(name for name, _ in names)
+        qmodel = QuantizedModel(gm, captured.signature, config, rows, records, source, kept=kept, parameter_names=known)
         if output_dir is not None:
             del gm.meta["shelf"]
             ranks.wait()  # for those that still put things in the folder which goes
@@ -403,9 +407,9 @@ def _shared_checkpoint(directory: str | Path, fingerprint: Mapping[str, str], ra
     return Checkpoint(directory, fingerprint, output)
 
 
-def _source(model: nn.Module, captured: Captured, gm: GraphModule) -> Source | None:
+def _source(model: nn.Module, gm: GraphModule, kept: Mapping[str, Tensor]) -> nn.Module | None:
     try:
-        return Source.of(model, captured.module, gm)
+        return shell_of(model, gm, kept)
     except Exception as error:  # what the model's own code raises when it is copied
         logger.debug("the model cannot be copied, so eager() will ask for one: %s", error)
         return None

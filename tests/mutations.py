@@ -16,6 +16,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -188,12 +189,14 @@ def _graph(source: Path, place: Path, rng: random.Random) -> Callable[[], Any]:
     try:
         (place / "graph.json").write_text(document_text(model))
     except (ValueError, AttributeError):  # what JSON does not say
-        (place / "graph.json").write_text(json.dumps({"version": 3, "sha256": "", "model": model}))
+        (place / "graph.json").write_text(json.dumps({"version": 4, "sha256": "", "model": model}))
     return lambda: _run(place, name)
 
 
 def _run(place: Path, name: str) -> str:
     loaded = qfx.load(place)
+    with suppress(QuarkError):
+        loaded.eager(cnn() if name == "cnn" else mlp())
     try:
         loaded((images if name == "cnn" else tokens)(3)[0])
     except QuarkError:

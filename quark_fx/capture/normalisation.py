@@ -33,6 +33,7 @@ from quark_fx.graph.nodes import (
     target_name,
 )
 from quark_fx.graph.operators import argument
+from quark_fx.graph.provenance import note_tensors
 from quark_fx.graph.signature import Signature, leaf_names
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ def normalise(program: ExportedProgram, parameters: tuple[str, ...]) -> Captured
     plain.graph.lint()
     stored = stored_tensors(plain)
     plain.meta["buffers"] = frozenset(name for name, tensor in stored.items() if not isinstance(tensor, nn.Parameter))
+    note_tensors(plain)
     _require_floats(plain)
     inputs = [node for node in plain.graph.nodes if node.op == "placeholder"]
     values = [node.meta.get("val") for node in inputs]

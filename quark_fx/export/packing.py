@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quark_fx.errors import ExportError
-from quark_fx.model.correspondence import Constant
+from quark_fx.model.constants import Constant
 from quark_fx.numbers.formats import Format, IntFormat
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 

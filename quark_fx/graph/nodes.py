@@ -258,6 +258,16 @@ def module_path(node: Node) -> str:
     return next(reversed(module_calls(node).values()), "")
 
 
+def module_classes(gm: GraphModule) -> dict[str, str]:
+    """Return the class names of the modules that made the graph, by path."""
+    found: dict[str, str] = {}
+    for node in gm.graph.nodes:
+        for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items():
+            if not key.startswith("_empty"):
+                found[path] = str(kind).rpartition(".")[2]
+    return found
+
+
 def is_activation(node: Node) -> bool:
     """Tell whether the node makes a floating-point tensor that is no parameter."""
     value = node.meta.get("val")

@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import inspect
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from typing import Any, Self, TypeVar, cast
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from quark_fx.errors import ConfigError, PassError
 from quark_fx.graph.nodes import output_node, stored_tensors
+from quark_fx.graph.provenance import Notes, digest
 from quark_fx.system.isolation import isolated
 from quark_fx.system.options import checked, checked_call, nearest
 from quark_fx.system.untrusted import brief
@@ -313,7 +313,7 @@ def run_passes(
 ) -> tuple[GraphModule, list[PassRecord]]:
     """Run `passes` in order on a copy of `gm` that shares its parameters.
 
-    Nodes that a pass adds or changes are marked with its name (`meta["made_by"]`).
+    What a pass changes is noted on the graph: see `quark_fx.graph.provenance`.
 
     Args:
         gm: the graph; left as it is, unless `in_place`.
@@ -346,16 +346,14 @@ def run_passes(
                 raise ConfigError(
                     f"pass {name} learns from data; run it through `quantize`, or give `run_passes` a context"
                 )
-            before = {node: _operation(node) for node in gm.graph.nodes}
+            notes = Notes(gm)
             weights = _Unwritten(gm, p)
             rewrites = p(gm, context=context) if takes_context(p) else p(gm)
             if type(rewrites) is not int or rewrites < 0:
                 raise PassError(f"pass {name} returned {rewrites!r}; a pass returns how often it rewrote the graph")
             weights.check(name)
             _lint(gm, name)
-            for node in gm.graph.nodes:
-                if before.get(node) != _operation(node):
-                    node.meta["made_by"] = name
+            notes.take(gm, name)
             for check in promise.ensures:
                 check(gm)
         except Exception as error:
@@ -388,34 +386,17 @@ class _Unwritten:
         self.tensors = {name: t for name, t in tensors.items() if not t.is_inference() and not t.is_meta}
         self.versions = {name: tensor._version for name, tensor in self.tensors.items()}
         foreign = not str(p.__module__).startswith("quark_fx.")
-        self.digests = {name: _digest(tensor) for name, tensor in self.tensors.items()} if foreign else {}
+        self.digests = {name: digest(tensor) for name, tensor in self.tensors.items()} if foreign else {}
 
     def check(self, name: str) -> None:
         """Raise `PassError` if a tensor was written to since."""
         written = [key for key, tensor in self.tensors.items() if tensor._version != self.versions[key]]
-        written += [key for key, digest in self.digests.items() if _digest(self.tensors[key]) != digest]
+        written += [key for key, before in self.digests.items() if digest(self.tensors[key]) != before]
         if written:
             raise PassError(
                 f"pass {name} wrote into {', '.join(dict.fromkeys(written[:3]))}, which the caller's model shares and "
                 "now holds changed; store a new tensor with quark_fx.graph.nodes.set_parameter, and make the model anew"
             )
-
-
-def _digest(tensor: torch.Tensor) -> int:
-    rows = tensor.detach().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0)
-    digest = 0
-    for piece in rows.split(_PIECE):
-        digest = zlib.crc32(piece.cpu().numpy().data, digest)
-    return digest
-
-
-_PIECE = 1 << 26
-"""Bytes that are looked at at once."""
-
-
-def _operation(node: Node) -> tuple[Any, ...]:
-    """Return what a node does, whatever it reads."""
-    return node.target, *(a for a in node.args if not isinstance(a, Node | tuple | list))
 
 
 def _lint(gm: GraphModule, name: str) -> None:

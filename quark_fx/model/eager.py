@@ -14,16 +14,17 @@ from torch.fx import GraphModule
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from quark_fx.capture.capture import capture_graph
 from quark_fx.errors import ExportError, QuarkError
-from quark_fx.graph.nodes import describe, erase_dead, placeholders, stored_tensors
+from quark_fx.graph.nodes import describe, erase_dead, module_classes, stored_tensors
 from quark_fx.graph.straight_through import quantize_of, records_gradients, run_with_gradients
-from quark_fx.model.correspondence import Constant, Source, correspond
+from quark_fx.model.constants import Constant
+from quark_fx.model.correspondence import Correspondence, correspond, shell_of
 from quark_fx.model.fake_quantize import Cast, FakeQuantize, Trained, require_float32
 from quark_fx.model.module_slices import ModuleCall
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.model.rounded_modules import Activation
 from quark_fx.system.isolation import isolated, warn
+from quark_fx.system.untrusted import brief
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,8 @@ class Dequantize(nn.Module):
 class Round(nn.Module):
     """Sends the floating-point input or result of a module through `quantize` and `dequantize`, as a hook.
 
+    What a pass multiplies by before is multiplied by here.
+
     Where gradients are recorded, both are one operator with a straight-through gradient.
 
     Args:
@@ -73,17 +76,24 @@ class Round(nn.Module):
 
     scale: Tensor | None
     zero_point: Tensor | None
+    factor: Tensor | None
 
     def __init__(self, activation: Activation, trained: FakeQuantize | None = None) -> None:
         super().__init__()
         self.trained = trained
         self.register_buffer("scale", _own(activation.scale))
         self.register_buffer("zero_point", _own(activation.zero_point))
+        self.register_buffer("factor", _own(activation.factor))
+        self.rounds = activation.rounds
         self.format, self.cast = activation.format, activation.cast
         self.layout, self.measurement = activation.layout, activation.measurement
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` rounded, in its dtype."""
+        if self.factor is not None:
+            x = x * self.factor
+        if not self.rounds:
+            return x
         if self.trained is not None:
             rounded: Tensor = self.trained(x)
             return rounded
@@ -166,16 +176,15 @@ def eager(qmodel: QuantizedModel, model: nn.Module | None = None, *, trained: Tr
 
     Args:
         qmodel: from `quantize` or `load`.
-        model: a float model of the same architecture, for a `qmodel` that was loaded or made of an
-            `ExportedProgram`; its parameters do not matter.
+        model: a float model of the same class and configuration, for a `qmodel` that was loaded or made of an
+            `ExportedProgram`; its parameters do not matter, and stay as they are.
         trained: the parameters of `qmodel` while it is trained, and what rounds them; they become those of the result.
 
     Raises:
         QuarkError: if no module computes what the graph does; the message names the operator.
     """
-    source = source_of(qmodel, model)
-    found = correspond(source, qmodel.graph_module)
-    result = copy.deepcopy(source.model)
+    source, found = placed(qmodel, model)
+    result = copy.deepcopy(source)
     shared: dict[tuple[str, ...], nn.Parameter] = {}
     for path in found.identities:
         owner, _, leaf = path.rpartition(".")
@@ -231,33 +240,51 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
     )
 
 
-def source_of(qmodel: QuantizedModel, model: nn.Module | None = None) -> Source:
-    """Return the original model and its graph; `model` and errors as `eager`."""
+def placed(qmodel: QuantizedModel, model: nn.Module | None = None) -> tuple[nn.Module, Correspondence]:
+    """Return the original model, without the weights that the graph has, and what its modules have to compute with.
+
+    Arguments and errors are those of `eager`.
+    """
     if model is None:
         if qmodel.source is None:
             raise QuarkError(
                 "this quantized model does not know the module it was made of (it was loaded, or made of an "
                 "ExportedProgram or of a module that cannot be copied); pass a float model of the same architecture"
             )
-        return qmodel.source
-    leaves = [_example(qmodel, index) for index in range(len(qmodel.signature.input_names))]
-    args, kwargs = pytree.tree_unflatten(leaves, qmodel.signature.in_spec)
-    batch = args or {**kwargs, **qmodel.signature.fixed_arguments}
-    captured = capture_graph(model, batch)
-    return Source.of(model, captured.module, qmodel.graph_module)
+        return qmodel.source, correspond(qmodel.source, qmodel.graph_module, qmodel.kept)
+    if "no_shapes" in qmodel.graph_module.meta:
+        raise QuarkError(
+            f"the shapes in this graph are not known ({qmodel.graph_module.meta['no_shapes']}); call the quantized "
+            "model itself, or quantize again with this version of torch"
+        )
+    _require_same_modules(qmodel, model)
+    try:
+        source = shell_of(model, qmodel.graph_module, qmodel.kept)
+        return source, correspond(source, qmodel.graph_module, qmodel.kept)
+    except QuarkError:
+        raise
+    except Exception as error:  # what the notes of a damaged graph break is anyone's guess
+        raise QuarkError(
+            f"the stored graph does not fit the model: {type(error).__name__}: {brief(str(error))}"
+        ) from error
 
 
-def _example(qmodel: QuantizedModel, index: int) -> Any:
-    """Return zeros of a shape the model was captured for, or the constant it was captured with."""
-    name = qmodel.signature.input_names[index]
-    if name in qmodel.signature.input_constants:
-        return qmodel.signature.input_constants[name]
-    value = placeholders(qmodel.graph_module)[index].meta.get("val")
-    shape = qmodel.signature.input_shapes[index] or ()
-    sizes = [d if d is not None else 2 for d in shape]
-    if isinstance(value, Tensor):
-        sizes = [d if isinstance(d, int) else d.node.hint for d in value.shape]
-    return torch.zeros(sizes, dtype=qmodel.signature.input_dtypes[index])
+def _require_same_modules(qmodel: QuantizedModel, model: nn.Module) -> None:
+    """Raise unless a model has the modules that the graph was captured from, and their parameters."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path, name in module_classes(qmodel.graph_module).items():
+        given = type(modules[path]).__name__ if path in modules else "missing"
+        if given != name:
+            raise QuarkError(
+                f"module {path or 'at the top'} was a {name} and is {given} in the model that is passed; pass a float "
+                "model of the same architecture"
+            )
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if qmodel.parameter_names is not None and (other := names ^ qmodel.parameter_names):
+        raise QuarkError(
+            f"the model that is passed and the one that was quantized differ in the parameters "
+            f"{', '.join(sorted(other)[:3])}; pass a float model of the same architecture"
+        )
 
 
 def _part(paths: Collection[str], model: nn.Module) -> None:
@@ -274,7 +301,7 @@ def _require_tensor(module: nn.Module, call: ModuleCall) -> None:
     """Raise unless a module returns the tensor alone that its call computes."""
     sizes = [d if isinstance(d, int) else d.node.hint for d in call.entry.meta["val"].shape]
     try:
-        result = copy.deepcopy(module)(torch.empty(sizes, dtype=call.entry.meta["val"].dtype, device="meta"))
+        result = copy.deepcopy(module).to("meta")(torch.empty(sizes, dtype=call.entry.meta["val"].dtype, device="meta"))
     except Exception as error:  # whatever the module's own code raises without its other arguments
         logger.debug("module %s does not run on its input alone: %s", call.path, error)
         result = None
@@ -338,4 +365,4 @@ def _own(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().clone()
 
 
-__all__ = ["Dequantize", "Rewritten", "Round", "eager", "source_of"]
+__all__ = ["Dequantize", "Rewritten", "Round", "eager", "placed"]

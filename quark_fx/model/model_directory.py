@@ -25,7 +25,7 @@ from quark_fx.checkpoints.files import GRAPH_FILE
 from quark_fx.errors import QuarkError
 from quark_fx.system.untrusted import brief, parse_json, read_bytes, require_regular
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 GRAPH_LIMIT = 1 << 27
 """Bytes of the largest graph that is read or written."""
 _TENSORS = re.compile(r"tensors-[0-9a-f]{32}\.safetensors")

@@ -1,8 +1,8 @@
 """Modules without parameters that passes rewrote, and what the quantized graph computes in their place.
 
-A call of a module with one floating-point input and one result is a piece of the captured graph between two nodes.
-What passes make of it carries the module's path, so the piece of the quantized graph that ends with the result and
-begins where that path does computes the same call.
+A call of a module with one floating-point input and one result is a piece of the graph between two nodes. What passes
+make of it carries the module's path, so the piece of the quantized graph that ends with the result and begins where
+that path does computes the same call.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch.fx import Graph, GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from quark_fx.graph.nodes import is_activation, module_calls, module_path, parameter
 
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """A call of a module that reads no parameter, in a captured graph.
+    """A call of a module that reads no parameter, in a float graph.
 
     Attributes:
         path: of the module.
@@ -31,11 +30,6 @@ class ModuleCall:
     entry: Node
     result: Node
     nodes: frozenset[Node]
-
-    @property
-    def readers(self) -> list[Node]:
-        """The operators of the call that read its input."""
-        return [user for user in self.entry.users if user in self.nodes]
 
 
 @dataclass(frozen=True)
@@ -51,27 +45,6 @@ class ModuleSlice:
     entry: Node
     result: Node
     nodes: tuple[Node, ...]
-
-    def computes(self, call: ModuleCall) -> bool:
-        """Tell whether the operators are those of the call, with nothing rewritten or rounded between them."""
-        pending = [(self.result, call.result)]
-        while pending:
-            ours, theirs = pending.pop()
-            if theirs is call.entry or ours is self.entry:
-                if theirs is not call.entry or ours is not self.entry:
-                    return False
-            elif ours.target != theirs.target:
-                return False
-            else:
-                leaves = [pytree.tree_leaves((node.args, node.kwargs)) for node in (ours, theirs)]
-                if len(leaves[0]) != len(leaves[1]):
-                    return False
-                for a, b in zip(*leaves, strict=True):
-                    if isinstance(a, Node) and isinstance(b, Node):
-                        pending.append((a, b))
-                    elif type(a) is not type(b) or a != b:
-                        return False
-        return True
 
     def module(self, gm: GraphModule) -> GraphModule:
         """Return a module of one input that computes the slice, with tensors of its own."""
@@ -95,7 +68,8 @@ def calls_without_parameters(graph: Graph) -> dict[Node, ModuleCall]:
     found = {}
     for key, nodes in calls.items():
         inside = frozenset(nodes)
-        read = {n for node in nodes for n in node.all_input_nodes} - inside
+        # Constants that are no parameters of the model are what a pass computes with.
+        read = {n for node in nodes for n in node.all_input_nodes if not is_made_up(n)} - inside
         results = [node for node in nodes if not inside.issuperset(node.users)]
         if len(read) != 1 or len(results) != 1 or next(reversed(module_calls(results[0]))) != key:
             continue
@@ -103,6 +77,11 @@ def calls_without_parameters(graph: Graph) -> dict[Node, ModuleCall]:
         if is_activation(entry):
             found[results[0]] = ModuleCall(module_path(results[0]), entry, results[0], inside)
     return found
+
+
+def is_made_up(node: Node) -> bool:
+    """Tell whether a node reads a tensor of a pass, not of the model."""
+    return node.op == "get_attr" and "parameter" not in node.meta
 
 
 def slice_of(result: Node, path: str) -> ModuleSlice | None:

@@ -33,7 +33,7 @@ from quark_fx.graph.nodes import (
 from quark_fx.graph.operators import set_argument
 from quark_fx.graph.pass_manager import Change, PassRecord, copy_graph
 from quark_fx.graph.straight_through import QUANTIZE, quantize_of
-from quark_fx.model.correspondence import Constant, constant_of, table_of
+from quark_fx.model.constants import Constant, constant_of, table_of
 from quark_fx.model.fake_quantize import Cast, FakeQuantize, Trained, require_float32
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.numbers.formats import INT32, FloatFormat, parse_format
@@ -122,8 +122,7 @@ class QATModel(nn.Module):
         for name, quantizer in trained.activations.items():
             set_parameter(gm, name, quantizer.step().clone())
         record = PassRecord("QAT", sum(c.changed for c in changes), math.nan, tuple(changes), held_out=False)
-        config, source = self.quantized.config, self.quantized.source
-        result = QuantizedModel(gm, self.signature, config, rows, (*report.passes, record), source)
+        result = self.quantized.with_graph(gm, rows, (*report.passes, record))
         return result.to(device_of(self.graph_module))
 
     def eager(self, model: nn.Module | None = None) -> nn.Module:

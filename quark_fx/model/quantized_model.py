@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from quark_fx.graph.nodes import own_tensors
 from quark_fx.graph.pass_manager import PassRecord, copy_graph
 from quark_fx.graph.signature import Signature, split_batch
 from quark_fx.graph.straight_through import records_gradients, run_with_gradients
-from quark_fx.model.correspondence import Source
 from quark_fx.plan.report import Report, Row
 from quark_fx.system.options import checked_call
 
@@ -28,8 +28,12 @@ class QuantizedModel(nn.Module):
         graph_module: the graph with `quark_fx::quantize` and `dequantize`, flat inputs and outputs.
         signature: how the model is called.
         config: what it was quantized with.
-        source: the modules it was made of, for `eager`; `None` if it was loaded.
+        source: the module it was made of, for `eager`, without the weights that the graph has; `None` if it was loaded.
+        kept: parameters and buffers of the model that the graph has only in constants computed from them, by name.
+        parameter_names: those of all parameters of the model, `None` if they are not known.
     """
+
+    source: nn.Module | None
 
     def __init__(
         self,
@@ -38,10 +42,14 @@ class QuantizedModel(nn.Module):
         config: QuantConfig,
         rows: Sequence[Row],
         passes: Sequence[PassRecord] = (),
-        source: Source | None = None,
+        source: nn.Module | None = None,
+        *,
+        kept: Mapping[str, Tensor] = MappingProxyType({}),
+        parameter_names: frozenset[str] | None = None,
     ) -> None:
         super().__init__()
-        self.source = source
+        object.__setattr__(self, "source", source)  # not a submodule: its parameters are no state of this one
+        self.kept, self.parameter_names = kept, parameter_names
         self.graph_module = graph_module
         self.signature = signature
         self.config = config
@@ -89,7 +97,7 @@ class QuantizedModel(nn.Module):
         """Return the original model, of its own class, computing what this one does: `generate` works on it.
 
         Args:
-            model: a float model of the same architecture, where this one was loaded.
+            model: a float model of the same class and configuration, with any weights, where this one was loaded.
 
         Raises:
             QuarkError: if no module computes what the graph does; the message names the operator.
@@ -115,6 +123,7 @@ class QuantizedModel(nn.Module):
         if fn(torch.zeros((), dtype=torch.float32)).dtype != torch.float32:
             raise RuntimeError("the scales of a quantized model are float32; convert the model before quantizing it")
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.kept = {name: fn(tensor) for name, tensor in self.kept.items()}
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -123,10 +132,23 @@ class QuantizedModel(nn.Module):
             "qmodel.save(directory) and read it with quark_fx.load(directory), or save its state_dict()"
         )
 
+    def with_graph(
+        self, graph_module: GraphModule, rows: Sequence[Row] | None = None, passes: Sequence[PassRecord] | None = None
+    ) -> QuantizedModel:
+        """Return a model of another graph with the same names; the report is this one's where none is given."""
+        return type(self)(
+            graph_module,
+            self.signature,
+            self.config,
+            self._report.rows if rows is None else rows,
+            self._report.passes if passes is None else passes,
+            self.source,
+            kept=self.kept,
+            parameter_names=self.parameter_names,
+        )
+
     def __copy__(self) -> QuantizedModel:
-        rows, passes = self._report.rows, self._report.passes
-        return type(self)(self.graph_module, self.signature, self.config, rows, passes, self.source)
+        return self.with_graph(self.graph_module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
-        gm = own_tensors(copy_graph(self.graph_module))
-        return type(self)(gm, self.signature, self.config, self._report.rows, self._report.passes, self.source)
+        return self.with_graph(own_tensors(copy_graph(self.graph_module)))

@@ -29,6 +29,7 @@ class Activation:
         scale_type: of measured scales.
         group_size: of them, see `quark_fx.numbers.ops.dynamic_qparams`.
         cast: the 16-bit float it is cast to and back.
+        factor: what it is multiplied by before.
     """
 
     format: str = ""
@@ -40,11 +41,17 @@ class Activation:
     scale_type: str = "float32"
     group_size: int = 0
     cast: torch.dtype | None = None
+    factor: Tensor | None = None
+
+    @property
+    def rounds(self) -> bool:
+        """Whether anything is rounded: a pass may only multiply."""
+        return bool(self.format) or self.cast is not None
 
     @property
     def is_fixed(self) -> bool:
-        """Whether what is rounded already stays as it is: no range is measured."""
-        return self.scale is not None or self.cast is not None
+        """Whether what is rounded already stays as it is: no range is measured, and nothing multiplied."""
+        return self.factor is None and (self.scale is not None or self.cast is not None)
 
     @property
     def layout(self) -> tuple[int | None, int]:
@@ -63,15 +70,15 @@ class Activation:
 
     def same_as(self, other: Activation) -> bool:
         """Tell whether both round every value alike."""
-        tensors = ((self.scale, other.scale), (self.zero_point, other.zero_point))
+        tensors = tuple((getattr(self, name), getattr(other, name)) for name in ("scale", "zero_point", "factor"))
         kinds = [(a.measurement, a.cast) for a in (self, other)]
         return kinds[0] == kinds[1] and all(
-            a is b or (a is not None and b is not None and bool((a == b).all())) for a, b in tensors
+            a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in tensors
         )
 
 
 Rounded = Mapping[tuple[Node, Node], Activation]
-"""By value and reader, nodes of the captured graph, how the reader has the value rounded."""
+"""By value and reader, nodes of the float graph, how the reader has the value rounded."""
 
 
 @dataclass
@@ -185,7 +192,7 @@ def _commutes(node: Node, activation: Activation) -> bool:
     shapes = [n.meta["val"].shape for n in (node, node.all_input_nodes[0]) if isinstance(n.meta.get("val"), Tensor)]
     same_rows = len(shapes) == 2 and bool(shapes[0][-1:]) and shapes[0][-1] == shapes[1][-1]
     whole = activation.axis is None or (activation.axis == -1 and same_rows)
-    return target_name(node) in _RESHAPING and whole
+    return target_name(node) in _RESHAPING and whole and activation.factor is None
 
 
 _RESHAPING = ("aten.reshape.default", "aten.flatten.using_ints", "aten.unflatten.int", "aten.unsqueeze.default")

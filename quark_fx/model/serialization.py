@@ -28,6 +28,7 @@ from quark_fx.graph.pass_manager import Change, PassRecord
 from quark_fx.graph.signature import Signature
 from quark_fx.model.model_directory import read_model, write_model
 from quark_fx.model.quantized_model import QuantizedModel
+from quark_fx.model.stored_data import LONGEST, listed, mapping, texts
 from quark_fx.model.stored_operators import (
     DTYPES,
     MEMORY_FORMATS,
@@ -39,6 +40,7 @@ from quark_fx.model.stored_operators import (
     resolve,
     written,
 )
+from quark_fx.model.stored_provenance import Provenance, Stacks, notes_to_data, provenance_to_data
 from quark_fx.model.structures import children_of, structure_from_data, structure_to_data
 from quark_fx.plan.report import Row
 from quark_fx.system.isolation import isolated, quiet
@@ -47,8 +49,6 @@ from quark_fx.system.untrusted import brief
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,511}", re.ASCII)
 """What a node or input may be called: an identifier of the code that torch generates for a graph."""
-_LONGEST = 4096
-"""Characters of the longest name of a tensor or module."""
 _LARGEST = 1 << 42
 """Bytes of the largest value a stored graph may compute."""
 _ON_SIZES = frozenset(function for name, function in PYTHON.items() if name != "getitem")
@@ -69,7 +69,8 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
         raise QuarkError(f"{directory} holds a checkpoint, whose tensors would be overwritten; choose another one")
     tensors = stored_tensors(gm)
     ids = {name: f"t{index}" for index, name in enumerate(tensors)}
-    names = tensor_names(gm)
+    kept = {name: f"t{len(tensors) + index}" for index, name in enumerate(qmodel.kept)}
+    names, stacks = tensor_names(gm), Stacks()
     report = qmodel.report()
     document = {
         "signature": _signature_to_data(qmodel.signature),
@@ -80,10 +81,12 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
         "inputs": [_value_to_data(node, symbols) for node in gm.graph.nodes if node.op == "placeholder"],
         "tensors": {ids[name]: names.get(name, name) for name in tensors},
         "buffers": [ids[name] for name in tensors if name in buffer_names(gm)],
-        "nodes": [_node_to_data(node, ids) for node in gm.graph.nodes],
+        "nodes": [_node_to_data(node, ids, stacks) for node in gm.graph.nodes],
+        "provenance": provenance_to_data(qmodel, ids, kept, stacks),
     }
     try:
-        write_model(directory, {ids[name]: tensor for name, tensor in tensors.items()}, document)
+        stored = {ids[name]: tensor for name, tensor in tensors.items()}
+        write_model(directory, stored | {kept[name]: tensor for name, tensor in qmodel.kept.items()}, document)
     except OSError as error:
         in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
         remedy = "a file is in the way" if in_the_way else "make room"
@@ -118,13 +121,16 @@ def load(
         hint = "; transformers' from_pretrained reads checkpoints" * (directory / "config.json").exists()
         raise QuarkError(f"{directory} holds no readable quantized model: {error}{hint}") from error
     try:
-        gm = _graph_from_data(document, tensors, place, frozenset(namespaces))
+        provenance = Provenance.of(document["provenance"], tensors)
+        gm = _graph_from_data(document, provenance.graph_tensors, provenance, place, frozenset(namespaces))
         return QuantizedModel(
             gm,
             _signature_from_data(document["signature"], document["inputs"], gm),
             QuantConfig.from_dict(document["config"], stored=True),
-            [_built(Row, _restored(row)) for row in _list(document["rows"])],
-            [_record_from_data(record) for record in _list(document["passes"])],
+            [_built(Row, _restored(row)) for row in listed(document["rows"])],
+            [_record_from_data(record) for record in listed(document["passes"])],
+            kept=provenance.kept,
+            parameter_names=provenance.parameter_names,
         )
     except QuarkError as error:
         error.add_note(f"in {directory / GRAPH_FILE}")
@@ -157,7 +163,7 @@ def _read_tensors(file: Path, device: torch.device) -> dict[str, Tensor]:
     return tensors
 
 
-def _node_to_data(node: Node, ids: Mapping[str, str]) -> dict[str, Any]:
+def _node_to_data(node: Node, ids: Mapping[str, str], stacks: Stacks) -> dict[str, Any]:
     target = ids[str(node.target)] if node.op == "get_attr" else node.target
     name = target if isinstance(target, str) else operator_name(target)
     if name is None:
@@ -167,11 +173,7 @@ def _node_to_data(node: Node, ids: Mapping[str, str]) -> dict[str, Any]:
         data["args"] = [_encode(a) for a in node.args]
     if node.kwargs:
         data["kwargs"] = {k: _encode(v) for k, v in node.kwargs.items()}
-    if stack := node.meta.get("nn_module_stack"):
-        data["module"] = next((path for path, _ in reversed(list(stack.values())) if path), "")
-    if name := node.meta.get("made_by"):
-        data["made_by"] = name
-    return data
+    return data | notes_to_data(node, stacks)
 
 
 def _encode(value: Any) -> Any:
@@ -234,27 +236,33 @@ def _value_to_data(node: Node, symbols: _Symbols) -> dict[str, Any] | None:
 
 
 def _graph_from_data(
-    document: dict[str, Any], tensors: dict[str, Tensor], device: torch.device, namespaces: frozenset[str]
+    document: dict[str, Any],
+    tensors: dict[str, Tensor],
+    provenance: Provenance,
+    device: torch.device,
+    namespaces: frozenset[str],
 ) -> GraphModule:
-    names = _mapping(document["tensors"])
+    names = mapping(document["tensors"])
     if set(names) != set(tensors) or any(not re.fullmatch(r"t\d{1,9}", name, re.ASCII) for name in names):
         raise QuarkError("the stored graph and its tensors have different names")
-    if not all(isinstance(name, str) and len(name) <= _LONGEST for name in names.values()):
+    if not all(isinstance(name, str) and len(name) <= LONGEST for name in names.values()):
         raise QuarkError("the stored graph has a tensor whose name is no text of a line")
     root = torch.nn.Module()
     for name, tensor in tensors.items():
         root.register_buffer(name, tensor)
     graph, nodes = Graph(), dict[str, Node]()
-    for data in _list(document["nodes"]):
+    for data in listed(document["nodes"]):
         if "output" in nodes:
             raise QuarkError("the stored graph goes on after its output")
-        node = _node_from_data(_mapping(data), graph, nodes, device, tensors, namespaces)
+        node = _node_from_data(mapping(data), graph, nodes, device, tensors, namespaces)
+        provenance.annotate(node, data)
         nodes[data["name"] if node.op != "output" else "output"] = node
     if "output" not in nodes:
         raise QuarkError("the stored graph has no output")
     gm = GraphModule(root, graph, class_name="CapturedGraph")
     gm.meta["tensor_names"] = dict(names)
-    gm.meta["buffers"] = frozenset(_names(document.get("buffers", [])))
+    gm.meta["buffers"] = frozenset(texts(document.get("buffers", [])))
+    gm.meta["rewrites"] = provenance.rewrites
     _restore(gm, document["symbols"], document["inputs"], device)
     return gm
 
@@ -268,8 +276,8 @@ def _node_from_data(
     namespaces: frozenset[str],
 ) -> Node:
     name, op, target = data["name"], data["op"], data["target"]
-    args = tuple(_decode(_list(data.get("args", [])), nodes, device))
-    kwargs = {key: _decode(value, nodes, device) for key, value in _mapping(data.get("kwargs", {})).items()}
+    args = tuple(_decode(listed(data.get("args", [])), nodes, device))
+    kwargs = {key: _decode(value, nodes, device) for key, value in mapping(data.get("kwargs", {})).items()}
     if name in nodes or not _is_name(name):
         raise QuarkError(f"the stored graph has a node called {brief(name)}, which is not allowed, or has it twice")
     if op == "call_function":
@@ -284,9 +292,6 @@ def _node_from_data(
         raise QuarkError(f"the stored graph holds a {brief(op)} of {brief(target)}, which is not allowed")
     node = graph.create_node(op, target, args, kwargs, name=name)
     node.meta["stack_trace"] = ""  # the user's paths are not stored
-    node.meta["nn_module_stack"] = {"": (_text(data["module"]), "")} if "module" in data else {}
-    if "made_by" in data:
-        node.meta["made_by"] = _text(data["made_by"])
     return node
 
 
@@ -295,12 +300,12 @@ def _is_name(name: Any) -> bool:
 
 
 def _restore(gm: GraphModule, symbols: Any, inputs: Any, device: torch.device) -> None:
-    sizes = _list(symbols)
+    sizes = listed(symbols)
     if any(type(size) is not int or not 2 <= size <= 1 << 31 for size in sizes):
         raise QuarkError(f"the stored graph has a size that varies, for example {brief(sizes)}")
     examples: list[Tensor | None] = []
     dynamic: list[dict[int, int]] = []
-    for data in _list(inputs):
+    for data in listed(inputs):
         shape = _shape(data, len(sizes))
         example = [size if isinstance(size, int) else sizes[size["symbol"]] for size in shape]
         if data is not None and math.prod(example) > _LARGEST:
@@ -358,7 +363,7 @@ def _require_computable(node: Node, values: Sequence[Any]) -> None:
 def _shape(data: Any, symbols: int) -> list[Any]:
     if data is None:
         return []
-    shape = _list(_mapping(data)["shape"])
+    shape = listed(mapping(data)["shape"])
     known = [
         (type(size) is int and 0 <= size <= 1 << 40)
         or (isinstance(size, dict) and list(size) == ["symbol"] and size["symbol"] in range(symbols))
@@ -391,9 +396,9 @@ def _signature_to_data(signature: Signature) -> dict[str, Any]:
 
 
 def _signature_from_data(data: Any, inputs: list[Any], gm: GraphModule) -> Signature:
-    data = _mapping(data)
+    data = mapping(data)
     in_spec, out_spec = structure_from_data(data["in_structure"]), structure_from_data(data["out_structure"])
-    names, outputs = _names(data["input_names"]), _names(data["output_names"])
+    names, outputs = texts(data["input_names"]), texts(data["output_names"])
     places = [node for node in gm.graph.nodes if node.op == "placeholder"]
     results = results_of(gm)
     positions = children_of(in_spec)
@@ -404,12 +409,12 @@ def _signature_from_data(data: Any, inputs: list[Any], gm: GraphModule) -> Signa
     if not out_spec.num_leaves == len(outputs) == len(results):
         raise QuarkError("the stored model has another number of outputs than its graph")
     ranks = {name: 0 if value is None else len(value["shape"]) for name, value in zip(names, inputs, strict=True)}
-    limits: list[Any] = [tuple(_list(limit)) for limit in _list(data["input_limits"])]
+    limits: list[Any] = [tuple(listed(limit)) for limit in listed(data["input_limits"])]
     for limit in limits:
         whole = len(limit) == 4 and all(type(n) is int for n in limit[1:3]) and type(limit[3]) in (int, type(None))
         if not whole or limit[0] not in ranks or not 0 <= limit[1] < ranks[limit[0]]:
             raise QuarkError(f"the stored model limits an input by {brief(limit)}")
-    multiples: list[Any] = [tuple(_list(multiple)) for multiple in _list(data.get("input_multiples", []))]
+    multiples: list[Any] = [tuple(listed(multiple)) for multiple in listed(data.get("input_multiples", []))]
     for multiple in multiples:
         whole = len(multiple) == 3 and all(type(n) is int for n in multiple[1:]) and multiple[2] > 1
         if not whole or multiple[0] not in ranks or not 0 <= multiple[1] < ranks[multiple[0]]:
@@ -417,7 +422,7 @@ def _signature_from_data(data: Any, inputs: list[Any], gm: GraphModule) -> Signa
     return Signature(
         in_spec=in_spec,
         out_spec=out_spec,
-        parameters=_names(data["parameters"]),
+        parameters=texts(data["parameters"]),
         input_names=names,
         output_names=outputs,
         input_shapes=tuple(
@@ -425,10 +430,10 @@ def _signature_from_data(data: Any, inputs: list[Any], gm: GraphModule) -> Signa
             for value in inputs
         ),
         input_dtypes=tuple(None if value is None else DTYPES[value["dtype"]] for value in inputs),
-        input_constants={name: _constant(value) for name, value in _mapping(data["input_constants"]).items()},
+        input_constants={name: _constant(value) for name, value in mapping(data["input_constants"]).items()},
         input_limits=tuple(limits),
         input_multiples=tuple(multiples),
-        fixed_arguments={name: _constant(value) for name, value in _mapping(data["fixed_arguments"]).items()},
+        fixed_arguments={name: _constant(value) for name, value in mapping(data["fixed_arguments"]).items()},
     )
 
 
@@ -445,12 +450,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
     # An option of somebody's pass may be anything; it is for reading only.
-    return value if value is None or isinstance(value, bool | int | float | str) else {"repr": repr(value)[:_LONGEST]}
+    return value if value is None or isinstance(value, bool | int | float | str) else {"repr": repr(value)[:LONGEST]}
 
 
 def _restored(value: Any) -> Any:
     """Inverse of `_plain`, of a mapping whose values are plain or not finite."""
-    return {key: _constant(item) for key, item in _mapping(value).items()}
+    return {key: _constant(item) for key, item in mapping(value).items()}
 
 
 def _record_to_data(record: PassRecord) -> dict[str, Any]:
@@ -462,7 +467,7 @@ def _record_to_data(record: PassRecord) -> dict[str, Any]:
 
 def _record_from_data(data: Any) -> PassRecord:
     untold = {"seconds": math.nan}
-    changes = tuple(_built(Change, _restored(change) | untold) for change in _list(_mapping(data)["changes"]))
+    changes = tuple(_built(Change, _restored(change) | untold) for change in listed(mapping(data)["changes"]))
     rest = {key: value for key, value in data.items() if key != "changes"}
     return _built(PassRecord, _restored(rest) | untold, changes=changes)
 
@@ -478,28 +483,6 @@ def _built(cls: type[T], data: dict[str, Any], **rest: Any) -> T:
         if not any(value is None if kind is None else isinstance(value, kind) for kind in known):
             raise QuarkError(f"the stored report holds {key[:80]}={brief(value)}, which no {cls.__name__} has")
     return cls(**data, **rest)
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise QuarkError(f"the stored model holds {brief(value)} in place of a list")
-    return value
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise QuarkError(f"the stored model holds {brief(value)} in place of a mapping")
-    return value
-
-
-def _names(value: Any) -> tuple[str, ...]:
-    return tuple(_text(name) for name in _list(value))
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > _LONGEST:
-        raise QuarkError(f"the stored model holds {brief(value)} in place of a name")
-    return value
 
 
 __all__ = ["load", "save_model"]

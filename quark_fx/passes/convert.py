@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 
 from quark_fx.config.quant_config import TensorSpec
 from quark_fx.graph.nodes import erase_dead
+from quark_fx.graph.provenance import CONVERT
 from quark_fx.numbers.qparams import QParams
 from quark_fx.passes.quantize_constants import quantize_constants
 from quark_fx.passes.quantize_values import quantize_values
@@ -37,9 +38,13 @@ def convert(
         CalibrationError: if a weight is not finite; the message names it.
     """
     scales = {op.node: scale for op in plan.operators if (scale := _input_scale(op, plan, qparams)) is not None}
+    before = set(gm.graph.nodes)
     quantize_values(gm, plan, qparams)
     rows = quantize_constants(gm, plan, scales, bias, settled)
     erase_dead(gm)
+    for node in gm.graph.nodes:
+        if node not in before:
+            node.meta["made_by"] = CONVERT
     gm.graph.lint()
     gm.recompile()
     return rows

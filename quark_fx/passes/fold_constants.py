@@ -10,6 +10,7 @@ from torch.fx.node import map_arg
 from quark_fx.graph.nodes import buffer_names, erase_dead, get_attr, is_floating, is_parameter, parameter, target_name
 from quark_fx.graph.operators import MOVING, operator_row
 from quark_fx.graph.pass_manager import graph_pass
+from quark_fx.graph.provenance import note_folded
 
 
 @graph_pass()
@@ -31,6 +32,7 @@ def fold_constants(gm: GraphModule) -> int:
             value = _evaluate(gm, node)
         with gm.graph.inserting_before(node):
             constant = get_attr(gm, _name(inputs[0]), value)
+            note_folded(constant, node, value)
             node.replace_all_uses_with(constant)
         if buffer_names(gm).issuperset(str(n.target) for n in inputs):
             gm.meta["buffers"] = buffer_names(gm) | {str(constant.target)}

@@ -14,6 +14,7 @@ from quark_fx.config.quant_config import Granularity, TensorSpec
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import call, cast, describe, get_attr, is_finite, is_parameter, parameter, value_of
 from quark_fx.graph.operators import argument, set_argument, stored_weight
+from quark_fx.graph.provenance import inherit
 from quark_fx.numbers.formats import INT32, IntFormat
 from quark_fx.numbers.qparams import QParams, ScaleType
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
@@ -131,7 +132,7 @@ def _quantize_operator(
         quantized = _quantize_weight(op, weight, smallest, amax, known)
         if free is not None and known is None:
             quantized = rescale_zeros(quantized, free, op.weight.scale_type)
-        found = stored[key] = _store(gm, key[0], quantized, op.weight)
+        found = stored[key] = _store(gm, op.weight_node, quantized, op.weight)
     _use_weight(gm, op, found)
     if is_parameter(bias_node) and bias_spec is not None:
         own = settled.get(op.row.bias) if op.row.bias is not None else None
@@ -230,7 +231,7 @@ def _replace_bias(
     else:
         return
     with gm.graph.inserting_before(op.node):
-        stored = _store(gm, str(node.target), codes, spec)
+        stored = _store(gm, node, codes, spec)
         set_argument(op.node, op.row.bias, _dequantize(gm, op.node, stored, bias.dtype))
 
 
@@ -239,14 +240,15 @@ def _int32_bias(bias: Tensor, scale: Tensor) -> QuantizedTensor:
     return QuantizedTensor.of(codes, scale, None, INT32, None if scale.dim() == 0 else 0)
 
 
-def _store(gm: GraphModule, name: str, quantized: QuantizedTensor, spec: TensorSpec) -> _Stored:
-    """Add codes, scale and zero point as attributes of the graph."""
+def _store(gm: GraphModule, value: Node, quantized: QuantizedTensor, spec: TensorSpec) -> _Stored:
+    """Add codes, scale and zero point as attributes of the graph, named for the `value` they are made of."""
     parts = {"codes": quantized.codes}
     if not spec.is_cast:
         zero = torch.zeros((), dtype=torch.int32, device=quantized.scale.device)
         parts |= {"scale": quantized.scale, "zero_point": zero if quantized.is_symmetric else quantized.zero_point}
     with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
-        nodes = [get_attr(gm, f"{name}_{part}", value) for part, value in parts.items()]
+        nodes = [get_attr(gm, f"{value.target}_{part}", tensor) for part, tensor in parts.items()]
+    inherit(nodes[0], value)
     return _Stored(replace(quantized, codes=parameter(gm, nodes[0])), spec, nodes)  # those of the graph may be on disk
 
 

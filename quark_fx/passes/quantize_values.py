@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -73,14 +74,17 @@ def _parameters(gm: GraphModule, point: Point, qparams: QParams, stored: list[No
 def _static(gm: GraphModule, point: Point, qparams: QParams, parameters: list[Node], dtype: torch.dtype) -> Node:
     fmt = str(point.spec.format)
     source, rounding = point.value, Rounding(point.source.name, point.spec)
+    absorbed: list[tuple[str, Any]] = []
     while point.absorbed and (bounds := clamp_bounds(point.absorbed[-1])) is not None:
         low, high = (-math.inf if bounds[0] is None else bounds[0]), (math.inf if bounds[1] is None else bounds[1])
         if not qparams.saturates(low, high, point.spec.scheme):
             break
-        source = point.absorbed.pop().args[0]  # type: ignore[assignment]
+        clamp = point.absorbed.pop()
+        absorbed.insert(0, (clamp.name, clamp.meta.get("nn_module_stack") or {}))
+        source = clamp.args[0]  # type: ignore[assignment]
         rounding = replace(rounding, low=max(low, rounding.low), high=min(high, rounding.high))
     codes = call(gm, ops.quantize.default, source, *parameters, fmt, like=point.value)
-    codes.meta["rounding"] = rounding
+    codes.meta |= {"rounding": rounding, "absorbed": tuple(absorbed)}
     return call(gm, ops.dequantize.default, codes, *parameters, fmt, None, 0, dtype, like=point.value)
 
 

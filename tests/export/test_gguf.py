@@ -18,7 +18,7 @@ from quark_fx.config.quant_config import Granularity, QuantConfig, Target, Tenso
 from quark_fx.errors import ExportError
 from quark_fx.export.checkpoints.to_gguf import blocks
 from quark_fx.export.packing import matrix_of
-from quark_fx.model.correspondence import Constant
+from quark_fx.model.constants import Constant
 from quark_fx.numbers.formats import FP8_E4M3, INT3, INT4, INT8, UINT4, UINT8, Format
 from quark_fx.numbers.qparams import ScaleType, Symmetry
 from quark_fx.numbers.quantized_tensor import QuantizedTensor

@@ -181,8 +181,8 @@ DOCUMENTS: dict[str, Callable[[str], str]] = {
     "nested lists": lambda text: "[" * 100_000,
     "nested and closed": lambda text: "[" * 500 + "]" * 500,
     "nested objects": lambda text: '{"a":' * 100_000,
-    "a number of many digits": lambda text: text.replace('"version": 3', '"version": ' + "9" * 5000),
-    "a number that is none": lambda text: text.replace('"version": 3', '"version": NaN'),
+    "a number of many digits": lambda text: text.replace('"version": 4', '"version": ' + "9" * 5000),
+    "a number that is none": lambda text: text.replace('"version": 4', '"version": NaN'),
     "another encoding": lambda text: text.replace("linear", "línear"),
 }
 
@@ -221,7 +221,7 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytes
 def test_a_model_of_the_version_before_is_replaced_with_its_tensors(tmp_path: Path) -> None:
     (tmp_path / "graph.json").write_text('{"version": 2, "nodes": []}')
     (tmp_path / "model.safetensors").write_bytes(b"of version 2")
-    with pytest.raises(QuarkError, match="has format version 2, this quark_fx reads 3; save the model again"):
+    with pytest.raises(QuarkError, match="has format version 2, this quark_fx reads 4; save the model again"):
         qfx.load(tmp_path)
     NEW.save(tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {"graph.json", tensor_file(tmp_path).name}

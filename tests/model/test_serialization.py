@@ -183,11 +183,11 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         qmodel.save(tmp_path / "file")
 
 
-@pytest.mark.parametrize(("version", "remedy"), [(99, "update quark_fx"), (2, "save the model again"), ("3", "save")])
+@pytest.mark.parametrize(("version", "remedy"), [(99, "update quark_fx"), (3, "save the model again"), ("4", "save")])
 def test_another_version_is_refused(version: Any, remedy: str, stored: Path) -> None:
     document = json.loads((stored / "graph.json").read_text())
     (stored / "graph.json").write_text(json.dumps(document | {"version": version}))
-    with pytest.raises(qfx.QuarkError, match=rf"format version '?{version}'?, this quark_fx reads 3; {remedy}"):
+    with pytest.raises(qfx.QuarkError, match=rf"format version '?{version}'?, this quark_fx reads 4; {remedy}"):
         qfx.load(stored)
 
 

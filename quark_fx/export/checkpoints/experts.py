@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quark_fx.errors import ExportError
 from quark_fx.export.packing import matrix_of
-from quark_fx.model.correspondence import Constant
+from quark_fx.model.constants import Constant
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 
 _SUFFIX = ".weight"

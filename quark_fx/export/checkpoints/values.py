@@ -16,8 +16,8 @@ from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.errors import ExportError, QuarkError
 from quark_fx.export.checkpoints.experts import as_saved, matrices, taken_apart
 from quark_fx.export.packing import matrix_of
-from quark_fx.model.correspondence import Correspondence, Source, correspond
-from quark_fx.model.eager import source_of
+from quark_fx.model.correspondence import Correspondence
+from quark_fx.model.eager import placed
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.model.rounded_modules import Activation
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
@@ -110,14 +110,13 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
             none of transformers.
     """
     try:
-        source = source_of(qmodel, model)
-        if not hasattr(source.model, "save_pretrained"):
-            raise ExportError(f"{type(source.model).__name__} is no model of transformers; use qmodel.save(directory)")
-        found = correspond(source, qmodel.graph_module)
+        source, found = placed(qmodel, model)
+        if not hasattr(source, "save_pretrained"):
+            raise ExportError(f"{type(source).__name__} is no model of transformers; use qmodel.save(directory)")
     except QuarkError as error:
         raise ExportError(str(error)) from error
     layers = _layers(source, found)
-    shell: Any = copy.deepcopy(source.model)
+    shell: Any = copy.deepcopy(source)
     state = shell.state_dict(keep_vars=True)
     taken = {n: c.value() for n, c in found.constants.items() if c.is_float and n in state}
     tensors = {n: t for n, t in state.items() if not t.is_meta} | taken
@@ -128,14 +127,14 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
     return Checkpoint(shell, layers, tensors, {name: names for name, names in apart.items() if names})
 
 
-def _layers(source: Source, found: Correspondence) -> list[Layer]:
+def _layers(model: nn.Module, found: Correspondence) -> list[Layer]:
     """Return the modules with quantized weights, or one error about all that no format holds."""
     layers: list[Layer] = []
     errors, names = [], list[str]()
 
     @lru_cache(maxsize=1)  # the matrices of a stack are copies, and asked for one after another
     def apart(name: str) -> dict[str, QuantizedTensor]:
-        return matrices(source.model, name, found.constants[name])
+        return matrices(model, name, found.constants[name])
 
     def of_expert(name: str, key: str) -> QuantizedTensor:
         return apart(name)[key]
@@ -145,7 +144,7 @@ def _layers(source: Source, found: Correspondence) -> list[Layer]:
         if constant.is_float:
             continue
         path, _, leaf = name.rpartition(".")
-        module = source.model.get_submodule(path)
+        module = model.get_submodule(path)
         try:
             if experts := apart(name):
                 if path in found.rounding.inputs:
@@ -173,6 +172,11 @@ def _layers(source: Source, found: Correspondence) -> list[Layer]:
     errors += [f"{p or 'the model'}: its result is quantized" for p in found.rounding.outputs]
     errors += [f"{p}: a pass rewrote what it computes" for p in found.slices]
     errors += [f"{p}: it is folded into its neighbour" for p in found.identities]
+    errors += [
+        f"{p}: a pass multiplies what it reads; quantize without explicit=True of that pass"
+        for p, activation in found.rounding.inputs.items()
+        if activation.factor is not None
+    ]
     if errors:
         raise unholdable(errors, names)
     if not layers:

@@ -1,0 +1,282 @@
+"""What a graph remembers of the model it came from: capture, passes and conversion each leave notes on it.
+
+On nodes, in `node.meta`:
+
+- `nn_module_stack`: the calls of modules that computed the node, as `torch.export` has them.
+- `made_by`: the pass that added or changed the node; `CONVERT` for codes and quantizers.
+- `parameter` (of `get_attr`): the parameter or buffer of the model whose values, or codes, the tensor holds.
+- `digest` (of `get_attr`): of a tensor that was no parameter when it was captured or folded.
+- `folded` (of `get_attr`): what the tensor was computed from, a `Folded`.
+- `absorbed` (of `quantize`): names and module stacks of the clamps its saturation performs, in order.
+
+On the graph, in `gm.meta["rewrites"]`: the calls of modules that no longer compute what they did, as `Rewrite`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from quark_fx.graph.nodes import is_activation, is_parameter, module_calls, module_path, parameter, target_name
+
+CONVERT = "convert"
+"""What has made the nodes of codes and quantizers."""
+
+_NOTES = ("parameter", "digest", "folded")
+"""What a tensor in the place of another one inherits."""
+
+_PIECE = 1 << 26
+"""Bytes that are looked at at once."""
+
+
+class Kind(StrEnum):
+    """What became of a call of a module."""
+
+    REPLACED = "replaced"
+    """Other nodes compute it, all of them part of the same call."""
+    LEFT_OUT = "left out"
+    """No node computes it, and what read its result reads its input."""
+    REROUTED = "rerouted"
+    """Something reads another value than before."""
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A call of a module that a pass rewrote.
+
+    Attributes:
+        path: of the module.
+        made_by: name of the pass.
+        kind: what became of the call.
+        operator: of the call, that is there no longer; empty if none is known.
+    """
+
+    path: str
+    made_by: str
+    kind: Kind
+    operator: str = ""
+
+
+@dataclass(frozen=True)
+class Folded:
+    """What a constant was computed from.
+
+    Attributes:
+        tensors: names of the parameters and buffers.
+        undo: what brings the value back to the only one of them, last step first: a number to subtract, or the type to
+            cast to; `None` if nothing does.
+    """
+
+    tensors: tuple[str, ...]
+    undo: tuple[float | torch.dtype, ...] | None
+
+    def undone(self, value: Tensor) -> Tensor | None:
+        """Return what the tensor has to be for the constant to be `value`; `None` if that is not known."""
+        if self.undo is None:
+            return None
+        for step in self.undo:
+            value = value.to(step) if isinstance(step, torch.dtype) else value - step
+        return value
+
+
+def digest(tensor: Tensor) -> int:
+    """Return a checksum of a tensor's bytes: a gigabyte takes about a second."""
+    rows = tensor.detach().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0)
+    found = 0
+    for piece in rows.split(_PIECE):
+        found = zlib.crc32(piece.cpu().numpy().data, found)
+    return found
+
+
+def note_tensors(gm: GraphModule) -> None:
+    """Note on every `get_attr` of a captured graph which parameter it reads, and what the tensors are that are none."""
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            node.meta["parameter"] = str(node.target)
+            tensor = parameter(gm, node)
+            if not isinstance(tensor, torch.nn.Parameter) and not tensor.is_meta:
+                node.meta["digest"] = digest(tensor)
+
+
+def note_folded(constant: Node, node: Node, value: Tensor) -> None:
+    """Note on `constant`, which holds the `value` of `node`, that it is computed from what `node` reads."""
+    inputs = node.all_input_nodes
+    before = [n.meta.get("folded") or Folded((n.meta.get("parameter", str(n.target)),), ()) for n in inputs]
+    names = tuple(dict.fromkeys(name for folded in before for name in folded.tensors))
+    step, inner = _inverse(node), before[0].undo
+    undo = None if step is None or inner is None or len(inputs) > 1 else (step, *inner)
+    constant.meta["folded"] = Folded(names, undo)
+    constant.meta["parameter"] = inputs[0].meta.get("parameter", str(inputs[0].target))
+    constant.meta["digest"] = digest(value)
+
+
+def _inverse(node: Node) -> float | torch.dtype | None:
+    """Return the step that undoes a node: see `Folded.undo`."""
+    if target_name(node) == "aten.add.Tensor" and isinstance(node.args[1], int | float) and not node.kwargs:
+        return float(node.args[1])
+    if target_name(node) == "aten._to_copy.default" and set(node.kwargs) == {"dtype"}:
+        return node.all_input_nodes[0].meta["val"].dtype  # type: ignore[no-any-return]
+    return None
+
+
+def inherit(tensor: Node, old: Node) -> None:
+    """Let a tensor that takes the place of `old` be known as what `old` was."""
+    if "parameter" not in tensor.meta:
+        tensor.meta |= {note: old.meta[note] for note in _NOTES if note in old.meta}
+
+
+def kept_tensors(gm: GraphModule, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of the tensors that constants of a graph are computed from which nothing has changed, by name.
+
+    Args:
+        gm: a graph.
+        tensors: those of the captured one.
+    """
+    folded = [node for node in gm.graph.nodes if node.op == "get_attr" and "folded" in node.meta]
+    same = [node for node in folded if digest(parameter(gm, node)) == node.meta["digest"]]
+    names = dict.fromkeys(name for node in same for name in node.meta["folded"].tensors)
+    return {name: tensors[name].detach().clone() for name in names if name in tensors}
+
+
+def rewrites(gm: GraphModule) -> tuple[Rewrite, ...]:
+    """Return the calls of modules that passes rewrote."""
+    return gm.meta.get("rewrites", ())  # type: ignore[no-any-return]
+
+
+class Notes:
+    """What one pass does to a graph: made before it runs; `take` writes it down after it ran.
+
+    Args:
+        gm: the graph that it will rewrite.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.operations = {node: _operation(node) for node in gm.graph.nodes}
+        self.names = {node: target_name(node) for node in gm.graph.nodes}
+        self.leaves = {node: _leaves(node) for node in gm.graph.nodes}
+        self.readers: dict[Node, list[Node]] = {}
+        for node, leaves in self.leaves.items():
+            for leaf in leaves:
+                if isinstance(leaf, Node):
+                    self.readers.setdefault(leaf, []).append(node)
+        self.calls: dict[str, list[Node]] = {}
+        for node in gm.graph.nodes:
+            if node.op == "call_function":
+                self.calls.setdefault(_call(node), []).append(node)
+
+    def take(self, gm: GraphModule, name: str) -> None:
+        """Note on `gm` what the pass `name` changed."""
+        nodes = set(gm.graph.nodes)
+        live = {call for node in nodes for call in module_calls(node)}
+        changed = [node for node in gm.graph.nodes if self.operations.get(node) != _operation(node)]
+        for node in changed:
+            node.meta["made_by"] = name
+        ends = {result: entry for call in self.calls.keys() - live for result, entry in self._ends(call)}
+        passed, replaced = set[Node](), dict[Node, str]()
+        found: dict[tuple[str, Kind], str] = {}
+        for node, old, new in self._moved(gm):
+            if is_parameter(old) and is_parameter(new) and new not in self.operations:
+                inherit(new, old)
+            elif is_parameter(new) and self._is_constant(old):
+                continue  # it is computed beforehand now
+            elif new not in self.operations and _multiplies(new, old):
+                new.meta["factor"] = True
+            elif (skipped := _skipped(old, new, ends)) is not None:
+                passed |= skipped
+            elif self._stays_within(node, old, new):
+                replaced[new] = self.names[old]
+            else:
+                found[module_path(node), Kind.REROUTED] = self.names[old]
+        for call, own in self.calls.items():
+            if erased := [node for node in own if node not in nodes and self._is_value(node)]:
+                left_out = call not in live and not passed.isdisjoint(erased)
+                kind = Kind.LEFT_OUT if left_out else Kind.REPLACED
+                found.setdefault((module_path(erased[0]), kind), self.names[erased[0]])
+        for node in changed:
+            if node.op == "call_function" and "factor" not in node.meta:
+                key = module_path(node), Kind.REPLACED
+                found[key] = found.get(key) or self.names.get(node) or replaced.get(node, "")
+        if found:
+            listed = (Rewrite(path, name, kind, operator) for (path, kind), operator in found.items())
+            gm.meta["rewrites"] = (*rewrites(gm), *listed)
+
+    def _moved(self, gm: GraphModule) -> Iterator[tuple[Node, Node, Node]]:
+        """Yield every reader that reads another node than before, what it read, and what it reads."""
+        for node in gm.graph.nodes:
+            before, after = self.leaves.get(node, []), _leaves(node)
+            for old, new in zip(before, after, strict=False):
+                if isinstance(old, Node) and isinstance(new, Node) and old is not new:
+                    yield node, old, new
+
+    def _stays_within(self, reader: Node, old: Node, new: Node) -> bool:
+        """Tell whether a reader that reads `new` instead of `old` is explained by a rewrite of one call."""
+        own = _call(reader)
+        if is_parameter(old) or is_parameter(new):
+            return False
+        if _call(old) == _call(new):
+            return True
+        return _call(old) == own and any(new in self.leaves[node] for node in self.calls[own])
+
+    def _ends(self, call: str) -> list[tuple[Node, Node]]:
+        """Return the one result of a call and the one value that it reads; empty if it has several."""
+        nodes = set(self.calls[call])
+        results = [node for node in nodes if not nodes.issuperset(self.readers.get(node, []))]
+        read = {n for node in nodes for n in self.leaves[node] if isinstance(n, Node) and n.op != "get_attr"} - nodes
+        return [(results[0], read.pop())] if len(results) == len(read) == 1 else []
+
+    def _is_value(self, node: Node) -> bool:
+        """Tell whether something read the node, and it made floats of inputs of the model."""
+        return node in self.readers and is_activation(node) and not self._is_constant(node)
+
+    def _is_constant(self, node: Node) -> bool:
+        inputs = [leaf for leaf in self.leaves[node] if isinstance(leaf, Node)]
+        return bool(inputs) and all(n.op == "get_attr" or self._is_constant(n) for n in inputs)
+
+
+def _skipped(old: Node, new: Node, ends: Mapping[Node, Node]) -> set[Node] | None:
+    """Return the results of calls that are left out between `new` and `old`, which was read; `None` if not only those.
+
+    Args:
+        old: what was read.
+        new: what is read instead.
+        ends: the values that calls read which nothing computes any more, by their results.
+    """
+    passed = set[Node]()
+    while old in ends and old is not new:
+        passed.add(old)
+        old = ends[old]
+    return passed if old is new else None
+
+
+def _multiplies(node: Node, value: Node) -> bool:
+    """Tell whether a node multiplies `value` by a constant that is none of the model."""
+    factor = node.args[1] if target_name(node) == "aten.mul.Tensor" and node.args[0] is value else None
+    return is_parameter(factor) and "parameter" not in factor.meta
+
+
+def _call(node: Node) -> str:
+    """Return the key of the innermost call of a module that the node is part of."""
+    return next(reversed(module_calls(node)), "")
+
+
+def _leaves(node: Node) -> list[Any]:
+    return pytree.tree_leaves((node.args, node.kwargs))
+
+
+def _operation(node: Node) -> tuple[Any, ...]:
+    """Return what a node does, whatever it reads."""
+    return node.target, *(repr(leaf) for leaf in _leaves(node) if leaf is not None and not isinstance(leaf, Node))
+
+
+__all__ = [
+    *("CONVERT", "Folded", "Kind", "Notes", "Rewrite"),
+    *("digest", "inherit", "kept_tensors", "note_folded", "note_tensors", "rewrites"),
+]

@@ -1,0 +1,98 @@
+"""Constants of a quantized graph: tensors, tensors that are cast, and codes that are dequantized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from quark_fx.engine.quantized_weights import stored_tensor
+from quark_fx.graph.nodes import is_parameter, parameter, target_name, value_of
+from quark_fx.numbers.quantized_tensor import QuantizedTensor
+
+_DEQUANTIZE, _CAST = "quark_fx.dequantize.default", "aten._to_copy.default"
+_EMBEDDING = "aten.embedding.default"
+
+
+@dataclass(frozen=True)
+class Constant:
+    """What a parameter is in the quantized graph.
+
+    Attributes:
+        names: of the tensors it is made of, in the quantized graph; operators share it if they share these.
+        stored: its values, perhaps in another floating-point type, or what it is quantized to.
+        dtype: of the values.
+    """
+
+    names: tuple[str, ...]
+    stored: Tensor | QuantizedTensor
+    dtype: torch.dtype
+
+    @property
+    def quantized(self) -> QuantizedTensor | None:
+        """What the values are quantized to, `None` for values and for those that are cast."""
+        return self.stored if isinstance(self.stored, QuantizedTensor) else None
+
+    @property
+    def tensor(self) -> Tensor:
+        """The values, or the codes."""
+        return self.stored.codes if isinstance(self.stored, QuantizedTensor) else self.stored
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the tensor holds the values themselves."""
+        return isinstance(self.stored, Tensor) and self.stored.dtype == self.dtype
+
+    def value(self) -> Tensor:
+        """Return the values."""
+        if isinstance(self.stored, QuantizedTensor):
+            return self.stored.dequantize(self.dtype)
+        return self.stored.to(self.dtype)
+
+
+def constant_of(gm: GraphModule, node: Node) -> Constant | None:
+    """Return the constant that a node is: a tensor, one that is cast, or codes that are dequantized; else `None`."""
+    if node.op == "get_attr":
+        value = parameter(gm, node)
+        return Constant((str(node.target),), value, value.dtype)
+    if target_name(node) == _CAST and is_parameter(node.args[0]):
+        inner = constant_of(gm, node.args[0])
+        return inner and replace(inner, dtype=value_of(gm, node).dtype)
+    if target_name(node) != _DEQUANTIZE or not all(is_parameter(n) for n in node.args[:3]):
+        return None
+    return _codes(gm, *node.args)
+
+
+def _codes(gm: GraphModule, *args: Any) -> Constant:
+    dtype = args[6] if len(args) > 6 else torch.float32
+    return Constant(tuple(str(n.target) for n in args[:3]), stored_tensor(gm, args), dtype)
+
+
+def table_of(gm: GraphModule, node: Node) -> tuple[Node, Constant] | None:
+    """Return the look-up of codes, and the table, behind rows that are dequantized after they were found."""
+    codes: Any = node.args[0] if target_name(node) in (_DEQUANTIZE, _CAST) else None
+    if codes is None or target_name(codes) != _EMBEDDING or not is_parameter(codes.args[0]):
+        return None
+    if target_name(node) == _CAST:
+        table = constant_of(gm, codes.args[0])
+        assert table is not None
+        return codes, replace(table, dtype=value_of(gm, node).dtype)
+    axis: int | None = None
+    tables = []
+    for rows in node.args[1:3]:
+        assert isinstance(rows, Node)
+        per_row = target_name(rows) == _EMBEDDING
+        table_node: Any = rows.args[0] if per_row else rows
+        whole = is_parameter(table_node)
+        if per_row:
+            axis = 1 if whole else 0
+        tables.append(table_node if whole else table_node.args[0])
+    block = int(node.args[5]) if axis == 1 and len(node.args) > 5 else 0  # type: ignore[arg-type]
+    arguments: Any = node.args
+    return codes, _codes(gm, codes.args[0], *tables, arguments[3], axis, block, *arguments[6:])
+
+
+__all__ = ["Constant", "constant_of", "table_of"]

@@ -1,0 +1,165 @@
+"""The graph that a quantized one was made of: what the modules of the model compute, without codes and quantizers.
+
+Conversion marks what it adds (`quark_fx.graph.provenance`), so the view is a copy of the rest. What was added is kept
+beside: which constant stands for which parameter, and how each reader has a value rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from quark_fx.errors import QuarkError
+from quark_fx.graph.nodes import describe, is_parameter, parameter, results_of, target_name, value_of
+from quark_fx.graph.provenance import CONVERT
+from quark_fx.model.constants import Constant, constant_of, table_of
+from quark_fx.model.rounded_modules import Activation
+
+_EMBEDDING = "aten.embedding.default"
+_CLAMP = torch.ops.aten.clamp.default
+_QUANTIZE, _DEQUANTIZE, _CAST = "quark_fx.quantize.default", "quark_fx.dequantize.default", "aten._to_copy.default"
+
+
+class FloatView:
+    """A quantized graph without what conversion added.
+
+    Attributes:
+        graph: the copy.
+        constants: what its `get_attr` nodes stand for; the node has the notes on the parameter.
+        rounded: how a reader has a value rounded, both nodes of the copy.
+        originals: nodes of the quantized graph, by those of the copy.
+
+    Raises:
+        QuarkError: if an operator reads a value twice, rounded in different ways.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.graph = Graph()
+        self.constants: dict[Node, Constant] = {}
+        self.rounded: dict[tuple[Node, Node], Activation] = {}
+        self.originals: dict[Node, Node] = {}
+        self._gm = gm
+        self._values: dict[Node, tuple[Node, Activation | None]] = {}
+        self._named: dict[str, Node] = {}
+        self._read_as_is: set[tuple[Node, Node]] = set()
+        for node in gm.graph.nodes:
+            if node.op == "output":
+                reader = self.graph.output(tuple(map(self._value, results_of(gm))))
+                self._note_reader(reader, node)
+            elif not self._undo(node):
+                self._values[node] = self._copy(node, node, self._value), None
+        for copy in reversed(list(self.graph.nodes)):
+            if not copy.users and copy.op in ("call_function", "get_attr"):
+                self.graph.erase_node(copy)
+        self.constants = {node: constant for node, constant in self.constants.items() if node.users}
+
+    def value_of(self, node: Node) -> Node:
+        """Return what a node of the quantized graph is in the view; of one that rounds, it is what is rounded."""
+        return self._values[node][0]
+
+    def _value(self, node: Any) -> Any:
+        return self._values[node][0] if isinstance(node, Node) else node
+
+    def _copy(self, node: Node, like: Node, value: Callable[[Node], Node]) -> Node:
+        """Copy a call; `like` is the node of the quantized graph that has its result."""
+        copy = self.graph.node_copy(node, value)
+        copy.meta = dict(like.meta)
+        self.originals[copy], self._named[node.name] = like, copy
+        self._note_reader(copy, node)
+        return copy
+
+    def _note_reader(self, reader: Node, node: Node) -> None:
+        """Note how `node`, which is `reader` in the view, has what it reads rounded."""
+        for read in node.all_input_nodes:
+            value, activation = self._values.get(read, (None, None))
+            if value is None:
+                continue
+            if activation is None:
+                self._read_as_is.add((value, reader))
+            known = self.rounded.setdefault((value, reader), activation) if activation is not None else None
+            either = (value, reader) in self.rounded and (value, reader) in self._read_as_is
+            if either or (known is not None and activation is not None and not known.same_as(activation)):
+                raise _rounded_differently(reader)
+
+    def _undo(self, node: Node) -> bool:
+        """Note a constant or a rounded value; tell whether the node is not part of the view."""
+        converted, name = node.meta.get("made_by") == CONVERT, target_name(node)
+        if node.op == "get_attr" or name == _DEQUANTIZE or (name == _CAST and converted):
+            if (table := table_of(self._gm, node)) is not None:
+                lookup, constant = table
+                codes: Any = lookup.args[0]
+                rows = self._constant(codes, constant)
+                self._values[node] = self._copy(lookup, node, lambda n: rows if n is codes else self._value(n)), None
+            elif (found := constant_of(self._gm, node)) is not None:
+                self._values[node] = self._constant(node, found), None
+            elif name == _DEQUANTIZE or _is_cast_by_conversion(node.args[0]):
+                self._values[node] = self._rounded(node)
+            return True
+        if node.meta.get("factor"):
+            value, factor = node.args
+            assert isinstance(value, Node)
+            assert isinstance(factor, Node)
+            source, before = self._values[value]
+            if before is not None:
+                raise _rounded_differently(node)
+            self._values[node] = source, Activation(factor=parameter(self._gm, factor))
+            return True
+        # Codes that no runtime looks up are dequantized first: the look-up is the model's own.
+        own = name == _EMBEDDING and target_name(node.args[0]) == _DEQUANTIZE  # type: ignore[arg-type]
+        return (converted and not own) or name == _QUANTIZE
+
+    def _constant(self, node: Node, constant: Constant) -> Node:
+        tensor = node
+        while tensor.op != "get_attr":
+            tensor = tensor.args[0]  # type: ignore[assignment]
+        copy = self.graph.get_attr(str(tensor.meta.get("parameter", tensor.target)))
+        copy.meta = tensor.meta | {"val": node.meta.get("val")}  # that of the values, not of codes
+        self.constants[copy] = constant
+        return copy
+
+    def _rounded(self, node: Node) -> tuple[Node, Activation]:
+        """Return the value that a node rounds, in the view, and how."""
+        inner: Any = node.args[0]
+        source: Any = inner.args[0]
+        if target_name(node) == _CAST:
+            activation = Activation(cast=value_of(self._gm, inner).dtype)
+        else:
+            _, scale, zero_point, fmt = inner.args[:4]
+            if is_parameter(scale) and is_parameter(zero_point):
+                activation = Activation(fmt, parameter(self._gm, scale), parameter(self._gm, zero_point))
+            else:
+                _, _, symmetry, axis, *rest = scale.args[0].args
+                from_last = None if axis is None else axis - value_of(self._gm, source).dim()
+                activation = Activation(fmt, None, None, symmetry, from_last, *rest)
+        value, before = self._values[source]
+        for name, stack in inner.meta.get("absorbed", ()):
+            if name not in self._named:
+                clamp = self.graph.call_function(_CLAMP, (value, 0))
+                clamp.meta = {**source.meta, "nn_module_stack": stack, "made_by": ""}
+                self.originals[clamp], self._named[name] = source, clamp
+                if before is not None:
+                    self.rounded[value, clamp] = before
+            value, before = self._named[name], None
+        if before is not None and not before.rounds:
+            activation = replace(activation, factor=before.factor)
+        elif before is not None and not before.same_as(activation):
+            raise _rounded_differently(node)
+        return value, activation
+
+
+def _is_cast_by_conversion(node: Any) -> bool:
+    return target_name(node) == _CAST and node.meta.get("made_by") == CONVERT
+
+
+def _rounded_differently(node: Node) -> QuarkError:
+    return QuarkError(
+        f"{describe(node)} reads a value that is rounded in several ways, which no module of the model does; call the "
+        "quantized model itself, or give what reads the value the same specs"
+    )
+
+
+__all__ = ["FloatView"]

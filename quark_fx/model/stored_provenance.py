@@ -1,0 +1,198 @@
+"""The notes that a graph has on the model it came from, as a stored model holds them.
+
+They are names for messages and for looking things up in a model that the user passes; the graph runs without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from quark_fx.errors import QuarkError
+from quark_fx.graph.provenance import Folded, Kind, Rewrite, rewrites
+from quark_fx.model.quantized_model import QuantizedModel
+from quark_fx.model.stored_data import listed, mapping, text, texts
+from quark_fx.model.stored_operators import DTYPES
+from quark_fx.system.untrusted import brief
+
+_DEEPEST = 256
+"""Calls of modules within each other."""
+
+Stack = dict[str, tuple[str, str]]
+
+
+class Stacks:
+    """The calls of modules, numbered: each is a call within another one, the path of the module, and its class."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, str, str]] = []
+        self._numbers: dict[tuple[int, str], int] = {}
+
+    def number(self, stack: Mapping[str, tuple[str, Any]] | None) -> int | None:
+        """Return the number of the innermost call of a stack, `None` for an empty one."""
+        number = -1
+        for key, (path, kind) in (stack or {}).items():
+            if key.startswith("_empty"):
+                continue
+            if (number, key) not in self._numbers:
+                self._numbers[number, key] = len(self.calls)
+                self.calls.append((number, path, str(kind)))
+            number = self._numbers[number, key]
+        return None if number < 0 else number
+
+
+def notes_to_data(node: Node, stacks: Stacks) -> dict[str, Any]:
+    """Return the notes on a node, besides those on the tensor that it reads."""
+    data: dict[str, Any] = {}
+    if (call := stacks.number(node.meta.get("nn_module_stack"))) is not None:
+        data["call"] = call
+    if name := node.meta.get("made_by"):
+        data["made_by"] = name
+    if absorbed := node.meta.get("absorbed"):
+        data["absorbed"] = [[name, stacks.number(stack)] for name, stack in absorbed]
+    if node.meta.get("factor"):
+        data["factor"] = True
+    return data
+
+
+def provenance_to_data(
+    qmodel: QuantizedModel, ids: Mapping[str, str], kept: Mapping[str, str], stacks: Stacks
+) -> dict[str, Any]:
+    """Return the notes on tensors and modules.
+
+    Args:
+        qmodel: the model.
+        ids: what its tensors are called in the file.
+        kept: what `qmodel.kept` is called there.
+        stacks: the calls that nodes refer to, all of them.
+    """
+    gm = qmodel.graph_module
+    tensors: dict[str, dict[str, Any]] = {}
+    for node in gm.graph.nodes:
+        if node.op == "get_attr" and (notes := _tensor_notes(node)):
+            tensors[ids[str(node.target)]] = notes
+    return {
+        "calls": [list(call) for call in stacks.calls],
+        "tensors": tensors,
+        "rewrites": [[r.path, r.made_by, str(r.kind), r.operator] for r in rewrites(gm)],
+        "kept": {number: name for name, number in kept.items()},
+        "parameters": None if qmodel.parameter_names is None else sorted(qmodel.parameter_names),
+    }
+
+
+def _tensor_notes(node: Node) -> dict[str, Any]:
+    notes: dict[str, Any] = {note: node.meta[note] for note in ("parameter", "digest") if note in node.meta}
+    if "folded" in node.meta:
+        undo = node.meta["folded"].undo
+        steps = None if undo is None else [step if isinstance(step, float) else str(step)[6:] for step in undo]
+        notes["folded"] = {"tensors": list(node.meta["folded"].tensors), "undo": steps}
+    return notes
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """The notes on tensors and modules, checked.
+
+    Attributes:
+        stacks: module stacks by the number of the innermost call.
+        notes: on tensors, by their names in the file.
+        rewrites: see `quark_fx.graph.provenance`.
+        kept: see `QuantizedModel`.
+        parameter_names: see `QuantizedModel`.
+        graph_tensors: the tensors of the file that the graph may read.
+    """
+
+    stacks: list[Stack]
+    notes: Mapping[str, Mapping[str, Any]]
+    rewrites: tuple[Rewrite, ...]
+    kept: Mapping[str, Tensor]
+    parameter_names: frozenset[str] | None
+    graph_tensors: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, data: Any, tensors: Mapping[str, Tensor]) -> Provenance:
+        """Read the notes of a stored model.
+
+        Raises:
+            QuarkError: if they are not what is written.
+        """
+        data = mapping(data)
+        kept = {text(name): number for number, name in mapping(data["kept"]).items()}
+        parameters = data["parameters"]
+        return cls(
+            stacks=_stacks(listed(data["calls"])),
+            notes={name: _notes(mapping(notes)) for name, notes in mapping(data["tensors"]).items()},
+            rewrites=tuple(_rewrite(rewrite) for rewrite in listed(data["rewrites"])),
+            kept={name: tensors[number] for name, number in kept.items()},
+            parameter_names=None if parameters is None else frozenset(texts(parameters)),
+            graph_tensors={name: tensor for name, tensor in tensors.items() if name not in kept.values()},
+        )
+
+    def annotate(self, node: Node, data: Mapping[str, Any]) -> None:
+        """Put the notes on a node that is made of `data`."""
+        node.meta["nn_module_stack"] = self._stack(data.get("call"))
+        if "made_by" in data:
+            node.meta["made_by"] = text(data["made_by"])
+        absorbed = [listed(entry) for entry in listed(data.get("absorbed", []))]
+        if absorbed:
+            node.meta["absorbed"] = tuple((text(name), self._stack(call)) for name, call in absorbed)
+        if data.get("factor") is True and len(node.all_input_nodes) == 2:
+            node.meta["factor"] = True
+        if node.op == "get_attr":
+            node.meta |= self.notes.get(str(node.target), {})
+
+    def _stack(self, number: Any) -> Stack:
+        if number is None:
+            return {}
+        if type(number) is not int or not 0 <= number < len(self.stacks):
+            raise QuarkError(f"the stored graph has a node of the module call {brief(number)}, which is not known")
+        return self.stacks[number]
+
+
+def _stacks(calls: list[Any]) -> list[Stack]:
+    found: list[Stack] = []
+    for number, call in enumerate(calls):
+        parent, path, kind = listed(call)
+        if type(parent) is not int or not -1 <= parent < number:
+            raise QuarkError(f"the stored graph has a module call within {brief(parent)}, which is none before it")
+        outer = found[parent] if parent >= 0 else {}
+        if len(outer) >= _DEEPEST:
+            raise QuarkError(f"the stored graph has more than {_DEEPEST} module calls within each other")
+        found.append({**outer, f"call_{number}": (text(path), text(kind))})
+    return found
+
+
+def _notes(data: Mapping[str, Any]) -> dict[str, Any]:
+    notes: dict[str, Any] = {}
+    if "parameter" in data:
+        notes["parameter"] = text(data["parameter"])
+    if "digest" in data:
+        notes["digest"] = data["digest"]
+        if type(data["digest"]) is not int:
+            raise QuarkError(f"the stored graph has a tensor with the digest {brief(data['digest'])}")
+    if "folded" in data:
+        folded = mapping(data["folded"])
+        names, undo = texts(folded["tensors"]), folded["undo"]
+        if not names or "digest" not in data:
+            raise QuarkError("the stored graph has a constant that is computed from nothing")
+        notes["folded"] = Folded(names, None if undo is None else tuple(map(_step, listed(undo))))
+    return notes
+
+
+def _step(step: Any) -> float | torch.dtype:
+    if isinstance(step, float) or (isinstance(step, str) and step in DTYPES):
+        return DTYPES[step] if isinstance(step, str) else step
+    raise QuarkError(f"the stored graph has a constant that {brief(step)} brings back, which is not known")
+
+
+def _rewrite(data: Any) -> Rewrite:
+    path, made_by, kind, operator = texts(data)
+    return Rewrite(path, made_by, Kind(kind), operator)
+
+
+__all__ = ["Provenance", "Stack", "Stacks", "notes_to_data", "provenance_to_data"]
