@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 
 from quark_fx.config.selection import NOT_SELECTED, Named, Selective
 from quark_fx.engine.context import Context
+from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import parameter
 from quark_fx.graph.pass_manager import Change
 from quark_fx.plan.placement import PlannedOperator, plan_quantization, require_finite_weights
@@ -39,6 +40,13 @@ class Reader(PlannedWeight):
     """An operator that reads a site; `scaled` is what it reads."""
 
     scaled: ScaledInput
+
+    @property
+    def mapping(self) -> LinearMap:
+        """How it multiplies matrices, which it does."""
+        mapping = self.scaled.linear.matrices
+        assert mapping is not None
+        return mapping
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,9 +15,7 @@ from quark_fx.engine.block_walk import FloatRun, walk_float_blocks
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Context
 from quark_fx.engine.sizes import FLOAT32, BlockSize, Need, Sizes
-from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import named_nodes
-from quark_fx.graph.pass_manager import copy_graph
 from quark_fx.numbers.qparams import ScaleType
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.plan.placement import PlannedOperator
@@ -46,10 +44,11 @@ class HessianTrial(Trial):
     unread = "not every operator that reads it has codes"
 
     def __init__(self, gm: GraphModule, site: PlannedSite, found: Mapping[Reader, tuple[Hessian, Hessian]]) -> None:
-        self.site = site
-        self.calibration = [_Form(gm, reader, found[reader][0]) for reader in site.readers]
-        self.validation = [_Form(gm, reader, found[reader][1]) for reader in site.readers]
-        self.seen = MeasuredSite(site.site.channels, tuple(self.calibration))
+        self.calibration = tuple(_Form(gm, reader, found[reader][0]) for reader in site.readers)
+        self.validation = tuple(_Form(gm, reader, found[reader][1]) for reader in site.readers)
+        self.seen = MeasuredSite(site.site.channels, self.calibration)
+        if not bool(self.seen.root_mean_square.isfinite().all()):
+            self.refusal = "what it reads is too large to be squared"
 
     @classmethod
     def reads(cls, operator: PlannedOperator) -> bool:
@@ -60,32 +59,24 @@ class HessianTrial(Trial):
     @classmethod
     def measured(
         cls, gm: GraphModule, sites: Mapping[int, PlannedSite], context: Context, label: str
-    ) -> Iterator[tuple[int, Trial]]:
+    ) -> Iterator[tuple[int, dict[Reader, tuple[Hessian, Hessian]]]]:
         """Walk the operators in order; a site comes when the last of its readers was measured."""
-        # Scales change the values between blocks, so the data goes through the graph as it was.
-        return cls._walk(gm, copy_graph(gm), dict(sites), context, label)
-
-    @classmethod
-    def _walk(
-        cls, gm: GraphModule, whole: GraphModule, left: dict[int, PlannedSite], context: Context, label: str
-    ) -> Iterator[tuple[int, Trial]]:
-        found: dict[Reader, tuple[Hessian, Hessian]] = {}
-        for run in walk_float_blocks(whole, context, unit=Unit.OPERATOR, label=label):
+        left, found = dict(sites), dict[Reader, tuple[Hessian, Hessian]]()
+        for run in walk_float_blocks(gm, context, unit=Unit.OPERATOR, label=label):
             found |= _measured(gm, run, [reader for site in left.values() for reader in site.readers], context)
             for number in [n for n, site in left.items() if all(reader in found for reader in site.readers)]:
-                site = left.pop(number)
-                yield number, cls(gm, site, {reader: found.pop(reader) for reader in site.readers})
+                yield number, {reader: found.pop(reader) for reader in left.pop(number).readers}
             if not left:
                 return
 
     @classmethod
     def needs(cls, sizes: Sizes) -> Need:
-        """Return what a run takes: Hessians of two sites, and copies of the weight a scale is tried on."""
+        """Return what a run takes: both Hessians of what is read, and copies of the weight a scale is tried on."""
 
         def turn(block: BlockSize) -> int:
-            moments = sorted((m.moment for m in block.matrices), reverse=True)
+            both = 2 * max((m.moment for m in block.matrices), default=0)
             tried = max((FLOAT32 * _COPIES * min(m.values, _AT_ONCE) + m.target for m in block.matrices), default=0)
-            return 2 * sum(moments[:2]) + max(tried, block.entrances)
+            return both + max(tried, block.entrances)
 
         def work(block: BlockSize) -> float:
             moments = (m.inputs * m.inputs * m.rows * sizes.batches for m in block.matrices)
@@ -94,16 +85,6 @@ class HessianTrial(Trial):
 
         scaled = sum(m.values * m.itemsize for m in sizes.matrices.values())
         return sizes.walk(Unit.OPERATOR, turn, held=scaled, work=work)
-
-    @property
-    def refusal(self) -> str:
-        """Why nothing can be tried."""
-        finite = bool(self.seen.root_mean_square.isfinite().all())
-        return "" if finite else "what it reads is too large to be squared"
-
-    def scale(self, scale_of: ScaleOf) -> Tensor:
-        """Return the scale that follows from the calibration data."""
-        return scale_of(self.seen)
 
     def error(self, scale_of: ScaleOf) -> float:
         """Return the error on calibration data, summed over the readers."""
@@ -156,17 +137,12 @@ class _Form:
     seen: Hessian
 
     @property
-    def mapping(self) -> LinearMap:
-        """How the operator multiplies."""
-        return _mapping(self.reader)
-
-    @property
     def squares(self) -> Tensor:
         """The mean square of each channel of what it reads, shape `(channels of the value,)`."""
         found, rows = self.seen.h.diagonal(dim1=-2, dim2=-1), self.seen.rows
         # Of a convolution an input is a channel at a place of the kernel; the groups of channels lie one after another,
         # and all of them see every row.
-        found, count = (found, rows[0]) if self.mapping.kernel else (found.sum(0), rows.sum())
+        found, count = (found, rows[0]) if self.reader.mapping.kernel else (found.sum(0), rows.sum())
         return found.reshape(len(self.reader.scaled.labels), -1).mean(1) / count.clamp_min(1)
 
     def ratios(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -187,7 +163,7 @@ class _Form:
         for piece, h in self._pieces(weight):
             real, s = weight[piece].float(), factor[piece]
             rounded = self._quantize(real * s, amax)
-            lost = self.mapping.matrix(rounded.dequantize().div_(s).sub_(real))
+            lost = self.reader.mapping.matrix(rounded.dequantize().div_(s).sub_(real))
             noise += ((lost @ h) * lost).sum()
         return float(noise / self._signal)
 
@@ -196,7 +172,7 @@ class _Form:
         """The squared output of the weight as it is."""
         signal, weight = torch.zeros((), device=self.seen.h.device, dtype=torch.float32), self._weight
         for piece, h in self._pieces(weight):
-            real = self.mapping.matrix(weight[piece].float())
+            real = self.reader.mapping.matrix(weight[piece].float())
             signal += ((real @ h) * real).sum()
         return signal.clamp_min(torch.finfo(torch.float32).tiny)
 
@@ -217,7 +193,7 @@ class _Form:
 
     def _pieces(self, weight: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
         """Yield parts of a weight whose scales do not depend on each other, and the Hessians of what they multiply."""
-        outputs, spec, mapping = self.reader.scaled.linear.output_axis, self.reader.operator.weight, self.mapping
+        outputs, spec, mapping = self.reader.scaled.linear.output_axis, self.reader.operator.weight, self.reader.mapping
         assert spec is not None
         apart = spec.granularity is not Granularity.TENSOR and (mapping.stacked or mapping.groups == 1)
         stride = _stride(weight.shape[outputs]) if apart else 1
@@ -231,12 +207,6 @@ class _Form:
             yield tuple(index), self.seen.h[index[0]] if mapping.stacked else self.seen.h
 
 
-def _mapping(reader: Reader) -> LinearMap:
-    mapping = reader.scaled.linear.matrices
-    assert mapping is not None
-    return mapping
-
-
 def _measured(
     gm: GraphModule, run: FloatRun, readers: Sequence[Reader], context: Context
 ) -> dict[Reader, tuple[Hessian, Hessian]]:
@@ -247,7 +217,7 @@ def _measured(
     for reader in readers:
         if reader.scaled.reader.name not in run.block.operators:
             continue
-        linear, mapping = reader.scaled.linear.at(nodes[reader.scaled.reader.name]), _mapping(reader)
+        linear, mapping = reader.scaled.linear.at(nodes[reader.scaled.reader.name]), reader.mapping
         key = linear.activation, replace(mapping, transposed=False)
         if key not in known:
             groups, _, inputs = mapping.matrix(reader.value(gm)).shape

@@ -42,11 +42,11 @@ class SampleTrial(Trial):
     gain = 0.85  # a smaller gain may be the luck of the samples
 
     def __init__(self, gm: GraphModule, site: PlannedSite, remembered: Mapping[tuple[Node, int], Remembered]) -> None:
-        self.site = site
         operators = tuple(_Operator.of(gm, r, remembered[r.scaled.value, r.scaled.axis]) for r in site.readers)
-        self.operators = operators
+        self.operators, self.site = operators, site
         self.producers = [(found, found.value(gm)) for found in site.producers if _shares_one_scale(found.operator)]
-        self.seen = cache(lambda without: SampledSite(site.site.channels, operators, without))
+        self.seen_without = cache(lambda fold: SampledSite(site.site.channels, operators, fold))
+        self.seen = self.seen_without(None)
 
     @classmethod
     def reads(cls, operator: PlannedOperator) -> bool:
@@ -58,10 +58,11 @@ class SampleTrial(Trial):
     @classmethod
     def measured(
         cls, gm: GraphModule, sites: Mapping[int, PlannedSite], context: Context, label: str
-    ) -> Iterator[tuple[int, Trial]]:
+    ) -> Iterator[tuple[int, Mapping[tuple[Node, int], Remembered]]]:
         """Remember samples of what all sites' readers read, in one forward pass."""
         remembered = remember(gm, (r.scaled for site in sites.values() for r in site.readers), context)
-        return ((number, cls(gm, site, remembered)) for number, site in sites.items())
+        del gm  # what scales replace is not kept
+        yield from ((number, remembered) for number in sites)
 
     @classmethod
     def needs(cls, sizes: Sizes) -> Need:
@@ -75,10 +76,6 @@ class SampleTrial(Trial):
         scaled = sum(m.values * m.itemsize for m in sizes.matrices.values())
         operations = int(sizes.batches * sum(block.operations for block in sizes.blocks(Unit.BLOCK)))
         return Need((Moment(seen + max(sizes.forward, scaled + tried)),), held=scaled, operations=operations)
-
-    def scale(self, scale_of: ScaleOf) -> Tensor:
-        """Return the scale that follows from all folds."""
-        return scale_of(self.seen(None))
 
     def error(self, scale_of: ScaleOf) -> float:
         """Return the error on a few samples.
@@ -99,7 +96,7 @@ class SampleTrial(Trial):
 
         It is that of the outputs, and of weights that make the activation where these share one scale.
         """
-        scales = cache(lambda without: scale_of(self.seen(without)).to(self.operators[0].weight.device))
+        scales = cache(lambda without: scale_of(self.seen_without(without)).to(self.operators[0].weight.device))
         totals = [0.0] * len(parts)
         for operator in self.operators:
             operator.take(scales(None), limited=limited)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import zip_longest
 
 import torch
@@ -13,7 +14,8 @@ from torch.fx import GraphModule, Node
 from quark_fx.engine.calibration import run_batches, watching
 from quark_fx.engine.context import Context
 from quark_fx.graph.linear import Linear
-from quark_fx.graph.nodes import device_of
+from quark_fx.graph.nodes import device_of, named_nodes
+from quark_fx.observers import MinMax
 from quark_fx.rescale.scale_sites import ScaledInput
 
 CALIBRATION, VALIDATION = "calibration", "validation"
@@ -44,19 +46,21 @@ class Remembered:
     Attributes:
         axis: dimension of the channels.
         divisible: dimension 0 counts samples.
-        ranges: smallest and largest value of each channel by fold of the calibration data, shape (channels,) each.
+        ranges: of each channel, by fold of the calibration data.
         samples: by part of the data, in its order.
     """
 
     axis: int
     divisible: bool
-    ranges: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    ranges: dict[int, MinMax] = field(default_factory=dict)
     samples: dict[str, list[Sample]] = field(default_factory=lambda: {part: [] for part in POSITIONS})
 
     def range(self, without: int | None) -> tuple[Tensor, Tensor]:
         """Return the smallest and largest value per channel, of all folds or, if there are others, of all but one."""
-        lows, highs = zip(*(self.ranges[fold] for fold in self.ranges if self._counts(fold, without)), strict=True)
-        return torch.stack(lows).float().amin(0), torch.stack(highs).float().amax(0)
+        found = reduce(MinMax.merge, (ends for fold, ends in self.ranges.items() if self._counts(fold, without)))
+        assert found.low is not None
+        assert found.high is not None
+        return found.low.float(), found.high.float()
 
     def calibration_samples(self, without: int | None) -> list[Tensor]:
         """Return the samples of all folds of the calibration data or, if there are others, of all but one."""
@@ -67,27 +71,25 @@ class Remembered:
 
     def widen(self, fold: int, x: Tensor) -> None:
         """Let the range of a fold include the values of `x`."""
-        dims = [dim for dim in range(x.dim()) if dim != self.axis]
-        self._widen(fold, x.amin(dims), x.amax(dims))
-
-    def _widen(self, fold: int, low: Tensor, high: Tensor) -> None:
-        if fold in self.ranges:
-            low, high = torch.minimum(self.ranges[fold][0], low), torch.maximum(self.ranges[fold][1], high)
-        self.ranges[fold] = low, high
+        rows = x.movedim(self.axis, -1).reshape(-1, x.shape[self.axis])
+        self.ranges[fold] = self.ranges.get(fold, MinMax()).observe(rows.mT)
 
     def merge(self, other: Remembered) -> Remembered:
         """Return what is remembered of the data of both, that of `other` after this."""
         samples = {part: found + other.samples[part] for part, found in self.samples.items()}
-        merged = replace(self, ranges=dict(self.ranges), samples=samples)
-        for fold, ends in other.ranges.items():
-            merged._widen(fold, *ends)
-        return merged
+        folds = {**self.ranges, **other.ranges}
+        ranges = {fold: self.ranges.get(fold, MinMax()).merge(other.ranges.get(fold, MinMax())) for fold in folds}
+        return replace(self, ranges=ranges, samples=samples)
 
     def to(self, device: torch.device | str) -> Remembered:
         """Return it on a device."""
-        ranges = {fold: (low.to(device), high.to(device)) for fold, (low, high) in self.ranges.items()}
+        ranges = {f: replace(r, low=_on(device, r.low), high=_on(device, r.high)) for f, r in self.ranges.items()}
         samples = {part: [(fold, x.to(device)) for fold, x in found] for part, found in self.samples.items()}
         return replace(self, ranges=ranges, samples=samples)
+
+
+def _on(device: torch.device | str, x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.to(device)
 
 
 def remember(gm: GraphModule, inputs: Iterable[ScaledInput], context: Context) -> dict[tuple[Node, int], Remembered]:
@@ -97,7 +99,7 @@ def remember(gm: GraphModule, inputs: Iterable[ScaledInput], context: Context) -
 
     Args:
         gm: the graph; it is left as it is.
-        inputs: what operators read.
+        inputs: what operators of it, or of one it is a copy of, read.
         context: of the run.
     """
     context.require_batches()
@@ -106,7 +108,8 @@ def remember(gm: GraphModule, inputs: Iterable[ScaledInput], context: Context) -
         readers.setdefault((scaled.value, scaled.axis), []).append(scaled.linear)
     parts = {CALIBRATION: _Part.of(context.tuning, context), VALIDATION: _Part.of(context.held_out, context)}
     watches = {key: _Watch(key[1], linears, parts) for key, linears in readers.items()}
-    with watching(gm, ((value, watch) for (value, _), watch in watches.items())):
+    nodes = named_nodes(gm)
+    with watching(gm, ((nodes[value.name], watch) for (value, _), watch in watches.items())):
         run_batches(gm, context)
     found = {}
     for key, watch in watches.items():

@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 from quark_fx.config.selection import Selective
 from quark_fx.engine.context import Context
 from quark_fx.engine.sizes import Need, Sizes
-from quark_fx.graph.pass_manager import Change, graph_pass
+from quark_fx.graph.pass_manager import Change, copy_graph, graph_pass
 from quark_fx.plan.placement import PlannedOperator
 from quark_fx.rescale.planned_sites import PlannedSite, planned_sites
 from quark_fx.rescale.scale_sites import apply_scale
@@ -43,15 +43,25 @@ _LONG = 10
 class Trial(ABC):
     """A site with what was measured there, and the errors that quantization makes at it if a scale is applied.
 
+    Args:
+        gm: the float graph, with what was applied to it so far.
+        site: of that graph.
+        found: what was measured there.
+
     Attributes:
-        site: the site.
         unread: why a site is left that it cannot judge.
         gain: share of the errors that may be left for a scale to be accepted.
+        refusal: why nothing can be tried after all, empty if it can.
+        seen: what a solver sees of the site, of all calibration data.
     """
 
-    site: PlannedSite
     unread: ClassVar[str]
     gain: ClassVar[float] = 1.0
+    refusal: str = ""
+    seen: Any
+
+    @abstractmethod
+    def __init__(self, gm: GraphModule, site: PlannedSite, found: Any) -> None: ...
 
     @classmethod
     @abstractmethod
@@ -62,12 +72,12 @@ class Trial(ABC):
     @abstractmethod
     def measured(
         cls, gm: GraphModule, sites: Mapping[int, PlannedSite], context: Context, label: str
-    ) -> Iterator[tuple[int, Trial]]:
-        """Run the calibration data through the graph as it is now, and return sites with what was measured there.
+    ) -> Iterator[tuple[int, Any]]:
+        """Run the calibration data through a graph, and yield the numbers of sites with what was measured there.
 
         Args:
-            gm: the float graph; scales are applied to it between one site and the next.
-            sites: at which to measure, numbered.
+            gm: a copy of the float graph to which nothing was applied.
+            sites: at which to measure, by number.
             context: of the run.
             label: of the progress bar.
         """
@@ -76,15 +86,6 @@ class Trial(ABC):
     @abstractmethod
     def needs(cls, sizes: Sizes) -> Need:
         """Return what measuring and trying take."""
-
-    @property
-    def refusal(self) -> str:
-        """Why nothing can be tried after all, empty if it can."""
-        return ""
-
-    @abstractmethod
-    def scale(self, scale_of: ScaleOf) -> Tensor:
-        """Return the scale that follows from all calibration data, shape (components,)."""
 
     @abstractmethod
     def error(self, scale_of: ScaleOf) -> float:
@@ -132,15 +133,13 @@ class ScalingSolver(Selective, ABC):
         )
         sites, walk = dict(enumerate(found)), context.next_walk()
         known = list(_known(walk, context))
-        settled = {number for number, _, _ in known}
-        left = {number: site for number, site in sites.items() if number not in settled}
-        # Measured before anything is applied, as the data went through the run that was interrupted.
-        trials = self.trial.measured(gm, left, context, type(self).__name__) if left else iter(())
+        left = {number: site for number, site in sites.items() if number not in {n for n, _, _ in known}}
+        rest = self._settled(gm, copy_graph(gm), left, context) if left else iter(())
         changed = 0
-        for index, (number, scale, change) in enumerate(itertools.chain(known, self._settled(trials, context))):
+        for index, (number, scale, change) in enumerate(itertools.chain(known, rest)):
             if scale is not None:
                 apply_scale(gm, sites[number].site, scale)
-                changed += 1
+            changed += change.changed
             context.note(change)
             if index >= len(known) and context.checkpoint is not None and context.ranks.index == 0:
                 learned = {str(number): torch.empty(0) if scale is None else scale}
@@ -151,42 +150,39 @@ class ScalingSolver(Selective, ABC):
         """Return what a run takes."""
         return self.trial.needs(sizes)
 
-    def _settled(self, trials: Iterator[tuple[int, Trial]], context: Context) -> Iterator[_Settled]:
-        for number, trial in trials:
+    def _settled(
+        self, gm: GraphModule, whole: GraphModule, sites: Mapping[int, PlannedSite], context: Context
+    ) -> Iterator[_Settled]:
+        # Scales change the values between operators, so the data goes through the graph as it was.
+        for number, found in self.trial.measured(whole, sites, context, type(self).__name__):
+            settled = self._settle(self.trial(gm, sites[number], found), sites[number], context)
+            del found  # before the next site is measured
             # All ranks have to take the same; another processor may see a tie otherwise.
-            scale, change = context.ranks.gather(self._settle(trial, context))[0]
-            del trial  # before the next site is measured
-            yield number, scale, change
+            yield number, *context.ranks.gather(settled)[0]
 
-    def _settle(self, trial: Trial, context: Context) -> tuple[Tensor | None, Change]:
+    def _settle(self, trial: Trial, site: PlannedSite, context: Context) -> tuple[Tensor | None, Change]:
         """Return the scale of a site, `None` if none is better, and what to note."""
-        began, name, grid = time.perf_counter(), trial.site.name, self.grid
+        began, grid = time.perf_counter(), self.grid
         if trial.refusal:
-            return None, Change(name, f"left: {trial.refusal}", changed=False)
-
-        def values(point: Point) -> tuple[float, ...]:
-            return tuple(axis[i] for axis, i in zip(grid.values(), point, strict=True))
+            return None, Change(site.name, f"left: {trial.refusal}", changed=False)
 
         def scale_of(point: Point) -> ScaleOf:
-            return lambda seen: self.scale(seen, values(point))
+            values = tuple(axis[i] for axis, i in zip(grid.values(), point, strict=True))
+            return lambda seen: self.scale(seen, values)
 
         best = search(lambda point: trial.error(scale_of(point)), [len(axis) for axis in grid.values()])
-        before, after = (trial.verdicts(choice) for choice in (lambda seen: _unscaled(trial), scale_of(best)))
+        ones = torch.ones(site.site.channels, dtype=torch.float32)
+        before, after = trial.verdicts(lambda seen: ones), trial.verdicts(scale_of(best))
         kept = all(a < trial.gain * b for b, a in zip(before, after, strict=True))
-        what = ", ".join(f"{key} {value:g}" for key, value in zip(grid, values(best), strict=True))
+        what = ", ".join(f"{name} {axis[i]:g}" for (name, axis), i in zip(grid.items(), best, strict=True))
         if not kept:
             what = f"left: no better on {'validation data' if context.holds_out else 'the calibration data'}"
-        left = after[0] if kept else before[0]
-        change = Change(name, what, kept, before[0], left, time.perf_counter() - began)
-        return trial.scale(scale_of(best)).cpu() if kept else None, change
+        change = Change(site.name, what, kept, before[0], (after if kept else before)[0], time.perf_counter() - began)
+        return scale_of(best)(trial.seen).cpu() if kept else None, change
 
 
 _Settled = tuple[int, Tensor | None, Change]
 """The number of a site, its scale, `None` if it is left alone, and what to note."""
-
-
-def _unscaled(trial: Trial) -> Tensor:
-    return torch.ones(trial.site.site.channels, dtype=torch.float32)
 
 
 def _known(walk: int, context: Context) -> Iterator[_Settled]:
