@@ -50,7 +50,7 @@ class Selective:
 
     Args:
         only: patterns, as `QuantConfig.exclude` has them, of the operators it changes; empty for all. What scales
-            channels between operators counts as a change of those that read the channels.
+            channels between operators, or rounds what they read, counts as a change of those that read it.
     """
 
     only: tuple[str, ...] = ()
