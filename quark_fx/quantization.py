@@ -396,7 +396,7 @@ def _require_distributed(config: QuantConfig, ranks: Ranks) -> None:
     names = [name for name, promise in promises.items() if not promise.distributed]
     if names and not ranks.alone:
         raise ConfigError(
-            f"{', '.join(names)} cannot share data between {ranks.count} ranks; run in one process, or use GPTQ or AWQ"
+            f"{', '.join(names)} cannot share data between {ranks.count} ranks; run in one process, or leave it out"
         )
 
 

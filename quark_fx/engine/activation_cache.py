@@ -49,7 +49,7 @@ class ActivationCache:
         self.device = device or torch.device("cpu")
         self.peak_host_bytes = self.spilled_bytes = 0
         self._values: dict[Hashable, Any] = {}
-        self._strides: dict[Hashable, tuple[int, ...]] = {}
+        self._laid_out: dict[Hashable, tuple[torch.Size, tuple[int, ...]]] = {}
         self._used = {"device": 0, "host": 0}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._files = 0
@@ -71,7 +71,7 @@ class ActivationCache:
         place = self._place(value)
         if place == "disk":
             self._values[key] = self._write(value)
-            self._strides[key] = value.stride()
+            self._laid_out[key] = value.shape, value.stride()
             return
         self._used[place] += value.nbytes
         self.peak_host_bytes = max(self.peak_host_bytes, self._used["host"])
@@ -83,13 +83,19 @@ class ActivationCache:
         if isinstance(value, Path):
             # Which kernel runs, and so the bits, may depend on strides and on where memory starts.
             stored = load_file(value)["value"]
-            value = torch.empty_strided(stored.shape, self._strides[key], dtype=stored.dtype).copy_(stored)
+            value = torch.empty_strided(*self._laid_out[key], dtype=stored.dtype).copy_(stored)
         return value.to(self.device) if isinstance(value, Tensor) else value
+
+    def rows(self, key: Hashable) -> int:
+        """Return the size of dimension 0 of what `key` stands for, without reading it; 0 if it has none."""
+        value = self._values[key]
+        shape = self._laid_out[key][0] if isinstance(value, Path) else getattr(value, "shape", ())
+        return shape[0] if shape else 0
 
     def drop(self, key: Hashable) -> None:
         """Forget `key`, if it is known."""
         value = self._values.pop(key, None)
-        self._strides.pop(key, None)
+        self._laid_out.pop(key, None)
         if isinstance(value, Path):
             value.unlink()
         elif isinstance(value, Tensor):
@@ -107,7 +113,7 @@ class ActivationCache:
     def close(self) -> None:
         """Forget everything and remove the files."""
         self._values.clear()
-        self._strides.clear()
+        self._laid_out.clear()
         self._used = {"device": 0, "host": 0}
         if self._folder is not None:
             self._folder.cleanup()

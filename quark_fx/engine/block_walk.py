@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from quark_fx.graph.nodes import (
     target_name,
     tensor_of,
 )
+from quark_fx.graph.pass_manager import Change
 from quark_fx.system.memory import give_back
 
 
@@ -56,6 +57,7 @@ class BlockRun:
     _whole: GraphModule
     _context: Context
     _learned: dict[str, Tensor] = field(default_factory=dict)
+    _undo: dict[str, Tensor] | None = None
 
     def reference_inputs(self, batch: int) -> list[Any]:
         """Return what enters the block in float."""
@@ -68,6 +70,10 @@ class BlockRun:
     def targets(self, batch: int) -> list[Any]:
         """Return what leaves the block in float, the values it makes (`Block.made`) in order."""
         return self._streams.values("float", self.block.made, batch)
+
+    def rows(self, batch: int) -> int:
+        """Return the size of dimension 0 of the first of the targets, which are not read for it."""
+        return self._streams.cache.rows(("float", self.block.made[0], batch)) if self.block.made else 0
 
     def outputs(self, batch: int) -> list[Any]:
         """Return what the quantized block makes now of its quantized inputs, in the order of `targets`."""
@@ -117,9 +123,38 @@ class BlockRun:
     def store(self, name: str, value: Tensor) -> None:
         """Replace the tensor `name` of the quantized graph, here and in the whole."""
         value = value.detach()
+        if self._undo is not None:
+            self._undo.setdefault(name, tensor_of(self._whole, name))
         set_parameter(self.module, name, value.to(self._context.device))
         set_parameter(self._whole, name, value.to(tensor_of(self._whole, name).device))
         self._learned[name] = value
+
+    def store_all(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace tensors by name."""
+        for name, tensor in tensors.items():
+            self.store(name, tensor)
+
+    def attempt(self, change: Callable[[], object], best: float) -> float:
+        """Let `change` store tensors, and undo that unless the validation error falls below `best`.
+
+        Args:
+            change: may raise `OverflowError` for what does not fit its type; that is undone, too.
+            best: the error to be below; one that is not finite is not.
+
+        Returns:
+            The validation error of what the block holds then, `best` if it was undone.
+        """
+        replaced = self._undo = {}
+        error = math.inf
+        with suppress(OverflowError):
+            change()
+            with suppress(CalibrationError):
+                error = self.held_out_error()
+        self._undo = None
+        if error < best:
+            return error
+        self.store_all(replaced)
+        return best
 
     @property
     def learned(self) -> dict[str, Tensor]:
@@ -133,12 +168,27 @@ _NOTHING = 1e-12
 """The square of targets that are all zero, which an error is not divided by."""
 
 
-def relative_error(outputs: Sequence[Any], targets: Sequence[Any]) -> Tensor:
+def energies(targets: Sequence[Any], device: torch.device) -> Tensor:
+    """Return the sum of squares of each target, float32, on a device; 0 of what is no floating-point tensor."""
+    found = torch.zeros(len(targets), device=device, dtype=torch.float32)
+    for i, _, signal in _squares(targets, targets):
+        found[i] = signal
+    return found
+
+
+def relative_error(outputs: Sequence[Any], targets: Sequence[Any], signals: Tensor | None = None) -> Tensor:
     """Return the squared error over the squared targets, averaged over the floating-point tensors among them.
 
     Where a target is not finite there is no error.
+
+    Args:
+        outputs: one for each target.
+        targets: what they should be.
+        signals: the squares to divide by; default: `energies(targets)`. With those of a whole of which these are a
+            part, the errors of the parts add up to that of the whole.
     """
-    errors = [noise / signal.clamp_min(_NOTHING) for _, noise, signal in _squares(outputs, targets)]
+    squares = _squares(outputs, targets)
+    errors = [e / (signal if signals is None else signals[i]).clamp_min(_NOTHING) for i, e, signal in squares]
     return torch.stack(errors).mean() if errors else torch.zeros((), dtype=torch.float32)
 
 
@@ -265,16 +315,23 @@ def walk_blocks(
 
 
 def _exchange(run: BlockRun, context: Context, before: int) -> None:
-    """Bring here what other ranks stored and noted in this turn; `before` it there were so many changes."""
+    """Bring here what other ranks stored and noted in this turn; `before` it there were so many changes.
+
+    Of what several ranks stored or noted, that of the first of them counts: they computed it together.
+    """
     if context.ranks.alone:
         return
     learned = {name: value.cpu() for name, value in run.learned.items()}
     found = context.ranks.gather((learned, context.changes[before:]))
-    for tensors, _ in found[: context.ranks.index] + found[context.ranks.index + 1 :]:
-        for name, value in tensors.items():
-            run.store(name, value)
+    stored: dict[str, Tensor] = {}
+    changes: list[Change] = []
+    for tensors, notes in found:
+        known = {change.name for change in changes}
+        stored = tensors | stored
+        changes += [change for change in notes if change.name not in known]
+    for name, value in stored.items():
+        run.store(name, value)
     order = {operator.name: position for position, operator in enumerate(context.plan.values())}
-    changes = [change for _, changes in found for change in changes]
     context.changes[before:] = sorted(changes, key=lambda change: order.get(change.name, len(order)))
 
 
@@ -387,4 +444,13 @@ def _release(module: GraphModule) -> None:
         owner._buffers.clear()
 
 
-__all__ = ["BlockRun", "FloatRun", "relative_error", "run_blocks", "running", "walk_blocks", "walk_float_blocks"]
+__all__ = [
+    "BlockRun",
+    "FloatRun",
+    "energies",
+    "relative_error",
+    "run_blocks",
+    "running",
+    "walk_blocks",
+    "walk_float_blocks",
+]

@@ -84,6 +84,7 @@ class Context:
         changes: what the pass that is running noted so far.
         remark: what the pass that is running says could be done besides.
         batches: where each calibration batch lies: its index as it was given, and a slice of its samples.
+        first: number of the first of them among the batches of all ranks.
         shapes: of each batch's flat inputs.
     """
 
@@ -96,6 +97,7 @@ class Context:
     plan: Mapping[str, PlannedOperator] = field(default_factory=dict)
     batches: list[tuple[int, slice | None]] = field(default_factory=list)
     shapes: list[BatchShape] = field(default_factory=list)
+    first: int = 0
     calibrated: Calibrated | None = None
     names: tuple[str, ...] = ()
     ranks: Ranks = ALONE
@@ -178,6 +180,7 @@ class Context:
                 "one for each, or start fewer"
             )
         every, self.batches = self.batches, list(self.ranks.share(self.batches))
+        self.first = self.ranks.share(range(len(every)))[0]
         judging = self.ranks.share([index >= len(every) - self._judging for index in range(len(every))])
         self._judging = sum(judging)
         for batch in {batch for batch, _ in every} - {batch for batch, _ in self.batches}:

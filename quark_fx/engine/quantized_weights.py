@@ -78,9 +78,13 @@ class QuantizedWeight:
 
     def grid(self, gm: GraphModule, matrices: slice = slice(None)) -> Grid:
         """Return what the codes stand for; of a stack of matrices, those of `matrices`."""
-        stored = self.stored(gm)[matrices]
-        movable = self.scheme.scale_type is ScaleType.FLOAT32 and not self.bias_scale_follows
-        return Grid.of(stored, self.scheme, movable=movable)
+        return Grid.of(self.stored(gm)[matrices], self.scheme, movable=self.movable(gm))
+
+    def movable(self, gm: GraphModule) -> bool:
+        """Tell whether scales may change one by one: nothing else depends on them but an int32 bias that follows."""
+        spec = self.operator.weight
+        free = spec is not None and spec.sub_group_size is None and spec.scale_type is not ScaleType.POWER_OF_TWO
+        return free and self.bias_scale_shape(gm) in (None, self.scale(gm).shape)
 
     def layout(self, gm: GraphModule) -> Layout:
         """Return which scale is that of which code."""

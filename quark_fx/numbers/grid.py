@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from quark_fx.numbers.formats import FloatFormat
 from quark_fx.numbers.layout import Layout
-from quark_fx.numbers.qparams import Scheme
+from quark_fx.numbers.qparams import ScaleType, Scheme, allowed_scales
 from quark_fx.numbers.quantized_tensor import QuantizedTensor, decode
 
 _BELOW_ONE = 1 - 2.0**-20
+
+
+@dataclass(frozen=True, eq=False)
+class FreeScales:
+    """The stored scales of a weight, where they may change one by one.
+
+    Attributes:
+        stored: as they are, of shape `layout.scale_shape`.
+        layout: which scale is whose.
+        scale_type: which scales can be stored.
+    """
+
+    stored: Tensor
+    layout: Layout
+    scale_type: ScaleType = ScaleType.FLOAT32
+
+    @cached_property
+    def allowed(self) -> Callable[[Tensor], Tensor]:
+        """Makes scales that can be stored of ideal ones, float64 and not negative."""
+        return allowed_scales(self.stored, self.scale_type)
+
+    def times(self, ratio: Tensor) -> Tensor:
+        """Return every scale times its ratio, of the shape of `stored`, rounded to one that can be stored."""
+        return (self.stored.sign() * self.allowed((self.stored.abs() * ratio).double())).to(self.stored)
 
 
 @dataclass(frozen=True)
@@ -25,16 +51,14 @@ class Grid:
         scale: float32, broadcastable to the weight.
         zero_point: likewise.
         limits: smallest and largest code.
-        layout: which stored scale is whose, for `times`.
-        movable: nothing else depends on the scales, and they may take any value.
+        free: the stored scales if they may change, for `times`.
         format: whose values the codes are, `None` for whole numbers.
     """
 
     scale: Tensor
     zero_point: Tensor
     limits: tuple[float, float]
-    layout: Layout | None = None
-    movable: bool = False
+    free: FreeScales | None = None
     format: FloatFormat | None = None
 
     @classmethod
@@ -43,15 +67,26 @@ class Grid:
         zero_point = tensor.zero_point
         if scheme.symmetric:  # one number for all, which takes no memory when it is spread
             zero_point = zero_point.flatten()[:1].reshape(())
-        layout = tensor.layout
-        scale, zero_point = (layout.spread(p.float()).expand_as(tensor.codes) for p in (tensor.scale, zero_point))
+        spread = tensor.layout.spread
+        scale, zero_point = (spread(p.float()).expand_as(tensor.codes) for p in (tensor.scale, zero_point))
         fmt = tensor.format if isinstance(tensor.format, FloatFormat) else None
-        return cls(scale, zero_point, scheme.limits, layout, movable, fmt)
+        free = FreeScales(tensor.scale, tensor.layout, scheme.scale_type) if movable else None
+        return cls(scale, zero_point, scheme.limits, free, fmt)
 
-    def times(self, ratio: Tensor) -> Grid:
-        """Return the grid with every stored scale multiplied; `ratio` has their shape, `layout.scale_shape`."""
-        assert self.layout is not None
-        return replace(self, scale=self.scale * self.layout.spread(ratio))
+    def times(self, ratio: Tensor | None) -> Grid:
+        """Return the grid with every stored scale multiplied, and rounded to one that can be stored.
+
+        Args:
+            ratio: of the shape of the stored scales, which are free; `None` for all ones. It has the gradient of the
+                product.
+        """
+        if ratio is None or self.free is None:
+            return self
+        spread = self.free.layout.spread
+        scale = self.scale * spread(ratio)
+        if self.free.scale_type is not ScaleType.FLOAT32:
+            scale = scale + (spread(self.free.times(ratio.detach()).float()) - scale).detach()
+        return replace(self, scale=scale)
 
     def position(self, weight: Tensor) -> Tensor:
         """Return where `weight` lies on the scale of codes, unrounded."""
@@ -92,4 +127,4 @@ class Grid:
         return position.clamp(low - half, high + half)
 
 
-__all__ = ["Grid"]
+__all__ = ["FreeScales", "Grid"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -246,6 +248,12 @@ def constrain_scale(ideal: Tensor, scale_type: ScaleType, global_scale: Tensor |
         half = torch.finfo(torch.float16)
         scale = scale.clamp(half.smallest_normal, half.max).half().double()
     return scale.float()
+
+
+def allowed_scales(scale: Tensor, scale_type: ScaleType) -> Callable[[Tensor], Tensor]:
+    """Return what makes of ideal scales, float64 and not negative, those that may stand in the place of `scale`."""
+    unit = recover_global_scale(scale) if scale_type is ScaleType.FP8_E4M3 else None
+    return partial(constrain_scale, scale_type=scale_type, global_scale=unit)
 
 
 def block_scale(

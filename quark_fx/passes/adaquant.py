@@ -6,16 +6,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
-from quark_fx.engine.context import Context
-from quark_fx.graph.pass_manager import Stage, graph_pass
 from quark_fx.numbers.grid import Grid
-from quark_fx.solvers.reconstruction import Schedule, reconstruct
+from quark_fx.solvers.gradient_solver import GradientSolver
+from quark_fx.solvers.solver import solver
+from quark_fx.solvers.trainable import Codes
 from quark_fx.system.options import NonNegativeFloat, NonNegativeInt
 
 
-class StraightThrough:
+class StraightThrough(Codes):
     """A weight that is rounded in every step, with the gradient of one that is not; the unit is a code."""
 
     def __init__(self, grid: Grid, weight: Tensor, start: Tensor) -> None:
@@ -26,29 +25,23 @@ class StraightThrough:
         self.parameter.requires_grad_()
         self.parameters = (self.parameter,)
 
-    ratio = None
-
     def weight(self) -> Tensor:
         """Return the rounded weight."""
         position = self.grid.within_reach(self.parameter)
         return self.grid.value(position + (self.codes() - position).detach())
-
-    def penalty(self, progress: float) -> Tensor | float:
-        """Return 0: the weight is rounded as it is."""
-        return 0.0
 
     def codes(self) -> Tensor:
         """Return the codes it rounds to."""
         return self.grid.round(self.parameter)
 
 
-@graph_pass(exact=False, stage=Stage.QUANTIZED, held_out=True)
+@solver
 @dataclass(frozen=True, kw_only=True)
-class AdaQuant(Schedule):
+class AdaQuant(GradientSolver):
     """Learn weights through their rounding, with biases and activation scales, to keep what an operator or block makes.
 
     Weights may move by more than one code, so it needs more data than `AdaRound`. Weight scales stay. The other options
-    are those of `quark_fx.solvers.reconstruction.Schedule`; `learning_rate` is in codes per step.
+    are those of `quark_fx.solvers.schedule.Schedule`; `learning_rate` is in codes per step.
 
     Source:
         Hubara et al. 2021, section 3; by default codes start from coordinate descent.
@@ -59,9 +52,9 @@ class AdaQuant(Schedule):
     scale_rate: NonNegativeFloat = 1e-2
     bias_rate: NonNegativeFloat = 1e-3
 
-    def __call__(self, gm: GraphModule, context: Context) -> int:
-        """Learn the weights of `gm`; return how many changed."""
-        return reconstruct(gm, context, self, StraightThrough, "AdaQuant")
+    def begin(self, grid: Grid, weight: Tensor, start: Tensor) -> StraightThrough:
+        """Return the weight, which is rounded in every step."""
+        return StraightThrough(grid, weight, start)
 
 
 __all__ = ["AdaQuant", "StraightThrough"]

@@ -7,12 +7,11 @@ from typing import Annotated
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
-from quark_fx.engine.context import Context
-from quark_fx.graph.pass_manager import Stage, graph_pass
 from quark_fx.numbers.grid import Grid
-from quark_fx.solvers.reconstruction import Schedule, reconstruct
+from quark_fx.solvers.gradient_solver import GradientSolver
+from quark_fx.solvers.solver import solver
+from quark_fx.solvers.trainable import Codes
 from quark_fx.system.options import Interval, NonNegativeFloat, NonNegativeInt
 
 _ZETA, _GAMMA = 1.1, -0.1
@@ -22,7 +21,7 @@ _STEEPEST, _FLATTEST = 20.0, 2.0
 """Exponent of the penalty at its beginning and at its end."""
 
 
-class SoftRounding:
+class SoftRounding(Codes):
     """A weight between the code it starts at and the next one on the side where the weight lies that it is to be near.
 
     The weight is `floor + h(v) * gap`, with `gap` the distance of the two codes (1, but for floats) and `h` a stretched
@@ -42,8 +41,6 @@ class SoftRounding:
         h = torch.where(self.floor < start, h.clamp(min=0.5 + 1e-6), h.clamp(max=0.5 - 1e-6))
         self.parameter = torch.logit((h - _GAMMA) / (_ZETA - _GAMMA)).requires_grad_()
         self.parameters = (self.parameter,)
-
-    ratio = None
 
     def weight(self) -> Tensor:
         """Return the weight with its soft rounding."""
@@ -65,9 +62,9 @@ class SoftRounding:
         return (torch.sigmoid(self.parameter) * (_ZETA - _GAMMA) + _GAMMA).clamp(0, 1)
 
 
-@graph_pass(exact=False, stage=Stage.QUANTIZED, held_out=True)
+@solver
 @dataclass(frozen=True, kw_only=True)
-class AdaRound(Schedule):
+class AdaRound(GradientSolver):
     """Learn, for each weight, which of two codes to take, so that what an operator or a block makes is kept.
 
     Scales stay. By default codes start from coordinate descent on each operator's error, which most of the gain comes
@@ -82,7 +79,7 @@ class AdaRound(Schedule):
         warm_start: share of the steps without it.
         softness: how far towards the float weight a code begins, 0 to 1.
 
-    The other options are those of `quark_fx.solvers.reconstruction.Schedule`.
+    The other options are those of `quark_fx.solvers.schedule.Schedule`.
 
     Source:
         Nagel et al. 2020, section 3; Li et al. 2021 (BRECQ); Wei et al. 2022 (QDrop).
@@ -94,13 +91,9 @@ class AdaRound(Schedule):
     warm_start: Annotated[float, Interval("[0, 1)")] = 0.2
     softness: Annotated[float, Interval("[0, 1]")] = 0.5
 
-    def __call__(self, gm: GraphModule, context: Context) -> int:
-        """Learn the codes of `gm`; return how many weights changed."""
-
-        def begin(grid: Grid, weight: Tensor, start: Tensor) -> SoftRounding:
-            return SoftRounding(grid, weight, start, self)
-
-        return reconstruct(gm, context, self, begin, "AdaRound")
+    def begin(self, grid: Grid, weight: Tensor, start: Tensor) -> SoftRounding:
+        """Return the weight between two codes each."""
+        return SoftRounding(grid, weight, start, self)
 
 
 __all__ = ["AdaRound", "SoftRounding"]

@@ -7,21 +7,20 @@ from typing import Annotated, Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
 from quark_fx.engine.blocks import Unit
-from quark_fx.engine.context import Context
-from quark_fx.graph.pass_manager import Change, Stage, graph_pass
 from quark_fx.numbers.grid import Grid
-from quark_fx.numbers.qparams import ScaleType
-from quark_fx.solvers.reconstruction import Schedule, Start, reconstruct
+from quark_fx.solvers.gradient_solver import GradientSolver
+from quark_fx.solvers.solver import solver
+from quark_fx.solvers.starts import Start
+from quark_fx.solvers.trainable import Codes
 from quark_fx.system.options import Interval, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 _FROM_FEEDBACK = 0.3
 """The number of steps times the first, in codes: those at the end of their bin may change, most stay."""
 
 
-class SignRounding:
+class SignRounding(Codes):
     """A rounded weight, an offset of up to half a code before rounding, and a share of each scale that stays."""
 
     def __init__(self, grid: Grid, weight: Tensor, start: Tensor, options: AutoRound) -> None:
@@ -31,11 +30,9 @@ class SignRounding:
         # Codes of another start than the nearest are where they are, whatever the weight is.
         self.shift = torch.where(_nearest(grid, weight) == start, 0.0, start - grid.position(weight))
         self.shares: Tensor | None = None
-        if grid.movable and grid.layout is not None and options.ranges:
+        if grid.free is not None and options.ranges:
             # What has been learned of them, in steps of `range_rate`.
-            self.shares = torch.zeros(
-                grid.layout.scale_shape, device=weight.device, requires_grad=True, dtype=torch.float32
-            )
+            self.shares = torch.zeros_like(grid.free.stored, dtype=torch.float32).requires_grad_()
         self.parameters = (self.offset,) if self.shares is None else (self.offset, self.shares)
 
     @property
@@ -51,18 +48,13 @@ class SignRounding:
         position = grid.within_reach(self._position(grid))
         return grid.value(position + (grid.round(position) - position).detach())
 
-    def penalty(self, progress: float) -> Tensor | float:
-        """Return 0: the weight is rounded as it is."""
-        return 0.0
-
     def codes(self) -> Tensor:
         """Return the codes it rounds to."""
         with torch.no_grad():
             return self.grid.round(self._position(self._grid()))
 
     def _grid(self) -> Grid:
-        ratio = self.ratio
-        return self.grid if ratio is None else self.grid.times(ratio)
+        return self.grid.times(self.ratio)
 
     def _position(self, grid: Grid) -> Tensor:
         position = grid.position(self.weights)
@@ -78,9 +70,9 @@ def _within(x: Tensor, low: float, high: float) -> Tensor:
     return x + (x.clamp(low, high) - x).detach()
 
 
-@graph_pass(exact=False, stage=Stage.QUANTIZED, held_out=True)
+@solver
 @dataclass(frozen=True, kw_only=True)
-class AutoRound(Schedule):
+class AutoRound(GradientSolver):
     """Learn how each weight rounds and how much of its range each scale covers, by the signs of gradients.
 
     Steps have the size `learning_rate` and shrink linearly to zero. A block learns from what the quantized blocks
@@ -91,11 +83,11 @@ class AutoRound(Schedule):
     hardly move.
 
     Args:
-        ranges: choose the shares of the scales, too, where no integer bias depends on them.
+        ranges: choose the shares of the scales, too, where they may change one by one.
         smallest_range: of a share of the scale that steps start with.
         range_rate: steps of the shares, relative to those of the codes.
 
-    The other options are those of `quark_fx.solvers.reconstruction.Schedule`.
+    The other options are those of `quark_fx.solvers.schedule.Schedule`.
 
     Source:
         Cheng et al. 2023 (SignRound); one share per scale instead of one for either end of the range.
@@ -129,19 +121,9 @@ class AutoRound(Schedule):
         optimizer = torch.optim.Adam(groups, betas=(0.0, 0.0), eps=1e-20, foreach=False)
         return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, self.iterations)
 
-    def __call__(self, gm: GraphModule, context: Context) -> int:
-        """Learn the codes and scales of `gm`; return how many weights changed."""
-        weights = [
-            op.weight for op in self.selected(context.plan).values() if op.weight is not None and not op.weight.is_cast
-        ]
-        if self.ranges and any(spec.scale_type is not ScaleType.FLOAT32 for spec in weights):
-            what = "left: weight scales may not take any value (scale_type)"
-            context.note(Change("ranges", what, changed=False))
-
-        def begin(grid: Grid, weight: Tensor, start: Tensor) -> SignRounding:
-            return SignRounding(grid, weight, start, self)
-
-        return reconstruct(gm, context, self, begin, "AutoRound")
+    def begin(self, grid: Grid, weight: Tensor, start: Tensor) -> SignRounding:
+        """Return the weight with its offsets, and the shares of its scales where these are free."""
+        return SignRounding(grid, weight, start, self)
 
 
 __all__ = ["AutoRound", "SignRounding"]

@@ -10,12 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
-from torch.fx import GraphModule
 
 from quark_fx.engine.block_walk import BlockRun
 from quark_fx.engine.context import Context
 from quark_fx.errors import CalibrationError
-from quark_fx.graph.nodes import tensor_of
 from quark_fx.graph.pass_manager import Change
 from quark_fx.solvers.folds import InputHessian, Reading
 from quark_fx.solvers.hessian import Hessian
@@ -127,13 +125,11 @@ class BlockJudge:
         solve: proposes.
         reading: measures what it reads.
         context: of the run.
-        gm: the quantized graph.
     """
 
     solve: Solve
     reading: Reading
     context: Context
-    gm: GraphModule
     _run: BlockRun | None = None
     _error: float = math.inf
 
@@ -161,18 +157,9 @@ class BlockJudge:
         if isinstance(answer, Skip):
             return _skipped(place, answer)
         tensors, what = answer
-        old = {name: tensor_of(self.gm, name) for name in tensors}
-        for name, tensor in tensors.items():
-            run.store(name, tensor)
-        try:
-            after = run.held_out_error()
-        except CalibrationError:  # not finite
-            after = math.inf
-        if after < before:
-            return Change(place.name, what, True, before, after)
-        for name, tensor in old.items():
-            run.store(name, tensor)
-        return Change(place.name, _no_better(self.context), False, before, before)
+        after = run.attempt(lambda: run.store_all(tensors), before)
+        better = after < before
+        return Change(place.name, what if better else _no_better(self.context), better, before, after)
 
     def _answer(self, place: Place, seen: object) -> tuple[dict[str, Tensor], str] | Skip:
         """Return the tensors that a proposal changes, and what to note if it is accepted."""

@@ -15,7 +15,6 @@ from quark_fx.engine.quantized_weights import QuantizedWeight, share_changed
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import named_nodes, tensor_of
-from quark_fx.numbers.qparams import ScaleType
 from quark_fx.solvers.hessian import Entrance, Hessian
 from quark_fx.solvers.places import OperatorPlace, blamed
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
@@ -41,12 +40,9 @@ class Part(OperatorPlace):
     @property
     def matrix(self) -> QuantizedMatrix:
         """The weight as it is quantized now."""
-        weight, module, spec = self.weight, self.run.module, self.weight.operator.weight
-        stored, storable = weight.stored(module), partial(weight.storable, module)
-        movable = spec is not None and spec.sub_group_size is None and spec.scale_type is not ScaleType.POWER_OF_TWO
-        movable &= weight.bias_scale_shape(module) in (None, stored.scale.shape)
-        real = self.mapping.matrix(self.real)
-        return QuantizedMatrix(weight.name, real, stored, weight.scheme, self.mapping, movable, storable)
+        weight, module = self.weight, self.run.module
+        stored, real, storable = weight.stored(module), self.mapping.matrix(self.real), partial(weight.storable, module)
+        return QuantizedMatrix(weight.name, real, stored, weight.scheme, self.mapping, weight.movable(module), storable)
 
     def tensors(self, new: QuantizedMatrix) -> dict[str, Tensor]:
         """Return the codes and scales that are new; an int32 bias follows its scales.
@@ -72,8 +68,7 @@ class Part(OperatorPlace):
 
     def store(self, new: QuantizedMatrix) -> None:
         """Let the operator multiply by another quantized weight; errors as `tensors`."""
-        for name, tensor in self.tensors(new).items():
-            self.run.store(name, tensor)
+        self.run.store_all(self.tensors(new))
 
 
 @dataclass(frozen=True)

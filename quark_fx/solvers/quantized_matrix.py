@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from quark_fx.graph.linear_map import LinearMap
-from quark_fx.numbers.grid import Grid
+from quark_fx.numbers.grid import FreeScales, Grid
 from quark_fx.numbers.layout import Columns
-from quark_fx.numbers.qparams import ScaleType, Scheme, constrain_scale, recover_global_scale
+from quark_fx.numbers.qparams import Scheme, allowed_scales
 from quark_fx.numbers.quantized_tensor import QuantizedTensor, decode
 
 _AT_ONCE = 1 << 21
@@ -56,7 +55,7 @@ class QuantizedMatrix:
         scale, zero_point = (self.mapping.matrix(p) for p in (found.scale, found.zero_point))
         if not stacked:
             scale, zero_point = scale[matrices], zero_point[matrices]
-        return replace(found, scale=scale, zero_point=zero_point, layout=None)
+        return replace(found, scale=scale, zero_point=zero_point)
 
     @property
     def columns(self) -> Columns | None:
@@ -66,13 +65,8 @@ class QuantizedMatrix:
     @property
     def allowed(self) -> Callable[[Tensor], Tensor] | None:
         """Rounds scales to ones that an 8-bit scale type can store; `None` for other scale types."""
-        return self._constrain if self.scheme.scale_type.is_8_bit else None
-
-    @property
-    def _constrain(self) -> Callable[[Tensor], Tensor]:
         kind = self.scheme.scale_type
-        unit = recover_global_scale(self.stored.scale) if kind is ScaleType.FP8_E4M3 else None
-        return partial(constrain_scale, scale_type=kind, global_scale=unit)
+        return allowed_scales(self.stored.scale, kind) if kind.is_8_bit else None
 
     def with_codes(self, codes: Tensor) -> QuantizedMatrix:
         """Return it with other codes, given as matrices; those that the target would saturate are lowered."""
@@ -82,9 +76,9 @@ class QuantizedMatrix:
 
     def with_scales(self, ratio: Tensor) -> QuantizedMatrix:
         """Return it with every scale multiplied; `ratio` has the shape (groups, outputs, scales of a row)."""
-        old = self.stored.scale
-        wanted = (old.abs() * self.stored.layout.restore(ratio, self.mapping)).double()
-        return replace(self, stored=replace(self.stored, scale=(old.sign() * self._constrain(wanted)).to(old)))
+        scales = FreeScales(self.stored.scale, self.stored.layout, self.scheme.scale_type)
+        scale = scales.times(scales.layout.restore(ratio, self.mapping))
+        return replace(self, stored=replace(self.stored, scale=scale))
 
     def nearest(self) -> QuantizedMatrix:
         """Return it with the float weight rounded to nearest."""

@@ -44,6 +44,13 @@ class OutputError:
     rows: int
 
     @classmethod
+    def of_nothing(cls, like: Tensor) -> OutputError:
+        """Return the form of no rows, for a weight of that shape: (groups, outputs, inputs)."""
+        groups, _, inputs = like.shape
+        h = torch.zeros(groups, inputs, inputs, device=like.device, dtype=torch.float32)
+        return cls(h, torch.zeros_like(like, dtype=torch.float32), h.new_zeros(()), 0)
+
+    @classmethod
     def of(cls, columns: Tensor, outputs: Tensor) -> OutputError:
         """Return the form of some rows; shapes as `LinearMap.rows` returns them."""
         x, y = columns.float(), outputs.float()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,33 @@ from quark_fx.engine.quantized_weights import QuantizedWeight
 from quark_fx.graph.nodes import results_of
 from quark_fx.graph.straight_through import quantize_of
 from quark_fx.numbers import ops
+
+
+class Codes(ABC):
+    """A weight on its way to codes.
+
+    Attributes:
+        parameters: what gradient steps change, float32 leaves that want a gradient.
+    """
+
+    parameters: Sequence[Tensor]
+
+    @property
+    def ratio(self) -> Tensor | None:
+        """What the free scales of the grid are multiplied by, in their shape; `None` where scales stay."""
+        return None
+
+    @abstractmethod
+    def weight(self) -> Tensor:
+        """Return the weight that the block computes with now."""
+
+    def penalty(self, progress: float) -> Tensor | float:
+        """Return what pulls towards codes, when `progress` of the steps (0 to 1) are done."""
+        return 0.0
+
+    @abstractmethod
+    def codes(self) -> Tensor:
+        """Return the codes it would be stored as now, in float32, without a gradient."""
 
 
 @dataclass(frozen=True)
@@ -131,4 +159,4 @@ def fake_quantize(
     return torch.where(chance < drop, x, y)
 
 
-__all__ = ["Trainable", "fake_quantize", "trainable_block"]
+__all__ = ["Codes", "Trainable", "fake_quantize", "trainable_block"]

@@ -109,7 +109,7 @@ RUNS: dict[str, Run] = {
     ),
     "adaquant": lambda: (
         seeded(Branches()),
-        learning(AdaQuant(iterations=40, scale_rate=0.01)),
+        learning(AdaQuant(iterations=40, scale_rate=0.02)),
         [rand(32, 8, seed=i) for i in range(3)],
     ),
     "bias correction, then adaround": lambda: (

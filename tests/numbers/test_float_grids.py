@@ -33,9 +33,9 @@ from quark_fx.passes.adaround import SoftRounding
 from quark_fx.passes.autoround import SignRounding
 from quark_fx.plan.weights import quantize_tensor
 from quark_fx.solvers.error_feedback import factor, round_with_feedback
-from quark_fx.solvers.reconstruction import Start
 from quark_fx.solvers.rounding import OutputError, round_by_descent
 from quark_fx.solvers.scale_search import RATIOS, fit_scales
+from quark_fx.solvers.starts import Start
 
 FLOATS = (FP4_E2M1, FP6_E2M3, FP6_E3M2, FP8_E4M3, FP8_E5M2)
 floats = pytest.mark.parametrize("fmt", FLOATS, ids=str)

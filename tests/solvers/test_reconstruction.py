@@ -39,7 +39,7 @@ from quark_fx.passes import GPTQ, AdaQuant, AdaRound, AutoRound, BiasCorrection,
 from quark_fx.passes.adaquant import StraightThrough
 from quark_fx.passes.adaround import SoftRounding
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, XINT8
-from quark_fx.solvers.reconstruction import Start
+from quark_fx.solvers.starts import Start
 from quark_fx.solvers.trainable import fake_quantize, trainable_block
 
 W4A8 = INT8_STATIC.replace(weight=TensorSpec(format=INT4, granularity=Granularity.CHANNEL))

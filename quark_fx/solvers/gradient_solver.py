@@ -1,0 +1,91 @@
+"""A gradient solver says how a weight is learned on its way to codes; the engine does everything else.
+
+Block by block, the engine chooses the codes to start from, draws mini-batches, adds gradients over ranks, and stores
+what is better on validation data. It reports the errors, resumes, and predicts memory.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from quark_fx.engine.block_walk import BlockRun, walk_blocks
+from quark_fx.engine.blocks import Unit
+from quark_fx.engine.context import Context
+from quark_fx.engine.quantized_weights import QuantizedWeight, note_left_alone, quantized_weights, shared_tensors
+from quark_fx.graph.pass_manager import Change
+from quark_fx.numbers.grid import Grid
+from quark_fx.numbers.qparams import ScaleType
+from quark_fx.solvers.reconstruction import Reconstruction
+from quark_fx.solvers.schedule import Schedule
+from quark_fx.solvers.trainable import Codes
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientSolver(Schedule, ABC):
+    """What learns codes by gradient steps on what operators or blocks make.
+
+    A subclass is a frozen dataclass of options with `begin`, decorated with `quark_fx.solvers.solver.solver`. It is a
+    pass of the quantized stage, by its class's name.
+    """
+
+    @abstractmethod
+    def begin(self, grid: Grid, weight: Tensor, start: Tensor) -> Codes:
+        """Return codes that can be learned.
+
+        Args:
+            grid: what codes stand for.
+            weight: what they should be nearest to, in the shape of the stored weight: the float weight, or, from error
+                feedback, that with what makes up for the errors of other inputs.
+            start: the codes to start from, float32; not always the nearest.
+        """
+
+    def __call__(self, gm: GraphModule, context: Context) -> int:
+        """Learn the codes of `gm`; return how many weights changed.
+
+        Raises:
+            CalibrationError: if the error of a block is NaN or infinite; the message names its operators.
+        """
+        note_left_alone(gm, context, self)
+        learns_scales = self.scale_rate > 0 and _free_scales(context)
+        if self.scale_rate and not learns_scales:
+            what = "left: activation scales may not take any value (scale_type)"
+            context.note(Change("scale_rate", what, changed=False))
+        shared = shared_tensors(gm)
+        for run in walk_blocks(gm, context, unit=self.unit, label=type(self).__name__):
+            weights = [w for w in quantized_weights(run.module, self.selected(context.plan)) if w.codes not in shared]
+            if run.finished or not (weights := self._learnable(run, weights, context)):
+                continue
+            # Of a pass that is limited, only what the operators themselves read.
+            read = {weight.input_scale for weight in weights} if self.only else set(run.free_scales)
+            scales = [name for name in run.free_scales if name in read] if learns_scales else []
+            Reconstruction(gm, context, self, run, weights, scales, self.begin).learn()
+        return sum(change.changed for change in context.changes)
+
+    def _learnable(self, run: BlockRun, weights: list[QuantizedWeight], context: Context) -> list[QuantizedWeight]:
+        """Return the weights that the error of a block tells something about; note the others."""
+        reasons = {}
+        for weight in weights:
+            if not any(isinstance(t, Tensor) and t.is_floating_point() for t in run.targets(0)):
+                reasons[weight.node] = "what it makes is no number"
+            elif self.unit is Unit.OPERATOR and weight.linear.offsets_at is not None:
+                # The quantized model may send a token elsewhere than the float one: the rows of both are no pairs then.
+                reasons[weight.node] = (
+                    "data chooses the rows it multiplies; unit='block' learns it with what chooses them"
+                )
+        for weight in weights:
+            if weight.node in reasons:
+                context.note(Change(weight.name, f"left: {reasons[weight.node]}", changed=False))
+        return [weight for weight in weights if weight.node not in reasons]
+
+
+def _free_scales(context: Context) -> bool:
+    """Tell whether activation scales may take any value."""
+    specs = (spec for op in context.plan.values() for spec in (op.input, op.output) if spec is not None)
+    return all(spec.scale_type is ScaleType.FLOAT32 for spec in specs)
+
+
+__all__ = ["GradientSolver"]

@@ -1,0 +1,148 @@
+"""Gradient steps on the codes, biases and activation scales of a block, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quark_fx.engine.block_walk import BlockRun, energies, relative_error
+from quark_fx.engine.context import Context
+from quark_fx.errors import CalibrationError
+from quark_fx.solvers.minibatches import MiniBatches, Piece
+from quark_fx.solvers.schedule import Schedule
+from quark_fx.solvers.trainable import Codes, Trainable
+
+
+@dataclass(frozen=True)
+class Learned:
+    """The tensors that gradient steps change.
+
+    Attributes:
+        codes: of each weight.
+        biases: of each weight, `None` where they are not learned.
+        scales: of activations, by name.
+    """
+
+    codes: Sequence[Codes]
+    biases: Sequence[Tensor | None]
+    scales: dict[str, Tensor]
+
+    @property
+    def others(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Biases and scales, as `Trainable` takes them."""
+        return [bias for bias in self.biases if bias is not None], list(self.scales.values())
+
+    def groups(self, schedule: Schedule) -> list[dict[str, Any]]:
+        """Return what the optimizer changes, and how fast."""
+        biases, scales = self.others
+        groups: list[dict[str, Any]] = [{"params": [p for c in self.codes for p in c.parameters], "lr": schedule.rate}]
+        for bias in biases:
+            size = max(float(bias.detach().abs().mean()), 1e-6)
+            groups.append({"params": [bias], "lr": schedule.bias_rate * size})
+        return groups + [{"params": [s], "lr": schedule.scale_rate * float(s.detach())} for s in scales]
+
+
+class Steps:
+    """Gradient steps on what a block makes.
+
+    Args:
+        run: the block.
+        context: with the calibration batches, and the ranks that share them.
+        schedule: of the steps.
+        block: it, as a function of what is learned.
+        learned: what that is.
+        least: of each activation scale.
+        seed: of the samples, and of what is dropped.
+    """
+
+    def __init__(
+        self,
+        run: BlockRun,
+        context: Context,
+        schedule: Schedule,
+        block: Trainable,
+        learned: Learned,
+        least: dict[str, float],
+        seed: int,
+    ) -> None:
+        self.run, self.context, self.schedule = run, context, schedule
+        self.block, self.learned, self.least = block, learned, least
+        self.batches = MiniBatches(run, context, schedule.batch_size, seed)
+        self.dropped = torch.Generator(context.device)
+        self.optimizer, self.decay = schedule.optimizer(learned.groups(schedule))
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def taken(self, every: int) -> Iterator[int]:
+        """Take the steps; yield how many were taken after each `every` of them, and at the end.
+
+        Raises:
+            CalibrationError: if the error became NaN or infinite; the message names the operators.
+        """
+        for step in range(1, self.schedule.iterations + 1):
+            self.optimizer.zero_grad(set_to_none=True)
+            error = self._differentiate(self.batches.draw(step), step / self.schedule.iterations)
+            self.optimizer.step()
+            self.decay.step()
+            with torch.no_grad():
+                for name, scale in self.learned.scales.items():
+                    scale.clamp_(min=self.least[name])
+            if step % every == 0 or step == self.schedule.iterations:
+                self._require_finite(error)
+                yield step
+
+    def _differentiate(self, pieces: Sequence[Piece], progress: float) -> Tensor:
+        """Add the gradient of a mini-batch of all ranks to the parameters'; return what it is the gradient of."""
+        signals = self._signals(pieces)
+        total = torch.zeros((), device=self.context.device, dtype=torch.float32)
+        with torch.enable_grad():
+            for piece in pieces:
+                inputs, targets = self.batches.read(piece, self.dropped.manual_seed(piece.seed), self.schedule.drop)
+                weights = [c.weight() for c in self.learned.codes]
+                made = self.block(
+                    inputs, weights, *self.learned.others, drop=self.schedule.drop, generator=self.dropped
+                )
+                error = relative_error(made, targets, signals)
+                error.backward()
+                total += error.detach()
+            self._add_over_ranks(total)
+            for c in self.learned.codes:
+                if isinstance(penalty := c.penalty(progress), Tensor):
+                    penalty.backward()
+                    total += penalty.detach()
+        return total
+
+    def _signals(self, pieces: Sequence[Piece]) -> Tensor | None:
+        """Return the squares of the targets of a mini-batch, over all of its pieces; `None` where there is one."""
+        if self.context.ranks.alone and len(pieces) == 1:
+            return None
+        signals = torch.zeros(len(self.run.block.made), device=self.context.device, dtype=torch.float32)
+        for piece in pieces:
+            signals += energies(self.batches.targets(piece), signals.device)
+        self.context.ranks.add(signals)
+        return signals
+
+    def _add_over_ranks(self, total: Tensor) -> None:
+        """Replace gradients, and `total`, by their sums over the ranks, in one call."""
+        if self.context.ranks.alone:
+            return
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        flat = torch.cat([total.reshape(1), *(g.flatten() for g in gradients)])
+        self.context.ranks.add(flat)
+        first, *parts = flat.split([1, *(g.numel() for g in gradients)])
+        total.copy_(first[0])
+        for p, part in zip(self.parameters, parts, strict=True):
+            p.grad = part.view_as(p)
+
+    def _require_finite(self, error: Tensor) -> None:
+        if not bool(torch.isfinite(error)):
+            raise CalibrationError(
+                f"the reconstruction error of {self.run.operators} became {float(error)} while it was learned; lower "
+                "the learning rate, or exclude the operators"
+            )
+
+
+__all__ = ["Learned", "Steps"]

@@ -1,0 +1,130 @@
+"""The codes that gradient steps start from: each operator by itself, in order, on what those before it make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import StrEnum
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quark_fx.engine.block_walk import BlockRun
+from quark_fx.engine.blocks import extract
+from quark_fx.engine.context import Context
+from quark_fx.engine.quantized_weights import QuantizedWeight
+from quark_fx.errors import CalibrationError
+from quark_fx.graph.linear_map import LinearMap
+from quark_fx.graph.nodes import named_nodes, placeholders, tensor_of
+from quark_fx.solvers.feedback import compensated, fitted_to_feedback, rounded_with_feedback
+from quark_fx.solvers.products import Product, find_products
+from quark_fx.solvers.rounding import OutputError, round_by_descent
+from quark_fx.system.memory import give_back
+
+ROWS = 8192
+"""Output positions of a batch, about, that enter the quadratic form of coordinate descent."""
+
+_DAMPING = 0.01
+"""Of the Hessians that a start by error feedback reads, as a share of their mean diagonal."""
+
+
+class Start(StrEnum):
+    """What gradient steps start from."""
+
+    CODES = "codes"
+    """The codes there are: of the passes before, or the nearest."""
+
+    DESCENT = "descent"
+    """Coordinate descent on each operator's error."""
+
+    FEEDBACK = "feedback"
+    """Error feedback, each input making up for those before it, as `GPTQ(asymmetry=1)` rounds."""
+
+
+def descend(run: BlockRun, context: Context, weights: Sequence[QuantizedWeight], seed: int) -> None:
+    """Store the codes of coordinate descent on the error of each operator's output.
+
+    Args:
+        run: the block.
+        context: with the calibration batches.
+        weights: of the block; those that coordinate descent does not know keep their codes.
+        seed: of the rows that are looked at.
+    """
+    for weight in weights:
+        mapping = weight.linear.matrices
+        if mapping is None or mapping.stacked or not weight.is_plain:
+            continue
+        real, grid = tensor_of(run.reference, weight.weight).detach().float(), weight.grid(run.module)
+        scale, zero_point = (mapping.matrix(p.expand_as(real)) for p in (grid.scale, grid.zero_point))
+        error = _output_error(run, context, weight, mapping, seed)
+        codes = round_by_descent(mapping.matrix(real), error, replace(grid, scale=scale, zero_point=zero_point))
+        run.store(weight.codes, weight.storable(run.module, mapping.restore(codes, real)))
+
+
+def feed_back(
+    run: BlockRun, context: Context, weights: Sequence[QuantizedWeight], *, fits_scales: bool
+) -> dict[str, Tensor]:
+    """Store codes of error feedback that aim at what the float model makes.
+
+    Args:
+        run: the block.
+        context: with the calibration batches.
+        weights: of the block; those that error feedback does not know keep their codes.
+        fits_scales: shrink scales first, where they may change.
+
+    Returns:
+        What was rounded, by node: the float weights, compensated for the errors of earlier inputs.
+    """
+    return {
+        name: rounded
+        for product in find_products(run, weights)
+        for name, rounded in _feed_back_product(product, context, fits_scales).items()
+    }
+
+
+def _feed_back_product(product: Product, context: Context, fits_scales: bool) -> dict[str, Tensor]:
+    give_back()
+    seen = product.hessian(context, shifted=True, batches=context.tuning)
+    factors = partial(seen.factors, damping=_DAMPING, by_activation=True)
+    rounded = {}
+    try:
+        for part in product.parts:
+            now = part.matrix
+            target = seen.target(now.real, 1.0, factors())
+            fitted = fitted_to_feedback(now, target, factors()) if fits_scales and now.columns is not None else now
+            try:
+                matrix, _ = rounded_with_feedback(fitted, target, factors())
+                part.store(matrix)
+            except OverflowError:  # of an int32 bias that follows the scales
+                matrix, _ = rounded_with_feedback(now, target, factors())
+                part.store(matrix)
+            wanted = compensated(matrix, target, factors())
+            rounded[part.weight.node.name] = part.mapping.restore(wanted, part.real)
+    except CalibrationError as error:
+        raise product.blamed(error) from error
+    return rounded
+
+
+def _output_error(
+    run: BlockRun, context: Context, weight: QuantizedWeight, mapping: LinearMap, seed: int
+) -> OutputError:
+    """Return the error of the operator's output as a function of its weight, over all calibration batches."""
+    real = tensor_of(run.reference, weight.weight)
+    activation = extract(run.module, placeholders(run.module), [weight.linear.activation])
+    output = extract(run.reference, placeholders(run.reference), [named_nodes(run.reference)[weight.node.name]])
+    bias = weight.bias_value(run.module) if weight.bias is not None else None
+    total = OutputError.of_nothing(mapping.matrix(real))
+    with torch.no_grad():
+        for batch in context.tuning:
+            (x,), (y,) = activation(*run.inputs(batch)), output(*run.reference_inputs(batch))
+            columns, outputs = mapping.rows(x, y, most=ROWS, seed=seed + context.first + batch)
+            if bias is not None:
+                outputs = outputs - bias.reshape(outputs.shape[0], -1, 1)
+            total += OutputError.of(columns, outputs)
+    rows = torch.tensor(total.rows, device=total.h.device)
+    context.ranks.add(total.h, total.g, total.c, rows)
+    return replace(total, rows=int(rows))
+
+
+__all__ = ["ROWS", "Start", "descend", "feed_back"]
