@@ -19,6 +19,7 @@ from extensions.deviation_scales import DeviationScales
 from extensions.fold_constant_scales import fold_constant_scales
 from extensions.quick_gelu import fuse_quick_gelu
 from extensions.refit_scales import RefitScales
+from extensions.shift_channels import ShiftChannels, Shifted
 from extensions.tensorrt_like import TENSORRT_LIKE
 from test_gptq import RTN, Attention, errors, ids, relative_error
 from test_resume import Branches
@@ -28,12 +29,14 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from quark_fx.config.quant_config import QuantConfig, TensorSpec
 from quark_fx.config.target import StoredTarget
+from quark_fx.engine.blocks import Unit
 from quark_fx.errors import CalibrationError, PassError
 from quark_fx.export.to_onnx.edit import array_of
 from quark_fx.export.to_onnx.rules import DeclinedError, onnx_rule
 from quark_fx.graph.nodes import stored_tensors
 from quark_fx.graph.pass_manager import Change
-from quark_fx.numbers.formats import INT8, UINT4
+from quark_fx.numbers.formats import INT4, INT8, UINT4
+from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.qparams import QParams
 from quark_fx.observers import MinMax
 from quark_fx.passes import GPTQ
@@ -689,3 +692,55 @@ def test_what_is_no_rule_is_refused(tmp_path: Path) -> None:
     with pytest.raises(qfx.ExportError, match="is no rule of an ONNX file; decorate a function"):
         qfx.export.onnx(qmodel, tmp_path / "model.onnx", rules=[print])
     assert not list(tmp_path.iterdir())
+
+
+# A gradient solver.
+
+COARSE = INT8_STATIC.replace(weight=TensorSpec(format=INT4, granularity=qfx.Granularity.CHANNEL))
+
+
+def dependent(*sizes: int) -> list[Tensor]:
+    """Return images of one sign: the errors of weights add up where inputs depend on each other."""
+    return [x.abs() for x in images(*sizes)]
+
+
+@pytest.mark.parametrize("unit", Unit)
+def test_shifted_channels_lower_the_error_on_unseen_data(unit: Unit) -> None:
+    model, data = cnn(), dependent(16, 16, 16, 64)
+    plain, shifted = (learned(model, COARSE, data[:3], *passes) for passes in ((), (ShiftChannels(unit=unit),)))
+    assert relative_error(shifted, model, data[3:]) < 0.95 * relative_error(plain, model, data[3:])
+    found = changes(shifted)
+    assert [change.name for change in found] == [row.name for row in plain.report()]
+    for change in found:
+        assert change.before is not None
+        assert change.after is not None
+        assert change.after <= change.before
+    assert any("of the codes" in change.what and change.changed for change in found)
+    assert shifted.report().passes[-1].held_out
+
+
+def test_a_gradient_solver_is_found_by_name_and_its_needs_are_predicted() -> None:
+    config = QuantConfig.from_dict(COARSE.replace(passes=(ShiftChannels(iterations=3, drop=0.1),)).to_dict())
+    assert config.passes == (ShiftChannels(iterations=3, drop=0.1),)
+    expected = qfx.predict(cnn(), config, dependent(8, 8))
+    assert "ShiftChannels" in [name for name, _, _ in expected.stages]
+    assert not expected.unknown
+
+
+@solver
+@dataclass(frozen=True, kw_only=True)
+class ShiftTooFar(ShiftChannels):
+    """Begin with offsets of three codes."""
+
+    def begin(self, grid: Grid, weight: Tensor, start: Tensor) -> Shifted:
+        shifted = super().begin(grid, weight, start)
+        with torch.no_grad():
+            shifted.offset += 3
+        return shifted
+
+
+def test_learned_codes_that_are_worse_are_dropped() -> None:
+    data = dependent(8, 8)
+    plain, spoiled = (learned(cnn(), COARSE, data, *passes) for passes in ((), (ShiftTooFar(iterations=2),)))
+    assert same(plain, spoiled)
+    assert {change.what for change in changes(spoiled)} == {"0.0% of the codes"}

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from extensions.clip_activations import ClipActivations
 from extensions.deviation_scales import DeviationScales
 from extensions.refit_scales import RefitScales
+from extensions.shift_channels import ShiftChannels
 from safetensors.torch import load_file
 from test_resume import assert_same, outcome
 from tiny import quantize, seeded
@@ -102,6 +103,7 @@ LEARNERS: dict[str, GraphPass] = {
     "adaquant": AdaQuant(start=Start.CODES, learning_rate=0.1, **SHORT),
     "adaquant, blocks": AdaQuant(unit=Unit.BLOCK, start=Start.CODES, learning_rate=0.1, **SHORT),
     "autoround": AutoRound(unit=Unit.OPERATOR, **SHORT),
+    "shifted channels": ShiftChannels(**SHORT),
     "autoround, blocks": AutoRound(start=Start.CODES, range_rate=1.0, drop=0.2, **SHORT),
 }
 

@@ -26,6 +26,7 @@ from devices import on_devices
 from extensions.clip_activations import ClipActivations
 from extensions.deviation_scales import DeviationScales
 from extensions.refit_scales import RefitScales
+from extensions.shift_channels import ShiftChannels
 from safetensors.torch import save_file
 from tiny import Residual, cnn, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
@@ -125,6 +126,7 @@ RUNS: dict[str, Run] = {
     "awq": lambda: scaling(INT4_WEIGHT_ONLY.replace(weight=IN_GROUPS), AWQ(explicit=True)),
     "smooth": lambda: scaling(INT8_STATIC, SmoothQuant(explicit=True)),
     "deviations": lambda: scaling(INT8_STATIC, DeviationScales()),
+    "shifted channels": lambda: (cnn(), learning(ShiftChannels(iterations=20, batch_size=2)), images(4, 4)),
     "refitted scales": lambda: (mlp(), INT4_WEIGHT_ONLY.replace(exclude=(), passes=(RefitScales(),)), tokens(4, 4)),
 }
 
