@@ -1,0 +1,241 @@
+"""What changed since an earlier commit: accuracy, bits, time, memory, and what the code consists of.
+
+    python -m benchmarks.against_commit COMMIT [--networks cnn …] [--cases int8_static …] [--rounds 3] [--write]
+
+Networks trained on digits (`tests/networks.py`, trained once) are quantized by the commit and by this checkout, in
+turn, each time in a process of its own on one thread. *SQNR* is that of the logits on images that were not calibrated
+on, *right* the share of these images that are classified rightly. *CPU* is the median, over the rounds, of the ratio of
+the CPU seconds of `quantize`, after over before; *MiB* is how much the process grew while it ran, the smallest of the
+rounds. *Other tensors* counts the initializers of the exported ONNX file that differ. The second table counts the code
+of the package: *asserts on optionals* are `assert x is not None`, classes that *hold codes* have fields for codes and
+for a scale, *private names* begin with an underscore.
+`--write` updates `docs/against_commit.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+if __name__ == "__main__" and "--child" in sys.argv:
+    sys.path.append(str(ROOT / "tests"))  # of the networks; the package is that of PYTHONPATH
+else:
+    sys.path.insert(0, str(ROOT / "tests"))
+
+
+def _int8(*names: str) -> Callable[[], Any]:
+    def make() -> Any:
+        from quark_fx import passes
+        from quark_fx.presets import INT8_STATIC
+
+        return INT8_STATIC.replace(passes=(*INT8_STATIC.passes, *(getattr(passes, name)() for name in names)))
+
+    return make
+
+
+def _int4(*names: str) -> Callable[[], Any]:
+    def make() -> Any:
+        from quark_fx import passes
+        from quark_fx.presets import W4A16_GPTQ
+
+        made = tuple(getattr(passes, name)() for name in names)
+        return W4A16_GPTQ.replace(group_size=16, exclude=()).replace(passes=made)
+
+    return make
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    "int8_static": lambda: "int8_static",
+    "int8_dynamic": lambda: "int8_dynamic",
+    "xint8": lambda: "xint8",
+    "SmoothQuant": _int8("SmoothQuant"),
+    "BiasCorrection": _int8("BiasCorrection"),
+    "AdaRound": _int8("AdaRound"),
+    "AdaQuant": _int8("AdaQuant"),
+    "int4": _int4(),
+    "int4 FitScales": _int4("FitScales"),
+    "int4 GPTQ": _int4("GPTQ"),
+    "int4 AWQ": _int4("AWQ"),
+    "int4 AutoRound": _int4("AutoRound"),
+}
+
+
+def _child(case: str, network: str, file: str) -> None:
+    """Print what one quantization gives, as JSON."""
+    import warnings
+
+    import quark_fx as qfx
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    data = torch.load(network, weights_only=False)
+    config = CASES[case]()
+    qfx.quantize(torch.nn.Sequential(torch.nn.Linear(4, 4)).eval(), "int8_static", [torch.rand(8, 4)], progress=False)
+    grown, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    qmodel = qfx.quantize(data.model, config, data.calibration, progress=False)
+    seconds = time.process_time() - began
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - grown
+    with torch.no_grad():
+        want, made = data.model(data.images), qmodel(data.images)
+    ratio = 10 * torch.log10(want.square().sum() / (want - made).square().sum())
+    qfx.export.onnx(qmodel, file)
+    tensors = {
+        tensor.name: hashlib.sha256(tensor.SerializeToString()).hexdigest()
+        for tensor in onnx.load(file).graph.initializer
+    }
+    right = data.accuracy(qmodel)
+    print(json.dumps({"cpu": seconds, "mib": grown / 1024, "sqnr": float(ratio), "right": right, "tensors": tensors}))
+
+
+def _measure(tree: Path, case: str, network: Path, folder: Path) -> dict[str, Any]:
+    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(Path(__file__).resolve()), "--child", case, str(network), str(folder / "model.onnx")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
+    if done.returncode:
+        raise RuntimeError(f"{case} with {tree}: {done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _rows(trees: tuple[Path, Path], networks: list[str], cases: list[str], rounds: int) -> Iterator[list[str]]:
+    from networks import trained
+
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        for name in networks:
+            torch.save(trained(name), folder / f"{name}.pt")
+            for case in cases:
+                runs = [[_measure(tree, case, folder / f"{name}.pt", folder) for tree in trees] for _ in range(rounds)]
+                old, new = runs[0]
+                ratio = statistics.median(after["cpu"] / before["cpu"] for before, after in runs)
+                mib = [min(run[i]["mib"] for run in runs) for i in range(2)]
+                row = [name, case, *(f"{run['sqnr']:.2f}" for run in (old, new))]
+                row += [*(f"{run['right']:.1f}" for run in (old, new)), f"{ratio:.2f}", *(f"{m:.0f}" for m in mib)]
+                differ = {name for name, _ in old["tensors"].items() ^ new["tensors"].items()}
+                row.append(f"{len(differ)} of {len(old['tensors'])}")
+                print(*row, file=sys.stderr)
+                yield row
+
+
+def counted(tree: Path) -> dict[str, float]:
+    """Return what the package in `tree` consists of."""
+    files = sorted((tree / "quark_fx").rglob("*.py"))
+    sources = [file.read_text(encoding="utf-8") for file in files]
+    parsed = [ast.parse(source) for source in sources]
+    nodes = [node for one in parsed for node in ast.walk(one)]
+    environment = os.environ | {"PYTHONPATH": str(tree)}
+    times = "import time, torch; began = time.process_time(); import quark_fx; print(time.process_time() - began)"
+    run = [subprocess.run([sys.executable, "-c", times], env=environment, capture_output=True, text=True, check=True)]
+    run += [subprocess.run([sys.executable, "-c", times], env=environment, capture_output=True, text=True, check=True)]
+    return {
+        "lines": sum(source.count("\n") for source in sources),
+        "modules": len([file for file in files if file.name != "__init__.py"]),
+        "modules on the top floor": len([f for f in (tree / "quark_fx").glob("*.py") if f.name != "__init__.py"]),
+        "asserts on optionals": sum(_asserts_not_none(node) for node in nodes),
+        "classes that hold codes": sum(_holds_codes(node) for node in nodes),
+        "private names of torch and transformers": len({name for one in parsed for name in _private(one)}),
+        "CPU seconds of `import quark_fx` after torch": round(min(float(r.stdout) for r in run), 2),
+    }
+
+
+def _asserts_not_none(node: ast.AST) -> bool:
+    return isinstance(node, ast.Assert) and any(
+        isinstance(part, ast.Compare) and isinstance(part.ops[0], ast.IsNot) for part in ast.walk(node.test)
+    )
+
+
+def _holds_codes(node: ast.AST) -> bool:
+    if not isinstance(node, ast.ClassDef):
+        return False
+    fields = {
+        item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
+    return bool(fields & {"codes", "code"}) and bool(fields & {"scale", "scales"})
+
+
+def _private(module: ast.Module) -> Iterator[str]:
+    for node in ast.walk(module):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("torch", "transformers"):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                if any(part.startswith("_") for part in name.split(".")):
+                    yield name
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith(("torch._", "transformers._")):
+            yield ".".join(ast.unparse(node).split(".")[:3])
+
+
+def main() -> None:
+    """Measure both and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commit", nargs="?")
+    parser.add_argument("--networks", nargs="*", default=["cnn", "mobilenet", "vit"])
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), metavar="CASE")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--write", action="store_true", help="update docs/against_commit.md")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        _child(*arguments.child)
+        return
+    if arguments.commit is None:
+        parser.error("name the commit to compare with")
+    from benchmarks.common import environment, publish, table
+
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder, "before")
+        subprocess.run(["git", "worktree", "add", "--detach", tree, arguments.commit], cwd=ROOT, check=True, text=True)
+        try:
+            rows = list(_rows((tree, ROOT), arguments.networks, arguments.cases, arguments.rounds))
+            before, after = counted(tree), counted(ROOT)
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
+    header = (
+        "network",
+        "case",
+        "SQNR before",
+        "after",
+        "right before",
+        "after",
+        "CPU",
+        "MiB before",
+        "after",
+        "other tensors",
+    )
+    commits = [
+        subprocess.run(["git", "rev-parse", "--short", c], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        for c in (arguments.commit, "HEAD")
+    ]
+    code = table(("", "before", "after"), [(what, before[what], after[what]) for what in before])
+    page = f"""# Since an earlier commit
+
+Written by `python -m benchmarks.against_commit {commits[0].strip()} --write` at {commits[1].strip()};
+its docstring says what is measured.
+
+{table(header, rows)}
+
+{code}
+
+{environment()}
+"""
+    publish(page, "against_commit.md" if arguments.write else None)
+
+
+if __name__ == "__main__":
+    main()
