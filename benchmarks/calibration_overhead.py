@@ -3,9 +3,9 @@
     python -m benchmarks.calibration_overhead [--threads 1] [--rounds 5] [--write]
 
 Every observer watches every quantized activation of the `int8_static` preset. A measurement is a plain pass over
-the 32 samples and then `engine.calibration.calibrate` over the same, in one process, in turn (A B A B …) after one
-warm-up of each; the ratio is that of neighbours. `calibrate` includes inserting the observers, checking the inputs and
-reading the ranges off at the end; "reading" is the last part alone, a fixed cost that more data does not raise.
+the 32 samples and then the pass `calibrate` over the same, in one process, in turn (A B A B …) after one warm-up of
+each; the ratio is that of neighbours. `calibrate` includes checking the inputs and reading the ranges off at the end;
+"reading" is the last part alone, a fixed cost that more data does not raise.
 
 Goals: at most 1.2 for min-max observers, at most 1.5 for histograms. `--write` updates `docs/calibration_overhead.md`.
 """
@@ -24,9 +24,11 @@ from torch.fx import GraphModule
 from benchmarks.common import Seconds, environment, estimate_batch_norm, images, publish, spread, table, timed
 from quark_fx import QuantConfig, observers, presets
 from quark_fx.capture.capture import capture_graph
-from quark_fx.engine.calibration import calibrate, observers_of, watching
+from quark_fx.engine.activation_cache import ActivationCache
+from quark_fx.engine.calibration import observe_batches, read_observers, watches_in
+from quark_fx.engine.context import Context
 from quark_fx.graph.pass_manager import run_passes
-from quark_fx.plan.placement import Plan, plan_quantization
+from quark_fx.passes import calibrate, insert_observers
 
 OBSERVERS: dict[str, tuple[observers.Observer, float]] = {
     "MinMax": (observers.MinMax(), 1.2),
@@ -82,40 +84,48 @@ def measure(name: str, rounds: int) -> Iterator[list[str]]:
             for batch in batches:
                 gm(*batch)
 
-    plans = {key: plan_quantization(gm, with_observer(observer)) for key, (observer, _) in OBSERVERS.items()}
-
-    def observed(plan: Plan) -> None:
-        calibrate(gm, plan, map(list, batches), progress=False)
-
     timed(plain)
-    for plan in plans.values():
-        timed(lambda plan=plan: observed(plan))  # type: ignore[misc]
-    pairs: dict[str, list[tuple[Seconds, Seconds]]] = {key: [] for key in plans}
+    for observer, _ in OBSERVERS.values():
+        observed(gm, observer, batches)
+    pairs: dict[str, list[tuple[Seconds, Seconds]]] = {key: [] for key in OBSERVERS}
     for _ in range(rounds):
-        for key, plan in plans.items():
-            pairs[key].append((timed(plain), timed(lambda plan=plan: observed(plan))))  # type: ignore[misc]
-    for key, plan in plans.items():
+        for key, (observer, _) in OBSERVERS.items():
+            pairs[key].append((timed(plain), observed(gm, observer, batches)))
+    for key, (observer, _) in OBSERVERS.items():
         ratios = [b.cpu / a.cpu for a, b in pairs[key]]
         limit = OBSERVERS[key][1]
         yield [
             name,
             key,
-            str(len(plan.observed)),
+            str(len(watches_in(watched(gm, observer, batches)[0]))),
             f"{statistics.median(a.cpu for a, _ in pairs[key]):.2f}",
             spread(ratios),
             spread([b.wall / a.wall for a, b in pairs[key]]),
-            f"{reading(gm, plan, batches).cpu:.2f}",
+            f"{reading(gm, observer, batches).cpu:.2f}",
             f"{limit}, {'met' if statistics.median(ratios) <= limit else 'missed'}",
         ]
 
 
-def reading(gm: GraphModule, plan: Plan, batches: list[list[Any]]) -> Seconds:
+def watched(gm: GraphModule, observer: observers.Observer, batches: list[list[Any]]) -> tuple[GraphModule, Context]:
+    """Return a graph with observers in it, and the context that has the batches."""
+    cpu = torch.device("cpu")
+    context = Context(with_observer(observer), ActivationCache(None, cpu), cpu, unread=map(list, batches))
+    return run_passes(gm, [insert_observers], context=context)[0], context
+
+
+def observed(gm: GraphModule, observer: observers.Observer, batches: list[list[Any]]) -> Seconds:
+    """Return how long calibration takes."""
+    graph, context = watched(gm, observer, batches)
+    return timed(lambda: calibrate(graph, context))
+
+
+def reading(gm: GraphModule, observer: observers.Observer, batches: list[list[Any]]) -> Seconds:
     """Return how long the ranges of all observers take to be read off."""
-    watches = observers_of(plan)
-    with watching(gm, [(source, watch) for (source, _), watch in watches.items()]), torch.no_grad():
-        for batch in batches:
-            gm(*batch)
-    return timed(lambda: [watch.observer.qparams(spec.scheme) for (_, spec), watch in watches.items()])
+    graph, context = watched(gm, observer, batches)
+    observe_batches(graph, context)
+    assert context.calibrated is not None
+    plan = context.calibrated.plan
+    return timed(lambda: read_observers(graph, plan))
 
 
 def main() -> None:

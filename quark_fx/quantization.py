@@ -25,8 +25,7 @@ from quark_fx.checkpoints.open_checkpoint import open_checkpoint
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
-from quark_fx.engine.calibration import calibrate
-from quark_fx.engine.context import Calibrated, Checkpoint, Context, fingerprint, require_resources
+from quark_fx.engine.context import Checkpoint, Context, fingerprint, require_resources
 from quark_fx.engine.quantized_weights import quantized_weights
 from quark_fx.engine.ranks import ALONE, Ranks
 from quark_fx.engine.resources import Resources, expect, parse_bytes, require_room
@@ -59,8 +58,7 @@ from quark_fx.model.correspondence import shell_of
 from quark_fx.model.eager import is_eager
 from quark_fx.model.output_directory import clear, kept_blocks, work_directory
 from quark_fx.model.quantized_model import QuantizedModel
-from quark_fx.passes.convert import convert
-from quark_fx.plan.placement import plan_quantization, require_finite_floats
+from quark_fx.passes import calibrate, convert, insert_observers
 from quark_fx.plan.report import Row
 from quark_fx.presets import preset
 from quark_fx.system.isolation import as_called, isolated, warn
@@ -209,29 +207,27 @@ def _transformed(
         ranks.require_same(run)
         context.keep_share()
         context.checkpoint = _shared_checkpoint(checkpoint, run, ranks) if checkpoint is not None else None
-    at = {stage: [p for p in others if pass_stage(p) is stage] for stage in Stage}
-    gm, scaled = run_passes(gm, at[Stage.FLOAT], verify_inputs=verify_inputs, context=context, in_place=True)
-    plan = plan_quantization(gm, config)
-    require_finite_floats(gm, plan.operators)
-    context.float_graph = copy_graph(gm)
-    home = device_of(captured.module)
-    flat = context.flat_batches(home) if learns else _flat_batches(captured, batches)
-    blocks = context if context.by_block and learns else None
-    qparams = calibrate(gm, plan, flat, progress=progress, context=blocks, ranks=ranks)
-    context.calibrated = Calibrated(plan, qparams)
-    gm, settled = run_passes(gm, at[Stage.CALIBRATED], context=context, in_place=True)
-    with torch.no_grad():
-        rows = convert(gm, plan, context.calibrated.values, config.bias, context.calibrated.constants)
-    context.plan = {op.node.name: op for op in plan.operators}
-    gm, learned = run_passes(gm, at[Stage.QUANTIZED], context=context, in_place=True)
-    rows = _with_learned_weights(rows, gm, context) if learned else rows
-    return gm, rows, [*records, *scaled, *settled, *learned]
+    if not learns:
+        context.unread = _flat_batches(captured, batches)
+    floats = [p for p in others if pass_stage(p) is Stage.FLOAT]
+    gm, rewritten = run_passes(gm, floats, verify_inputs=verify_inputs, context=context, in_place=True)
+    gm, done = run_passes(gm, others[len(floats) :], context=context, in_place=True)
+    rows = context.rows
+    if any(pass_stage(p) is Stage.QUANTIZED for p in others):
+        rows = _with_learned_weights(rows, gm, context)
+    return gm, rows, [*records, *rewritten, *done]
+
+
+_OWN = (insert_observers, calibrate, convert)
+"""What runs at stages of a single pass, unless the configuration has another."""
 
 
 def _divided(passes: Sequence[GraphPass]) -> tuple[list[GraphPass], list[GraphPass]]:
-    """Return the passes in the order of their stages: those before the first one that needs data, and the others."""
+    """Return all passes in the order of their stages: those before the first one that needs data, and the others."""
+    given = {pass_stage(p) for p in passes}
+    passes = [*passes, *(own for own in _OWN if pass_stage(own) not in given)]
     ordered = sorted(passes, key=lambda p: list(Stage).index(pass_stage(p)))
-    rewrites = list(itertools.takewhile(lambda p: pass_stage(p) is Stage.FLOAT and not needs_context(p), ordered))
+    rewrites = list(itertools.takewhile(lambda p: not needs_context(p), ordered))
     return rewrites, ordered[len(rewrites) :]
 
 

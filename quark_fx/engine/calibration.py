@@ -15,7 +15,6 @@ from tqdm.auto import tqdm
 from quark_fx.config.quant_config import TensorSpec
 from quark_fx.engine.block_walk import run_blocks, running
 from quark_fx.engine.context import Context
-from quark_fx.engine.ranks import ALONE, Ranks
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import describe, device_of, is_parameter, parameter, placeholders, set_parameter, target_name
 from quark_fx.numbers.qparams import QParams
@@ -25,11 +24,17 @@ from quark_fx.system.isolation import warn
 
 
 class Watch(nn.Module):
-    """The place in a graph where one observer lives while batches run."""
+    """The place in a graph where one observer lives while batches run.
 
-    def __init__(self, observer: Observer) -> None:
+    Attributes:
+        spec: what the parameters of the value are for.
+        observer: what it saw so far.
+    """
+
+    def __init__(self, spec: TensorSpec) -> None:
         super().__init__()
-        self.observer = observer
+        assert spec.observer is not None
+        self.spec, self.observer = spec, spec.observer
 
     def forward(self, x: Tensor) -> None:
         # The order of values does not matter, so they are taken as they lie in memory, without a copy.
@@ -38,77 +43,67 @@ class Watch(nn.Module):
         self.observer = self.observer.observe(x.reshape(1, -1))
 
 
-def observers_of(plan: Plan) -> dict[tuple[Node, TensorSpec], Watch]:
-    """Return a fresh `Watch` for every value the plan observes."""
-    watches = {}
-    for source, spec in plan.observed:
-        assert spec.observer is not None
-        watches[source, spec] = Watch(spec.observer)
-    return watches
+def insert_watches(gm: GraphModule, watches: Iterable[tuple[Node, nn.Module]]) -> list[Node]:
+    """Call each module on the value of its node whenever the graph runs; return the calls."""
+    inserted = []
+    for index, (source, watch) in enumerate(watches):
+        name = f"watch_{index}"
+        gm.add_submodule(name, watch)
+        after = source if source.op != "placeholder" else placeholders(gm)[-1]
+        with gm.graph.inserting_after(after):
+            inserted.append(gm.graph.call_module(name, (source,)))
+    gm.recompile()
+    return inserted
+
+
+def remove_watches(gm: GraphModule, calls: Iterable[Node]) -> None:
+    """Take out what `insert_watches` returned."""
+    for node in calls:
+        gm.graph.erase_node(node)
+        gm.delete_submodule(str(node.target))
+    gm.recompile()
 
 
 @contextmanager
 def watching(gm: GraphModule, watches: Iterable[tuple[Node, nn.Module]]) -> Iterator[None]:
     """Call each module on the value of its node whenever the graph runs, meanwhile."""
-    inserted = []
+    inserted = insert_watches(gm, watches)
     try:
-        for index, (source, watch) in enumerate(watches):
-            name = f"watch_{index}"
-            gm.add_submodule(name, watch)
-            after = source if source.op != "placeholder" else placeholders(gm)[-1]
-            with gm.graph.inserting_after(after):
-                inserted.append(gm.graph.call_module(name, (source,)))
-        gm.recompile()
         yield
     finally:
-        for node in inserted:
-            gm.graph.erase_node(node)
-            gm.delete_submodule(str(node.target))
-        gm.recompile()
+        remove_watches(gm, inserted)
 
 
-def calibrate(
-    gm: GraphModule,
-    plan: Plan,
-    batches: Iterable[list[Any]],
-    *,
-    progress: bool = True,
-    context: Context | None = None,
-    ranks: Ranks = ALONE,
-) -> dict[tuple[Node, TensorSpec], QParams]:
-    """Observe `batches` and return the parameters of every (source, spec) of the plan.
+def watches_in(gm: GraphModule) -> dict[Node, Watch]:
+    """Return the observers in a graph by the node that calls each."""
+    calls = {node: gm.get_submodule(str(node.target)) for node in gm.graph.nodes if node.op == "call_module"}
+    return {node: watch for node, watch in calls.items() if isinstance(watch, Watch)}
 
-    Args:
-        gm: the graph; observers are inserted for the run and removed again.
-        plan: what to observe.
-        batches: the flat inputs of each calibration batch, of any and of differing batch sizes; read once.
-        progress: show a progress bar.
-        context: run block by block instead, on the context's device and with its copy of the batches.
-        ranks: who saw the other batches.
+
+def observe_batches(gm: GraphModule, context: Context) -> None:
+    """Run every batch through the observers in a graph, and merge what all ranks saw.
 
     Raises:
-        CalibrationError: if there is no batch, a value is not finite, or an index beyond its table; the message
-            names the batch, or the operator and the user's source line.
+        CalibrationError: if there is no batch, an input is not finite, or an index beyond its table; the message names
+            the batch.
     """
-    if not plan.observed:
-        return {}
+    watches = watches_in(gm)
     places = placeholders(gm)
-    quantized = [index for index, node in enumerate(places) if any(source is node for source, _ in plan.observed)]
-    watches = observers_of(plan)
+    quantized = [index for index, node in enumerate(places) if any(call.args[0] is node for call in watches)]
     finite: list[Tensor] = []
     nonzero: list[Tensor] = []
-    sources = [(source, watch) for (source, _), watch in watches.items()]
-    layout = fast_layout(gm) if context is None else nullcontext(lambda x: x)
-    with watching(gm, sources), torch.no_grad(), layout as lay_out:
-        bar = tqdm(batches, desc="calibrate", unit="batch", disable=not progress or context is not None, leave=False)
-        for leaves in bar:
+    layout = nullcontext(lambda x: x) if context.by_block else fast_layout(gm)
+    with torch.no_grad(), layout as lay_out:
+        batches = context.flat_batches(device_of(gm))
+        quiet = not context.progress or context.by_block
+        for leaves in tqdm(batches, desc="calibrate", unit="batch", disable=quiet, leave=False):
             # Read at the end, so that no batch waits for the device. A mask may hold infinities.
             finite.append(_are_finite([leaves[i] for i in quantized]))
             nonzero.append(_flags([leaves[i].any() for i in quantized]))
-            if context is None:
+            if not context.by_block:
                 with running(len(finite) - 1):
                     gm(*map(lay_out, leaves))
-        if context is not None:
+        if context.by_block:
             run_blocks(gm, context)
     if not finite:
         raise CalibrationError("the calibration data holds no batch; pass at least one (a generator can be read once)")
@@ -125,14 +120,24 @@ def calibrate(
                 f"input {places[position].target} is all zeros in the calibration data, so its range cannot be "
                 "calibrated; pass batches of real inputs"
             )
-    seen = ranks.fold(
-        [watch.observer for watch in watches.values()], partial(_merge, [source for source, _ in sources])
-    )
+    sources = [call.all_input_nodes[0] for call in watches]
+    seen = context.ranks.fold([watch.observer for watch in watches.values()], partial(_merge, sources))
     for watch, observer in zip(watches.values(), seen, strict=True):
         watch.observer = observer
+
+
+def read_observers(gm: GraphModule, plan: Plan) -> dict[tuple[Node, TensorSpec], QParams]:
+    """Return the parameters of every value that is observed, by its node and spec.
+
+    Raises:
+        CalibrationError: if a range is not finite; the message names the operator and the user's source line.
+    """
     home = device_of(gm)
     try:
-        return {key: _qparams(key, watch, home) for key, watch in watches.items()}
+        return {
+            (source := call.all_input_nodes[0], watch.spec): _qparams(source, watch, home)
+            for call, watch in watches_in(gm).items()
+        }
     except CalibrationError:
         require_finite_weights(gm, plan.operators)  # which say more than what was made with them
         raise
@@ -197,10 +202,9 @@ def _merge(sources: Sequence[Node], ours: Sequence[Observer], theirs: Sequence[O
     return merged
 
 
-def _qparams(key: tuple[Node, TensorSpec], watch: Watch, home: torch.device) -> QParams:
-    source, spec = key
+def _qparams(source: Node, watch: Watch, home: torch.device) -> QParams:
     try:
-        found = watch.observer.qparams(spec.scheme)
+        found = watch.observer.qparams(watch.spec.scheme)
         return QParams(found.scale.to(home), found.zero_point.to(home))
     except ValueError as error:
         raise CalibrationError(

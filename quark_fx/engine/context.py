@@ -26,6 +26,7 @@ from quark_fx.graph.pass_manager import Change, needs_context
 from quark_fx.graph.signature import BatchShape, batch_shape
 from quark_fx.numbers.qparams import QParams
 from quark_fx.plan.placement import Plan, PlannedOperator
+from quark_fx.plan.report import Row
 from quark_fx.system.isolation import warn
 
 _HELD_OUT = 8
@@ -51,7 +52,7 @@ class Positions:
 
 @dataclass
 class Calibrated:
-    """What calibration found, for passes between it and conversion to change.
+    """What is planned and what calibration found, for passes between it and conversion to change.
 
     Attributes:
         plan: how the float graph will be quantized.
@@ -61,7 +62,7 @@ class Calibrated:
     """
 
     plan: Plan
-    values: dict[tuple[Node, TensorSpec], QParams]
+    values: dict[tuple[Node, TensorSpec], QParams] = field(default_factory=dict)
     constants: dict[tuple[Node, int], QParams] = field(default_factory=dict)
 
 
@@ -79,13 +80,15 @@ class Context:
         checkpoint: finished blocks, if the run can be resumed.
         float_graph: the graph before conversion, for passes of the quantized stage.
         plan: how each operator of it is quantized, by the name of its node.
-        calibrated: the plan and its scales, for passes between calibration and conversion.
+        calibrated: the plan, once there is one, and its scales, once they are calibrated.
+        rows: of the report, once the graph is converted.
         names: of the flat inputs, in order.
         changes: what the pass that is running noted so far.
         remark: what the pass that is running says could be done besides.
         batches: where each calibration batch lies: its index as it was given, and a slice of its samples.
         first: number of the first of them among the batches of all ranks.
         shapes: of each batch's flat inputs.
+        unread: the flat inputs of the batches where these are not kept, because they are read once.
     """
 
     config: QuantConfig
@@ -98,7 +101,9 @@ class Context:
     batches: list[tuple[int, slice | None]] = field(default_factory=list)
     shapes: list[BatchShape] = field(default_factory=list)
     first: int = 0
+    unread: Iterable[list[Any]] = ()
     calibrated: Calibrated | None = None
+    rows: list[Row] = field(default_factory=list)
     names: tuple[str, ...] = ()
     ranks: Ranks = ALONE
     by_block: bool = False
@@ -223,7 +228,9 @@ class Context:
         return self._kept[key]
 
     def flat_batches(self, device: torch.device) -> Iterator[list[Any]]:
-        """Yield the flat inputs of every batch, tensors on `device`."""
+        """Yield the flat inputs of every batch, tensors on `device`; once, if they are not kept."""
+        if not self.batches:
+            yield from self.unread
         for index in range(len(self.batches)):
             yield [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in self.inputs(index)]
 

@@ -146,7 +146,8 @@ def expect(
     disk = held + learned + files if shelf else 0
     rate = _speed(context.device)
     seconds = sum(need.operations for _, _, need in stages) / rate
-    unknown = tuple(pass_name(p) for p in passes if needs_context(p) and not hasattr(p, "needs"))
+    silent = (p for p in passes if needs_context(p) and not hasattr(p, "needs") and not pass_stage(p).is_single)
+    unknown = tuple(map(pass_name, silent))
     return Resources(occupied(), tuple(stages), device, disk, seconds, shelf, resident, unknown)
 
 
@@ -154,16 +155,15 @@ def _stages(
     sizes: Sizes, plan: Plan, context: Context, passes: Sequence[GraphPass], *, shelf: bool
 ) -> Iterator[tuple[str, Need]]:
     """Yield what each stage needs, in order."""
-    declared = [(p, p.needs(sizes)) for p in passes if hasattr(p, "needs")]
-    for p, need in declared:
-        if pass_stage(p) is Stage.FLOAT:
-            yield pass_name(p), need
-    if plan.observed:
-        yield "calibrate", _calibration(sizes, context)
-    yield "convert", Need((Moment(sizes.largest_codes if shelf else sizes.codes),), held=sizes.codes)
-    for p, need in declared:
-        if pass_stage(p) is not Stage.FLOAT:
-            yield pass_name(p), need
+    for p in passes:
+        stage = pass_stage(p)
+        if hasattr(p, "needs"):
+            yield pass_name(p), p.needs(sizes)
+        elif stage is Stage.OBSERVED and plan.observed:
+            yield pass_name(p), _calibration(sizes, context)
+        elif stage is Stage.SETTLED:
+            codes = sizes.largest_codes if shelf else sizes.codes
+            yield pass_name(p), Need((Moment(codes),), held=sizes.codes)
     # The result owns what it shares with the model.
     yield "result", Need((Moment(sizes.floats),))
 

@@ -45,10 +45,21 @@ class Stage(StrEnum):
 
     FLOAT = "float"
     """The captured graph, before anything is quantized."""
+    PLANNED = "planned"
+    """The same graph when nothing rewrites it any more. One pass, `insert_observers`, plans what is quantized."""
+    OBSERVED = "observed"
+    """The graph with observers in it. One pass, `calibrate`, runs the data and takes them out again."""
     CALIBRATED = "calibrated"
-    """The same graph with the plan and the scales it was calibrated to, which can be changed yet."""
+    """The graph with the plan and the scales it was calibrated to, which can be changed yet."""
+    SETTLED = "settled"
+    """The same when the scales are final. One pass, `convert`, makes it a graph of codes."""
     QUANTIZED = "quantized"
-    """The graph of codes, after calibration and conversion."""
+    """The graph of codes."""
+
+    @property
+    def is_single(self) -> bool:
+        """Whether exactly one pass runs at this stage: that of the configuration, or quark_fx's own."""
+        return self in (Stage.PLANNED, Stage.OBSERVED, Stage.SETTLED)
 
 
 @dataclass(frozen=True)
@@ -204,6 +215,11 @@ def require_order(passes: Sequence[GraphPass]) -> None:
     for late, p in enumerate(passes):
         for early in passes[:late]:
             before: Promise = getattr(early, "promise", Promise())
+            if pass_stage(p).is_single and pass_stage(early) is pass_stage(p):
+                raise ConfigError(
+                    f"passes {pass_name(early)} and {pass_name(p)} both rewrite the {pass_stage(p)} graph, which one "
+                    "pass does; drop one of them"
+                )
             if pass_stage(early) is Stage.QUANTIZED and pass_stage(p) is not Stage.QUANTIZED:
                 raise ConfigError(
                     f"pass {pass_name(p)} rewrites the {pass_stage(p)} graph and is listed after {pass_name(early)}, "
@@ -353,7 +369,8 @@ def run_passes(
                 raise PassError(f"pass {name} returned {rewrites!r}; a pass returns how often it rewrote the graph")
             weights.check(name)
             _lint(gm, name)
-            notes.take(gm, name)
+            if not promise.stage.is_single:  # which leave the calls of modules as they are
+                notes.take(gm, name)
             for check in promise.ensures:
                 check(gm)
         except Exception as error:

@@ -6,6 +6,8 @@ from quark_fx.passes.adaround import AdaRound
 from quark_fx.passes.autoround import AutoRound
 from quark_fx.passes.awq import AWQ
 from quark_fx.passes.bias_correction import BiasCorrection
+from quark_fx.passes.calibrate import calibrate
+from quark_fx.passes.convert import convert
 from quark_fx.passes.cross_layer_equalization import CrossLayerEqualization
 from quark_fx.passes.dpu.align_shifts import AlignShifts
 from quark_fx.passes.dpu.average import use_dpu_averages
@@ -19,6 +21,7 @@ from quark_fx.passes.fold_constants import fold_constants
 from quark_fx.passes.global_mean import pool_means
 from quark_fx.passes.gptq import GPTQ
 from quark_fx.passes.hard_sigmoid import harden_sigmoids
+from quark_fx.passes.insert_observers import insert_observers
 from quark_fx.passes.large_pool import SplitLargePools
 from quark_fx.passes.smooth_quant import SmoothQuant
 from quark_fx.passes.split_to_slice import slice_splits
@@ -37,9 +40,12 @@ __all__ = [
     "FitScales",
     "SmoothQuant",
     "SplitLargePools",
+    "calibrate",
+    "convert",
     "fold_batch_norm",
     "fold_constants",
     "harden_sigmoids",
+    "insert_observers",
     "pool_means",
     "slice_splits",
     "spell_out_swish",

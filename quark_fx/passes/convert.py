@@ -3,51 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.config.quant_config import TensorSpec
+from quark_fx.engine.calibration import watches_in
+from quark_fx.engine.context import Context
+from quark_fx.errors import PassError
 from quark_fx.graph.nodes import erase_dead
+from quark_fx.graph.pass_manager import Stage, graph_pass
 from quark_fx.graph.provenance import CONVERT
 from quark_fx.numbers.qparams import QParams
 from quark_fx.passes.quantize_constants import quantize_constants
 from quark_fx.passes.quantize_values import quantize_values
 from quark_fx.plan.placement import Plan, PlannedOperator
-from quark_fx.plan.report import Row
 
 
-def convert(
-    gm: GraphModule,
-    plan: Plan,
-    qparams: Mapping[tuple[Node, TensorSpec], QParams],
-    bias: TensorSpec | None,
-    settled: Mapping[tuple[Node, int], QParams] = MappingProxyType({}),
-) -> list[Row]:
-    """Rewrite `gm` so that it computes in the plan's formats; return one report row per weighted operator.
+@graph_pass(exact=False, stage=Stage.SETTLED, distributed=True)
+def convert(gm: GraphModule, context: Context) -> int:
+    """Rewrite `gm` so that it computes in the plan's formats; return how many operators were quantized.
 
-    Args:
-        gm: the graph the plan was made of.
-        plan: from `plan_quantization`.
-        qparams: from `calibrate`.
-        bias: spec of the biases, `None` keeps them in float.
-        settled: parameters of weights and biases that are known already, by operator and position of the argument.
+    The rows of the report, one per weighted operator, go to `context.rows`.
 
     Raises:
         CalibrationError: if a weight is not finite; the message names it.
+        PassError: if a pass in the place of `calibrate` left something to do.
     """
-    scales = {op.node: scale for op in plan.operators if (scale := _input_scale(op, plan, qparams)) is not None}
+    found = context.calibrated
+    assert found is not None
+    plan = found.plan
+    missing = [source.name for source, spec in plan.observed if (source, spec) not in found.values]
+    if missing or watches_in(gm):
+        raise PassError(
+            f"there are no scales of {', '.join(missing)}, or observers are left; the pass of the observed stage puts "
+            "`read_observers` into context.calibrated.values and calls `remove_watches` (quark_fx.engine.calibration)"
+        )
+    scales = {op.node: scale for op in plan.operators if (scale := _input_scale(op, plan, found.values)) is not None}
     before = set(gm.graph.nodes)
-    quantize_values(gm, plan, qparams)
-    rows = quantize_constants(gm, plan, scales, bias, settled)
+    with torch.no_grad():
+        quantize_values(gm, plan, found.values)
+        context.rows = quantize_constants(gm, plan, scales, context.config.bias, found.constants)
     erase_dead(gm)
     for node in gm.graph.nodes:
         if node not in before:
             node.meta["made_by"] = CONVERT
-    gm.graph.lint()
-    gm.recompile()
-    return rows
+    return sum(not row.reason for row in context.rows)
 
 
 def _input_scale(op: PlannedOperator, plan: Plan, qparams: Mapping[tuple[Node, TensorSpec], QParams]) -> Tensor | None:
@@ -57,3 +59,6 @@ def _input_scale(op: PlannedOperator, plan: Plan, qparams: Mapping[tuple[Node, T
     point = plan.points.get((op.linear.activation, op.input, None))
     found = qparams.get((point.source, point.spec)) if point is not None else None
     return found.scale.reshape(()) if found is not None else None
+
+
+__all__ = ["convert"]

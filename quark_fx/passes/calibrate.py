@@ -1,0 +1,31 @@
+"""Measure the ranges of activations."""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule
+
+from quark_fx.engine.calibration import observe_batches, read_observers, remove_watches, watches_in
+from quark_fx.engine.context import Context
+from quark_fx.graph.pass_manager import Stage, graph_pass
+
+
+@graph_pass(stage=Stage.OBSERVED, distributed=True)
+def calibrate(gm: GraphModule, context: Context) -> int:
+    """Run the calibration data, read scales off the observers, take these out, and return how many there were.
+
+    Where nothing is observed, no data is read.
+
+    Raises:
+        CalibrationError: if there is no batch, a value is not finite, or an index beyond its table; the message
+            names the batch, or the operator and the user's source line.
+    """
+    watches = watches_in(gm)
+    if watches:
+        assert context.calibrated is not None
+        observe_batches(gm, context)
+        context.calibrated.values = read_observers(gm, context.calibrated.plan)
+        remove_watches(gm, watches)
+    return len(watches)
+
+
+__all__ = ["calibrate"]

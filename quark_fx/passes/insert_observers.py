@@ -1,0 +1,30 @@
+"""Plan what is quantized, and watch the values whose ranges are not known."""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule
+
+from quark_fx.engine.calibration import Watch, insert_watches
+from quark_fx.engine.context import Calibrated, Context
+from quark_fx.graph.pass_manager import Stage, copy_graph, graph_pass
+from quark_fx.plan.placement import plan_quantization, require_finite_floats
+
+
+@graph_pass(stage=Stage.PLANNED, distributed=True)
+def insert_observers(gm: GraphModule, context: Context) -> int:
+    """Plan the quantization of `gm`, put an observer at every value with a static range, and return how many.
+
+    The plan goes to `context.calibrated`, a copy of the graph to `context.float_graph`.
+
+    Raises:
+        CalibrationError: if a weight that stays in float is not finite.
+    """
+    plan = plan_quantization(gm, context.config)
+    require_finite_floats(gm, plan.operators)
+    context.calibrated = Calibrated(plan)
+    context.plan = {op.node.name: op for op in plan.operators}
+    context.float_graph = copy_graph(gm)
+    return len(insert_watches(gm, [(source, Watch(spec)) for source, spec in plan.observed]))
+
+
+__all__ = ["insert_observers"]
