@@ -47,6 +47,7 @@ from quark_fx.graph.pass_manager import (
     Promise,
     Stage,
     copy_graph,
+    learns_from_data,
     needs_context,
     pass_name,
     pass_stage,
@@ -370,10 +371,10 @@ def _begun(
         context.cache.budget = replace(context.cache.budget, directory=shelf.directory)
     if memory is not None:
         context.cache.limit_further(max(0, memory - occupied()) // 2)  # what data may take before the rest is known
-    learns = any(needs_context(p) for p in config.passes)
-    if by_block or not ranks.alone or learns:
+    divisible = any(map(learns_from_data, config.passes)) and _divisible(captured)
+    if by_block or not ranks.alone or any(map(needs_context, config.passes)):
         try:
-            context.add_batches(_flat_batches(captured, batches), divisible=learns and _divisible(captured))
+            context.add_batches(_flat_batches(captured, batches), divisible=divisible)
         except BaseException:
             context.cache.close()
             raise

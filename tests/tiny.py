@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 import quark_fx as qfx
 from quark_fx.graph.nodes import parameter, target_name
+from quark_fx.graph.pass_manager import PassRecord
 from quark_fx.presets import PRESETS
 
 M = TypeVar("M", bound=nn.Module)
@@ -40,6 +41,11 @@ def divided(batches: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
     samples = torch.cat(list(batches))
     held_out = max(1, len(samples) // 8)
     return samples[:-held_out], samples[-held_out:]
+
+
+def record_of(qmodel: qfx.QuantizedModel, name: str) -> PassRecord:
+    """Return what the last pass of that name did."""
+    return [record for record in qmodel.report().passes if record.name == name][-1]
 
 
 def rand(*shape: int, seed: int = 1) -> Tensor:

@@ -22,7 +22,7 @@ from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
 from quark_fx.engine.ranks import ALONE, Ranks
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.graph.nodes import stored_tensors, target_name
-from quark_fx.graph.pass_manager import Change, needs_context
+from quark_fx.graph.pass_manager import Change, learns_from_data
 from quark_fx.graph.signature import BatchShape, batch_shape
 from quark_fx.numbers.qparams import QParams
 from quark_fx.plan.placement import Plan, PlannedOperator
@@ -142,7 +142,7 @@ class Context:
         if kept and all(positions is not None and not len(positions.rows) for positions in kept):
             raise CalibrationError(f"{_MASK} leaves out every position of all calibration data; 1 stands for a token")
         self._given = len(self.batches)
-        if not self.holds_out and any(needs_context(p) for p in self.config.passes):
+        if not self.holds_out and any(map(learns_from_data, self.config.passes)):
             warn(
                 "the calibration data is one sample, or one batch that cannot be divided: what passes learn from it is "
                 "judged on it, too; pass more batches"

@@ -243,6 +243,11 @@ def needs_context(p: GraphPass) -> bool:
     return parameter is not None and parameter.default is parameter.empty
 
 
+def learns_from_data(p: GraphPass) -> bool:
+    """Tell whether a pass chooses something that has to be judged on data it did not see."""
+    return needs_context(p) and not pass_stage(p).is_single
+
+
 def _parameters(p: GraphPass) -> Mapping[str, inspect.Parameter]:
     # Of a class, the call of its instances counts, not the constructor, which takes options.
     return inspect.signature(p.__call__ if isinstance(p, type) else p).parameters

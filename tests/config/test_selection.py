@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import quantize, seeded
+from tiny import quantize, record_of, seeded
 from torch import Tensor, nn
 
 import quark_fx as qfx
@@ -95,7 +95,7 @@ def test_every_pass_that_reads_data_or_changes_weights_can_be_limited() -> None:
 
 @pytest.mark.parametrize("p", [*ROUNDING, *SCALING], ids=lambda p: p.__name__)
 def test_a_limited_pass_changes_the_selected_operators_and_names_the_others(p: type[Any]) -> None:
-    record = run(made(p, only=("second.*",))).report().passes[-1]
+    record = record_of(run(made(p, only=("second.*",))), p.__name__)
     rows = [(change.name, change.what) for change in record.changes]
     others = {name for name, what in rows if what == NOT_SELECTED}
     assert any(change.changed for change in record.changes), rows
@@ -150,7 +150,7 @@ def test_a_site_is_scaled_when_all_that_read_it_are_selected() -> None:
     weights = QuantConfig(weight=CODES)
     for only, scaled in ((("a",), False), (("a", "b"), True)):
         found = quantize(seeded(Branches()), weights.replace(passes=(AWQ(only=only),)), batches)
-        (change,) = found.report().passes[-1].changes
+        (change,) = record_of(found, "AWQ").changes
         assert (change.name, change.what == NOT_SELECTED) == ("a, b", not scaled)
 
 

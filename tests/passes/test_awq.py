@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import divided, rand, seeded
+from tiny import divided, quantize, rand, record_of, seeded
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn import functional as F
@@ -117,7 +117,7 @@ def test_the_groups_of_a_convolution_have_channels_of_their_own() -> None:
         model.up.weight *= torch.linspace(0.1, 4, 16)[:, None, None, None]
     spec = TensorSpec(format=INT4, granularity=Granularity.CHANNEL)
     config = qfx.QuantConfig(weight=spec, passes=(AWQ(),), exclude=("up",), target=Target.TORCH)
-    changes = qfx.quantize(model, config, data, progress=False).report().passes[-1].changes
+    changes = record_of(quantize(model, config, data), "AWQ").changes
     (change,) = [c for c in changes if c.changed]
     r, q = exponents(change)
     x, held_out = (torch.relu(model.up(part)).detach() for part in divided(data))
@@ -240,7 +240,7 @@ def test_a_site_that_waits_for_a_second_block_is_not_lost_in_an_interruption(
         model.norm.weight.mul_(torch.linspace(0.2, 4, 64))
     config = GROUPS.replace(passes=(*GROUPS.passes, AWQ()), exclude=())
     undisturbed = qfx.quantize(model, config, data, progress=False)
-    assert any(c.changed for c in undisturbed.report().passes[-1].changes)
+    assert any(c.changed for c in record_of(undisturbed, "AWQ").changes)
     begin, blocks = hessian_trial._measured, list[str]()
 
     def stop(gm: GraphModule, run: FloatRun, *rest: Any) -> Any:

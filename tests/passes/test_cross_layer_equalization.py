@@ -8,7 +8,7 @@ import pytest
 import torch
 from devices import on_devices
 from networks import MobileNet, ResidualCnn
-from tiny import calls, quantize, rand, seeded
+from tiny import calls, quantize, rand, record_of, seeded
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn import functional as F
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import quark_fx as qfx
 from quark_fx.errors import ConfigError
 from quark_fx.graph.nodes import parameter, stored_tensors
-from quark_fx.graph.pass_manager import Change, copy_graph, pass_from_dict, pass_to_dict, run_passes
+from quark_fx.graph.pass_manager import Change, copy_graph, pass_from_dict, pass_name, pass_to_dict, run_passes
 from quark_fx.passes import AbsorbHighBias, CrossLayerEqualization, fold_batch_norm
 from quark_fx.presets import INT8_STATIC
 from quark_fx.rescale.scale_sites import Absorber, apply_scale, find_scale_sites
@@ -314,7 +314,8 @@ def test_biases_are_absorbed_as_equalization_left_them() -> None:
 
 def noted(model: nn.Module, x: Tensor, *passes: Any) -> dict[str, Change]:
     config = INT8_STATIC.replace(passes=(*INT8_STATIC.passes, *passes))
-    return {change.name: change for change in quantize(model, config, [x]).report().passes[-1].changes}
+    record = record_of(quantize(model, config, [x]), pass_name(passes[-1]))
+    return {change.name: change for change in record.changes}
 
 
 @pytest.mark.parametrize(
