@@ -23,7 +23,7 @@ from extensions.shift_channels import ShiftChannels, Shifted
 from extensions.tensorrt_like import TENSORRT_LIKE
 from test_gptq import RTN, Attention, errors, ids, relative_error
 from test_resume import Branches
-from tiny import calls, cnn, constant, images, quantize, rand, seeded
+from tiny import calls, cnn, constant, images, quantize, rand, record_of, seeded
 from torch import Tensor, nn
 
 import quark_fx as qfx
@@ -417,7 +417,7 @@ def test_a_float_pass_is_found_by_name_reported_and_held_to_its_promise() -> Non
     assert not calls(rewritten, "aten.div")
     config = QuantConfig.from_dict(INT8_WEIGHT_ONLY.replace(passes=(fold_constant_scales,)).to_dict())
     qmodel = quantize(model, config, [x])
-    assert [(p.name, p.rewrites) for p in qmodel.report().passes] == [("fold_constant_scales", 3)]
+    assert record_of(qmodel, "fold_constant_scales").rewrites == 3
     assert [row.name for row in qmodel.report()] == ["a", "b", "c"]
     assert relative_error(qmodel, model, [x]) < 1e-3
     assert all(torch.equal(tensor, floats[name]) for name, tensor in model.state_dict().items())
@@ -454,7 +454,8 @@ def test_a_scaling_solver_lowers_the_error_on_unseen_data() -> None:
     model, unseen = uneven(), [rand(256, 32, seed=9)]
     plain, scaled = (quantize(model, config, ROWS) for config in (INT8_STATIC, SCALED))
     assert relative_error(scaled, model, unseen) < 0.5 * relative_error(plain, model, unseen)
-    row, record = scaled.report().passes[-1].changes[-1], scaled.report().passes[-1]
+    record = record_of(scaled, "DeviationScales")
+    row = record.changes[-1]
     assert (row.name, row.what, row.changed) == ("1", "power 0.5", True)
     assert row.before is not None
     assert row.after is not None
@@ -497,7 +498,7 @@ def test_a_scale_that_is_worse_is_dropped(count: int) -> None:
     tensors, others = (q.graph_module.state_dict() for q in (plain, spoiled))
     assert all(torch.equal(tensors[name], others[name]) for name in tensors)
     data_of = {1: "the calibration data", 2: "validation data"}[count]
-    (change,) = [change for change in spoiled.report().passes[-1].changes if change.before is not None]
+    (change,) = [change for change in record_of(spoiled, "SpoilScales").changes if change.before is not None]
     assert change.what == f"left: no better on {data_of}"
     assert change.after == change.before
 

@@ -58,8 +58,8 @@ def found(model: nn.Module, **changes: Any) -> Change:
     if changes:
         assert config.weight is not None
         config = config.replace(weight=config.weight.replace(**changes))
-    report = qfx.quantize(model, config, DATA, progress=False).report()
-    (change,) = [c for c in report.passes[-1].changes if "down" in c.name]
+    record = record_of(quantize(model, config, DATA), "AWQ")
+    (change,) = [c for c in record.changes if "down" in c.name]
     return change
 
 
@@ -214,8 +214,8 @@ def test_the_groups_of_a_convolution_all_see_every_row() -> None:
 def test_what_is_too_large_to_be_squared_is_left() -> None:
     model = seeded(Chain(32))
     config = GROUPS.replace(passes=(*GROUPS.passes, AWQ()))
-    report = qfx.quantize(model, config, [1e25 * x for x in DATA], progress=False).report()
-    (change,) = [c for c in report.passes[-1].changes if "down" in c.name]
+    record = record_of(quantize(model, config, [1e25 * x for x in DATA]), "AWQ")
+    (change,) = [c for c in record.changes if "down" in c.name]
     assert change.what == "left: what it reads is too large to be squared"
 
 
@@ -298,8 +298,8 @@ def test_of_wide_matrices_in_a_stack_some_outputs_are_asked(monkeypatch: pytest.
     with torch.no_grad():
         model.norm.weight.mul_(torch.linspace(0.2, 4, 64))
     config = GROUPS.replace(passes=(AWQ(),), exclude=())
-    report = qfx.quantize(model, config, [rand(3, 8, 64, seed=seed) for seed in (1, 2)], progress=False).report()
-    assert any(change.changed for change in report.passes[-1].changes)
+    qmodel = quantize(model, config, [rand(3, 8, 64, seed=seed) for seed in (1, 2)])
+    assert any(change.changed for change in record_of(qmodel, "AWQ").changes)
     assert set(asked) == {(3, 64, 600)}  # every second
     asked.clear()
     monkeypatch.setattr(hessian_trial, "_AT_ONCE", 64 * 600 + 1)
