@@ -524,6 +524,8 @@ def test_a_target_is_found_by_name_and_written_by_name() -> None:
     assert tensorrt().to_dict()["target"] == "tensorrt_like"
     assert qfx.QuantConfig.from_yaml(tensorrt().to_yaml()) == tensorrt()
     assert copy.deepcopy(tensorrt()) == pickle.loads(pickle.dumps(tensorrt())) == tensorrt()
+    unknown = replace(TENSORRT_LIKE, name="unknown")
+    assert copy.deepcopy(unknown) is unknown, "a value that nothing has registered is a target, too"
     with pytest.raises(
         qfx.ConfigError, match=r"unknown target 'tensorrt'; choose one of onnx, .*; did you mean 'tensorrt_"
     ):

@@ -73,7 +73,7 @@ class Promise:
         stage: the graph it rewrites.
         after: names of passes that, listed as well, have to be listed before it.
         distributed: it runs on several ranks: it adds up what it measures, and all ranks end with the same graph.
-        targets: what it is for, `quark_fx.Target` values; empty for anything.
+        targets: names of the targets it is for; empty for any.
         held_out: it keeps a change only where that lowers the error on batches it did not learn from, and notes that
             error; otherwise what it notes is the error on the data it learned from.
     """
@@ -204,7 +204,7 @@ def pass_stage(p: GraphPass) -> Stage:
 
 
 def pass_targets(p: GraphPass) -> tuple[str, ...]:
-    """Return the targets a pass is for, none if it is for any."""
+    """Return the names of the targets a pass is for, none if it is for any."""
     promise: Promise = getattr(p, "promise", Promise())
     return promise.targets
 
