@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -34,6 +35,15 @@ class QuantizedActivation:
         """Return the parameters as they are stored, shape `()`."""
         return QParams(tensor_of(gm, self.scale_name), tensor_of(gm, self.zero_point_name).to(torch.int32))
 
+    def most(self, gm: GraphModule) -> float:
+        """Return the largest scale at which saturation still performs the dropped clamps, the zero point staying."""
+        zero_point, fmt = int(tensor_of(gm, self.zero_point_name)), self.rounding.spec.format
+        assert isinstance(fmt, IntFormat)
+        # An end has to be rounded to the last code or beyond; a millionth keeps rounding errors out of it.
+        ends = (self.rounding.low, fmt.qmin - zero_point + 0.5), (self.rounding.high, fmt.qmax - zero_point - 0.5)
+        most = (end / code for end, code in ends if math.isfinite(end) and end * code > 0)
+        return min(most, default=math.inf) * (1 - 1e-6)
+
     def tensors(self, gm: GraphModule, plan: Mapping[str, PlannedOperator], new: QParams) -> dict[str, Tensor]:
         """Return what changes with other parameters, by name: int32 biases follow, those of later blocks too.
 
@@ -48,7 +58,7 @@ class QuantizedActivation:
         old, name = self.qparams(gm), self.scale_name
         if not new.saturates(self.rounding.low, self.rounding.high, self.rounding.spec.scheme):
             raise OverflowError("saturation would not perform the clamp before it")
-        if float(new.scale) < least_scales(gm, plan, [name])[name]:
+        if float(new.scale) < scale_limits(gm, plan, [name])[name][0]:
             raise OverflowError("an int32 bias would overflow")
         scale = new.scale.to(old.scale).reshape(())
         zero_point = new.zero_point.to(tensor_of(gm, self.zero_point_name)).reshape(())
@@ -85,8 +95,13 @@ def _quantizers(gm: GraphModule) -> Iterator[Node]:
                 yield node
 
 
-def least_scales(gm: GraphModule, plan: Mapping[str, PlannedOperator], names: Iterable[str]) -> dict[str, float]:
-    """Return, for each activation scale, the smallest at which no int32 bias of any operator overflows.
+def scale_limits(
+    gm: GraphModule, plan: Mapping[str, PlannedOperator], names: Iterable[str]
+) -> dict[str, tuple[float, float]]:
+    """Return how small and how large each activation scale may become where its zero point stays.
+
+    At smaller ones an int32 bias of some operator would overflow, at larger ones saturation would no longer perform a
+    clamp that was dropped.
 
     Args:
         gm: the whole graph: operators of later blocks may read the same value.
@@ -99,7 +114,8 @@ def least_scales(gm: GraphModule, plan: Mapping[str, PlannedOperator], names: It
         if weight.bias_scale_follows and name in least:
             needed = weight.bias_value(gm).abs() / (weight.scale(gm).abs() * 0.99 * INT32.qmax)
             least[name] = max(least[name], float(needed.max()))
-    return least
+    most = {activation.scale_name: activation.most(gm) for activation in quantized_activations(gm)}
+    return {name: (least[name], most.get(name, math.inf)) for name in least}
 
 
 def biases_at(
@@ -127,4 +143,4 @@ def biases_at(
     return tensors
 
 
-__all__ = ["QuantizedActivation", "activation_scales", "biases_at", "least_scales", "quantized_activations"]
+__all__ = ["QuantizedActivation", "activation_scales", "biases_at", "quantized_activations", "scale_limits"]

@@ -55,7 +55,7 @@ class Steps:
         schedule: of the steps.
         block: it, as a function of what is learned.
         learned: what that is.
-        least: of each activation scale.
+        limits: of each activation scale, how small and how large it may become.
         seed: of the samples, and of what is dropped.
     """
 
@@ -66,11 +66,11 @@ class Steps:
         schedule: Schedule,
         block: Trainable,
         learned: Learned,
-        least: dict[str, float],
+        limits: dict[str, tuple[float, float]],
         seed: int,
     ) -> None:
         self.run, self.context, self.schedule = run, context, schedule
-        self.block, self.learned, self.least = block, learned, least
+        self.block, self.learned, self.limits = block, learned, limits
         self.batches = MiniBatches(run, context, schedule.batch_size, seed)
         self.dropped = torch.Generator(context.device)
         self.optimizer, self.decay = schedule.optimizer(learned.groups(schedule))
@@ -89,7 +89,7 @@ class Steps:
             self.decay.step()
             with torch.no_grad():
                 for name, scale in self.learned.scales.items():
-                    scale.clamp_(min=self.least[name])
+                    scale.clamp_(*self.limits[name])
             if step % every == 0 or step == self.schedule.iterations:
                 self._require_finite(error)
                 yield step

@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from quark_fx.engine.block_walk import BlockRun
 from quark_fx.engine.context import Context
-from quark_fx.engine.quantized_activations import biases_at, least_scales
+from quark_fx.engine.quantized_activations import biases_at, scale_limits
 from quark_fx.engine.quantized_weights import QuantizedWeight, share_changed
 from quark_fx.graph.nodes import tensor_of
 from quark_fx.graph.pass_manager import Change
@@ -144,7 +144,7 @@ class Reconstruction:
             {name: _leaf(tensor_of(module, name)) for name in self.scales},
         )
         block = trainable_block(run, self.weights, biases=schedule.bias_rate > 0, scales=self.scales)
-        steps = Steps(run, self.context, schedule, block, learned, self._least_scales(), self._seed)
+        steps = Steps(run, self.context, schedule, block, learned, self._scale_limits(), self._seed)
         kept, waited, start = None, 0, best
         for step in steps.taken(max(1, schedule.iterations // _EVALUATIONS)):
             error = self._error_of(block, learned, grids)
@@ -161,10 +161,11 @@ class Reconstruction:
             weights = _Found.of(learned).weights(grids)
         return self.run.held_out_error(lambda batch: block(self.run.inputs(batch), weights, *learned.others))
 
-    def _least_scales(self) -> dict[str, float]:
-        """Return the smallest that each activation scale may become."""
-        least = least_scales(self.gm, self.context.plan, self.scales)
-        return {n: max(s, _SMALLEST_SHARE * float(tensor_of(self.run.module, n))) for n, s in least.items()}
+    def _scale_limits(self) -> dict[str, tuple[float, float]]:
+        """Return how small and how large each activation scale may become."""
+        limits = scale_limits(self.gm, self.context.plan, self.scales)
+        now = {name: float(tensor_of(self.run.module, name)) for name in limits}
+        return {name: (max(least, _SMALLEST_SHARE * now[name]), most) for name, (least, most) in limits.items()}
 
     def _store(self, found: _Found, grids: Sequence[Grid]) -> None:
         """Store a state; biases follow the scales.
