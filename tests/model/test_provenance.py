@@ -17,7 +17,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import quark_fx as qfx
 from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
-from quark_fx.graph.nodes import set_parameter, stored_tensors
+from quark_fx.graph.nodes import get_attr, parameter, set_parameter, stored_tensors, tensor_of
 from quark_fx.graph.pass_manager import graph_pass, run_passes
 from quark_fx.graph.provenance import Kind, Rewrite, rewrites
 from quark_fx.model.model_directory import document_text
@@ -149,6 +149,48 @@ def read_the_input(gm: Any) -> int:
     last = [node for node in gm.graph.nodes if str(node.target) == "aten.linear.default"][-1]
     last.replace_input_with(last.args[0], inputs[0])
     return 1
+
+
+@graph_pass(exact=False)
+def halve_weights(gm: Any) -> int:
+    """Store half of each weight under another name."""
+    found = [node for node in gm.graph.nodes if str(node.target) == "aten.linear.default"]
+    for node in found:
+        with gm.graph.inserting_before(node):
+            node.replace_input_with(node.args[1], get_attr(gm, "half", parameter(gm, node.args[1]).detach() / 2))
+    return len(found)
+
+
+def test_a_tensor_in_the_place_of_a_parameter_is_that_parameter() -> None:
+    model = seeded(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
+    for config in (INT8_WEIGHT_ONLY, INT8_WEIGHT_ONLY.replace(exclude=("0",))):
+        qmodel = quantize(model, config.replace(passes=(halve_weights,)), [rand(4, 8)])
+        torch.testing.assert_close(qmodel.eager()(rand(4, 8)), qmodel(rand(4, 8)), rtol=0, atol=0)
+
+
+class Bounded(nn.Module):
+    """A residual block after a clamp."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.act, self.b = nn.Conv2d(3, 4, 3), nn.Hardtanh(0, 1), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.a(x))
+        return self.b(y) + y  # type: ignore[no-any-return]
+
+
+def test_a_clamp_that_saturation_performs_comes_before_its_rounding() -> None:
+    """The largest value that its codes stand for may be half a step above the bound."""
+    x = [100 * image for image in images()]
+    qmodel = quantize(seeded(Bounded()), INT8_STATIC, x)
+    quantizer = next(node for node in qmodel.graph_module.graph.nodes if node.meta.get("absorbed"))
+    assert [name for name, _ in quantizer.meta["absorbed"]] == ["hardtanh"]
+    scale = str(quantizer.args[1].target)
+    set_parameter(qmodel.graph_module, scale, tensor_of(qmodel.graph_module, scale) * (1 + 1 / 1024))
+    eager: Any = qmodel.eager()
+    assert float(eager.act(torch.tensor([9.0]))) > 1
+    torch.testing.assert_close(eager(x[0]), qmodel(x[0]), rtol=0, atol=0)
 
 
 class Parent(nn.Module):
