@@ -104,6 +104,8 @@ class Reconstruction:
             }
             others = [what for what, changed in parts.items() if changed]
             what = ", ".join([f"{share:.1%} of the codes"] * (share > 0 or not others) + others)
+            if self.schedule.fits_scales and not weight.movable(self.run.module):
+                what += "; scales left: not free to change"
             self.context.note(Change(weight.name, what, share > 0 or bool(others), before, best, seconds))
 
     def _stored(self) -> dict[str, Tensor]:

@@ -57,7 +57,7 @@ class Schedule(Selective):
 
     @property
     def fits_scales(self) -> bool:
-        """Whether a start by error feedback shrinks scales first, where nothing else depends on them."""
+        """Whether scales of weights are chosen, too, where they may change; error feedback shrinks them first."""
         return False
 
     def needs(self, sizes: Sizes) -> Need:
