@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -115,7 +115,7 @@ class FloatView:
     def _constant(self, node: Node, constant: Constant) -> Node:
         tensor = node
         while tensor.op != "get_attr":
-            tensor = tensor.args[0]  # type: ignore[assignment]
+            tensor = tensor.all_input_nodes[0]
         copy = self.graph.get_attr(str(tensor.meta.get("parameter", tensor.target)))
         copy.meta = tensor.meta | {"val": node.meta.get("val")}  # that of the values, not of codes
         self.constants[copy] = constant
@@ -123,16 +123,17 @@ class FloatView:
 
     def _rounded(self, node: Node) -> tuple[Node, Activation]:
         """Return the value that a node rounds, in the view, and how."""
-        inner: Any = node.args[0]
-        source: Any = inner.args[0]
+        inner = node.all_input_nodes[0]
+        source = inner.all_input_nodes[0]
         if target_name(node) == _CAST:
             activation = Activation(cast=value_of(self._gm, inner).dtype)
         else:
-            _, scale, zero_point, fmt = inner.args[:4]
+            scale, zero_point, fmt = cast(tuple[Node, Node, str], inner.args[1:4])
             if is_parameter(scale) and is_parameter(zero_point):
                 activation = Activation(fmt, parameter(self._gm, scale), parameter(self._gm, zero_point))
             else:
-                _, _, symmetry, axis, *rest = scale.args[0].args
+                measured = scale.all_input_nodes[0]
+                _, _, symmetry, axis, *rest = cast(tuple[Any, ...], measured.args)
                 from_last = None if axis is None else axis - value_of(self._gm, source).dim()
                 activation = Activation(fmt, None, None, symmetry, from_last, *rest)
         value, before = self._values[source]

@@ -16,12 +16,15 @@ class Grid(Protocol):
     @property
     def absolute(self) -> bool:
         """Whether it holds magnitudes only."""
+        ...
 
     def count(self, before: Any, x: Tensor, bins: int, *, skip_zeros: bool) -> Any:
         """Return the histogram `before`, `None` for none yet, after it saw `x`, shape `(channels, values)`, too."""
+        ...
 
     def bins(self, seen: Any, *, absolute: bool) -> Bins:
         """Return the bins of the values, or of their magnitudes; raises `ValueError` if there are none."""
+        ...
 
 
 class Dyadic:
