@@ -1,4 +1,4 @@
-"""Train a small network, quantize it to int8, export it to ONNX and compare all of them on held-out data.
+"""Train a small network, quantize it to int8, export it to ONNX and compare all of them on validation data.
 
     python examples/quickstart.py [directory]
 

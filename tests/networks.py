@@ -26,7 +26,7 @@ class Trained:
     Attributes:
         model: in eval mode.
         calibration: batches of training images, `(60, 1, 8, 8)` in [0, 1].
-        images: held-out images.
+        images: validation images.
         labels: their digits.
     """
 
@@ -36,7 +36,7 @@ class Trained:
     labels: Tensor
 
     def accuracy(self, predict: Callable[[Tensor], Tensor]) -> float:
-        """Return the share of held-out images, in percent, whose largest logit is the right one."""
+        """Return the share of validation images, in percent, whose largest logit is the right one."""
         with torch.no_grad():
             right = predict(self.images).argmax(1) == self.labels
         return 100 * float(right.double().mean())

@@ -91,7 +91,7 @@ def test_refitted_scales_lower_the_error_on_unseen_data() -> None:
     assert list(found) == ["into", "back", "gate", "lift", "down", "words"]
     assert all(after <= before for before, after in found.values())
     assert any(change.what == "scales" for change in changes(refitted))
-    assert refitted.report().passes[-1].held_out
+    assert refitted.report().passes[-1].validated
 
 
 def test_it_keeps_the_codes_of_gptq() -> None:
@@ -172,10 +172,10 @@ def test_clipped_activations_lower_the_error_on_unseen_data(make: Callable[[], n
     ends = ("_quantizer_scale", "_quantizer_zero_point", "bias_codes", "bias_scale")
     assert all(name.endswith(ends) for name in changed)
     record = clipped.report().passes[-1]
-    assert record.held_out
+    assert record.validated
     assert record.rewrites == sum(change.changed for change in record.changes) > 1
     for change in record.changes:
-        assert change.what.startswith("scale" if change.changed else "left: no better on validation data")
+        assert change.what.startswith("scale" if change.changed else "skipped: no better on validation data")
         assert (change.after < change.before) == change.changed  # type: ignore[operator]
 
 
@@ -226,8 +226,8 @@ def test_scales_that_spoil_are_dropped() -> None:
         qmodel = learned(seeded(Branches()), INT8_STATIC, data, spoiled)
         assert same(plain, qmodel)
         assert {change.what for change in changes(qmodel)} <= {
-            "left: no better on validation data",
-            "left: an int32 bias would overflow",
+            "skipped: no better on validation data",
+            "skipped: an int32 bias would overflow",
         }
         assert len({change.name for change in changes(qmodel)}) == len(changes(qmodel)) == 3  # each is chosen once
 
@@ -245,7 +245,7 @@ def test_a_clamp_that_saturation_performs_is_kept() -> None:
     assert float(found[name]) <= 6 / 254.5
     assert int(found[name.replace("scale", "zero_point")]) == 0
     reasons = {change.name: change.what for change in changes(through)}
-    assert reasons[name.removesuffix("_quantizer_scale")] == "left: saturation would not perform the clamp before it"
+    assert reasons[name.removesuffix("_quantizer_scale")] == "skipped: saturation would not perform the clamp before it"
 
 
 class Rearranged(nn.Module):
@@ -284,14 +284,14 @@ class Joined(nn.Module):
 def test_activations_that_may_not_be_chosen_are_left_with_the_reason() -> None:
     data = [rand(32, 8, seed=i) for i in range(4)]
     powers = learned(seeded(Branches()), XINT8, data, ClipActivations())
-    assert {change.what for change in changes(powers)} == {"left: its scale may not take any value (scale_type)"}
+    assert {change.what for change in changes(powers)} == {"skipped: its scale may not take any value (scale_type)"}
     some = learned(seeded(Branches()), FOUR_BITS, data, ClipActivations(only=("c",)))
     rows = {change.name: change.what for change in changes(some)}
     assert [name for name, what in rows.items() if what != "skipped: not selected"] == ["tanh_1"]
     joined = learned(seeded(Joined()), FOUR_BITS, [x**3 for x in images(8, 8, 8)], ClipActivations())
     rows = {change.name: change.what for change in changes(joined)}
     assert list(rows) == ["x", "cat", "mul", "conv2d_2"]
-    assert rows["cat"] == "left: it is made of values of several blocks"
+    assert rows["cat"] == "skipped: it is made of values of several blocks"
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
@@ -331,7 +331,7 @@ def test_a_bias_that_spoils_is_dropped_even_if_what_the_block_makes_is_not_finit
         learned(seeded(Branches()), INT8_WEIGHT_ONLY, data, *p) for p in ((), (AddToBias(number=number),))
     )
     assert same(plain, spoiled)
-    assert [change.what for change in changes(spoiled)] == ["left: no better on validation data"] * 4
+    assert [change.what for change in changes(spoiled)] == ["skipped: no better on validation data"] * 4
 
 
 # Every solver.
@@ -345,7 +345,7 @@ def test_what_is_worse_is_dropped(count: int) -> None:
     assert same(plain, spoiled)
     found = [change.what for change in changes(spoiled) if change.before is not None]
     data_of = {1: "the calibration data", 2: "validation data"}[count]
-    assert found == [f"left: no better on {data_of}"] * 6
+    assert found == [f"skipped: no better on {data_of}"] * 6
 
 
 @solver
@@ -461,7 +461,7 @@ def test_a_scaling_solver_lowers_the_error_on_unseen_data() -> None:
     assert row.after is not None
     assert row.after < 0.5 * row.before
     assert record.rewrites == 1
-    assert record.held_out
+    assert record.validated
     assert record.remark == "explicit=True could multiply for 1 more"
 
 
@@ -499,7 +499,7 @@ def test_a_scale_that_is_worse_is_dropped(count: int) -> None:
     assert all(torch.equal(tensors[name], others[name]) for name in tensors)
     data_of = {1: "the calibration data", 2: "validation data"}[count]
     (change,) = [change for change in record_of(spoiled, "SpoilScales").changes if change.before is not None]
-    assert change.what == f"left: no better on {data_of}"
+    assert change.what == f"skipped: no better on {data_of}"
     assert change.after == change.before
 
 
@@ -719,7 +719,7 @@ def test_shifted_channels_lower_the_error_on_unseen_data(unit: Unit) -> None:
         assert change.after is not None
         assert change.after <= change.before
     assert any("of the codes" in change.what and change.changed for change in found)
-    assert shifted.report().passes[-1].held_out
+    assert shifted.report().passes[-1].validated
 
 
 def test_a_gradient_solver_is_found_by_name_and_its_needs_are_predicted() -> None:

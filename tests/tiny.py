@@ -39,8 +39,8 @@ def seeded(model: M, seed: int = 0) -> M:
 def divided(batches: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the samples that are learned from, and the last eighth, which is validation data."""
     samples = torch.cat(list(batches))
-    held_out = max(1, len(samples) // 8)
-    return samples[:-held_out], samples[-held_out:]
+    validation = max(1, len(samples) // 8)
+    return samples[:-validation], samples[-validation:]
 
 
 def record_of(qmodel: qfx.QuantizedModel, name: str) -> PassRecord:

@@ -85,7 +85,7 @@ class BlockRun:
         by_name = dict(zip(self.block.outputs, outputs, strict=True))
         return [by_name[name] for name in self.block.made]
 
-    def held_out_error(self, outputs: Callable[[int], Sequence[Any]] | None = None) -> float:
+    def validation_error(self, outputs: Callable[[int], Sequence[Any]] | None = None) -> float:
         """Return the relative squared error of what the block makes, on the batches that are not learned from.
 
         Squares are summed over the batches of all ranks before they are divided, so neither the division into batches
@@ -100,7 +100,7 @@ class BlockRun:
         # Squared error, squared target, and how many batches have a float there.
         sums = torch.zeros(len(self.block.made), 3, dtype=torch.float64, device=self._context.device)
         with torch.no_grad():
-            for batch in self._context.held_out:
+            for batch in self._context.validation:
                 for i, noise, signal in _squares((outputs or self.outputs)(batch), self.targets(batch)):
                     sums[i] += torch.stack((noise, signal, torch.ones_like(noise)))
         self._context.ranks.add(sums)
@@ -149,7 +149,7 @@ class BlockRun:
         with suppress(OverflowError):
             change()
             with suppress(CalibrationError):
-                error = self.held_out_error()
+                error = self.validation_error()
         self._undo = None
         if error < best:
             return error

@@ -30,7 +30,7 @@ from quark_fx.plan.report import Row
 from quark_fx.system.isolation import warn
 
 _HELD_OUT = 8
-"""One sample in eight is kept from tuning, to judge it by; one batch in eight, where batches cannot be divided."""
+"""One sample in eight is validation data; one batch in eight, where batches cannot be divided."""
 
 
 _MASK = "attention_mask"
@@ -137,18 +137,18 @@ class Context:
             self.shapes.append(batch_shape(leaves))
         self._judging = min(len(self.batches), max(1, len(self.batches) // _HELD_OUT))
         if divisible:
-            self._hold_out_samples()
+            self._keep_validation_samples()
         kept = [self.kept_positions(batch) for batch in range(len(self.batches))]
         if kept and all(positions is not None and not len(positions.rows) for positions in kept):
             raise CalibrationError(f"{_MASK} leaves out every position of all calibration data; 1 stands for a token")
         self._given = len(self.batches)
-        if not self.holds_out and any(map(learns_from_data, self.config.passes)):
+        if not self.has_validation and any(map(learns_from_data, self.config.passes)):
             warn(
                 "the calibration data is one sample, or one batch that cannot be divided: what passes learn from it is "
                 "judged on it, too; pass more batches"
             )
 
-    def _hold_out_samples(self) -> None:
+    def _keep_validation_samples(self) -> None:
         """Hold out the last eighth of the samples, however they are divided into batches."""
         sizes = [{shape[0] for shape in shapes if shape} for shapes in self.shapes]
         if any(len(found) != 1 for found in sizes):
@@ -238,17 +238,17 @@ class Context:
         return [self.cache.get(("batch", batch, i)) for i in range(self.cache.get(("batch", batch, "length")))]
 
     @property
-    def tuning(self) -> list[int]:
+    def calibration(self) -> list[int]:
         """The batches to learn from."""
-        return list(range(len(self.batches) - self._judging)) if self.holds_out else [0]
+        return list(range(len(self.batches) - self._judging)) if self.has_validation else [0]
 
     @property
-    def held_out(self) -> list[int]:
+    def validation(self) -> list[int]:
         """The batches to judge by: the last eighth of the samples, or of the batches where these cannot be divided."""
         return list(range(len(self.batches) - self._judging, len(self.batches)))
 
     @property
-    def holds_out(self) -> bool:
+    def has_validation(self) -> bool:
         """Whether there is data to judge by that is not learned from."""
         return self._given != 1
 

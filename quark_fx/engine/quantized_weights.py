@@ -249,7 +249,7 @@ def note_left_alone(gm: GraphModule, context: Context, chooser: Selective) -> No
         elif learned[name].codes in shared:
             reason = "several operators read its weight"
         if reason:
-            context.note(Change(name=operator.name, what=f"left: {reason}", changed=False))
+            context.note(Change(name=operator.name, what=f"skipped: {reason}", changed=False))
 
 
 def share_changed(old: Tensor, new: Tensor) -> float:

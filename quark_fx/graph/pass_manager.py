@@ -74,7 +74,7 @@ class Promise:
         after: names of passes that, listed as well, have to be listed before it.
         distributed: it runs on several ranks: it adds up what it measures, and all ranks end with the same graph.
         targets: names of the targets it is for; empty for any.
-        held_out: it keeps a change only where that lowers the error on batches it did not learn from, and notes that
+        validated: it keeps a change only where that lowers the error on batches it did not learn from, and notes that
             error; otherwise what it notes is the error on the data it learned from.
     """
 
@@ -85,7 +85,7 @@ class Promise:
     after: tuple[str, ...] = ()
     distributed: bool = False
     targets: tuple[str, ...] = ()
-    held_out: bool = False
+    validated: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Change:
         name: module path, or the paths of a site's operators.
         what: in a few words.
         changed: whether it did anything.
-        before: relative squared error of what it minimises (0 is exact); `PassRecord.held_out` says on which data.
+        before: relative squared error of what it minimises (0 is exact); `PassRecord.validated` says on which data.
         after: the same with what was kept.
         seconds: what it took; NaN of a loaded model.
     """
@@ -115,8 +115,8 @@ class PassRecord:
 
     Attributes:
         seconds: what it took; NaN of a loaded model.
-        held_out: the errors of the rows are on data that was not learned from: the pass judges by it
-            (`Promise.held_out`), and there was more than a single sample.
+        validated: the errors of the rows are on data that was not learned from: the pass judges by it
+            (`Promise.validated`), and there was more than a single sample.
         remark: what else could be done, in a few words.
     """
 
@@ -124,7 +124,7 @@ class PassRecord:
     rewrites: int
     seconds: float = field(compare=False)
     changes: tuple[Change, ...] = ()
-    held_out: bool = True
+    validated: bool = True
     remark: str = ""
 
     @classmethod
@@ -167,7 +167,7 @@ def graph_pass(
     after: tuple[str, ...] = (),
     distributed: bool = False,
     targets: tuple[str, ...] = (),
-    held_out: bool = False,
+    validated: bool = False,
 ) -> Callable[[P], P]:
     """Register a pass under its name and attach its `Promise`.
 
@@ -185,7 +185,7 @@ def graph_pass(
                 f"{target.__module__} registers a pass called {name}, and {known.__module__} has one of that name; "
                 "configurations name passes, so give it another name"
             )
-        target.promise = Promise(exact, requires, ensures, stage, after, distributed, targets, held_out)  # type: ignore[attr-defined]
+        target.promise = Promise(exact, requires, ensures, stage, after, distributed, targets, validated)  # type: ignore[attr-defined]
         PASSES[name] = target
         return checked(target) if isinstance(target, type) else target
 
@@ -391,8 +391,8 @@ def run_passes(
             records.append(PassRecord(name, rewrites, seconds))
         else:
             changes, context.remark, remark = tuple(context.take_changes()), "", context.remark
-            held_out = context.holds_out and promise.held_out
-            records.append(PassRecord(name, rewrites, seconds, changes, held_out, remark))
+            validated = context.has_validation and promise.validated
+            records.append(PassRecord(name, rewrites, seconds, changes, validated, remark))
     return gm, records
 
 

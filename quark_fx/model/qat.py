@@ -121,7 +121,7 @@ class QATModel(nn.Module):
             set_parameter(gm, name, parameter.detach().clone())
         for name, quantizer in trained.activations.items():
             set_parameter(gm, name, quantizer.step().clone())
-        record = PassRecord("QAT", sum(c.changed for c in changes), math.nan, tuple(changes), held_out=False)
+        record = PassRecord("QAT", sum(c.changed for c in changes), math.nan, tuple(changes), validated=False)
         result = self.quantized.with_graph(gm, rows, (*report.passes, record))
         return result.to(device_of(self.graph_module))
 

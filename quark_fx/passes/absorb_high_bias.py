@@ -48,7 +48,7 @@ class AbsorbHighBias(Selective):
             if self.selects(names):
                 found = self._absorb(gm, linear, linear.bias_at)
             moved = isinstance(found, float)
-            what = f"lowered by up to {found:.3g}" if moved else NOT_SELECTED if found is None else f"left: {found}"
+            what = f"lowered by up to {found:.3g}" if moved else NOT_SELECTED if found is None else f"skipped: {found}"
             if context is not None:
                 context.note(Change(names.name, what, moved))
             absorbed += moved

@@ -70,7 +70,7 @@ class AdaRound(GradientSolver):
     Scales stay. By default codes start from coordinate descent on each operator's error, which most of the gain comes
     from, and gradient steps refine them. With `start="codes", softness=1, iterations=10_000, learning_rate=1e-3` they
     start where the paper's do, at the float weight; what differs from it then is that the penalty is a mean and the
-    error relative, that the rate decays, and that the best state on held-out batches is kept. `unit="block"`
+    error relative, that the rate decays, and that the best state on validation batches is kept. `unit="block"`
     reconstructs blocks as BRECQ does, without Fisher weights; `drop=0.5, scale_rate=0.01` besides mixes float into
     what enters the block and into every activation of it, and learns activation scales, as QDrop does.
 

@@ -81,7 +81,7 @@ def _correct_analytically(gm: GraphModule, weight: QuantizedWeight, context: Con
     shift = None if mean is None else linear.response(lost, mean)
     if shift is None:
         reason = "no batch norm (and at most a clamp) before it" if mean is None else "its response is not constant"
-        context.note(Change(weight.name, f"left: {reason}", changed=False))
+        context.note(Change(weight.name, f"skipped: {reason}", changed=False))
         return
     for name, value in weight.bias_tensors(gm, weight.bias_value(gm) + shift).items():
         set_parameter(gm, name, value)

@@ -56,7 +56,7 @@ class CrossLayerEqualization(Selective):
         sites = []
         for site in selected_sites(analysis, names, self, note):
             if reason := self._refusal(site):
-                note(Change(site_name(site, names), f"left: {reason}", changed=False))
+                note(Change(site_name(site, names), f"skipped: {reason}", changed=False))
             else:
                 sites.append(site)
         weights = _weights(gm, sites)
@@ -71,7 +71,7 @@ class CrossLayerEqualization(Selective):
             if moved:
                 apply_scale(gm, site, scale)
                 rescaled += 1
-            what = f"scaled by {float(scale.min()):.2g} to {float(scale.max()):.2g}" if moved else "left: it is even"
+            what = f"scaled by {float(scale.min()):.2g} to {float(scale.max()):.2g}" if moved else "skipped: it is even"
             note(Change(site_name(site, names), what, moved))
         return rescaled
 

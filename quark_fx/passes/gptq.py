@@ -60,7 +60,7 @@ class GPTQ(Solver):
             weight = fitted_to_feedback(weight, target, factors())
         weight, damping = rounded_with_feedback(weight, target, factors())
         remarks = (
-            "scales left: not free to change" * (self.fit_scales and not fits),
+            "scales kept: not free to change" * (self.fit_scales and not fits),
             f"damped by {damping:g}" * (damping > self.damping),
             _few(seen),
         )

@@ -62,15 +62,15 @@ class SplitLargePools:
     def _windows(self, height: int | None, width: int | None) -> list[int] | str:
         """Return the sides of the windows of the first pool, or why there is none."""
         if height is None or width is None:
-            return "left: a pool over sizes that vary"
+            return "skipped: a pool over sizes that vary"
         windows = [_divisor(height), _divisor(width)]
         rest = [height // windows[0], width // windows[1]]
         if max(math.prod(windows), math.prod(rest)) <= self.largest:
             return windows
         if windows == [1, 1]:
-            return f"left: pool {height}×{width}, whose sides have no divisors"
+            return f"skipped: pool {height}×{width}, whose sides have no divisors"
         remain = f"{rest[0]}×{rest[1]} values remain after windows of {windows[0]}×{windows[1]}"
-        return f"left: pool {height}×{width}, of which {remain}"
+        return f"skipped: pool {height}×{width}, of which {remain}"
 
 
 def _divisor(side: int) -> int:

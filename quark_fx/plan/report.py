@@ -164,7 +164,7 @@ def _summary(record: PassRecord) -> str:
     error = ""
     if judged:
         before, after = (sum(values) / len(judged) for values in zip(*judged, strict=True))
-        where = "held-out data" if record.held_out else "the data it was learned from"
+        where = "validation data" if record.validated else "the data it was learned from"
         error = f", mean error {before:.3g} → {after:.3g} on {where}"
     remark = f"; {record.remark}" if record.remark else ""
     seconds = "" if math.isnan(record.seconds) else f", {record.seconds:.1f} s"

@@ -100,7 +100,7 @@ def planned_sites(
         if len(readers) == len(site.inputs) and all(reads(reader.operator) for reader in readers):
             sites.append(PlannedSite(site, name, readers, tuple(_producers(site, planned))))
         else:
-            context.note(Change(name, f"left: {unread}", changed=False))
+            context.note(Change(name, f"skipped: {unread}", changed=False))
     return sites
 
 
@@ -117,7 +117,7 @@ def selected_sites(
     """
     for node, reason in analysis.reasons.items():
         if node in operators:
-            what = f"left: {reason}" if chooser.selects(operators[node]) else NOT_SELECTED
+            what = f"skipped: {reason}" if chooser.selects(operators[node]) else NOT_SELECTED
             note(Change(operators[node].name, what, changed=False))
     chosen = []
     for site in analysis.sites:

@@ -42,7 +42,7 @@ def _weights(gm: GraphModule, context: Context, chooser: Selective) -> Find:
     shared, plan = shared_tensors(gm), chooser.selected(context.plan)
     for weight in quantized_weights(gm, plan):
         if weight.linear.matrices is None and weight.codes not in shared:
-            context.note(Change(weight.name, "left: unsupported weight layout", changed=False))
+            context.note(Change(weight.name, "skipped: unsupported weight layout", changed=False))
 
     def find(run: BlockRun) -> Iterator[Sequence[Place]]:
         for product in find_products(run, [w for w in quantized_weights(run.module, plan) if w.codes not in shared]):
@@ -58,9 +58,9 @@ def own_biases(gm: GraphModule, context: Context, chooser: Selective) -> list[Qu
         if not chooser.selects(weight.operator):
             context.note(Change(weight.name, NOT_SELECTED, changed=False))
         elif weight.bias is None:
-            context.note(Change(weight.name, "left: it has no bias that is stored", changed=False))
+            context.note(Change(weight.name, "skipped: it has no bias that is stored", changed=False))
         elif weight.bias_name in shared:
-            context.note(Change(weight.name, "left: several operators add its bias", changed=False))
+            context.note(Change(weight.name, "skipped: several operators add its bias", changed=False))
         else:
             found.append(weight)
     return found
@@ -85,7 +85,7 @@ def _activations(gm: GraphModule, context: Context, chooser: Selective) -> Find:
         if chooser.only and activation.scale_name not in read:
             context.note(Change(name, NOT_SELECTED, changed=False))
         elif activation.rounding.spec.scale_type is not ScaleType.FLOAT32:
-            context.note(Change(name, "left: its scale may not take any value (scale_type)", changed=False))
+            context.note(Change(name, "skipped: its scale may not take any value (scale_type)", changed=False))
         else:
             free[activation.scale_name] = activation
 
@@ -97,7 +97,7 @@ def _activations(gm: GraphModule, context: Context, chooser: Selective) -> Find:
             if (value := free[name].rounding.value) in known:
                 yield (ActivationPlace(run, free[name], gm, context),)
             elif context.ranks.index == 0:
-                context.note(Change(value, "left: it is made of values of several blocks", changed=False))
+                context.note(Change(value, "skipped: it is made of values of several blocks", changed=False))
 
     return find
 

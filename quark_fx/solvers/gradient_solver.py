@@ -52,7 +52,7 @@ class GradientSolver(Schedule, ABC):
         note_left_alone(gm, context, self)
         learns_scales = self.scale_rate > 0 and _free_scales(context)
         if self.scale_rate and not learns_scales:
-            what = "left: activation scales may not take any value (scale_type)"
+            what = "skipped: activation scales may not take any value (scale_type)"
             context.note(Change("scale_rate", what, changed=False))
         shared = shared_tensors(gm)
         for run in walk_blocks(gm, context, unit=self.unit, label=type(self).__name__):
@@ -78,7 +78,7 @@ class GradientSolver(Schedule, ABC):
                 )
         for weight in weights:
             if weight.node in reasons:
-                context.note(Change(weight.name, f"left: {reasons[weight.node]}", changed=False))
+                context.note(Change(weight.name, f"skipped: {reasons[weight.node]}", changed=False))
         return [weight for weight in weights if weight.node not in reasons]
 
 

@@ -223,8 +223,8 @@ def _measured(
             groups, _, inputs = mapping.matrix(reader.value(gm)).shape
             entrance = Entrance(run.module, linear, mapping, run.inputs)
             measure = partial(Hessian.measure, context, (groups, inputs), entrance)
-            seen = measure(batches=context.tuning)
-            known[key] = seen, measure(batches=context.held_out) if context.holds_out else seen
+            seen = measure(batches=context.calibration)
+            known[key] = seen, measure(batches=context.validation) if context.has_validation else seen
         found[reader] = known[key]
     return found
 

@@ -53,14 +53,14 @@ class FormJudge:
         """Choose the weights of operators that read one value."""
         context, began = self.context, time.perf_counter()
         parts = [place for place in places if isinstance(place, Part)]
-        seen = judge = self.reading.measure(parts, context, context.tuning)
-        if context.holds_out:
-            judge = self.reading.measure(parts, context, context.held_out)
+        seen = judge = self.reading.measure(parts, context, context.calibration)
+        if context.has_validation:
+            judge = self.reading.measure(parts, context, context.validation)
         own = [part for part, n in zip(parts, self._number, strict=False) if context.ranks.owns(n)]
         try:
             answers = [(part, self._judged(part, seen, judge)) for part in own]
             few = int(seen.rows.sum()) < _PLENTY * seen.rows.numel() * seen.h.shape[-1]
-            again = context.holds_out and few
+            again = context.has_validation and few
             if again:
                 seen.add_rows_of(judge)
             del judge
@@ -103,7 +103,7 @@ class FormJudge:
                 reason = str(error)
                 continue
             return Change(now.name, _what(changed, answer), bool(changed), judged.before, judged.after)
-        return Change(now.name, f"left: {reason}", False, judged.before, judged.before)
+        return Change(now.name, f"skipped: {reason}", False, judged.before, judged.before)
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,10 @@ class BlockJudge:
     def choose(self, run: BlockRun, places: Sequence[Place]) -> None:
         """Choose for places that read one value, one after the other."""
         if run is not self._run:
-            self._run, self._error = run, run.held_out_error()
+            self._run, self._error = run, run.validation_error()
         began = time.perf_counter()
         try:
-            seen = self.reading.measure(places, self.context, self.context.tuning)
+            seen = self.reading.measure(places, self.context, self.context.calibration)
         except (CalibrationError, ValueError) as error:
             raise blamed(places, error) from error
         for place in places:
@@ -176,11 +176,11 @@ class BlockJudge:
 
 
 def _no_better(context: Context) -> str:
-    return f"left: no better on {'validation data' if context.holds_out else 'the calibration data'}"
+    return f"skipped: no better on {'validation data' if context.has_validation else 'the calibration data'}"
 
 
 def _skipped(place: Place, answer: Skip) -> Change:
-    return Change(place.name, f"left: {answer.reason}", changed=False)
+    return Change(place.name, f"skipped: {answer.reason}", changed=False)
 
 
 def _what(changed: Sequence[str], answer: Proposal) -> str:

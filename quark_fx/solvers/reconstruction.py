@@ -85,7 +85,7 @@ class Reconstruction:
     def learn(self) -> None:
         """Learn the codes, and note what became of each weight."""
         began, original = time.perf_counter(), self._stored()
-        before = self.run.held_out_error()
+        before = self.run.validation_error()
         near, best = self._start(before)
         if self.schedule.iterations:
             best = self._take_steps(near, best)
@@ -105,7 +105,7 @@ class Reconstruction:
             others = [what for what, changed in parts.items() if changed]
             what = ", ".join([f"{share:.1%} of the codes"] * (share > 0 or not others) + others)
             if self.schedule.fits_scales and not weight.movable(self.run.module):
-                what += "; scales left: not free to change"
+                what += "; scales kept: not free to change"
             self.context.note(Change(weight.name, what, share > 0 or bool(others), before, best, seconds))
 
     def _stored(self) -> dict[str, Tensor]:
@@ -161,7 +161,7 @@ class Reconstruction:
     def _error_of(self, block: Trainable, learned: Learned, grids: Sequence[Grid]) -> float:
         with torch.no_grad():
             weights = _Found.of(learned).weights(grids)
-        return self.run.held_out_error(lambda batch: block(self.run.inputs(batch), weights, *learned.others))
+        return self.run.validation_error(lambda batch: block(self.run.inputs(batch), weights, *learned.others))
 
     def _scale_limits(self) -> dict[str, tuple[float, float]]:
         """Return how small and how large each activation scale may become."""

@@ -26,7 +26,7 @@ _CONVERGED = 1e-4
 
 
 @dataclass
-class OutputError:
+class QuadraticError:
     """The squared error of an operator's output as a quadratic form of its weight.
 
     With rows `x` on the quantized stream and outputs `y` in float, `sum |W x - y|^2 = tr(W H W') - 2 tr(W G') + c`.
@@ -44,20 +44,20 @@ class OutputError:
     rows: int
 
     @classmethod
-    def of_nothing(cls, like: Tensor) -> OutputError:
+    def of_nothing(cls, like: Tensor) -> QuadraticError:
         """Return the form of no rows, for a weight of that shape: (groups, outputs, inputs)."""
         groups, _, inputs = like.shape
         h = torch.zeros(groups, inputs, inputs, device=like.device, dtype=torch.float32)
         return cls(h, torch.zeros_like(like, dtype=torch.float32), h.new_zeros(()), 0)
 
     @classmethod
-    def of(cls, columns: Tensor, outputs: Tensor) -> OutputError:
+    def of(cls, columns: Tensor, outputs: Tensor) -> QuadraticError:
         """Return the form of some rows; shapes as `LinearMap.rows` returns them."""
         x, y = columns.float(), outputs.float()
         return cls(x @ x.mT, y @ x.mT, y.square().sum(), x.shape[-1])
 
-    def __add__(self, other: OutputError) -> OutputError:
-        return OutputError(self.h + other.h, self.g + other.g, self.c + other.c, self.rows + other.rows)
+    def __add__(self, other: QuadraticError) -> QuadraticError:
+        return QuadraticError(self.h + other.h, self.g + other.g, self.c + other.c, self.rows + other.rows)
 
     def __call__(self, weight: Tensor) -> Tensor:
         """Return the relative squared error of `weight`, shape (groups, outputs, inputs)."""
@@ -66,7 +66,7 @@ class OutputError:
 
 def round_by_descent(
     weight: Tensor,
-    error: OutputError,
+    error: QuadraticError,
     grid: Grid,
     *,
     sweeps: int = 8,
@@ -140,4 +140,4 @@ def _round_block(
     return values[:, block] - before
 
 
-__all__ = ["OutputError", "round_by_descent"]
+__all__ = ["QuadraticError", "round_by_descent"]

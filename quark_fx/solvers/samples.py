@@ -106,7 +106,7 @@ def remember(gm: GraphModule, inputs: Iterable[ScaledInput], context: Context) -
     readers: dict[tuple[Node, int], list[Linear]] = {}
     for scaled in inputs:
         readers.setdefault((scaled.value, scaled.axis), []).append(scaled.linear)
-    parts = {CALIBRATION: _Part.of(context.tuning, context), VALIDATION: _Part.of(context.held_out, context)}
+    parts = {CALIBRATION: _Part.of(context.calibration, context), VALIDATION: _Part.of(context.validation, context)}
     watches = {key: _Watch(key[1], linears, parts) for key, linears in readers.items()}
     nodes = named_nodes(gm)
     with watching(gm, ((nodes[value.name], watch) for (value, _), watch in watches.items())):

@@ -164,7 +164,7 @@ class ScalingSolver(Selective, ABC):
         """Return the scale of a site, `None` if none is better, and what to note."""
         began, grid = time.perf_counter(), self.grid
         if trial.refusal:
-            return None, Change(site.name, f"left: {trial.refusal}", changed=False)
+            return None, Change(site.name, f"skipped: {trial.refusal}", changed=False)
 
         def scale_of(point: Point) -> ScaleOf:
             values = tuple(axis[i] for axis, i in zip(grid.values(), point, strict=True))
@@ -176,7 +176,7 @@ class ScalingSolver(Selective, ABC):
         kept = all(a < trial.gain * b for b, a in zip(before, after, strict=True))
         what = ", ".join(f"{name} {axis[i]:g}" for (name, axis), i in zip(grid.items(), best, strict=True))
         if not kept:
-            what = f"left: no better on {'validation data' if context.holds_out else 'the calibration data'}"
+            what = f"skipped: no better on {'validation data' if context.has_validation else 'the calibration data'}"
         change = Change(site.name, what, kept, before[0], (after if kept else before)[0], time.perf_counter() - began)
         return scale_of(best)(trial.seen).cpu() if kept else None, change
 
@@ -241,7 +241,7 @@ def _steps(reaches: Sequence[int]) -> Iterator[Point]:
 
 def scaling_solver(cls: S) -> S:
     """Register a `ScalingSolver` as a pass under its name."""
-    register: Any = graph_pass(distributed=True, held_out=True)
+    register: Any = graph_pass(distributed=True, validated=True)
     registered: S = register(cls)
     return registered
 

@@ -32,7 +32,7 @@ class Schedule(Selective):
         bias_rate: of biases, relative to their mean magnitude; 0 leaves them as they are.
         drop: probability that an activation stays in float during a step (QDrop).
         start: what the steps start from: `"descent"`, `"feedback"`, or the `"codes"` of the passes before.
-        patience: looks at the held-out batches, of twenty, without improvement before it stops.
+        patience: looks at the validation batches, of twenty, without improvement before it stops.
         seed: of the samples, and of what is dropped.
 
     Raises:

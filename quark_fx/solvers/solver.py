@@ -121,7 +121,7 @@ class Solver(Selective, ABC):
 
 def solver(cls: S) -> S:
     """Register a `Solver` as a pass under its name."""
-    register: Any = graph_pass(exact=False, stage=Stage.QUANTIZED, distributed=True, held_out=True)
+    register: Any = graph_pass(exact=False, stage=Stage.QUANTIZED, distributed=True, validated=True)
     registered: S = register(cls)
     return registered
 

@@ -19,7 +19,7 @@ from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import named_nodes, placeholders, tensor_of
 from quark_fx.solvers.feedback import compensated, fitted_to_feedback, rounded_with_feedback
 from quark_fx.solvers.products import Product, find_products
-from quark_fx.solvers.rounding import OutputError, round_by_descent
+from quark_fx.solvers.rounding import QuadraticError, round_by_descent
 from quark_fx.system.memory import give_back
 
 ROWS = 8192
@@ -85,7 +85,7 @@ def feed_back(
 
 def _feed_back_product(product: Product, context: Context, fits_scales: bool) -> dict[str, Tensor]:
     give_back()
-    seen = product.hessian(context, shifted=True, batches=context.tuning)
+    seen = product.hessian(context, shifted=True, batches=context.calibration)
     factors = partial(seen.factors, damping=_DAMPING, by_activation=True)
     rounded = {}
     try:
@@ -108,20 +108,20 @@ def _feed_back_product(product: Product, context: Context, fits_scales: bool) ->
 
 def _output_error(
     run: BlockRun, context: Context, weight: QuantizedWeight, mapping: LinearMap, seed: int
-) -> OutputError:
+) -> QuadraticError:
     """Return the error of the operator's output as a function of its weight, over all calibration batches."""
     real = tensor_of(run.reference, weight.weight)
     activation = extract(run.module, placeholders(run.module), [weight.linear.activation])
     output = extract(run.reference, placeholders(run.reference), [named_nodes(run.reference)[weight.node.name]])
     bias = weight.bias_value(run.module) if weight.bias is not None else None
-    total = OutputError.of_nothing(mapping.matrix(real))
+    total = QuadraticError.of_nothing(mapping.matrix(real))
     with torch.no_grad():
-        for batch in context.tuning:
+        for batch in context.calibration:
             (x,), (y,) = activation(*run.inputs(batch)), output(*run.reference_inputs(batch))
             columns, outputs = mapping.rows(x, y, most=ROWS, seed=seed + context.first + batch)
             if bias is not None:
                 outputs = outputs - bias.reshape(outputs.shape[0], -1, 1)
-            total += OutputError.of(columns, outputs)
+            total += QuadraticError.of(columns, outputs)
     rows = torch.tensor(total.rows, device=total.h.device)
     context.ranks.add(total.h, total.g, total.c, rows)
     return replace(total, rows=int(rows))

@@ -279,26 +279,26 @@ def differ(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return any(isinstance(x, Tensor) and not torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_the_held_out_error_is_that_of_what_the_block_makes() -> None:
+def test_the_validation_error_is_that_of_what_the_block_makes() -> None:
     def look(gm: GraphModule, context: Context) -> None:
         for run in walk_blocks(gm, context):
-            (batch,) = context.held_out
+            (batch,) = context.validation
             (y,), (t,) = run.outputs(batch), run.targets(batch)
             expected = float((y - t).square().sum() / t.square().sum())
-            assert run.held_out_error() == pytest.approx(expected)
-            assert run.held_out_error(run.targets) == 0.0
-            assert run.held_out_error(lambda b: [2 * x for x in run.targets(b)]) == pytest.approx(1)  # noqa: B023
+            assert run.validation_error() == pytest.approx(expected)
+            assert run.validation_error(run.targets) == 0.0
+            assert run.validation_error(lambda b: [2 * x for x in run.targets(b)]) == pytest.approx(1)  # noqa: B023
 
     walk(cnn(), images(4, 4, 4), look)
 
 
-def test_the_held_out_error_does_not_depend_on_how_samples_are_divided_into_batches() -> None:
+def test_the_validation_error_does_not_depend_on_how_samples_are_divided_into_batches() -> None:
     """Of the two samples that are not learned from, the last one is small, and its relative error large."""
     samples = torch.cat([images(15)[0], 0.05 * images(1)[0]])
     found: list[list[float]] = []
 
     def look(gm: GraphModule, context: Context) -> None:
-        found.append([run.held_out_error() for run in walk_blocks(gm, context)])
+        found.append([run.validation_error() for run in walk_blocks(gm, context)])
 
     for sizes in ((14, 2), (15, 1)):
         walk(cnn(), list(samples.split(sizes)), look, INT8_STATIC)
@@ -319,7 +319,7 @@ def test_values_that_are_not_finite_are_reported_with_their_operators() -> None:
             if run.index == 1:
                 (weight,) = quantized_weights(run.module, context.plan)
                 run.store(weight.codes.replace("codes", "scale"), weight.scale(run.module) * torch.inf)
-                run.held_out_error()
+                run.validation_error()
 
     with pytest.raises(CalibrationError, match=r"quantized, block\.conv makes values that"):
         walk(cnn(), images(4, 4), look, INT8_WEIGHT_ONLY)
@@ -480,10 +480,10 @@ def sizes(context: Context) -> list[int]:
 @pytest.mark.parametrize(
     ("size", "parts"), [(2, [1, 1]), (7, [6, 1]), (8, [7, 1]), (16, [14, 2]), (17, [15, 2]), (64, [56, 8])]
 )
-def test_a_single_batch_is_divided_so_that_some_of_it_is_held_out(size: int, parts: list[int]) -> None:
+def test_a_single_batch_is_divided_so_that_some_of_it_is_validation_data(size: int, parts: list[int]) -> None:
     x, y = rand(size, 3), rand(size, 2) > 0
     context = context_of([[x, 7, y, torch.tensor(2.0), None]])
-    assert (sizes(context), context.tuning, context.held_out) == (parts, [0], [1])
+    assert (sizes(context), context.calibration, context.validation) == (parts, [0], [1])
     first, second = context.inputs(0), context.inputs(1)
     assert_identical([torch.cat(pair) for pair in zip(first[::2][:2], second[::2][:2], strict=True)], [x, y])
     assert_identical([first[1], *first[3:]], [7, torch.tensor(2.0), None])
@@ -494,12 +494,12 @@ def test_a_single_batch_is_divided_so_that_some_of_it_is_held_out(size: int, par
 
 def test_a_single_sample_is_learned_from_and_judged_by() -> None:
     context = context_of([[rand(1, 3)]])
-    assert (sizes(context), context.tuning, context.held_out) == ([1], [0], [0])
+    assert (sizes(context), context.calibration, context.validation) == ([1], [0], [0])
 
 
 def test_inputs_that_do_not_count_the_same_samples_are_not_divided() -> None:
     context = context_of([[rand(8, 3), rand(5, 5)]])
-    assert (sizes(context), context.tuning, context.held_out) == ([8], [0], [0])
+    assert (sizes(context), context.calibration, context.validation) == ([8], [0], [0])
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -511,22 +511,23 @@ def test_a_mask_that_all_samples_share_is_left_whole_even_if_it_has_as_many_rows
 
 
 @pytest.mark.parametrize("count", [2, 3, 8, 9, 15, 16, 17, 24])
-def test_one_batch_in_eight_is_held_out_where_batches_cannot_be_divided(count: int) -> None:
+def test_one_batch_in_eight_is_validation_data_where_batches_cannot_be_divided(count: int) -> None:
     context = context_of([[rand(2, 3, seed=i)] for i in range(count)], divisible=False)
     assert sizes(context) == [2] * count
-    assert [*context.tuning, *context.held_out] == list(range(count))
-    assert len(context.held_out) == max(1, count // 8)
+    assert [*context.calibration, *context.validation] == list(range(count))
+    assert len(context.validation) == max(1, count // 8)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 16, 48])
-def test_one_sample_in_eight_is_held_out_however_they_are_divided(size: int) -> None:
+def test_one_sample_in_eight_is_validation_data_however_they_are_divided(size: int) -> None:
     samples = rand(48, 3)
     context = context_of([[batch] for batch in samples.split(size)])
-    learned, held_out = (
-        torch.cat([context.inputs(batch)[0] for batch in batches]) for batches in (context.tuning, context.held_out)
+    learned, validation = (
+        torch.cat([context.inputs(batch)[0] for batch in batches])
+        for batches in (context.calibration, context.validation)
     )
     assert torch.equal(learned, samples[:42])
-    assert torch.equal(held_out, samples[42:])
+    assert torch.equal(validation, samples[42:])
 
 
 @pytest.mark.parametrize(("options", "parts"), [({}, [7, 1]), ({"dynamic_shapes": ({},)}, [8])], ids=["any", "fixed"])
@@ -534,7 +535,7 @@ def test_a_batch_is_divided_only_if_the_model_takes_any_number_of_samples(option
     def look(gm: GraphModule, context: Context) -> None:
         assert sizes(context) == parts
         for run in walk_blocks(gm, context):
-            assert run.held_out_error() > 0
+            assert run.validation_error() > 0
 
     walk(cnn(), images(8), look, **options)
 

@@ -284,7 +284,7 @@ def judge(folder: Path) -> None:
 
     @graph_pass(exact=False, stage=Stage.QUANTIZED, distributed=True)
     def look(gm: GraphModule, context: Context) -> int:
-        found.append([run.held_out_error() for run in walk_blocks(gm, context)])
+        found.append([run.validation_error() for run in walk_blocks(gm, context)])
         return 0
 
     config = in_groups(W4A16_GPTQ).replace(passes=(look,))

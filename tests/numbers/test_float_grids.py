@@ -33,7 +33,7 @@ from quark_fx.passes.adaround import SoftRounding
 from quark_fx.passes.autoround import SignRounding
 from quark_fx.plan.weights import quantize_tensor
 from quark_fx.solvers.error_feedback import factor, round_with_feedback
-from quark_fx.solvers.rounding import OutputError, round_by_descent
+from quark_fx.solvers.rounding import QuadraticError, round_by_descent
 from quark_fx.solvers.scale_search import RATIOS, fit_scales
 from quark_fx.solvers.starts import Start
 
@@ -158,7 +158,7 @@ def test_descent_stays_on_the_grid_and_lowers_the_error(fmt: FloatFormat, device
     weight, mixing = rand(1, 12, 24), rand(24, 24, seed=3)
     x = rand(1, 24, 300, seed=4).mT.matmul(mixing).mT.to(device)
     weight = weight.to(device)
-    error, grid = OutputError.of(x, weight @ x), grid_of(weight, fmt)
+    error, grid = QuadraticError.of(x, weight @ x), grid_of(weight, fmt)
     codes = round_by_descent(weight, error, grid)
     assert torch.isin(codes.double().cpu(), fmt.levels()).all()
     nearest = grid.round(grid.position(weight))

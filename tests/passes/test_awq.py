@@ -72,7 +72,7 @@ def exponents(change: Change) -> tuple[float, float]:
 
 def by_hand(model: Chain) -> dict[tuple[float, float], tuple[float, float]]:
     """Return the relative error of the outputs, on what is learned from and on validation data, for all exponents."""
-    x, held_out = (model.up(part).detach() for part in divided(DATA))
+    x, validation = (model.up(part).detach() for part in divided(DATA))
     weight = model.down.weight.detach()
     groups = weight.unflatten(1, (-1, 16)).abs()
     ratio = (groups / groups.amax(2, keepdim=True)).flatten(1).mean(0)
@@ -82,7 +82,7 @@ def by_hand(model: Chain) -> dict[tuple[float, float], tuple[float, float]]:
         assert GROUPS.weight is not None
         rounded = quantize_tensor(weight * scale, GROUPS.weight).dequantize() / scale
         lost = rounded - weight
-        one, other = (float((y @ lost.T).square().sum() / (y @ weight.T).square().sum()) for y in (x, held_out))
+        one, other = (float((y @ lost.T).square().sum() / (y @ weight.T).square().sum()) for y in (x, validation))
         errors[r / 20, q / 20] = one, other
     return errors
 
@@ -120,13 +120,13 @@ def test_the_groups_of_a_convolution_have_channels_of_their_own() -> None:
     changes = record_of(quantize(model, config, data), "AWQ").changes
     (change,) = [c for c in changes if c.changed]
     r, q = exponents(change)
-    x, held_out = (torch.relu(model.up(part)).detach() for part in divided(data))
+    x, validation = (torch.relu(model.up(part)).detach() for part in divided(data))
     weight = model.down.weight.detach()
     ratio = (weight / weight.abs().amax((1, 2, 3), keepdim=True)).abs().unflatten(0, (2, 16)).mean(1).flatten()
     scale = x.square().mean((0, 2, 3)).sqrt() ** r / ratio**q
     factor = scale.reshape(2, 1, 8, 1, 1).expand(2, 16, 8, 1, 1).flatten(0, 1)
     rounded = quantize_tensor(weight * factor, spec).dequantize() / factor
-    lost, signal = (F.conv2d(held_out, w, groups=2).square().sum() for w in (rounded - weight, weight))
+    lost, signal = (F.conv2d(validation, w, groups=2).square().sum() for w in (rounded - weight, weight))
     assert change.after == pytest.approx(float(lost / signal), rel=1e-3)
     assert change.after is not None
     assert change.before is not None
@@ -216,7 +216,7 @@ def test_what_is_too_large_to_be_squared_is_left() -> None:
     config = GROUPS.replace(passes=(*GROUPS.passes, AWQ()))
     record = record_of(quantize(model, config, [1e25 * x for x in DATA]), "AWQ")
     (change,) = [c for c in record.changes if "down" in c.name]
-    assert change.what == "left: what it reads is too large to be squared"
+    assert change.what == "skipped: what it reads is too large to be squared"
 
 
 class Fork(nn.Module):

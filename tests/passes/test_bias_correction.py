@@ -121,7 +121,7 @@ def test_what_unseen_batches_disagree_with_is_left() -> None:
     data = [rand(32, 16, seed=0) + 3, rand(32, 16, seed=1) + 3, rand(32, 16, seed=2) - 3]
     before, after = quantize(model, WEIGHT_ONLY, data), corrected(model, WEIGHT_ONLY, data)
     (change,) = changes(after)
-    assert change.what == "left: no better on validation data"
+    assert change.what == "skipped: no better on validation data"
     assert change.before == change.after
     assert after.report().passes[-1].rewrites == 0
     assert torch.equal(bias_of(after), bias_of(before))
@@ -138,7 +138,7 @@ def test_operators_that_share_a_weight_are_left_alone() -> None:
             return out
 
     qmodel = corrected(seeded(Twice()), WEIGHT_ONLY, [rand(32, 8, seed=seed) + 3 for seed in range(4)])
-    assert {row.name for row in changes(qmodel) if not row.what.startswith("left")} == {"b"}
+    assert {row.name for row in changes(qmodel) if not row.what.startswith("skipped")} == {"b"}
 
 
 @pytest.mark.parametrize("config", [WEIGHT_ONLY, STATIC, INT8_DYNAMIC], ids=["weight only", "static", "dynamic"])
@@ -187,7 +187,7 @@ def test_operators_without_a_bias_are_left_with_the_reason(how: Means) -> None:
     model = seeded(nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.ReLU(), nn.Conv2d(4, 4, 3, bias=False)))
     data = [x + 1 for x in images(8, 8, 8, 8)]
     plain, qmodel = quantize(model, STATIC, data), corrected(model, STATIC, data, BiasCorrection(means=how))
-    assert {row.what for row in changes(qmodel)} == {"left: it has no bias that is stored"}
+    assert {row.what for row in changes(qmodel)} == {"skipped: it has no bias that is stored"}
     assert qmodel.report().passes[-1].rewrites == 0
     before, after = stored_tensors(plain.graph_module), stored_tensors(qmodel.graph_module)
     assert list(before) == list(after)
@@ -215,7 +215,7 @@ def test_a_product_without_a_place_for_a_bias_is_left() -> None:
             return x @ self.weight
 
     qmodel = corrected(seeded(Product()), WEIGHT_ONLY, [rand(32, 8, seed=seed) + 3 for seed in range(4)])
-    assert not [row for row in changes(qmodel) if not row.what.startswith("left")]
+    assert not [row for row in changes(qmodel) if not row.what.startswith("skipped")]
     assert qmodel.report().passes[-1].rewrites == 0
 
 
@@ -356,13 +356,13 @@ def test_a_transposed_convolution_is_corrected_on_data_alone(stride: int, groups
         for how in (EMPIRICAL, ANALYTIC)
     }
     assert rows[EMPIRICAL]["then"] == "bias"
-    assert rows[ANALYTIC]["then"].startswith("left")
+    assert rows[ANALYTIC]["then"].startswith("skipped")
 
 
 def test_what_has_no_batch_norm_before_it_is_left_with_the_reason() -> None:
     qmodel = corrected(cnn(), STATIC, images(4, 4), ANALYTIC)
     rows = {row.name: row.what for row in changes(qmodel)}
-    left = "left: no batch norm (and at most a clamp) before it"
+    left = "skipped: no batch norm (and at most a clamp) before it"
     assert rows == {"stem.0": left, "block.conv": left, "head": left}  # a pool and a sum lie between
     assert qmodel.report().passes[-1].rewrites == 0
 
@@ -371,7 +371,7 @@ def test_the_analytic_mean_needs_no_data() -> None:
     program = torch.export.export(normed(nn.ReLU(), nn.Conv2d(6, 8, 1)), (rand(2, 4, 8, 8),))
     config = WEIGHT_ONLY.replace(passes=(*WEIGHT_ONLY.passes, ANALYTIC))
     qmodel = qfx.quantize(program, config, progress=False)
-    assert {row.name: row.what[:9] for row in changes(qmodel)} == {"first": "left: no ", "then": "corrected"}
+    assert {row.name: row.what[:9] for row in changes(qmodel)} == {"first": "skipped: no ", "then": "corrected"}
 
 
 def test_the_empirical_mean_says_that_it_needs_data() -> None:

@@ -325,10 +325,10 @@ def noted(model: nn.Module, x: Tensor, *passes: Any) -> dict[str, Change]:
         (
             nn.Conv2d(4, 8, 3, padding=1),
             nn.ReLU(),
-            "left: %conv2d_1 pads with zeros",
+            "skipped: %conv2d_1 pads with zeros",
         ),
-        (nn.Conv2d(4, 8, 3), nn.ReLU6(), "left: it is read by aten.hardtanh.default (%hardtanh)"),
-        (nn.MaxPool2d(2), nn.ReLU(), "left: it is read by aten.max_pool2d.default (%max_pool2d)"),
+        (nn.Conv2d(4, 8, 3), nn.ReLU6(), "skipped: it is read by aten.hardtanh.default (%hardtanh)"),
+        (nn.MaxPool2d(2), nn.ReLU(), "skipped: it is read by aten.max_pool2d.default (%max_pool2d)"),
     ],
 )
 def test_every_operator_says_what_became_of_its_bias(second: nn.Module, between: nn.Module, what: str) -> None:
@@ -336,21 +336,21 @@ def test_every_operator_says_what_became_of_its_bias(second: nn.Module, between:
     assert rows["0"].what.startswith(what)
     assert rows["0"].changed == what.startswith("lowered")
     if isinstance(second, nn.Conv2d):
-        assert rows["3"].what == "left: no batch norm was folded into it"
+        assert rows["3"].what == "skipped: no batch norm was folded into it"
 
 
 def test_a_low_mean_is_said_to_be_low() -> None:
     rows = noted(high_bias(nn.Conv2d(4, 8, 3), nn.ReLU(), beta=0.4), rand(2, 3, 6, 6), AbsorbHighBias())
-    assert rows["0"].what == "left: its mean is too near to where the ReLU cuts"
+    assert rows["0"].what == "skipped: its mean is too near to where the ReLU cuts"
 
 
 def test_what_takes_part_in_a_site_that_is_left_is_named() -> None:
     rows = noted(seeded(Normed()), torch.tensor([[1, 2, 3], [4, 5, 6]]), CrossLayerEqualization())
-    assert "left: aten.layer_norm.default (%layer_norm) takes part" in rows["b"].what
-    assert "left: aten.embedding.default (%embedding) takes part" in rows["a"].what
+    assert "skipped: aten.layer_norm.default (%layer_norm) takes part" in rows["b"].what
+    assert "skipped: aten.embedding.default (%embedding) takes part" in rows["a"].what
     model = seeded(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU6(), nn.Conv2d(4, 3, 1)))
     rows = noted(model, rand(2, 3, 4, 4), CrossLayerEqualization(keep_scalar_bounds=True))
-    assert rows["2"].what == "left: the bounds of %hardtanh stay scalar (keep_scalar_bounds)"
+    assert rows["2"].what == "skipped: the bounds of %hardtanh stay scalar (keep_scalar_bounds)"
 
 
 @pytest.mark.parametrize(

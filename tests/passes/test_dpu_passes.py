@@ -203,7 +203,7 @@ REASONS: dict[str, tuple[Function, GraphPass, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REASONS)
 def test_pools_that_stay_say_why(case: str) -> None:
     function, rewrite, options, reason = REASONS[case]
-    assert noted(function, rewrite, **options) == [(f"left: {reason}", False)]
+    assert noted(function, rewrite, **options) == [(f"skipped: {reason}", False)]
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_no_site_is_worse_on_samples_it_was_not_chosen_by(name: str) -> None:
         if change.what.startswith("alpha"):
             assert change.after < change.before
         else:
-            assert change.what == "left: no better on validation data"
+            assert change.what == "skipped: no better on validation data"
             assert change.after == change.before
 
 
@@ -329,7 +329,7 @@ def test_a_site_that_no_strength_helps_is_left_alone() -> None:
     smooth = SmoothQuant(alphas=(0.0,))
     qmodel = smoothed(model, DATA, TOKEN, smooth)
     (row,) = changes(qmodel).values()
-    assert row.what == "left: no better on validation data"
+    assert row.what == "skipped: no better on validation data"
     assert record(qmodel).rewrites == 0
     plain, found = (stored_tensors(q.graph_module) for q in (quantize(model, TOKEN, DATA), qmodel))
     assert list(plain) == list(found)
@@ -347,7 +347,7 @@ def test_what_tuning_finds_and_unseen_samples_deny_is_left() -> None:
     other[:, 1:4] = 0.0
     rows = [changes(smoothed(model, data, TOKEN))["2"] for data in ([outlier] * 3, [outlier, outlier, other])]
     assert rows[0].what.startswith("alpha")
-    assert rows[1].what.startswith("left")
+    assert rows[1].what.startswith("skipped")
     assert rows[1].after == rows[1].before
 
 
@@ -364,7 +364,7 @@ def test_where_no_activation_is_quantized_there_is_nothing_to_smooth(config: Qua
 def test_operators_that_stay_in_float_are_not_smoothed_for() -> None:
     model = planted(100.0)
     qmodel = smoothed(model, DATA, INT8_STATIC.replace(exclude=("up",)))
-    assert changes(qmodel)["up"].what.startswith("left: not every operator that reads it multiplies codes by codes")
+    assert changes(qmodel)["up"].what.startswith("skipped: not every operator that reads it multiplies codes by codes")
     before, after = float_graphs(model, DATA, INT8_STATIC.replace(exclude=("up",)))
     assert torch.equal(stored_tensors(before)["norm.weight"], stored_tensors(after)["norm.weight"])
 
@@ -372,10 +372,10 @@ def test_operators_that_stay_in_float_are_not_smoothed_for() -> None:
 def test_every_operator_without_a_site_says_why() -> None:
     qmodel = smoothed(cnn(), images(4, 4))
     rows = changes(qmodel)
-    assert rows["stem.0"].what == "left: its input is an input of the model"
+    assert rows["stem.0"].what == "skipped: its input is an input of the model"
     assert {name for names in rows for name in names.split(", ")} == {"stem.0", "block.conv", "head"}
     for change in rows.values():
-        assert change.what.startswith(("left: ", "alpha "))
+        assert change.what.startswith(("skipped: ", "alpha "))
         assert (change.before is None) == (change.after is None)
     table = qmodel.report().pass_table("SmoothQuant")
     assert all(change.what in table for change in rows.values())
@@ -505,7 +505,7 @@ def multiplications(gm: GraphModule) -> list[Any]:
 def test_where_nothing_absorbs_the_scale_it_is_multiplied_by_if_asked(name: str) -> None:
     model, config = gelu(), CONFIGS[name]
     left = changes(smoothed(model, DATA, config))["down"].what
-    assert left.startswith("left: its input is made by aten.gelu.default at %gelu")
+    assert left.startswith("skipped: its input is made by aten.gelu.default at %gelu")
     explicit = SmoothQuant(explicit=True)
     before, after = float_graphs(model, DATA, config, explicit)
     assert not multiplications(before)
@@ -532,7 +532,7 @@ def test_nothing_is_multiplied_where_no_strength_helps() -> None:
         model.weight.copy_(model.weight.sign())
     data = [rand(16, 8, seed=seed).sign() for seed in range(4)]
     qmodel = smoothed(model, data, INT8_STATIC, SmoothQuant(explicit=True))
-    assert [change.what for change in changes(qmodel).values()] == ["left: no better on validation data"]
+    assert [change.what for change in changes(qmodel).values()] == ["skipped: no better on validation data"]
     assert not calls(qmodel, "aten.mul")
 
 

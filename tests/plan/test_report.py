@@ -179,7 +179,8 @@ def test_a_report_is_iterable_and_plain_data() -> None:
     assert all(isinstance(row, Row) for row in report)
     data = report.to_dict()
     assert data["totals"] == report.totals
-    assert [p["name"] for p in data["passes"]] == ["fold_constants", "fold_batch_norm"]
+    own = ["insert_observers", "calibrate", "convert"]
+    assert [p["name"] for p in data["passes"]] == ["fold_constants", "fold_batch_norm", *own]
     assert [p["rewrites"] for p in data["passes"]] == [0, 2]
     json.dumps(data)
 
@@ -192,12 +193,12 @@ def test_a_model_without_weights_has_an_empty_report() -> None:
 
 def test_a_long_reason_is_shortened_in_the_table_and_kept_in_full() -> None:
     reason = (
-        "left: its input is made by aten.gelu.default at %gelu (/home/someone/model.py:7, module a.b), which is one"
+        "skipped: its input is made by aten.gelu.default at %gelu (/home/someone/model.py:7, module a.b), which is one"
     )
     change = Change("up", reason + " and so on" * 30, changed=False)
     report = Report((), (PassRecord("SmoothQuant", 0, 1.0, (change,)),))
     line = report.pass_table().splitlines()[-1]
-    assert "left: its input is made by aten.gelu.default at %gelu, which is one" in line
+    assert "skipped: its input is made by aten.gelu.default at %gelu, which is one" in line
     assert "…" in line
     assert "/home" not in line
     assert len(max(report.pass_table().splitlines(), key=len)) < 130
@@ -211,10 +212,10 @@ def test_what_was_judged_on_the_data_it_was_learned_from_says_so() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         many = quantize(mlp(), config, tokens(4))
-    assert not one.report().passes[-1].held_out
+    assert not one.report().passes[-1].validated
     assert "on the data it was learned from" in str(one.report())
     assert "held-out" not in str(one.report())
-    assert "on held-out data" in str(many.report())
+    assert "on validation data" in str(many.report())
     assert PassRecord.from_dict(asdict(one.report().passes[-1])) == one.report().passes[-1]
 
 
@@ -224,10 +225,10 @@ def test_the_report_says_what_judged_a_pass(learns: Any) -> None:
     weight = TensorSpec(format=INT3, granularity=Granularity.GROUP, group_size=16)
     config = QuantConfig(weight=weight, passes=(_noting, learns), target=Target.TORCH)
     report = quantize(mlp(), config, tokens(4, 4, 4)).report()
-    assert [record.held_out for record in report.passes] == [False, True]
+    assert [record.validated for record in report.passes] == [False, True]
     lines = [line for line in str(report).splitlines() if "mean error" in line]
     assert len(lines) == 2
-    assert [("on held-out data" in line, "on the data it was learned from" in line) for line in lines] == [
+    assert [("on validation data" in line, "on the data it was learned from" in line) for line in lines] == [
         (False, True),
         (True, False),
     ]

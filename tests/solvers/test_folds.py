@@ -96,6 +96,6 @@ def test_any_fold_sees_calibration_batches_without_padding() -> None:
         qmodel = quantize(seeded(Attention()), RTN.replace(passes=(Counting(),)), [data])
         found.append({change.name: change.what for change in qmodel.report().passes[-1].changes})
     whole, masked = found
-    assert whole["into"] == f"left: {7 * 24 * 32} in 1"
-    assert masked["into"] == f"left: {7 * 18 * 32} in 1"
-    assert masked["down"] == f"left: {7 * 18 * 96} in 1"
+    assert whole["into"] == f"skipped: {7 * 24 * 32} in 1"
+    assert masked["into"] == f"skipped: {7 * 18 * 32} in 1"
+    assert masked["down"] == f"skipped: {7 * 18 * 96} in 1"

@@ -431,9 +431,9 @@ def test_the_error_that_is_reported_is_that_of_what_is_stored(name: str) -> None
     def look(gm: GraphModule, context: Context) -> None:
         seen = 0
         for run in walk_blocks(gm, context, unit=options.unit):
-            size = torch.cat([t.flatten() for t in run.targets(context.held_out[0])]).square().mean().sqrt()
+            size = torch.cat([t.flatten() for t in run.targets(context.validation[0])]).square().mean().sqrt()
             for weight in quantized_weights(run.module, context.plan):
-                row, found = rows[weight.name], run.held_out_error()
+                row, found = rows[weight.name], run.validation_error()
                 assert row.after is not None
                 assert row.before is not None
                 step = 0.0
@@ -549,7 +549,7 @@ def test_codes_that_several_operators_read_are_left_alone(unit: Unit) -> None:
     after = tensors(qmodel)
     assert {change.name for change in changes(qmodel) if change.before is not None} == {"b"}
     left = {change.what for change in changes(qmodel) if change.before is None}
-    assert left <= {"left: several operators read its weight"}
+    assert left <= {"skipped: several operators read its weight"}
     for key in before:
         assert key.startswith("b.weight") or torch.equal(before[key], after[key]), key
     assert not torch.equal(before["b.weight_codes"], after["b.weight_codes"])
@@ -649,8 +649,12 @@ def test_every_change_counts() -> None:
 def test_power_of_two_scales_stay() -> None:
     """A learned one would be none."""
     qmodel = learn(AdaQuant(scale_rate=0.05, **SHORT), config=XINT8)
-    assert qmodel.report().passes[-1].changes[0].what == "left: activation scales may not take any value (scale_type)"
-    assert "left: activation scales" not in learn(AdaQuant(scale_rate=0.0, **SHORT), config=XINT8).report().pass_table()
+    assert (
+        qmodel.report().passes[-1].changes[0].what == "skipped: activation scales may not take any value (scale_type)"
+    )
+    assert (
+        "skipped: activation scales" not in learn(AdaQuant(scale_rate=0.0, **SHORT), config=XINT8).report().pass_table()
+    )
     before = tensors(quantize(cnn(), XINT8, BATCHES))
     for key, tensor in tensors(qmodel).items():
         assert torch.equal(tensor, before[key]) or key.endswith("codes"), key
@@ -777,7 +781,7 @@ def test_what_no_start_knows_gradient_steps_learn(what: str, learner: str) -> No
         assert any(after < 0.9 * before for before, after in judged(qmodel))
     assert all(after <= before for before, after in judged(qmodel))
     assert qmodel(batches[0]).shape == model(batches[0]).shape
-    assert not any("left" in change.what for change in changes(qmodel))
+    assert not any("skipped" in change.what for change in changes(qmodel))
 
 
 @of_both_units
@@ -910,7 +914,7 @@ def test_learners_may_follow_each_other() -> None:
 
 
 def logit_error(name: str, config: QuantConfig) -> tuple[float, float]:
-    """Return the relative squared error of the logits of held-out images, and the accuracy."""
+    """Return the relative squared error of the logits of validation images, and the accuracy."""
     network = trained(name)
     qmodel = quantize(network.model, config, network.calibration[:5])
     with torch.no_grad():

@@ -20,7 +20,7 @@ from quark_fx.graph.linear import Linear
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.numbers.grid import Grid
 from quark_fx.solvers import rounding
-from quark_fx.solvers.rounding import OutputError, round_by_descent
+from quark_fx.solvers.rounding import QuadraticError, round_by_descent
 
 aten = torch.ops.aten
 ALL = 1 << 40
@@ -241,18 +241,18 @@ def grid(weight: Tensor, bits: int = 4) -> tuple[Tensor, tuple[int, int]]:
 DAMPING = 0.01
 
 
-def form_of(x: Tensor, y: Tensor) -> OutputError:
+def form_of(x: Tensor, y: Tensor) -> QuadraticError:
     """Return the form as if of so many rows that only `DAMPING` pulls towards the weight."""
-    return replace(OutputError.of(x, y), rows=1 << 40)
+    return replace(QuadraticError.of(x, y), rows=1 << 40)
 
 
-def descend(weight: Tensor, error: OutputError, scale: Tensor, limits: tuple[int, int], sweeps: int = 8) -> Tensor:
+def descend(weight: Tensor, error: QuadraticError, scale: Tensor, limits: tuple[int, int], sweeps: int = 8) -> Tensor:
     """Return codes around a zero point of 0."""
     point = torch.zeros(1, device=weight.device)
     return round_by_descent(weight, error, Grid(scale, point, limits), sweeps=sweeps, damping=DAMPING)
 
 
-def forms(error: OutputError, weight: Tensor, values: Tensor) -> Tensor:
+def forms(error: QuadraticError, weight: Tensor, values: Tensor) -> Tensor:
     """Return, in float64, what the descent lowers, for each row of `values`: `(..., groups, outputs)`."""
     h, g, weight, values = error.h.double(), error.g.double(), weight.double(), values.double()
     damping = DAMPING + weight.shape[-1] / error.rows
@@ -280,15 +280,15 @@ def test_the_form_is_the_relative_squared_error(
         y.abs() @ x.abs().mT * weight.abs()
     ).sum()
     bound = float((size + y.square().sum()) / y.square().sum()) * (rows + inputs) * torch.finfo(torch.float32).eps
-    assert float(OutputError.of(x, y)(weight)) == pytest.approx(float(expected), rel=0, abs=bound)
+    assert float(QuadraticError.of(x, y)(weight)) == pytest.approx(float(expected), rel=0, abs=bound)
 
 
 def test_the_form_of_the_parts_is_the_form_of_the_whole() -> None:
     _, x, y = problem(2, 3, inputs=5, rows=64)
     x, y = x.round(decimals=1).mul(10).round(), y.mul(10).round()  # integers, whose sums are exact
     whole, parts = (
-        OutputError.of(x, y),
-        OutputError.of(x[..., :20], y[..., :20]) + OutputError.of(x[..., 20:], y[..., 20:]),
+        QuadraticError.of(x, y),
+        QuadraticError.of(x[..., :20], y[..., :20]) + QuadraticError.of(x[..., 20:], y[..., 20:]),
     )
     for a, b in zip((whole.h, whole.g, whole.c), (parts.h, parts.g, parts.c), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
@@ -505,7 +505,7 @@ def test_what_is_given_is_left_alone() -> None:
 def test_few_rows_damp_by_the_inputs_for_each_row() -> None:
     """Inputs over rows is added to the damping, whatever that is; without it the codes are others."""
     weight, rows = rand(1, 12, 24), rand(1, 24, 6, seed=3)
-    error, (scale, limits) = OutputError.of(rows, weight @ rows), grid(weight, 3)
+    error, (scale, limits) = QuadraticError.of(rows, weight @ rows), grid(weight, 3)
     levels = Grid(scale, torch.zeros(1), limits)
     few = round_by_descent(weight, error, levels, damping=0.1)
     many = [round_by_descent(weight, replace(error, rows=1 << 40), levels, damping=d) for d in (0.1 + 24 / 6, 0.1)]

@@ -57,28 +57,30 @@ def _factor(gm: GraphModule, node: Node) -> float | str:
     if name == "aten.mean.dim":
         sizes = [shape[dim] for dim in argument(node, 1) or range(len(shape))]
         known = [size for size in sizes if size is not None]
-        return _noted(nearest_shift(math.prod(known))) if len(known) == len(sizes) else "left: the size varies"
+        return _noted(nearest_shift(math.prod(known))) if len(known) == len(sizes) else "skipped: the size varies"
     if name == "aten.avg_pool2d.default":
         kernel, divisor = argument(node, 1), argument(node, 6)
         if divisor not in (None, kernel[0] * kernel[-1]):
-            return f"left: it divides {kernel[0]}×{kernel[-1]} values by {divisor}"
+            return f"skipped: it divides {kernel[0]}×{kernel[-1]} values by {divisor}"
         return _of_kernel(kernel[0], kernel[-1])
     if name != "aten.adaptive_avg_pool2d.default":
-        return "left: a pool over one dimension"
+        return "skipped: a pool over one dimension"
     if list(argument(node, 1)) != [1, 1]:
-        return "left: an adaptive pool to several values"
+        return "skipped: an adaptive pool to several values"
     height, width = shape[-2:]
     if height is None or width is None:
-        return "left: the size varies"
+        return "skipped: the size varies"
     return _of_kernel(height, width)
 
 
 def _of_kernel(height: int, width: int) -> float | str:
-    return _noted(square_factor(height)) if height == width else f"left: its kernel of {height}×{width} is not square"
+    return (
+        _noted(square_factor(height)) if height == width else f"skipped: its kernel of {height}×{width} is not square"
+    )
 
 
 def _noted(factor: float) -> float | str:
-    return "left: it is exact" if factor == 1.0 else factor
+    return "skipped: it is exact" if factor == 1.0 else factor
 
 
 def square_factor(side: int) -> float:
