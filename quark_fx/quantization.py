@@ -25,11 +25,12 @@ from quark_fx.checkpoints.open_checkpoint import open_checkpoint
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
+from quark_fx.engine.calibration import planned
 from quark_fx.engine.context import Checkpoint, Context, fingerprint, require_resources
 from quark_fx.engine.quantized_weights import quantized_weights
 from quark_fx.engine.ranks import ALONE, Ranks
 from quark_fx.engine.resources import Resources, expect, parse_bytes, require_room
-from quark_fx.errors import CalibrationError, ConfigError, QuarkError
+from quark_fx.errors import CalibrationError, ConfigError, PassError, QuarkError
 from quark_fx.export import gguf, huggingface, onnx
 from quark_fx.graph.nodes import (
     device_of,
@@ -214,6 +215,8 @@ def _transformed(
     gm, rewritten = run_passes(gm, floats, verify_inputs=verify_inputs, context=context, in_place=True)
     gm, done = run_passes(gm, others[len(floats) :], context=context, in_place=True)
     rows = context.rows
+    if not rows and planned(context).plan.operators:
+        raise PassError("the pass of the settled stage left no report; call `quark_fx.passes.convert` in it")
     if any(pass_stage(p) is Stage.QUANTIZED for p in others):
         rows = _with_learned_weights(rows, gm, context)
     return gm, rows, [*records, *rewritten, *done]

@@ -45,7 +45,7 @@ from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.sample_trial import SampledSite, SampleTrial
 from quark_fx.solvers.scaling import ScalingSolver, scaling_solver
-from quark_fx.solvers.solver import Activation, Bias, Input, InputHessian, OutputError, Proposal, Solver, solver
+from quark_fx.solvers.solver import Activation, Bias, Input, InputHessian, OutputError, Proposal, Skip, Solver, solver
 
 EXTENSIONS = sorted((Path(__file__).parent / "extensions").glob("[!_]*.py"))
 
@@ -747,3 +747,44 @@ def test_learned_codes_that_are_worse_are_dropped() -> None:
     plain, spoiled = (learned(cnn(), COARSE, data, *passes) for passes in ((), (ShiftTooFar(iterations=2),)))
     assert same(plain, spoiled)
     assert {change.what for change in changes(spoiled)} == {"0.0% of the codes"}
+
+
+@solver
+@dataclass(frozen=True, kw_only=True)
+class Overwrite(Solver):
+    """Write into the float weight."""
+
+    def solve(self, weight: QuantizedMatrix, seen: Hessian) -> Skip:
+        weight.real.data.mul_(0)
+        return Skip("it is gone")
+
+
+@solver
+@dataclass(frozen=True, kw_only=True)
+class Silent(Solver):
+    """Answer nothing."""
+
+    def solve(self, weight: QuantizedMatrix, seen: Hessian) -> Any:
+        return None
+
+
+def test_a_solver_that_writes_into_the_model_is_named() -> None:
+    model = seeded(Attention())
+    with pytest.raises(PassError, match=r"pass Overwrite wrote into .*weight, which the caller's model shares"):
+        quantize(model, RTN.replace(passes=(Overwrite(),)), ids(16, 16))
+
+
+def test_a_solver_that_answers_nothing_is_told_what_to_answer() -> None:
+    with pytest.raises(PassError, match=r"solve returns a Proposal of a QuantizedMatrix, or a Skip .*, not NoneType"):
+        quantize(seeded(Attention()), RTN.replace(passes=(Silent(),)), ids(16, 16))
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_errors_after_a_pass_that_learned_from_all_samples_are_not_called_validated(count: int) -> None:
+    """Of few samples GPTQ learns again from all, and what a later pass judges by is not unseen then."""
+    config = RTN.replace(passes=(GPTQ(), RefitScales()))
+    data = ids(16, 16) if count == 1 else ids(*(60 * [16]))
+    first, second = quantize(seeded(Attention()), config, data).report().passes[-2:]
+    assert first.validated
+    assert second.validated == (not any(change.all_samples for change in first.changes))
+    assert any(change.all_samples for change in first.changes) == (count == 1)

@@ -77,7 +77,7 @@ class BlockRun:
 
     def outputs(self, batch: int) -> list[Any]:
         """Return what the quantized block makes now of its quantized inputs, in the order of `targets`."""
-        with torch.no_grad(), running(batch):
+        with torch.no_grad(), running(self._context.number_of(batch)):
             return self.made(self.module(*self.inputs(batch)))
 
     def made(self, outputs: Sequence[Any]) -> list[Any]:
@@ -238,7 +238,7 @@ class _Streams:
         with torch.no_grad():
             for batch in self.batches:
                 give_back()
-                with running(batch):
+                with running(self.context.number_of(batch)):
                     outputs = module(*self.values(stream, block.inputs, batch))
                 for name, value in zip(block.outputs, outputs, strict=True):
                     if name in new and not (stream == "quantized" and name in self.shared):
@@ -326,9 +326,9 @@ def _exchange(run: BlockRun, context: Context, before: int) -> None:
     stored: dict[str, Tensor] = {}
     changes: list[Change] = []
     for tensors, notes in found:
-        known = {change.name for change in changes}
+        known = set(changes)
         stored = tensors | stored
-        changes += [change for change in notes if change.name not in known]
+        changes += [change for change in notes if change not in known]
     for name, value in stored.items():
         run.store(name, value)
     order = {operator.name: position for position, operator in enumerate(context.plan.values())}

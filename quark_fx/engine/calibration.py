@@ -14,8 +14,8 @@ from tqdm.auto import tqdm
 
 from quark_fx.config.quant_config import TensorSpec
 from quark_fx.engine.block_walk import run_blocks, running
-from quark_fx.engine.context import Context
-from quark_fx.errors import CalibrationError
+from quark_fx.engine.context import Calibrated, Context
+from quark_fx.errors import CalibrationError, PassError
 from quark_fx.graph.nodes import describe, device_of, is_parameter, parameter, placeholders, set_parameter, target_name
 from quark_fx.numbers.qparams import QParams
 from quark_fx.observers import Observer
@@ -80,6 +80,20 @@ def watches_in(gm: GraphModule) -> dict[Node, Watch]:
     return {node: watch for node, watch in calls.items() if isinstance(watch, Watch)}
 
 
+def planned(context: Context) -> Calibrated:
+    """Return the plan of a run.
+
+    Raises:
+        PassError: if the pass of the planned stage made none.
+    """
+    if context.calibrated is None:
+        raise PassError(
+            "there is no plan; a pass of the planned stage puts Calibrated(plan_quantization(gm, context.config)) into "
+            "context.calibrated, and a copy of the graph into context.float_graph, as `insert_observers` does"
+        )
+    return context.calibrated
+
+
 def observe_batches(gm: GraphModule, context: Context) -> None:
     """Run every batch through the observers in a graph, and merge what all ranks saw.
 
@@ -101,19 +115,22 @@ def observe_batches(gm: GraphModule, context: Context) -> None:
             finite.append(_are_finite([leaves[i] for i in quantized]))
             nonzero.append(_flags([leaves[i].any() for i in quantized]))
             if not context.by_block:
-                with running(len(finite) - 1):
+                with running(context.number_of(len(finite) - 1)):
                     gm(*map(lay_out, leaves))
         if context.by_block:
             run_blocks(gm, context)
     if not finite:
         raise CalibrationError("the calibration data holds no batch; pass at least one (a generator can be read once)")
-    for batch_index, flags in enumerate(finite):
-        for flag, position in zip(flags.tolist(), quantized, strict=True):
-            if not flag:
-                raise CalibrationError(
-                    f"calibration batch {batch_index}: input {places[position].target} holds NaN or infinity; remove "
-                    "such samples"
-                )
+    failed = [
+        CalibrationError(
+            f"calibration batch {context.number_of(batch)}: input {places[position].target} holds NaN or infinity; "
+            "remove such samples"
+        )
+        for batch, flags in enumerate(finite)
+        for flag, position in zip(flags.tolist(), quantized, strict=True)
+        if not flag
+    ]
+    context.ranks.raise_first(failed[0] if failed else None)
     for position, found in zip(quantized, torch.stack(nonzero).any(0).tolist(), strict=True):
         if not found:
             warn(
@@ -150,7 +167,7 @@ def run_batches(gm: GraphModule, context: Context) -> None:
         return
     with torch.no_grad(), fast_layout(gm) as lay_out:
         for batch in range(len(context.batches)):
-            with running(batch):
+            with running(context.number_of(batch)):
                 gm(*map(lay_out, context.inputs(batch)))
 
 

@@ -81,6 +81,8 @@ class Context:
         float_graph: the graph before conversion, for passes of the quantized stage.
         plan: how each operator of it is quantized, by the name of its node.
         calibrated: the plan, once there is one, and its scales, once they are calibrated.
+        all_samples_learned: a pass has learned from the validation samples, too; what later passes say of them is no
+            judgement on unseen data.
         rows: of the report, once the graph is converted.
         names: of the flat inputs, in order.
         changes: what the pass that is running noted so far.
@@ -104,6 +106,7 @@ class Context:
     unread: Iterable[list[Any]] = ()
     calibrated: Calibrated | None = None
     rows: list[Row] = field(default_factory=list)
+    all_samples_learned: bool = False
     names: tuple[str, ...] = ()
     ranks: Ranks = ALONE
     by_block: bool = False
@@ -211,6 +214,10 @@ class Context:
         """Return one of the flat inputs of batch `index`, a tensor on the device."""
         batch, part = self.batches[index]
         return _part(self.cache.get(("batch", batch, position)), part)
+
+    def number_of(self, index: int) -> int:
+        """Return which of the user's batches batch `index` is, or is a part of."""
+        return self.batches[index][0] if self.batches else index
 
     def kept_positions(self, batch: int) -> Positions | None:
         """Return which positions of batch `batch` are no padding, or `None` if the data does not say.

@@ -114,7 +114,8 @@ def scale_limits(
         if weight.bias_scale_follows and name in least:
             needed = weight.bias_value(gm).abs() / (weight.scale(gm).abs() * 0.99 * INT32.qmax)
             least[name] = max(least[name], float(needed.max()))
-    most = {activation.scale_name: activation.most(gm) for activation in quantized_activations(gm)}
+    activations = (activation for activation in quantized_activations(gm) if activation.scale_name in least)
+    most = {activation.scale_name: activation.most(gm) for activation in activations}
     return {name: (least[name], most.get(name, math.inf)) for name in least}
 
 
@@ -137,8 +138,10 @@ def biases_at(
     for weight in quantized_weights(gm, plan):
         follows = weight.bias_scale_follows and weight.input_scale in scales
         if follows or weight.node.name in new:
-            step = scales[str(weight.input_scale)] * weight.scale(gm) if follows else None
-            value = new[weight.node.name] if weight.node.name in new else weight.bias_value(gm)
+            # The graph may lie elsewhere than what was learned of one of its blocks.
+            scale = weight.scale(gm)
+            step = scales[str(weight.input_scale)].to(scale.device) * scale if follows else None
+            value = new[weight.node.name].to(scale.device) if weight.node.name in new else weight.bias_value(gm)
             tensors |= weight.bias_tensors(gm, value, step)
     return tensors
 

@@ -7,12 +7,14 @@ divided.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -71,9 +73,11 @@ class Ranks:
         """Return what each process passed, in their order."""
         if self.alone:
             return [value]
+        packed = io.BytesIO()
+        torch.save(value, packed)
         found: list[Any] = [None] * self.count
-        self._together(lambda: dist.all_gather_object(found, value))
-        return found
+        self._together(lambda: dist.all_gather_object(found, packed.getvalue()))
+        return [_unpacked(other, found[self.index]) for other in found]
 
     def fold(self, value: T, merge: Callable[[T, T], T]) -> T:
         """Return what all processes passed, merged in their order."""
@@ -109,6 +113,12 @@ class Ranks:
             raise found
         return found  # type: ignore[no-any-return]
 
+    def raise_first(self, error: QuarkError | None) -> None:
+        """Raise the error of the first process that has one, in all of them."""
+        for found in self.gather(error):
+            if found is not None:
+                raise found
+
     def _together(self, collective: Callable[[], object]) -> None:
         try:
             collective()
@@ -117,6 +127,22 @@ class Ranks:
                 f"rank {self.index} of {self.count} cannot reach the others ({str(error).splitlines()[0]}); if one "
                 "ended, torchrun names it. Start the job again: checkpoint= and output_dir= keep finished blocks"
             ) from error
+
+
+def _unpacked(packed: bytes, own: bytes) -> Any:
+    """Return what another process packed, its tensors on the accelerator that `own` has tensors on, if it has."""
+    places: list[str] = []
+
+    def note(storage: Any, place: str) -> Any:
+        places.append(place)
+        return storage
+
+    def move(storage: Any, place: str) -> Any:
+        here = next((place for place in places if place != "cpu"), "cpu")
+        return storage if "cpu" in (place, here) else torch.serialization.default_restore_location(storage, here)
+
+    torch.load(io.BytesIO(own), map_location=note, weights_only=False)
+    return torch.load(io.BytesIO(packed), map_location=move, weights_only=False)
 
 
 ALONE = Ranks()

@@ -99,6 +99,7 @@ class Change:
         before: relative squared error of what it minimises (0 is exact); `PassRecord.validated` says on which data.
         after: the same with what was kept.
         seconds: what it took; NaN of a loaded model.
+        all_samples: what was kept is learned from the validation samples as well, after they judged it.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Change:
     before: float | None = None
     after: float | None = None
     seconds: float = field(default=0.0, compare=False)
+    all_samples: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class PassRecord:
     Attributes:
         seconds: what it took; NaN of a loaded model.
         validated: the errors of the rows are on data that was not learned from: the pass judges by it
-            (`Promise.validated`), and there was more than a single sample.
+            (`Promise.validated`), there was more than a single sample, and no pass before learned from all of them.
         remark: what else could be done, in a few words.
     """
 
@@ -163,7 +165,7 @@ def graph_pass(
     exact: bool = True,
     requires: tuple[Check, ...] = (),
     ensures: tuple[Check, ...] = (),
-    stage: Stage = Stage.FLOAT,
+    stage: Stage | str = Stage.FLOAT,
     after: tuple[str, ...] = (),
     distributed: bool = False,
     targets: tuple[str, ...] = (),
@@ -175,11 +177,24 @@ def graph_pass(
     a notebook's cell does that is run twice.
 
     Raises:
-        ConfigError: if a pass of another module has the name.
+        ConfigError: if a pass of another module has the name, `stage` is none, or a class of passes with options is
+            no dataclass.
     """
+    try:
+        stage = Stage(stage)
+    except ValueError:
+        known_stages = ", ".join(map(repr, map(str, Stage)))
+        raise ConfigError(
+            f"unknown stage {stage!r}; choose one of {known_stages}{nearest(stage, list(Stage))}"
+        ) from None
 
     def register(target: P) -> P:
         name: str = target.__name__  # type: ignore[attr-defined]
+        if isinstance(target, type) and not is_dataclass(target) and target.__init__ is not object.__init__:  # type: ignore[misc]
+            raise ConfigError(
+                f"pass {name} is a class with options; put @dataclass(frozen=True) below @graph_pass(), so that "
+                "configurations can store them"
+            )
         if (known := PASSES.get(name)) is not None and known.__module__ != target.__module__:
             raise ConfigError(
                 f"{target.__module__} registers a pass called {name}, and {known.__module__} has one of that name; "
@@ -368,7 +383,7 @@ def run_passes(
                     f"pass {name} learns from data; run it through `quantize`, or give `run_passes` a context"
                 )
             notes = Notes(gm)
-            weights = _Unwritten(gm, p)
+            weights = _Unwritten(gm, p, getattr(context, "float_graph", None))
             rewrites = p(gm, context=context) if takes_context(p) else p(gm)
             if type(rewrites) is not int or rewrites < 0:
                 raise PassError(f"pass {name} returned {rewrites!r}; a pass returns how often it rewrote the graph")
@@ -391,7 +406,8 @@ def run_passes(
             records.append(PassRecord(name, rewrites, seconds))
         else:
             changes, context.remark, remark = tuple(context.take_changes()), "", context.remark
-            validated = context.has_validation and promise.validated
+            validated = context.has_validation and promise.validated and not context.all_samples_learned
+            context.all_samples_learned |= any(change.all_samples for change in changes)
             records.append(PassRecord(name, rewrites, seconds, changes, validated, remark))
     return gm, records
 
@@ -403,8 +419,9 @@ class _Unwritten:
     passes that are not part of this package: a gigabyte takes about a second.
     """
 
-    def __init__(self, gm: GraphModule, p: GraphPass) -> None:
-        tensors = stored_tensors(gm)
+    def __init__(self, gm: GraphModule, p: GraphPass, float_graph: GraphModule | None = None) -> None:
+        # Where there is a float graph, the tensors of the caller's model are in it; the codes are ours.
+        tensors = stored_tensors(gm if float_graph is None else float_graph)
         self.tensors = {name: t for name, t in tensors.items() if not t.is_inference() and not t.is_meta}
         self.versions = {name: tensor._version for name, tensor in self.tensors.items()}
         foreign = not str(p.__module__).startswith("quark_fx.")

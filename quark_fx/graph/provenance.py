@@ -167,6 +167,11 @@ class Notes:
             for leaf in leaves:
                 if isinstance(leaf, Node):
                     self.readers.setdefault(leaf, []).append(node)
+        self.constants: set[Node] = set()
+        for node, leaves in self.leaves.items():
+            read = [leaf for leaf in leaves if isinstance(leaf, Node)]
+            if read and all(leaf.op == "get_attr" or leaf in self.constants for leaf in read):
+                self.constants.add(node)
         self.calls: dict[str, list[Node]] = {}
         for node in gm.graph.nodes:
             if node.op == "call_function":
@@ -185,7 +190,7 @@ class Notes:
         for node, old, new in self._moved(gm):
             if is_parameter(old) and is_parameter(new) and new not in self.operations:
                 inherit(new, old)
-            elif is_parameter(new) and self._is_constant(old):
+            elif is_parameter(new) and old in self.constants:
                 continue  # it is computed beforehand now
             elif new not in self.operations and _multiplies(new, old):
                 new.meta["factor"] = True
@@ -234,11 +239,7 @@ class Notes:
 
     def _is_value(self, node: Node) -> bool:
         """Tell whether something read the node, and it made floats of inputs of the model."""
-        return node in self.readers and is_activation(node) and not self._is_constant(node)
-
-    def _is_constant(self, node: Node) -> bool:
-        inputs = [leaf for leaf in self.leaves[node] if isinstance(leaf, Node)]
-        return bool(inputs) and all(n.op == "get_attr" or self._is_constant(n) for n in inputs)
+        return node in self.readers and is_activation(node) and node not in self.constants
 
 
 def _skipped(old: Node, new: Node, ends: Mapping[Node, Node]) -> set[Node] | None:

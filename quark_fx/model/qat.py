@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 
 from quark_fx.config.specs import Granularity, TensorSpec
 from quark_fx.engine.quantized_weights import share_changed
+from quark_fx.errors import CalibrationError
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import (
     buffer_names,
@@ -24,6 +25,7 @@ from quark_fx.graph.nodes import (
     device_of,
     erase_dead,
     fresh_name,
+    is_finite,
     own_tensors,
     set_parameter,
     target_name,
@@ -104,7 +106,12 @@ class QATModel(nn.Module):
 
     @torch.no_grad()
     def convert(self) -> QuantizedModel:
-        """Return the quantized model of the parameters as they are now; it computes what this one does, bit for bit."""
+        """Return the quantized model of the parameters as they are now; it computes what this one does, bit for bit.
+
+        Raises:
+            CalibrationError: if a parameter is not finite; the message names it.
+        """
+        _require_finite(self)
         trained, report = self._trained(), self.quantized.report()
         gm = own_tensors(copy_graph(self.quantized.graph_module))
         rows, changes = list(report.rows), []
@@ -175,6 +182,15 @@ class _Weight:
         """Tell whether a row of the report is about it."""
         stored = self.constant.quantized
         return stored is not None and row.parameter == self.name and row.weight.split(" ")[0] == str(stored.format)
+
+
+def _require_finite(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if not is_finite(parameter):
+            raise CalibrationError(
+                f"parameter {name} holds NaN or infinity: training diverged; lower the learning rate, and go on from "
+                "an earlier state"
+            )
 
 
 def _updated(row: Row, value: Tensor, quantizer: nn.Module) -> Row:

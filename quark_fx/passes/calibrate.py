@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import GraphModule
 
-from quark_fx.engine.calibration import observe_batches, read_observers, remove_watches, watches_in
+from quark_fx.engine.calibration import observe_batches, planned, read_observers, remove_watches, watches_in
 from quark_fx.engine.context import Context
 from quark_fx.graph.pass_manager import Stage, graph_pass
 
@@ -21,9 +21,9 @@ def calibrate(gm: GraphModule, context: Context) -> int:
     """
     watches = watches_in(gm)
     if watches:
-        assert context.calibrated is not None
+        found = planned(context)
         observe_batches(gm, context)
-        context.calibrated.values = read_observers(gm, context.calibrated.plan)
+        found.values = read_observers(gm, found.plan)
         remove_watches(gm, watches)
     return len(watches)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.config.quant_config import TensorSpec
-from quark_fx.engine.calibration import watches_in
+from quark_fx.engine.calibration import planned, watches_in
 from quark_fx.engine.context import Context
 from quark_fx.errors import PassError
 from quark_fx.graph.nodes import erase_dead
@@ -31,14 +31,16 @@ def convert(gm: GraphModule, context: Context) -> int:
         CalibrationError: if a weight is not finite; the message names it.
         PassError: if a pass in the place of `calibrate` left something to do.
     """
-    found = context.calibrated
-    assert found is not None
+    found = planned(context)
     plan = found.plan
     missing = [source.name for source, spec in plan.observed if (source, spec) not in found.values]
-    if missing or watches_in(gm):
+    left = [call.all_input_nodes[0].name for call in watches_in(gm)]
+    if missing or left:
+        what = [f"there are no scales of {', '.join(missing)}"] * bool(missing)
+        what += [f"observers of {', '.join(left)} are left in the graph"] * bool(left)
         raise PassError(
-            f"there are no scales of {', '.join(missing)}, or observers are left; the pass of the observed stage puts "
-            "`read_observers` into context.calibrated.values and calls `remove_watches` (quark_fx.engine.calibration)"
+            f"{', and '.join(what)}; the pass of the observed stage puts `read_observers` into "
+            "context.calibrated.values and calls `remove_watches` (quark_fx.engine.calibration)"
         )
     scales = {op.node: scale for op in plan.operators if (scale := _input_scale(op, plan, found.values)) is not None}
     before = set(gm.graph.nodes)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quark_fx.engine.block_walk import BlockRun
 from quark_fx.engine.context import Context
-from quark_fx.errors import CalibrationError
+from quark_fx.errors import CalibrationError, PassError
 from quark_fx.graph.pass_manager import Change
 from quark_fx.solvers.folds import InputHessian, Reading
 from quark_fx.solvers.hessian import Hessian
@@ -57,6 +57,7 @@ class FormJudge:
         if context.has_validation:
             judge = self.reading.measure(parts, context, context.validation)
         own = [part for part, n in zip(parts, self._number, strict=False) if context.ranks.owns(n)]
+        changes, failed = list[Change](), None
         try:
             answers = [(part, self._judged(part, seen, judge)) for part in own]
             few = int(seen.rows.sum()) < _PLENTY * seen.rows.numel() * seen.h.shape[-1]
@@ -66,7 +67,8 @@ class FormJudge:
             del judge
             changes = [self._kept(part, answer, seen if again else None) for part, answer in answers]
         except CalibrationError as error:
-            raise blamed(parts, error) from error
+            failed = blamed(parts, error)
+        context.ranks.raise_first(failed)
         seconds = (time.perf_counter() - began) / max(1, len(own))
         for change in changes:
             context.note(replace(change, seconds=seconds))
@@ -75,7 +77,7 @@ class FormJudge:
         """Return the proposal for an operator if it is better on validation data, else what to note."""
         give_back()
         now = part.matrix
-        answer = self.solve(now, seen)
+        answer = _proposed(self.solve(now, seen), now)
         if isinstance(answer, Skip):
             return _skipped(part, answer)
         target = now.real
@@ -102,7 +104,8 @@ class FormJudge:
             except OverflowError as error:
                 reason = str(error)
                 continue
-            return Change(now.name, _what(changed, answer), bool(changed), judged.before, judged.after)
+            what, every = _what(changed, answer), answer is wider
+            return Change(now.name, what, bool(changed), judged.before, judged.after, all_samples=every)
         return Change(now.name, f"skipped: {reason}", False, judged.before, judged.before)
 
 
@@ -164,7 +167,7 @@ class BlockJudge:
     def _answer(self, place: Place, seen: object) -> tuple[dict[str, Tensor], str] | Skip:
         """Return the tensors that a proposal changes, and what to note if it is accepted."""
         try:
-            answer = self.solve(place.now, seen)
+            answer = _proposed(self.solve(place.now, seen), place.now)
             if isinstance(answer, Skip):
                 return answer
             tensors = place.tensors(answer.value)
@@ -173,6 +176,18 @@ class BlockJudge:
         except (CalibrationError, ValueError) as error:
             raise blamed([place], error) from error
         return {name: tensor.cpu() for name, tensor in tensors.items()}, _what(place.changed(answer.value), answer)
+
+
+def _proposed(answer: object, now: object) -> Proposal | Skip:
+    """Return what a solver answered.
+
+    Raises:
+        PassError: if that is no answer.
+    """
+    if isinstance(answer, Skip) or (isinstance(answer, Proposal) and type(answer.value) is type(now)):
+        return answer
+    got = f"Proposal({type(answer.value).__name__})" if isinstance(answer, Proposal) else type(answer).__name__
+    raise PassError(f"solve returns a Proposal of a {type(now).__name__}, or a Skip with a reason, not {got}")
 
 
 def _no_better(context: Context) -> str:

@@ -157,7 +157,7 @@ def _values(
     part: GraphModule, inputs: Callable[[int], list[Any]], context: Context, batches: Sequence[int]
 ) -> Iterator[Tensor]:
     for batch in batches:
-        with running(batch):
+        with running(context.number_of(batch)):
             (x,) = part(*inputs(batch))
         yield without_padding(x, context.kept_positions(batch)).reshape(1, -1)
 

@@ -176,9 +176,17 @@ class ScalingSolver(Selective, ABC):
         kept = all(a < trial.gain * b for b, a in zip(before, after, strict=True))
         what = ", ".join(f"{name} {axis[i]:g}" for (name, axis), i in zip(grid.items(), best, strict=True))
         if not kept:
-            what = f"skipped: no better on {'validation data' if context.has_validation else 'the calibration data'}"
+            what = f"skipped: {_refusal(before, after, trial.gain, context)}"
         change = Change(site.name, what, kept, before[0], (after if kept else before)[0], time.perf_counter() - began)
         return scale_of(best)(trial.seen).cpu() if kept else None, change
+
+
+def _refusal(before: Sequence[float], after: Sequence[float], gain: float, context: Context) -> str:
+    """Say which verdict, that on validation data first, refused a scale."""
+    if all(a < b for b, a in zip(before, after, strict=True)):
+        return f"less than {1 - gain:.0%} better"
+    validation = context.has_validation and not after[0] < before[0]
+    return f"no better on {'validation data' if validation else 'the calibration data'}"
 
 
 _Settled = tuple[int, Tensor | None, Change]

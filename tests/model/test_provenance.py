@@ -300,3 +300,9 @@ def test_notes_that_do_not_fit_the_model_are_refused_by_name(tmp_path: Path) -> 
         (tmp_path / "graph.json").write_text(document_text(document))
         with pytest.raises(qfx.QuarkError, match=r"\(pass p\)"):
             qfx.load(tmp_path).eager(cnn())
+
+
+def test_a_deep_network_takes_no_deep_recursion() -> None:
+    layers = [layer for _ in range(150) for layer in (nn.Conv2d(2, 2, 1, bias=False), nn.BatchNorm2d(2), nn.ReLU())]
+    model = nn.Sequential(*layers).eval()
+    assert len(quantize(model, INT8_WEIGHT_ONLY, [rand(2, 2, 2, 2)]).report().rows) == 150

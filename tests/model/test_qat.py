@@ -492,3 +492,12 @@ def test_the_documentation_runs(
     real, rounded, after = (float(share) for share in re.findall(r"([\d.]+)%", capsys.readouterr().out))
     assert rounded < after
     assert real > 85
+
+
+def test_a_parameter_that_diverged_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4)).eval()
+    trained = qfx.prepare_qat(qfx.quantize(model, "int8_weight_only", [torch.ones(2, 4)], progress=False))
+    with torch.no_grad():
+        next(p for name, p in trained.named_parameters() if name.endswith("weight"))[0, 0] = torch.nan
+    with pytest.raises(qfx.CalibrationError, match=r"parameter .*weight holds NaN or infinity: training diverged"):
+        trained.convert()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,10 +18,11 @@ import quark_fx as qfx
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.calibration import watches_in
 from quark_fx.engine.context import Context
-from quark_fx.errors import ConfigError, PassError
+from quark_fx.errors import CalibrationError, ConfigError, PassError
 from quark_fx.graph.nodes import stored_tensors
-from quark_fx.graph.pass_manager import Stage, graph_pass
-from quark_fx.passes import calibrate, convert, insert_observers
+from quark_fx.graph.pass_manager import PASSES, Stage, graph_pass, pass_stage
+from quark_fx.observers import MinMax, observer
+from quark_fx.passes import AdaRound, calibrate, convert, insert_observers
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC
 
 OWN = ["insert_observers", "calibrate", "convert"]
@@ -115,6 +117,71 @@ def forget_to_calibrate(gm: GraphModule, context: Context) -> int:
 
 def test_a_calibration_that_leaves_its_work_is_named() -> None:
     with pytest.raises(
-        PassError, match=r"there are no scales of .*, or observers are left; the pass of the observed stage"
+        PassError, match=r"there are no scales of .*, and observers of .* are left in the graph; the pass of the"
     ):
         quantize(mlp(), INT8_STATIC.replace(passes=(forget_to_calibrate,)), data())
+
+
+@graph_pass(stage=Stage.PLANNED)
+def plan_nothing(gm: GraphModule, context: Context) -> int:
+    """Make no plan."""
+    return 0
+
+
+@graph_pass(stage=Stage.SETTLED, exact=False)
+def convert_nothing(gm: GraphModule, context: Context) -> int:
+    """Leave the graph in float."""
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [(plan_nothing, "there is no plan; a pass of the planned stage"), (convert_nothing, "left no report; call")],
+    ids=str,
+)
+def test_a_stage_that_leaves_its_work_is_named(other: Any, message: str) -> None:
+    with pytest.raises(PassError, match=message):
+        quantize(mlp(), INT8_STATIC.replace(passes=(other,)), data())
+
+
+def test_a_stage_goes_by_its_name_and_a_class_with_options_is_a_dataclass() -> None:
+    with pytest.raises(ConfigError, match=r"unknown stage 'quantised'; .*'quantized'"):
+        graph_pass(stage="quantised")
+    try:
+        named = graph_pass(stage="quantized", exact=False)(lambda gm: 0)
+        assert pass_stage(named) is Stage.QUANTIZED
+    finally:
+        PASSES.pop("<lambda>", None)
+
+    class Loses:
+        def __init__(self, share: float) -> None:
+            self.share = share
+
+        def __call__(self, gm: GraphModule) -> int:
+            return 0
+
+    with pytest.raises(ConfigError, match=r"pass Loses is a class with options; put @dataclass"):
+        graph_pass()(Loses)
+
+
+@observer
+@dataclass(frozen=True)
+class Reversed(MinMax):
+    """A range that ends below its beginning."""
+
+    def range(self, scheme: qfx.Scheme) -> tuple[Tensor, Tensor]:
+        return torch.tensor(1.0), torch.tensor(-1.0)
+
+
+def test_a_range_that_ends_below_its_beginning_is_refused() -> None:
+    assert INT8_STATIC.input is not None
+    config = INT8_STATIC.replace(input=INT8_STATIC.input.replace(observer=Reversed()))
+    with pytest.raises(CalibrationError, match="the range ends below its beginning"):
+        quantize(mlp(), config, data())
+
+
+def test_a_batch_goes_by_its_number_though_one_before_it_is_divided() -> None:
+    far = [torch.full((8, 8), 2.0), torch.full((8, 8), 2.0), torch.full((1, 8), torch.inf)]
+    config = INT8_STATIC.replace(passes=(AdaRound(iterations=0),))
+    with pytest.raises(CalibrationError, match="calibration batch 2: input"):
+        quantize(nn.Sequential(nn.Linear(8, 4)).eval(), config, far)

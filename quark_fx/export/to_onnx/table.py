@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from quark_fx.errors import ExportError
+
 LOWERINGS: dict[str, Callable[..., Any]] = {}
 """Lowering functions by qualified operator name. The table is the support list: tests iterate over it."""
 
@@ -18,7 +20,16 @@ def lowers(name: str) -> Callable[[F], F]:
 
     The function gets the operator's arguments, tensors as ONNX values and the rest as Python constants,
     and returns the ONNX value(s) it built with `onnxscript.opset21`.
+
+    Raises:
+        ExportError: for a name of another form, or an overload that the operator does not have.
     """
+    if name.count(".") != 2 or not all(name.split(".")):
+        raise ExportError(f"{name!r} names no operator; write 'namespace.name.overload', as 'aten.relu.default'")
+    namespace, operator, overload = name.split(".")
+    packet = getattr(getattr(torch.ops, namespace), operator, None)
+    if packet is not None and not hasattr(packet, overload):
+        raise ExportError(f"{namespace}.{operator} has no overload {overload}; it has {', '.join(packet.overloads())}")
 
     def register(function: F) -> F:
         LOWERINGS[name] = function
