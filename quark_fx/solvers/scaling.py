@@ -142,7 +142,7 @@ class ScalingSolver(Selective, ABC):
             changed += change.changed
             context.note(change)
             if index >= len(known) and context.checkpoint is not None and context.ranks.index == 0:
-                learned = {str(number): torch.empty(0) if scale is None else scale}
+                learned = {str(number): torch.empty(0, dtype=torch.float32) if scale is None else scale}
                 context.checkpoint.save(walk, index, learned, [change])
         return changed
 

@@ -122,7 +122,7 @@ def _output_error(
             if bias is not None:
                 outputs = outputs - bias.reshape(outputs.shape[0], -1, 1)
             total += QuadraticError.of(columns, outputs)
-    rows = torch.tensor(total.rows, device=total.h.device)
+    rows = torch.full((), total.rows, device=total.h.device, dtype=torch.int64)
     context.ranks.add(total.h, total.g, total.c, rows)
     return replace(total, rows=int(rows))
 

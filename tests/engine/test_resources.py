@@ -28,7 +28,7 @@ from quark_fx.engine.context import Context
 from quark_fx.engine.resources import parse_bytes
 from quark_fx.engine.sizes import Matrices, Moment, Sizes, peak
 from quark_fx.errors import ConfigError
-from quark_fx.graph.pass_manager import PASSES, GraphPass, Stage, needs_context, pass_name
+from quark_fx.graph.pass_manager import PASSES, GraphPass, Stage, learns_from_data, pass_name
 from quark_fx.passes.smooth_quant import SmoothQuant
 from quark_fx.plan.placement import plan_quantization
 from quark_fx.presets import INT8_STATIC, W4A16_AWQ, W4A16_GPTQ
@@ -344,7 +344,7 @@ def test_a_pass_that_does_not_say_what_it_needs_is_named() -> None:
     assert "without count_batches, which do not say" in str(found)
 
 
-LEARNING = [name for name, p in PASSES.items() if needs_context(p) and p.__module__.startswith("quark_fx.")]
+LEARNING = [name for name, p in PASSES.items() if learns_from_data(p) and p.__module__.startswith("quark_fx.")]
 
 
 def test_the_passes_that_learn_are_found() -> None:

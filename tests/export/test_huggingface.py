@@ -270,8 +270,7 @@ EXPERTS: dict[str, tuple[QuantConfig, float]] = {
 }
 
 
-@pytest.mark.parametrize("dequantized", [False, True])
-@pytest.mark.parametrize("model", ["Mixtral", "Qwen3Moe"])
+@pytest.mark.parametrize(("model", "dequantized"), [("Mixtral", True), ("Qwen3Moe", False)])
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_lie_apart_and_are_read_back(name: str, model: str, dequantized: bool, tmp_path: Path) -> None:
     if dequantized and name == "int4, int8 embedding":

@@ -181,7 +181,7 @@ def test_a_report_is_iterable_and_plain_data() -> None:
     assert data["totals"] == report.totals
     own = ["insert_observers", "calibrate", "convert"]
     assert [p["name"] for p in data["passes"]] == ["fold_constants", "fold_batch_norm", *own]
-    assert [p["rewrites"] for p in data["passes"]] == [0, 2]
+    assert [p["rewrites"] for p in data["passes"]] == [0, 2, 4, 4, 3]
     json.dumps(data)
 
 
@@ -198,7 +198,7 @@ def test_a_long_reason_is_shortened_in_the_table_and_kept_in_full() -> None:
     change = Change("up", reason + " and so on" * 30, changed=False)
     report = Report((), (PassRecord("SmoothQuant", 0, 1.0, (change,)),))
     line = report.pass_table().splitlines()[-1]
-    assert "skipped: its input is made by aten.gelu.default at %gelu, which is one" in line
+    assert "skipped: its input is made by aten.gelu.default at %gelu, which is" in line
     assert "…" in line
     assert "/home" not in line
     assert len(max(report.pass_table().splitlines(), key=len)) < 130
@@ -225,7 +225,7 @@ def test_the_report_says_what_judged_a_pass(learns: Any) -> None:
     weight = TensorSpec(format=INT3, granularity=Granularity.GROUP, group_size=16)
     config = QuantConfig(weight=weight, passes=(_noting, learns), target=Target.TORCH)
     report = quantize(mlp(), config, tokens(4, 4, 4)).report()
-    assert [record.validated for record in report.passes] == [False, True]
+    assert [record.validated for record in report.passes if record.changes] == [False, True]
     lines = [line for line in str(report).splitlines() if "mean error" in line]
     assert len(lines) == 2
     assert [("on validation data" in line, "on the data it was learned from" in line) for line in lines] == [
