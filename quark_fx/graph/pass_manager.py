@@ -190,7 +190,7 @@ def graph_pass(
 
     def register(target: P) -> P:
         name: str = target.__name__  # type: ignore[attr-defined]
-        if isinstance(target, type) and not is_dataclass(target) and target.__init__ is not object.__init__:  # type: ignore[misc]
+        if _has_options(target) and not is_dataclass(target):
             raise ConfigError(
                 f"pass {name} is a class with options; put @dataclass(frozen=True) below @graph_pass(), so that "
                 "configurations can store them"
@@ -205,6 +205,10 @@ def graph_pass(
         return checked(target) if isinstance(target, type) else target
 
     return register
+
+
+def _has_options(target: object) -> bool:
+    return isinstance(target, type) and target.__init__ is not object.__init__  # type: ignore[misc]
 
 
 def pass_name(p: GraphPass) -> str:
