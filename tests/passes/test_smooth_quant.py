@@ -35,6 +35,8 @@ CONFIGS = {
     "xint8": XINT8,
 }
 
+REFUSALS = ("no better on validation data", "no better on the calibration data", "less than 15% better")
+
 
 def smoothed(
     model: nn.Module, data: Any, config: QuantConfig = INT8_STATIC, smooth: SmoothQuant | None = None, **options: Any
@@ -147,7 +149,7 @@ def test_no_site_is_worse_on_samples_it_was_not_chosen_by(name: str) -> None:
         if change.what.startswith("alpha"):
             assert change.after < change.before
         else:
-            assert change.what == "skipped: no better on validation data"
+            assert change.what in (f"skipped: {verdict}" for verdict in REFUSALS)
             assert change.after == change.before
 
 

@@ -21,7 +21,6 @@ from quark_fx.engine.context import Context
 from quark_fx.errors import CalibrationError, ConfigError, PassError
 from quark_fx.graph.nodes import stored_tensors
 from quark_fx.graph.pass_manager import PASSES, Stage, graph_pass, pass_stage
-from quark_fx.observers import MinMax, observer
 from quark_fx.passes import AdaRound, calibrate, convert, insert_observers
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC
 
@@ -162,22 +161,6 @@ def test_a_stage_goes_by_its_name_and_a_class_with_options_is_a_dataclass() -> N
 
     with pytest.raises(ConfigError, match=r"pass Loses is a class with options; put @dataclass"):
         graph_pass()(Loses)
-
-
-@observer
-@dataclass(frozen=True)
-class Reversed(MinMax):
-    """A range that ends below its beginning."""
-
-    def range(self, scheme: qfx.Scheme) -> tuple[Tensor, Tensor]:
-        return torch.tensor(1.0), torch.tensor(-1.0)
-
-
-def test_a_range_that_ends_below_its_beginning_is_refused() -> None:
-    assert INT8_STATIC.input is not None
-    config = INT8_STATIC.replace(input=INT8_STATIC.input.replace(observer=Reversed()))
-    with pytest.raises(CalibrationError, match="the range ends below its beginning"):
-        quantize(mlp(), config, data())
 
 
 def test_a_batch_goes_by_its_number_though_one_before_it_is_divided() -> None:
