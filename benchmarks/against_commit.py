@@ -8,8 +8,7 @@ on, *right* the share of these images that are classified rightly. *CPU* is the 
 the CPU seconds of `quantize`, after over before; *MiB* is how much the process grew while it ran, the smallest of the
 rounds. *Other tensors* counts the initializers of the exported ONNX file that differ. The second table counts the code
 of the package: *asserts on optionals* are `assert x is not None`, classes that *hold codes* have fields for codes and
-for a scale, *private names* begin with an underscore.
-`--write` updates `docs/against_commit.md`.
+for a scale, *private names* begin with an underscore. `--write` updates `docs/against_commit.md`.
 """
 
 from __future__ import annotations
@@ -142,8 +141,8 @@ def counted(tree: Path) -> dict[str, float]:
     nodes = [node for one in parsed for node in ast.walk(one)]
     environment = os.environ | {"PYTHONPATH": str(tree)}
     times = "import time, torch; began = time.process_time(); import quark_fx; print(time.process_time() - began)"
-    run = [subprocess.run([sys.executable, "-c", times], env=environment, capture_output=True, text=True, check=True)]
-    run += [subprocess.run([sys.executable, "-c", times], env=environment, capture_output=True, text=True, check=True)]
+    command = [sys.executable, "-c", times]
+    run = [subprocess.run(command, env=environment, capture_output=True, text=True, check=True) for _ in range(2)]
     return {
         "lines": sum(source.count("\n") for source in sources),
         "modules": len([file for file in files if file.name != "__init__.py"]),

@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import struct
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,7 +22,7 @@ import torch
 import transformers
 
 import quark_fx as qfx
-from benchmarks.common import environment, publish, table
+from benchmarks.common import apart_from_others, environment, publish, table
 
 SHAPES = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
@@ -98,11 +95,8 @@ def main() -> None:
     for shape in SHAPES:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             total = write_checkpoint(Path(folder), shape)
-            command = [sys.executable, "-m", "benchmarks.captured", "--child", folder]
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-            )
-            opened, captured, peak, told, text = json.loads(done.stdout.splitlines()[-1])
+            found = apart_from_others("benchmarks.captured", "--child", folder)
+            opened, captured, peak, told, text = found
         sizes = (f"{total / 2**30:.1f}", f"{opened:.1f}", f"{captured:.1f}", f"{peak:.2f}", f"{told:.1f}")
         rows.append((shape, *sizes, text.removeprefix("expected: ")))
     header = (

@@ -1,4 +1,4 @@
-"""How long capture takes of language models whose code is hard on `torch.export`, and whether it is right elsewhere.
+"""How long capture takes for language models that `torch.export` traces slowly, and whether other sizes are right.
 
     python -m benchmarks.captured_shapes [NAME …] [--write]
 
@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,104 +21,88 @@ import transformers as tf
 from torch import Tensor, nn
 
 import quark_fx as qfx
-from benchmarks.common import environment, publish, table
+from benchmarks.common import apart_from_others, environment, publish, table
 from quark_fx.errors import QuarkError
 
 SIZES = ((2, 32), (3, 32), (1, 32), (2, 48), (2, 30), (2, 17), (1, 5), (2, 64), (2, 100))
 """(batch, tokens) of the calls, the captured one first."""
 
 
-def qwen3_next() -> nn.Module:
-    """Return a mixture of 64 experts with gated delta rules and attention in turns."""
-    config = tf.Qwen3NextConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=16,
-        num_key_value_heads=2,
-        head_dim=32,
-        moe_intermediate_size=32,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        linear_num_key_heads=16,
-        linear_num_value_heads=32,
-        shared_expert_intermediate_size=32,
-        num_experts=64,
-        num_experts_per_tok=10,
-    )
-    model: nn.Module = tf.Qwen3NextForCausalLM(config)
-    return model
-
-
-def gemma3n() -> nn.Module:
-    """Return a decoder with embeddings per layer, sliding windows and sparse activations."""
-    config = tf.Gemma3nTextConfig(
-        vocab_size=512,
-        vocab_size_per_layer_input=512,
-        hidden_size=128,
-        intermediate_size=256,
-        hidden_size_per_layer_input=32,
-        num_hidden_layers=5,
-        num_attention_heads=8,
-        head_dim=32,
-        num_key_value_heads=2,
-        num_kv_shared_layers=0,
-        laurel_rank=16,
-        sliding_window=32,
-        layer_types=["sliding_attention"] * 4 + ["full_attention"],
-        activation_sparsity_pattern=[0.95, 0.95, 0.0, 0.0, 0.0],
-    )
-    model: nn.Module = tf.Gemma3nForCausalLM(config)
-    return model
-
-
-def mamba2() -> nn.Module:
-    """Return state-space layers that work on chunks of 16 tokens."""
-    config = tf.Mamba2Config(
-        vocab_size=512,
-        hidden_size=128,
-        num_heads=32,
-        head_dim=8,
-        state_size=32,
-        n_groups=8,
-        num_hidden_layers=4,
-        chunk_size=16,
-    )
-    model: nn.Module = tf.Mamba2ForCausalLM(config)
-    return model
-
-
-def deepseek_v3() -> nn.Module:
-    """Return a mixture of 64 experts in groups, with latent attention."""
-    config = tf.DeepseekV3Config(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        moe_intermediate_size=32,
-        num_hidden_layers=4,
-        first_k_dense_replace=1,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        n_routed_experts=64,
-        num_experts_per_tok=8,
-        n_group=8,
-        topk_group=4,
-        q_lora_rank=48,
-        kv_lora_rank=32,
-        qk_rope_head_dim=16,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
-    )
-    model: nn.Module = tf.DeepseekV3ForCausalLM(config)
-    return model
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "DeepSeek-V3": deepseek_v3,
-    "Gemma 3n": gemma3n,
-    "Mamba2": mamba2,
-    "Qwen3-Next": qwen3_next,
+    # A mixture of 64 experts in groups, with latent attention.
+    "DeepSeek-V3": lambda: tf.DeepseekV3ForCausalLM(
+        tf.DeepseekV3Config(
+            vocab_size=512,
+            hidden_size=128,
+            intermediate_size=256,
+            moe_intermediate_size=32,
+            num_hidden_layers=4,
+            first_k_dense_replace=1,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            n_routed_experts=64,
+            num_experts_per_tok=8,
+            n_group=8,
+            topk_group=4,
+            q_lora_rank=48,
+            kv_lora_rank=32,
+            qk_rope_head_dim=16,
+            qk_nope_head_dim=32,
+            v_head_dim=32,
+        )
+    ),
+    # A decoder with embeddings per layer, sliding windows and sparse activations.
+    "Gemma 3n": lambda: tf.Gemma3nForCausalLM(
+        tf.Gemma3nTextConfig(
+            vocab_size=512,
+            vocab_size_per_layer_input=512,
+            hidden_size=128,
+            intermediate_size=256,
+            hidden_size_per_layer_input=32,
+            num_hidden_layers=5,
+            num_attention_heads=8,
+            head_dim=32,
+            num_key_value_heads=2,
+            num_kv_shared_layers=0,
+            laurel_rank=16,
+            sliding_window=32,
+            layer_types=["sliding_attention"] * 4 + ["full_attention"],
+            activation_sparsity_pattern=[0.95, 0.95, 0.0, 0.0, 0.0],
+        )
+    ),
+    # State-space layers that work on chunks of 16 tokens.
+    "Mamba2": lambda: tf.Mamba2ForCausalLM(
+        tf.Mamba2Config(
+            vocab_size=512,
+            hidden_size=128,
+            num_heads=32,
+            head_dim=8,
+            state_size=32,
+            n_groups=8,
+            num_hidden_layers=4,
+            chunk_size=16,
+        )
+    ),
+    # A mixture of 64 experts with gated delta rules and attention in turns.
+    "Qwen3-Next": lambda: tf.Qwen3NextForCausalLM(
+        tf.Qwen3NextConfig(
+            vocab_size=512,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=16,
+            num_key_value_heads=2,
+            head_dim=32,
+            moe_intermediate_size=32,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            linear_num_key_heads=16,
+            linear_num_value_heads=32,
+            shared_expert_intermediate_size=32,
+            num_experts=64,
+            num_experts_per_tok=10,
+        )
+    ),
 }
 
 
@@ -180,10 +162,9 @@ def main() -> None:
         return
     rows = []
     for name in arguments.names or MODELS:
-        command = [sys.executable, "-m", "benchmarks.captured_shapes", "--child", name]
-        alone = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=alone)
-        parameters, nodes, seconds, exported, apart, refused = json.loads(done.stdout.splitlines()[-1])
+        parameters, nodes, seconds, exported, apart, refused = apart_from_others(
+            "benchmarks.captured_shapes", "--child", name
+        )
         sizes = f"{parameters / 1e6:.1f} M", f"{nodes:,}", f"{seconds:.1f}", f"{exported:.1f}", f"{apart:.0e}"
         rows.append((name, *sizes, refused or "none"))
         print(*rows[-1], file=sys.stderr)

@@ -6,15 +6,19 @@ Workers of other tools import it, in environments without quark_fx, and their se
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +41,14 @@ def timed(function: Callable[[], object]) -> Seconds:
     cpu, wall = time.process_time(), time.perf_counter()
     function()
     return Seconds(time.process_time() - cpu, time.perf_counter() - wall)
+
+
+def apart_from_others(module: str, *arguments: str) -> Any:
+    """Run a module in a process of its own, on one thread; return what its last line says, which is JSON."""
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=alone)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @contextmanager

@@ -15,10 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -32,7 +29,7 @@ import transformers
 from torch import Tensor, nn
 
 import quark_fx as qfx
-from benchmarks.common import environment, images, publish, table
+from benchmarks.common import apart_from_others, environment, images, publish, table
 from benchmarks.watch import Watch
 from quark_fx.passes import AdaRound
 from quark_fx.presets import INT8_STATIC
@@ -125,10 +122,7 @@ def _child(name: str, job: str, folder: str) -> None:
 
 
 def _ask(name: str, job: str, folder: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.predicted", "--child", name, job, folder]
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environ)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, float] = apart_from_others("benchmarks.predicted", "--child", name, job, folder)
     return found
 
 
