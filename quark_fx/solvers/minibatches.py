@@ -75,13 +75,13 @@ class MiniBatches:
                 break
         return pieces
 
-    def read(self, piece: Piece, generator: torch.Generator, drop: float = 0.0) -> tuple[list[Any], list[Any]]:
-        """Return inputs and targets of a piece; about that share of what enters is what enters in float."""
+    def inputs(self, piece: Piece, generator: torch.Generator, drop: float = 0.0) -> list[Any]:
+        """Return the inputs of a piece; about that share of what enters is what enters in float."""
         inputs = piece.of(self._run.inputs(piece.batch))
         if drop:
             reals = piece.of(self._run.reference_inputs(piece.batch))
             inputs = [_mixed(x, real, drop, generator) for x, real in zip(inputs, reals, strict=True)]
-        return inputs, self.targets(piece)
+        return inputs
 
     def targets(self, piece: Piece) -> list[Any]:
         """Return the targets of a piece."""
@@ -96,12 +96,13 @@ class MiniBatches:
 
 
 def _divisible(run: BlockRun, batch: int, size: int) -> bool:
-    """Tell whether rows are samples: some of what enters, in another order, make the same of what leaves, alone."""
+    """Tell whether dimension 0 counts samples: some rows, reordered and run alone, give their own outputs again."""
     inputs, targets = run.reference_inputs(batch), run.targets(batch)
     sizes = {len(x) if isinstance(x, Tensor) and x.dim() else None for x in (*inputs, *targets)}
     if len(sizes) != 1 or None in sizes:
         return False
-    few = torch.arange(len(targets[0]), device=targets[0].device).flip(0)[:size]  # no causal model makes the last alone
+    # The last rows first, which a block that is causal along dimension 0 makes of those before; never all of them.
+    few = torch.arange(len(targets[0]), device=targets[0].device).flip(0)[: min(size, max(1, len(targets[0]) - 1))]
     try:
         with torch.no_grad():
             made = run.made(run.reference(*(x[few] for x in inputs)))

@@ -6,6 +6,7 @@ import faulthandler
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from quark_fx.engine.block_walk import walk_blocks
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Checkpoint, Context
 from quark_fx.engine.ranks import Ranks
+from quark_fx.errors import CalibrationError
 from quark_fx.graph.pass_manager import GraphPass, Stage, graph_pass
 from quark_fx.model.model_directory import tensor_file
 from quark_fx.numbers.formats import INT4, UINT4, UINT8
@@ -38,7 +40,7 @@ from quark_fx.passes import GPTQ, AdaQuant, AdaRound, AutoRound, BiasCorrection,
 from quark_fx.presets import INT8_STATIC, W4A16_AWQ, W4A16_GPTQ
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
-from quark_fx.solvers.solver import Proposal
+from quark_fx.solvers.solver import Proposal, Skip, Solver, solver
 from quark_fx.solvers.starts import Start
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
@@ -302,6 +304,17 @@ def test_all_ranks_judge_by_the_validation_data_of_all(tmp_path: Path) -> None:
     assert shared == pytest.approx(alone, rel=1e-5)
 
 
+@solver
+@dataclass(frozen=True, kw_only=True)
+class FailOnSecond(Solver):
+    """Fail on the second rank."""
+
+    def solve(self, weight: QuantizedMatrix, seen: Hessian) -> Skip:
+        if Ranks.current().index == 1:
+            raise CalibrationError("it is rank 1 that fails")
+        return Skip("nothing to do")
+
+
 def disagree(folder: Path) -> None:
     ranks = Ranks.current()
     with pytest.raises(qfx.ConfigError, match="they have another model each"):
@@ -309,6 +322,13 @@ def disagree(folder: Path) -> None:
     with pytest.raises(qfx.ConfigError, match="they have another data each"):
         quantize(seeded(Twice()), CONFIGS["gptq"], batches(4 + ranks.index), distributed=True)
     quantize(seeded(Twice(), seed=ranks.index), CONFIGS["gptq"], batches())  # each for itself
+    # What one rank fails at, all do, and go on together.
+    far = [*batches()[:-1], batches()[-1] / 0]
+    with pytest.raises(qfx.CalibrationError, match="calibration batch 4: input input holds NaN or infinity"):
+        quantize(seeded(nn.Linear(16, 48)), INT8_STATIC, far, distributed=True)
+    with pytest.raises(qfx.CalibrationError, match="it is rank 1 that fails"):
+        quantize(seeded(Twice()), in_groups(W4A16_GPTQ).replace(passes=(FailOnSecond(),)), batches(), distributed=True)
+    assert ranks.gather(ranks.index) == [0, 1]
 
 
 def test_ranks_that_disagree_are_told(tmp_path: Path) -> None:

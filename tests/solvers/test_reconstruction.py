@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -39,6 +40,7 @@ from quark_fx.passes import GPTQ, AdaQuant, AdaRound, AutoRound, BiasCorrection,
 from quark_fx.passes.adaquant import StraightThrough
 from quark_fx.passes.adaround import SoftRounding
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, XINT8
+from quark_fx.solvers import minibatches
 from quark_fx.solvers.starts import Start
 from quark_fx.solvers.trainable import fake_quantize, trainable_block
 
@@ -960,3 +962,26 @@ def test_two_bit_weights_become_usable(name: str, points: float) -> None:
     _, accuracy_before = rounded(name, INT2)
     _, accuracy = logit_error(name, with_passes(low_bits(INT2), AdaRound(iterations=20)))
     assert accuracy >= accuracy_before + points
+
+
+@pytest.mark.parametrize("size", [4, 32], ids=["some rows", "all rows"])
+@pytest.mark.parametrize(
+    ("block", "divisible"),
+    [
+        (torch.relu, True),
+        (lambda x: x.flip(1).cumsum(1), True),
+        (lambda x: x.cumsum(0), False),
+        (lambda x: x - x.mean(0), False),
+        (lambda x: x.flip(0) + torch.arange(len(x))[:, None], False),
+    ],
+    ids=["each value", "along another dimension", "causal", "all rows", "reversed"],
+)
+def test_rows_are_samples_only_where_others_do_not_matter(block: Any, divisible: bool, size: int) -> None:
+    x = rand(16, 3)
+    run: Any = SimpleNamespace(
+        reference_inputs=lambda batch: [x],
+        targets=lambda batch: [block(x)],
+        reference=lambda x: [block(x)],
+        made=lambda outputs: outputs,
+    )
+    assert minibatches._divisible(run, 0, size) == divisible
