@@ -216,7 +216,7 @@ def _transformed(
     gm, done = run_passes(gm, others[len(floats) :], context=context, in_place=True)
     rows = context.rows
     if not rows and planned(context).plan.operators:
-        raise PassError("the pass of the settled stage left no report; call `quark_fx.passes.convert` in it")
+        raise PassError("the pass of the settled stage made no report; call `quark_fx.passes.convert` in it")
     if any(pass_stage(p) is Stage.QUANTIZED for p in others):
         rows = _with_learned_weights(rows, gm, context)
     return gm, rows, [*records, *rewritten, *done]

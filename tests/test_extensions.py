@@ -363,12 +363,6 @@ class Mistaken(Solver):
         return Proposal(now)
 
 
-def test_what_cannot_be_read_is_said() -> None:
-    data = [rand(32, 8, seed=i) for i in range(4)]
-    with pytest.raises(TypeError, match="a Hessian is that of a weight; to choose something else, read Input"):
-        learned(seeded(Branches()), INT8_STATIC, data, Mistaken())
-
-
 @solver
 @dataclass(frozen=True, kw_only=True)
 class Helpless(Solver):
@@ -384,10 +378,18 @@ class Helpless(Solver):
         raise CalibrationError("it is too hard")
 
 
-def test_what_a_solver_fails_at_is_named() -> None:
+@pytest.mark.parametrize(
+    ("failing", "error", "message"),
+    [
+        (Mistaken(), TypeError, "a Hessian is that of a weight; to choose something else, read Input"),
+        (Helpless(), CalibrationError, "x: it is too hard; check the calibration data"),
+    ],
+    ids=["reads what there is not", "fails"],
+)
+def test_what_a_solver_fails_at_is_named(failing: Solver, error: type[Exception], message: str) -> None:
     data = [rand(32, 8, seed=i) for i in range(4)]
-    with pytest.raises(CalibrationError, match="x: it is too hard; check the calibration data"):
-        learned(seeded(Branches()), INT8_STATIC, data, Helpless())
+    with pytest.raises(error, match=message):
+        learned(seeded(Branches()), INT8_STATIC, data, failing)
 
 
 # Float passes.
@@ -761,6 +763,16 @@ class Overwrite(Solver):
 
 @solver
 @dataclass(frozen=True, kw_only=True)
+class OverwriteCodes(Solver):
+    """Write into the codes."""
+
+    def solve(self, weight: QuantizedMatrix, seen: Hessian) -> Skip:
+        weight.stored.codes.zero_()
+        return Skip("they are gone")
+
+
+@solver
+@dataclass(frozen=True, kw_only=True)
 class Silent(Solver):
     """Answer nothing."""
 
@@ -768,10 +780,17 @@ class Silent(Solver):
         return None
 
 
-def test_a_solver_that_writes_into_the_model_is_named() -> None:
-    model = seeded(Attention())
-    with pytest.raises(PassError, match=r"pass Overwrite wrote into .*weight, which the caller's model shares"):
-        quantize(model, RTN.replace(passes=(Overwrite(),)), ids(16, 16))
+@pytest.mark.parametrize(
+    ("writer", "message"),
+    [
+        (Overwrite(), r"pass Overwrite wrote into .*weight, which the caller's model shares"),
+        (OverwriteCodes(), r"pass OverwriteCodes wrote into .*weight_codes, which every block that is finished shares"),
+    ],
+    ids=["weights", "codes"],
+)
+def test_a_solver_that_writes_in_place_is_named(writer: Solver, message: str) -> None:
+    with pytest.raises(PassError, match=message):
+        quantize(seeded(Attention()), RTN.replace(passes=(writer,)), ids(16, 16))
 
 
 def test_a_solver_that_answers_nothing_is_told_what_to_answer() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -106,19 +106,13 @@ def observe_batches(gm: GraphModule, context: Context) -> None:
     quantized = [index for index, node in enumerate(places) if any(call.args[0] is node for call in watches)]
     finite: list[Tensor] = []
     nonzero: list[Tensor] = []
-    layout = nullcontext(lambda x: x) if context.by_block else fast_layout(gm)
-    with torch.no_grad(), layout as lay_out:
-        batches = context.flat_batches(device_of(gm))
-        quiet = not context.progress or context.by_block
-        for leaves in tqdm(batches, desc="calibrate", unit="batch", disable=quiet, leave=False):
-            # Read at the end, so that no batch waits for the device. A mask may hold infinities.
-            finite.append(_are_finite([leaves[i] for i in quantized]))
-            nonzero.append(_flags([leaves[i].any() for i in quantized]))
-            if not context.by_block:
-                with running(context.number_of(len(finite) - 1)):
-                    gm(*map(lay_out, leaves))
-        if context.by_block:
-            run_blocks(gm, context)
+
+    def look(leaves: list[Any]) -> None:
+        # Read at the end, so that no batch waits for the device. A mask may hold infinities.
+        finite.append(_are_finite([leaves[i] for i in quantized]))
+        nonzero.append(_flags([leaves[i].any() for i in quantized]))
+
+    run_batches(gm, context, look)
     if not finite:
         raise CalibrationError("the calibration data holds no batch; pass at least one (a generator can be read once)")
     failed = [
@@ -160,15 +154,28 @@ def read_observers(gm: GraphModule, plan: Plan) -> dict[tuple[Node, TensorSpec],
         raise
 
 
-def run_batches(gm: GraphModule, context: Context) -> None:
-    """Run a graph on every batch for the sake of what watches it; block by block if it lies elsewhere."""
+def run_batches(gm: GraphModule, context: Context, look: Callable[[list[Any]], None] | None = None) -> None:
+    """Run a graph on every batch for the sake of what watches it; block by block if it lies elsewhere.
+
+    Args:
+        gm: the graph.
+        context: of the run.
+        look: called with the flat inputs of each batch.
+    """
+    batches = context.flat_batches(device_of(gm))
     if context.by_block:
+        if look is not None:
+            for leaves in batches:
+                look(leaves)
         run_blocks(gm, context)
         return
+    bar = tqdm(batches, desc="calibrate", unit="batch", disable=not context.progress, leave=False)
     with torch.no_grad(), fast_layout(gm) as lay_out:
-        for batch in range(len(context.batches)):
+        for batch, leaves in enumerate(bar):
+            if look is not None:
+                look(leaves)
             with running(context.number_of(batch)):
-                gm(*map(lay_out, context.inputs(batch)))
+                gm(*map(lay_out, leaves))
 
 
 @contextmanager

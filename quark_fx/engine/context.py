@@ -29,7 +29,7 @@ from quark_fx.plan.placement import Plan, PlannedOperator
 from quark_fx.plan.report import Row
 from quark_fx.system.isolation import warn
 
-_HELD_OUT = 8
+_ONE_IN = 8
 """One sample in eight is validation data; one batch in eight, where batches cannot be divided."""
 
 
@@ -81,8 +81,8 @@ class Context:
         float_graph: the graph before conversion, for passes of the quantized stage.
         plan: how each operator of it is quantized, by the name of its node.
         calibrated: the plan, once there is one, and its scales, once they are calibrated.
-        all_samples_learned: a pass has learned from the validation samples, too; what later passes say of them is no
-            judgement on unseen data.
+        all_samples_learned: a pass also learned from the validation samples, so the errors that later passes measure
+            on them are not on unseen data.
         rows: of the report, once the graph is converted.
         names: of the flat inputs, in order.
         changes: what the pass that is running noted so far.
@@ -138,7 +138,7 @@ class Context:
                 self.cache.put(("batch", index, position), leaf.clone() if isinstance(leaf, Tensor) else leaf)
             self.batches.append((index, None))
             self.shapes.append(batch_shape(leaves))
-        self._judging = min(len(self.batches), max(1, len(self.batches) // _HELD_OUT))
+        self._judging = min(len(self.batches), max(1, len(self.batches) // _ONE_IN))
         if divisible:
             self._keep_validation_samples()
         kept = [self.kept_positions(batch) for batch in range(len(self.batches))]
@@ -152,14 +152,14 @@ class Context:
             )
 
     def _keep_validation_samples(self) -> None:
-        """Hold out the last eighth of the samples, however they are divided into batches."""
+        """Make the last eighth of the samples validation data, however they are divided into batches."""
         sizes = [{shape[0] for shape in shapes if shape} for shapes in self.shapes]
         if any(len(found) != 1 for found in sizes):
             return
         counts = [found.pop() for found in sizes]
         if sum(counts) < 2:
             return
-        wanted = max(1, sum(counts) // _HELD_OUT)
+        wanted = max(1, sum(counts) // _ONE_IN)
         self._judging = 0
         while wanted >= counts[-1 - self._judging]:
             wanted -= counts[-1 - self._judging]
@@ -258,6 +258,11 @@ class Context:
     def has_validation(self) -> bool:
         """Whether there is data to judge by that is not learned from."""
         return self._given != 1
+
+    @property
+    def judged_on(self) -> str:
+        """The data that changes are judged by, for the report."""
+        return "validation data" if self.has_validation else "the calibration data"
 
     def note(self, change: Change) -> None:
         """Add a row to the report of the pass that is running."""

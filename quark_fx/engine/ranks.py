@@ -77,7 +77,8 @@ class Ranks:
         torch.save(value, packed)
         found: list[Any] = [None] * self.count
         self._together(lambda: dist.all_gather_object(found, packed.getvalue()))
-        return [_unpacked(other, found[self.index]) for other in found]
+        here = _accelerator(packed.getvalue())
+        return [value if i == self.index else _unpacked(other, here) for i, other in enumerate(found)]
 
     def fold(self, value: T, merge: Callable[[T, T], T]) -> T:
         """Return what all processes passed, merged in their order."""
@@ -129,19 +130,24 @@ class Ranks:
             ) from error
 
 
-def _unpacked(packed: bytes, own: bytes) -> Any:
-    """Return what another process packed, its tensors on the accelerator that `own` has tensors on, if it has."""
+def _accelerator(packed: bytes) -> str:
+    """Return the accelerator that packed tensors were on, `"cpu"` for none."""
     places: list[str] = []
 
     def note(storage: Any, place: str) -> Any:
         places.append(place)
         return storage
 
+    torch.load(io.BytesIO(packed), map_location=note, weights_only=False)
+    return next((place for place in places if place != "cpu"), "cpu")
+
+
+def _unpacked(packed: bytes, here: str) -> Any:
+    """Return what another process packed, with `here` in the place of its accelerator."""
+
     def move(storage: Any, place: str) -> Any:
-        here = next((place for place in places if place != "cpu"), "cpu")
         return storage if "cpu" in (place, here) else torch.serialization.default_restore_location(storage, here)
 
-    torch.load(io.BytesIO(own), map_location=note, weights_only=False)
     return torch.load(io.BytesIO(packed), map_location=move, weights_only=False)
 
 

@@ -46,7 +46,7 @@ class Stage(StrEnum):
     FLOAT = "float"
     """The captured graph, before anything is quantized."""
     PLANNED = "planned"
-    """The same graph when nothing rewrites it any more. One pass, `insert_observers`, plans what is quantized."""
+    """The final float graph. One pass, `insert_observers`, plans what is quantized."""
     OBSERVED = "observed"
     """The graph with observers in it. One pass, `calibrate`, runs the data and takes them out again."""
     CALIBRATED = "calibrated"
@@ -99,7 +99,7 @@ class Change:
         before: relative squared error of what it minimises (0 is exact); `PassRecord.validated` says on which data.
         after: the same with what was kept.
         seconds: what it took; NaN of a loaded model.
-        all_samples: what was kept is learned from the validation samples as well, after they judged it.
+        all_samples: after it was accepted, it was learned again from all samples, those of validation included.
     """
 
     name: str
@@ -386,14 +386,14 @@ def run_passes(
                 raise ConfigError(
                     f"pass {name} learns from data; run it through `quantize`, or give `run_passes` a context"
                 )
-            notes = Notes(gm)
+            notes = None if promise.stage.is_single else Notes(gm)  # such passes leave the calls of modules as they are
             weights = _Unwritten(gm, p, getattr(context, "float_graph", None))
             rewrites = p(gm, context=context) if takes_context(p) else p(gm)
             if type(rewrites) is not int or rewrites < 0:
                 raise PassError(f"pass {name} returned {rewrites!r}; a pass returns how often it rewrote the graph")
             weights.check(name)
             _lint(gm, name)
-            if not promise.stage.is_single:  # which leave the calls of modules as they are
+            if notes is not None:
                 notes.take(gm, name)
             for check in promise.ensures:
                 check(gm)
@@ -424,21 +424,29 @@ class _Unwritten:
     """
 
     def __init__(self, gm: GraphModule, p: GraphPass, float_graph: GraphModule | None = None) -> None:
-        # Where there is a float graph, the tensors of the caller's model are in it; the codes are ours.
-        tensors = stored_tensors(gm if float_graph is None else float_graph)
-        self.tensors = {name: t for name, t in tensors.items() if not t.is_inference() and not t.is_meta}
-        self.versions = {name: tensor._version for name, tensor in self.tensors.items()}
+        # Once there is a float graph, the caller's tensors are in it, and the other graph has codes of ours.
+        callers = stored_tensors(gm if float_graph is None else float_graph)
+        ours = {name: t for name, t in stored_tensors(gm).items() if t is not callers.get(name)}
         foreign = not str(p.__module__).startswith("quark_fx.")
-        self.digests = {name: digest(tensor) for name, tensor in self.tensors.items()} if foreign else {}
+        self.watched = [
+            (name, owner, tensor, tensor._version, digest(tensor) if foreign else None)
+            for owner, tensors in (("the caller's model", callers), ("every block that is finished", ours))
+            for name, tensor in tensors.items()
+            if not tensor.is_inference() and not tensor.is_meta
+        ]
 
     def check(self, name: str) -> None:
         """Raise `PassError` if a tensor was written to since."""
-        written = [key for key, tensor in self.tensors.items() if tensor._version != self.versions[key]]
-        written += [key for key, before in self.digests.items() if digest(self.tensors[key]) != before]
+        written = {
+            key: owner
+            for key, owner, tensor, version, before in self.watched
+            if tensor._version != version or (before is not None and digest(tensor) != before)
+        }
         if written:
+            names, owner = ", ".join(list(written)[:3]), next(iter(written.values()))
             raise PassError(
-                f"pass {name} wrote into {', '.join(dict.fromkeys(written[:3]))}, which the caller's model shares and "
-                "now holds changed; store a new tensor with quark_fx.graph.nodes.set_parameter, and make the model anew"
+                f"pass {name} wrote into {names}, which {owner} shares and now holds changed; store a new tensor with "
+                "quark_fx.graph.nodes.set_parameter, and make the model anew"
             )
 
 

@@ -67,9 +67,9 @@ class GradientSolver(Schedule, ABC):
 
     def _learnable(self, run: BlockRun, weights: list[QuantizedWeight], context: Context) -> list[QuantizedWeight]:
         """Return the weights that the error of a block tells something about; note the others."""
-        reasons = {}
+        reasons, numbers = {}, any(isinstance(t, Tensor) and t.is_floating_point() for t in run.targets(0))
         for weight in weights:
-            if not any(isinstance(t, Tensor) and t.is_floating_point() for t in run.targets(0)):
+            if not numbers:
                 reasons[weight.node] = "what it makes is no number"
             elif self.unit is Unit.OPERATOR and weight.linear.offsets_at is not None:
                 # The quantized model may send a token elsewhere than the float one: the rows of both are no pairs then.

@@ -96,16 +96,17 @@ class Steps:
 
     def _differentiate(self, pieces: Sequence[Piece], progress: float) -> Tensor:
         """Add the gradient of a mini-batch of all ranks to the parameters'; return what it is the gradient of."""
-        signals = self._signals(pieces)
+        targets = [self.batches.targets(piece) for piece in pieces]
+        signals = self._signals(targets)
         total = torch.zeros((), device=self.context.device, dtype=torch.float32)
         with torch.enable_grad():
-            for piece in pieces:
-                inputs, targets = self.batches.read(piece, self.dropped.manual_seed(piece.seed), self.schedule.drop)
+            for piece, wanted in zip(pieces, targets, strict=True):
+                inputs = self.batches.inputs(piece, self.dropped.manual_seed(piece.seed), self.schedule.drop)
                 weights = [c.weight() for c in self.learned.codes]
                 made = self.block(
                     inputs, weights, *self.learned.others, drop=self.schedule.drop, generator=self.dropped
                 )
-                error = relative_error(made, targets, signals)
+                error = relative_error(made, wanted, signals)
                 error.backward()
                 total += error.detach()
             self._add_over_ranks(total)
@@ -115,13 +116,13 @@ class Steps:
                     total += penalty.detach()
         return total
 
-    def _signals(self, pieces: Sequence[Piece]) -> Tensor | None:
+    def _signals(self, targets: Sequence[Sequence[Any]]) -> Tensor | None:
         """Return the squares of the targets of a mini-batch, over all of its pieces; `None` where there is one."""
-        if self.context.ranks.alone and len(pieces) == 1:
+        if self.context.ranks.alone and len(targets) == 1:
             return None
         signals = torch.zeros(len(self.run.block.made), device=self.context.device, dtype=torch.float32)
-        for piece in pieces:
-            signals += energies(self.batches.targets(piece), signals.device)
+        for piece in targets:
+            signals += energies(piece, signals.device)
         self.context.ranks.add(signals)
         return signals
 

@@ -76,7 +76,7 @@ class FormJudge:
     def _judged(self, part: Part, seen: Hessian, judge: Hessian) -> _Judged | Change:
         """Return the proposal for an operator if it is better on validation data, else what to note."""
         give_back()
-        now = part.matrix
+        now = part.now
         answer = _proposed(self.solve(now, seen), now)
         if isinstance(answer, Skip):
             return _skipped(part, answer)
@@ -85,7 +85,7 @@ class FormJudge:
             target = judge.target(now.real, answer.asymmetry, judge.factors(damping=_DAMPING, by_activation=False))
         before, after = (matrix.error(target, judge.h) for matrix in (now, answer.value))
         if not after < before:
-            return Change(now.name, _no_better(self.context), False, before, before)
+            return Change(now.name, f"skipped: no better on {self.context.judged_on}", False, before, before)
         return _Judged(answer, before, after)
 
     def _kept(self, part: Part, judged: _Judged | Change, all_rows: Hessian | None) -> Change:
@@ -93,7 +93,7 @@ class FormJudge:
         if isinstance(judged, Change):
             return judged
         give_back()
-        now, reason = part.matrix, ""
+        now, reason = part.now, ""
         wider = None if all_rows is None else self.solve(now, all_rows)
         for answer in (wider, judged.answer):
             if not isinstance(answer, Proposal):
@@ -162,7 +162,8 @@ class BlockJudge:
         tensors, what = answer
         after = run.attempt(lambda: run.store_all(tensors), before)
         better = after < before
-        return Change(place.name, what if better else _no_better(self.context), better, before, after)
+        refused = f"skipped: no better on {self.context.judged_on}"
+        return Change(place.name, what if better else refused, better, before, after)
 
     def _answer(self, place: Place, seen: object) -> tuple[dict[str, Tensor], str] | Skip:
         """Return the tensors that a proposal changes, and what to note if it is accepted."""
@@ -188,10 +189,6 @@ def _proposed(answer: object, now: object) -> Proposal | Skip:
         return answer
     got = f"Proposal({type(answer.value).__name__})" if isinstance(answer, Proposal) else type(answer).__name__
     raise PassError(f"solve returns a Proposal of a {type(now).__name__}, or a Skip with a reason, not {got}")
-
-
-def _no_better(context: Context) -> str:
-    return f"skipped: no better on {'validation data' if context.has_validation else 'the calibration data'}"
 
 
 def _skipped(place: Place, answer: Skip) -> Change:

@@ -35,11 +35,6 @@ class Part(OperatorPlace):
     @property
     def now(self) -> QuantizedMatrix:
         """The weight as it is quantized now."""
-        return self.matrix
-
-    @property
-    def matrix(self) -> QuantizedMatrix:
-        """The weight as it is quantized now."""
         weight, module = self.weight, self.run.module
         stored, real, storable = weight.stored(module), self.mapping.matrix(self.real), partial(weight.storable, module)
         return QuantizedMatrix(weight.name, real, stored, weight.scheme, self.mapping, weight.movable(module), storable)
@@ -99,12 +94,8 @@ class Product:
             reference = Entrance(run.reference, weight.linear.at(real), mapping, run.reference_inputs)
         found = Hessian.measure(context, (groups, inputs), entrance, reference, batches=batches)
         if not bool(found.h.diagonal(dim1=-2, dim2=-1).isfinite().all()):
-            raise self.blamed(CalibrationError("what it reads on the calibration data is not finite"))
+            raise blamed(self.parts, CalibrationError("what it reads on the calibration data is not finite"))
         return found
-
-    def blamed(self, error: CalibrationError) -> CalibrationError:
-        """Return an error that names the operators and says what to do."""
-        return blamed(self.parts, error)
 
 
 def find_products(run: BlockRun, weights: Iterable[QuantizedWeight]) -> list[Product]:

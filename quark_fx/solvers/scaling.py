@@ -134,7 +134,9 @@ class ScalingSolver(Selective, ABC):
         sites, walk = dict(enumerate(found)), context.next_walk()
         known = list(_known(walk, context))
         left = {number: site for number, site in sites.items() if number not in {n for n, _, _ in known}}
-        rest = self._settled(gm, copy_graph(gm), left, context) if left else iter(())
+        # Scales change the values between operators, so the data goes through the graph as it was.
+        measured = self.trial.measured(copy_graph(gm), left, context, type(self).__name__) if left else iter(())
+        rest = self._settled(gm, measured, left, context)
         changed = 0
         for index, (number, scale, change) in enumerate(itertools.chain(known, rest)):
             if scale is not None:
@@ -151,10 +153,9 @@ class ScalingSolver(Selective, ABC):
         return self.trial.needs(sizes)
 
     def _settled(
-        self, gm: GraphModule, whole: GraphModule, sites: Mapping[int, PlannedSite], context: Context
+        self, gm: GraphModule, measured: Iterator[tuple[int, Any]], sites: Mapping[int, PlannedSite], context: Context
     ) -> Iterator[_Settled]:
-        # Scales change the values between operators, so the data goes through the graph as it was.
-        for number, found in self.trial.measured(whole, sites, context, type(self).__name__):
+        for number, found in measured:
             settled = self._settle(self.trial(gm, sites[number], found), sites[number], context)
             del found  # before the next site is measured
             # All ranks have to take the same; another processor may see a tie otherwise.
@@ -185,8 +186,7 @@ def _refusal(before: Sequence[float], after: Sequence[float], gain: float, conte
     """Say which verdict, that on validation data first, refused a scale."""
     if all(a < b for b, a in zip(before, after, strict=True)):
         return f"less than {1 - gain:.0%} better"
-    validation = context.has_validation and not after[0] < before[0]
-    return f"no better on {'validation data' if validation else 'the calibration data'}"
+    return f"no better on {'the calibration data' if after[0] < before[0] else context.judged_on}"
 
 
 _Settled = tuple[int, Tensor | None, Change]

@@ -83,9 +83,8 @@ class Solver(Selective, ABC):
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Choose what is better in `gm`; return how many changed."""
-        reads, find = self.reads, places_of(self.chooses, gm, context, self)
-        form = None if self._form is None else FormJudge(self.solve, self._form, context)
-        judge = form or BlockJudge(self.solve, reads, context)
+        reads, form, find = self.reads, self._form, places_of(self.chooses, gm, context, self)
+        judge = BlockJudge(self.solve, reads, context) if form is None else FormJudge(self.solve, form, context)
         label = type(self).__name__
         for run in walk_blocks(gm, context, unit=Unit.OPERATOR, label=label, side_by_side=self._side_by_side):
             for places in [] if run.finished else find(run):

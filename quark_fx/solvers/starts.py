@@ -18,6 +18,7 @@ from quark_fx.errors import CalibrationError
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import named_nodes, placeholders, tensor_of
 from quark_fx.solvers.feedback import compensated, fitted_to_feedback, rounded_with_feedback
+from quark_fx.solvers.places import blamed
 from quark_fx.solvers.products import Product, find_products
 from quark_fx.solvers.rounding import QuadraticError, round_by_descent
 from quark_fx.system.memory import give_back
@@ -90,7 +91,7 @@ def _feed_back_product(product: Product, context: Context, fits_scales: bool) ->
     rounded = {}
     try:
         for part in product.parts:
-            now = part.matrix
+            now = part.now
             target = seen.target(now.real, 1.0, factors())
             fitted = fitted_to_feedback(now, target, factors()) if fits_scales and now.columns is not None else now
             try:
@@ -102,7 +103,7 @@ def _feed_back_product(product: Product, context: Context, fits_scales: bool) ->
             wanted = compensated(matrix, target, factors())
             rounded[part.weight.node.name] = part.mapping.restore(wanted, part.real)
     except CalibrationError as error:
-        raise product.blamed(error) from error
+        raise blamed(product.parts, error) from error
     return rounded
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from dpu_rules import violations
 from networks import trained
 from test_placement import build
-from tiny import calls, constant, quantize, rand
+from tiny import calls, constant, quantize, rand, record_of
 from torch import Tensor, nn
 
 import quark_fx as qfx
@@ -225,7 +225,7 @@ def test_the_changes_are_in_the_report() -> None:
     model = NETWORKS["concat"]()
     scale(model, "b", 40)
     qmodel = quantize(model, XINT8, image())
-    record = next(record for record in qmodel.report().passes if record.name == "AlignShifts")
+    record = record_of(qmodel, "AlignShifts")
     assert record.rewrites == len(record.changes) >= 1
     assert ("relu output", True) in [(change.name, change.changed) for change in record.changes]
     assert all(" → 2**" in change.what for change in record.changes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import quantize, rand, seeded
+from tiny import quantize, rand, record_of, seeded
 from torch import Tensor, nn
 
 import quark_fx as qfx
@@ -60,7 +60,7 @@ def test_each_scale_is_the_best_of_the_ratios_for_its_group() -> None:
 
 def test_errors_fall_and_are_reported() -> None:
     qmodel = quantize(seeded(Skewed()), FITTED, batches())
-    (record,) = (p for p in qmodel.report().passes if p.name == "FitScales")
+    record = record_of(qmodel, "FitScales")
     assert [change.name for change in record.changes] == ["first", "second"]
     assert all(c.before and c.after and c.after < 0.9 * c.before for c in record.changes)
     assert all(change.what.startswith("scales and ") for change in record.changes)
@@ -83,7 +83,7 @@ def test_scales_that_may_not_shrink_are_left_and_say_so() -> None:
     )
     qmodel = quantize(seeded(Skewed()), power, batches())
     plain = quantize(seeded(Skewed()), power.replace(passes=()), batches())
-    (record,) = (p for p in qmodel.report().passes if p.name == "FitScales")
+    record = record_of(qmodel, "FitScales")
     assert {change.what for change in record.changes} == {"skipped: its scales are not free to change"}
     assert torch.equal(scales(qmodel, "first.weight"), scales(plain, "first.weight"))
 
@@ -97,7 +97,7 @@ def test_a_weight_that_several_operators_read_is_left_and_says_so() -> None:
     model = seeded(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)))
     model[2].weight = model[0].weight
     qmodel = quantize(model, FITTED, [rand(16, 16)])
-    (record,) = (p for p in qmodel.report().passes if p.name == "FitScales")
+    record = record_of(qmodel, "FitScales")
     assert {change.what for change in record.changes} == {"skipped: several operators read its weight"}
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from devices import on_devices
 from networks import trained
-from tiny import calls, cnn, images, quantize, rand, seeded, tokens
+from tiny import calls, cnn, images, quantize, rand, record_of, seeded, tokens
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -45,7 +45,7 @@ def smoothed(
 
 
 def record(qmodel: qfx.QuantizedModel) -> PassRecord:
-    return next(record for record in qmodel.report().passes if record.name == "SmoothQuant")
+    return record_of(qmodel, "SmoothQuant")
 
 
 def changes(qmodel: qfx.QuantizedModel) -> dict[str, Change]:

@@ -135,7 +135,7 @@ def convert_nothing(gm: GraphModule, context: Context) -> int:
 
 @pytest.mark.parametrize(
     ("other", "message"),
-    [(plan_nothing, "there is no plan; a pass of the planned stage"), (convert_nothing, "left no report; call")],
+    [(plan_nothing, "there is no plan; a pass of the planned stage"), (convert_nothing, "made no report; call")],
     ids=["planned", "settled"],
 )
 def test_a_stage_that_leaves_its_work_is_named(other: Any, message: str) -> None:

@@ -24,12 +24,7 @@ def lowers(name: str) -> Callable[[F], F]:
     Raises:
         ExportError: for a name of another form, or an overload that the operator does not have.
     """
-    if name.count(".") != 2 or not all(name.split(".")):
-        raise ExportError(f"{name!r} names no operator; write 'namespace.name.overload', as 'aten.relu.default'")
-    namespace, operator, overload = name.split(".")
-    packet = getattr(getattr(torch.ops, namespace), operator, None)
-    if packet is not None and not hasattr(packet, overload):
-        raise ExportError(f"{namespace}.{operator} has no overload {overload}; it has {', '.join(packet.overloads())}")
+    _overload(name)
 
     def register(function: F) -> F:
         LOWERINGS[name] = function
@@ -42,10 +37,20 @@ def translation_table() -> dict[Any, Callable[..., Any]]:
     """Return the table for `torch.onnx.export(custom_translation_table=...)`: the operators that exist here."""
     import quark_fx.export.to_onnx.lowering  # noqa: F401 (fills the table; needs the `onnx` extra)
 
-    table = {}
-    for name, function in LOWERINGS.items():
-        namespace, operator, overload = name.split(".")
-        packet = getattr(getattr(torch.ops, namespace), operator, None)
-        if packet is not None:
-            table[getattr(packet, overload)] = function
-    return table
+    found = {_overload(name): function for name, function in LOWERINGS.items()}
+    return {overload: function for overload, function in found.items() if overload is not None}
+
+
+def _overload(name: str) -> Any:
+    """Return the operator called `name`; `None` if there is none here.
+
+    Raises:
+        ExportError: for a name of another form, or an overload that the operator does not have.
+    """
+    if name.count(".") != 2 or not all(name.split(".")):
+        raise ExportError(f"{name!r} names no operator; write 'namespace.name.overload', as 'aten.relu.default'")
+    namespace, operator, overload = name.split(".")
+    packet = getattr(getattr(torch.ops, namespace), operator, None)
+    if packet is not None and not hasattr(packet, overload):
+        raise ExportError(f"{namespace}.{operator} has no overload {overload}; it has {', '.join(packet.overloads())}")
+    return getattr(packet, overload, None)
