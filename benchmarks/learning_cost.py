@@ -46,6 +46,7 @@ from quark_fx.engine.activation_cache import ActivationCache
 from quark_fx.engine.calibration import fast_layout
 from quark_fx.engine.context import Context
 from quark_fx.engine.quantized_weights import quantized_weights
+from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import parameter, set_parameter
 from quark_fx.graph.pass_manager import GraphPass, copy_graph, run_passes
 from quark_fx.graph.signature import split_batch
@@ -54,7 +55,7 @@ from quark_fx.observers import Mse
 from quark_fx.passes.adaround import AdaRound
 from quark_fx.passes.cross_layer_equalization import CrossLayerEqualization
 from quark_fx.passes.smooth_quant import SmoothQuant
-from quark_fx.plan.placement import PlannedOperator, plan_quantization
+from quark_fx.plan.placement import Coded, plan_quantization
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -162,26 +163,25 @@ class FloatGraph:
         self.captured: Captured = capture_graph(network.model, network.calibration[0])
         self.gm, _ = run_passes(self.captured.module, INT4_WEIGHTS.passes)
         self.plan = {op.node.name: op for op in plan_quantization(self.gm, INT4_WEIGHTS).operators}
-        self.operators = {op.name: op for op in self.plan.values() if op.weight is not None}
+        self.operators = {op.name: op for op in self.plan.values() if isinstance(op, Coded)}
         with torch.no_grad():
             self.expected = torch.cat([network.model(x) for x in self._batches()])
 
-    def weight(self, operator: PlannedOperator) -> Tensor:
+    def weight(self, operator: Coded) -> Tensor:
         """Return the float weight of an operator."""
-        return parameter(self.gm, _weight_node(operator))
+        return parameter(self.gm, operator.weight_node)
 
     def logits(self, weights: Mapping[str, Tensor]) -> Tensor:
         """Return the logits with `weights` in place of the float ones."""
         gm = copy_graph(self.gm)
         for name, operator in self.operators.items():
-            set_parameter(gm, str(_weight_node(operator).target), weights[name])
+            set_parameter(gm, str(operator.weight_node.target), weights[name])
         with torch.no_grad():
             return torch.cat([gm(*self._leaves(x))[0] for x in self._batches()])
 
     def errors(self, weights: Mapping[str, Tensor]) -> list[float]:
         """Return, for each operator, the squared error of its output for float inputs over the squared output."""
-        by_node = {operator.node.name: weights[name] for name, operator in self.operators.items()}
-        comparison = _Comparison(self.gm, self.plan, by_node)
+        comparison = _Comparison(self.gm, {op.node: weights[name] for name, op in self.operators.items()})
         with torch.no_grad():
             for x in self._batches():
                 comparison.run(*self._leaves(x))
@@ -194,29 +194,21 @@ class FloatGraph:
         return self.captured.signature.flatten((x,), {})
 
 
-def _weight_node(operator: PlannedOperator) -> Node:
-    assert operator.weight_node is not None
-    return operator.weight_node
-
-
 class _Comparison(Interpreter):
     """Runs a float graph, and every operator that has another weight once more with it."""
 
-    def __init__(self, gm: GraphModule, plan: Mapping[str, PlannedOperator], weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, gm: GraphModule, weights: Mapping[Node, Tensor]) -> None:
         super().__init__(gm)
-        self.plan, self.weights = plan, weights
+        self.weights = weights
         self.sums: dict[str, tuple[float, float]] = {}
 
     def run_node(self, n: Node) -> Any:
         """Add the squares of the error and of the output to `sums`."""
         output = super().run_node(n)
-        if n.name in self.weights:
-            row = self.plan[n.name].row
-            assert row is not None
-            assert row.weight is not None
+        if n in self.weights and (linear := Linear.of(n)) is not None:
             assert callable(n.target)
             args, kwargs = self.fetch_args_kwargs_from_env(n)
-            changed = [*args[: row.weight], self.weights[n.name], *args[row.weight + 1 :]]
+            changed = [*args[: linear.weight_at], self.weights[n], *args[linear.weight_at + 1 :]]
             got: Tensor = n.target(*changed, **kwargs)
             error, square = self.sums.get(n.name, (0.0, 0.0))
             error += float((got - output).double().square().sum())

@@ -30,6 +30,7 @@ from quark_fx.graph.nodes import (
     tensor_of,
 )
 from quark_fx.graph.pass_manager import Change
+from quark_fx.plan.placement import Coded
 from quark_fx.system.memory import give_back
 
 
@@ -337,7 +338,7 @@ def _exchange(run: BlockRun, context: Context, before: int) -> None:
 
 def _learning(blocks: Sequence[Block], context: Context) -> Sequence[Block]:
     """Return the blocks up to the last one with a quantized weight: nobody asks what those after it compute."""
-    weights = {name for name, operator in context.plan.items() if operator.weight is not None}
+    weights = {name for name, operator in context.plan.items() if isinstance(operator, Coded)}
     count = max((i for i, block in enumerate(blocks, 1) if not weights.isdisjoint(block.operators)), default=0)
     return blocks[:count]
 

@@ -57,13 +57,13 @@ class Calibrated:
     Attributes:
         plan: how the float graph will be quantized.
         values: parameters of activations, by the node that was observed and its spec.
-        constants: parameters of weights and biases that are settled before they are rounded, by operator and position
-            of the argument; the others are found by their observers.
+        constants: parameters of weights and biases that are settled before they are rounded, by operator and
+            constant; the others are found by their observers.
     """
 
     plan: Plan
     values: dict[tuple[Node, TensorSpec], QParams] = field(default_factory=dict)
-    constants: dict[tuple[Node, int], QParams] = field(default_factory=dict)
+    constants: dict[tuple[Node, Node], QParams] = field(default_factory=dict)
 
 
 @dataclass

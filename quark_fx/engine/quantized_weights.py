@@ -21,7 +21,7 @@ from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.layout import Layout
 from quark_fx.numbers.qparams import ScaleType, Scheme
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
-from quark_fx.plan.placement import PlannedOperator
+from quark_fx.plan.placement import Coded, PlannedOperator
 
 _DEQUANTIZE = "quark_fx.dequantize.default"
 
@@ -34,13 +34,11 @@ class QuantizedWeight:
         operator: how it was planned.
         linear: the call, in the graph that was asked.
         dequantize: the node that turns the codes of the weight into values.
-        weight: name of the float weight in the graph before conversion.
     """
 
-    operator: PlannedOperator
+    operator: Coded
     linear: Linear
     dequantize: Node
-    weight: str
 
     @property
     def name(self) -> str:
@@ -53,8 +51,12 @@ class QuantizedWeight:
         return self.linear.node
 
     @property
+    def weight(self) -> str:
+        """Name of the float weight in the graph before conversion."""
+        return str(self.operator.weight_node.target)
+
+    @property
     def scheme(self) -> Scheme:
-        assert self.operator.weight is not None
         return self.operator.weight.scheme
 
     @property
@@ -83,7 +85,7 @@ class QuantizedWeight:
     def movable(self, gm: GraphModule) -> bool:
         """Tell whether scales may change one by one: nothing else depends on them but an int32 bias that follows."""
         spec = self.operator.weight
-        free = spec is not None and spec.sub_group_size is None and spec.scale_type is not ScaleType.POWER_OF_TWO
+        free = spec.sub_group_size is None and spec.scale_type is not ScaleType.POWER_OF_TWO
         return free and self.bias_scale_shape(gm) in (None, self.scale(gm).shape)
 
     def layout(self, gm: GraphModule) -> Layout:
@@ -209,7 +211,7 @@ def quantized_weights(gm: GraphModule, plan: Mapping[str, PlannedOperator]) -> l
     for node in gm.graph.nodes:
         # A block's input bears the name of the operator it comes from.
         operator = plan.get(node.name) if node.op == "call_function" else None
-        if operator is None or operator.linear is None or operator.weight_node is None:
+        if not isinstance(operator, Coded) or operator.linear is None:
             continue
         linear = operator.linear.at(node)
         value: object = linear.weight
@@ -217,9 +219,7 @@ def quantized_weights(gm: GraphModule, plan: Mapping[str, PlannedOperator]) -> l
             value = value.args[0]
         if not isinstance(value, Node) or target_name(value) != _DEQUANTIZE:
             continue
-        if operator.weight is None:
-            continue
-        found.append(QuantizedWeight(operator, linear, value, str(operator.weight_node.target)))
+        found.append(QuantizedWeight(operator, linear, value))
     return found
 
 
@@ -237,15 +237,15 @@ def note_left_alone(gm: GraphModule, context: Context, chooser: Selective) -> No
     learned = {weight.node.name: weight for weight in quantized_weights(gm, context.plan)}
     shared = shared_tensors(gm)
     for name, operator in context.plan.items():
-        if operator.weight is None:
+        if not isinstance(operator, Coded):
             continue
         if not chooser.selects(operator):
             context.note(Change(name=operator.name, what=NOT_SELECTED, changed=False))
             continue
         reason = ""
         if name not in learned:
-            embedding = operator.row is not None and not operator.row.activations
-            reason = "its rows are looked up, not multiplied" if embedding else f"{operator.weight.format} has no codes"
+            looked_up = operator.linear is None
+            reason = "its rows are looked up, not multiplied" if looked_up else f"{operator.weight.format} has no codes"
         elif learned[name].codes in shared:
             reason = "several operators read its weight"
         if reason:

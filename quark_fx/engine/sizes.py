@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from quark_fx.config.quant_config import TensorSpec
 from quark_fx.engine.blocks import Block, Unit, between, find_blocks
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import is_getitem, named_nodes, placeholders, value_of
 from quark_fx.graph.operators import operator_row
 from quark_fx.graph.signature import BatchShape
-from quark_fx.plan.placement import PlannedOperator
+from quark_fx.plan.placement import Coded, PlannedOperator
 
 FLOAT32 = 4
 """Bytes; what is learned from data is computed in float32."""
@@ -201,14 +202,19 @@ class Sizes:
         """Bytes at the peak of a run of the whole graph on one batch."""
         return self.live(list(self.gm.graph.nodes))
 
+    @property
+    def coded(self) -> list[Coded]:
+        """The operators whose weights get codes."""
+        return [op for op in self.operators if isinstance(op, Coded)]
+
     @cached_property
     def matrices(self) -> dict[str, Matrices]:
         """The weights that get codes and multiply rows, by the name of their operator's node."""
-        return {op.node.name: found for op in self.operators if (found := self._matrices(op)) is not None}
+        return {op.node.name: found for op in self.coded if (found := self._matrices(op)) is not None}
 
-    def _matrices(self, op: PlannedOperator) -> Matrices | None:
+    def _matrices(self, op: Coded) -> Matrices | None:
         mapping = op.linear.matrices if op.linear is not None else None
-        if mapping is None or op.weight is None or op.weight_node is None:
+        if mapping is None:
             return None
         weight = value_of(self.gm, op.weight_node)
         groups, outputs, inputs = (int(size) for size in mapping.matrix(weight).shape)
@@ -228,15 +234,13 @@ class Sizes:
 
     @cached_property
     def _stored(self) -> list[int]:
-        coded = ((op, op.weight_node) for op in self.operators if op.weight is not None)
-        weights = {node.target: (op, node) for op, node in coded if node is not None}
-        return [_stored(value_of(self.gm, node), op) for op, node in weights.values()]
+        weights = {op.weight_node.target: op for op in self.coded}
+        return [_stored(value_of(self.gm, op.weight_node), op.weight) for op in weights.values()]
 
     @cached_property
     def floats(self) -> int:
         """Bytes of the parameters that get no codes."""
-        coded = {op.weight_node for op in self.operators if op.weight is not None}
-        names = {node.target for node in coded if node is not None}
+        names = {op.weight_node.target for op in self.coded}
         left = {n.target: n for n in self.gm.graph.nodes if n.op == "get_attr" and n.target not in names}
         return sum(self._whole(node) for node in left.values())
 
@@ -322,10 +326,9 @@ def _views(node: Node) -> bool:
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
-def _stored(weight: Tensor, op: PlannedOperator) -> int:
+def _stored(weight: Tensor, spec: TensorSpec) -> int:
     """Return the bytes of a weight's codes, which take whole bytes in memory, and of its scales."""
-    assert op.weight is not None
-    spec, values = op.weight, weight.numel()
+    values = weight.numel()
     scales = values // spec.group_size if spec.group_size else 0
     return values * spec.format.dtype.itemsize + FLOAT32 * scales
 

@@ -48,10 +48,9 @@ class Linear:
     def of(cls, node: Node) -> Self | None:
         """Return the view of a call; `None` for one that multiplies no activation by a stored weight."""
         row = operator_row(node)
-        if row is None or row.weight is None or not row.activations:
+        stored = None if row is None else stored_weight(node, row)
+        if row is None or stored is None or not row.activations:
             return None
-        stored = stored_weight(node, row)
-        assert stored is not None  # an operator without one has another row, or none
         shape = _shape(stored.node)
         rank = len(shape)
         order = range(rank) if stored.order is None else stored.order
@@ -63,7 +62,7 @@ class Linear:
             input_axis=row.input_axis % rank,
             kernel_axes=tuple(order[2:]) if row.kind in _CONVOLUTIONS else (),
             activation_at=row.activations[0],
-            weight_at=row.weight,
+            weight_at=stored.position,
             bias_at=row.bias,
             offsets_at=row.offsets,
         )
@@ -94,7 +93,7 @@ class Linear:
             LookupError: where codes took the place of the weight.
         """
         row = operator_row(self.node)
-        found = stored_weight(self.node, row) if row is not None and row.weight is not None else None
+        found = None if row is None else stored_weight(self.node, row)
         if found is None:
             raise LookupError(f"%{self.node.name} reads no stored weight")
         return found

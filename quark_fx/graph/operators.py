@@ -126,19 +126,22 @@ class StoredWeight:
 
     Attributes:
         node: the `get_attr` node.
+        position: of the weight among the operator's arguments.
         reader: the first node that reads it: the operator, or a transposition before it.
         order: where the parameter is transposed on its way, the parameter's dimension for each
             dimension of the argument.
     """
 
     node: Node
+    position: int
     reader: Node
     order: tuple[int, ...] | None
 
 
 def stored_weight(node: Node, row: Operator) -> StoredWeight | None:
     """Return the parameter the operator multiplies by, looking through transpositions; `None` if it has none."""
-    assert row.weight is not None
+    if row.weight is None:
+        return None
     reader, value = node, argument(node, row.weight)
     order: tuple[int, ...] | None = None
     while isinstance(value, Node) and value.op == "call_function" and len(value.users) == 1:
@@ -147,7 +150,7 @@ def stored_weight(node: Node, row: Operator) -> StoredWeight | None:
             return None
         order = step if order is None else tuple(step[i] for i in order)
         reader, value = value, value.args[0]
-    return StoredWeight(value, reader, order) if _is_weight(value) else None
+    return StoredWeight(value, row.weight, reader, order) if _is_weight(value) else None
 
 
 def _permutation(node: Node) -> tuple[int, ...] | None:

@@ -18,7 +18,7 @@ from quark_fx.graph.provenance import CONVERT
 from quark_fx.numbers.qparams import QParams
 from quark_fx.passes.quantize_constants import quantize_constants
 from quark_fx.passes.quantize_values import quantize_values
-from quark_fx.plan.placement import Plan, PlannedOperator
+from quark_fx.plan.placement import Coded, Plan
 
 
 @graph_pass(exact=False, stage=Stage.SETTLED, distributed=True)
@@ -42,7 +42,8 @@ def convert(gm: GraphModule, context: Context) -> int:
             f"{', and '.join(what)}; the pass of the observed stage puts `read_observers` into "
             "context.calibrated.values and calls `remove_watches` (quark_fx.engine.calibration)"
         )
-    scales = {op.node: scale for op in plan.operators if (scale := _input_scale(op, plan, found.values)) is not None}
+    coded = (op for op in plan.operators if isinstance(op, Coded))
+    scales = {op.node: scale for op in coded if (scale := _input_scale(op, plan, found.values)) is not None}
     before = set(gm.graph.nodes)
     with torch.no_grad():
         quantize_values(gm, plan, found.values)
@@ -54,7 +55,7 @@ def convert(gm: GraphModule, context: Context) -> int:
     return sum(not row.reason for row in context.rows)
 
 
-def _input_scale(op: PlannedOperator, plan: Plan, qparams: Mapping[tuple[Node, TensorSpec], QParams]) -> Tensor | None:
+def _input_scale(op: Coded, plan: Plan, qparams: Mapping[tuple[Node, TensorSpec], QParams]) -> Tensor | None:
     """Return the static scale of the operator's activation, shape `()`, if it has one."""
     if op.linear is None or op.input is None:
         return None

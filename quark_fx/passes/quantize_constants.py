@@ -13,13 +13,13 @@ from torch.fx import GraphModule, Node
 from quark_fx.config.quant_config import Granularity, TensorSpec
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import call, cast, describe, get_attr, is_finite, is_parameter, parameter, value_of
-from quark_fx.graph.operators import argument, set_argument, stored_weight
+from quark_fx.graph.operators import argument
 from quark_fx.graph.provenance import inherit
 from quark_fx.numbers.formats import INT32, IntFormat
 from quark_fx.numbers.qparams import QParams, ScaleType
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.plan.pair_sums import PairBound
-from quark_fx.plan.placement import Plan, PlannedOperator
+from quark_fx.plan.placement import Coded, Plan, PlannedOperator, Quantized
 from quark_fx.plan.report import Row
 from quark_fx.plan.weights import quantize_tensor, rescale_zeros
 from quark_fx.system.memory import give_back
@@ -32,7 +32,7 @@ def quantize_constants(
     plan: Plan,
     input_scales: Mapping[Node, Tensor],
     bias: TensorSpec | None,
-    settled: Mapping[tuple[Node, int], QParams] = MappingProxyType({}),
+    settled: Mapping[tuple[Node, Node], QParams] = MappingProxyType({}),
 ) -> list[Row]:
     """Replace the weights and biases of the plan's operators by codes behind a `dequantize`.
 
@@ -45,7 +45,7 @@ def quantize_constants(
         plan: from `plan_quantization`.
         input_scales: static scale, shape `()`, of the operators whose activation has one.
         bias: spec of the biases, `None` keeps them in float.
-        settled: parameters of weights and biases that are known already, by operator and position of the argument.
+        settled: parameters of weights and biases that are known already, by operator and constant.
 
     Returns:
         One report row per operator of the plan.
@@ -56,15 +56,15 @@ def quantize_constants(
     stored: dict[_Key, _Stored] = {}
     rows, joint = [], _joint_magnitudes(gm, plan)
     # What looks rows of a tied weight up reads the codes of an operator that multiplies by it.
-    pairs = {str(op.weight_node): op.pairs for op in reversed(plan.operators) if op.pairs is not None}
+    coded = (op for op in reversed(plan.operators) if isinstance(op, Coded))
+    pairs = {str(op.weight_node): op.pairs for op in coded if op.pairs is not None}
     for op in plan.operators:
-        if op.weight_node is None or op.weight is None:
+        if not isinstance(op, Coded):
             rows.append(_float_row(gm, op))
             continue
         give_back()
-        known = {position: found for (node, position), found in settled.items() if node is op.node}
         op = replace(op, pairs=op.pairs or pairs.get(str(op.weight_node)))
-        rows.append(_quantize_operator(gm, op, input_scales.get(op.node), bias, stored, joint.get(op.node), known))
+        rows.append(_quantize_operator(gm, op, input_scales.get(op.node), bias, stored, joint.get(op.node), settled))
     return rows
 
 
@@ -73,13 +73,13 @@ def _joint_magnitudes(gm: GraphModule, plan: Plan) -> dict[Node, Tensor]:
 
     Servers fuse linears that read one value (query, key and value), and have one global scale for the result.
     """
-    groups: dict[object, list[PlannedOperator]] = {}
+    groups: dict[object, list[Coded]] = {}
     for op in plan.operators:
-        if op.kind == "linear" and op.linear and op.weight and op.weight.scale_type is ScaleType.FP8_E4M3:
+        if isinstance(op, Coded) and op.linear and op.kind == "linear" and op.weight.scale_type is ScaleType.FP8_E4M3:
             groups.setdefault((op.linear.activation, op.weight), []).append(op)
     found: dict[Node, Tensor] = {}
     for group in groups.values():
-        weights = [parameter(gm, op.weight_node).detach() for op in group if op.weight_node is not None]
+        weights = [parameter(gm, op.weight_node).detach() for op in group]
         # A weight that several operators read is stored once, for whichever of them comes first.
         found |= dict.fromkeys((op.node for op in group), torch.stack([w.abs().amax().float() for w in weights]).amax())
     return found
@@ -104,19 +104,15 @@ class _Stored:
 
 def _quantize_operator(
     gm: GraphModule,
-    op: PlannedOperator,
+    op: Coded,
     input_scale: Tensor | None,
     bias_spec: TensorSpec | None,
     stored: dict[_Key, _Stored],
     amax: Tensor | None,
-    settled: Mapping[int, QParams],
+    settled: Mapping[tuple[Node, Node], QParams],
 ) -> Row:
-    assert op.row is not None
-    assert op.row.weight is not None
-    assert op.weight is not None
-    assert op.weight_node is not None
     weight = parameter(gm, op.weight_node)
-    bias_node = argument(op.node, op.row.bias) if op.row.bias is not None and bias_spec is not None else None
+    bias_node = op.linear.bias if op.linear is not None and bias_spec is not None else None
     int32_scale = input_scale if bias_spec is not None and _takes_int32_bias(gm, op, bias_spec) else None
     smallest = free = None
     if is_parameter(bias_node) and int32_scale is not None:
@@ -125,7 +121,7 @@ def _quantize_operator(
         smallest = magnitude / (0.999 * INT32.qmax)
         free = magnitude / _BIAS_STEPS
 
-    known = settled.get(op.row.weight)
+    known = settled.get((op.node, op.weight_node))
     key = (str(op.weight_node.target), op.weight, None if known is None else float(known.scale), op.pairs)
     found = stored.get(key)
     if found is None or not _suits(found, smallest, free if known is None else None):
@@ -134,9 +130,9 @@ def _quantize_operator(
             quantized = rescale_zeros(quantized, free, op.weight.scale_type)
         found = stored[key] = _store(gm, op.weight_node, quantized, op.weight)
     _use_weight(gm, op, found)
-    if is_parameter(bias_node) and bias_spec is not None:
-        own = settled.get(op.row.bias) if op.row.bias is not None else None
-        _replace_bias(gm, op, bias_node, bias_spec, found.tensor, int32_scale, own)
+    if is_parameter(bias_node) and bias_spec is not None and op.input is not None:
+        own = settled.get((op.node, bias_node))
+        _replace_bias(gm, op.node, bias_node, bias_spec, found.tensor, int32_scale, own)
     return Row.of_quantized(
         name=op.name,
         parameter=str(op.weight_node.target),
@@ -158,8 +154,7 @@ def _suits(stored: _Stored, smallest: Tensor | None, free: Tensor | None) -> boo
     return free is None or torch.equal(rescale_zeros(stored.tensor, free, stored.spec.scale_type).scale, scale)
 
 
-def _takes_int32_bias(gm: GraphModule, op: PlannedOperator, bias: TensorSpec) -> bool:
-    assert op.weight is not None
+def _takes_int32_bias(gm: GraphModule, op: Coded, bias: TensorSpec) -> bool:
     # A product of more than two dimensions is a MatMul followed by an Add, which takes no integers.
     kernel = op.kind == "conv" or value_of(gm, op.node).dim() == 2
     weight = isinstance(op.weight.format, IntFormat) and op.weight.granularity is not Granularity.GROUP
@@ -167,14 +162,12 @@ def _takes_int32_bias(gm: GraphModule, op: PlannedOperator, bias: TensorSpec) ->
 
 
 def _quantize_weight(
-    op: PlannedOperator,
+    op: Coded,
     weight: Tensor,
     smallest_scale: Tensor | None,
     amax: Tensor | None,
     qparams: QParams | None,
 ) -> QuantizedTensor:
-    assert op.weight is not None
-    assert op.weight_node is not None
     try:
         return quantize_tensor(
             weight.detach(),
@@ -192,47 +185,40 @@ def _quantize_weight(
         ) from error
 
 
-def _use_weight(gm: GraphModule, op: PlannedOperator, stored: _Stored) -> None:
+def _use_weight(gm: GraphModule, op: Coded, stored: _Stored) -> None:
     """Let the operator read the stored codes instead of its weight."""
-    assert op.row is not None
-    assert op.weight_node is not None
-    if op.kind == "embedding":
+    if op.linear is None:
         with gm.graph.inserting_before(op.node):
             found = _embed(gm, op.node, stored)
             found.meta["carries"] = op.node.name
             op.node.replace_all_uses_with(found)
         return
-    weight = stored_weight(op.node, op.row)
-    assert weight is not None
-    with gm.graph.inserting_before(weight.reader):
+    reader = op.linear.stored.reader
+    with gm.graph.inserting_before(reader):
         real = _dequantize(gm, op.node, stored, value_of(gm, op.weight_node).dtype)
-    weight.reader.replace_input_with(op.weight_node, real)
+    reader.replace_input_with(op.weight_node, real)
 
 
 def _replace_bias(
     gm: GraphModule,
-    op: PlannedOperator,
+    operator: Node,
     node: Node,
     spec: TensorSpec,
     weight: QuantizedTensor,
     input_scale: Tensor | None,
     qparams: QParams | None,
 ) -> None:
-    """Let the operator read codes instead of its bias; one without quantized inputs stays in float."""
-    assert op.row is not None
-    assert op.row.bias is not None
+    """Let the operator read codes instead of its bias."""
     bias = parameter(gm, node).detach()
-    if op.input is None:
-        return
     if spec.format != INT32:
         codes = quantize_tensor(bias, spec, qparams=qparams)
     elif input_scale is not None:
         codes = _int32_bias(bias, (input_scale * weight.scale).float())
     else:
         return
-    with gm.graph.inserting_before(op.node):
+    with gm.graph.inserting_before(operator):
         stored = _store(gm, node, codes, spec)
-        set_argument(op.node, op.row.bias, _dequantize(gm, op.node, stored, bias.dtype))
+        operator.replace_input_with(node, _dequantize(gm, operator, stored, bias.dtype))
 
 
 def _int32_bias(bias: Tensor, scale: Tensor) -> QuantizedTensor:
@@ -291,13 +277,9 @@ def _embed(gm: GraphModule, node: Node, stored: _Stored) -> Node:
 
 
 def _float_row(gm: GraphModule, op: PlannedOperator) -> Row:
-    size = parameter(gm, op.weight_node).nbytes if op.weight_node is not None else 0
-    return Row(
-        name=op.name,
-        parameter=str(op.weight_node.target) if op.weight_node is not None else "",
-        kind=op.kind,
-        activation=str(op.input) if op.input else "",
-        bytes_before=size,
-        bytes_after=size,
-        reason=op.reason,
-    )
+    if isinstance(op, Quantized):
+        return Row(name=op.name, kind=op.kind, activation=str(op.input))
+    weight = op.weight_node
+    size = 0 if weight is None else parameter(gm, weight).nbytes
+    name = "" if weight is None else str(weight.target)
+    return Row(name=op.name, parameter=name, kind=op.kind, bytes_before=size, bytes_after=size, reason=op.reason)

@@ -47,42 +47,75 @@ ROUTER = "router"
 """How patterns name an operator of whose outputs the largest are looked up, as what sends tokens to experts."""
 
 
-@dataclass(frozen=True)
-class PlannedOperator:
-    """One weighted operator (or product of activations), and what will happen to it.
+@dataclass(frozen=True, kw_only=True)
+class _Operator:
+    """One weighted operator, or product of activations.
 
     Attributes:
         node: the call.
-        row: its row in the operator table, `None` if there is none.
         name: the module it comes from.
-        kind: the operator family, or the ATen name where there is no row.
-        weight_node: the `get_attr` node of its weight.
-        linear: what it multiplies by what, `None` for a table, a product of activations or one without a row.
-        weight: spec of the weight, `None` if it stays in float.
-        input: spec of its activations, `None` if they stay in float.
-        output: spec of its output, `None` if it stays in float.
-        reason: why it is left in float; empty if it is quantized.
+        kind: the operator family, or the ATen name where the operator table has no row.
         role: `HEAD`, `ROUTER` or empty.
-        pairs: which pairs of its weight's codes the target may add in 16 bits, `None` if it does not.
     """
 
     node: Node
-    row: Operator | None
     name: str
     kind: str
-    weight_node: Node | None = None
-    linear: Linear | None = None
-    weight: TensorSpec | None = None
-    input: TensorSpec | None = None
-    output: TensorSpec | None = None
-    reason: str = ""
     role: str = ""
-    pairs: PairBound | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """What patterns may call it by."""
         return _kinds(self.kind, self.role)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftInFloat(_Operator):
+    """An operator that is not quantized, and a reason.
+
+    Attributes:
+        reason: why.
+        weight_node: the `get_attr` node of its weight, `None` for a product of activations.
+    """
+
+    reason: str
+    weight_node: Node | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantized(_Operator):
+    """An operator that is quantized: a product of activations, or `Coded`.
+
+    Attributes:
+        row: its row in the operator table.
+        input: spec of its activations, `None` if they stay in float.
+        output: spec of its output, `None` if it stays in float.
+    """
+
+    row: Operator
+    input: TensorSpec | None
+    output: TensorSpec | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coded(Quantized):
+    """A quantized operator whose weight gets codes.
+
+    Attributes:
+        weight: spec of the weight.
+        weight_node: the `get_attr` node of the weight.
+        linear: what it multiplies by what, `None` for a table whose rows are looked up.
+        pairs: which pairs of its weight's codes the target may add in 16 bits, `None` if it does not.
+    """
+
+    weight: TensorSpec
+    weight_node: Node
+    linear: Linear | None
+    pairs: PairBound | None
+
+
+PlannedOperator = LeftInFloat | Quantized
+"""What a plan says of an operator."""
 
 
 @dataclass
@@ -185,7 +218,7 @@ class Names(NamedTuple):
 def names_of(node: Node) -> Names:
     """Return what patterns may call a weighted operator by."""
     row = operator_row(node)
-    stored = stored_weight(node, row) if row is not None and row.weight is not None else None
+    stored = stored_weight(node, row) if row is not None else None
     kinds = _kinds(target_name(node) if row is None else row.kind, _role(node))
     return Names(module_name(node, stored.node if stored is not None else None), kinds)
 
@@ -196,11 +229,15 @@ def _operators(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperator
             continue
         row = operator_row(node)
         if row is not None:
-            yield _plan_operator(gm, config, node, row)
+            yield _plan_operator(config, node, row)
         elif (weight := unsupported_weight(node)) is not None:
             kind = target_name(node)
-            yield PlannedOperator(
-                node, None, module_name(node, weight), kind, weight, reason=f"no quantization rule for {kind}"
+            yield LeftInFloat(
+                node=node,
+                name=module_name(node, weight),
+                kind=kind,
+                weight_node=weight,
+                reason=f"no quantization rule for {kind}",
             )
         elif not any(_leads_to_row(user) for user in node.users):
             # The bounds of a clamp that equalization made one per channel are no weights.
@@ -208,14 +245,14 @@ def _operators(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperator
             for weight in tables:
                 if not is_parameter(weight) or value_of(gm, weight).dim() < 2:
                     continue
-                kind = target_name(node)
+                kind, name = target_name(node), str(weight.target)
+                many = " (transformers multiplies stacks of experts after set_experts_implementation('grouped_mm'))"
+                reason = f"a table read by {kind}, not a weight" + many * (value_of(gm, weight).dim() == 3)
                 if value_of(gm, weight).is_complex():
-                    reason = "complex numbers have no codes"
-                    yield PlannedOperator(node, None, module_name(node, weight), kind, weight, reason=reason)
-                elif is_floating(gm, weight):
-                    many = " (transformers multiplies stacks of experts after set_experts_implementation('grouped_mm'))"
-                    reason = f"a table read by {kind}, not a weight" + many * (value_of(gm, weight).dim() == 3)
-                    yield PlannedOperator(node, None, str(weight.target), kind, weight, reason=reason)
+                    name, reason = module_name(node, weight), "complex numbers have no codes"
+                elif not is_floating(gm, weight):
+                    continue
+                yield LeftInFloat(node=node, name=name, kind=kind, weight_node=weight, reason=reason)
 
 
 def _leads_to_row(node: Node) -> bool:
@@ -226,9 +263,8 @@ def _leads_to_row(node: Node) -> bool:
     return target_name(node) in MOVING and len(node.users) == 1 and _leads_to_row(next(iter(node.users)))
 
 
-def _plan_operator(gm: GraphModule, config: QuantConfig, node: Node, row: Operator) -> PlannedOperator:
-    stored = stored_weight(node, row) if row.weight is not None else None
-    linear = Linear.of(node)
+def _plan_operator(config: QuantConfig, node: Node, row: Operator) -> PlannedOperator:
+    stored = stored_weight(node, row)
     operands = (argument(node, position) for position in row.activations)
     constant = next((operand for operand in operands if is_parameter(operand)), None)
     weight = stored.node if stored is not None else constant
@@ -236,39 +272,40 @@ def _plan_operator(gm: GraphModule, config: QuantConfig, node: Node, row: Operat
     role = _role(node)
     kinds = _kinds(row.kind, role)
     specs = config.specs_for(name, *kinds)
-    reason = ""
-    if row.weight is None and constant is not None:
+    spec = specs.weight if stored is not None else specs.input
+    if stored is None and constant is not None:
         reason = "its weight is not the operand the table has a row for"
     elif pattern := config.excluded_by(name, *kinds):
         reason = f"excluded by {pattern!r}"
     elif not row.by_default and not any(matches(o.pattern, name, *kinds) for o in config.overrides):
         reason = "products of activations stay in float unless an override selects them"
-    elif row.weight is not None and specs.weight is None:
-        reason = "the configuration keeps its weight in float"
-    elif row.weight is None and specs.input is None:
-        reason = "the configuration keeps its inputs in float"
-    if reason:
-        return PlannedOperator(node, row, name, row.kind, weight, linear, reason=reason, role=role)
-    convolves = linear is not None and bool(linear.kernel)
-    if convolves and specs.input is not None and specs.input.granularity is Granularity.TOKEN:
-        raise ConfigError(
-            f"{name} is a convolution, whose tokens are not rows of the last dimension: give it "
-            f"Override(pattern={name!r}, input=...) with granularity='tensor', or None"
+    elif spec is None:
+        reason = f"the configuration keeps its {'weight' if stored is not None else 'inputs'} in float"
+    else:
+        inputs = specs.input if row.activations else None
+        found = Quantized(
+            node=node, name=name, kind=row.kind, role=role, row=row, input=inputs, output=inputs and specs.output
         )
-    spec = specs.weight if row.weight is not None else None
-    inputs = specs.input if row.activations else None
-    output = specs.output if inputs else None
-    pairs = None
-    if linear is not None and config.target.adds_pairs:
-        pairs = pair_bound(linear, spec, inputs)
-    return PlannedOperator(node, row, name, row.kind, weight, linear, spec, inputs, output, role=role, pairs=pairs)
+        return found if stored is None else _coded(config, found, spec, stored.node)
+    return LeftInFloat(node=node, name=name, kind=row.kind, role=role, weight_node=weight, reason=reason)
+
+
+def _coded(config: QuantConfig, op: Quantized, weight: TensorSpec, weight_node: Node) -> Coded:
+    linear = Linear.of(op.node)
+    if linear is not None and linear.kernel and op.input is not None and op.input.granularity is Granularity.TOKEN:
+        raise ConfigError(
+            f"{op.name} is a convolution, whose tokens are not rows of the last dimension: give it "
+            f"Override(pattern={op.name!r}, input=...) with granularity='tensor', or None"
+        )
+    pairs = pair_bound(linear, weight, op.input) if linear is not None and config.target.adds_pairs else None
+    return Coded(**vars(op), weight=weight, weight_node=weight_node, linear=linear, pairs=pairs)
 
 
 def require_finite_weights(gm: GraphModule, operators: Iterable[PlannedOperator]) -> None:
     """Raise `CalibrationError` for a weight that gets codes, or its bias, that holds NaN or infinity, with its name."""
     for operator in operators:
-        if operator.weight is not None:
-            for what, node in (("weight", operator.weight_node), *_biases(operator)):
+        if isinstance(operator, Coded):
+            for what, node in (("weight", operator.weight_node), ("bias", _bias(operator))):
                 _require_finite(gm, operator, what, node)
 
 
@@ -280,10 +317,10 @@ def require_finite_floats(gm: GraphModule, operators: Iterable[PlannedOperator])
     """
     checked: set[object] = set()
     for operator in operators:
-        constants = list(_biases(operator))
-        if operator.row is None and unsupported_weight(operator.node) is not None:
+        constants = [("bias", _bias(operator))]
+        if unsupported_weight(operator.node) is not None:
             constants += [("weight", node) for node in operator.node.all_input_nodes]
-        elif operator.row is not None and operator.weight is None:
+        elif isinstance(operator, LeftInFloat) and operator_row(operator.node) is not None:
             constants.append(("weight", operator.weight_node))
         for what, node in constants:
             if is_parameter(node) and node.target not in checked:
@@ -291,9 +328,9 @@ def require_finite_floats(gm: GraphModule, operators: Iterable[PlannedOperator])
                 checked.add(node.target)
 
 
-def _biases(operator: PlannedOperator) -> Iterator[tuple[str, Node | None]]:
-    if operator.row is not None and operator.row.bias is not None:
-        yield "bias", argument(operator.node, operator.row.bias)
+def _bias(operator: PlannedOperator) -> Node | None:
+    linear = Linear.of(operator.node)
+    return None if linear is None else linear.bias
 
 
 def _require_finite(gm: GraphModule, operator: PlannedOperator, what: str, node: Node | None) -> None:
@@ -365,8 +402,8 @@ class _Placement:
 
     def __init__(self, gm: GraphModule, config: QuantConfig, operators: list[PlannedOperator]) -> None:
         self.gm = gm
-        self.planned = {op.node: op for op in operators if not op.reason}
-        self.readers = {op.node: op for op in self.planned.values() if op.input is not None}
+        self.quantized = {op.node: op for op in operators if isinstance(op, Quantized)}
+        self.inputs = {node: op.input for node, op in self.quantized.items() if op.input is not None}
         self.rules = config.target.placement
         self.outputs: dict[Node, Node] = {}
         self.arithmetic: dict[Node, TensorSpec] = {}
@@ -430,48 +467,45 @@ class _Placement:
         ):
             return
         inputs = point.value.all_input_nodes
-        origins = [self._origin(node, produced) for node in inputs]
-        if all(o is not None and produced[o].spec == point.spec for o in origins) and all(
-            len(node.users) == 1 for node in (*inputs, *(o for o in origins if o is not None))
-        ):
+        origins = [produced[o] for node in inputs if (o := self._origin(node, produced)) is not None]
+        shared = len(origins) == len(inputs) and all(origin.spec == point.spec for origin in origins)
+        if shared and all(len(node.users) == 1 for node in (*inputs, *(origin.value for origin in origins))):
             point.readers = None
             for origin in origins:
-                assert origin is not None
-                produced[origin].source = point.value
+                origin.source = point.value
 
     def _reads(self) -> Iterator[tuple[Node, Node, TensorSpec, int | None]]:
         """Yield (operator, activation, spec, dimension of its groups) for everything that is read in integers."""
-        for node, op in self.readers.items():
-            assert op.row is not None
-            assert op.input is not None
-            for position in op.row.activations:
+        for node, spec in self.inputs.items():
+            for position in self.quantized[node].row.activations:
                 value = argument(node, position)
                 if isinstance(value, Node) and not is_parameter(value):
-                    yield node, value, op.input, self._reduced(op, position, value)
+                    grouped = spec.granularity is Granularity.GROUP
+                    yield node, value, spec, self._reduced(node, position, value) if grouped else None
         for node, spec in self.arithmetic.items():
             for value in node.all_input_nodes:
                 if is_floating(self.gm, value) and not self._goes_on(value, node):
                     yield node, value, spec, None
 
-    def _reduced(self, op: PlannedOperator, position: int, value: Node) -> int | None:
-        """Return the dimension of an activation that groups lie along, `None` for one without groups."""
-        if op.input is None or op.row is None or op.input.granularity is not Granularity.GROUP:
-            return None
-        rank: int = value_of(self.gm, value).dim()
-        if op.linear is not None:
+    def _reduced(self, node: Node, position: int, value: Node) -> int:
+        """Return the dimension of an activation that groups lie along."""
+        op, rank = self.quantized[node], int(value_of(self.gm, value).dim())
+        if isinstance(op, Coded) and op.linear is not None:
             return op.linear.channel_dim(rank)
         return rank - 1 if position == op.row.activations[0] else max(rank - 2, 0)
 
     def _produced(self) -> dict[Node, TensorSpec]:
         """Return the operators whose own output is in integers."""
-        produced = {node: op.output for node, op in self.readers.items() if self._output_in_integers(op)}
-        return {n: s for n, s in (produced | self.arithmetic).items() if s is not None}
+        made = {node: spec for node in self.quantized if (spec := self._integer_output(node)) is not None}
+        return made | self.arithmetic
 
-    def _output_in_integers(self, op: PlannedOperator) -> bool:
-        if op.output is None or op.row is None or op.output.is_cast:
-            return False
-        rounds = op.linear is not None and self.rules.rounds_output(op.linear)
-        return rounds or self._wanted(op.node)
+    def _integer_output(self, node: Node) -> TensorSpec | None:
+        """Return the spec of a quantized operator's output, `None` if it is in float."""
+        op = self.quantized[node]
+        if op.output is None or op.output.is_cast:
+            return None
+        rounds = isinstance(op, Coded) and op.linear is not None and self.rules.rounds_output(op.linear)
+        return op.output if rounds or self._wanted(node) else None
 
     def _origin(self, value: Node, produced: dict[Node, Point]) -> Node | None:
         """Return the value produced in integers that data movement makes `value` of, if there is one."""
@@ -500,7 +534,7 @@ class _Placement:
     def _wanted(self, value: Node) -> bool:
         """Tell whether everything that reads `value` reads it in integers."""
         return bool(value.users) and all(
-            user in self.readers
+            user in self.inputs
             or user in self.arithmetic
             or ((clamp_bounds(user) is not None or target_name(user) in MOVING) and self._wanted(user))
             for user in value.users
@@ -510,8 +544,8 @@ class _Placement:
         """Tell whether `value` is produced in integers, perhaps moved or clamped since."""
         if value in self.arithmetic:
             return True
-        if value in self.readers:
-            return self._output_in_integers(self.readers[value])
+        if value in self.quantized:
+            return self._integer_output(value) is not None
         if clamp_bounds(value) is not None or target_name(value) in MOVING:
             sources = [n for n in value.all_input_nodes if n.op not in ("get_attr", "placeholder")]
             return bool(sources) and all(self._available(n) for n in sources if is_floating(self.gm, n))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.config.selection import NOT_SELECTED, Named, Selective
 from quark_fx.engine.context import Context
-from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import parameter
 from quark_fx.graph.pass_manager import Change
-from quark_fx.plan.placement import PlannedOperator, plan_quantization, require_finite_weights
+from quark_fx.plan.placement import Coded, plan_quantization, require_finite_weights
 from quark_fx.rescale.scale_sites import ScaledInput, ScaleSite, SiteAnalysis, find_scale_sites
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,35 +24,33 @@ class PlannedWeight:
     """A weight that takes part in a site.
 
     Attributes:
-        operator: how it will be quantized; it has codes.
+        operator: how it will be quantized.
         labels: the scale's component per element, as in `Absorber`.
     """
 
-    operator: PlannedOperator
+    operator: Coded
     labels: Tensor
 
     def value(self, gm: GraphModule) -> Tensor:
         """Return the weight as it is now."""
-        assert self.operator.weight_node is not None
         return parameter(gm, self.operator.weight_node).detach()
 
 
 @dataclass(frozen=True, eq=False)
-class Reader(PlannedWeight):
-    """An operator that reads a site; `scaled` is what it reads."""
+class Reader(PlannedWeight, Generic[T]):
+    """An operator that reads a site.
+
+    Attributes:
+        scaled: what it reads.
+        how: what the pass judges it by (`planned_sites`).
+    """
 
     scaled: ScaledInput
-
-    @property
-    def mapping(self) -> LinearMap:
-        """How it multiplies matrices, which it does."""
-        mapping = self.scaled.linear.matrices
-        assert mapping is not None
-        return mapping
+    how: T
 
 
 @dataclass(frozen=True, eq=False)
-class PlannedSite:
+class PlannedSite(Generic[T]):
     """A site whose operators will be quantized.
 
     Attributes:
@@ -62,7 +62,7 @@ class PlannedSite:
 
     site: ScaleSite
     name: str
-    readers: tuple[Reader, ...]
+    readers: tuple[Reader[T], ...]
     producers: tuple[PlannedWeight, ...]
 
 
@@ -72,9 +72,9 @@ def planned_sites(
     chooser: Selective,
     *,
     explicit: bool,
-    reads: Callable[[PlannedOperator], bool],
+    reads: Callable[[Coded], T | None],
     unread: str,
-) -> list[PlannedSite]:
+) -> list[PlannedSite[T]]:
     """Return the sites to scale; note why an operator has none, and what `explicit` could do besides.
 
     Args:
@@ -82,7 +82,7 @@ def planned_sites(
         context: of the run.
         chooser: the pass, which may be limited to some operators.
         explicit: see `find_scale_sites`.
-        reads: whether the pass can judge what scaling is worth for an operator.
+        reads: returns what the pass judges by what scaling is worth for an operator, `None` if it cannot.
         unread: why sites with other readers are left.
 
     Raises:
@@ -91,14 +91,15 @@ def planned_sites(
     planned = {op.node: op for op in plan_quantization(gm, context.config, quiet=True).operators}
     require_finite_weights(gm, planned.values())
     analysis = find_scale_sites(gm, explicit=explicit)
-    more = sum(node in planned and reads(planned[node]) for node in analysis.divisible)
+    coded = {node: op for node, op in planned.items() if isinstance(op, Coded)}
+    more = sum(node in coded and reads(coded[node]) is not None for node in analysis.divisible)
     context.remark = f"explicit=True could multiply for {more} more" if more else ""
     sites = []
     for site in selected_sites(analysis, planned, chooser, context.note):
-        readers = tuple(_readers(site, planned))
+        readers = tuple(_readers(site, coded, reads))
         name = site_name(site, planned)
-        if len(readers) == len(site.inputs) and all(reads(reader.operator) for reader in readers):
-            sites.append(PlannedSite(site, name, readers, tuple(_producers(site, planned))))
+        if len(readers) == len(site.inputs):
+            sites.append(PlannedSite(site, name, readers, tuple(_producers(site, coded))))
         else:
             context.note(Change(name, f"skipped: {unread}", changed=False))
     return sites
@@ -133,18 +134,18 @@ def site_name(site: ScaleSite, operators: Mapping[Node, Named]) -> str:
     return ", ".join(operators[found.reader].name for found in site.inputs if found.reader in operators)
 
 
-def _readers(site: ScaleSite, planned: Mapping[Node, PlannedOperator]) -> Iterator[Reader]:
+def _readers(site: ScaleSite, coded: Mapping[Node, Coded], reads: Callable[[Coded], T | None]) -> Iterator[Reader[T]]:
     labels = {absorber.parameter: absorber.labels for absorber in site.consumers}
     for scaled in site.inputs:
-        op = planned.get(scaled.reader)
-        if op is not None and op.weight is not None and op.weight_node in labels:
-            yield Reader(op, labels[op.weight_node], scaled)
+        op = coded.get(scaled.reader)
+        if op is not None and op.weight_node in labels and (how := reads(op)) is not None:
+            yield Reader(op, labels[op.weight_node], scaled, how)
 
 
-def _producers(site: ScaleSite, planned: Mapping[Node, PlannedOperator]) -> Iterator[PlannedWeight]:
+def _producers(site: ScaleSite, coded: Mapping[Node, Coded]) -> Iterator[PlannedWeight]:
     for absorber in site.producers:
-        op = planned.get(absorber.node)
-        if op is not None and op.weight is not None and op.weight_node is absorber.parameter:
+        op = coded.get(absorber.node)
+        if op is not None and op.weight_node is absorber.parameter:
             yield PlannedWeight(op, absorber.labels)
 
 

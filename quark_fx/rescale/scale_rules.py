@@ -83,14 +83,14 @@ def _weighted(walk: Walk, node: Node, linear: Linear) -> None:
 def _look_up(walk: Walk, node: Node, row: Operator) -> None:
     """Divide the columns of a table whose rows are looked up."""
     stored = stored_weight(node, row)
-    assert stored is not None
-    assert row.weight is not None
+    if stored is None:
+        return None
     if (sharer := walk.sharer(stored.node, stored.reader)) is not None:
         return _stop_shared(walk, node, sharer)
     vector = walk.along(node, [-1])
     if vector is not None:
         labels = vector.reshape([-1 if d == row.input_axis else 1 for d in range(2)])
-        walk.absorptions[node] = [Absorption(node, row.weight, stored.node, labels, divides=True)]
+        walk.absorptions[node] = [Absorption(node, stored.position, stored.node, labels, divides=True)]
     return None
 
 

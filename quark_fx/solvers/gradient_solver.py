@@ -19,6 +19,7 @@ from quark_fx.engine.quantized_weights import QuantizedWeight, note_left_alone, 
 from quark_fx.graph.pass_manager import Change
 from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.qparams import ScaleType
+from quark_fx.plan.placement import Quantized
 from quark_fx.solvers.reconstruction import Reconstruction
 from quark_fx.solvers.schedule import Schedule
 from quark_fx.solvers.trainable import Codes
@@ -84,7 +85,8 @@ class GradientSolver(Schedule, ABC):
 
 def _free_scales(context: Context) -> bool:
     """Tell whether activation scales may take any value."""
-    specs = (spec for op in context.plan.values() for spec in (op.input, op.output) if spec is not None)
+    quantized = (op for op in context.plan.values() if isinstance(op, Quantized))
+    specs = (spec for op in quantized for spec in (op.input, op.output) if spec is not None)
     return all(spec.scale_type is ScaleType.FLOAT32 for spec in specs)
 
 

@@ -15,10 +15,11 @@ from quark_fx.engine.block_walk import FloatRun, walk_float_blocks
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Context
 from quark_fx.engine.sizes import FLOAT32, BlockSize, Need, Sizes
+from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import named_nodes
 from quark_fx.numbers.qparams import ScaleType
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
-from quark_fx.plan.placement import PlannedOperator
+from quark_fx.plan.placement import Coded
 from quark_fx.plan.weights import quantize_tensor
 from quark_fx.rescale.components import Means, per_element
 from quark_fx.rescale.planned_sites import PlannedSite, Reader
@@ -38,12 +39,16 @@ _TRIES = 27
 """Scales that are tried for a site, about, on a grid of 21 by 21 points."""
 
 
-class HessianTrial(Trial):
+_Found = dict[Reader[LinearMap], tuple[Hessian, Hessian]]
+"""The Hessians of what operators read, of calibration and of validation data."""
+
+
+class HessianTrial(Trial[LinearMap]):
     """A site and the outputs that rounded weights lose there, quadratic forms of the weights."""
 
     unread = "not every operator that reads it has codes"
 
-    def __init__(self, gm: GraphModule, site: PlannedSite, found: Mapping[Reader, tuple[Hessian, Hessian]]) -> None:
+    def __init__(self, gm: GraphModule, site: PlannedSite[LinearMap], found: _Found) -> None:
         self.calibration = tuple(_Form(gm, reader, found[reader][0]) for reader in site.readers)
         self.validation = tuple(_Form(gm, reader, found[reader][1]) for reader in site.readers)
         self.seen = MeasuredSite(site.site.channels, self.calibration)
@@ -51,17 +56,16 @@ class HessianTrial(Trial):
             self.refusal = "what it reads is too large to be squared"
 
     @classmethod
-    def reads(cls, operator: PlannedOperator) -> bool:
-        """Tell whether an operator multiplies matrices of codes."""
-        codes = operator.weight is not None and not operator.weight.is_cast
-        return codes and operator.linear is not None and operator.linear.matrices is not None
+    def reads(cls, operator: Coded) -> LinearMap | None:
+        """Return how an operator multiplies matrices of codes, `None` if it does not."""
+        return None if operator.linear is None or operator.weight.is_cast else operator.linear.matrices
 
     @classmethod
     def measured(
-        cls, gm: GraphModule, sites: Mapping[int, PlannedSite], context: Context, label: str
-    ) -> Iterator[tuple[int, dict[Reader, tuple[Hessian, Hessian]]]]:
+        cls, gm: GraphModule, sites: Mapping[int, PlannedSite[LinearMap]], context: Context, label: str
+    ) -> Iterator[tuple[int, _Found]]:
         """Walk the operators in order; a site comes when the last of its readers was measured."""
-        left, found = dict(sites), dict[Reader, tuple[Hessian, Hessian]]()
+        left, found = dict(sites), _Found()
         for run in walk_float_blocks(gm, context, unit=Unit.OPERATOR, label=label):
             found |= _measured(gm, run, [reader for site in left.values() for reader in site.readers], context)
             for number in [n for n, site in left.items() if all(reader in found for reader in site.readers)]:
@@ -133,7 +137,7 @@ class _Form:
     """
 
     gm: GraphModule
-    reader: Reader
+    reader: Reader[LinearMap]
     seen: Hessian
 
     @property
@@ -142,7 +146,7 @@ class _Form:
         found, rows = self.seen.h.diagonal(dim1=-2, dim2=-1), self.seen.rows
         # Of a convolution an input is a channel at a place of the kernel; the groups of channels lie one after another,
         # and all of them see every row.
-        found, count = (found, rows[0]) if self.reader.mapping.kernel else (found.sum(0), rows.sum())
+        found, count = (found, rows[0]) if self.reader.how.kernel else (found.sum(0), rows.sum())
         return found.reshape(len(self.reader.scaled.labels), -1).mean(1) / count.clamp_min(1)
 
     def ratios(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -163,7 +167,7 @@ class _Form:
         for piece, h in self._pieces(weight):
             real, s = weight[piece].float(), factor[piece]
             rounded = self._quantize(real * s, amax)
-            lost = self.reader.mapping.matrix(rounded.dequantize().div_(s).sub_(real))
+            lost = self.reader.how.matrix(rounded.dequantize().div_(s).sub_(real))
             noise += ((lost @ h) * lost).sum()
         return float(noise / self._signal)
 
@@ -172,7 +176,7 @@ class _Form:
         """The squared output of the weight as it is."""
         signal, weight = torch.zeros((), device=self.seen.h.device, dtype=torch.float32), self._weight
         for piece, h in self._pieces(weight):
-            real = self.reader.mapping.matrix(weight[piece].float())
+            real = self.reader.how.matrix(weight[piece].float())
             signal += ((real @ h) * real).sum()
         return signal.clamp_min(torch.finfo(torch.float32).tiny)
 
@@ -182,19 +186,16 @@ class _Form:
 
     def _amax(self, weight: Tensor, factor: Tensor | float = 1.0) -> Tensor | None:
         """Return the magnitude that the scales of all parts of `weight * factor` share, if they share one."""
-        spec = self.reader.operator.weight
-        shared = spec is not None and spec.scale_type is ScaleType.FP8_E4M3
+        shared = self.reader.operator.weight.scale_type is ScaleType.FP8_E4M3
         return (weight * factor).abs().amax().float() if shared else None
 
     def _quantize(self, weight: Tensor, amax: Tensor | None) -> QuantizedTensor:
         op = self.reader.operator
-        assert op.weight is not None
         return quantize_tensor(weight, op.weight, linear=op.linear, amax=amax, pairs=op.pairs)
 
     def _pieces(self, weight: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
         """Yield parts of a weight whose scales do not depend on each other, and the Hessians of what they multiply."""
-        outputs, spec, mapping = self.reader.scaled.linear.output_axis, self.reader.operator.weight, self.reader.mapping
-        assert spec is not None
+        outputs, spec, mapping = self.reader.scaled.linear.output_axis, self.reader.operator.weight, self.reader.how
         apart = spec.granularity is not Granularity.TENSOR and (mapping.stacked or mapping.groups == 1)
         stride = _stride(weight.shape[outputs]) if apart else 1
         axis, every = (0, 1) if mapping.stacked else (outputs, stride)
@@ -207,17 +208,15 @@ class _Form:
             yield tuple(index), self.seen.h[index[0]] if mapping.stacked else self.seen.h
 
 
-def _measured(
-    gm: GraphModule, run: FloatRun, readers: Sequence[Reader], context: Context
-) -> dict[Reader, tuple[Hessian, Hessian]]:
-    """Return the Hessians of the readers in a block, of calibration and of validation data."""
-    found: dict[Reader, tuple[Hessian, Hessian]] = {}
+def _measured(gm: GraphModule, run: FloatRun, readers: Sequence[Reader[LinearMap]], context: Context) -> _Found:
+    """Return the Hessians of the readers in a block."""
+    found = _Found()
     known: dict[object, tuple[Hessian, Hessian]] = {}
     nodes = named_nodes(run.module)
     for reader in readers:
         if reader.scaled.reader.name not in run.block.operators:
             continue
-        linear, mapping = reader.scaled.linear.at(nodes[reader.scaled.reader.name]), reader.mapping
+        linear, mapping = reader.scaled.linear.at(nodes[reader.scaled.reader.name]), reader.how
         key = linear.activation, replace(mapping, transposed=False)
         if key not in known:
             groups, _, inputs = mapping.matrix(reader.value(gm)).shape

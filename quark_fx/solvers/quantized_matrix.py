@@ -32,7 +32,7 @@ class QuantizedMatrix:
         scheme: how.
         mapping: how the operator multiplies.
         movable: scales may change, one by one.
-        storable: makes codes those that the target can store (`PlannedOperator.pairs`), in the shape of `stored`.
+        storable: makes codes those that the target can store (`Coded.pairs`), in the shape of `stored`.
     """
 
     name: str

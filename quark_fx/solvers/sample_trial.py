@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from quark_fx.config.quant_config import Granularity
+from quark_fx.config.quant_config import Granularity, TensorSpec
 from quark_fx.engine.blocks import Unit, extract
 from quark_fx.engine.context import Context
 from quark_fx.engine.sizes import FLOAT32, Moment, Need, Sizes
@@ -18,7 +18,7 @@ from quark_fx.graph.nodes import set_parameter
 from quark_fx.numbers.ops import dequantize, dynamic_qparams, encode, quantize
 from quark_fx.numbers.qparams import QParams, affine_qparams
 from quark_fx.observers import MinMax
-from quark_fx.plan.placement import PlannedOperator
+from quark_fx.plan.placement import Coded
 from quark_fx.plan.weights import quantize_tensor
 from quark_fx.rescale.components import Means, largest_per_component, per_element
 from quark_fx.rescale.planned_sites import PlannedSite, Reader
@@ -32,7 +32,7 @@ _FEW = 96
 """Positions of them, about: scales differ by less than the best of them gains."""
 
 
-class SampleTrial(Trial):
+class SampleTrial(Trial[TensorSpec]):
     """A site and what quantized operators make of samples there, activations and weights in codes.
 
     Scales and ranges are measured on other parts of the calibration data than the samples they are tried on.
@@ -41,23 +41,29 @@ class SampleTrial(Trial):
     unread = "not every operator that reads it multiplies codes by codes, or data chooses its rows"
     gain = 0.85  # a smaller gain may be the luck of the samples
 
-    def __init__(self, gm: GraphModule, site: PlannedSite, remembered: Mapping[tuple[Node, int], Remembered]) -> None:
+    def __init__(
+        self, gm: GraphModule, site: PlannedSite[TensorSpec], remembered: Mapping[tuple[Node, int], Remembered]
+    ) -> None:
         operators = tuple(_Operator.of(gm, r, remembered[r.scaled.value, r.scaled.axis]) for r in site.readers)
         self.operators, self.site = operators, site
-        self.producers = [(found, found.value(gm)) for found in site.producers if _shares_one_scale(found.operator)]
+        self.producers = [
+            (found, found.value(gm))
+            for found in site.producers
+            if found.operator.weight.granularity is Granularity.TENSOR
+        ]
         self.seen_without = cache(lambda fold: SampledSite(site.site.channels, operators, fold))
         self.seen = self.seen_without(None)
 
     @classmethod
-    def reads(cls, operator: PlannedOperator) -> bool:
-        """Tell whether an operator multiplies codes by codes."""
+    def reads(cls, operator: Coded) -> TensorSpec | None:
+        """Return the spec of the codes that an operator multiplies its own by, `None` if it multiplies none."""
         # Which rows an expert sees depends on the data, so samples of its activation are not what it would read.
-        codes = operator.weight is not None and operator.input is not None and not operator.input.is_cast
-        return codes and operator.kind != "experts"
+        spec = operator.input if operator.kind != "experts" else None
+        return None if spec is None or spec.is_cast else spec
 
     @classmethod
     def measured(
-        cls, gm: GraphModule, sites: Mapping[int, PlannedSite], context: Context, label: str
+        cls, gm: GraphModule, sites: Mapping[int, PlannedSite[TensorSpec]], context: Context, label: str
     ) -> Iterator[tuple[int, Mapping[tuple[Node, int], Remembered]]]:
         """Remember samples of what all sites' readers read, in one forward pass."""
         remembered = remember(gm, (r.scaled for site in sites.values() for r in site.readers), context)
@@ -67,7 +73,7 @@ class SampleTrial(Trial):
     @classmethod
     def needs(cls, sizes: Sizes) -> Need:
         """Return what a run takes: the samples of what all sites read, and one forward pass."""
-        read = {op.node.args[0]: sizes.matrices.get(op.node.name) for op in sizes.operators if cls.reads(op)}
+        read = {op.node.args[0]: sizes.matrices.get(op.node.name) for op in sizes.coded if cls.reads(op) is not None}
         most = sum(POSITIONS.values())
         sampled = (FLOAT32 * min(sizes.batches * m.rows, most) * m.groups * m.inputs for m in read.values() if m)
         seen = int(sum(sampled))
@@ -155,7 +161,7 @@ class SampledSite:
 class _Operator:
     """One operator that reads a site, as a module that computes it; its samples, and what it makes of them in float."""
 
-    reader: Reader
+    reader: Reader[TensorSpec]
     module: GraphModule
     weight: Tensor
     seen: Remembered
@@ -163,7 +169,7 @@ class _Operator:
     outputs: dict[str, list[Tensor]]
 
     @classmethod
-    def of(cls, gm: GraphModule, reader: Reader, seen: Remembered) -> _Operator:
+    def of(cls, gm: GraphModule, reader: Reader[TensorSpec], seen: Remembered) -> _Operator:
         """Return one that has run in float."""
         positions = sum(x.numel() // x.shape[seen.axis] for _, x in seen.samples[CALIBRATION])
         choice = seen.samples[CALIBRATION][:: max(1, positions // _FEW)]
@@ -182,7 +188,6 @@ class _Operator:
         """Let the operator multiply by the codes of its weight times a scale."""
         operator = self.reader.operator
         scaled = self.weight.float() * per_element(self.reader.labels, scale)
-        assert operator.weight_node is not None
         rounded = _rounded(scaled, operator, limited).to(self.weight.dtype)
         set_parameter(self.module, str(operator.weight_node.target), rounded)
 
@@ -191,8 +196,7 @@ class _Operator:
 
         Scale and range are measured without the fold a sample is of, which then says what unseen data would.
         """
-        spec = self.reader.operator.input
-        assert spec is not None
+        spec = self.reader.how
         fmt = str(spec.format)
         divisors = cache(lambda without: per_element(self.reader.scaled.labels, scales(without)))
         ranges = cache(lambda without: None if spec.dynamic else self._qparams(divisors(without), without))
@@ -212,8 +216,7 @@ class _Operator:
 
     def _qparams(self, divisor: Tensor, without: int | None) -> QParams:
         """Return the parameters calibration would find for the divided activation, about."""
-        spec = self.reader.operator.input
-        assert spec is not None
+        spec = self.reader.how
         assert spec.observer is not None
         if isinstance(spec.observer, MinMax):
             low, high = self.seen.range(without)
@@ -228,13 +231,8 @@ class _Operator:
         return x.float() / divisor.reshape([-1 if dim == self.seen.axis else 1 for dim in range(x.dim())])
 
 
-def _shares_one_scale(operator: PlannedOperator) -> bool:
-    return operator.weight is not None and operator.weight.granularity is Granularity.TENSOR
-
-
-def _rounded(weight: Tensor, operator: PlannedOperator, limited: bool) -> Tensor:
+def _rounded(weight: Tensor, operator: Coded, limited: bool) -> Tensor:
     """Return the values of a weight's codes, `limited` to what pairs of them may add up to on the target."""
-    assert operator.weight is not None
     pairs = operator.pairs if limited else None
     return quantize_tensor(weight, operator.weight, linear=operator.linear, pairs=pairs).dequantize()
 

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,11 +23,12 @@ from quark_fx.config.selection import Selective
 from quark_fx.engine.context import Context
 from quark_fx.engine.sizes import Need, Sizes
 from quark_fx.graph.pass_manager import Change, copy_graph, graph_pass
-from quark_fx.plan.placement import PlannedOperator
+from quark_fx.plan.placement import Coded
 from quark_fx.rescale.planned_sites import PlannedSite, planned_sites
 from quark_fx.rescale.scale_sites import apply_scale
 
 S = TypeVar("S", bound=type)
+T = TypeVar("T")
 
 ScaleOf = Callable[[Any], Tensor]
 """Makes a scale, shape (components,), of what is seen at a site."""
@@ -40,7 +41,7 @@ _LONG = 10
 """Steps of an axis of which every fifth is tried first."""
 
 
-class Trial(ABC):
+class Trial(ABC, Generic[T]):
     """A site with what was measured there, and the errors that quantization makes at it if a scale is applied.
 
     Args:
@@ -61,17 +62,17 @@ class Trial(ABC):
     seen: Any
 
     @abstractmethod
-    def __init__(self, gm: GraphModule, site: PlannedSite, found: Any) -> None: ...
+    def __init__(self, gm: GraphModule, site: PlannedSite[T], found: Any) -> None: ...
 
     @classmethod
     @abstractmethod
-    def reads(cls, operator: PlannedOperator) -> bool:
-        """Tell whether it can say what scaling is worth for an operator."""
+    def reads(cls, operator: Coded) -> T | None:
+        """Return what it judges by what scaling is worth for an operator (`Reader.how`), `None` if it cannot."""
 
     @classmethod
     @abstractmethod
     def measured(
-        cls, gm: GraphModule, sites: Mapping[int, PlannedSite], context: Context, label: str
+        cls, gm: GraphModule, sites: Mapping[int, PlannedSite[T]], context: Context, label: str
     ) -> Iterator[tuple[int, Any]]:
         """Run the calibration data through a graph, and yield the numbers of sites with what was measured there.
 
@@ -107,7 +108,7 @@ class ScalingSolver(Selective, ABC):
         explicit: insert a multiplication where nothing before can absorb the scale.
     """
 
-    trial: ClassVar[type[Trial]]
+    trial: ClassVar[type[Trial[Any]]]
     """What is measured, and which error counts."""
 
     explicit: bool = False
@@ -153,7 +154,11 @@ class ScalingSolver(Selective, ABC):
         return self.trial.needs(sizes)
 
     def _settled(
-        self, gm: GraphModule, measured: Iterator[tuple[int, Any]], sites: Mapping[int, PlannedSite], context: Context
+        self,
+        gm: GraphModule,
+        measured: Iterator[tuple[int, Any]],
+        sites: Mapping[int, PlannedSite[Any]],
+        context: Context,
     ) -> Iterator[_Settled]:
         for number, found in measured:
             settled = self._settle(self.trial(gm, sites[number], found), sites[number], context)
@@ -161,7 +166,7 @@ class ScalingSolver(Selective, ABC):
             # All ranks have to take the same; another processor may see a tie otherwise.
             yield number, *context.ranks.gather(settled)[0]
 
-    def _settle(self, trial: Trial, site: PlannedSite, context: Context) -> tuple[Tensor | None, Change]:
+    def _settle(self, trial: Trial[Any], site: PlannedSite[Any], context: Context) -> tuple[Tensor | None, Change]:
         """Return the scale of a site, `None` if none is better, and what to note."""
         began, grid = time.perf_counter(), self.grid
         if trial.refusal:

@@ -13,19 +13,21 @@ from torch.fx import GraphModule, Node
 from quark_fx.config.quant_config import TensorSpec
 from quark_fx.engine.context import Calibrated, Context
 from quark_fx.errors import CalibrationError, ConfigError
+from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import is_parameter, parameter, target_name
 from quark_fx.graph.operators import MOVING, is_average
 from quark_fx.graph.pass_manager import Change, Stage, graph_pass
 from quark_fx.numbers.qparams import QParams
 from quark_fx.passes.dpu import shifts
 from quark_fx.passes.dpu.shifts import System
-from quark_fx.plan.placement import PlannedOperator, Point, module_name
+from quark_fx.plan.placement import Coded, Point, module_name
 
 RULES = ("concat", "pool", "pad", "read", "write", "hard_sigmoid", "swish", "cut", "bias")
 """Every rule."""
 
 Value = tuple[Node, TensorSpec]
-Constant = tuple[Node, int]
+Constant = tuple[Node, Node]
+"""An operator, and a weight or bias of it."""
 
 
 @graph_pass(exact=False, stage=Stage.CALIBRATED, targets=("dpu",), distributed=True)
@@ -89,7 +91,8 @@ class _Builder:
         for node in self.gm.graph.nodes:
             self._add_arithmetic(node)
         for op in self.found.plan.operators:
-            self._add_product(op)
+            if isinstance(op, Coded) and op.linear is not None:
+                self._add_product(op, op.linear)
         return self.system
 
     def store(self, variable: shifts.Name, position: int) -> None:
@@ -167,26 +170,23 @@ class _Builder:
                 return True
         return False
 
-    def _add_product(self, op: PlannedOperator) -> None:
-        linear, node = op.linear, op.node
-        if op.reason or linear is None or op.weight_node is None or op.weight is None:
-            return
-        read, made, weight = self._read(node, linear.activation), self._made(node), (node, linear.weight_at)
-        if read is None or made is None or not self._add_constant(weight, op.weight_node, op.weight):
+    def _add_product(self, op: Coded, linear: Linear) -> None:
+        node = op.node
+        read, made, weight = self._read(node, linear.activation), self._made(node), (node, op.weight_node)
+        if read is None or made is None or not self._add_constant(weight, op.weight):
             return
         self.names[weight] = f"{op.name} weight"
         given, bias = linear.bias, None
-        if is_parameter(given) and self.bias is not None and linear.bias_at is not None:
-            key = node, linear.bias_at
-            bias = key if self._add_constant(key, given, self.bias) else None
+        if is_parameter(given) and self.bias is not None:
+            bias = (node, given) if self._add_constant((node, given), self.bias) else None
         if bias is not None:
             self.names[bias] = f"{op.name} bias"
         leaky = any(target_name(user) == "aten.leaky_relu.default" for user in node.users)
         self.system.products.append(shifts.Product(read, weight, bias, made, leaky))
 
-    def _add_constant(self, key: Constant, node: Node, spec: TensorSpec) -> bool:
+    def _add_constant(self, key: Constant, spec: TensorSpec) -> bool:
         """Observe a weight or bias; tell whether it is finite (conversion names what is not)."""
-        value = parameter(self.gm, node).detach()
+        value = parameter(self.gm, key[1]).detach()
         if not bool(torch.isfinite(value).all()):
             return False
         assert spec.observer is not None
