@@ -33,6 +33,7 @@ from quark_fx.engine.resources import Resources, expect, parse_bytes, require_ro
 from quark_fx.errors import CalibrationError, ConfigError, PassError, QuarkError
 from quark_fx.export import gguf, huggingface, onnx
 from quark_fx.graph.nodes import (
+    EMBEDDING,
     device_of,
     own_tensors,
     placeholders,
@@ -506,7 +507,7 @@ def _rows_selected(gm: GraphModule) -> dict[int, int]:
     for node in gm.graph.nodes:
         if target_name(node).partition(".default")[0] in _SAME_VALUES and node.args[0] in positions:
             positions[node] = positions[node.args[0]]
-        if target_name(node) == "aten.embedding.default" and node.args[1] in positions:
+        if target_name(node) == EMBEDDING and node.args[1] in positions:
             rows = int(value_of(gm, node.args[0]).shape[0])
             position = positions[node.args[1]]
             found[position] = min(rows, found.get(position, rows))

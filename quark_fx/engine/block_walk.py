@@ -18,6 +18,7 @@ from quark_fx.engine.context import Context
 from quark_fx.engine.quantized_activations import activation_scales
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import (
+    DEQUANTIZE,
     get_attr,
     is_parameter,
     named_nodes,
@@ -162,8 +163,6 @@ class BlockRun:
         """The tensors stored during this turn, by name."""
         return self._learned
 
-
-_DEQUANTIZE = "quark_fx.dequantize.default"
 
 _NOTHING = 1e-12
 """The square of targets that are all zero, which an error is not divided by."""
@@ -429,7 +428,7 @@ def _with_weights(module: GraphModule) -> GraphModule:
     """Return a block whose weights are values, so that they are not computed from their codes for every batch."""
     module = extract(module, placeholders(module), results_of(module))
     for node in list(module.graph.nodes):
-        if target_name(node) == _DEQUANTIZE and all(is_parameter(source) for source in node.all_input_nodes):
+        if target_name(node) == DEQUANTIZE and all(is_parameter(source) for source in node.all_input_nodes):
             value = node.target(*(parameter(module, a) if isinstance(a, Node) else a for a in node.args))
             with module.graph.inserting_before(node):
                 node.replace_all_uses_with(get_attr(module, f"{node.name}_value", value))

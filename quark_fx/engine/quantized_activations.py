@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.engine.quantized_weights import quantized_weights
-from quark_fx.graph.nodes import is_parameter, parameter, target_name, tensor_of
-from quark_fx.graph.straight_through import QUANTIZE
+from quark_fx.graph.nodes import QUANTIZE, is_parameter, parameter, target_name, tensor_of
 from quark_fx.numbers.formats import INT32, IntFormat, parse_format
 from quark_fx.numbers.qparams import QParams
 from quark_fx.plan.placement import PlannedOperator, Rounding

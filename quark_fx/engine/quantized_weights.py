@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from quark_fx.config.selection import NOT_SELECTED, Selective
 from quark_fx.engine.context import Context
 from quark_fx.graph.linear import Linear
-from quark_fx.graph.nodes import is_parameter, parameter, target_name, tensor_of
+from quark_fx.graph.nodes import DEQUANTIZE, is_parameter, parameter, target_name, tensor_of
 from quark_fx.graph.pass_manager import Change
 from quark_fx.numbers.formats import INT32, IntFormat, parse_format
 from quark_fx.numbers.grid import Grid
@@ -22,8 +22,6 @@ from quark_fx.numbers.layout import Layout
 from quark_fx.numbers.qparams import ScaleType, Scheme
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.plan.placement import Coded, PlannedOperator
-
-_DEQUANTIZE = "quark_fx.dequantize.default"
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ class QuantizedWeight:
         node = self.linear.bias
         if node is None or node.op == "get_attr":
             return node
-        stored = target_name(node) == _DEQUANTIZE and is_parameter(node.args[0])
+        stored = target_name(node) == DEQUANTIZE and is_parameter(node.args[0])
         return node if stored and isinstance(parse_format(str(node.args[3])), IntFormat) else None
 
     @property
@@ -138,7 +136,7 @@ class QuantizedWeight:
     def bias_scale_follows(self) -> bool:
         """Whether the bias is stored in int32 at the scale of input times weight."""
         node = self.bias
-        return node is not None and target_name(node) == _DEQUANTIZE and str(node.args[3]) == str(INT32)
+        return node is not None and target_name(node) == DEQUANTIZE and str(node.args[3]) == str(INT32)
 
     def bias_value(self, gm: GraphModule) -> Tensor:
         """Return the bias the operator adds now, float32, one value per output channel."""
@@ -171,7 +169,7 @@ class QuantizedWeight:
     def input_scale(self) -> str | None:
         """Name of the scale its activation is quantized with, if that is a constant."""
         source = self.linear.activation
-        scale = source.args[1] if target_name(source) == _DEQUANTIZE else None
+        scale = source.args[1] if target_name(source) == DEQUANTIZE else None
         return str(scale.target) if isinstance(scale, Node) and scale.op == "get_attr" else None
 
     def bias_tensors(self, gm: GraphModule, bias: Tensor, scale: Tensor | None = None) -> dict[str, Tensor]:
@@ -184,7 +182,7 @@ class QuantizedWeight:
         """
         node = self.bias
         assert node is not None
-        if target_name(node) != _DEQUANTIZE:
+        if target_name(node) != DEQUANTIZE:
             return {_name(node): bias.to(parameter(gm, node).dtype)}
         codes, scale_node, zero_point = node.args[:3]
         old = parameter(gm, scale_node)  # type: ignore[arg-type]
@@ -215,9 +213,9 @@ def quantized_weights(gm: GraphModule, plan: Mapping[str, PlannedOperator]) -> l
             continue
         linear = operator.linear.at(node)
         value: object = linear.weight
-        while isinstance(value, Node) and target_name(value) != _DEQUANTIZE and value.op == "call_function":
+        while isinstance(value, Node) and target_name(value) != DEQUANTIZE and value.op == "call_function":
             value = value.args[0]
-        if not isinstance(value, Node) or target_name(value) != _DEQUANTIZE:
+        if not isinstance(value, Node) or target_name(value) != DEQUANTIZE:
             continue
         found.append(QuantizedWeight(operator, linear, value))
     return found
@@ -232,10 +230,18 @@ def shared_tensors(gm: GraphModule) -> set[str]:
     return {name for name, count in readers.items() if count > 1}
 
 
-def note_left_alone(gm: GraphModule, context: Context, chooser: Selective) -> None:
-    """Note the quantized operators whose codes the pass `chooser` does not learn, and why."""
+def own_weights(
+    gm: GraphModule, context: Context, chooser: Selective
+) -> Callable[[GraphModule], list[QuantizedWeight]]:
+    """Return what finds, in a block of `gm`, the selected weights whose codes no other operator reads; note the others.
+
+    Args:
+        gm: a converted graph.
+        context: of the run.
+        chooser: the pass that learns their codes.
+    """
     learned = {weight.node.name: weight for weight in quantized_weights(gm, context.plan)}
-    shared = shared_tensors(gm)
+    shared, plan = shared_tensors(gm), chooser.selected(context.plan)
     for name, operator in context.plan.items():
         if not isinstance(operator, Coded):
             continue
@@ -250,6 +256,7 @@ def note_left_alone(gm: GraphModule, context: Context, chooser: Selective) -> No
             reason = "several operators read its weight"
         if reason:
             context.note(Change(name=operator.name, what=f"skipped: {reason}", changed=False))
+    return lambda block: [weight for weight in quantized_weights(block, plan) if weight.codes not in shared]
 
 
 def share_changed(old: Tensor, new: Tensor) -> float:
@@ -267,7 +274,7 @@ def _name(node: object) -> str:
 
 __all__ = [
     "QuantizedWeight",
-    "note_left_alone",
+    "own_weights",
     "quantized_weights",
     "share_changed",
     "shared_tensors",

@@ -22,6 +22,10 @@ from quark_fx.numbers.formats import Format, parse_format
 _OWN_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
+QUANTIZE, DEQUANTIZE = "quark_fx.quantize.default", "quark_fx.dequantize.default"
+CAST, EMBEDDING = "aten._to_copy.default", "aten.embedding.default"
+
+
 def target_name(node: Node) -> str:
     """Return the qualified operator name of a call (`"aten.conv2d.default"`), or the node's op."""
     if node.op != "call_function":
@@ -193,7 +197,7 @@ def own_tensors(gm: GraphModule, shared: Iterable[Tensor] | None = None) -> Grap
 
 def code_format(node: Node) -> Format | None:
     """Return the format of the codes that a `quantize` makes or a `dequantize` reads; `None` for any other node."""
-    if target_name(node) not in ("quark_fx.quantize.default", "quark_fx.dequantize.default"):
+    if target_name(node) not in (QUANTIZE, DEQUANTIZE):
         return None
     return parse_format(next(argument for argument in node.args if isinstance(argument, str)))
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from quark_fx.graph.nodes import is_activation, is_parameter, module_calls, module_path, parameter, target_name
+from quark_fx.graph.nodes import CAST, is_activation, is_parameter, module_calls, module_path, parameter, target_name
 
 CONVERT = "convert"
 """What has made the nodes of codes and quantizers."""
@@ -122,7 +122,7 @@ def _inverse(node: Node) -> float | torch.dtype | None:
     """Return the step that undoes a node: see `Folded.undo`."""
     if target_name(node) == "aten.add.Tensor" and isinstance(node.args[1], int | float) and not node.kwargs:
         return float(node.args[1])
-    if target_name(node) == "aten._to_copy.default" and set(node.kwargs) == {"dtype"}:
+    if target_name(node) == CAST and set(node.kwargs) == {"dtype"}:
         return node.all_input_nodes[0].meta["val"].dtype  # type: ignore[no-any-return]
     return None
 

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from quark_fx.graph.nodes import describe, target_name
+from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, describe, target_name
 from quark_fx.numbers import ops
 from quark_fx.system.isolation import warn
-
-QUANTIZE, DEQUANTIZE = "quark_fx.quantize.default", "quark_fx.dequantize.default"
 
 
 def records_gradients(*values: Any) -> bool:
@@ -69,4 +67,4 @@ def _read_in_pairs(node: Node) -> bool:
     return all(quantize_of(user) is node for user in node.users)
 
 
-__all__ = ["DEQUANTIZE", "QUANTIZE", "quantize_of", "records_gradients", "run_with_gradients"]
+__all__ = ["quantize_of", "records_gradients", "run_with_gradients"]

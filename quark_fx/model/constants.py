@@ -10,11 +10,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.engine.quantized_weights import stored_tensor
-from quark_fx.graph.nodes import is_parameter, parameter, target_name, value_of
+from quark_fx.graph.nodes import CAST, DEQUANTIZE, EMBEDDING, is_parameter, parameter, target_name, value_of
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
-
-_DEQUANTIZE, _CAST = "quark_fx.dequantize.default", "aten._to_copy.default"
-_EMBEDDING = "aten.embedding.default"
 
 
 @dataclass(frozen=True)
@@ -58,10 +55,10 @@ def constant_of(gm: GraphModule, node: Node) -> Constant | None:
     if node.op == "get_attr":
         value = parameter(gm, node)
         return Constant((str(node.target),), value, value.dtype)
-    if target_name(node) == _CAST and is_parameter(node.args[0]):
+    if target_name(node) == CAST and is_parameter(node.args[0]):
         inner = constant_of(gm, node.args[0])
         return inner and replace(inner, dtype=value_of(gm, node).dtype)
-    if target_name(node) != _DEQUANTIZE or not all(is_parameter(n) for n in node.args[:3]):
+    if target_name(node) != DEQUANTIZE or not all(is_parameter(n) for n in node.args[:3]):
         return None
     return _codes(gm, *node.args)
 
@@ -73,10 +70,10 @@ def _codes(gm: GraphModule, *args: Any) -> Constant:
 
 def table_of(gm: GraphModule, node: Node) -> tuple[Node, Constant] | None:
     """Return the look-up of codes, and the table, behind rows that are dequantized after they were found."""
-    codes: Any = node.args[0] if target_name(node) in (_DEQUANTIZE, _CAST) else None
-    if codes is None or target_name(codes) != _EMBEDDING or not is_parameter(codes.args[0]):
+    codes: Any = node.args[0] if target_name(node) in (DEQUANTIZE, CAST) else None
+    if codes is None or target_name(codes) != EMBEDDING or not is_parameter(codes.args[0]):
         return None
-    if target_name(node) == _CAST:
+    if target_name(node) == CAST:
         table = constant_of(gm, codes.args[0])
         assert table is not None
         return codes, replace(table, dtype=value_of(gm, node).dtype)
@@ -84,7 +81,7 @@ def table_of(gm: GraphModule, node: Node) -> tuple[Node, Constant] | None:
     tables = []
     for rows in node.args[1:3]:
         assert isinstance(rows, Node)
-        per_row = target_name(rows) == _EMBEDDING
+        per_row = target_name(rows) == EMBEDDING
         table_node: Any = rows.args[0] if per_row else rows
         whole = is_parameter(table_node)
         if per_row:

@@ -14,14 +14,23 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from quark_fx.errors import QuarkError
-from quark_fx.graph.nodes import describe, is_parameter, parameter, results_of, target_name, value_of
+from quark_fx.graph.nodes import (
+    CAST,
+    DEQUANTIZE,
+    EMBEDDING,
+    QUANTIZE,
+    describe,
+    is_parameter,
+    parameter,
+    results_of,
+    target_name,
+    value_of,
+)
 from quark_fx.graph.provenance import CONVERT
 from quark_fx.model.constants import Constant, constant_of, table_of
 from quark_fx.model.rounded_modules import Activation
 
-_EMBEDDING = "aten.embedding.default"
 _CLAMP = torch.ops.aten.clamp.default
-_QUANTIZE, _DEQUANTIZE, _CAST = "quark_fx.quantize.default", "quark_fx.dequantize.default", "aten._to_copy.default"
 
 
 class FloatView:
@@ -88,7 +97,7 @@ class FloatView:
     def _undo(self, node: Node) -> bool:
         """Note a constant or a rounded value; tell whether the node is not part of the view."""
         converted, name = node.meta.get("made_by") == CONVERT, target_name(node)
-        if node.op == "get_attr" or name == _DEQUANTIZE or (name == _CAST and converted):
+        if node.op == "get_attr" or name == DEQUANTIZE or (name == CAST and converted):
             if (table := table_of(self._gm, node)) is not None:
                 lookup, constant = table
                 codes: Any = lookup.args[0]
@@ -96,7 +105,7 @@ class FloatView:
                 self._values[node] = self._copy(lookup, node, lambda n: rows if n is codes else self._value(n)), None
             elif (found := constant_of(self._gm, node)) is not None:
                 self._values[node] = self._constant(node, found), None
-            elif name == _DEQUANTIZE or _is_cast_by_conversion(node.args[0]):
+            elif name == DEQUANTIZE or _is_cast_by_conversion(node.args[0]):
                 self._values[node] = self._rounded(node)
             return True
         if node.meta.get("factor"):
@@ -109,8 +118,8 @@ class FloatView:
             self._values[node] = source, Activation(factor=parameter(self._gm, factor))
             return True
         # Codes that no runtime looks up are dequantized first: the look-up is the model's own.
-        own = name == _EMBEDDING and target_name(node.args[0]) == _DEQUANTIZE  # type: ignore[arg-type]
-        return (converted and not own) or name == _QUANTIZE
+        own = name == EMBEDDING and target_name(node.args[0]) == DEQUANTIZE  # type: ignore[arg-type]
+        return (converted and not own) or name == QUANTIZE
 
     def _constant(self, node: Node, constant: Constant) -> Node:
         tensor = node
@@ -125,7 +134,7 @@ class FloatView:
         """Return the value that a node rounds, in the view, and how."""
         inner = node.all_input_nodes[0]
         source = inner.all_input_nodes[0]
-        if target_name(node) == _CAST:
+        if target_name(node) == CAST:
             activation = Activation(cast=value_of(self._gm, inner).dtype)
         else:
             scale, zero_point, fmt = cast(tuple[Node, Node, str], inner.args[1:4])
@@ -153,7 +162,7 @@ class FloatView:
 
 
 def _is_cast_by_conversion(node: Any) -> bool:
-    return target_name(node) == _CAST and node.meta.get("made_by") == CONVERT
+    return target_name(node) == CAST and node.meta.get("made_by") == CONVERT
 
 
 def _rounded_differently(node: Node) -> QuarkError:

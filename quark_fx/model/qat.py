@@ -20,6 +20,9 @@ from quark_fx.engine.quantized_weights import share_changed
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import (
+    CAST,
+    EMBEDDING,
+    QUANTIZE,
     buffer_names,
     describe,
     device_of,
@@ -34,7 +37,7 @@ from quark_fx.graph.nodes import (
 )
 from quark_fx.graph.operators import set_argument
 from quark_fx.graph.pass_manager import Change, PassRecord, copy_graph
-from quark_fx.graph.straight_through import QUANTIZE, quantize_of
+from quark_fx.graph.straight_through import quantize_of
 from quark_fx.model.constants import Constant, constant_of, table_of
 from quark_fx.model.fake_quantize import Cast, FakeQuantize, Trained, require_float32
 from quark_fx.model.quantized_model import QuantizedModel
@@ -248,9 +251,9 @@ class _Preparation:
         found: set[str] = set()
         for node in self.gm.graph.nodes:
             if node.op == "get_attr":
-                lookups = [user for user in node.users if target_name(user) == "aten.embedding.default"]
+                lookups = [user for user in node.users if target_name(user) == EMBEDDING]
                 readers = [user for user in node.users if user not in lookups] + [u for n in lookups for u in n.users]
-                if any(target_name(user) != "aten._to_copy.default" for user in readers):
+                if any(target_name(user) != CAST for user in readers):
                     found.add(str(node.target))
         return frozenset(found)
 

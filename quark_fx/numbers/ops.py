@@ -30,7 +30,7 @@ from torch import Tensor
 from quark_fx.numbers.formats import FloatFormat, Format, IntFormat, parse_format
 from quark_fx.numbers.layout import Layout
 from quark_fx.numbers.qparams import QParams, ScaleType, Scheme, Symmetry, block_scale, like, share_scale
-from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.numbers.quantized_tensor import QuantizedTensor, decode
 
 
 @torch.library.custom_op("quark_fx::quantize", mutates_args=())
@@ -167,11 +167,9 @@ def fake_quantize(
     """
     fmt = parse_format(format)
     y = _codes(x, scale, zero_point, fmt, axis, block_size, _limits(fmt, low, high))
-    if isinstance(fmt, FloatFormat):
-        y = y.to(fmt.dtype).float()
-    else:
-        y = y.float().sub_(spread(zero_point, x, axis, block_size))
-    return y.mul_(spread(scale, x, axis, block_size)).to(x.dtype)
+    y = (y.to(fmt.dtype) if isinstance(fmt, FloatFormat) else y).float()
+    points = None if isinstance(fmt, FloatFormat) else spread(zero_point, x, axis, block_size)
+    return decode(y, spread(scale, x, axis, block_size), points, out=y).to(x.dtype)
 
 
 @fake_quantize.register_fake

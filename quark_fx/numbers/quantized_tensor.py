@@ -18,15 +18,17 @@ _AT_ONCE = 1 << 20
 """Values that are computed together, about: a few megabytes, which the processor's caches hold."""
 
 
-def decode(codes: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
+def decode(codes: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """Return `(codes - zero_point) * scale`, the values that codes stand for.
 
     Args:
         codes: in the type to compute in.
         scale: broadcasts over `codes`.
         zero_point: likewise; `None` for zero.
+        out: where to put them, perhaps `codes`; default: a new tensor.
     """
-    return (codes if zero_point is None else codes - zero_point) * scale
+    shifted = codes if zero_point is None else torch.sub(codes, zero_point, out=out)
+    return torch.mul(shifted, scale, out=out)
 
 
 @dataclass(frozen=True, eq=False)

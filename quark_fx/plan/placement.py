@@ -22,7 +22,7 @@ from quark_fx.config.selection import matches
 from quark_fx.config.target import TARGETS
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.graph.linear import Linear
-from quark_fx.graph.nodes import describe, is_finite, is_floating, is_parameter, parameter, target_name, value_of
+from quark_fx.graph.nodes import CAST, describe, is_finite, is_floating, is_parameter, parameter, target_name, value_of
 from quark_fx.graph.operators import (
     KINDS,
     MOVING,
@@ -36,7 +36,7 @@ from quark_fx.graph.operators import (
 from quark_fx.plan.pair_sums import PairBound, pair_bound
 from quark_fx.system.isolation import warn
 
-_CASTS = frozenset({"aten._to_copy.default", "aten.to.dtype"})
+_CASTS = frozenset({CAST, "aten.to.dtype"})
 
 _CLAMPS = frozenset({"aten.clamp.Tensor", "aten.clamp_min.Tensor", "aten.clamp_max.Tensor"})
 

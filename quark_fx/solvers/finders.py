@@ -10,7 +10,7 @@ from quark_fx.config.selection import NOT_SELECTED, Selective
 from quark_fx.engine.block_walk import BlockRun
 from quark_fx.engine.context import Context
 from quark_fx.engine.quantized_activations import quantized_activations
-from quark_fx.engine.quantized_weights import QuantizedWeight, note_left_alone, quantized_weights, shared_tensors
+from quark_fx.engine.quantized_weights import QuantizedWeight, own_weights, quantized_weights, shared_tensors
 from quark_fx.graph.nodes import named_nodes
 from quark_fx.graph.pass_manager import Change
 from quark_fx.numbers.qparams import ScaleType
@@ -38,14 +38,13 @@ def places_of(
 
 
 def _weights(gm: GraphModule, context: Context, chooser: Selective) -> Find:
-    note_left_alone(gm, context, chooser)
-    shared, plan = shared_tensors(gm), chooser.selected(context.plan)
-    for weight in quantized_weights(gm, plan):
-        if weight.linear.matrices is None and weight.codes not in shared:
+    own = own_weights(gm, context, chooser)
+    for weight in own(gm):
+        if weight.linear.matrices is None:
             context.note(Change(weight.name, "skipped: unsupported weight layout", changed=False))
 
     def find(run: BlockRun) -> Iterator[Sequence[Place]]:
-        for product in find_products(run, [w for w in quantized_weights(run.module, plan) if w.codes not in shared]):
+        for product in find_products(run, own(run.module)):
             yield product.parts
 
     return find

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from quark_fx.engine.block_walk import BlockRun, walk_blocks
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Context
-from quark_fx.engine.quantized_weights import QuantizedWeight, note_left_alone, quantized_weights, shared_tensors
+from quark_fx.engine.quantized_weights import QuantizedWeight, own_weights
 from quark_fx.graph.pass_manager import Change
 from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.qparams import ScaleType
@@ -50,15 +50,13 @@ class GradientSolver(Schedule, ABC):
         Raises:
             CalibrationError: if the error of a block is NaN or infinite; the message names its operators.
         """
-        note_left_alone(gm, context, self)
+        own = own_weights(gm, context, self)
         learns_scales = self.scale_rate > 0 and _free_scales(context)
         if self.scale_rate and not learns_scales:
             what = "skipped: activation scales may not take any value (scale_type)"
             context.note(Change("scale_rate", what, changed=False))
-        shared = shared_tensors(gm)
         for run in walk_blocks(gm, context, unit=self.unit, label=type(self).__name__):
-            weights = [w for w in quantized_weights(run.module, self.selected(context.plan)) if w.codes not in shared]
-            if run.finished or not (weights := self._learnable(run, weights, context)):
+            if run.finished or not (weights := self._learnable(run, own(run.module), context)):
                 continue
             # Of a pass that is limited, only what the operators themselves read.
             read = {weight.input_scale for weight in weights} if self.only else set(run.free_scales)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -85,7 +85,6 @@ class Hessian:
     def measure(
         cls,
         context: Context,
-        shape: tuple[int, int],
         entrance: Entrance,
         reference: Entrance | None = None,
         *,
@@ -95,12 +94,11 @@ class Hessian:
 
         Args:
             context: with the batches.
-            shape: groups, and inputs of each.
             entrance: where the rows come from.
             reference: where the same rows come from in float, for `shift`.
             batches: which; default: all.
         """
-        moment = cls.empty(*shape, context.device, shifted=reference is not None)
+        moment = cls.empty(*entrance.shape, context.device, shifted=reference is not None)
         with torch.no_grad():
             for batch in range(len(context.batches)) if batches is None else batches:
                 kept = context.kept_positions(batch)
@@ -215,6 +213,10 @@ class Entrance:
         linear: the operator.
         mapping: how it multiplies.
         inputs: returns what enters the block for a batch.
+
+    Attributes:
+        mapping: how the operator multiplies.
+        shape: groups, and inputs of each.
     """
 
     def __init__(
@@ -225,8 +227,14 @@ class Entrance:
             nodes.append(linear.node)
         if linear.offsets is not None:
             nodes.append(linear.offsets)
-        self.mapping, self._inputs = mapping, inputs
+        groups, _, columns = mapping.matrix(torch.empty(linear.shape, device="meta")).shape
+        self.mapping, self.shape, self._inputs = mapping, (groups, columns), inputs
         self._part = extract(module, placeholders(module), nodes)
+
+    @staticmethod
+    def key(linear: Linear, mapping: LinearMap) -> object:
+        """Return what is equal for operators that multiply the same rows; arguments as above."""
+        return linear.activation, replace(mapping, transposed=False)
 
     def values(self, batch: int, kept: Positions | None) -> Entering:
         """Return what enters for one batch; `kept` says which positions are no padding."""

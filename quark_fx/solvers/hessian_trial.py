@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -67,7 +67,7 @@ class HessianTrial(Trial[LinearMap]):
         """Walk the operators in order; a site comes when the last of its readers was measured."""
         left, found = dict(sites), _Found()
         for run in walk_float_blocks(gm, context, unit=Unit.OPERATOR, label=label):
-            found |= _measured(gm, run, [reader for site in left.values() for reader in site.readers], context)
+            found |= _measured(run, [reader for site in left.values() for reader in site.readers], context)
             for number in [n for n, site in left.items() if all(reader in found for reader in site.readers)]:
                 yield number, {reader: found.pop(reader) for reader in left.pop(number).readers}
             if not left:
@@ -208,20 +208,16 @@ class _Form:
             yield tuple(index), self.seen.h[index[0]] if mapping.stacked else self.seen.h
 
 
-def _measured(gm: GraphModule, run: FloatRun, readers: Sequence[Reader[LinearMap]], context: Context) -> _Found:
+def _measured(run: FloatRun, readers: Sequence[Reader[LinearMap]], context: Context) -> _Found:
     """Return the Hessians of the readers in a block."""
-    found = _Found()
-    known: dict[object, tuple[Hessian, Hessian]] = {}
+    found, known = _Found(), dict[object, tuple[Hessian, Hessian]]()
     nodes = named_nodes(run.module)
     for reader in readers:
         if reader.scaled.reader.name not in run.block.operators:
             continue
         linear, mapping = reader.scaled.linear.at(nodes[reader.scaled.reader.name]), reader.how
-        key = linear.activation, replace(mapping, transposed=False)
-        if key not in known:
-            groups, _, inputs = mapping.matrix(reader.value(gm)).shape
-            entrance = Entrance(run.module, linear, mapping, run.inputs)
-            measure = partial(Hessian.measure, context, (groups, inputs), entrance)
+        if (key := Entrance.key(linear, mapping)) not in known:
+            measure = partial(Hessian.measure, context, Entrance(run.module, linear, mapping, run.inputs))
             seen = measure(batches=context.calibration)
             known[key] = seen, measure(batches=context.validation) if context.has_validation else seen
         found[reader] = known[key]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -86,13 +86,12 @@ class Product:
         """
         first = self.parts[0]
         weight, mapping, run = first.weight, first.mapping, first.run
-        groups, _, inputs = mapping.matrix(first.real).shape
         entrance = Entrance(run.module, weight.linear, mapping, run.inputs)
         reference = None
         if shifted and mapping.offsets is None:
             real = named_nodes(run.reference)[weight.linear.node.name]
             reference = Entrance(run.reference, weight.linear.at(real), mapping, run.reference_inputs)
-        found = Hessian.measure(context, (groups, inputs), entrance, reference, batches=batches)
+        found = Hessian.measure(context, entrance, reference, batches=batches)
         if not bool(found.h.diagonal(dim1=-2, dim2=-1).isfinite().all()):
             raise blamed(self.parts, CalibrationError("what it reads on the calibration data is not finite"))
         return found
@@ -107,13 +106,9 @@ def find_products(run: BlockRun, weights: Iterable[QuantizedWeight]) -> list[Pro
     """
     found: dict[object, list[Part]] = {}
     for weight in weights:
-        stored = tensor_of(run.reference, weight.weight).detach()
-        mapping = weight.linear.matrices
-        if mapping is None:
-            continue
-        found.setdefault((weight.linear.activation, replace(mapping, transposed=False)), []).append(
-            Part(run, weight, mapping, stored)
-        )
+        if (mapping := weight.linear.matrices) is not None:
+            real = tensor_of(run.reference, weight.weight).detach()
+            found.setdefault(Entrance.key(weight.linear, mapping), []).append(Part(run, weight, mapping, real))
     return [Product(tuple(parts)) for parts in found.values()]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.layout import Columns
+from quark_fx.numbers.quantized_tensor import decode
 from quark_fx.solvers.error_feedback import Factor
 
 _CHUNK = 128
@@ -142,7 +143,8 @@ def _least_expected(
 
 def _lost(grid: Grid, scale: Tensor, zero_point: Tensor, weight: Tensor) -> Tensor:
     """Return what rounding to nearest adds to a weight."""
-    return grid.round_((weight / scale).add_(zero_point)).sub_(zero_point).mul_(scale).sub_(weight)
+    codes = grid.round_((weight / scale).add_(zero_point))
+    return decode(codes, scale, zero_point, out=codes).sub_(weight)
 
 
 __all__ = ["RATIOS", "fit_scales", "fit_scales_to_feedback"]

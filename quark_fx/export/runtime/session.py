@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule, Node
 
-from quark_fx.graph.nodes import code_format, target_name
+from quark_fx.graph.nodes import QUANTIZE, code_format, target_name
 from quark_fx.numbers.formats import FloatFormat, activation_container
 
 if TYPE_CHECKING:
@@ -97,5 +97,5 @@ def _fuses_wrongly(node: Node) -> bool:
     if fmt is None or (len(node.args) > 5 and node.args[5]):
         return False  # nothing is fused with blocks
     return isinstance(fmt, FloatFormat) or (
-        target_name(node) == "quark_fx.quantize.default" and activation_container(fmt).bits not in (8, 16)
+        target_name(node) == QUANTIZE and activation_container(fmt).bits not in (8, 16)
     )

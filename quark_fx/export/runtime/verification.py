@@ -17,7 +17,7 @@ from torch.fx import Interpreter, Node
 
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime.session import adds_pairs_in_16_bits, may_optimize, open_session, runtime_options
-from quark_fx.graph.nodes import parameter, results_of, target_name
+from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, parameter, results_of, target_name
 from quark_fx.graph.signature import split_batch
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.numbers.formats import FloatFormat, parse_format
@@ -257,7 +257,7 @@ class _Follower(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         value = super().run_node(n)
-        if target_name(n) == "quark_fx.dequantize.default" and isinstance(n.args[0], Node):
+        if target_name(n) == DEQUANTIZE and isinstance(n.args[0], Node):
             return self._rounded(n, value)
         theirs = self.codes.get(n.name)
         if theirs is None:
@@ -341,19 +341,19 @@ def _decibels(signal: float, noise: float) -> float:
 
 def _in_blocks(n: Node) -> bool:
     """Tell whether the node quantizes groups, which the file rounds without showing the codes."""
-    return target_name(n) == "quark_fx.quantize.default" and len(n.args) > 5 and int(str(n.args[5])) > 0
+    return target_name(n) == QUANTIZE and len(n.args) > 5 and int(str(n.args[5])) > 0
 
 
 def _quantizers(qmodel: QuantizedModel) -> list[str]:
     nodes = qmodel.graph_module.graph.nodes
-    return [node.name for node in nodes if target_name(node) == "quark_fx.quantize.default"]
+    return [node.name for node in nodes if target_name(node) == QUANTIZE]
 
 
 def _known_steps(qmodel: QuantizedModel) -> dict[str, float]:
     """Return the step of every output that is dequantized with one static scale."""
     gm, steps = qmodel.graph_module, {}
     for name, node in zip(qmodel.signature.output_names, results_of(gm), strict=True):
-        if isinstance(node, Node) and target_name(node) == "quark_fx.dequantize.default":
+        if isinstance(node, Node) and target_name(node) == DEQUANTIZE:
             scale: Any = node.args[1]
             if scale.op == "get_attr" and parameter(gm, scale).numel() == 1:
                 steps[name] = float(parameter(gm, scale))

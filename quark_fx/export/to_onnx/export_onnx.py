@@ -20,7 +20,7 @@ from quark_fx.export.to_onnx.program import to_exported_program
 from quark_fx.export.to_onnx.respelling import respelled
 from quark_fx.export.to_onnx.table import translation_table
 from quark_fx.export.to_onnx.translation import translate
-from quark_fx.graph.nodes import code_format, describe, results_of, target_name, tensor_names
+from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, code_format, describe, results_of, target_name, tensor_names
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.numbers.formats import (
     INT32,
@@ -210,7 +210,7 @@ def _is_tensor(node: object) -> bool:
 
 def _name_codes(gm: GraphModule, model: ir.Model) -> None:
     """Name every quantized value in the file as in the graph (a decomposition renames), for `verify`."""
-    ours = [node.name for node in gm.graph.nodes if target_name(node) == "quark_fx.quantize.default"]
+    ours = [node.name for node in gm.graph.nodes if target_name(node) == QUANTIZE]
     theirs = [node.outputs[0] for node in model.graph if node.op_type in ("QuantizeLinear", "QuantizeBlocks")]
     if len(ours) == len(theirs):
         for name, value in zip(ours, theirs, strict=True):
@@ -270,7 +270,7 @@ def _require_onnx_types(gm: GraphModule, *, wide: bool) -> None:
     bad = []
     for node in gm.graph.nodes:
         fmt = code_format(node)
-        if fmt == INT32 and not wide and target_name(node) == "quark_fx.quantize.default":
+        if fmt == INT32 and not wide and target_name(node) == QUANTIZE:
             bad.append(f"  {fmt}, which format='vitis' alone has: {describe(node)}")
             continue
         if fmt is not None and not has_onnx_type(fmt) and not _is_built(node, fmt):
@@ -287,9 +287,9 @@ def _is_built(node: Node, fmt: Format) -> bool:
     Narrow integers are held by wider ones, activations by those of 8 bits.
     """
     if onnx_container(fmt) != fmt:
-        return activation_container(fmt).bits == 8 or target_name(node) == "quark_fx.dequantize.default"
-    grouped = target_name(node) == "quark_fx.quantize.default" and len(node.args) > 5 and node.args[5]
-    constant = target_name(node) == "quark_fx.dequantize.default"
+        return activation_container(fmt).bits == 8 or target_name(node) == DEQUANTIZE
+    grouped = target_name(node) == QUANTIZE and len(node.args) > 5 and node.args[5]
+    constant = target_name(node) == DEQUANTIZE
     return bool(grouped or constant) and (isinstance(fmt, FloatFormat) or fmt.sign_magnitude)
 
 
