@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 import quark_fx as qfx
 from quark_fx.config.quant_config import QuantConfig, TensorSpec
-from quark_fx.config.target import StoredTarget
+from quark_fx.config.target import TARGETS, StoredTarget
 from quark_fx.engine.blocks import Unit
-from quark_fx.errors import CalibrationError, PassError
+from quark_fx.errors import CalibrationError, ConfigError, PassError
 from quark_fx.export.to_onnx.edit import array_of
 from quark_fx.export.to_onnx.rules import DeclinedError, onnx_rule
 from quark_fx.graph.nodes import stored_tensors
@@ -46,6 +46,7 @@ from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.sample_trial import SampledSite, SampleTrial
 from quark_fx.solvers.scaling import ScalingSolver, scaling_solver
 from quark_fx.solvers.solver import Activation, Bias, Input, InputHessian, OutputError, Proposal, Skip, Solver, solver
+from quark_fx.targets import OnnxFiles, Placement, Refusal, Target, register_target
 
 EXTENSIONS = sorted((Path(__file__).parent / "extensions").glob("[!_]*.py"))
 
@@ -365,6 +366,22 @@ class Mistaken(Solver):
 
 @solver
 @dataclass(frozen=True, kw_only=True)
+class Asking(Solver):
+    """Read what the test says."""
+
+    chooses: ClassVar = Activation
+    what: Any = None
+
+    @property
+    def reads(self) -> Any:
+        return self.what
+
+    def solve(self, now: Activation, seen: Any) -> Proposal:
+        return Proposal(now)
+
+
+@solver
+@dataclass(frozen=True, kw_only=True)
 class Helpless(Solver):
     """Fail."""
 
@@ -381,15 +398,41 @@ class Helpless(Solver):
 @pytest.mark.parametrize(
     ("failing", "error", "message"),
     [
-        (Mistaken(), TypeError, "a Hessian is that of a weight; to choose something else, read Input"),
+        (Mistaken(), ConfigError, "Mistaken chooses Bias, and InputHessian says nothing of one; read Input"),
+        (
+            Asking(what=OutputError()),
+            ConfigError,
+            "Asking chooses Activation, and OutputError says nothing of one; read Input",
+        ),
+        (
+            Asking(what=Input),
+            ConfigError,
+            r"reads of Asking must be InputHessian\(\), .* or OutputError\(\), not <class",
+        ),
         (Helpless(), CalibrationError, "x: it is too hard; check the calibration data"),
     ],
-    ids=["reads what there is not", "fails"],
+    ids=["reads what there is not", "reads another thing", "reads a class", "fails"],
 )
 def test_what_a_solver_fails_at_is_named(failing: Solver, error: type[Exception], message: str) -> None:
     data = [rand(32, 8, seed=i) for i in range(4)]
     with pytest.raises(error, match=message):
         learned(seeded(Branches()), INT8_STATIC, data, failing)
+
+
+@pytest.mark.parametrize("chosen", ["weights", Bias("fc", torch.zeros(1)), Tensor, None], ids=str)
+def test_a_solver_that_chooses_what_there_is_not_is_refused(chosen: Any) -> None:
+    class Chooser(Solver):
+        chooses: ClassVar = chosen
+
+    with pytest.raises(ConfigError, match="chooses of Chooser must be one of the classes QuantizedMatrix, Bias, Activ"):
+        solver(Chooser)
+
+
+@pytest.mark.parametrize("reading", [Input, OutputError])
+@pytest.mark.parametrize("fold", [MinMax, "min_max", None], ids=str)
+def test_what_folds_no_data_is_not_read(reading: type[Input | OutputError], fold: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{reading.__name__} takes an observer or another fold, as MinMax\(\), not"):
+        reading(fold)
 
 
 # Float passes.
@@ -620,7 +663,7 @@ def test_a_stored_model_runs_without_the_code_of_its_target(tmp_path: Path, monk
     assert loaded.config.to_dict() == made.config.to_dict()
     assert torch.equal(loaded(x), made(x))
     loaded.save(tmp_path / "again")
-    needed = "target 'tensorrt_like' is known from a stored model only; import the module that registers it"
+    needed = "target 'tensorrt_like' is known .*; import the module that registers it and load the model again, or"
     for use in (
         lambda: qfx.export.onnx(loaded, tmp_path / "model.onnx"),
         lambda: qfx.prepare_qat(loaded),
@@ -628,8 +671,45 @@ def test_a_stored_model_runs_without_the_code_of_its_target(tmp_path: Path, monk
     ):
         with pytest.raises(qfx.ConfigError, match=needed):
             use()
-    replaced = loaded.config.replace(target="onnx")
-    assert replaced.target is qfx.Target.ONNX
+    loaded.config = loaded.config.replace(target="onnx")  # as the message says
+    assert loaded.config.target is qfx.Target.ONNX
+    assert qfx.export.onnx(loaded, tmp_path / "model.onnx").exists()
+    monkeypatch.setitem(qfx.targets.TARGETS, "tensorrt_like", TENSORRT_LIKE)
+    assert qfx.export.onnx(qfx.load(tmp_path / "again"), tmp_path / "model.onnx").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (Target, {"adds_pairs": "no"}, "adds_pairs of Target must be True or False, not 'no'"),
+        (Target, {"refuses": ["int4"]}, r"refuses of Target must be a tuple .* a Refusal"),
+        (Target, {"placement": "anywhere"}, "placement of Target must be a Placement, not 'anywhere'"),
+        (Target, {"nmae": "mine"}, r"Target has no field nmae; .*did you mean 'name'"),
+        (Placement, {"arithmetic": "add"}, "arithmetic of Placement must be a frozenset whose items are each a string"),
+        (Placement, {"rounds_output": True}, "rounds_output of Placement must be a function, not True"),
+        (Refusal, {"when": "int4", "why": "no"}, "when of Refusal must be a function, not 'int4'"),
+        (Refusal, {"when": bool, "why": "no {spec.fmt}"}, "why='no {spec.fmt}' of a Refusal cannot be filled in"),
+        (
+            Refusal,
+            {"when": bool, "why": "no {other}"},
+            r"cannot be filled in: 'other'; write it as .* no {spec.format}",
+        ),
+        (OnnxFiles, {"formats": ()}, "formats of OnnxFiles is empty; name at least one"),
+        (OnnxFiles, {"opsets": 21}, "opsets of OnnxFiles must be a tuple of a whole number and a whole number"),
+        (OnnxFiles, {"opsets": (17, 19)}, r"opset=21 of OnnxFiles is not within opsets=\(17, 19\)"),
+        (OnnxFiles, {"check": "strict"}, "check of OnnxFiles must be a function or None, not 'strict'"),
+        (register_target, {"target": "mine"}, r"'mine' is no Target; write register_target\(Target\(name=...\)\)"),
+    ],
+)
+def test_a_target_that_cannot_be_is_refused_when_it_is_made(make: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(**({"name": "mine"} if make is Target else {}), **options)
+    assert "mine" not in TARGETS
+
+
+@pytest.mark.parametrize("kind", [set, list, tuple, frozenset])
+def test_operators_of_a_placement_may_be_any_collection(kind: Any) -> None:
+    assert Placement(arithmetic=kind(["aten.add.Tensor"])).arithmetic == frozenset({"aten.add.Tensor"})
 
 
 # A rule of ONNX files: quick_gelu.
@@ -690,6 +770,24 @@ def test_a_rule_may_be_a_function_of_a_node_and_belong_to_a_target(tmp_path: Pat
     assert [(left.operator, left.reason, left.rule) for left in file.kept] == [
         ("Sigmoid", "it leaves the graph", "harden_sigmoid")
     ]
+
+
+@pytest.mark.parametrize("returned", [None, 1])
+def test_a_rule_that_does_not_say_whether_it_rewrote_is_named(returned: Any, tmp_path: Path) -> None:
+    forgets = onnx_rule("Gemm", "MatMul")(lambda model, node: returned)
+    forgets = replace(forgets, name="forgets")
+    qmodel = quantize(seeded(nn.Linear(8, 4)), "int8_weight_only", [rand(4, 8)])
+    with pytest.raises(
+        qfx.ExportError, match=rf"rule forgets returned {returned} for (Gemm|MatMul) .*; return True if"
+    ):
+        qfx.export.onnx(qmodel, tmp_path / "model.onnx", rules=[forgets])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("operators", [(), (len,)], ids=["no type", "without parentheses"])
+def test_a_rule_says_which_nodes_it_is_for(operators: tuple[Any, ...]) -> None:
+    with pytest.raises(qfx.ExportError, match=r'write @onnx_rule\("Relu"\)'):
+        onnx_rule(*operators)
 
 
 def test_what_is_no_rule_is_refused(tmp_path: Path) -> None:

@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from torch.fx import Node
 
 from quark_fx.config.specs import TensorSpec
 from quark_fx.errors import ConfigError
 from quark_fx.graph.linear import Linear
-from quark_fx.system.options import nearest, parsed
+from quark_fx.numbers.formats import INT8
+from quark_fx.system.options import checked, nearest, parsed
 from quark_fx.system.untrusted import brief
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 class Operand(StrEnum):
@@ -32,6 +30,7 @@ class Operand(StrEnum):
     BIAS = "bias"
 
 
+@checked
 @dataclass(frozen=True)
 class Refusal:
     """Specs that a backend does not take.
@@ -39,16 +38,31 @@ class Refusal:
     Attributes:
         when: whether the backend refuses a spec for an operand.
         why: the message of the error, which names the fix. `{spec.format}` and the like are filled in.
+
+    Raises:
+        ConfigError: if `why` has a field that no spec can fill in.
     """
 
     when: Callable[[TensorSpec, Operand], bool]
     why: str
+
+    def __post_init__(self) -> None:
+        try:
+            self.why.format(spec=TensorSpec(format=INT8))
+        except (AttributeError, LookupError, ValueError) as error:
+            raise ConfigError(
+                f"why={self.why!r} of a Refusal cannot be filled in: {error}; write it as {_WHY!r}"
+            ) from None
+
+
+_WHY = "this backend reads no {spec.format}; set format='int8'"
 
 
 def _no(*_: object) -> bool:
     return False
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """Where quantizers belong, besides the inputs of operators with weights.
@@ -68,6 +82,7 @@ class Placement:
     continues: Callable[[Node, Node], bool] = _no
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class OnnxFiles:
     """How a graph is written as an ONNX file.
@@ -79,8 +94,11 @@ class OnnxFiles:
         runtime: whose mistakes the file is written around: `quark_fx.export.to_onnx.rules` has rules for
             `"onnxruntime"` that other backends do without.
         rules: rewrites for this backend alone, which run last: see `quark_fx.export.onnx`.
-        check: raises `ExportError` for a model that the backend does not load. Every file passes `onnx.checker`, and
-            ONNX Runtime loads it, before that.
+        check: raises `ExportError` for an `onnx_ir.Model` that the backend does not load. Every file passes
+            `onnx.checker`, and ONNX Runtime loads it, before that.
+
+    Raises:
+        ConfigError: if there is no format, or the default opset is not one that the backend reads.
     """
 
     formats: tuple[str, ...] = ("qdq", "qoperator", "matmul_nbits", "vitis")
@@ -88,9 +106,20 @@ class OnnxFiles:
     opsets: tuple[int, int] = (14, 25)
     runtime: str = ""
     rules: tuple[Any, ...] = ()
-    check: Callable[[ir.Model], None] | None = None
+    check: Callable[[Any], None] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.formats:
+            raise ConfigError("formats of OnnxFiles is empty; name at least one, such as 'qdq'")
+        oldest, newest = self.opsets
+        if not oldest <= self.opset <= newest:
+            raise ConfigError(
+                f"opset={self.opset} of OnnxFiles is not within opsets={self.opsets}; opsets are the oldest and the "
+                "newest that the backend reads"
+            )
 
 
+@checked
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Target:
     """A backend: what it accepts, where it rounds, how it counts and how its files are spelled.
@@ -145,7 +174,13 @@ DEFAULT: Final = "onnx"
 
 
 def register_target(target: Target) -> Target:
-    """Let configurations find a target by its name; one that had the name before is replaced, as in a notebook."""
+    """Let configurations find a target by its name; one that had the name before is replaced, as in a notebook.
+
+    Raises:
+        ConfigError: for anything else than a `Target`.
+    """
+    if not isinstance(target, Target):
+        raise ConfigError(f"{brief(target)} is no Target; write register_target(Target(name=...))")
     TARGETS[target.name] = target
     return target
 
@@ -169,8 +204,8 @@ class StoredTarget(Target):
     def __getattribute__(self, name: str) -> Any:
         if name in _ASKED:
             raise ConfigError(
-                f"target {self.name!r} is known from a stored model only; import the module that registers it, or "
-                f"replace it: config.replace(target={DEFAULT!r})"
+                f"target {self.name!r} is known from a stored model only; import the module that registers it and load "
+                f"the model again, or replace it: qmodel.config = qmodel.config.replace(target={DEFAULT!r})"
             )
         return super().__getattribute__(name)
 

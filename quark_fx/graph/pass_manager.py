@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from enum import StrEnum
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast, overload
 
 import torch
 from torch.fx import GraphModule
@@ -157,21 +157,41 @@ class StoredPass:
 
     def __call__(self, gm: GraphModule) -> int:
         """Raise `PassError`."""
-        raise PassError(f"pass {self.name} is known from a stored model only; import the module that registers it")
+        raise PassError(
+            f"pass {self.name} is known from a stored model only; import the module that registers it and load the "
+            "model again"
+        )
 
 
+@overload
+def graph_pass(target: P, /) -> P: ...
+@overload
 def graph_pass(
     *,
     exact: bool = True,
     requires: tuple[Check, ...] = (),
     ensures: tuple[Check, ...] = (),
-    stage: Stage | str = Stage.FLOAT,
+    stage: str = Stage.FLOAT,
     after: tuple[str, ...] = (),
     distributed: bool = False,
     targets: tuple[str, ...] = (),
     validated: bool = False,
-) -> Callable[[P], P]:
-    """Register a pass under its name and attach its `Promise`.
+) -> Callable[[P], P]: ...
+@checked_call
+def graph_pass(
+    target: Any = None,
+    /,
+    *,
+    exact: bool = True,
+    requires: tuple[Check, ...] = (),
+    ensures: tuple[Check, ...] = (),
+    stage: str = Stage.FLOAT,
+    after: tuple[str, ...] = (),
+    distributed: bool = False,
+    targets: tuple[str, ...] = (),
+    validated: bool = False,
+) -> Any:
+    """Register a pass under its name and attach its `Promise`: `@graph_pass`, or `@graph_pass(stage="quantized")`.
 
     The options of a class are checked by their annotations (`system.options`). A module may define its pass anew, as
     a notebook's cell does that is run twice.
@@ -190,7 +210,7 @@ def graph_pass(
 
     def register(target: P) -> P:
         name: str = target.__name__  # type: ignore[attr-defined]
-        if _has_options(target) and not is_dataclass(target):
+        if isinstance(target, type) and _has_options(target) and "__dataclass_fields__" not in vars(target):
             raise ConfigError(
                 f"pass {name} is a class with options; put @dataclass(frozen=True) below @graph_pass(), so that "
                 "configurations can store them"
@@ -204,11 +224,11 @@ def graph_pass(
         PASSES[name] = target
         return checked(target) if isinstance(target, type) else target
 
-    return register
+    return register if target is None else register(target)
 
 
-def _has_options(target: object) -> bool:
-    return isinstance(target, type) and target.__init__ is not object.__init__  # type: ignore[misc]
+def _has_options(cls: type) -> bool:
+    return cls.__init__ is not object.__init__ or bool(inspect.get_annotations(cls))  # type: ignore[misc]
 
 
 def pass_name(p: GraphPass) -> str:

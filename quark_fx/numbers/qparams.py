@@ -186,13 +186,15 @@ def affine_qparams(low: Tensor, high: Tensor, scheme: Scheme) -> QParams:
         Parameters of shape `S`. A range that is the single point zero gets scale 1.
 
     Raises:
-        ValueError: if a bound is NaN or infinite.
+        ValueError: if a bound is NaN or infinite, or `low` is above `high`.
 
     Source:
         Jacob et al. 2018, section 2.1 (`r = S * (q - Z)`); ONNX Runtime `compute_scale_zp`.
     """
-    if not bool((torch.isfinite(low) & torch.isfinite(high)).all()):
-        raise ValueError(f"the range is not finite: low {_show(low)}, high {_show(high)}")
+    if not bool((torch.isfinite(low) & torch.isfinite(high) & (low <= high)).all()):
+        finite = bool((torch.isfinite(low) & torch.isfinite(high)).all())
+        what = "ends below its beginning" if finite else "is not finite"
+        raise ValueError(f"the range {what}: low {_show(low)}, high {_show(high)}")
     low, high = low.double().clamp(max=0), high.double().clamp(min=0)
     if scheme.symmetric:
         found = symmetric_qparams(torch.maximum(-low, high), scheme, high)

@@ -72,7 +72,11 @@ class Observer(ABC):
 
     def qparams(self, scheme: Scheme) -> QParams:
         """Return scale and zero point, shape `(channels,)`; errors as `range`."""
-        return affine_qparams(*self.range(scheme), scheme)
+        low, high = self.range(scheme)
+        try:
+            return affine_qparams(low, high, scheme)
+        except ValueError as error:
+            raise ValueError(f"{error} (observer {type(self).__name__})") from None
 
     def of_constant(self, x: Tensor, scheme: Scheme) -> QParams:
         """Return the parameters of a tensor that is known as a whole, shapes as `observe` and `qparams` have them."""
@@ -114,7 +118,8 @@ class StoredObserver(Observer):
 
     def _unknown(self) -> ConfigError:
         return ConfigError(
-            f"observer {self.registered!r} is known from a stored model only; import the module that registers it"
+            f"observer {self.registered!r} is known from a stored model only; import the module that registers it and "
+            "load the model again"
         )
 
     def observe(self, x: Tensor) -> Self:

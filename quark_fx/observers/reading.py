@@ -61,7 +61,10 @@ class HistogramObserver(Observer):
         histogram = self.histogram
         low, high = finite_range(*((None, None) if histogram is None else (histogram.low, histogram.high)))
         threshold_low, threshold_high = self.read(low.double(), high.double(), scheme)
-        return torch.maximum(threshold_low.float(), low), torch.minimum(threshold_high.float(), high)
+        low, high = torch.maximum(threshold_low.float(), low), torch.minimum(threshold_high.float(), high)
+        # Of values in one bin the thresholds may cross; the one farther from zero decides, as the range contains zero.
+        crossed = low > high
+        return torch.where(crossed & (low > 0), high, low), torch.where(crossed & (low <= 0), low, high)
 
     @abstractmethod
     def read(self, low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:

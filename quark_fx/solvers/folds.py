@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 
 from quark_fx.engine.context import Context
+from quark_fx.errors import ConfigError
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.places import OperatorPlace, Place
 from quark_fx.solvers.products import Part, Product
+from quark_fx.solvers.proposals import Activation, Bias
+from quark_fx.solvers.quantized_matrix import QuantizedMatrix
+from quark_fx.system.untrusted import brief
 
 
 class Fold(Protocol):
@@ -28,14 +32,22 @@ class Fold(Protocol):
         ...
 
 
+def _require_fold(reading: Input | OutputError) -> None:
+    fold: object = reading.fold
+    if isinstance(fold, type) or not (hasattr(fold, "observe") and hasattr(fold, "merge")):
+        raise ConfigError(f"{type(reading).__name__} takes an observer or another fold, as MinMax(), not {brief(fold)}")
+
+
 class Reading(ABC):
     """What a solver reads: how it is measured for a place, over the data of all ranks.
 
     Attributes:
         shared: operators that multiply one value get the same.
+        choices: what can be chosen by it.
     """
 
     shared: ClassVar[bool] = True
+    choices: ClassVar[tuple[type, ...]] = (QuantizedMatrix, Bias, Activation)
 
     @abstractmethod
     def measure(self, places: Sequence[Place], context: Context, batches: Sequence[int]) -> object:
@@ -48,7 +60,6 @@ class Reading(ABC):
 
         Raises:
             CalibrationError, ValueError: for data that cannot be learned from.
-            TypeError: if there is no such thing for a place of this kind.
         """
 
 
@@ -61,12 +72,11 @@ class InputHessian(Reading):
     """
 
     shifted: bool = False
+    choices: ClassVar = (QuantizedMatrix,)
 
     def measure(self, places: Sequence[Place], context: Context, batches: Sequence[int]) -> Hessian:
         """Return the sums over all rows."""
         parts = tuple(place for place in places if isinstance(place, Part))
-        if not parts:
-            raise TypeError("a Hessian is that of a weight; to choose something else, read Input or OutputError")
         return Product(parts).hessian(context, shifted=self.shifted, batches=batches)
 
 
@@ -79,9 +89,15 @@ class Input(Reading):
 
     Args:
         fold: with its options: any observer.
+
+    Raises:
+        ConfigError: for something else, or a class without the parentheses.
     """
 
     fold: Fold
+
+    def __post_init__(self) -> None:
+        _require_fold(self)
 
     def measure(self, places: Sequence[Place], context: Context, batches: Sequence[int]) -> Fold:
         """Return the fold of all values."""
@@ -128,16 +144,22 @@ class OutputError(Reading):
 
     Args:
         fold: with its options; by default the mean.
+
+    Raises:
+        ConfigError: as `Input`.
     """
 
     fold: Fold = field(default_factory=Mean)
     shared: ClassVar[bool] = False
+    choices: ClassVar = (QuantizedMatrix, Bias)
+
+    def __post_init__(self) -> None:
+        _require_fold(self)
 
     def measure(self, places: Sequence[Place], context: Context, batches: Sequence[int]) -> Fold:
         """Return the fold of all errors."""
         (place,) = places
-        if not isinstance(place, OperatorPlace):
-            raise TypeError("an activation has no output to compare; read Input")
+        assert isinstance(place, OperatorPlace)
         return _folded(self.fold, place.output_errors(batches), context)
 
 

@@ -20,12 +20,14 @@ from quark_fx.engine.block_walk import walk_blocks
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Context
 from quark_fx.engine.sizes import FLOAT32, BlockSize, Matrices, Need, Sizes
+from quark_fx.errors import ConfigError
 from quark_fx.graph.pass_manager import Stage, graph_pass
 from quark_fx.solvers.finders import places_of
 from quark_fx.solvers.folds import Input, InputHessian, OutputError, Reading
 from quark_fx.solvers.judging import BlockJudge, FormJudge
 from quark_fx.solvers.proposals import Activation, Bias, Proposal, Skip
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
+from quark_fx.system.untrusted import brief
 
 S = TypeVar("S", bound=type)
 
@@ -71,9 +73,26 @@ class Solver(Selective, ABC):
         return matrices.inputs * matrices.values
 
     @property
+    def _reading(self) -> Reading:
+        """What it reads.
+
+        Raises:
+            ConfigError: if that is nothing to read, or says nothing of what it chooses.
+        """
+        name, reads, chosen = type(self).__name__, self.reads, self.chooses.__name__
+        if not isinstance(reads, Reading):
+            raise ConfigError(
+                f"reads of {name} must be InputHessian(), Input(observer) or OutputError(), not {brief(reads)}"
+            )
+        if self.chooses not in reads.choices:
+            known = ", ".join(r.__name__ for r in (InputHessian, Input, OutputError) if self.chooses in r.choices)
+            raise ConfigError(f"{name} chooses {chosen}, and {type(reads).__name__} says nothing of one; read {known}")
+        return reads
+
+    @property
     def _form(self) -> InputHessian | None:
         """The quadratic form that proposals are judged by; `None` if it does not say all about them."""
-        reads = self.reads
+        reads = self._reading
         return reads if self.chooses is QuantizedMatrix and isinstance(reads, InputHessian) else None
 
     @property
@@ -83,7 +102,7 @@ class Solver(Selective, ABC):
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Choose what is better in `gm`; return how many changed."""
-        reads, form, find = self.reads, self._form, places_of(self.chooses, gm, context, self)
+        reads, form, find = self._reading, self._form, places_of(self.chooses, gm, context, self)
         judge = BlockJudge(self.solve, reads, context) if form is None else FormJudge(self.solve, form, context)
         label = type(self).__name__
         for run in walk_blocks(gm, context, unit=Unit.OPERATOR, label=label, side_by_side=self._side_by_side):
@@ -119,7 +138,15 @@ class Solver(Selective, ABC):
 
 
 def solver(cls: S) -> S:
-    """Register a `Solver` as a pass under its name."""
+    """Register a `Solver` or `GradientSolver` as a pass under its name.
+
+    Raises:
+        ConfigError: if it chooses nothing that there is.
+    """
+    kinds, chosen = (QuantizedMatrix, Bias, Activation), getattr(cls, "chooses", QuantizedMatrix)
+    if chosen not in kinds:
+        names = ", ".join(kind.__name__ for kind in kinds)
+        raise ConfigError(f"chooses of {cls.__name__} must be one of the classes {names}, not {brief(chosen)}")
     register: Any = graph_pass(exact=False, stage=Stage.QUANTIZED, distributed=True, validated=True)
     registered: S = register(cls)
     return registered

@@ -139,13 +139,23 @@ def checked_call(function: Callable[P, R]) -> Callable[P, R]:
     """Check the arguments of a function as `checked` does fields; those whose annotation cannot be read are left alone.
 
     Raises:
-        ConfigError: when it is called, for a value the annotation does not allow.
+        ConfigError: when it is called, for an argument it does not have, with the nearest name, or a value the
+            annotation does not allow.
     """
     signature = inspect.signature(function)
+    names = [name for name, argument in signature.parameters.items() if argument.kind is not argument.POSITIONAL_ONLY]
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        bound = signature.bind(*args, **kwargs)
+        if unknown := sorted(set(kwargs) - set(names)):
+            raise ConfigError(
+                f"{function.__name__} has no argument {', '.join(unknown)}; it has {', '.join(names)}"
+                f"{nearest(unknown[0], names)}"
+            )
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return function(*args, **kwargs)  # whose own error names it
         for name, kind in _argument_kinds(function).items():
             if name in bound.arguments:
                 _value(function, name, kind, bound.arguments[name])
@@ -198,8 +208,10 @@ def _kind(hint: Any) -> _Kind:
         return _limited(_kind(arguments[0]), [limit for limit in arguments[1:] if isinstance(limit, Interval)])
     if origin in (Union, types.UnionType):
         return _any_of([_kind(argument) for argument in arguments])
-    if origin is tuple and arguments[1:] == (...,):
-        return _tuple_of(_kind(arguments[0]))
+    if origin in (tuple, frozenset) and (origin is frozenset or arguments[1:] == (...,)):
+        return _items_of(origin, _kind(arguments[0]))
+    if origin is tuple:
+        return _fixed_tuple([_kind(argument) for argument in arguments])
     if hint is Path or origin is os.PathLike:
         return _instance(os.PathLike, "a path")
     if origin is get_origin(Iterable[Any]):  # or what has no more than items by number, as data sets do
@@ -250,12 +262,24 @@ def _any_of(kinds: list[_Kind]) -> _Kind:
     return _Kind(read, tuple(dict.fromkeys(word for kind in kinds for word in kind.words)))
 
 
-def _tuple_of(item: _Kind) -> _Kind:
+def _items_of(container: type, item: _Kind) -> _Kind:
+    """Return the kind of a tuple or frozenset of any length."""
+    plain = (list, tuple) if container is tuple else (list, tuple, Set)
+
     def read(value: Any) -> Any:
-        found = tuple(map(item.read, value)) if isinstance(value, list | tuple) else (_NO,)
+        found = container(map(item.read, value)) if isinstance(value, plain) else (_NO,)
         return _NO if _NO in found else found
 
-    return _Kind(read, (f"a tuple whose items are each {item}",))
+    return _Kind(read, (f"a {container.__name__} whose items are each {item}",))
+
+
+def _fixed_tuple(items: list[_Kind]) -> _Kind:
+    def read(value: Any) -> Any:
+        given = value if isinstance(value, list | tuple) and len(value) == len(items) else ()
+        found = tuple(item.read(part) for item, part in zip(items, given, strict=False))
+        return found if found and _NO not in found else _NO
+
+    return _Kind(read, (f"a tuple of {' and '.join(map(str, items))}",))
 
 
 def _member(enum: type[StrEnum], value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import quark_fx as qfx
 from quark_fx.capture.capture import capture_graph
 from quark_fx.engine import calibration
-from quark_fx.observers import Percentile
+from quark_fx.numbers.qparams import Scheme
+from quark_fx.observers import MinMax, Percentile
 from quark_fx.passes import AdaRound, BiasCorrection, SmoothQuant
 from quark_fx.presets import INT8_STATIC, PRESETS
 
@@ -56,6 +58,21 @@ def test_a_dataset_that_can_only_be_indexed_is_read() -> None:
     data: Any = TensorDataset(rand(3, 2, 4))
     assert not hasattr(data, "__iter__")
     quantize(model(), "int8_static", data)
+
+
+@pytest.mark.parametrize("part", ["input", "weight"])
+def test_an_observer_that_turns_its_range_around_is_named_with_the_operator(part: str) -> None:
+    @dataclass(frozen=True)
+    class Reversed(MinMax):
+        def range(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
+            low, high = super().range(scheme)
+            return high, low
+
+    spec = getattr(INT8_STATIC, part).replace(observer=Reversed())
+    with pytest.raises(
+        qfx.CalibrationError, match=r"cannot be quantized: the range ends below .* \(observer Reversed\);"
+    ):
+        quantize(cnn(), INT8_STATIC.replace(**{part: spec}), images())
 
 
 def test_no_data_is_refused() -> None:

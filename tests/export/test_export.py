@@ -484,6 +484,16 @@ def test_whether_data_are_external_is_true_or_false(tmp_path: Path) -> None:
         qfx.export.onnx(qmodel, tmp_path / "m.onnx", external_data="yes")  # type: ignore[arg-type]
 
 
+def test_an_argument_that_there_is_not_is_named_with_the_nearest(tmp_path: Path) -> None:
+    qmodel = quantize(seeded(nn.Linear(4, 3)), "int8_static", [rand(4, 4)])
+    with pytest.raises(qfx.ConfigError, match=r"onnx has no argument formats; it has qmodel, path, .*mean 'format'"):
+        qfx.export.onnx(qmodel, tmp_path / "m.onnx", formats="qdq")  # type: ignore[call-arg]
+    with pytest.raises(qfx.ConfigError, match=r"verify has no argument per_nodes; .*did you mean 'per_node'"):
+        qfx.verify(qmodel, tmp_path / "m.onnx", [], per_nodes=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"onnx\(\) missing 1 required positional argument: 'path'"):
+        qfx.export.onnx(qmodel)  # type: ignore[call-arg]
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")
 @pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data"])
 def test_what_is_no_file_is_not_replaced_by_one(name: str, tmp_path: Path) -> None:

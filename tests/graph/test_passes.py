@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 import quark_fx as qfx
 from quark_fx.graph.nodes import get_attr, set_parameter, tensor_of
-from quark_fx.graph.pass_manager import PASSES, graph_pass, pass_from_dict, pass_to_dict, run_passes
+from quark_fx.graph.pass_manager import PASSES, Promise, graph_pass, pass_from_dict, pass_to_dict, run_passes
 from quark_fx.passes import fold_batch_norm
 
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -452,6 +452,46 @@ def test_a_pass_may_be_defined_anew_by_its_own_module() -> None:
     define()
     again = define()
     assert PASSES["defined_twice"] is again
+
+
+def test_a_pass_without_options_needs_no_parentheses() -> None:
+    @graph_pass
+    def plain(gm: GraphModule) -> int:
+        return 0
+
+    try:
+        assert PASSES["plain"] is plain
+        assert plain.promise == Promise()
+    finally:
+        del PASSES["plain"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exact": "no"}, "exact of graph_pass must be True or False, not 'no'"),
+        ({"targets": "dpu"}, r"targets of graph_pass must be a tuple .* a string, not 'dpu'; write targets=\('dpu',\)"),
+        ({"ensures": len}, "ensures of graph_pass must be a tuple whose items are each a function"),
+        ({"requries": ()}, "graph_pass has no argument requries; it has exact, .*; did you mean 'requires'"),
+    ],
+    ids=["bool", "string", "function", "name"],
+)
+def test_a_promise_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(qfx.ConfigError, match=message):
+        graph_pass(**options)
+
+
+def test_options_of_a_class_that_becomes_a_dataclass_too_late_are_refused() -> None:
+    with pytest.raises(
+        qfx.ConfigError, match=r"pass Late is a class with options; put @dataclass\(frozen=True\) below"
+    ):
+
+        @dataclass(frozen=True)
+        @graph_pass()
+        class Late:
+            flag: bool = False
+
+    assert "Late" not in PASSES
 
 
 @pytest.mark.parametrize("returned", [None, "2", -1, 1.0, True, False])

@@ -129,6 +129,13 @@ def test_the_range_of_zero_alone_has_scale_one(
         assert all(scheme.qmin <= z <= scheme.qmax for z in p.zero_point.tolist())
 
 
+@pytest.mark.parametrize(("low", "high"), [(1.0, -1.0), (2.0, 1.0), (-1.0, -2.0)])
+def test_a_range_that_ends_below_its_beginning_is_refused(low: float, high: float) -> None:
+    scheme = Scheme(format=FORMATS["int8"])
+    with pytest.raises(ValueError, match=f"the range ends below its beginning: low 0.0, {low}, high 0.0, {high}"):
+        affine_qparams(torch.tensor([0.0, low]), torch.tensor([0.0, high]), scheme)
+
+
 @pytest.mark.parametrize("point", [-5.0, 3.0])
 def test_a_range_of_one_point_is_widened_to_zero(point: float) -> None:
     x = torch.tensor(point)

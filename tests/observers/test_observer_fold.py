@@ -135,6 +135,31 @@ def test_batch_boundaries_do_not_matter(observer: Observer, batches: list[Tensor
     same(observer.observe(torch.cat(batches, dim=1)), fold(observer, batches))
 
 
+COARSE: list[Observer] = [
+    *(cls(grid=grid, bins=bins) for cls in (Percentile, Mse) for grid in ("dyadic", "quark") for bins in (2, 8)),
+    HistogramL2(bins=4, candidates=4),
+    Percentile(percentile=50.0, bins=2),
+]
+
+
+@pytest.mark.parametrize("observer", [*ALL, *COARSE], ids=name)
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    values=st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=5),
+    exponent=st.sampled_from((-44, -38, -20, 0, 10)),
+    offset=st.sampled_from((0.0, 3.0, -3.0)),
+)
+def test_a_range_never_ends_below_its_beginning(
+    observer: Observer, values: list[float], exponent: int, offset: float
+) -> None:
+    """Not where all values lie in one bin, between two thresholds of it, nor where they are subnormal."""
+    x = (torch.tensor([values], dtype=torch.float64) + offset).mul(10.0**exponent).float()
+    for scheme in schemes(observer):
+        low, high = observer.observe(x).range(scheme)
+        assert bool((low <= high).all())
+        assert bool(observer.observe(x).qparams(scheme).scale.isfinite().all())
+
+
 @pytest.mark.parametrize("constant", [0.01, 0.5, 1.0])
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(batches=ragged(), cut=st.integers(0, 5))

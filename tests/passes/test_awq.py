@@ -10,7 +10,6 @@ import pytest
 import torch
 from tiny import divided, quantize, rand, record_of, seeded
 from torch import Tensor, nn
-from torch.fx import GraphModule
 from torch.nn import functional as F
 
 import quark_fx as qfx
@@ -243,11 +242,11 @@ def test_a_site_that_waits_for_a_second_block_is_not_lost_in_an_interruption(
     assert any(c.changed for c in record_of(undisturbed, "AWQ").changes)
     begin, blocks = hessian_trial._measured, list[str]()
 
-    def stop(gm: GraphModule, run: FloatRun, *rest: Any) -> Any:
+    def stop(run: FloatRun, *rest: Any) -> Any:
         blocks.append(run.block.name)
         if len(blocks) > 1:
             raise KeyboardInterrupt
-        return begin(gm, run, *rest)
+        return begin(run, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(hessian_trial, "_measured", stop)

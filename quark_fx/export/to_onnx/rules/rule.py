@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from quark_fx.errors import ExportError
 from quark_fx.export.to_onnx.edit import DeclinedError, Kept, erase_unread
 
 logger = logging.getLogger(__name__)
@@ -41,10 +42,17 @@ class OnnxRule:
             if node.op_type not in self.operators or node.graph is None:
                 continue
             try:
-                done += self.rewrite(model, node)
+                rewrote = self.rewrite(model, node)
             except DeclinedError as reason:
                 logger.debug("%s declines %s (%s): %s", self.name, node.name, node.op_type, reason)
                 declined.append(Kept(str(node.name), node.op_type, str(reason), self.name))
+                continue
+            if not isinstance(rewrote, bool):
+                raise ExportError(
+                    f"rule {self.name} returned {rewrote!r} for {node.op_type} {node.name}; return True if it rewrote "
+                    "the graph and False if not, or raise DeclinedError with a reason"
+                )
+            done += rewrote
         if done:
             erase_unread(model)
         return tuple(declined)
@@ -56,7 +64,12 @@ def onnx_rule(*operators: str, runtime: str = "") -> Callable[[Rewrite], OnnxRul
     Args:
         operators: types of the nodes it is called with.
         runtime: see `OnnxRule`.
+
+    Raises:
+        ExportError: if no type is given.
     """
+    if not operators or not all(isinstance(name, str) for name in operators):
+        raise ExportError('onnx_rule takes the types of nodes that the rule is for; write @onnx_rule("Relu")')
 
     def make(rewrite: Rewrite) -> OnnxRule:
         return OnnxRule(rewrite.__name__, operators, rewrite, runtime)
