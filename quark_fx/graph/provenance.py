@@ -30,6 +30,9 @@ from quark_fx.graph.nodes import CAST, is_activation, is_parameter, module_calls
 CONVERT = "convert"
 """What has made the nodes of codes and quantizers."""
 
+FACTORS = {"aten.mul.Tensor": 1, "quark_fx.rotate.default": 2}
+"""Operators by which passes multiply what a module reads, or makes, with how many constants each takes."""
+
 _NOTES = ("parameter", "digest", "folded")
 """What a tensor in the place of another one inherits."""
 
@@ -192,7 +195,7 @@ class Notes:
                 inherit(new, old)
             elif is_parameter(new) and old in self.constants:
                 continue  # it is computed beforehand now
-            elif new not in self.operations and _multiplies(new, old):
+            elif new not in self.operations and _is_factor(new, old):
                 new.meta["factor"] = True
             elif (skipped := _skipped(old, new, ends)) is not None:
                 passed |= skipped
@@ -257,10 +260,11 @@ def _skipped(old: Node, new: Node, ends: Mapping[Node, Node]) -> set[Node] | Non
     return passed if old is new else None
 
 
-def _multiplies(node: Node, value: Node) -> bool:
-    """Tell whether a node multiplies `value` by a constant that is none of the model."""
-    factor = node.args[1] if target_name(node) == "aten.mul.Tensor" and node.args[0] is value else None
-    return is_parameter(factor) and "parameter" not in factor.meta
+def _is_factor(node: Node, value: Node) -> bool:
+    """Tell whether a node multiplies `value` by constants that are none of the model."""
+    if target_name(node) not in FACTORS or node.args[0] is not value:
+        return False
+    return all(is_parameter(factor) and "parameter" not in factor.meta for factor in node.args[1:])
 
 
 def _call(node: Node) -> str:
@@ -278,6 +282,6 @@ def _operation(node: Node) -> tuple[Any, ...]:
 
 
 __all__ = [
-    *("CONVERT", "Folded", "Kind", "Notes", "Rewrite"),
+    *("CONVERT", "FACTORS", "Folded", "Kind", "Notes", "Rewrite"),
     *("digest", "inherit", "kept_tensors", "note_folded", "note_tensors", "rewrites"),
 ]

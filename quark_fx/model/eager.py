@@ -22,7 +22,7 @@ from quark_fx.model.correspondence import Correspondence, correspond, shell_of
 from quark_fx.model.fake_quantize import Cast, FakeQuantize, Trained, require_float32
 from quark_fx.model.module_slices import ModuleCall
 from quark_fx.model.quantized_model import QuantizedModel
-from quark_fx.model.rounded_modules import Activation
+from quark_fx.model.rounded_modules import Activation, Factor
 from quark_fx.system.isolation import isolated, warn
 from quark_fx.system.untrusted import brief
 
@@ -62,6 +62,20 @@ class Dequantize(nn.Module):
         return self
 
 
+class _Multiply(nn.Module):
+    """Multiplies as a pass does, by buffers."""
+
+    def __init__(self, factor: Factor) -> None:
+        super().__init__()
+        self.operator = factor.operator
+        for i, tensor in enumerate(factor.tensors):
+            self.register_buffer(f"factor{i}", _own(tensor))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x` multiplied."""
+        return Factor(self.operator, tuple(tensor.to(x.dtype) for tensor in self.buffers())).apply(x)
+
+
 class Round(nn.Module):
     """Sends the floating-point input or result of a module through `quantize` and `dequantize`, as a hook.
 
@@ -76,22 +90,21 @@ class Round(nn.Module):
 
     scale: Tensor | None
     zero_point: Tensor | None
-    factor: Tensor | None
 
     def __init__(self, activation: Activation, trained: FakeQuantize | None = None) -> None:
         super().__init__()
         self.trained = trained
         self.register_buffer("scale", _own(activation.scale))
         self.register_buffer("zero_point", _own(activation.zero_point))
-        self.register_buffer("factor", _own(activation.factor))
+        self.factors = nn.ModuleList(_Multiply(factor) for factor in activation.factors)
         self.rounds = activation.rounds
         self.format, self.cast = activation.format, activation.cast
         self.layout, self.measurement = activation.layout, activation.measurement
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` rounded, in its dtype."""
-        if self.factor is not None:
-            x = x * self.factor
+        for factor in self.factors:
+            x = factor(x)
         if not self.rounds:
             return x
         if self.trained is not None:

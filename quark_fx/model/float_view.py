@@ -28,7 +28,7 @@ from quark_fx.graph.nodes import (
 )
 from quark_fx.graph.provenance import CONVERT
 from quark_fx.model.constants import Constant, constant_of, table_of
-from quark_fx.model.rounded_modules import Activation
+from quark_fx.model.rounded_modules import Activation, Factor
 
 _CLAMP = torch.ops.aten.clamp.default
 
@@ -109,13 +109,13 @@ class FloatView:
                 self._values[node] = self._rounded(node)
             return True
         if node.meta.get("factor"):
-            value, factor = node.args
-            assert isinstance(value, Node)
-            assert isinstance(factor, Node)
+            value, *factors = node.all_input_nodes
             source, before = self._values[value]
-            if before is not None:
+            if before is not None and before.rounds:
                 raise _rounded_differently(node)
-            self._values[node] = source, Activation(factor=parameter(self._gm, factor))
+            known = before.factors if before is not None else ()
+            made = Factor(name, tuple(parameter(self._gm, factor) for factor in factors))
+            self._values[node] = source, Activation(factors=(*known, made))
             return True
         # Codes that no runtime looks up are dequantized first: the look-up is the model's own.
         own = name == EMBEDDING and target_name(node.args[0]) == DEQUANTIZE  # type: ignore[arg-type]
@@ -155,7 +155,7 @@ class FloatView:
                     self.rounded[value, clamp] = before
             value, before = self._named[name], None
         if before is not None and not before.rounds:
-            activation = replace(activation, factor=before.factor)
+            activation = replace(activation, factors=before.factors)
         elif before is not None and not before.same_as(activation):
             raise _rounded_differently(node)
         return value, activation

@@ -15,6 +15,32 @@ from quark_fx.graph.nodes import describe, is_activation, module_calls, module_p
 from quark_fx.graph.operators import MOVING
 
 
+@dataclass(frozen=True, eq=False)
+class Factor:
+    """What a pass multiplies an activation by.
+
+    Attributes:
+        operator: its name, of `quark_fx.graph.provenance.FACTORS`.
+        tensors: its constants.
+    """
+
+    operator: str
+    tensors: tuple[Tensor, ...]
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Return `x` multiplied."""
+        if self.operator == "aten.mul.Tensor":
+            return x * self.tensors[0]
+        rotated: Tensor = torch.ops.quark_fx.rotate(x, *self.tensors)
+        return rotated
+
+    def same_as(self, other: Factor) -> bool:
+        """Tell whether both multiply by the same values."""
+        if self.operator != other.operator:
+            return False
+        return all(a is b or torch.equal(a, b) for a, b in zip(self.tensors, other.tensors, strict=True))
+
+
 @dataclass(frozen=True)
 class Activation:
     """How an activation is rounded.
@@ -29,7 +55,7 @@ class Activation:
         scale_type: of measured scales.
         group_size: of them, see `quark_fx.numbers.ops.dynamic_qparams`.
         cast: the 16-bit float it is cast to and back.
-        factor: what it is multiplied by before.
+        factors: what it is multiplied by before, in order.
     """
 
     format: str = ""
@@ -41,7 +67,7 @@ class Activation:
     scale_type: str = "float32"
     group_size: int = 0
     cast: torch.dtype | None = None
-    factor: Tensor | None = None
+    factors: tuple[Factor, ...] = ()
 
     @property
     def rounds(self) -> bool:
@@ -51,7 +77,7 @@ class Activation:
     @property
     def is_fixed(self) -> bool:
         """Whether what is rounded already stays as it is: no range is measured, and nothing multiplied."""
-        return self.factor is None and (self.scale is not None or self.cast is not None)
+        return not self.factors and (self.scale is not None or self.cast is not None)
 
     @property
     def layout(self) -> tuple[int | None, int]:
@@ -70,7 +96,11 @@ class Activation:
 
     def same_as(self, other: Activation) -> bool:
         """Tell whether both round every value alike."""
-        tensors = tuple((getattr(self, name), getattr(other, name)) for name in ("scale", "zero_point", "factor"))
+        tensors = tuple((getattr(self, name), getattr(other, name)) for name in ("scale", "zero_point"))
+        if len(self.factors) != len(other.factors):
+            return False
+        if not all(a.same_as(b) for a, b in zip(self.factors, other.factors, strict=True)):
+            return False
         kinds = [(a.measurement, a.cast) for a in (self, other)]
         return kinds[0] == kinds[1] and all(
             a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in tensors
@@ -121,7 +151,9 @@ class _Places:
         for (value, reader), activation in self.rounded.items():
             if activation.is_fixed and _commutes(reader, activation) and self._all_round(reader, activation):
                 continue  # moved, and rounded again to the same codes
-            if not self._place_input(value, reader, activation) and not self._place_output(value, reader, activation):
+            ways = [self._place_input, self._place_output]
+            # What is multiplied and not rounded must not be multiplied by its readers again.
+            if not any(place(value, reader, activation) for place in (ways if activation.rounds else reversed(ways))):
                 raise _not_of_a_module(reader)
         for path, hooked in self.hooked.items():
             if hooked != self.calls[path]:
@@ -149,7 +181,8 @@ class _Places:
         Its only call, as operators round alike from call to call by chance alone. Those that round their input as well
         find it rounded, which changes nothing for a range that does not depend on the values.
         """
-        for key, path in reversed(module_calls(value).items()) if activation.is_fixed else ():
+        found = module_calls(value) if activation.is_fixed or not activation.rounds else {}
+        for key, path in reversed(found.items()):
             results = [n for n in self.regions[key] if any(key not in module_calls(user) for user in n.users)]
             outside = [user for user in value.users if key not in module_calls(user)]
             if (
@@ -192,11 +225,11 @@ def _commutes(node: Node, activation: Activation) -> bool:
     shapes = [n.meta["val"].shape for n in (node, node.all_input_nodes[0]) if isinstance(n.meta.get("val"), Tensor)]
     same_rows = len(shapes) == 2 and bool(shapes[0][-1:]) and shapes[0][-1] == shapes[1][-1]
     whole = activation.axis is None or (activation.axis == -1 and same_rows)
-    return target_name(node) in _RESHAPING and whole and activation.factor is None
+    return target_name(node) in _RESHAPING and whole and not activation.factors
 
 
 _RESHAPING = ("aten.reshape.default", "aten.flatten.using_ints", "aten.unflatten.int", "aten.unsqueeze.default")
 """Data movement that keeps the order of values."""
 
 
-__all__ = ["Activation", "Rounded", "RoundedModules", "place_rounding"]
+__all__ = ["Activation", "Factor", "Rounded", "RoundedModules", "place_rounding"]

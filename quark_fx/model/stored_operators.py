@@ -120,7 +120,7 @@ _ATEN = frozenset(" ".join(_ATEN_BY_KIND.values()).split())
 
 _OPERATORS: dict[str, frozenset[str]] = {
     "aten": _ATEN,
-    "quark_fx": frozenset({"quantize", "dequantize", "dynamic_qparams", "grouped_mm"}),
+    "quark_fx": frozenset({"quantize", "dequantize", "dynamic_qparams", "grouped_mm", "rotate"}),
     "transformers": frozenset({"grouped_mm_fallback"}),
     # Those on regions of interest do not check which image of the batch a region is of, deform_conv2d follows offsets
     # that are NaN.

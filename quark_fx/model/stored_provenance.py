@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from quark_fx.errors import QuarkError
-from quark_fx.graph.provenance import Folded, Kind, Rewrite, rewrites
+from quark_fx.graph.nodes import target_name
+from quark_fx.graph.provenance import FACTORS, Folded, Kind, Rewrite, rewrites
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.model.stored_data import listed, mapping, text, texts
 from quark_fx.model.stored_operators import DTYPES
@@ -141,7 +142,7 @@ class Provenance:
         absorbed = [listed(entry) for entry in listed(data.get("absorbed", []))]
         if absorbed:
             node.meta["absorbed"] = tuple((text(name), self._stack(call)) for name, call in absorbed)
-        if data.get("factor") is True and len(node.all_input_nodes) == 2:
+        if data.get("factor") is True and len(node.all_input_nodes) == 1 + FACTORS.get(target_name(node), -1):
             node.meta["factor"] = True
         if node.op == "get_attr":
             node.meta |= self.notes.get(str(node.target), {})

@@ -23,6 +23,7 @@ from quark_fx.passes.gptq import GPTQ
 from quark_fx.passes.hard_sigmoid import harden_sigmoids
 from quark_fx.passes.insert_observers import insert_observers
 from quark_fx.passes.large_pool import SplitLargePools
+from quark_fx.passes.rotate import Rotate
 from quark_fx.passes.smooth_quant import SmoothQuant
 from quark_fx.passes.split_to_slice import slice_splits
 from quark_fx.passes.swish import spell_out_swish
@@ -38,6 +39,7 @@ __all__ = [
     "BiasCorrection",
     "CrossLayerEqualization",
     "FitScales",
+    "Rotate",
     "SmoothQuant",
     "SplitLargePools",
     "calibrate",

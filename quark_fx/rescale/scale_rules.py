@@ -7,7 +7,7 @@ in either direction; it runs again whenever one of them changes. An operator wit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,17 +16,17 @@ from torch import Tensor
 from torch.fx import Node
 
 from quark_fx.graph.linear import Linear
-from quark_fx.graph.nodes import describe, is_floating, is_getitem, is_parameter, parameter, target_name, value_of
+from quark_fx.graph.nodes import is_floating, is_getitem, is_parameter, parameter, target_name, value_of
 from quark_fx.graph.operators import MOVING, Operator, argument, clamp_bounds, operator_row, stored_weight
 from quark_fx.rescale.scale_walk import Absorption, ReadInput, Unknown, Walk, lift
 
 Rule = Callable[[Walk, Node], None]
 
 
-def visit(walk: Walk, node: Node) -> None:
-    """Run the rule of a node: derive labels of its inputs and output from each other."""
+def visit(walk: Walk, node: Node, rules: Mapping[str, Rule] | None = None) -> None:
+    """Run the rule of a node, of `RULES` by default: derive labels of its inputs and output from each other."""
     if node.op == "call_function":
-        rule = RULES.get(target_name(node), _stop)
+        rule = (RULES if rules is None else rules).get(target_name(node), stop)
         if (linear := Linear.of(node)) is not None:
             rule = partial(_weighted, linear=linear)
         elif (row := operator_row(node)) is not None and row.weight is not None:
@@ -34,13 +34,13 @@ def visit(walk: Walk, node: Node) -> None:
         try:
             rule(walk, node)
         except Unknown:
-            _stop(walk, node)
+            stop(walk, node)
     elif node.op == "get_attr":
         _constant(walk, node)
     elif node.op == "output":
-        walk.freeze(node.all_input_nodes, "is an output of the model")
+        walk.stop_read(node, node.all_input_nodes)
     else:
-        walk.freeze([node], "is an input of the model")
+        walk.stop_made(node)
 
 
 def weight_sharer(walk: Walk, linear: Linear) -> Node | None:
@@ -48,17 +48,17 @@ def weight_sharer(walk: Walk, linear: Linear) -> Node | None:
     return walk.sharer(linear.stored.node, linear.stored.reader)
 
 
-def _stop(walk: Walk, node: Node, *, inputs: bool = True) -> None:
+def stop(walk: Walk, node: Node, *, inputs: bool = True) -> None:
     """Let no scale pass."""
     if inputs:
-        walk.freeze(node.all_input_nodes, f"is read by {describe(node)}")
-    walk.freeze([node], f"is made by {describe(node)}")
+        walk.stop_read(node, node.all_input_nodes)
+    walk.stop_made(node)
 
 
 def _weighted(walk: Walk, node: Node, linear: Linear) -> None:
     """Multiply the weight's input channels, divide its output channels and the bias."""
     if (sharer := weight_sharer(walk, linear)) is not None:
-        return _stop_shared(walk, node, sharer)
+        return stop_shared(walk, node, sharer)
     weight, bias, value = linear.stored.node, linear.bias, linear.activation
     absorptions = []
     axis = linear.channel_dim(len(walk.shape(value)))
@@ -71,7 +71,7 @@ def _weighted(walk: Walk, node: Node, linear: Linear) -> None:
         absorptions.append(Absorption(node, linear.weight_at, weight, labels, divides=True))
         if is_parameter(bias):
             if (sharer := walk.sharer(bias, node)) is not None:
-                walk.freeze([node], f"is made by {_shared(node, sharer)}")
+                walk.stop_made(node, shared_with=sharer)
             shape = [1] * (len(walk.shape(bias)) - 1) + [-1]
             absorptions.append(Absorption(node, linear.bias_at or 0, bias, vector.reshape(shape), divides=True))
     if isinstance(bias, Node) and not is_parameter(bias):
@@ -86,7 +86,7 @@ def _look_up(walk: Walk, node: Node, row: Operator) -> None:
     if stored is None:
         return None
     if (sharer := walk.sharer(stored.node, stored.reader)) is not None:
-        return _stop_shared(walk, node, sharer)
+        return stop_shared(walk, node, sharer)
     vector = walk.along(node, [-1])
     if vector is not None:
         labels = vector.reshape([-1 if d == row.input_axis else 1 for d in range(2)])
@@ -94,14 +94,10 @@ def _look_up(walk: Walk, node: Node, row: Operator) -> None:
     return None
 
 
-def _stop_shared(walk: Walk, node: Node, sharer: Node) -> None:
+def stop_shared(walk: Walk, node: Node, sharer: Node) -> None:
     walk.absorptions.pop(node, None)
-    walk.freeze(node.all_input_nodes, f"is read by {_shared(node, sharer)}")
-    walk.freeze([node], f"is made by {_shared(node, sharer)}")
-
-
-def _shared(node: Node, sharer: Node) -> str:
-    return f"{describe(node)}, whose parameters are shared with {describe(sharer)}"
+    walk.stop_read(node, node.all_input_nodes, shared_with=sharer)
+    walk.stop_made(node, shared_with=sharer)
 
 
 def _constant(walk: Walk, node: Node) -> None:
@@ -110,14 +106,14 @@ def _constant(walk: Walk, node: Node) -> None:
         return
     reader = next(iter(node.users))
     if (sharer := walk.sharer(node, reader)) is not None:
-        walk.freeze([node], f"is the constant {node.target}, which {describe(sharer)} reads, too")
+        walk.stop_made(node, shared_with=sharer)
     walk.absorptions[node] = [Absorption(reader, -1, node, walk.labels[node], divides=True)]
 
 
 def _move(walk: Walk, node: Node, *, arguments: tuple[Any, ...] | None = None, uniform: Sequence[int] = ()) -> None:
     """Rearrangements: each element keeps its component."""
     if is_getitem(node) and RULES.get(target_name(node.args[0])) is not _parts:  # type: ignore[arg-type]
-        return _stop(walk, node, inputs=False)
+        return stop(walk, node, inputs=False)
     return walk.move(node, arguments, uniform=uniform)
 
 
@@ -133,12 +129,12 @@ def _pad(walk: Walk, node: Node) -> None:
     if mode != "constant":
         return _move(walk, node)
     if value not in (None, 0):
-        return _stop(walk, node)
+        return stop(walk, node)
     fill = (-1,) if target_name(node) in given else ("constant", -1)
     return _move(walk, node, arguments=(*node.args[:2], *fill))
 
 
-def _same(walk: Walk, node: Node, *, values: tuple[int, ...] = (0,)) -> None:
+def same(walk: Walk, node: Node, *, values: tuple[int, ...] = (0,)) -> None:
     """Operators with `f(s * x, s * y) = s * f(x, y)` for s > 0, element by element.
 
     Args:
@@ -150,8 +146,8 @@ def _same(walk: Walk, node: Node, *, values: tuple[int, ...] = (0,)) -> None:
     given = [argument(node, position) for position in values]
     scaled = [v for v in given if isinstance(v, Node) and is_floating(walk.gm, v)]
     if not is_floating(walk.gm, node) or any(v not in scaled and not _invariant(v) for v in given):
-        return _stop(walk, node)
-    walk.freeze((v for v in node.all_input_nodes if v not in scaled), f"is read by {describe(node)}")
+        return stop(walk, node)
+    walk.stop_read(node, (v for v in node.all_input_nodes if v not in scaled))
     walk.broadcast([v for v in scaled if not is_parameter(v)], node)
     return _absorb(walk, node, [v for v in scaled if is_parameter(v)])
 
@@ -171,9 +167,9 @@ def _absorb(walk: Walk, node: Node, constants: list[Node]) -> None:
         if value.numel() == 1 and _invariant(value.item()):
             continue
         if (sharer := walk.sharer(constant, node)) is not None:
-            return _stop_shared(walk, node, sharer)
+            return stop_shared(walk, node, sharer)
         if not _holds(value, labels):
-            return _stop(walk, node)
+            return stop(walk, node)
         walk.absorptions[node].append(Absorption(node, _position(node, constant), constant, labels, divides=True))
     return None
 
@@ -193,12 +189,12 @@ def _multiply(walk: Walk, node: Node) -> None:
     factors = [v for v in node.args[:2] if isinstance(v, Node) and is_floating(walk.gm, v)]
     constants = [v for v in factors if is_parameter(v)]
     if len(factors) < 2:  # numbers and integers
-        return walk.broadcast(factors, node) if factors else _stop(walk, node)
+        return walk.broadcast(factors, node) if factors else stop(walk, node)
     if not constants:
         return _multiply_activations(walk, node, factors[0], factors[1])
     value = next((v for v in factors if v is not constants[0]), None)
     if len(constants) == 2 or value is None:
-        return _stop(walk, node)
+        return stop(walk, node)
     return _multiply_constant(walk, node, value, constants[0])
 
 
@@ -235,15 +231,15 @@ def _clamp(walk: Walk, node: Node) -> None:
     bounds = given_bounds(node)
     walk.broadcast([argument(node, 0)], node)
     if bounds is None or not is_floating(walk.gm, node):
-        return _stop(walk, node)
+        return stop(walk, node)
     if all(bound is None or (not isinstance(bound, Node) and _invariant(bound)) for bound in bounds):
         return None
     labels = walk.fixed(node)
     for bound in (b for b in bounds if isinstance(b, Node)):
         if not is_parameter(bound) or (labels is not None and not _holds(parameter(walk.gm, bound), labels)):
-            return _stop(walk, node)
+            return stop(walk, node)
         if (sharer := walk.sharer(bound, node)) is not None:
-            return _stop_shared(walk, node, sharer)
+            return stop_shared(walk, node, sharer)
     if labels is not None:
         walk.bounds[node] = labels
     return None
@@ -271,21 +267,21 @@ def _normalise(walk: Walk, node: Node, *, weight: int, bias: int | None, dims: i
         bias: position of the offset, if there may be one.
         dims: position of the sizes of the dimensions it has, the last ones; 0 where it has dimension 1.
     """
-    walk.freeze([argument(node, 0)], f"is read by {describe(node)}")
+    walk.stop_read(node, [argument(node, 0)])
     given = [(p, argument(node, p)) for p in (weight, bias) if p is not None]
     affine = [(p, constant) for p, constant in given if constant is not None]
     if not affine or affine[0][0] != weight or not all(is_parameter(constant) for _, constant in affine):
-        return _stop(walk, node)
+        return stop(walk, node)
     for _, constant in affine:
         if (sharer := walk.sharer(constant, node)) is not None:
-            return _stop_shared(walk, node, sharer)
+            return stop_shared(walk, node, sharer)
     vector = walk.along(node, range(-len(argument(node, dims)), 0) if dims else [1])
     if vector is not None:
         walk.absorptions[node] = [Absorption(node, p, constant, vector, divides=True) for p, constant in affine]
     return None
 
 
-def _reduce(walk: Walk, node: Node) -> None:
+def reduce(walk: Walk, node: Node) -> None:
     """A sum, mean, maximum or minimum over dimensions along which the scale is one."""
     value, dims, keep = argument(node, 0), argument(node, 1), bool(argument(node, 2))
     dims = [dims] if isinstance(dims, int) else list(dims or range(len(walk.shape(value))))
@@ -305,10 +301,10 @@ def _spatial(walk: Walk, node: Node, *, dims: int) -> None:
 
 def _mix_rows(walk: Walk, node: Node, value: Node, others: list[Any]) -> None:
     """Matrix products of activations: the columns of the right one keep their scales."""
-    walk.freeze((v for v in others if isinstance(v, Node)), f"is read by {describe(node)}, not as its right operand")
+    walk.stop_read(node, (v for v in others if isinstance(v, Node)), ", not as its right operand")
     sizes, columns = walk.sizes(node), walk.sizes(value)
     if not 2 <= len(columns) <= len(sizes):
-        return _stop(walk, node)
+        return stop(walk, node)
 
     def positions() -> Tensor:
         numbers = _first(walk, value, [-2])
@@ -324,12 +320,12 @@ def _first(walk: Walk, value: Node, dims: list[int]) -> Tensor:
     return walk.numbered(value).amin(dims, keepdim=True)
 
 
-def _matmul(walk: Walk, node: Node) -> None:
+def matmul(walk: Walk, node: Node) -> None:
     a, b = argument(node, 0), argument(node, 1)
-    return _mix_rows(walk, node, b, [a]) if len(walk.shape(a)) > 1 else _stop(walk, node)
+    return _mix_rows(walk, node, b, [a]) if len(walk.shape(a)) > 1 else stop(walk, node)
 
 
-def _attention(walk: Walk, node: Node) -> None:
+def attention(walk: Walk, node: Node) -> None:
     return _mix_rows(walk, node, argument(node, 2), [argument(node, i) for i in (0, 1, 3)])
 
 
@@ -339,7 +335,7 @@ def _pick(walk: Walk, node: Node) -> None:
     dims = [where] if isinstance(where, int) else [d for d, index in enumerate(where) if index is not None]
     indices = [argument(node, 2)] if isinstance(where, int) else [index for index in where if index is not None]
     if any(value_of(walk.gm, index).dtype in (torch.bool, torch.uint8) for index in indices):
-        return _stop(walk, node)
+        return stop(walk, node)
     return _move(walk, node, uniform=dims)
 
 
@@ -360,7 +356,7 @@ def _free(walk: Walk, node: Node) -> None:
     """Zeros, or something that only reads a shape."""
 
 
-_make = partial(_stop, inputs=False)
+_make = partial(stop, inputs=False)
 """Constants that only read a shape."""
 
 RULES: dict[str, Rule] = {
@@ -389,19 +385,19 @@ RULES: dict[str, Rule] = {
             *("aten.neg.default", "aten._to_copy.default", "aten.mul.Scalar", "aten.div.Scalar", "aten.div.Tensor"),
             *("aten.contiguous.default", "aten.clone.default", "aten.alias.default"),
         ),
-        _same,
+        same,
     ),
     **dict.fromkeys(
         ("aten.add.Tensor", "aten.sub.Tensor", "aten.minimum.default", "aten.maximum.default"),
-        partial(_same, values=(0, 1)),
+        partial(same, values=(0, 1)),
     ),
     **dict.fromkeys(
         ("aten.masked_fill.Scalar", "aten.masked_fill.Tensor"),
-        partial(_same, values=(0, 2)),
+        partial(same, values=(0, 2)),
     ),
     **dict.fromkeys(
         ("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf"),
-        partial(_same, values=(1, 2)),
+        partial(same, values=(1, 2)),
     ),
     "aten.mul.Tensor": _multiply,
     **dict.fromkeys(
@@ -416,7 +412,7 @@ RULES: dict[str, Rule] = {
     "aten.group_norm.default": partial(_normalise, weight=2, bias=3),
     "aten.batch_norm.default": partial(_normalise, weight=1, bias=2),
     "aten.instance_norm.default": partial(_normalise, weight=1, bias=2),
-    **dict.fromkeys(("aten.mean.dim", "aten.sum.dim_IntList", "aten.amax.default", "aten.amin.default"), _reduce),
+    **dict.fromkeys(("aten.mean.dim", "aten.sum.dim_IntList", "aten.amax.default", "aten.amin.default"), reduce),
     **{
         f"aten.{pool}{d}d.default": partial(_spatial, dims=d)
         for pool in ("max_pool", "avg_pool", "adaptive_avg_pool")
@@ -432,8 +428,8 @@ RULES: dict[str, Rule] = {
         for how in ways
         for overload in ("vec", "default")
     },
-    **dict.fromkeys(("aten.matmul.default", "aten.bmm.default", "aten.mm.default"), _matmul),
-    "aten.scaled_dot_product_attention.default": _attention,
+    **dict.fromkeys(("aten.matmul.default", "aten.bmm.default", "aten.mm.default"), matmul),
+    "aten.scaled_dot_product_attention.default": attention,
     **dict.fromkeys(("aten.index.Tensor", "aten.index_select.default", "aten.gather.default"), _pick),
     "aten.index_add.default": _index_add,
     **dict.fromkeys(

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from quark_fx.graph.linear import Linear
-from quark_fx.graph.nodes import is_floating, is_getitem, parameter, static_size, value_of
+from quark_fx.graph.nodes import describe, is_floating, is_getitem, parameter, static_size, value_of
 
 _SMALL = 2
 """Where a size varies, rearrangements are worked out at this one, or at a larger one where it is too small: they look
@@ -266,6 +266,21 @@ class Walk:
             if value in self.labels and self.components.freeze(self.labels[value], len(self.reasons)):
                 self.reasons.append((value, reason))
 
+    def stop_read(self, node: Node, values: Iterable[Node], how: str = "", *, shared_with: Node | None = None) -> None:
+        """Note that `node` reads `values` in a way that lets no scale pass.
+
+        Args:
+            node: the reader.
+            values: those of its inputs that are meant.
+            how: completes the reason.
+            shared_with: another reader of its parameter, if that is why.
+        """
+        self.freeze(values, f"{read_by(node, shared_with)}{how}")
+
+    def stop_made(self, node: Node, *, shared_with: Node | None = None) -> None:
+        """Note that `node` makes a value that it cannot scale; `shared_with` as in `stop_read`."""
+        self.freeze([node], made_by(node, shared_with))
+
     def concrete(self, size: Any) -> int:
         """Return a size, a small one for one that varies.
 
@@ -341,6 +356,22 @@ class Walk:
     def _size(self, node: Node) -> Any:
         value = value_of(self.gm, node)
         return self.sizes(node) if isinstance(value, Tensor) else self.concrete(value)
+
+
+def read_by(node: Node, sharer: Node | None = None) -> str:
+    """Complete the sentence "its input …" about a reader; `sharer` is another reader of its parameter."""
+    return "is an output of the model" if node.op == "output" else f"is read by {describe(node)}{_shared(sharer)}"
+
+
+def made_by(node: Node, sharer: Node | None = None) -> str:
+    """Complete the sentence "its input …" about what makes it; `sharer` as in `read_by`."""
+    if node.op == "get_attr" and sharer is not None:
+        return f"is the constant {node.target}, which {describe(sharer)} reads, too"
+    return "is an input of the model" if node.op == "placeholder" else f"is made by {describe(node)}{_shared(sharer)}"
+
+
+def _shared(sharer: Node | None) -> str:
+    return "" if sharer is None else f", whose parameters are shared with {describe(sharer)}"
 
 
 def _forward(labels: Sequence[Tensor], shapes: Sequence[list[int]], positions: Tensor) -> Tensor:

@@ -173,9 +173,9 @@ def _layers(model: nn.Module, found: Correspondence) -> list[Layer]:
     errors += [f"{p}: a pass rewrote what it computes" for p in found.slices]
     errors += [f"{p}: it is folded into its neighbour" for p in found.identities]
     errors += [
-        f"{p}: a pass multiplies what it reads; quantize without explicit=True of that pass"
+        f"{p}: a pass multiplies what it reads; quantize without explicit=True of that pass, or with Rotate(overhead=0)"
         for p, activation in found.rounding.inputs.items()
-        if activation.factor is not None
+        if activation.factors
     ]
     if errors:
         raise unholdable(errors, names)

@@ -146,6 +146,17 @@ def dynamic_qparams(
     return scale, op.Cast(zero_point, to=ir.DataType.INT32)
 
 
+@lowers("quark_fx.rotate.default")
+def rotate(x: Any, left: Any, right: Any) -> Any:
+    """Two `MatMul`, of the columns and the rows of each run of values; one where a run has a single row."""
+    (a, _), (b, _) = left.shape, right.shape
+    if a == 1 and x.shape[-1] == b:
+        return op.MatMul(x, right)
+    runs = op.Reshape(x, op.Constant(value_ints=[-1, a, b]))
+    rows = op.MatMul(op.Transpose(left, perm=[1, 0]), op.MatMul(runs, right))
+    return op.Reshape(rows, op.Shape(x))
+
+
 @lowers("aten._grouped_mm.default")
 @lowers("quark_fx.grouped_mm.default")
 @lowers("transformers.grouped_mm_fallback.default")

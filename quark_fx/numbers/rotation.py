@@ -1,0 +1,150 @@
+"""Orthogonal matrices that spread outliers, and the operator that multiplies by them at run time.
+
+A matrix of size `n` is held as two orthogonal factors of sizes `a * b = n` and stands for their Kronecker product: an
+activation is multiplied by it in `n * (a + b)` multiplications, not `n * n`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+_LIBRARY = torch.library.Library("quark_fx", "FRAGMENT")
+_LIBRARY.define("rotate(Tensor x, Tensor left, Tensor right) -> Tensor")
+
+
+def _rotate(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Multiply each run of `a * b` values along the last dimension of `x` by the Kronecker product of two matrices.
+
+    Args:
+        x: floating point; its last dimension is a multiple of `a * b`.
+        left: of shape (a, a), in the type of `x`.
+        right: of shape (b, b), likewise.
+    """
+    a, b = left.shape[0], right.shape[0]
+    runs = x.reshape(*x.shape[:-1], -1, a, b)
+    return (left.t() @ (runs @ right)).reshape(x.shape)
+
+
+# Composite, so that gradients with respect to all three follow.
+_LIBRARY.impl("rotate", _rotate, "CompositeImplicitAutograd")
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """An orthogonal matrix, the Kronecker product of two.
+
+    Attributes:
+        left: of shape (a, a), float32.
+        right: of shape (b, b), float32.
+    """
+
+    left: Tensor
+    right: Tensor
+
+    @classmethod
+    def random(cls, size: int, generator: torch.Generator, *, keeps_mean: bool = False, whole: bool = False) -> Self:
+        """Return a random Hadamard matrix of a size, with orthogonal factors where no Hadamard matrix exists.
+
+        Args:
+            size: n >= 1.
+            generator: of signs, and of factors that are no Hadamard matrices.
+            keeps_mean: a vector keeps the mean of its entries, so that LayerNorm commutes.
+            whole: one factor, as what keeps means spreads outliers better when it is large.
+
+        Source:
+            Random Hadamard matrices: Ashkboos et al. 2024 (QuaRot). `keeps_mean` is ours: a reflection takes the image
+            of the vector of ones back to itself.
+        """
+        left, right = (_random(n, generator, keeps_mean=keeps_mean) for n in ((1, size) if whole else factors(size)))
+        return cls(left, right)
+
+    @property
+    def size(self) -> int:
+        """The matrix has n rows and columns."""
+        return len(self.left) * len(self.right)
+
+    @property
+    def cost(self) -> int:
+        """Multiplications of a row of n values."""
+        return self.size * sum(len(m) for m in (self.left, self.right) if len(m) > 1)
+
+    @property
+    def inverse(self) -> Rotation:
+        """The transposed matrix."""
+        return Rotation(self.left.t().contiguous(), self.right.t().contiguous())
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Return `x`, its last dimension multiplied by the matrix in runs of n, computed in float32 at least."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        rotated: Tensor = torch.ops.quark_fx.rotate(
+            x.to(wide), *(m.to(x.device, wide) for m in (self.left, self.right))
+        )
+        return rotated.to(x.dtype)
+
+
+def factors(size: int) -> tuple[int, int]:
+    """Return two factors of a size: Hadamard matrices exist of both if possible, and their sum is small."""
+    pairs = [(a, size // a) for a in range(1, math.isqrt(size) + 1) if size % a == 0]
+    return min(pairs, key=lambda pair: (sum(hadamard(n) is None for n in pair), sum(pair)))
+
+
+def hadamard(size: int) -> Tensor | None:
+    """Return a matrix of ones and minus ones with orthogonal rows, float32; `None` where none is constructed.
+
+    Source:
+        Sylvester's doubling, and both of Paley's constructions, of prime orders.
+    """
+    if size <= 2:
+        return torch.tensor([[1.0]] if size == 1 else [[1.0, 1.0], [1.0, -1.0]], dtype=torch.float32)
+    if size % 4:
+        return None
+    if _is_prime(q := size - 1):  # 3 modulo 4
+        return torch.eye(size) + _bordered(q, -1.0)
+    if size % 8 == 4 and _is_prime(q := size // 2 - 1):  # 1 modulo 4
+        symmetric = _bordered(q, 1.0)
+        pairs = torch.tensor([[1.0, 1.0], [1.0, -1.0]]), torch.tensor([[1.0, -1.0], [-1.0, -1.0]])
+        return torch.kron(symmetric, pairs[0]) + torch.kron(torch.eye(q + 1), pairs[1])
+    half = hadamard(size // 2)
+    return None if half is None else torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), half)
+
+
+def _bordered(prime: int, sign: float) -> Tensor:
+    """Return Jacobsthal's matrix of a prime with a row of ones and a column of `sign` before it, and 0 between."""
+    squares = torch.zeros(prime, dtype=torch.bool)
+    squares[(torch.arange(1, prime) ** 2) % prime] = True
+    numbers = torch.arange(prime)
+    difference = (numbers[:, None] - numbers[None]) % prime
+    made = torch.ones(prime + 1, prime + 1, dtype=torch.float32)
+    made[0, 0], made[1:, 0] = 0, sign
+    made[1:, 1:] = torch.where(squares[difference], 1.0, -1.0)
+    made[1:, 1:].fill_diagonal_(0)
+    return made
+
+
+def _is_prime(number: int) -> bool:
+    return number > 1 and all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
+
+
+def _random(size: int, generator: torch.Generator, *, keeps_mean: bool) -> Tensor:
+    known = hadamard(size)
+    if size == 1:
+        made: Any = torch.ones(1, 1, dtype=torch.float64)
+    elif known is None:
+        made = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64)).Q
+    else:
+        signs = torch.randint(2, (size, 1), generator=generator, dtype=torch.float64) * 2 - 1
+        made = signs * known.double() / math.sqrt(size)
+    if keeps_mean:
+        ones = torch.full((size,), 1 / math.sqrt(size), dtype=torch.float64)
+        normal = made @ ones - ones
+        if (length := float(normal @ normal)) > 1e-12:
+            made = made - torch.outer(normal, normal @ made) * (2 / length)
+    return made.float().contiguous()  # type: ignore[no-any-return]
+
+
+__all__ = ["Rotation", "factors", "hadamard"]

@@ -1,0 +1,80 @@
+"""Rotate activations and the weights that read them, so that no channel stands out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch.fx import GraphModule
+
+from quark_fx.config.selection import NOT_SELECTED, Selective
+from quark_fx.engine.context import Context
+from quark_fx.graph.pass_manager import Change, graph_pass
+from quark_fx.plan.placement import plan_quantization
+from quark_fx.rescale.rotation_sites import RotationSite, apply_rotation, find_rotation_sites
+from quark_fx.system.options import Interval
+
+
+@graph_pass(after=("fold_constants", "fold_batch_norm"), distributed=True)
+@dataclass(frozen=True, kw_only=True)
+class Rotate(Selective):
+    """Multiply what quantized operators read by random Hadamard matrices, and their weights by the inverses.
+
+    A sum of many channels with random signs is nearly normal: outliers are spread over all channels of activations and
+    weights. The residual stream is rotated as a whole, values of attention head by head. Weights absorb a matrix where
+    they can; the factors of norms are folded into the operators behind them. Elsewhere, as before the down projection
+    of an MLP, the model multiplies at run time, by two factors of a Kronecker product. The graph's function stays what
+    it is, up to rounding. Needs no data.
+
+    Args:
+        overhead: multiplications at run time that a rotation may take, as a share of those of the operators that read
+            the rotated value. 0 rotates only where weights absorb everything.
+        seed: of the random signs.
+
+    Source:
+        Ashkboos et al. 2024 (QuaRot), of which these are R1, R2 and R4; Chee et al. 2023 for why. LayerNorm is kept,
+        by matrices that keep means, instead of being replaced by RMSNorm.
+    """
+
+    overhead: Annotated[float, Interval("[0, inf)")] = 0.5
+    seed: int = 0
+
+    def __call__(self, gm: GraphModule, context: Context) -> int:
+        """Rotate `gm`; return the number of sites that were rotated."""
+        planned = {op.node: op for op in plan_quantization(gm, context.config, quiet=True).operators}
+        analysis = find_rotation_sites(gm)
+        for node, reason in analysis.reasons.items():
+            if node in planned:
+                what = f"skipped: {reason}" if self.selects(planned[node]) else NOT_SELECTED
+                context.note(Change(planned[node].name, what, changed=False))
+        generator, rotated, at_run_time = torch.Generator().manual_seed(self.seed), 0, 0
+        for site in analysis.sites:
+            readers = [planned[linear.node] for linear in site.readers if linear.node in planned]
+            if not readers:
+                continue
+            rotation = site.draw(generator)
+            name = readers[0].name + f" and {len(readers) - 1} more" * (len(readers) > 1)
+            share = site.overhead(rotation)
+            if not all(self.selects(op) for op in readers):
+                what = NOT_SELECTED
+            elif share > self.overhead:
+                what = (
+                    f"skipped: rotating at run time would cost {share:.0%} of the products (overhead={self.overhead:g})"
+                )
+            else:
+                apply_rotation(gm, site, rotation)
+                rotated, at_run_time = rotated + 1, at_run_time + len(site.at_run_time)
+                what = _said(site, share)
+            context.note(Change(name, what, what.startswith("rotated")))
+        context.remark = f"{at_run_time} values are rotated at run time" if at_run_time else ""
+        gm.recompile()
+        return rotated
+
+
+def _said(site: RotationSite, share: float) -> str:
+    online = f", at run time for {share:.1%} of the products" if site.at_run_time else ""
+    return f"rotated by a matrix of size {site.size}{online}"
+
+
+__all__ = ["Rotate"]

@@ -1,0 +1,453 @@
+"""Where a graph can be rotated without changing its function, and how that is done.
+
+A *site* is a set of values that one orthogonal matrix multiplies along their channels, `x -> x R`. Weights that make
+or read them absorb it; where none does, a multiplication is inserted (`made`, `read`).
+
+Source:
+    Ashkboos et al. 2024 (QuaRot): residual stream, values of heads, rotations at run time. That sites are found in any
+    graph, and that LayerNorm stays what it is (`Rotation.random`), is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.nodes import (
+    call,
+    describe,
+    fake_mode,
+    get_attr,
+    is_parameter,
+    module_calls,
+    parameter,
+    set_parameter,
+    target_name,
+    value_of,
+)
+from quark_fx.numbers.rotation import Rotation
+from quark_fx.rescale.components import per_element
+from quark_fx.rescale.rotation_walk import Norm, RotationWalk
+from quark_fx.rescale.scale_rules import weight_sharer
+from quark_fx.rescale.scale_walk import Absorption
+
+
+@dataclass(frozen=True, eq=False)
+class Rotated:
+    """A parameter that absorbs a rotation.
+
+    Attributes:
+        parameter: its `get_attr` node.
+        axis: the dimension of channels.
+        runs: indices along it, shape (runs, n): each row is multiplied by the matrix.
+    """
+
+    parameter: Node
+    axis: int
+    runs: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Folded:
+    """A norm's factor, and the weights that it is folded into.
+
+    Attributes:
+        norm: whose factor becomes one.
+        readers: operators that read what the norm makes, with the channel of the norm that each of their input channels
+            is.
+        into_biases: the offset is added to the readers' biases; otherwise it is divided by the factor, and rotated.
+    """
+
+    norm: Norm
+    readers: tuple[tuple[Absorption, Tensor], ...]
+    into_biases: bool
+
+
+@dataclass(frozen=True, eq=False)
+class RotationSite:
+    """Values that one orthogonal matrix multiplies.
+
+    Attributes:
+        size: n, of the matrix.
+        readers: operators whose inputs are rotated, in graph order.
+        absorbers: parameters.
+        norms: whose factors are folded.
+        made: values that are rotated behind the operator that makes them.
+        read: values that are rotated back, each with those of its readers that need it.
+        keeps_mean: the matrix has to keep means.
+    """
+
+    size: int
+    readers: tuple[Linear, ...]
+    absorbers: tuple[Rotated, ...]
+    norms: tuple[Folded, ...] = ()
+    made: tuple[Node, ...] = ()
+    read: tuple[tuple[Node, tuple[Node, ...]], ...] = ()
+    keeps_mean: bool = False
+
+    @property
+    def at_run_time(self) -> tuple[Node, ...]:
+        """The values that are multiplied when the model runs."""
+        return (*self.made, *(value for value, _ in self.read))
+
+    def draw(self, generator: torch.Generator) -> Rotation:
+        """Return a random matrix for the site."""
+        whole = self.keeps_mean and not self.at_run_time
+        return Rotation.random(self.size, generator, keeps_mean=self.keeps_mean, whole=whole)
+
+    def overhead(self, rotation: Rotation) -> float:
+        """Return the multiplications at run time over those of the readers, of one row each."""
+        added = sum(_channels(value) // self.size * rotation.cost for value in self.at_run_time)
+        own = (reader.shape[reader.input_axis] * reader.shape[reader.output_axis] for reader in self.readers)
+        return added / max(1, sum(own))
+
+
+def _channels(value: Node) -> int:
+    return int(value.meta["val"].shape[-1])
+
+
+@dataclass(frozen=True)
+class RotationAnalysis:
+    """The sites of a graph, and for each operator whose input no site rotates, why not."""
+
+    sites: tuple[RotationSite, ...]
+    reasons: dict[Node, str] = field(default_factory=dict)
+
+
+def find_rotation_sites(gm: GraphModule) -> RotationAnalysis:
+    """Find all sites of a graph; any subset of them, with any orthogonal matrices, leaves the function unchanged.
+
+    Args:
+        gm: a captured graph; left as it is.
+    """
+    walk, reasons = RotationWalk(gm), dict[Node, str]()
+    readers = [linear for node in gm.graph.nodes if (linear := Linear.of(node)) is not None]
+    for linear in readers:
+        value = linear.activation
+        if (sharer := weight_sharer(walk, linear)) is not None:
+            reasons[linear.node] = f"its weight is shared with {describe(sharer)}"
+        elif linear.groups > 1:
+            reasons[linear.node] = "it has groups of channels"
+        elif isinstance(value, Node):
+            rank = len(walk.shape(value))
+            axis = linear.channel_dim(rank)
+            fresh = walk.components.fresh(walk.concrete(walk.shape(value)[axis]))
+            walk.join(value, fresh.reshape([-1 if d == axis else 1 for d in range(rank)]))
+    walk.run()
+    return _Sites(walk, [linear for linear in readers if linear.node not in reasons], reasons).found()
+
+
+class _Sites:
+    """Coordinates of a finished walk, grouped to sites."""
+
+    def __init__(self, walk: RotationWalk, readers: list[Linear], reasons: dict[Node, str]) -> None:
+        self.walk, self.reasons = walk, reasons
+        self.roots = walk.components.roots(torch.arange(walk.components.count))
+        self.folded = self._fold_norms()
+        table = torch.arange(walk.components.count)
+        for folded in self.folded:
+            table[self.roots[folded.norm.outputs]] = self.roots[folded.norm.inputs]
+        self.coordinate = table[self.roots]
+        self.readers = {
+            linear: self.of(walk.inputs[linear.node].labels) for linear in readers if linear.node in walk.inputs
+        }
+
+    def of(self, labels: Tensor) -> Tensor:
+        """Return the coordinate of each label, -1 for none."""
+        return torch.where(labels >= 0, self.coordinate[labels.clamp(min=0)], -1)
+
+    def found(self) -> RotationAnalysis:
+        walk, sites = self.walk, []
+        mixed = walk.mixes(self.coordinate)
+        order = {node: i for i, node in enumerate(walk.gm.graph.nodes)}
+        for coordinates, readers in self._groups(mixed):
+            site, reason = self._site(coordinates, readers)
+            if site is not None:
+                sites.append(site)
+            else:
+                self.reasons |= {linear.node: reason for linear in readers}
+        sites.sort(key=lambda site: order[site.readers[0].node])
+        return RotationAnalysis(tuple(sites), self.reasons)
+
+    def _fold_norms(self) -> list[Folded]:
+        """Return the norms whose factors all that reads them can take; the others stop a rotation on both sides."""
+        walk, count = self.walk, self.walk.components.count
+        other = torch.zeros(count, dtype=torch.bool)
+        consumers: dict[int, list[Absorption]] = {}
+        for absorption in (a for absorptions in walk.absorptions.values() for a in absorptions):
+            used = self.roots[torch.unique(absorption.labels[absorption.labels >= 0])]
+            if absorption.divides or Linear.of(absorption.node) is None:
+                other[used] = True
+            for root in used.tolist():
+                consumers.setdefault(root, []).append(absorption)
+        for value in (*walk.made, *(value for value, _ in walk.read)):
+            labels = walk.labels[value]
+            other[self.roots[labels[labels >= 0]]] = True
+        sides = [self.roots[side[side >= 0]] for norm in walk.norms.values() for side in (norm.inputs, norm.outputs)]
+        # What one norm makes no other one reads or makes.
+        several = torch.zeros(count, dtype=torch.long)
+        for side in sides:
+            several[side] += 1
+        folded = []
+        for norm in walk.norms.values():
+            known = bool((norm.outputs >= 0).all()) and bool((norm.inputs >= 0).all())
+            roots = self.roots[norm.outputs.clamp(min=0)]
+            alone = known and not bool(other[roots].any()) and bool((several[roots] == 1).all())
+            made = self._folded(norm, roots, consumers) if alone and len(roots.unique()) == len(roots) else None
+            if made is not None:
+                folded.append(made)
+            else:
+                walk.stop_read(norm.node, [norm.value])
+                walk.stop_made(norm.node)
+        return folded
+
+    def _folded(self, norm: Norm, roots: Tensor, consumers: Mapping[int, list[Absorption]]) -> Folded | None:
+        found = {id(a): a for root in roots.tolist() for a in consumers.get(root, [])}
+        channel = torch.full((self.walk.components.count,), -1)
+        channel[roots] = torch.arange(len(roots))
+        readers = tuple(
+            (a, torch.where(a.labels >= 0, channel[self.roots[a.labels.clamp(min=0)]], -1)) for a in found.values()
+        )
+        if not readers:
+            return None
+        if norm.offset is None:
+            return Folded(norm, readers, into_biases=False)
+        if all(self._takes_bias(a) for a, _ in readers):
+            return Folded(norm, readers, into_biases=True)
+        factor = parameter(self.walk.gm, norm.factor).detach().float().abs()
+        return Folded(norm, readers, into_biases=False) if bool((factor > 1e-3 * factor.max()).all()) else None
+
+    def _takes_bias(self, absorption: Absorption) -> bool:
+        linear = Linear.of(absorption.node)
+        if linear is None or not is_parameter(linear.bias) or self.walk.sharer(linear.bias, linear.node) is not None:
+            return False
+        return not linear.kernel and not linear.stacked and not linear.has_factors
+
+    def _groups(self, mixed: Tensor) -> Iterator[tuple[Tensor, list[Linear]]]:
+        """Yield the coordinates of each site, shape (k, n), with the operators that read them."""
+        first: dict[int, dict[int, None]] = {}
+        for vector in self.readers.values():
+            here = torch.unique(vector[vector >= 0])
+            for coordinate, signature in zip(here.tolist(), mixed[here].tolist(), strict=True):
+                first.setdefault(signature, {})[coordinate] = None
+        group_of = {c: signature for signature, members in first.items() for c in members}
+        parent = {signature: signature for signature in first}
+
+        def root(signature: int) -> int:
+            while parent[signature] != signature:
+                signature = parent[signature]
+            return signature
+
+        touched: dict[Linear, list[int]] = {}
+        for linear, vector in self.readers.items():
+            here = list(dict.fromkeys(group_of[c] for c in vector[vector >= 0].tolist()))
+            touched[linear] = here
+            largest: dict[int, int] = {}
+            for signature in here:
+                size = len(first[signature])
+                parent[root(signature)] = root(largest.setdefault(size, signature))
+        sites: dict[int, list[int]] = {}
+        for signature in first:
+            sites.setdefault(root(signature), []).append(signature)
+        for key, members in sites.items():
+            readers = [linear for linear, here in touched.items() if any(root(s) == key for s in here)]
+            ordered = sorted(sorted(first[signature]) for signature in members)
+            yield torch.tensor(ordered), readers
+
+    def _site(self, groups: Tensor, readers: list[Linear]) -> tuple[RotationSite | None, str]:
+        """Return the site of some coordinates, or why they cannot be rotated."""
+        walk = self.walk
+        if groups.shape[1] < 2:
+            return None, self._why_alone(readers)
+        place = torch.full((walk.components.count + 1,), -1)
+        place[groups.flatten()] = torch.arange(groups.numel())
+        absorbers = {}
+        for absorption in (a for absorptions in walk.absorptions.values() for a in absorptions):
+            places = place[self.of(absorption.labels)]
+            if not bool((places >= 0).any()):
+                continue
+            found = _rotated(absorption, places, groups.shape)
+            if found is None:
+                return None, f"the channels of {absorption.parameter.target} do not come in whole runs"
+            absorbers[found.parameter, found.axis, absorption.divides] = found
+        made = [value for value in walk.made if self._within(place, value)]
+        back: dict[Node, list[Node]] = {}
+        for value, reader in walk.read:
+            if self._within(place, value):
+                value, others = self._lifted(value, reader)
+                back.setdefault(value, []).extend(other for other in others if other not in back.get(value, []))
+        for value in (*made, *back):
+            if not self._in_runs(place, value, groups.shape[1]):
+                text = walk.made.get(value) or next(t for (v, _), t in walk.read.items() if v is value)
+                return None, f"%{value.name} {text}"
+        for value in set(made) & back.keys():
+            if set(value.users) <= set(back[value]):
+                made.remove(value)
+        norms = tuple(folded for folded in self.folded if bool((place[self.of(folded.norm.inputs)] >= 0).any()))
+        centered = [*walk.centering, *(f.norm.inputs for f in norms if f.norm.centers)]
+        return (
+            RotationSite(
+                groups.shape[1],
+                tuple(readers),
+                tuple(absorbers.values()),
+                norms,
+                tuple(made),
+                tuple((value, tuple(users)) for value, users in back.items()),
+                any(bool((place[self.of(labels)] >= 0).any()) for labels in centered),
+            ),
+            "",
+        )
+
+    def _why_alone(self, readers: list[Linear]) -> str:
+        """Say what makes or reads the input of an operator whose channels no two can be mixed."""
+        value = readers[0].activation
+        text = self.walk.made.get(value) or next((t for (v, _), t in self.walk.read.items() if v is value), "")
+        return f"its input {text}" if text else "no two channels of its input are treated alike"
+
+    def _within(self, place: Tensor, value: Node) -> bool:
+        return bool((place[self.of(self.walk.labels[value])] >= 0).any())
+
+    def _in_runs(self, place: Tensor, value: Node, size: int) -> bool:
+        """Tell whether whole groups lie next to each other, in order, along the last dimension of a value."""
+        labels = self.of(self.walk.labels[value])
+        sizes = self.walk.sizes(value)
+        if labels.shape[-1] != sizes[-1] or sizes[-1] % size:
+            return False
+        places = place[labels].reshape(-1, size)
+        first = places[:, :1]
+        return (
+            bool((first >= 0).all())
+            and bool((first % size == 0).all())
+            and torch.equal(places, first + torch.arange(size))
+        )
+
+    def _lifted(self, value: Node, reader: Node) -> tuple[Node, list[Node]]:
+        """Return where a norm that has to read a value as it was begins, so that its module gets it as it was."""
+        calls = module_calls(reader)
+        key = next(reversed(calls), None)
+        while key is not None and key in module_calls(value) and value in self.walk.labels:
+            sources = [n for n in value.all_input_nodes if n in self.walk.labels and not is_parameter(n)]
+            users = [user for user in value.users if key not in module_calls(user)]
+            if len(sources) != 1 or users or target_name(value) not in _KEEPING:
+                break
+            (value,) = sources
+            readers = [user for user in value.users if key in module_calls(user)]
+        else:
+            readers = [user for user in value.users if key is not None and key in module_calls(user)]
+        return value, readers if reader not in value.users else [reader]
+
+
+_KEEPING = ("aten.mul.Tensor", "aten._to_copy.default")
+
+
+def _rotated(absorption: Absorption, places: Tensor, shape: torch.Size) -> Rotated | None:
+    """Return the runs of a parameter's channels; `None` if they are not whole ones."""
+    axes = [d for d, size in enumerate(places.shape) if size > 1]
+    if len(axes) != 1:
+        return None
+    vector = places.flatten()
+    count, size = shape
+    at = [torch.nonzero(vector == place).flatten() for place in range(count * size)]
+    runs = []
+    for group in range(count):
+        columns = at[group * size : (group + 1) * size]
+        if len({len(column) for column in columns}) > 1:
+            return None
+        runs.append(torch.stack(columns, 1))
+    return Rotated(absorption.parameter, axes[0] - places.dim(), torch.cat(runs))
+
+
+def apply_rotation(gm: GraphModule, site: RotationSite, rotation: Rotation) -> None:
+    """Rotate a site: new tensors take the place of the old ones, and multiplications are inserted.
+
+    Args:
+        gm: the graph the site was found in, or one it was found in before other sites were applied.
+        site: from `find_rotation_sites`.
+        rotation: of the site's size, and keeping means if the site has to.
+
+    Raises:
+        ValueError: if the matrix has another size.
+    """
+    if rotation.size != site.size:
+        raise ValueError(f"the site takes a matrix of size {site.size}, not {rotation.size}")
+    for folded in site.norms:
+        _fold(gm, folded)
+    for absorber in site.absorbers:
+        _replace(gm, absorber.parameter, partial(_mixed, absorber=absorber, rotation=rotation))
+    back = {value: set(users) for value, users in site.read}
+    for value in site.made:
+        keep = back.get(value, set())
+        after = [user for user in value.users if user not in keep]
+        _insert(gm, value, rotation, after)
+    for value, users in site.read:
+        if value not in site.made:
+            _insert(gm, value, rotation.inverse, list(users))
+
+
+def _mixed(weight: Tensor, *, absorber: Rotated, rotation: Rotation) -> Tensor:
+    last = weight.movedim(absorber.axis, -1)
+    runs = absorber.runs.to(weight.device)
+    rotated = rotation.apply(last[..., runs.flatten()])
+    result = last.clone(memory_format=torch.contiguous_format)
+    result[..., runs.flatten()] = rotated
+    return result.movedim(-1, absorber.axis).contiguous()
+
+
+def _fold(gm: GraphModule, folded: Folded) -> None:
+    norm = folded.norm
+    factor = parameter(gm, norm.factor).detach()
+    offset = None if norm.offset is None else parameter(gm, norm.offset).detach().flatten().float()
+    channels = factor.flatten().float()
+    for absorption, labels in folded.readers:
+        weight = parameter(gm, absorption.parameter)
+        linear = Linear.of(absorption.node)
+        if offset is not None and folded.into_biases and linear is not None and is_parameter(linear.bias):
+            shift = linear.response(weight, offset)
+            assert shift is not None  # or its bias were not asked
+            _replace(
+                gm, linear.bias, lambda bias, shift=shift: (bias.float() + shift.reshape(bias.shape)).to(bias.dtype)
+            )  # type: ignore[misc]
+        scale = per_element(labels, channels)
+        _replace(gm, absorption.parameter, lambda w, scale=scale: (w.float() * scale.to(w.device)).to(w.dtype))  # type: ignore[misc]
+    _replace(gm, norm.factor, torch.ones_like)
+    if norm.offset is not None:
+        _replace(
+            gm,
+            norm.offset,
+            torch.zeros_like if folded.into_biases else lambda b: (b.float() / factor.float()).to(b.dtype),
+        )
+
+
+def _replace(gm: GraphModule, node: Node, change: Callable[[Tensor], Tensor]) -> None:
+    old = parameter(gm, node).detach()
+    new = change(old)
+    set_parameter(gm, str(node.target), new)
+    if new.shape != old.shape:
+        node.meta["val"] = fake_mode(gm).from_tensor(new, static_shapes=True)
+
+
+def _insert(gm: GraphModule, value: Node, rotation: Rotation, users: list[Node]) -> None:
+    """Let some users of a value read it multiplied by a matrix."""
+    if not users:
+        return
+    fake = value_of(gm, value)
+    after = value if value.op != "placeholder" else max(n for n in gm.graph.nodes if n.op == "placeholder")
+    with gm.graph.inserting_after(after):
+        names = (f"{value.name}_left", f"{value.name}_right")
+        left, right = (m.to(device=fake.device, dtype=fake.dtype) for m in (rotation.left, rotation.right))
+        one = get_attr(gm, names[0], left)
+    with gm.graph.inserting_after(one):
+        other = get_attr(gm, names[1], right)
+    with gm.graph.inserting_after(other):
+        rotated = call(gm, torch.ops.quark_fx.rotate.default, value, one, other, like=users[0])
+    for user in users:
+        user.replace_input_with(value, rotated)
+
+
+__all__ = ["Folded", "Rotated", "RotationAnalysis", "RotationSite", "apply_rotation", "find_rotation_sites"]

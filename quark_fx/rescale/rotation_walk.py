@@ -1,0 +1,288 @@
+"""Which values of a graph can be rotated together: `quark_fx.rescale.scale_walk` with rules for orthogonal maps.
+
+A component is a coordinate here: values with the same components are multiplied by the same orthogonal matrix, which
+mixes components that may be mixed (`RotationWalk.mixes`). Operators that are linear and treat all coordinates alike
+pass a rotation on, matrix products absorb it, norms without factors commute with it. Where an operator does neither,
+the value is rotated, or rotated back, at run time (`made`, `read`), so nothing here stops an analysis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.nodes import is_floating, is_parameter, static_size, target_name
+from quark_fx.graph.operators import MOVING, argument
+from quark_fx.rescale.scale_rules import RULES as SCALE_RULES
+from quark_fx.rescale.scale_rules import Rule, attention, matmul, reduce, stop, visit
+from quark_fx.rescale.scale_walk import Walk, lift, made_by, read_by
+
+_MAX_HASH = 1 << 62
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """A norm with a factor per channel: what it reads is rotated if the factor is folded into all that reads it.
+
+    Attributes:
+        node: what multiplies by the factor.
+        value: what is normalized.
+        factor, offset: its constants; no offset is `None`.
+        inputs, outputs: components per channel, before and behind the factor.
+        centers: it subtracts the mean.
+    """
+
+    node: Node
+    value: Node
+    factor: Node
+    offset: Node | None
+    inputs: Tensor
+    outputs: Tensor
+    centers: bool
+
+
+class RotationWalk(Walk):
+    """What can be rotated together.
+
+    Attributes:
+        norms: by the node that multiplies by the factor.
+        made: values that have to be rotated behind their operator, and why.
+        read: values that have to be rotated back, with the reader, and why.
+        centering: components of values from which a mean is subtracted.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        super().__init__(gm)
+        self.norms: dict[Node, Norm] = {}
+        self.made: dict[Node, str] = {}
+        self.read: dict[tuple[Node, Node], str] = {}
+        self.centering: list[Tensor] = []
+        self._apart: list[tuple[Node, tuple[int, ...]]] = []
+
+    def run(self) -> None:
+        """Run rules until nothing changes, then once more to note what they refuse."""
+        while self.pending:
+            node = next(iter(self.pending))
+            del self.pending[node]
+            _weighted_or_not(self, node)
+        for noted in (self.made, self.read, self.centering, self._apart):
+            noted.clear()
+        for node in self.gm.graph.nodes:
+            if node in self.labels or any(n in self.labels for n in node.all_input_nodes):
+                _weighted_or_not(self, node)
+        self.pending.clear()
+
+    def stop_read(self, node: Node, values: Iterable[Node], how: str = "", *, shared_with: Node | None = None) -> None:
+        """Note that `values` have to be rotated back for `node`."""
+        for value in values:
+            if value in self.labels:
+                self.read[value, node] = f"{read_by(node, shared_with)}{how}"
+
+    def stop_made(self, node: Node, *, shared_with: Node | None = None) -> None:
+        """Note that what `node` makes has to be rotated behind it."""
+        if node in self.labels:
+            self.made[node] = made_by(node, shared_with)
+
+    def varying(self, value: Node) -> list[int]:
+        """Return the dimensions along which the components of a value differ."""
+        labels = self.labels.get(value)
+        return [] if labels is None else [d for d, size in enumerate(labels.shape) if size > 1]
+
+    def keep_apart(self, value: Node, dims: Sequence[int]) -> None:
+        """Note that components at different indices of dimensions are not mixed: an operator tells them apart."""
+        if dims:
+            self._apart.append((value, tuple(dims)))
+
+    def mixes(self, root_of: Tensor) -> Tensor:
+        """Return a number per component: those that may be mixed with each other have the same.
+
+        They occur in the same values, and no operator tells them apart.
+
+        Args:
+            root_of: the coordinate that each component is.
+        """
+        signature = torch.zeros(self.components.count, dtype=torch.long)
+        generator = torch.Generator().manual_seed(0)
+
+        def draw() -> int:
+            return int(torch.randint(_MAX_HASH, (), generator=generator))
+
+        def note(labels: Tensor) -> None:
+            present = torch.unique(root_of[self.components.roots(labels[labels >= 0])])
+            signature[present] ^= draw()
+
+        for labels in self.labels.values():
+            note(labels)
+        for absorption in (a for absorptions in self.absorptions.values() for a in absorptions):
+            note(absorption.labels)
+        for value, dims in self._apart:
+            labels = self.labels[value]
+            labels = labels.expand([size if d in dims else labels.shape[d] for d, size in enumerate(self.sizes(value))])
+            index = torch.zeros(labels.shape, dtype=torch.long)
+            for d in dims:
+                shape = [-1 if e == d else 1 for e in range(labels.dim())]
+                index = index * labels.shape[d] + torch.arange(labels.shape[d]).reshape(shape)
+            known = labels >= 0
+            first = torch.full((self.components.count,), _MAX_HASH)
+            first.scatter_reduce_(0, root_of[self.components.roots(labels[known])], index[known], "amin")
+            signature ^= torch.where(first < _MAX_HASH, (first + 1) * draw(), 0)
+        return signature
+
+
+def _weighted_or_not(walk: RotationWalk, node: Node) -> None:
+    """Grouped products treat the channels of a group alone, which no rotation leaves alone."""
+    linear = Linear.of(node)
+    if linear is not None and linear.groups > 1:
+        return stop(walk, node)
+    return visit(walk, node, RULES)
+
+
+def _multiply(walk: Walk, node: Node) -> None:
+    """A factor that is the same for all coordinates passes, one per channel is a norm's, and others stop."""
+    assert isinstance(walk, RotationWalk)
+    values = [v for v in node.args[:2] if isinstance(v, Node) and is_floating(walk.gm, v)]
+    if len(values) == 2 and values[0] is values[1]:
+        return _square(walk, node)
+    if len(values) < 2:
+        return walk.broadcast(values, node) if values and is_floating(walk.gm, node) else stop(walk, node)
+    value = _rotated_factor(walk, node, values)
+    if value is None:
+        return stop(walk, node)
+    (factor,) = (v for v in values if v is not value)
+    rank = len(walk.shape(node))
+    varying = {d + rank - len(walk.shape(v)) for v in (value, node) for d in walk.varying(v)}
+    differs = {d for d in varying if _size(walk, factor, d - rank) != 1}
+    if not differs or differs < varying:
+        walk.broadcast([value], node)
+        return walk.keep_apart(node, sorted(differs))
+    if not is_parameter(factor) or len(varying) > 1:
+        return stop(walk, node)
+    return _norm(walk, node, value, factor, None, differs.pop() - rank, centers=False)
+
+
+def _rotated_factor(walk: RotationWalk, node: Node, factors: list[Node]) -> Node | None:
+    """Return the factor that has coordinates, or has to have those of the product; `None` if both have."""
+    labelled = [v for v in factors if v in walk.labels and not is_parameter(v)]
+    if not labelled and node in walk.labels:
+        dims = [d - len(walk.shape(node)) for d in walk.varying(node)]
+        labelled = [v for v in factors if not is_parameter(v) and all(_size(walk, v, d) != 1 for d in dims)]
+    return labelled[0] if len(labelled) == 1 else None
+
+
+def _size(walk: Walk, value: Node, dim: int) -> int | None:
+    """Return the size of a dimension, counted from the last, 1 where there is none, `None` where it varies."""
+    shape = walk.shape(value)
+    return static_size(shape[dim]) if -dim <= len(shape) else 1
+
+
+def _norm(
+    walk: RotationWalk, node: Node, value: Node, factor: Node, offset: Node | None, axis: int, *, centers: bool
+) -> None:
+    """Give both sides of a factor per channel coordinates, which are tied to each other by nothing yet."""
+    if any(c is not None and walk.sharer(c, node) is not None for c in (factor, offset)):
+        return stop(walk, node)
+    outputs = walk.along(node, [axis])
+    if outputs is None:
+        return walk.stop_read(node, [value])
+    everywhere = torch.ones([len(outputs), *([1] * (-axis - 1))], dtype=torch.bool)
+    walk.ask(value, lift(everywhere, len(walk.shape(node))))
+    inputs = walk.along(value, [axis])
+    assert inputs is not None
+    walk.norms[node] = Norm(node, value, factor, offset, inputs, outputs, centers)
+    return None
+
+
+def _normalize(walk: Walk, node: Node, *, centers: bool) -> None:
+    """Norms commute with what keeps lengths, and means if they subtract them."""
+    assert isinstance(walk, RotationWalk)
+    value, sizes, factor = (argument(node, i) for i in range(3))
+    offset = argument(node, 3) if centers else None
+    given = [c for c in (factor, offset) if c is not None]
+    if len(sizes) > 1 or not all(map(is_parameter, given)) or (factor is None and offset is not None):
+        return stop(walk, node)
+    if factor is not None:
+        return _norm(walk, node, value, factor, offset, -1, centers=centers)
+    walk.broadcast([value], node)
+    labels = walk.along(node, [-1])
+    if labels is not None and centers:
+        walk.centering.append(labels)
+    return None
+
+
+def _square(walk: Walk, node: Node) -> None:
+    """The mean square of all coordinates, as norms are spelled, stays what it is."""
+    assert isinstance(walk, RotationWalk)
+    value: Any = node.args[0]
+    varying = walk.varying(value)
+    summed = [_summed(walk, user) for user in node.users]
+    if (target_name(node) == "aten.pow.Tensor_Scalar" and node.args[1] != 2) or not all(summed):
+        return stop(walk, node)
+    kept = [d for d in varying if not all(d in dims for dims in summed)]
+    return stop(walk, node) if kept == varying and varying else walk.keep_apart(value, kept)
+
+
+def _summed(walk: Walk, node: Node) -> list[int]:
+    """Return the dimensions that a node sums or averages over."""
+    if target_name(node) not in _SUMS:
+        return []
+    rank = len(walk.shape(argument(node, 0)))
+    dims = argument(node, 1)
+    return [d % rank for d in ([dims] if isinstance(dims, int) else dims or range(rank))]
+
+
+def _reduce(walk: Walk, node: Node) -> None:
+    """A sum over coordinates is none of them; one over others passes."""
+    assert isinstance(walk, RotationWalk)
+    if set(_summed(walk, node)) & set(walk.varying(argument(node, 0))):
+        return stop(walk, node)
+    return reduce(walk, node)
+
+
+def _mix_rows(walk: Walk, node: Node, *, rule: Rule, value: int) -> None:
+    """Each matrix of a stack mixes rows in its own way."""
+    assert isinstance(walk, RotationWalk)
+    rule(walk, node)
+    columns = argument(node, value)
+    if columns in walk.labels:
+        walk.keep_apart(columns, walk.varying(columns)[:-1])
+
+
+_SUMS = ("aten.mean.dim", "aten.sum.dim_IntList")
+
+RULES: dict[str, Rule] = {
+    name: SCALE_RULES[name]
+    for name in (
+        *MOVING,
+        *("aten.repeat_interleave.self_int", "aten.movedim.int", "aten.swapaxes.default", "aten.tile.default"),
+        *("aten.expand_as.default", "aten.mT.default", "aten.slice_scatter.default", "aten.select_scatter.default"),
+        *("aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.unbind.int"),
+        *(
+            "aten.split.sizes",
+            "aten.tensor_split.sections",
+            "aten.tensor_split.indices",
+            "aten.constant_pad_nd.default",
+        ),
+        *("aten.neg.default", "aten._to_copy.default", "aten.mul.Scalar", "aten.div.Scalar", "aten.contiguous.default"),
+        *("aten.clone.default", "aten.alias.default", "aten.add.Tensor", "aten.sub.Tensor", "aten.index.Tensor"),
+        *("aten.index_select.default", "aten.gather.default", "aten.index_add.default", "aten.sym_size.int"),
+        *("aten.zeros_like.default", "aten.new_zeros.default", "aten.zeros.default"),
+        *(f"aten.{kind}{d}d.default" for kind in ("avg_pool", "adaptive_avg_pool") for d in (1, 2, 3)),
+    )
+    if name in SCALE_RULES
+} | {
+    **dict.fromkeys(("aten.mul.Tensor",), _multiply),
+    "aten.pow.Tensor_Scalar": _square,
+    **dict.fromkeys(_SUMS, _reduce),
+    "aten.layer_norm.default": partial(_normalize, centers=True),
+    "aten.rms_norm.default": partial(_normalize, centers=False),
+    "aten.scaled_dot_product_attention.default": partial(_mix_rows, rule=attention, value=2),
+    **{f"aten.{name}.default": partial(_mix_rows, rule=matmul, value=1) for name in ("matmul", "bmm", "mm")},
+}
+"""What is done where an operator meets a rotation, by its name; another one stops it."""
