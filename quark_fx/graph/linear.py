@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
@@ -228,14 +229,18 @@ class Linear:
             shift: one value per input channel.
 
         Returns:
-            One value per output channel, float32; `None` for an operator that does not say (a transposed convolution
-            adds up a different part of its kernel at every position).
+            One value per output channel, float32 or wider; `None` for an operator that does not say (a transposed
+            convolution adds up a different part of its kernel at every position).
         """
         if self.kind not in ("conv", "linear") or self.stacked or self.has_factors:
             return None
         if shift.numel() != self.groups * self.shape[self.input_axis]:
             return None
-        per_kernel = weight.detach().float().movedim((self.output_axis, self.input_axis), (0, 1))
+        per_kernel = (
+            weight.detach()
+            .to(torch.promote_types(weight.dtype, torch.float32))
+            .movedim((self.output_axis, self.input_axis), (0, 1))
+        )
         if per_kernel.dim() > 2:
             per_kernel = per_kernel.flatten(2).sum(2)
         outputs, per_group = per_kernel.shape

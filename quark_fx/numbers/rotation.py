@@ -39,8 +39,8 @@ class Rotation:
     """An orthogonal matrix, the Kronecker product of two.
 
     Attributes:
-        left: of shape (a, a), float32.
-        right: of shape (b, b), float32.
+        left: of shape (a, a), float64.
+        right: of shape (b, b), float64.
     """
 
     left: Tensor
@@ -79,7 +79,7 @@ class Rotation:
         return Rotation(self.left.t().contiguous(), self.right.t().contiguous())
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return `x`, its last dimension multiplied by the matrix in runs of n, computed in float32 at least."""
+        """Return `x`, its last dimension multiplied by the matrix in runs of n, in float32 at least."""
         wide = torch.promote_types(x.dtype, torch.float32)
         rotated: Tensor = torch.ops.quark_fx.rotate(
             x.to(wide), *(m.to(x.device, wide) for m in (self.left, self.right))
@@ -144,7 +144,7 @@ def _random(size: int, generator: torch.Generator, *, keeps_mean: bool) -> Tenso
         normal = made @ ones - ones
         if (length := float(normal @ normal)) > 1e-12:
             made = made - torch.outer(normal, normal @ made) * (2 / length)
-    return made.float().contiguous()  # type: ignore[no-any-return]
+    return made.contiguous()  # type: ignore[no-any-return]
 
 
 __all__ = ["Rotation", "factors", "hadamard"]

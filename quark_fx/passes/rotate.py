@@ -42,7 +42,7 @@ class Rotate(Selective):
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Rotate `gm`; return the number of sites that were rotated."""
-        planned = {op.node: op for op in plan_quantization(gm, context.config, quiet=True).operators}
+        planned = {op.node: op for op in plan_quantization(gm, context.config, quiet=True).operators if not op.reason}
         analysis = find_rotation_sites(gm)
         for node, reason in analysis.reasons.items():
             if node in planned:

@@ -31,6 +31,7 @@ from quark_fx.graph.nodes import (
     target_name,
     value_of,
 )
+from quark_fx.graph.operators import MOVING
 from quark_fx.numbers.rotation import Rotation
 from quark_fx.rescale.components import per_element
 from quark_fx.rescale.rotation_walk import Norm, RotationWalk
@@ -264,19 +265,27 @@ class _Sites:
         """Return the site of some coordinates, or why they cannot be rotated."""
         walk = self.walk
         if groups.shape[1] < 2:
-            return None, self._why_alone(readers)
+            return None, self._why(readers[0].activation, readers)
         place = torch.full((walk.components.count + 1,), -1)
         place[groups.flatten()] = torch.arange(groups.numel())
-        absorbers = {}
-        for absorption in (a for absorptions in walk.absorptions.values() for a in absorptions):
+        norms = tuple(folded for folded in self.folded if bool((place[self.of(folded.norm.inputs)] >= 0).any()))
+        absorptions = [a for absorptions in walk.absorptions.values() for a in absorptions]
+        # An offset that is not added to biases is added to what is rotated.
+        absorptions += [
+            Absorption(norm.node, -1, norm.offset, norm.inputs, divides=True)
+            for norm in (folded.norm for folded in norms if not folded.into_biases)
+            if norm.offset is not None
+        ]
+        absorbers = []
+        for absorption in absorptions:
             places = place[self.of(absorption.labels)]
             if not bool((places >= 0).any()):
                 continue
             found = _rotated(absorption, places, groups.shape)
             if found is None:
                 return None, f"the channels of {absorption.parameter.target} do not come in whole runs"
-            absorbers[found.parameter, found.axis, absorption.divides] = found
-        made = [value for value in walk.made if self._within(place, value)]
+            absorbers.append(found)
+        made = [self._laid_out(place, v, groups.shape[1]) for v in walk.made if self._within(place, v)]
         back: dict[Node, list[Node]] = {}
         for value, reader in walk.read:
             if self._within(place, value):
@@ -284,18 +293,16 @@ class _Sites:
                 back.setdefault(value, []).extend(other for other in others if other not in back.get(value, []))
         for value in (*made, *back):
             if not self._in_runs(place, value, groups.shape[1]):
-                text = walk.made.get(value) or next(t for (v, _), t in walk.read.items() if v is value)
-                return None, f"%{value.name} {text}"
+                return None, self._why(value, readers)
         for value in set(made) & back.keys():
             if set(value.users) <= set(back[value]):
                 made.remove(value)
-        norms = tuple(folded for folded in self.folded if bool((place[self.of(folded.norm.inputs)] >= 0).any()))
         centered = [*walk.centering, *(f.norm.inputs for f in norms if f.norm.centers)]
         return (
             RotationSite(
                 groups.shape[1],
                 tuple(readers),
-                tuple(absorbers.values()),
+                tuple(absorbers),
                 norms,
                 tuple(made),
                 tuple((value, tuple(users)) for value, users in back.items()),
@@ -304,19 +311,22 @@ class _Sites:
             "",
         )
 
-    def _why_alone(self, readers: list[Linear]) -> str:
-        """Say what makes or reads the input of an operator whose channels no two can be mixed."""
-        value = readers[0].activation
+    def _why(self, value: Node, readers: list[Linear]) -> str:
+        """Say what makes or reads a value that cannot be rotated where it is."""
         text = self.walk.made.get(value) or next((t for (v, _), t in self.walk.read.items() if v is value), "")
-        return f"its input {text}" if text else "no two channels of its input are treated alike"
+        if not text:
+            return "no two channels of its input are treated alike"
+        own = any(linear.activation is value for linear in readers)
+        return f"its input {text}" if own else f"its input is tied to %{value.name}, which {text}"
 
     def _within(self, place: Tensor, value: Node) -> bool:
         return bool((place[self.of(self.walk.labels[value])] >= 0).any())
 
     def _in_runs(self, place: Tensor, value: Node, size: int) -> bool:
         """Tell whether whole groups lie next to each other, in order, along the last dimension of a value."""
-        labels = self.of(self.walk.labels[value])
-        sizes = self.walk.sizes(value)
+        if value not in self.walk.labels:
+            return False
+        labels, sizes = self.of(self.walk.labels[value]), self.walk.sizes(value)
         if labels.shape[-1] != sizes[-1] or sizes[-1] % size:
             return False
         places = place[labels].reshape(-1, size)
@@ -326,6 +336,15 @@ class _Sites:
             and bool((first % size == 0).all())
             and torch.equal(places, first + torch.arange(size))
         )
+
+    def _laid_out(self, place: Tensor, value: Node, size: int) -> Node:
+        """Return what becomes of a value where its channels are last, if it is only moved before."""
+        moved = value
+        while not self._in_runs(place, moved, size):
+            if len(moved.users) > 1 or target_name(user := next(iter(moved.users))) not in MOVING:
+                return value
+            moved = user
+        return moved
 
     def _lifted(self, value: Node, reader: Node) -> tuple[Node, list[Node]]:
         """Return where a norm that has to read a value as it was begins, so that its module gets it as it was."""
@@ -400,33 +419,27 @@ def _mixed(weight: Tensor, *, absorber: Rotated, rotation: Rotation) -> Tensor:
 
 
 def _fold(gm: GraphModule, folded: Folded) -> None:
+    """Multiply the readers' weights by a norm's factor, and let its offset follow."""
     norm = folded.norm
     factor = parameter(gm, norm.factor).detach()
-    offset = None if norm.offset is None else parameter(gm, norm.offset).detach().flatten().float()
-    channels = factor.flatten().float()
+    offset = None if norm.offset is None else parameter(gm, norm.offset).detach()
     for absorption, labels in folded.readers:
-        weight = parameter(gm, absorption.parameter)
         linear = Linear.of(absorption.node)
         if offset is not None and folded.into_biases and linear is not None and is_parameter(linear.bias):
-            shift = linear.response(weight, offset)
-            assert shift is not None  # or its bias were not asked
-            _replace(
-                gm, linear.bias, lambda bias, shift=shift: (bias.float() + shift.reshape(bias.shape)).to(bias.dtype)
-            )  # type: ignore[misc]
-        scale = per_element(labels, channels)
-        _replace(gm, absorption.parameter, lambda w, scale=scale: (w.float() * scale.to(w.device)).to(w.dtype))  # type: ignore[misc]
+            shift = linear.response(parameter(gm, absorption.parameter), offset.flatten())
+            assert shift is not None  # or the offset were not added to biases
+            _replace(gm, linear.bias, lambda bias, shift=shift: bias + shift.reshape(bias.shape))  # type: ignore[misc]
+        scale = per_element(labels, factor.flatten())
+        _replace(gm, absorption.parameter, lambda weight, scale=scale: weight * scale)  # type: ignore[misc]
     _replace(gm, norm.factor, torch.ones_like)
     if norm.offset is not None:
-        _replace(
-            gm,
-            norm.offset,
-            torch.zeros_like if folded.into_biases else lambda b: (b.float() / factor.float()).to(b.dtype),
-        )
+        _replace(gm, norm.offset, torch.zeros_like if folded.into_biases else lambda offset: offset / factor)
 
 
 def _replace(gm: GraphModule, node: Node, change: Callable[[Tensor], Tensor]) -> None:
     old = parameter(gm, node).detach()
-    new = change(old)
+    wide = torch.promote_types(old.dtype, torch.float32)
+    new = change(old.to(wide)).to(old.dtype)
     set_parameter(gm, str(node.target), new)
     if new.shape != old.shape:
         node.meta["val"] = fake_mode(gm).from_tensor(new, static_shapes=True)

@@ -1,0 +1,153 @@
+"""Rotations as a pass: what they are worth, what they cost, and that everything behind them still works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import quantize, rand, record_of, seeded
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import quark_fx as qfx
+from quark_fx import Granularity, TensorSpec
+from quark_fx.numbers.formats import INT4
+from quark_fx.passes import GPTQ, Rotate, SmoothQuant
+from quark_fx.presets import INT8_STATIC, W4A16_RTN, W8A8_DYNAMIC
+
+TOKENS = {"input_ids": torch.arange(48).reshape(4, 12) % 32}
+
+W4A4 = W4A16_RTN.replace(
+    weight=TensorSpec(format=INT4, granularity=Granularity.CHANNEL),
+    input=TensorSpec(format=INT4, granularity=Granularity.TOKEN, dynamic=True),
+)
+
+
+def llama(*, tied: bool = True) -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=32, use_cache=False, tie_word_embeddings=tied)
+    return seeded(LlamaForCausalLM(config))
+
+
+def with_outliers(model: Any) -> nn.Module:
+    """Let two channels of what norms make be fifty times as large as others, and be read by as much less."""
+    readers = {
+        "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+    }
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for norm, names in readers.items():
+                layer.get_submodule(norm).weight[[3, 17]] *= 50
+                for name in names:
+                    layer.get_submodule(name).weight[:, [3, 17]] /= 50
+    return model  # type: ignore[no-any-return]
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(**TOKENS).logits
+    return found
+
+
+def loss(model: nn.Module, config: qfx.QuantConfig) -> float:
+    """Return the relative squared error of the logits."""
+    expected = logits(model)
+    found = logits(quantize(model, config, [TOKENS]))
+    return float((found - expected).square().sum() / expected.square().sum())
+
+
+def rotating(config: qfx.QuantConfig, **options: Any) -> qfx.QuantConfig:
+    return config.replace(passes=(*config.passes, Rotate(**options)))
+
+
+def test_outliers_are_spread() -> None:
+    model = with_outliers(llama(tied=False))
+    assert loss(model, rotating(W4A4)) < 0.5 * loss(model, W4A4)
+
+
+def test_weights_alone_profit_where_nothing_runs_at_run_time() -> None:
+    model = llama(tied=False)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith(("q_proj.weight", "v_proj.weight", "gate_proj.weight")):
+                p[:, 5] *= 8
+    plain = W4A16_RTN.replace(weight=W4A4.weight)
+    assert loss(model, rotating(plain, overhead=0)) < 0.8 * loss(model, plain)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("config", [W8A8_DYNAMIC, INT8_STATIC, W4A4], ids=["w8a8_dynamic", "int8_static", "w4a4"])
+def test_the_rotated_model_is_itself_everywhere(config: qfx.QuantConfig, tied: bool, tmp_path: Path) -> None:
+    model = llama(tied=tied)
+    passes = tuple(p for p in config.passes if not isinstance(p, SmoothQuant))
+    qmodel = qfx.quantize(
+        model, rotating(config.replace(passes=passes), overhead=9), [TOKENS], progress=False, verify=True
+    )
+    expected = logits(qmodel)
+    assert torch.equal(logits(qmodel.eager()), expected)
+    qmodel.save(tmp_path / "stored")
+    loaded = qfx.load(tmp_path / "stored")
+    assert torch.equal(logits(loaded), expected)
+    assert torch.equal(logits(loaded.eager(llama(tied=tied))), expected)
+    file = qfx.export.onnx(loaded, tmp_path / "model.onnx")
+    assert qfx.verify(loaded, file, [TOKENS]).max_steps <= 1
+
+
+def test_the_report_says_what_runs_when() -> None:
+    model = llama()
+    qmodel = quantize(model, rotating(W4A4, overhead=0), [TOKENS])
+    record = record_of(qmodel, "Rotate")
+    rows = {change.name: change for change in record.changes}
+    assert record.rewrites == 2
+    assert not record.remark
+    assert rows["model.layers.0.self_attn.o_proj"].what == "rotated by a matrix of size 8"
+    refused = rows["model.layers.0.mlp.down_proj"]
+    assert not refused.changed
+    assert refused.what.startswith("skipped: rotating at run time would cost")
+    record = record_of(quantize(model, rotating(W4A4, overhead=9), [TOKENS]), "Rotate")
+    assert record.remark == "4 values are rotated at run time"
+
+
+def test_operators_are_chosen_by_pattern() -> None:
+    record = record_of(quantize(llama(), rotating(W4A4, only=("*.o_proj",)), [TOKENS]), "Rotate")
+    assert {change.name for change in record.changes if change.changed} == {
+        "model.layers.0.self_attn.o_proj",
+        "model.layers.1.self_attn.o_proj",
+    }
+
+
+def test_what_is_left_in_float_is_not_rotated() -> None:
+    config = rotating(W4A4.replace(exclude=(*W4A4.exclude, "*.down_proj")), overhead=9)
+    record = record_of(quantize(llama(), config, [TOKENS]), "Rotate")
+    assert not any("down_proj" in change.name for change in record.changes)
+
+
+def test_seeds_draw_other_matrices() -> None:
+    config = W4A4.replace(input=None)
+    first, again, other = (logits(quantize(llama(), rotating(config, seed=s), [TOKENS])) for s in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_learning_passes_follow() -> None:
+    model = with_outliers(llama(tied=False))
+    config = rotating(W4A4)
+    assert loss(model, config.replace(passes=(*config.passes, GPTQ()))) < loss(model, config)
+
+
+def test_a_checkpoint_holds_what_weights_absorbed_and_refuses_what_runs_at_run_time(tmp_path: Path) -> None:
+    config = W4A16_RTN.replace(weight=W4A16_RTN.weight.replace(group_size=16))
+    model = llama(tied=False)
+    held = quantize(model, rotating(config, overhead=0), [TOKENS])
+    qfx.export.huggingface(held, tmp_path / "held", model)
+    with pytest.raises(qfx.QuarkError, match=r"Rotate\(overhead=0\)"):
+        qfx.export.huggingface(quantize(model, rotating(config, overhead=9), [TOKENS]), tmp_path / "refused", model)
+
+
+def test_gradients_flow_through_a_rotation() -> None:
+    x = rand(3, 12).double().requires_grad_()
+    left, right = rand(3, 3, seed=2).double().requires_grad_(), rand(4, 4, seed=3).double().requires_grad_()
+    assert torch.autograd.gradcheck(torch.ops.quark_fx.rotate, (x, left, right))
