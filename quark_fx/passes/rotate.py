@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from quark_fx.config.selection import NOT_SELECTED, Selective
 from quark_fx.engine.context import Context
 from quark_fx.graph.pass_manager import Change, graph_pass
-from quark_fx.plan.placement import plan_quantization
+from quark_fx.plan.placement import Quantized, plan_quantization
 from quark_fx.rescale.rotation_sites import RotationSite, apply_rotation, find_rotation_sites
 from quark_fx.system.options import Interval
 
@@ -42,7 +42,8 @@ class Rotate(Selective):
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Rotate `gm`; return the number of sites that were rotated."""
-        planned = {op.node: op for op in plan_quantization(gm, context.config, quiet=True).operators if not op.reason}
+        operators = plan_quantization(gm, context.config, quiet=True).operators
+        planned = {op.node: op for op in operators if isinstance(op, Quantized)}
         analysis = find_rotation_sites(gm)
         for node, reason in analysis.reasons.items():
             if node in planned:

@@ -28,7 +28,8 @@ W4A4 = W4A16_RTN.replace(
 def llama(*, tied: bool = True) -> nn.Module:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=32, use_cache=False, tie_word_embeddings=tied)
-    return seeded(LlamaForCausalLM(config))
+    model: nn.Module = LlamaForCausalLM(config)
+    return seeded(model)
 
 
 def with_outliers(model: Any) -> nn.Module:
@@ -139,12 +140,12 @@ def test_learning_passes_follow() -> None:
 
 
 def test_a_checkpoint_holds_what_weights_absorbed_and_refuses_what_runs_at_run_time(tmp_path: Path) -> None:
-    config = W4A16_RTN.replace(weight=W4A16_RTN.weight.replace(group_size=16))
+    config = W4A16_RTN.replace(weight=W4A4.weight)
     model = llama(tied=False)
     held = quantize(model, rotating(config, overhead=0), [TOKENS])
-    qfx.export.huggingface(held, tmp_path / "held", model)
+    qfx.export.huggingface(held, tmp_path / "held")
     with pytest.raises(qfx.QuarkError, match=r"Rotate\(overhead=0\)"):
-        qfx.export.huggingface(quantize(model, rotating(config, overhead=9), [TOKENS]), tmp_path / "refused", model)
+        qfx.export.huggingface(quantize(model, rotating(config, overhead=9), [TOKENS]), tmp_path / "refused")
 
 
 def test_gradients_flow_through_a_rotation() -> None:

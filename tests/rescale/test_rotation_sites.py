@@ -83,7 +83,9 @@ def test_an_architecture_keeps_its_function(name: str) -> None:
 
 def llama(**options: Any) -> nn.Module:
     sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=32, use_cache=False, **options))
+    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=32, use_cache=False, **options)
+    model: nn.Module = LlamaForCausalLM(config)
+    return model
 
 
 TOKENS = {"input_ids": torch.tensor([[1, 5, 9, 2], [7, 3, 3, 0]])}
@@ -119,14 +121,14 @@ class Normed(nn.Module):
 
 
 def test_an_offset_goes_into_the_bias_behind_it() -> None:
-    (site,) = sites_of(Normed(bias=True), rand(3, 5))
+    _, site = sites_of(Normed(bias=True), rand(3, 5))
     assert [folded.into_biases for folded in site.norms] == [True]
     assert site.keeps_mean
     assert not site.at_run_time
 
 
 def test_an_offset_without_a_bias_behind_it_is_rotated() -> None:
-    (site,) = sites_of(Normed(bias=False), rand(3, 5))
+    _, site = sites_of(Normed(bias=False), rand(3, 5))
     assert [folded.into_biases for folded in site.norms] == [False]
     assert not site.at_run_time
 
@@ -160,7 +162,7 @@ def test_heads_with_gates_of_their_own_are_not_mixed() -> None:
 
 
 def test_an_activation_function_is_rotated_behind() -> None:
-    (site,) = sites_of(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), rand(3, 4))[1:]
+    _, site = sites_of(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), rand(3, 4))
     assert [value.name for value in site.made] == ["relu"]
     assert [reader.shape for reader in site.readers] == [(2, 8)]
 
