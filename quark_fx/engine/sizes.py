@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from quark_fx.config.quant_config import TensorSpec
+from quark_fx.config.quant_config import Granularity, TensorSpec
 from quark_fx.engine.blocks import Block, Unit, between, find_blocks
 from quark_fx.graph.linear import Linear
+from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import is_getitem, named_nodes, placeholders, value_of
 from quark_fx.graph.operators import operator_row
 from quark_fx.graph.signature import BatchShape
@@ -64,6 +65,7 @@ class Matrices:
         groups, outputs, inputs: its shape as matrices.
         itemsize: bytes of one of its values.
         rows: that it multiplies in one batch.
+        apart: see `has_scales_apart`.
     """
 
     groups: int
@@ -71,6 +73,7 @@ class Matrices:
     inputs: int
     itemsize: int
     rows: int
+    apart: bool = True
 
     @property
     def values(self) -> int:
@@ -220,7 +223,7 @@ class Sizes:
         groups, outputs, inputs = (int(size) for size in mapping.matrix(weight).shape)
         stacked = 1 if mapping.offsets is not None else groups
         rows = self.count(op.node) // max(1, stacked * outputs)
-        return Matrices(groups, outputs, inputs, weight.itemsize, rows)
+        return Matrices(groups, outputs, inputs, weight.itemsize, rows, has_scales_apart(op.weight, mapping))
 
     @cached_property
     def codes(self) -> int:
@@ -318,6 +321,11 @@ class Sizes:
         return Need(tuple(moments) or (Moment(0),), held, operations, len(blocks))
 
 
+def has_scales_apart(weight: TensorSpec, mapping: LinearMap) -> bool:
+    """Tell whether some outputs of a weight can be quantized, as matrices, without the others."""
+    return weight.granularity is not Granularity.TENSOR and (mapping.stacked or mapping.groups == 1)
+
+
 def _views(node: Node) -> bool:
     """Tell whether what a node returns is a part of its first argument's memory."""
     if is_getitem(node):
@@ -344,4 +352,4 @@ def _in_memory(moment: Moment, cache: int | None) -> int:
     return cache + min(moment.read, moment.cached)
 
 
-__all__ = ["FLOAT32", "BlockSize", "Matrices", "Moment", "Need", "Sizes", "peak"]
+__all__ = ["FLOAT32", "BlockSize", "Matrices", "Moment", "Need", "Sizes", "has_scales_apart", "peak"]

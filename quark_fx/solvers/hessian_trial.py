@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from quark_fx.config.quant_config import Granularity
 from quark_fx.engine.block_walk import FloatRun, walk_float_blocks
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Context
-from quark_fx.engine.sizes import FLOAT32, BlockSize, Need, Sizes
+from quark_fx.engine.sizes import FLOAT32, BlockSize, Matrices, Need, Sizes, has_scales_apart
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import named_nodes
 from quark_fx.numbers.qparams import ScaleType
@@ -49,8 +48,9 @@ class HessianTrial(Trial[LinearMap]):
     unread = "not every operator that reads it has codes"
 
     def __init__(self, gm: GraphModule, site: PlannedSite[LinearMap], found: _Found) -> None:
-        self.calibration = tuple(_Form(gm, reader, found[reader][0]) for reader in site.readers)
-        self.validation = tuple(_Form(gm, reader, found[reader][1]) for reader in site.readers)
+        weights = {reader: _Weight.of(gm, reader, found[reader][0].h.device) for reader in site.readers}
+        self.calibration = tuple(_Form(weight, found[reader][0]) for reader, weight in weights.items())
+        self.validation = tuple(_Form(weight, found[reader][1]) for reader, weight in weights.items())
         self.seen = MeasuredSite(site.site.channels, self.calibration)
         if not bool(self.seen.root_mean_square.isfinite().all()):
             self.refusal = "what it reads is too large to be squared"
@@ -77,15 +77,18 @@ class HessianTrial(Trial[LinearMap]):
     def needs(cls, sizes: Sizes) -> Need:
         """Return what a run takes: both Hessians of what is read, and copies of the weight a scale is tried on."""
 
+        def asked(m: Matrices) -> int:
+            return m.values // _stride(m.outputs) if m.apart else m.values
+
         def turn(block: BlockSize) -> int:
             both = 2 * max((m.moment for m in block.matrices), default=0)
-            tried = max((FLOAT32 * _COPIES * min(m.values, _AT_ONCE) + m.target for m in block.matrices), default=0)
-            return both + max(tried, block.entrances)
+            kept = sum(asked(m) * m.itemsize for m in block.matrices)
+            at_once = max((min(asked(m), _AT_ONCE) if m.apart else m.values for m in block.matrices), default=0)
+            return both + max(kept + FLOAT32 * _COPIES * at_once, block.entrances)
 
         def work(block: BlockSize) -> float:
             moments = (m.inputs * m.inputs * m.rows * sizes.batches for m in block.matrices)
-            asked = (m.values // _stride(m.outputs) for m in block.matrices)
-            return sum(moments) + sum(2 * _TRIES * n * m.inputs for n, m in zip(asked, block.matrices, strict=True))
+            return sum(moments) + sum(2 * _TRIES * asked(m) * m.inputs for m in block.matrices)
 
         scaled = sum(m.values * m.itemsize for m in sizes.matrices.values())
         return sizes.walk(Unit.OPERATOR, turn, held=scaled, work=work)
@@ -113,7 +116,7 @@ class MeasuredSite:
         """The root mean square of the activation, shape (components,)."""
         squares = Means.of_none(self.components)
         for form in self.forms:
-            squares.add(form.reader.scaled.labels, form.squares)
+            squares.add(form.weight.reader.scaled.labels, form.squares)
         return squares.means.sqrt()
 
     @cached_property
@@ -127,85 +130,109 @@ class MeasuredSite:
 
 
 @dataclass(frozen=True, eq=False)
+class _Weight:
+    """The output channels of a weight that scales are judged on, where the Hessian of what it multiplies is.
+
+    Attributes:
+        reader: the operator.
+        shape: of the whole weight.
+        parts: of the weight, each with its place there: their scales do not depend on each other.
+        largest: the largest magnitude of each label where all scales follow that of the weight, else `None`.
+    """
+
+    reader: Reader[LinearMap]
+    shape: torch.Size
+    parts: tuple[tuple[tuple[slice, ...], Tensor], ...]
+    largest: Tensor | None
+
+    @classmethod
+    def of(cls, gm: GraphModule, reader: Reader[LinearMap], device: torch.device) -> _Weight:
+        """Read the weight of an operator of `gm`."""
+        weight, largest = reader.value(gm), None
+        if reader.operator.weight.scale_type is ScaleType.FP8_E4M3:
+            alike = [dim for dim, size in enumerate(reader.labels.shape) if size == 1]
+            ends = (weight.amin(alike, keepdim=True), weight.amax(alike, keepdim=True)) if alike else (weight, weight)
+            largest = torch.maximum(-ends[0], ends[1]).float().to(device)
+        parts = tuple((index, weight[index].to(device)) for index in _parts(reader, weight))
+        return cls(reader, weight.shape, parts, largest)
+
+    def rounded(self, factor: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor, Tensor, QuantizedTensor]]:
+        """Yield, for each part, its place, its values, its factors, and what their product is quantized to.
+
+        Args:
+            factor: of the shape of the labels.
+        """
+        op, amax = self.reader.operator, None if self.largest is None else (self.largest * factor).amax()
+        factor = factor.expand(self.shape)
+        for index, part in self.parts:
+            real, s = part.float(), factor[index]
+            yield index, real, s, quantize_tensor(real * s, op.weight, linear=op.linear, amax=amax, pairs=op.pairs)
+
+
+@dataclass(frozen=True, eq=False)
 class _Form:
     """The squared output of one operator as a quadratic form of its weight.
 
     Attributes:
-        gm: the graph that has the weight.
-        reader: the operator.
+        weight: of the operator.
         seen: of what it reads.
     """
 
-    gm: GraphModule
-    reader: Reader[LinearMap]
+    weight: _Weight
     seen: Hessian
 
     @property
     def squares(self) -> Tensor:
         """The mean square of each channel of what it reads, shape `(channels of the value,)`."""
-        found, rows = self.seen.h.diagonal(dim1=-2, dim2=-1), self.seen.rows
+        found, rows, reader = self.seen.h.diagonal(dim1=-2, dim2=-1), self.seen.rows, self.weight.reader
         # Of a convolution an input is a channel at a place of the kernel; the groups of channels lie one after another,
         # and all of them see every row.
-        found, count = (found, rows[0]) if self.reader.how.kernel else (found.sum(0), rows.sum())
-        return found.reshape(len(self.reader.scaled.labels), -1).mean(1) / count.clamp_min(1)
+        found, count = (found, rows[0]) if reader.how.kernel else (found.sum(0), rows.sum())
+        return found.reshape(len(reader.scaled.labels), -1).mean(1) / count.clamp_min(1)
 
     def ratios(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield, for parts of the weight, the component of each value and its magnitude over that of its scale."""
-        weight = self._weight
-        labels, amax = self.reader.labels.expand_as(weight), self._amax(weight)
-        for piece, _ in self._pieces(weight):
-            real = weight[piece].float()
-            rounded = self._quantize(real, amax)
-            yield labels[piece], (real / rounded.layout.spread(rounded.scale)).abs()
+        reader = self.weight.reader
+        labels, ones = reader.labels.expand(self.weight.shape), torch.ones(reader.labels.shape, dtype=torch.float32)
+        for index, real, _, rounded in self.weight.rounded(ones.to(self.seen.h.device)):
+            yield labels[index], (real / rounded.layout.spread(rounded.scale)).abs()
 
     def error(self, scale: Tensor) -> float:
         """Return the relative squared error of the operator's output if its site is scaled by `scale`."""
-        weight = self._weight
-        factor = per_element(self.reader.labels, scale).to(weight.device).expand_as(weight)
-        noise = torch.zeros((), device=weight.device, dtype=torch.float32)
-        amax = self._amax(weight, factor)
-        for piece, h in self._pieces(weight):
-            real, s = weight[piece].float(), factor[piece]
-            rounded = self._quantize(real * s, amax)
-            lost = self.reader.how.matrix(rounded.dequantize().div_(s).sub_(real))
-            noise += ((lost @ h) * lost).sum()
+        factor = per_element(self.weight.reader.labels, scale).to(self.seen.h.device)
+        noise = torch.zeros((), device=factor.device, dtype=torch.float32)
+        for index, real, s, rounded in self.weight.rounded(factor):
+            noise += self._square(index, rounded.dequantize().div_(s).sub_(real))
         return float(noise / self._signal)
 
     @cached_property
     def _signal(self) -> Tensor:
         """The squared output of the weight as it is."""
-        signal, weight = torch.zeros((), device=self.seen.h.device, dtype=torch.float32), self._weight
-        for piece, h in self._pieces(weight):
-            real = self.reader.how.matrix(weight[piece].float())
-            signal += ((real @ h) * real).sum()
+        signal = torch.zeros((), device=self.seen.h.device, dtype=torch.float32)
+        for index, part in self.weight.parts:
+            signal += self._square(index, part.float())
         return signal.clamp_min(torch.finfo(torch.float32).tiny)
 
-    @property
-    def _weight(self) -> Tensor:
-        return self.reader.value(self.gm).to(self.seen.h.device)
+    def _square(self, index: tuple[slice, ...], part: Tensor) -> Tensor:
+        """Return the squared output of a part of a weight."""
+        mapping, h = self.weight.reader.how, self.seen.h
+        matrix = mapping.matrix(part)
+        return ((matrix @ (h[index[0]] if mapping.stacked else h)) * matrix).sum()
 
-    def _amax(self, weight: Tensor, factor: Tensor | float = 1.0) -> Tensor | None:
-        """Return the magnitude that the scales of all parts of `weight * factor` share, if they share one."""
-        shared = self.reader.operator.weight.scale_type is ScaleType.FP8_E4M3
-        return (weight * factor).abs().amax().float() if shared else None
 
-    def _quantize(self, weight: Tensor, amax: Tensor | None) -> QuantizedTensor:
-        op = self.reader.operator
-        return quantize_tensor(weight, op.weight, linear=op.linear, amax=amax, pairs=op.pairs)
-
-    def _pieces(self, weight: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-        """Yield parts of a weight whose scales do not depend on each other, and the Hessians of what they multiply."""
-        outputs, spec, mapping = self.reader.scaled.linear.output_axis, self.reader.operator.weight, self.reader.how
-        apart = spec.granularity is not Granularity.TENSOR and (mapping.stacked or mapping.groups == 1)
-        stride = _stride(weight.shape[outputs]) if apart else 1
-        axis, every = (0, 1) if mapping.stacked else (outputs, stride)
-        size = weight.shape[axis]
-        step = max(1, _AT_ONCE * size * stride // (weight.numel() * every)) * every if apart else size
-        for first in range(0, size, step):
-            index = [slice(None)] * weight.dim()
-            index[outputs] = slice(None, None, stride)
-            index[axis] = slice(first, first + step, every)
-            yield tuple(index), self.seen.h[index[0]] if mapping.stacked else self.seen.h
+def _parts(reader: Reader[LinearMap], weight: Tensor) -> Iterator[tuple[slice, ...]]:
+    """Yield the places of parts of a weight whose scales do not depend on each other."""
+    outputs, stacked = reader.scaled.linear.output_axis, reader.how.stacked
+    apart = has_scales_apart(reader.operator.weight, reader.how)
+    stride = _stride(weight.shape[outputs]) if apart else 1
+    axis, every = (0, 1) if stacked else (outputs, stride)
+    size = weight.shape[axis]
+    step = max(1, _AT_ONCE * size * stride // (weight.numel() * every)) * every if apart else size
+    for first in range(0, size, step):
+        index = [slice(None)] * weight.dim()
+        index[outputs] = slice(None, None, stride)
+        index[axis] = slice(first, first + step, every)
+        yield tuple(index)
 
 
 def _measured(run: FloatRun, readers: Sequence[Reader[LinearMap]], context: Context) -> _Found:

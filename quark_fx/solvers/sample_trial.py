@@ -47,7 +47,7 @@ class SampleTrial(Trial[TensorSpec]):
         operators = tuple(_Operator.of(gm, r, remembered[r.scaled.value, r.scaled.axis]) for r in site.readers)
         self.operators, self.site = operators, site
         self.producers = [
-            (found, found.value(gm))
+            (found, _Reference([found.value(gm)]))
             for found in site.producers
             if found.operator.weight.granularity is Granularity.TENSOR
         ]
@@ -107,10 +107,10 @@ class SampleTrial(Trial[TensorSpec]):
         for operator in self.operators:
             operator.take(scales(None), limited=limited)
             for i, part in enumerate(parts):
-                totals[i] += _relative(operator.run(list(operator.in_codes(part, scales))), operator.outputs[part])
-        for producer, weight in self.producers:
-            factor = per_element(producer.labels, scales(None))
-            made = _relative([_rounded(weight.float() / factor, producer.operator, limited) * factor], [weight])
+                totals[i] += operator.outputs[part].error(operator.run(list(operator.in_codes(part, scales))))
+        for producer, reference in self.producers:
+            factor, (weight,) = per_element(producer.labels, scales(None)), reference.values
+            made = reference.error([_rounded(weight.float() / factor, producer.operator, limited) * factor])
             totals = [total + made for total in totals]
         return totals
 
@@ -166,7 +166,7 @@ class _Operator:
     weight: Tensor
     seen: Remembered
     samples: dict[str, list[Sample]]
-    outputs: dict[str, list[Tensor]]
+    outputs: dict[str, _Reference]
 
     @classmethod
     def of(cls, gm: GraphModule, reader: Reader[TensorSpec], seen: Remembered) -> _Operator:
@@ -175,7 +175,8 @@ class _Operator:
         choice = seen.samples[CALIBRATION][:: max(1, positions // _FEW)]
         module = extract(gm, [reader.scaled.value], [reader.scaled.reader])
         operator = cls(reader, module, reader.value(gm), seen, seen.samples | {_CHOICE: choice}, {})
-        operator.outputs.update({part: operator.run([x for _, x in kept]) for part, kept in operator.samples.items()})
+        for part, kept in operator.samples.items():
+            operator.outputs[part] = _Reference(operator.run([x for _, x in kept]))
         return operator
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -237,10 +238,26 @@ def _rounded(weight: Tensor, operator: Coded, limited: bool) -> Tensor:
     return quantize_tensor(weight, operator.weight, linear=operator.linear, pairs=pairs).dequantize()
 
 
-def _relative(values: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
-    noise = sum(float((x.float() - r.float()).square().sum()) for x, r in zip(values, reference, strict=True))
-    power = sum(float(r.float().square().sum()) for r in reference)
-    return noise / max(power, torch.finfo(torch.float32).tiny)
+@dataclass(frozen=True, eq=False)
+class _Reference:
+    """Values that others are compared with."""
+
+    values: list[Tensor]
+
+    @cached_property
+    def _power(self) -> float:
+        return _squared(r.float() for r in self.values)
+
+    def error(self, values: Sequence[Tensor]) -> float:
+        """Return the squared error of other values over the squares of these."""
+        noise = _squared(x.float() - r.float() for x, r in zip(values, self.values, strict=True))
+        return noise / max(self._power, torch.finfo(torch.float32).tiny)
+
+
+def _squared(values: Iterable[Tensor]) -> float:
+    """Return the sum of all squares; the device is waited for once."""
+    sums = [x.square().sum() for x in values]
+    return sum(torch.stack(sums).tolist()) if sums else 0.0
 
 
 __all__ = ["SampleTrial", "SampledSite"]

@@ -72,7 +72,7 @@ def test_a_weight_is_counted_as_the_matrices_that_it_multiplies_by() -> None:
             return y
 
     conv, linear = sizes(Model(), rand(2, 4, 8, 8)).matrices.values()
-    assert conv == Matrices(groups=2, outputs=3, inputs=18, itemsize=4, rows=2 * 6 * 6)
+    assert conv == Matrices(groups=2, outputs=3, inputs=18, itemsize=4, rows=2 * 6 * 6, apart=False)
     assert linear == Matrices(groups=1, outputs=5, inputs=6, itemsize=4, rows=2)
     assert (conv.values, conv.moment, conv.target) == (108, 4 * 2 * 18**2, 432)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny import divided, quantize, rand, record_of, seeded
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.nn import functional as F
 
 import quark_fx as qfx
@@ -20,7 +21,8 @@ from quark_fx.numbers.formats import INT4
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.passes import AWQ
 from quark_fx.plan.weights import quantize_tensor
-from quark_fx.presets import INT4_WEIGHT_ONLY
+from quark_fx.presets import INT4_WEIGHT_ONLY, NVFP4_WEIGHT_ONLY
+from quark_fx.rescale.planned_sites import PlannedWeight
 from quark_fx.solvers import hessian_trial
 from quark_fx.solvers.hessian_trial import MeasuredSite
 
@@ -272,6 +274,46 @@ def test_of_wide_operators_some_outputs_are_asked(monkeypatch: pytest.MonkeyPatc
     # One scale for all depends on every output.
     found(model, granularity=Granularity.TENSOR, group_size=None)
     assert set(asked) == {3000}
+
+
+@pytest.mark.parametrize("config", [GROUPS, NVFP4_WEIGHT_ONLY.replace(exclude=("up",))], ids=["groups", "shared scale"])
+def test_a_weight_is_read_once_for_all_scales_that_are_tried(
+    config: qfx.QuantConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may lie on another device, or on disk."""
+    read, value = list[str](), PlannedWeight.value
+
+    def noted(self: PlannedWeight, gm: GraphModule) -> Tensor:
+        read.append(self.operator.name)
+        return value(self, gm)
+
+    monkeypatch.setattr(PlannedWeight, "value", noted)
+    config = config.replace(passes=(*config.passes, AWQ()))
+    assert record_of(quantize(chain(96), config, DATA), "AWQ").rewrites == 1
+    assert read == ["down"]
+
+
+@pytest.mark.parametrize("granularity", [Granularity.TENSOR, Granularity.CHANNEL])
+def test_the_largest_part_that_a_scale_is_tried_on_is_predicted(
+    granularity: Granularity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One scale for the whole weight needs the whole weight."""
+    parts = list[int]()
+
+    def noted(weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+        parts.append(weight.numel())
+        return quantize_tensor(weight, *args, **kwargs)
+
+    monkeypatch.setattr(hessian_trial, "quantize_tensor", noted)
+    monkeypatch.setattr(hessian_trial, "_AT_ONCE", 1 << 12)
+    assert GROUPS.weight is not None
+    weight = GROUPS.weight.replace(granularity=granularity, group_size=None)
+    config = GROUPS.replace(weight=weight, passes=(AWQ(),))
+    model = chain(400)
+    quantize(model, config, DATA)
+    ((_, _, need),) = [stage for stage in qfx.predict(model, config, DATA).stages if stage[0] == "AWQ"]
+    tried = 4 * hessian_trial._COPIES * max(parts)
+    assert tried <= max(moment.working for moment in need.moments) <= 2 * (tried + 4 * 400 * 64 + 2 * 4 * 64 * 64)
 
 
 class Stack(nn.Module):

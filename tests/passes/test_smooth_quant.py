@@ -13,6 +13,7 @@ from networks import trained
 from tiny import calls, cnn, images, quantize, rand, record_of, seeded, tokens
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import quark_fx as qfx
 from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
@@ -23,6 +24,7 @@ from quark_fx.graph.pass_manager import Change, PassRecord
 from quark_fx.numbers.formats import INT8
 from quark_fx.passes import SmoothQuant
 from quark_fx.presets import FP16, INT8_DYNAMIC, INT8_STATIC, INT8_STATIC_MSE, INT8_WEIGHT_ONLY, XINT8
+from quark_fx.solvers import sample_trial
 
 TOKEN = INT8_DYNAMIC.replace(input=TensorSpec(format=INT8, granularity=Granularity.TOKEN, dynamic=True))
 PER_TENSOR = INT8_STATIC.replace(weight=TensorSpec(format=INT8))
@@ -34,6 +36,30 @@ CONFIGS = {
     "per token": TOKEN,
     "xint8": XINT8,
 }
+
+
+class Calls(TorchDispatchMode):
+    """Lists the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = list[Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_power_of_a_reference_is_computed_once_and_no_device_is_waited_for_number_by_number() -> None:
+    values, reference = ([rand(4, n, seed=seed + n).half() for n in (5, 6, 7)] for seed in (0, 10))
+    noise = sum(float((v.float() - r.float()).square().sum()) for v, r in zip(values, reference, strict=True))
+    power = sum(float(r.float().square().sum()) for r in reference)
+    known = sample_trial._Reference(reference)
+    with Calls() as calls:
+        assert [known.error(values) for _ in range(2)] == [noise / power] * 2
+    assert calls.seen.count(torch.ops.aten.sum.default) == 9
+    assert torch.ops.aten._local_scalar_dense.default not in calls.seen
+
 
 REFUSALS = ("no better on validation data", "no better on the calibration data", "less than 15% better")
 
