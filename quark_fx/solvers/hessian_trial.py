@@ -28,6 +28,9 @@ from quark_fx.solvers.scaling import ScaleOf, Trial
 _COPIES = 7
 """Of a weight in float32 while a scale is tried: it, scaled, rounded, what is lost, products with the Hessian."""
 
+_WHOLE = 3
+"""The same of a weight that is tried as a whole, beside its codes: what is lost, and products with the Hessian."""
+
 _AT_ONCE = 1 << 20
 """Weights that a scale is tried on together, about."""
 
@@ -80,11 +83,16 @@ class HessianTrial(Trial[LinearMap]):
         def asked(m: Matrices) -> int:
             return m.values // _stride(m.outputs) if m.apart else m.values
 
+        def tried(m: Matrices) -> int:
+            return FLOAT32 * _COPIES * min(m.values, _AT_ONCE) if m.apart else _WHOLE * m.target + m.values
+
         def turn(block: BlockSize) -> int:
             both = 2 * max((m.moment for m in block.matrices), default=0)
-            kept = sum(asked(m) * m.itemsize for m in block.matrices)
-            at_once = max((min(asked(m), _AT_ONCE) if m.apart else m.values for m in block.matrices), default=0)
-            return both + max(kept + FLOAT32 * _COPIES * at_once, block.entrances)
+            kept = sum(
+                asked(m) * m.itemsize for m in block.matrices
+            )  # or a weight that was scaled, before it is stored
+            most = max((max(kept, m.target) + tried(m) for m in block.matrices), default=0)
+            return both + max(most, block.entrances)
 
         def work(block: BlockSize) -> float:
             moments = (m.inputs * m.inputs * m.rows * sizes.batches for m in block.matrices)
