@@ -124,7 +124,8 @@ class BlockRun:
 
     def store(self, name: str, value: Tensor) -> None:
         """Replace the tensor `name` of the quantized graph, here and in the whole."""
-        value = value.detach()
+        # As a checkpoint gives it back: convolutions round otherwise where weights lie otherwise in memory.
+        value = value.detach().contiguous()
         if self._undo is not None:
             self._undo.setdefault(name, tensor_of(self._whole, name))
         set_parameter(self.module, name, value.to(self._context.device))

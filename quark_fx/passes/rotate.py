@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-from quark_fx.config.selection import NOT_SELECTED, Selective
+from quark_fx.config.selection import NOT_SELECTED, Named, Selective
 from quark_fx.engine.context import Context
+from quark_fx.graph.linear import Linear
 from quark_fx.graph.pass_manager import Change, graph_pass
-from quark_fx.plan.placement import Quantized, plan_quantization
+from quark_fx.plan.placement import Quantized, names_of, plan_quantization
 from quark_fx.rescale.rotation_sites import RotationSite, apply_rotation, find_rotation_sites
 from quark_fx.system.options import Interval
 
 
-@graph_pass(after=("fold_constants", "fold_batch_norm"), distributed=True)
+@graph_pass(after=("fold_constants", "fold_batch_norm"))
 @dataclass(frozen=True, kw_only=True)
 class Rotate(Selective):
     """Multiply what quantized operators read by random Hadamard matrices, and their weights by the inverses.
@@ -40,24 +42,22 @@ class Rotate(Selective):
     overhead: Annotated[float, Interval("[0, inf)")] = 0.5
     seed: int = 0
 
-    def __call__(self, gm: GraphModule, context: Context) -> int:
-        """Rotate `gm`; return the number of sites that were rotated."""
-        operators = plan_quantization(gm, context.config, quiet=True).operators
-        planned = {op.node: op for op in operators if isinstance(op, Quantized)}
+    def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
+        """Rotate what operators of `gm` read that will be quantized, all without a context; return how many sites."""
+        names, note = _names(gm, context), context.note if context is not None else lambda change: None
         analysis = find_rotation_sites(gm)
         for node, reason in analysis.reasons.items():
-            if node in planned:
-                what = f"skipped: {reason}" if self.selects(planned[node]) else NOT_SELECTED
-                context.note(Change(planned[node].name, what, changed=False))
+            if node in names:
+                what = f"skipped: {reason}" if self.selects(names[node]) else NOT_SELECTED
+                note(Change(names[node].name, what, changed=False))
         generator, rotated, at_run_time = torch.Generator().manual_seed(self.seed), 0, 0
         for site in analysis.sites:
-            readers = [planned[linear.node] for linear in site.readers if linear.node in planned]
+            readers = [names[linear.node] for linear in site.readers if linear.node in names]
             if not readers:
                 continue
             rotation = site.draw(generator)
-            name = readers[0].name + f" and {len(readers) - 1} more" * (len(readers) > 1)
             share = site.overhead(rotation)
-            if not all(self.selects(op) for op in readers):
+            if not all(map(self.selects, readers)):
                 what = NOT_SELECTED
             elif share > self.overhead:
                 what = (
@@ -67,10 +67,20 @@ class Rotate(Selective):
                 apply_rotation(gm, site, rotation)
                 rotated, at_run_time = rotated + 1, at_run_time + len(site.at_run_time)
                 what = _said(site, share)
-            context.note(Change(name, what, what.startswith("rotated")))
-        context.remark = f"{at_run_time} values are rotated at run time" if at_run_time else ""
+            name = readers[0].name + f" and {len(readers) - 1} more" * (len(readers) > 1)
+            note(Change(name, what, what.startswith("rotated")))
+        if context is not None and at_run_time:
+            context.remark = f"{at_run_time} values are rotated at run time"
         gm.recompile()
         return rotated
+
+
+def _names(gm: GraphModule, context: Context | None) -> Mapping[Node, Named]:
+    """Return what patterns call the operators that are to be quantized."""
+    if context is None:
+        return {node: names_of(node) for node in gm.graph.nodes if Linear.of(node) is not None}
+    operators = plan_quantization(gm, context.config, quiet=True).operators
+    return {op.node: op for op in operators if isinstance(op, Quantized)}
 
 
 def _said(site: RotationSite, share: float) -> str:

@@ -27,7 +27,7 @@ from quark_fx.engine.calibration import watching
 from quark_fx.engine.context import Context
 from quark_fx.engine.quantized_weights import quantized_weights, shared_tensors
 from quark_fx.errors import CalibrationError
-from quark_fx.graph.nodes import placeholders, stored_tensors
+from quark_fx.graph.nodes import placeholders, stored_tensors, tensor_of
 from quark_fx.graph.pass_manager import Change, Promise, Stage, copy_graph
 from quark_fx.passes.adaround import AdaRound
 from quark_fx.passes.bias_correction import BiasCorrection
@@ -240,6 +240,19 @@ def test_a_walk_that_changes_nothing_leaves_the_graph_as_it_is(name: str) -> Non
     model, batches = case(name)
     qmodel = walk(model, batches, look)
     assert_identical(tensors(qmodel), tensors(quantize(model, INT8_STATIC, batches)))
+
+
+def test_what_is_stored_lies_in_memory_as_a_checkpoint_gives_it_back() -> None:
+    def look(gm: GraphModule, context: Context) -> None:
+        for run in walk_blocks(gm, context):
+            for weight in quantized_weights(run.module, context.plan):
+                codes = tensor_of(run.module, weight.codes)
+                if codes.dim() == 4:
+                    run.store(weight.codes, codes.clone(memory_format=torch.channels_last))
+                    assert all(tensor_of(module, weight.codes).is_contiguous() for module in (run.module, gm))
+
+    model, batches = case("cnn")
+    walk(model, batches, look)
 
 
 @on_devices
