@@ -26,7 +26,7 @@ def _rotate(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
         right: of shape (b, b), likewise.
     """
     a, b = left.shape[0], right.shape[0]
-    runs = x.reshape(*x.shape[:-1], -1, a, b)
+    runs = x.reshape(*x.shape[:-1], x.shape[-1] // (a * b), a, b)
     return (left.t() @ (runs @ right)).reshape(x.shape)
 
 
@@ -48,7 +48,7 @@ class Rotation:
 
     @classmethod
     def random(cls, size: int, generator: torch.Generator, *, keeps_mean: bool = False, whole: bool = False) -> Self:
-        """Return a random Hadamard matrix of a size, with orthogonal factors where no Hadamard matrix exists.
+        """Return a random Hadamard matrix of a size, or a random orthogonal one where `hadamard` constructs none.
 
         Args:
             size: n >= 1.
@@ -74,6 +74,12 @@ class Rotation:
         return self.size * sum(len(m) for m in (self.left, self.right) if len(m) > 1)
 
     @property
+    def keeps_mean(self) -> bool:
+        """Whether a vector keeps the mean of its entries: the rows add up to one."""
+        whole = torch.outer(self.left.sum(1), self.right.sum(1))
+        return bool(((whole - 1).abs() < 1e-6).all())
+
+    @property
     def inverse(self) -> Rotation:
         """The transposed matrix."""
         return Rotation(self.left.t().contiguous(), self.right.t().contiguous())
@@ -88,7 +94,7 @@ class Rotation:
 
 
 def factors(size: int) -> tuple[int, int]:
-    """Return two factors of a size: Hadamard matrices exist of both if possible, and their sum is small."""
+    """Return two factors of a size: `hadamard` constructs both if possible, and their sum is small."""
     pairs = [(a, size // a) for a in range(1, math.isqrt(size) + 1) if size % a == 0]
     return min(pairs, key=lambda pair: (sum(hadamard(n) is None for n in pair), sum(pair)))
 

@@ -40,7 +40,7 @@ class Rotate(Selective):
     """
 
     overhead: Annotated[float, Interval("[0, inf)")] = 0.5
-    seed: int = 0
+    seed: Annotated[int, Interval("[0, 2147483647]")] = 0
 
     def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
         """Rotate what operators of `gm` read that will be quantized, all without a context; return how many sites."""

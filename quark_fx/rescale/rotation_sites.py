@@ -45,12 +45,14 @@ class Rotated:
 
     Attributes:
         parameter: its `get_attr` node.
-        axis: the dimension of channels.
+        axis: the dimension of channels, counted from the last (-1).
+        channels: how many it has there, or is given: a constant that is the same for all may have one.
         runs: indices along it, shape (runs, n): each row is multiplied by the matrix.
     """
 
     parameter: Node
     axis: int
+    channels: int
     runs: Tensor
 
 
@@ -82,6 +84,7 @@ class RotationSite:
         made: values that are rotated behind the operator that makes them.
         read: values that are rotated back, each with those of its readers that need it.
         keeps_mean: the matrix has to keep means.
+        rotated_channels: how many channels each value has that is rotated at run time.
     """
 
     size: int
@@ -91,6 +94,7 @@ class RotationSite:
     made: tuple[Node, ...] = ()
     read: tuple[tuple[Node, tuple[Node, ...]], ...] = ()
     keeps_mean: bool = False
+    rotated_channels: tuple[int, ...] = ()
 
     @property
     def at_run_time(self) -> tuple[Node, ...]:
@@ -103,14 +107,10 @@ class RotationSite:
         return Rotation.random(self.size, generator, keeps_mean=self.keeps_mean, whole=whole)
 
     def overhead(self, rotation: Rotation) -> float:
-        """Return the multiplications at run time over those of the readers, of one row each."""
-        added = sum(_channels(value) // self.size * rotation.cost for value in self.at_run_time)
+        """Return the multiplications at run time over those of the readers, a number: of a row of channels each."""
+        added = sum(self.rotated_channels) // self.size * rotation.cost
         own = (reader.shape[reader.input_axis] * reader.shape[reader.output_axis] for reader in self.readers)
         return added / max(1, sum(own))
-
-
-def _channels(value: Node) -> int:
-    return int(value.meta["val"].shape[-1])
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class RotationAnalysis:
 
 
 def find_rotation_sites(gm: GraphModule) -> RotationAnalysis:
-    """Find all sites of a graph; any subset of them, with any orthogonal matrices, leaves the function unchanged.
+    """Find all sites of a graph; rotating any subset of them leaves the function unchanged up to rounding.
 
     Args:
         gm: a captured graph; left as it is.
@@ -187,11 +187,11 @@ class _Sites:
                 other[used] = True
             for root in used.tolist():
                 consumers.setdefault(root, []).append(absorption)
-        for value in (*walk.made, *(value for value, _ in walk.read)):
-            labels = walk.labels[value]
+        stopped = (walk.labels[value] for value in (*walk.made, *(value for value, _ in walk.read)))
+        for labels in (*stopped, *walk.measured):
             other[self.roots[labels[labels >= 0]]] = True
         sides = [self.roots[side[side >= 0]] for norm in walk.norms.values() for side in (norm.inputs, norm.outputs)]
-        # What one norm makes no other one reads or makes.
+        # How many norms read or make a coordinate: what two have in common takes no factor.
         several = torch.zeros(count, dtype=torch.long)
         for side in sides:
             several[side] += 1
@@ -219,16 +219,24 @@ class _Sites:
             return None
         if norm.offset is None:
             return Folded(norm, readers, into_biases=False)
-        if all(self._takes_bias(a) for a, _ in readers):
+        if all(self._takes_bias(a, norm.node) for a, _ in readers):
             return Folded(norm, readers, into_biases=True)
         factor = parameter(self.walk.gm, norm.factor).detach().float().abs()
         return Folded(norm, readers, into_biases=False) if bool((factor > 1e-3 * factor.max()).all()) else None
 
-    def _takes_bias(self, absorption: Absorption) -> bool:
+    def _takes_bias(self, absorption: Absorption, norm: Node) -> bool:
+        """Tell whether the bias of an operator can take what the offset of a norm adds to all of its rows."""
         linear = Linear.of(absorption.node)
         if linear is None or not is_parameter(linear.bias) or self.walk.sharer(linear.bias, linear.node) is not None:
             return False
-        return not linear.kernel and not linear.stacked and not linear.has_factors
+        value = linear.activation
+        while value is not norm:
+            if target_name(value) not in _WHOLE or len(value.all_input_nodes) == 0:
+                return False
+            value = value.all_input_nodes[0]
+        whole = parameter(self.walk.gm, linear.bias).numel() == linear.shape[linear.output_axis]
+        own = absorption.labels.numel() == linear.shape[linear.input_axis]
+        return whole and own and not linear.kernel and not linear.stacked and not linear.has_factors
 
     def _groups(self, mixed: Tensor) -> Iterator[tuple[Tensor, list[Linear]]]:
         """Yield the coordinates of each site, shape (k, n), with the operators that read them."""
@@ -285,7 +293,8 @@ class _Sites:
             if found is None:
                 return None, f"the channels of {absorption.parameter.target} do not come in whole runs"
             absorbers.append(found)
-        made = [self._laid_out(place, v, groups.shape[1]) for v in walk.made if self._within(place, v)]
+        stopped = (self._laid_out(place, v, groups.shape[1]) for v in walk.made if self._within(place, v))
+        made = list(dict.fromkeys(stopped))
         back: dict[Node, list[Node]] = {}
         for value, reader in walk.read:
             if self._within(place, value):
@@ -307,6 +316,7 @@ class _Sites:
                 tuple(made),
                 tuple((value, tuple(users)) for value, users in back.items()),
                 any(bool((place[self.of(labels)] >= 0).any()) for labels in centered),
+                tuple(walk.labels[value].numel() for value in (*made, *back)),
             ),
             "",
         )
@@ -341,45 +351,66 @@ class _Sites:
         """Return what becomes of a value where its channels are last, if it is only moved before."""
         moved = value
         while not self._in_runs(place, moved, size):
-            if len(moved.users) > 1 or target_name(user := next(iter(moved.users))) not in MOVING:
+            user = next(iter(moved.users))
+            if len(moved.users) > 1 or target_name(user) not in MOVING or len(user.all_input_nodes) > 1:
                 return value
             moved = user
         return moved
 
     def _lifted(self, value: Node, reader: Node) -> tuple[Node, list[Node]]:
         """Return where a norm that has to read a value as it was begins, so that its module gets it as it was."""
-        calls = module_calls(reader)
-        key = next(reversed(calls), None)
-        while key is not None and key in module_calls(value) and value in self.walk.labels:
-            sources = [n for n in value.all_input_nodes if n in self.walk.labels and not is_parameter(n)]
-            users = [user for user in value.users if key not in module_calls(user)]
-            if len(sources) != 1 or users or target_name(value) not in _KEEPING:
-                break
-            (value,) = sources
-            readers = [user for user in value.users if key in module_calls(user)]
-        else:
-            readers = [user for user in value.users if key is not None and key in module_calls(user)]
-        return value, readers if reader not in value.users else [reader]
+        key, chain = next(reversed(module_calls(reader)), None), [value]
+        while key is not None and key in module_calls(chain[-1]) and target_name(chain[-1]) in _KEEPING:
+            sources = [n for n in chain[-1].all_input_nodes if n in self.walk.labels and not is_parameter(n)]
+            if len(sources) != 1:
+                return value, [reader]
+            chain.append(sources[0])
+        start = chain[-1]
+        readers = [user for user in start.users if key is not None and key in module_calls(user)]
+        # Others that read what is made on the way, or the start, still have to find it rotated.
+        inside = {reader, *chain}
+        others = {user for node in chain[:-1] for user in node.users} | set(readers)
+        alone = all(user in inside or not self._is_rotated_for(user) for user in others)
+        return (start, readers) if alone and readers else (value, [reader])
+
+    def _is_rotated_for(self, user: Node) -> bool:
+        return user in self.walk.labels or user in self.walk.inputs
 
 
 _KEEPING = ("aten.mul.Tensor", "aten._to_copy.default")
+"""Behind which a norm that has to read a value as it was may read what it was made of."""
+
+_WHOLE = (
+    *("aten._to_copy.default", "aten.reshape.default", "aten.view.default", "aten._unsafe_view.default"),
+    *("aten.transpose.int", "aten.permute.default", "aten.unsqueeze.default", "aten.slice.Tensor", "aten.select.int"),
+    *("aten.squeeze.dim", "aten.clone.default", "aten.contiguous.default", "aten.expand.default"),
+)
+"""Behind which each row still has the offset of a norm, or a part of it."""
 
 
 def _rotated(absorption: Absorption, places: Tensor, shape: torch.Size) -> Rotated | None:
-    """Return the runs of a parameter's channels; `None` if they are not whole ones."""
+    """Return the runs of a parameter's channels; `None` if they are not whole ones.
+
+    Args:
+        absorption: the parameter.
+        places: of each element of its labels, where in the groups its coordinate is, -1 for elsewhere.
+        shape: of the groups, (k, n).
+    """
     axes = [d for d, size in enumerate(places.shape) if size > 1]
     if len(axes) != 1:
         return None
-    vector = places.flatten()
-    count, size = shape
-    at = [torch.nonzero(vector == place).flatten() for place in range(count * size)]
-    runs = []
-    for group in range(count):
-        columns = at[group * size : (group + 1) * size]
-        if len({len(column) for column in columns}) > 1:
-            return None
-        runs.append(torch.stack(columns, 1))
-    return Rotated(absorption.parameter, axes[0] - places.dim(), torch.cat(runs))
+    vector, (count, size) = places.flatten(), shape
+    times = torch.bincount(vector[vector >= 0], minlength=count * size).reshape(count, size)
+    if not torch.equal(times, times[:, :1].expand_as(times)):
+        return None
+    columns = torch.argsort(vector, stable=True)[int((vector < 0).sum()) :]
+    runs = [part.reshape(size, -1).T for part in columns.split((times.sum(1)).tolist())]
+    found = torch.cat(runs)
+    # Which copy of one coordinate belongs to which of another is known where each run is evenly spaced.
+    steps = found.diff(dim=1)
+    if len(found) > count and not torch.equal(steps, steps[:, :1].expand_as(steps)):
+        return None
+    return Rotated(absorption.parameter, axes[0] - places.dim(), len(vector), found)
 
 
 def apply_rotation(gm: GraphModule, site: RotationSite, rotation: Rotation) -> None:
@@ -391,10 +422,12 @@ def apply_rotation(gm: GraphModule, site: RotationSite, rotation: Rotation) -> N
         rotation: of the site's size, and keeping means if the site has to.
 
     Raises:
-        ValueError: if the matrix has another size.
+        ValueError: if the matrix has another size, or does not keep means and has to.
     """
     if rotation.size != site.size:
         raise ValueError(f"the site takes a matrix of size {site.size}, not {rotation.size}")
+    if site.keeps_mean and not rotation.keeps_mean:
+        raise ValueError("the site has a norm that subtracts means; give Rotation.random(..., keeps_mean=True)")
     for folded in site.norms:
         _fold(gm, folded)
     for absorber in site.absorbers:
@@ -410,7 +443,9 @@ def apply_rotation(gm: GraphModule, site: RotationSite, rotation: Rotation) -> N
 
 
 def _mixed(weight: Tensor, *, absorber: Rotated, rotation: Rotation) -> Tensor:
-    last = weight.movedim(absorber.axis, -1)
+    sizes = [1] * (-absorber.axis - weight.dim()) + list(weight.shape)
+    sizes[absorber.axis] = absorber.channels
+    last = weight.expand(sizes).movedim(absorber.axis, -1)
     runs = absorber.runs.to(weight.device)
     rotated = rotation.apply(last[..., runs.flatten()])
     result = last.clone(memory_format=torch.contiguous_format)
@@ -426,8 +461,9 @@ def _fold(gm: GraphModule, folded: Folded) -> None:
     for absorption, labels in folded.readers:
         linear = Linear.of(absorption.node)
         if offset is not None and folded.into_biases and linear is not None and is_parameter(linear.bias):
-            shift = linear.response(parameter(gm, absorption.parameter), offset.flatten())
-            assert shift is not None  # or the offset were not added to biases
+            added = per_element(labels.flatten(), offset.flatten()) * (labels.flatten() >= 0)
+            shift = linear.response(parameter(gm, absorption.parameter), added)
+            assert shift is not None  # `into_biases` is for operators that respond
             _replace(gm, linear.bias, lambda bias, shift=shift: bias + shift.reshape(bias.shape))  # type: ignore[misc]
         scale = per_element(labels, factor.flatten())
         _replace(gm, absorption.parameter, lambda weight, scale=scale: weight * scale)  # type: ignore[misc]
@@ -446,7 +482,7 @@ def _replace(gm: GraphModule, node: Node, change: Callable[[Tensor], Tensor]) ->
 
 
 def _insert(gm: GraphModule, value: Node, rotation: Rotation, users: list[Node]) -> None:
-    """Let some users of a value read it multiplied by a matrix."""
+    """Insert a rotation between a value and some of its users."""
     if not users:
         return
     fake = value_of(gm, value)

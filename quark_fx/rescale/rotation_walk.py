@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.graph.linear import Linear
-from quark_fx.graph.nodes import is_floating, is_parameter, static_size, target_name
+from quark_fx.graph.nodes import is_floating, is_parameter, parameter, static_size, target_name, value_of
 from quark_fx.graph.operators import MOVING, argument
 from quark_fx.rescale.scale_rules import RULES as SCALE_RULES
 from quark_fx.rescale.scale_rules import Rule, attention, matmul, reduce, stop, visit
@@ -56,6 +56,7 @@ class RotationWalk(Walk):
         made: values that have to be rotated behind their operator, and why.
         read: values that have to be rotated back, with the reader, and why.
         centering: components of values from which a mean is subtracted.
+        measured: components of values whose length counts, which no factor may be taken from.
     """
 
     def __init__(self, gm: GraphModule) -> None:
@@ -64,6 +65,7 @@ class RotationWalk(Walk):
         self.made: dict[Node, str] = {}
         self.read: dict[tuple[Node, Node], str] = {}
         self.centering: list[Tensor] = []
+        self.measured: list[Tensor] = []
         self._apart: list[tuple[Node, tuple[int, ...]]] = []
 
     def run(self) -> None:
@@ -72,12 +74,21 @@ class RotationWalk(Walk):
             node = next(iter(self.pending))
             del self.pending[node]
             _weighted_or_not(self, node)
-        for noted in (self.made, self.read, self.centering, self._apart):
+        for noted in (self.made, self.read, self.centering, self.measured, self._apart):
             noted.clear()
         for node in self.gm.graph.nodes:
             if node in self.labels or any(n in self.labels for n in node.all_input_nodes):
                 _weighted_or_not(self, node)
         self.pending.clear()
+        for node in self.made:
+            self._absorb_not(node, divides=True)
+        for _, node in self.read:
+            self._absorb_not(node, divides=False)
+
+    def _absorb_not(self, node: Node, *, divides: bool) -> None:
+        """Forget what a node would absorb on the side where a rotation stops."""
+        if node in self.absorptions:
+            self.absorptions[node] = [a for a in self.absorptions[node] if a.divides is not divides]
 
     def stop_read(self, node: Node, values: Iterable[Node], how: str = "", *, shared_with: Node | None = None) -> None:
         """Note that `values` have to be rotated back for `node`."""
@@ -103,7 +114,7 @@ class RotationWalk(Walk):
     def mixes(self, root_of: Tensor) -> Tensor:
         """Return a number per component: those that may be mixed with each other have the same.
 
-        They occur in the same values, and no operator tells them apart.
+        They occur in the same values, equally often, and no operator tells them apart.
 
         Args:
             root_of: the coordinate that each component is.
@@ -111,12 +122,12 @@ class RotationWalk(Walk):
         signature = torch.zeros(self.components.count, dtype=torch.long)
         generator = torch.Generator().manual_seed(0)
 
-        def draw() -> int:
-            return int(torch.randint(_MAX_HASH, (), generator=generator))
-
-        def note(labels: Tensor) -> None:
-            present = torch.unique(root_of[self.components.roots(labels[labels >= 0])])
-            signature[present] ^= draw()
+        def note(labels: Tensor, index: Tensor | None = None) -> None:
+            """Add a random number for each place of a component: at some index if there is one."""
+            known, count = labels >= 0, 1 if index is None else int(index.max()) + 1
+            numbers = torch.randint(_MAX_HASH, (count,), generator=generator)
+            places = torch.zeros_like(labels[known]) if index is None else index[known]
+            signature.index_add_(0, root_of[self.components.roots(labels[known])], numbers[places])
 
         for labels in self.labels.values():
             note(labels)
@@ -129,15 +140,12 @@ class RotationWalk(Walk):
             for d in dims:
                 shape = [-1 if e == d else 1 for e in range(labels.dim())]
                 index = index * labels.shape[d] + torch.arange(labels.shape[d]).reshape(shape)
-            known = labels >= 0
-            first = torch.full((self.components.count,), _MAX_HASH)
-            first.scatter_reduce_(0, root_of[self.components.roots(labels[known])], index[known], "amin")
-            signature ^= torch.where(first < _MAX_HASH, (first + 1) * draw(), 0)
+            note(labels, index)
         return signature
 
 
 def _weighted_or_not(walk: RotationWalk, node: Node) -> None:
-    """Grouped products treat the channels of a group alone, which no rotation leaves alone."""
+    """Stop at grouped products: a rotation would mix channels of different groups."""
     linear = Linear.of(node)
     if linear is not None and linear.groups > 1:
         return stop(walk, node)
@@ -147,7 +155,7 @@ def _weighted_or_not(walk: RotationWalk, node: Node) -> None:
 def _multiply(walk: Walk, node: Node) -> None:
     """A factor that is the same for all coordinates passes, one per channel is a norm's, and others stop."""
     assert isinstance(walk, RotationWalk)
-    values = [v for v in node.args[:2] if isinstance(v, Node) and is_floating(walk.gm, v)]
+    values = [v for v in node.args[:2] if isinstance(v, Node) and isinstance(value_of(walk.gm, v), Tensor)]
     if len(values) == 2 and values[0] is values[1]:
         return _square(walk, node)
     if len(values) < 2:
@@ -162,13 +170,15 @@ def _multiply(walk: Walk, node: Node) -> None:
     if not differs or differs < varying:
         walk.broadcast([value], node)
         return walk.keep_apart(node, sorted(differs))
-    if not is_parameter(factor) or len(varying) > 1:
+    channels = walk.sizes(node)[next(iter(varying))]
+    if not is_parameter(factor) or len(varying) > 1 or parameter(walk.gm, factor).numel() != channels:
         return stop(walk, node)
     return _norm(walk, node, value, factor, None, differs.pop() - rank, centers=False)
 
 
 def _rotated_factor(walk: RotationWalk, node: Node, factors: list[Node]) -> Node | None:
     """Return the factor that has coordinates, or has to have those of the product; `None` if both have."""
+    factors = [v for v in factors if is_floating(walk.gm, v)]
     labelled = [v for v in factors if v in walk.labels and not is_parameter(v)]
     if not labelled and node in walk.labels:
         dims = [d - len(walk.shape(node)) for d in walk.varying(node)]
@@ -211,8 +221,9 @@ def _normalize(walk: Walk, node: Node, *, centers: bool) -> None:
         return _norm(walk, node, value, factor, offset, -1, centers=centers)
     walk.broadcast([value], node)
     labels = walk.along(node, [-1])
-    if labels is not None and centers:
-        walk.centering.append(labels)
+    if labels is not None:
+        walk.measured.append(labels)
+        walk.centering += [labels] * centers
     return None
 
 
@@ -222,10 +233,16 @@ def _square(walk: Walk, node: Node) -> None:
     value: Any = node.args[0]
     varying = walk.varying(value)
     summed = [_summed(walk, user) for user in node.users]
+    if node in walk.labels:
+        return stop(walk, node)
     if (target_name(node) == "aten.pow.Tensor_Scalar" and node.args[1] != 2) or not all(summed):
         return stop(walk, node)
     kept = [d for d in varying if not all(d in dims for dims in summed)]
-    return stop(walk, node) if kept == varying and varying else walk.keep_apart(value, kept)
+    if kept == varying and varying:
+        return stop(walk, node)
+    if varying:
+        walk.measured.append(walk.labels[value])
+    return walk.keep_apart(value, kept)
 
 
 def _summed(walk: Walk, node: Node) -> list[int]:
@@ -248,10 +265,35 @@ def _reduce(walk: Walk, node: Node) -> None:
 def _mix_rows(walk: Walk, node: Node, *, rule: Rule, value: int) -> None:
     """Each matrix of a stack mixes rows in its own way."""
     assert isinstance(walk, RotationWalk)
-    rule(walk, node)
     columns = argument(node, value)
-    if columns in walk.labels:
-        walk.keep_apart(columns, walk.varying(columns)[:-1])
+    if sum(n is columns for n in node.args) > 1:
+        return stop(walk, node)
+    rule(walk, node)
+    last = len(walk.shape(columns)) - 1
+    return walk.keep_apart(columns, [d for d in walk.varying(columns) if d != last])
+
+
+def _roll(walk: Walk, node: Node) -> None:
+    """Rolling along other dimensions than those of the coordinates moves them nowhere."""
+    assert isinstance(walk, RotationWalk)
+    rank = len(walk.shape(node))
+    dims = {d % rank for d in argument(node, 2) or range(rank)}
+    value = argument(node, 0)
+    return stop(walk, node) if dims & {*walk.varying(value), *walk.varying(node)} else walk.move(node)
+
+
+def _divide(walk: Walk, node: Node) -> None:
+    """A divisor that is the same for all coordinates passes."""
+    assert isinstance(walk, RotationWalk)
+    value, divisor = node.args[:2]
+    rank = len(walk.shape(node))
+    if not isinstance(value, Node) or node.kwargs or not is_floating(walk.gm, value):
+        return stop(walk, node)
+    varying = {d + rank - len(walk.shape(v)) for v in (value, node) for d in walk.varying(v)}
+    tensor = isinstance(divisor, Node) and isinstance(value_of(walk.gm, divisor), Tensor)
+    if tensor and any(_size(walk, divisor, d - rank) != 1 for d in varying):  # type: ignore[arg-type]
+        return stop(walk, node)
+    return walk.broadcast([value], node)
 
 
 _SUMS = ("aten.mean.dim", "aten.sum.dim_IntList")
@@ -259,7 +301,7 @@ _SUMS = ("aten.mean.dim", "aten.sum.dim_IntList")
 RULES: dict[str, Rule] = {
     name: SCALE_RULES[name]
     for name in (
-        *MOVING,
+        *(name for name in MOVING if not name.startswith("aten.max_pool")),
         *("aten.repeat_interleave.self_int", "aten.movedim.int", "aten.swapaxes.default", "aten.tile.default"),
         *("aten.expand_as.default", "aten.mT.default", "aten.slice_scatter.default", "aten.select_scatter.default"),
         *("aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.unbind.int"),
@@ -271,13 +313,14 @@ RULES: dict[str, Rule] = {
         ),
         *("aten.neg.default", "aten._to_copy.default", "aten.mul.Scalar", "aten.div.Scalar", "aten.contiguous.default"),
         *("aten.clone.default", "aten.alias.default", "aten.add.Tensor", "aten.sub.Tensor", "aten.index.Tensor"),
-        *("aten.index_select.default", "aten.gather.default", "aten.index_add.default", "aten.sym_size.int"),
+        *("aten.index_select.default", "aten.index_add.default", "aten.sym_size.int", "aten.pad.default"),
         *("aten.zeros_like.default", "aten.new_zeros.default", "aten.zeros.default"),
         *(f"aten.{kind}{d}d.default" for kind in ("avg_pool", "adaptive_avg_pool") for d in (1, 2, 3)),
     )
-    if name in SCALE_RULES
 } | {
-    **dict.fromkeys(("aten.mul.Tensor",), _multiply),
+    "aten.mul.Tensor": _multiply,
+    "aten.div.Tensor": _divide,
+    "aten.roll.default": _roll,
     "aten.pow.Tensor_Scalar": _square,
     **dict.fromkeys(_SUMS, _reduce),
     "aten.layer_norm.default": partial(_normalize, centers=True),

@@ -58,7 +58,7 @@ def stop(walk: Walk, node: Node, *, inputs: bool = True) -> None:
 def _weighted(walk: Walk, node: Node, linear: Linear) -> None:
     """Multiply the weight's input channels, divide its output channels and the bias."""
     if (sharer := weight_sharer(walk, linear)) is not None:
-        return stop_shared(walk, node, sharer)
+        return _stop_shared(walk, node, sharer)
     weight, bias, value = linear.stored.node, linear.bias, linear.activation
     absorptions = []
     axis = linear.channel_dim(len(walk.shape(value)))
@@ -66,12 +66,12 @@ def _weighted(walk: Walk, node: Node, linear: Linear) -> None:
         labels = linear.of_inputs(vector)
         absorptions.append(Absorption(node, linear.weight_at, weight, labels, divides=False))
         walk.inputs[node] = ReadInput(linear, value, axis, vector)
-    if (vector := walk.along(node, [linear.channel_dim(len(walk.shape(node)))])) is not None:
+    if is_parameter(bias) and (sharer := walk.sharer(bias, node)) is not None:
+        walk.stop_made(node, shared_with=sharer)
+    elif (vector := walk.along(node, [linear.channel_dim(len(walk.shape(node)))])) is not None:
         labels = linear.of_outputs(vector)
         absorptions.append(Absorption(node, linear.weight_at, weight, labels, divides=True))
         if is_parameter(bias):
-            if (sharer := walk.sharer(bias, node)) is not None:
-                walk.stop_made(node, shared_with=sharer)
             shape = [1] * (len(walk.shape(bias)) - 1) + [-1]
             absorptions.append(Absorption(node, linear.bias_at or 0, bias, vector.reshape(shape), divides=True))
     if isinstance(bias, Node) and not is_parameter(bias):
@@ -86,7 +86,7 @@ def _look_up(walk: Walk, node: Node, row: Operator) -> None:
     if stored is None:
         return None
     if (sharer := walk.sharer(stored.node, stored.reader)) is not None:
-        return stop_shared(walk, node, sharer)
+        return _stop_shared(walk, node, sharer)
     vector = walk.along(node, [-1])
     if vector is not None:
         labels = vector.reshape([-1 if d == row.input_axis else 1 for d in range(2)])
@@ -94,7 +94,7 @@ def _look_up(walk: Walk, node: Node, row: Operator) -> None:
     return None
 
 
-def stop_shared(walk: Walk, node: Node, sharer: Node) -> None:
+def _stop_shared(walk: Walk, node: Node, sharer: Node) -> None:
     walk.absorptions.pop(node, None)
     walk.stop_read(node, node.all_input_nodes, shared_with=sharer)
     walk.stop_made(node, shared_with=sharer)
@@ -103,11 +103,13 @@ def stop_shared(walk: Walk, node: Node, sharer: Node) -> None:
 def _constant(walk: Walk, node: Node) -> None:
     """A constant that is a value like others (a class token that is concatenated) is divided itself."""
     if node not in walk.labels:
-        return
+        return None
     reader = next(iter(node.users))
     if (sharer := walk.sharer(node, reader)) is not None:
-        walk.stop_made(node, shared_with=sharer)
+        walk.absorptions.pop(node, None)
+        return walk.stop_made(node, shared_with=sharer)
     walk.absorptions[node] = [Absorption(reader, -1, node, walk.labels[node], divides=True)]
+    return None
 
 
 def _move(walk: Walk, node: Node, *, arguments: tuple[Any, ...] | None = None, uniform: Sequence[int] = ()) -> None:
@@ -124,13 +126,14 @@ def _parts(walk: Walk, node: Node) -> None:
 
 def _pad(walk: Walk, node: Node) -> None:
     """Padding with zeros, which every scale leaves alone, or with the values that are there."""
-    given = {"aten.constant_pad_nd.default": ("constant", argument(node, 2))}
-    mode, value = given.get(target_name(node), (argument(node, 2) or "constant", argument(node, 3)))
+    constant = target_name(node) == "aten.constant_pad_nd.default"
+    mode = "constant" if constant else argument(node, 2) or "constant"
+    value = argument(node, 2 if constant else 3)
     if mode != "constant":
         return _move(walk, node)
     if value not in (None, 0):
         return stop(walk, node)
-    fill = (-1,) if target_name(node) in given else ("constant", -1)
+    fill = (-1,) if constant else ("constant", -1)
     return _move(walk, node, arguments=(*node.args[:2], *fill))
 
 
@@ -167,7 +170,7 @@ def _absorb(walk: Walk, node: Node, constants: list[Node]) -> None:
         if value.numel() == 1 and _invariant(value.item()):
             continue
         if (sharer := walk.sharer(constant, node)) is not None:
-            return stop_shared(walk, node, sharer)
+            return _stop_shared(walk, node, sharer)
         if not _holds(value, labels):
             return stop(walk, node)
         walk.absorptions[node].append(Absorption(node, _position(node, constant), constant, labels, divides=True))
@@ -239,7 +242,7 @@ def _clamp(walk: Walk, node: Node) -> None:
         if not is_parameter(bound) or (labels is not None and not _holds(parameter(walk.gm, bound), labels)):
             return stop(walk, node)
         if (sharer := walk.sharer(bound, node)) is not None:
-            return stop_shared(walk, node, sharer)
+            return _stop_shared(walk, node, sharer)
     if labels is not None:
         walk.bounds[node] = labels
     return None
@@ -274,7 +277,7 @@ def _normalise(walk: Walk, node: Node, *, weight: int, bias: int | None, dims: i
         return stop(walk, node)
     for _, constant in affine:
         if (sharer := walk.sharer(constant, node)) is not None:
-            return stop_shared(walk, node, sharer)
+            return _stop_shared(walk, node, sharer)
     vector = walk.along(node, range(-len(argument(node, dims)), 0) if dims else [1])
     if vector is not None:
         walk.absorptions[node] = [Absorption(node, p, constant, vector, divides=True) for p, constant in affine]

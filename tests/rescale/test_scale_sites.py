@@ -14,7 +14,7 @@ from tiny import calls, rand, seeded
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn import functional as F
-from zoo import ZOO, capture, difference, double_inputs, in_double, outputs
+from zoo import ZOO, Net, capture, difference, double_inputs, in_double, outputs
 
 from quark_fx.graph.nodes import parameter, stored_tensors, target_name
 from quark_fx.graph.operators import operator_row
@@ -82,19 +82,6 @@ def test_an_architecture_keeps_its_function_at_every_site(name: str) -> None:
 
 def conv(inputs: int, outputs: int, size: int = 1, **options: Any) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, size, **options)
-
-
-class Net(nn.Module):
-    """Layers, and how they are wired."""
-
-    def __init__(self, forward: Callable[[Any, Tensor], Any], **layers: Any) -> None:
-        super().__init__()
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-        self.wiring = forward
-
-    def forward(self, x: Tensor) -> Any:
-        return self.wiring(self, x)
 
 
 def sites_of(model: nn.Module, x: Tensor) -> tuple[GraphModule, tuple[ScaleSite, ...]]:

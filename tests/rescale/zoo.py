@@ -59,6 +59,19 @@ def difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     return max(float((x - y).abs().max() / x.abs().max()) for x, y in zip(a, b, strict=True))
 
 
+class Net(nn.Module):
+    """Layers, and how they are wired."""
+
+    def __init__(self, forward: Callable[..., Any], **layers: Any) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+        self.wiring = forward
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.wiring(self, *inputs)
+
+
 @dataclass(frozen=True)
 class Case:
     """An architecture in small.
