@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,11 @@ class Factor:
 
     operator: str
     tensors: tuple[Tensor, ...]
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether each row of the last dimension is multiplied by itself, whatever the shape of the rest."""
+        return self.operator != "aten.mul.Tensor"
 
     def apply(self, x: Tensor) -> Tensor:
         """Return `x` multiplied."""
@@ -148,17 +153,37 @@ class _Places:
         self.found = RoundedModules()
 
     def find(self) -> RoundedModules:
+        for value in {value: None for value, _ in self.rounded}:
+            self._place_factors(value)
         for (value, reader), activation in self.rounded.items():
             if activation.is_fixed and _commutes(reader, activation) and self._all_round(reader, activation):
                 continue  # moved, and rounded again to the same codes
             ways = [self._place_input, self._place_output]
             # What is multiplied and not rounded must not be multiplied by its readers again.
             if not any(place(value, reader, activation) for place in (ways if activation.rounds else reversed(ways))):
-                raise _not_of_a_module(reader)
+                raise _not_of_a_module(reader, activation)
         for path, hooked in self.hooked.items():
             if hooked != self.calls[path]:
-                raise _not_of_a_module(next(reader for _, reader in self.rounded if module_path(reader) == path))
+                reader, activation = next((r, a) for (_, r), a in self.rounded.items() if module_path(r) == path)
+                raise _not_of_a_module(reader, activation)
         return self.found
+
+    def _place_factors(self, value: Node) -> None:
+        """Multiply the result of a module if all that read it have it multiplied alike, and some do not round it."""
+        edges = {edge: activation for edge, activation in self.rounded.items() if edge[0] is value}
+        plain = [reader for (_, reader), activation in edges.items() if activation.factors and not activation.rounds]
+        if not plain or len(plain) == len(edges):
+            return
+        common = Activation(factors=edges[value, plain[0]].factors)
+        if not all(replace(common, factors=a.factors).same_as(common) for a in edges.values()):
+            return
+        everything = self.rounded
+        self.rounded = {**everything, **dict.fromkeys(edges, common)}
+        placed = self._place_output(value, plain[0], common)
+        rounding = {edge: replace(a, factors=()) for edge, a in edges.items() if a.rounds}
+        self.rounded = (
+            {edge: a for edge, a in everything.items() if edge not in edges} | rounding if placed else everything
+        )
 
     def _place_input(self, value: Node, reader: Node, activation: Activation) -> bool:
         """Round the input of the module that reads a value, if all that it reads is that value, rounded so."""
@@ -206,8 +231,14 @@ class _Places:
         )
 
 
-def _not_of_a_module(reader: Node) -> QuarkError:
+def _not_of_a_module(reader: Node, activation: Activation) -> QuarkError:
     path = module_path(reader)
+    if not activation.rounds:
+        return QuarkError(
+            f"{describe(reader)} reads a value that a pass multiplies at run time, which is not the only input of its "
+            f"module ({path or 'the model'}) nor the only result of another one; call the quantized model itself, or "
+            "quantize with Rotate(overhead=0), or without explicit=True"
+        )
     alike = re.sub(r"\.\d+\.", ".*.", path)  # the same module in every layer
     return QuarkError(
         f"{describe(reader)} reads a rounded activation that is not the only input of its module ({path or 'the model'}"
@@ -225,7 +256,8 @@ def _commutes(node: Node, activation: Activation) -> bool:
     shapes = [n.meta["val"].shape for n in (node, node.all_input_nodes[0]) if isinstance(n.meta.get("val"), Tensor)]
     same_rows = len(shapes) == 2 and bool(shapes[0][-1:]) and shapes[0][-1] == shapes[1][-1]
     whole = activation.axis is None or (activation.axis == -1 and same_rows)
-    return target_name(node) in _RESHAPING and whole and not activation.factors
+    by_rows = all(factor.by_rows for factor in activation.factors) and (same_rows or not activation.factors)
+    return target_name(node) in _RESHAPING and whole and by_rows
 
 
 _RESHAPING = ("aten.reshape.default", "aten.flatten.using_ints", "aten.unflatten.int", "aten.unsqueeze.default")

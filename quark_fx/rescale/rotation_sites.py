@@ -348,14 +348,14 @@ class _Sites:
         )
 
     def _laid_out(self, place: Tensor, value: Node, size: int) -> Node:
-        """Return what becomes of a value where its channels are last, if it is only moved before."""
-        moved = value
-        while not self._in_runs(place, moved, size):
-            user = next(iter(moved.users))
-            if len(moved.users) > 1 or target_name(user) not in MOVING or len(user.all_input_nodes) > 1:
-                return value
+        """Return the last value that a value is moved to whose channels lie as a rotation at run time needs them."""
+        last, moved = value, value
+        while len(moved.users) == 1 and target_name(user := next(iter(moved.users))) in MOVING:
+            if len([n for n in user.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]) > 1:
+                break
             moved = user
-        return moved
+            last = moved if self._in_runs(place, moved, size) else last
+        return last
 
     def _lifted(self, value: Node, reader: Node) -> tuple[Node, list[Node]]:
         """Return where a norm that has to read a value as it was begins, so that its module gets it as it was."""

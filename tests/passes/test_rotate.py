@@ -10,6 +10,7 @@ import torch
 from tiny import quantize, rand, record_of, seeded
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from zoo import ZOO
 
 import quark_fx as qfx
 from quark_fx import Granularity, TensorSpec
@@ -95,6 +96,30 @@ def test_the_rotated_model_is_itself_everywhere(config: qfx.QuantConfig, tied: b
     assert torch.equal(logits(loaded.eager(llama(tied=tied))), expected)
     file = qfx.export.onnx(loaded, tmp_path / "model.onnx")
     assert qfx.verify(loaded, file, [TOKENS]).max_steps <= 1
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "BERT"])
+def test_a_rotated_value_that_is_rounded_for_some_readers_is_the_same_in_modules(name: str) -> None:
+    model, batch = seeded(ZOO[name].make()), ZOO[name].batches[0]
+    qmodel = quantize(model, rotating(W8A8_DYNAMIC.replace(passes=()), overhead=99), [batch])
+    with torch.no_grad():
+        assert torch.equal(qmodel.eager()(**batch)[0], qmodel(**batch)[0])
+
+
+def test_what_no_module_can_multiply_is_said_so() -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.branch, self.leave = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.relu(self.enter(x))
+            y: Tensor = self.leave(x + self.branch(x))
+            return y
+
+    qmodel = quantize(seeded(Sums()), rotating(W8A8_DYNAMIC.replace(passes=()), overhead=99), [rand(2, 5, 6)])
+    with pytest.raises(qfx.QuarkError, match=r"that a pass multiplies at run time.* Rotate\(overhead=0\)"):
+        qmodel.eager()
 
 
 def test_the_report_says_what_runs_when() -> None:

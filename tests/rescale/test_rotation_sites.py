@@ -48,7 +48,7 @@ ROTATED = {
     "EfficientNet": (2, 0),
     "ConvNeXt": (4, 4),
     "ViT": (9, 2),
-    "Swin": (18, 15),
+    "Swin": (18, 5),
     "BERT": (13, 12),
     "GPT-2": (8, 4),
     "BLOOM": (8, 4),
