@@ -1,6 +1,6 @@
 """Exact on every processor: the same files on kernels with VNNI, on AVX-512 and AVX2 without it, and what that costs.
 
-    python -m benchmarks.processors [--models minilm ...] [--rounds 10] [--write]
+    python -m benchmarks.processors [--models minilm ...] [--files xint8 ...] [--rounds 10] [--write]
     python -m benchmarks.processors --suite
 
 The files are written once and run by ONNX Runtime four times: on this processor as it is; on the kernels that ONNX
@@ -9,8 +9,9 @@ VNNI is missing (a changed comparison in the copy, Linux on x64 with AVX-512 and
 (`qemu-x86_64` of Debian's `qemu-user`). A column that this machine cannot fill is `–`. Models have trained weights
 (`cnn`, `mobilenet`, `vit`, MiniLM) or seeded random ones (torchvision's, and timm's EfficientFormer where it is
 installed). SQNR is that of the first output on data that was not calibrated on, against the float model. `--write`
-updates the rows of these models in `docs/processors.md`. `--suite` types the README's two commands, the second of
-which runs all tests, into a fresh environment with the kernels for AVX2.
+updates the rows of these models and files in `docs/processors.md`; what exactness costs is measured with all files.
+`--suite` types the README's two commands, the second of which runs all tests, into a fresh environment with the kernels
+for AVX2.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -253,12 +254,12 @@ def called(model: Any, batch: Any) -> Tensor:
         return leading(model(**batch) if isinstance(batch, Mapping) else model(batch))
 
 
-def exactness(name: str, folder: Path) -> list[list[object]]:
+def exactness(name: str, folder: Path, kinds: Collection[str]) -> list[list[object]]:
     """Return a row for every file of a model: SQNR in torch and on each processor, and steps one by one."""
     model, calibration, batch = MODELS[name]()
     expected = called(model, batch)
     rows: list[list[object]] = []
-    for kind, (config, options) in FILES.items():
+    for kind, (config, options) in ((kind, made) for kind, made in FILES.items() if kind in kinds):
         qmodel = qfx.quantize(model, config, calibration, progress=False)
         file = folder / "model.onnx"
         try:
@@ -356,20 +357,22 @@ def child(rounds: str, inputs: str, *files: str) -> None:
 
 
 def with_rows_of_others(rows: list[list[object]], columns: int) -> list[list[object]]:
-    """Return rows and those that the page has, in a table of that many columns, of models that were not measured."""
-    measured, page = {row[0] for row in rows}, DOCS / "processors.md"
+    """Return rows and those that the page has, in a table of that many columns, of what was not measured."""
+    measured, page = {(row[0], row[1]) for row in rows}, DOCS / "processors.md"
     lines = page.read_text(encoding="utf-8").splitlines() if page.exists() else []
     there = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|"))
     kept: list[list[object]] = [
-        [*row] for row in there if len(row) == columns and row[0] in MODELS and row[0] not in measured
+        [*row] for row in there if len(row) == columns and row[0] in MODELS and (row[0], row[1]) not in measured
     ]
-    return sorted([*kept, *rows], key=lambda row: list(MODELS).index(str(row[0])))
+    kinds = [*FILES, *WEIGHTS]
+    return sorted([*kept, *rows], key=lambda row: (list(MODELS).index(str(row[0])), kinds.index(str(row[1]))))
 
 
 def main() -> None:
     """Measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS), metavar="MODEL")
+    parser.add_argument("--files", nargs="*", default=list(FILES), choices=list(FILES), metavar="FILE")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--write", action="store_true", help="update docs/processors.md")
     parser.add_argument("--suite", action="store_true", help="run the README's commands on kernels for AVX2 instead")
@@ -386,8 +389,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         for name in arguments.models:
-            exact += exactness(name, folder)
-            costs += cost(name, folder, arguments.rounds)
+            exact += exactness(name, folder, arguments.files)
+            costs += cost(name, folder, arguments.rounds) if len(arguments.files) == len(FILES) else []
         columns = list(processors(folder))
     header = ("model", "file", "torch", *columns, "steps, one by one", "nodes exact by their codes")
     timed = [f"time, {column}" for column in columns[:3]]
