@@ -106,17 +106,20 @@ def hadamard(size: int) -> Tensor | None:
         Sylvester's doubling, and both of Paley's constructions, of prime orders.
     """
     if size <= 2:
-        return torch.tensor([[1.0]] if size == 1 else [[1.0, 1.0], [1.0, -1.0]], dtype=torch.float32)
+        return _matrix([1.0]) if size == 1 else _matrix([1.0, 1.0], [1.0, -1.0])
     if size % 4:
         return None
     if _is_prime(q := size - 1):  # 3 modulo 4
-        return torch.eye(size) + _bordered(q, -1.0)
+        return torch.eye(size, dtype=torch.float32) + _bordered(q, -1.0)
     if size % 8 == 4 and _is_prime(q := size // 2 - 1):  # 1 modulo 4
-        symmetric = _bordered(q, 1.0)
-        pairs = torch.tensor([[1.0, 1.0], [1.0, -1.0]]), torch.tensor([[1.0, -1.0], [-1.0, -1.0]])
-        return torch.kron(symmetric, pairs[0]) + torch.kron(torch.eye(q + 1), pairs[1])
+        one, other = _matrix([1.0, 1.0], [1.0, -1.0]), _matrix([1.0, -1.0], [-1.0, -1.0])
+        return torch.kron(_bordered(q, 1.0), one) + torch.kron(torch.eye(q + 1, dtype=torch.float32), other)
     half = hadamard(size // 2)
-    return None if half is None else torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), half)
+    return None if half is None else torch.kron(_matrix([1.0, 1.0], [1.0, -1.0]), half)
+
+
+def _matrix(*rows: list[float]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float32)
 
 
 def _bordered(prime: int, sign: float) -> Tensor:

@@ -267,7 +267,7 @@ class _Sites:
         for key, members in sites.items():
             readers = [linear for linear, here in touched.items() if any(root(s) == key for s in here)]
             ordered = sorted(sorted(first[signature]) for signature in members)
-            yield torch.tensor(ordered), readers
+            yield torch.tensor(ordered, dtype=torch.long), readers
 
     def _site(self, groups: Tensor, readers: list[Linear]) -> tuple[RotationSite | None, str]:
         """Return the site of some coordinates, or why they cannot be rotated."""

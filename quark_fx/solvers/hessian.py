@@ -227,7 +227,7 @@ class Entrance:
             nodes.append(linear.node)
         if linear.offsets is not None:
             nodes.append(linear.offsets)
-        groups, _, columns = mapping.matrix(torch.empty(linear.shape, device="meta")).shape
+        groups, _, columns = mapping.matrix(torch.empty(linear.shape, device="meta", dtype=torch.float32)).shape
         self.mapping, self.shape, self._inputs = mapping, (groups, columns), inputs
         self._part = extract(module, placeholders(module), nodes)
 
