@@ -124,8 +124,9 @@ class BlockRun:
 
     def store(self, name: str, value: Tensor) -> None:
         """Replace the tensor `name` of the quantized graph, here and in the whole."""
-        # As a checkpoint gives it back: convolutions round otherwise where weights lie otherwise in memory.
-        value = value.detach().contiguous()
+        # With the strides that a checkpoint gives back: convolutions round otherwise where weights lie otherwise in
+        # memory. Those of dimensions of size 1, which `contiguous` leaves alone, count as well.
+        value = value.detach().contiguous().view(-1).view(value.shape)
         if self._undo is not None:
             self._undo.setdefault(name, tensor_of(self._whole, name))
         set_parameter(self.module, name, value.to(self._context.device))
