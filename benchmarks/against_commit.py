@@ -224,8 +224,8 @@ def main() -> None:
     code = table(("", "before", "after"), [(what, before[what], after[what]) for what in before])
     page = f"""# Since an earlier commit
 
-Written by `python -m benchmarks.against_commit {commits[0].strip()} --write` at {commits[1].strip()};
-its docstring says what is measured.
+Written by `python -m benchmarks.against_commit {commits[0].strip()} --networks {" ".join(arguments.networks)} --rounds
+{arguments.rounds} --write` at {commits[1].strip()}; its docstring says what is measured.
 
 {table(header, rows)}
 
