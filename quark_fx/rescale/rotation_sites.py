@@ -303,9 +303,9 @@ class _Sites:
         for value in (*made, *back):
             if not self._in_runs(place, value, groups.shape[1]):
                 return None, self._why(value, readers)
-        for value in set(made) & back.keys():
-            if set(value.users) <= set(back[value]):
-                made.remove(value)
+        for value in [value for value in made if set(value.users) <= set(back.get(value, ()))]:
+            made.remove(value)  # all that read it need it as it was
+            del back[value]
         centered = [*walk.centering, *(f.norm.inputs for f in norms if f.norm.centers)]
         return (
             RotationSite(

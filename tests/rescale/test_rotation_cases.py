@@ -202,6 +202,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "grouped queries": (lambda: Net(grouped_queries, q=L(8,16), k=L(8,8), v=L(8,8), o=L(16,8)), rand(2,3,8)),
     "a second reader within": (lambda: Net(lambda s, x: s.o(s.b(s.i(x))), i=L(5,8), o=L(8,3), b=Net(branch, l=L(8,8), k=L(8,8))), X),
     "a residual within": (lambda: Net(lambda s, x: s.o(s.b(s.i(x))), i=L(5,8), o=L(8,3), b=Net(branch_and_residual, l=L(8,8))), X),
+    "what is made and read back by all": (lambda: Net(lambda s, x: s.o(y := s.i(x)) + s.p(F.gelu(y + s.c)) + F.gelu(s.c[:3]), i=L(5,8), o=L(8,3), p=L(8,3), c=param(8)), X),
     "shared bias": (sharing_a_bias, X),
     "shared factor": (sharing_a_factor, rand(2,5)),
 }
