@@ -96,7 +96,7 @@ class Rotation:
 def factors(size: int) -> tuple[int, int]:
     """Return two factors of a size: `hadamard` constructs both if possible, and their sum is small."""
     pairs = [(a, size // a) for a in range(1, math.isqrt(size) + 1) if size % a == 0]
-    return min(pairs, key=lambda pair: (sum(hadamard(n) is None for n in pair), sum(pair)))
+    return min(pairs, key=lambda pair: (sum(not _constructible(n) for n in pair), sum(pair)))
 
 
 def hadamard(size: int) -> Tensor | None:
@@ -105,17 +105,36 @@ def hadamard(size: int) -> Tensor | None:
     Source:
         Sylvester's doubling, and both of Paley's constructions, of prime orders.
     """
-    if size <= 2:
-        return _matrix([1.0]) if size == 1 else _matrix([1.0, 1.0], [1.0, -1.0])
-    if size % 4:
+    if not _constructible(size):
         return None
-    if _is_prime(q := size - 1):  # 3 modulo 4
-        return torch.eye(size, dtype=torch.float32) + _bordered(q, -1.0)
-    if size % 8 == 4 and _is_prime(q := size // 2 - 1):  # 1 modulo 4
-        one, other = _matrix([1.0, 1.0], [1.0, -1.0]), _matrix([1.0, -1.0], [-1.0, -1.0])
-        return torch.kron(_bordered(q, 1.0), one) + torch.kron(torch.eye(q + 1, dtype=torch.float32), other)
+    two = _matrix([1.0, 1.0], [1.0, -1.0])
+    if size <= 2:
+        return two[:size, :size]
+    if first := _first_paley(size):
+        return torch.eye(size, dtype=torch.float32) + _bordered(first, -1.0)
+    if second := _second_paley(size):
+        between = torch.eye(second + 1, dtype=torch.float32)
+        return torch.kron(_bordered(second, 1.0), two) + torch.kron(between, _matrix([1.0, -1.0], [-1.0, -1.0]))
     half = hadamard(size // 2)
-    return None if half is None else torch.kron(_matrix([1.0, 1.0], [1.0, -1.0]), half)
+    assert half is not None  # or this size were not constructible
+    return torch.kron(two, half)
+
+
+def _constructible(size: int) -> bool:
+    """Tell whether `hadamard` constructs a matrix of a size, without doing so: large ones take gigabytes."""
+    if size <= 2 or size % 4:
+        return size <= 2
+    return bool(_first_paley(size) or _second_paley(size)) or _constructible(size // 2)
+
+
+def _first_paley(size: int) -> int:
+    """Return the prime of Paley's first construction, 3 modulo 4; 0 if there is none."""
+    return size - 1 if size % 4 == 0 and _is_prime(size - 1) else 0
+
+
+def _second_paley(size: int) -> int:
+    """Return the prime of Paley's second construction, 1 modulo 4; 0 if there is none."""
+    return size // 2 - 1 if size % 8 == 4 and _is_prime(size // 2 - 1) else 0
 
 
 def _matrix(*rows: list[float]) -> Tensor:

@@ -43,7 +43,7 @@ class Rotate(Selective):
     seed: Annotated[int, Interval("[0, 2147483647]")] = 0
 
     def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
-        """Rotate what operators of `gm` read that will be quantized, all without a context; return how many sites."""
+        """Rotate the inputs of operators that will be quantized, without a context of all; return how many sites."""
         names, note = _names(gm, context), context.note if context is not None else lambda change: None
         analysis = find_rotation_sites(gm)
         for node, reason in analysis.reasons.items():

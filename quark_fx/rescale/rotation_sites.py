@@ -22,12 +22,10 @@ from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import (
     call,
     describe,
-    fake_mode,
     get_attr,
     is_parameter,
     module_calls,
     parameter,
-    set_parameter,
     target_name,
     value_of,
 )
@@ -36,6 +34,7 @@ from quark_fx.numbers.rotation import Rotation
 from quark_fx.rescale.components import per_element
 from quark_fx.rescale.rotation_walk import Norm, RotationWalk
 from quark_fx.rescale.scale_rules import weight_sharer
+from quark_fx.rescale.scale_sites import replace_parameter, rescale
 from quark_fx.rescale.scale_walk import Absorption
 
 
@@ -348,7 +347,7 @@ class _Sites:
         )
 
     def _laid_out(self, place: Tensor, value: Node, size: int) -> Node:
-        """Return the last value that a value is moved to whose channels lie as a rotation at run time needs them."""
+        """Follow the data movement behind a value; return the last place where its channels are last and in order."""
         last, moved = value, value
         while len(moved.users) == 1 and target_name(user := next(iter(moved.users))) in MOVING:
             if len([n for n in user.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]) > 1:
@@ -358,7 +357,7 @@ class _Sites:
         return last
 
     def _lifted(self, value: Node, reader: Node) -> tuple[Node, list[Node]]:
-        """Return where a norm that has to read a value as it was begins, so that its module gets it as it was."""
+        """Return the input of the module that a norm is in, if the module can take it unrotated, and who reads it."""
         key, chain = next(reversed(module_calls(reader)), None), [value]
         while key is not None and key in module_calls(chain[-1]) and target_name(chain[-1]) in _KEEPING:
             sources = [n for n in chain[-1].all_input_nodes if n in self.walk.labels and not is_parameter(n)]
@@ -378,14 +377,14 @@ class _Sites:
 
 
 _KEEPING = ("aten.mul.Tensor", "aten._to_copy.default")
-"""Behind which a norm that has to read a value as it was may read what it was made of."""
+"""Steps of a norm that commute with a rotation: it can be undone before them."""
 
 _WHOLE = (
     *("aten._to_copy.default", "aten.reshape.default", "aten.view.default", "aten._unsafe_view.default"),
     *("aten.transpose.int", "aten.permute.default", "aten.unsqueeze.default", "aten.slice.Tensor", "aten.select.int"),
     *("aten.squeeze.dim", "aten.clone.default", "aten.contiguous.default", "aten.expand.default"),
 )
-"""Behind which each row still has the offset of a norm, or a part of it."""
+"""Data movement that leaves every row with the offset of a norm, or with a slice of it."""
 
 
 def _rotated(absorption: Absorption, places: Tensor, shape: torch.Size) -> Rotated | None:
@@ -406,7 +405,7 @@ def _rotated(absorption: Absorption, places: Tensor, shape: torch.Size) -> Rotat
     columns = torch.argsort(vector, stable=True)[int((vector < 0).sum()) :]
     runs = [part.reshape(size, -1).T for part in columns.split((times.sum(1)).tolist())]
     found = torch.cat(runs)
-    # Which copy of one coordinate belongs to which of another is known where each run is evenly spaced.
+    # With several copies, stable sorting pairs the right ones only if each run is evenly spaced.
     steps = found.diff(dim=1)
     if len(found) > count and not torch.equal(steps, steps[:, :1].expand_as(steps)):
         return None
@@ -465,20 +464,17 @@ def _fold(gm: GraphModule, folded: Folded) -> None:
             shift = linear.response(parameter(gm, absorption.parameter), added)
             assert shift is not None  # `into_biases` is for operators that respond
             _replace(gm, linear.bias, lambda bias, shift=shift: bias + shift.reshape(bias.shape))  # type: ignore[misc]
-        scale = per_element(labels, factor.flatten())
-        _replace(gm, absorption.parameter, lambda weight, scale=scale: weight * scale)  # type: ignore[misc]
+        rescale(gm, absorption.parameter, labels, factor.flatten())
     _replace(gm, norm.factor, torch.ones_like)
     if norm.offset is not None:
         _replace(gm, norm.offset, torch.zeros_like if folded.into_biases else lambda offset: offset / factor)
 
 
 def _replace(gm: GraphModule, node: Node, change: Callable[[Tensor], Tensor]) -> None:
+    """Change a parameter, computed in float32 at least."""
     old = parameter(gm, node).detach()
     wide = torch.promote_types(old.dtype, torch.float32)
-    new = change(old.to(wide)).to(old.dtype)
-    set_parameter(gm, str(node.target), new)
-    if new.shape != old.shape:
-        node.meta["val"] = fake_mode(gm).from_tensor(new, static_shapes=True)
+    replace_parameter(gm, node, change(old.to(wide)).to(old.dtype))
 
 
 def _insert(gm: GraphModule, value: Node, rotation: Rotation, users: list[Node]) -> None:

@@ -73,12 +73,12 @@ class RotationWalk(Walk):
         while self.pending:
             node = next(iter(self.pending))
             del self.pending[node]
-            _weighted_or_not(self, node)
+            _visit(self, node)
         for noted in (self.made, self.read, self.centering, self.measured, self._apart):
             noted.clear()
         for node in self.gm.graph.nodes:
             if node in self.labels or any(n in self.labels for n in node.all_input_nodes):
-                _weighted_or_not(self, node)
+                _visit(self, node)
         self.pending.clear()
         for node in self.made:
             self._absorb_not(node, divides=True)
@@ -86,7 +86,7 @@ class RotationWalk(Walk):
             self._absorb_not(node, divides=False)
 
     def _absorb_not(self, node: Node, *, divides: bool) -> None:
-        """Forget what a node would absorb on the side where a rotation stops."""
+        """Drop the absorptions of a node on the side where a rotation stops."""
         if node in self.absorptions:
             self.absorptions[node] = [a for a in self.absorptions[node] if a.divides is not divides]
 
@@ -144,7 +144,7 @@ class RotationWalk(Walk):
         return signature
 
 
-def _weighted_or_not(walk: RotationWalk, node: Node) -> None:
+def _visit(walk: RotationWalk, node: Node) -> None:
     """Stop at grouped products: a rotation would mix channels of different groups."""
     linear = Linear.of(node)
     if linear is not None and linear.groups > 1:

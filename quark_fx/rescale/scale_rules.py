@@ -137,7 +137,7 @@ def _pad(walk: Walk, node: Node) -> None:
     return _move(walk, node, arguments=(*node.args[:2], *fill))
 
 
-def same(walk: Walk, node: Node, *, values: tuple[int, ...] = (0,)) -> None:
+def _same(walk: Walk, node: Node, *, values: tuple[int, ...] = (0,)) -> None:
     """Operators with `f(s * x, s * y) = s * f(x, y)` for s > 0, element by element.
 
     Args:
@@ -388,19 +388,19 @@ RULES: dict[str, Rule] = {
             *("aten.neg.default", "aten._to_copy.default", "aten.mul.Scalar", "aten.div.Scalar", "aten.div.Tensor"),
             *("aten.contiguous.default", "aten.clone.default", "aten.alias.default"),
         ),
-        same,
+        _same,
     ),
     **dict.fromkeys(
         ("aten.add.Tensor", "aten.sub.Tensor", "aten.minimum.default", "aten.maximum.default"),
-        partial(same, values=(0, 1)),
+        partial(_same, values=(0, 1)),
     ),
     **dict.fromkeys(
         ("aten.masked_fill.Scalar", "aten.masked_fill.Tensor"),
-        partial(same, values=(0, 2)),
+        partial(_same, values=(0, 2)),
     ),
     **dict.fromkeys(
         ("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf"),
-        partial(same, values=(1, 2)),
+        partial(_same, values=(1, 2)),
     ),
     "aten.mul.Tensor": _multiply,
     **dict.fromkeys(

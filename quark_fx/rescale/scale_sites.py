@@ -281,10 +281,10 @@ def apply_scale(gm: GraphModule, site: ScaleSite, scale: Tensor) -> None:
     if not bool(((scale > 0) & scale.isfinite()).all()):
         raise ValueError("scales must be positive and finite")
     for absorber in site.producers:
-        _rescale(gm, absorber.parameter, absorber.labels, 1 / scale)
+        rescale(gm, absorber.parameter, absorber.labels, 1 / scale)
         _rescale_statistics(absorber, 1 / scale)
     for absorber in site.consumers:
-        _rescale(gm, absorber.parameter, absorber.labels, scale)
+        rescale(gm, absorber.parameter, absorber.labels, scale)
     for node, labels in site.bounds:
         _rescale_bounds(gm, node, labels, scale)
     if site.explicit:
@@ -305,11 +305,16 @@ def _insert_division(gm: GraphModule, site: ScaleSite, scale: Tensor) -> None:
         set_argument(found.reader, found.linear.activation_at, scaled)
 
 
-def _rescale(gm: GraphModule, node: Node, labels: Tensor, factor: Tensor) -> None:
-    old = parameter(gm, node)
-    new = _scaled(old, labels, factor)
+def rescale(gm: GraphModule, node: Node, labels: Tensor, factor: Tensor) -> None:
+    """Multiply a parameter by the factor of each labelled element, one per component; the others stay."""
+    replace_parameter(gm, node, _scaled(parameter(gm, node), labels, factor))
+
+
+def replace_parameter(gm: GraphModule, node: Node, new: Tensor) -> None:
+    """Store another tensor, perhaps of another shape, in the place of the one that a `get_attr` node reads."""
+    shape = parameter(gm, node).shape
     set_parameter(gm, str(node.target), new)
-    if new.shape != old.shape:
+    if new.shape != shape:
         node.meta["val"] = fake_mode(gm).from_tensor(new, static_shapes=True)
 
 
@@ -345,7 +350,7 @@ def _rescale_bounds(gm: GraphModule, node: Node, labels: Tensor, scale: Tensor) 
     new: list[Node | None] = []
     for name, bound in zip(("min", "max"), bounds, strict=True):
         if is_parameter(bound):
-            _rescale(gm, bound, labels, 1 / scale)
+            rescale(gm, bound, labels, 1 / scale)
             new.append(bound)
         elif bound is None:
             new.append(None)
@@ -357,4 +362,7 @@ def _rescale_bounds(gm: GraphModule, node: Node, labels: Tensor, scale: Tensor) 
     node.target, node.args, node.kwargs = torch.ops.aten.clamp.Tensor, (value, *new), {}
 
 
-__all__ = ["Absorber", "ScaleSite", "ScaledInput", "SiteAnalysis", "apply_scale", "find_scale_sites"]
+__all__ = [
+    *("Absorber", "ScaleSite", "ScaledInput", "SiteAnalysis"),
+    *("apply_scale", "find_scale_sites", "replace_parameter", "rescale"),
+]
