@@ -7,7 +7,7 @@
 torch.Size([3, 4])
 """
 
-from quark_fx import export, observers, passes, presets, targets
+from quark_fx import data, evaluation, export, observers, passes, presets, targets
 from quark_fx.capture.capture import capture_graph
 from quark_fx.checkpoints.open_checkpoint import open_checkpoint
 from quark_fx.config import block_formats
@@ -23,6 +23,7 @@ from quark_fx.errors import (
     PassError,
     QuarkError,
 )
+from quark_fx.evaluation import evaluate
 from quark_fx.export import verify
 from quark_fx.graph.pass_manager import graph_pass, run_passes
 from quark_fx.model.qat import prepare_qat
@@ -57,6 +58,9 @@ __all__ = [
     "block_formats",
     "capture_graph",
     "check",
+    "data",
+    "evaluate",
+    "evaluation",
     "export",
     "formats",
     "graph_pass",

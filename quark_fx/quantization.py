@@ -23,7 +23,7 @@ from quark_fx.capture.capture import Captured, capture_graph
 from quark_fx.checkpoints.files import CheckpointFiles
 from quark_fx.checkpoints.open_checkpoint import open_checkpoint
 from quark_fx.checkpoints.shelf import Shelf
-from quark_fx.config.quant_config import QuantConfig
+from quark_fx.config.quant_config import QuantConfig, TensorSpec
 from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
 from quark_fx.engine.calibration import planned
 from quark_fx.engine.context import Checkpoint, Context, fingerprint, require_resources
@@ -278,6 +278,17 @@ def predict(
             return expect(gm, config, context, others, shelf=streamed, shapes=shapes)
         finally:
             context.cache.close()
+
+
+def needs_data(config: QuantConfig) -> bool:
+    """Tell whether calibration data change the result: ranges of activations are found, or a pass learns from data.
+
+    >>> needs_data(preset("int8_static")), needs_data(preset("int8_dynamic"))
+    (True, False)
+    """
+    specs = [config.input, config.output, *(spec for o in config.overrides for spec in (o.input, o.output))]
+    ranges = any(isinstance(spec, TensorSpec) and not spec.dynamic and not spec.is_cast for spec in specs)
+    return ranges or any(map(learns_from_data, config.passes))
 
 
 @isolated

@@ -177,7 +177,7 @@ def _pretrained(files: CheckpointFiles, shelf: Shelf, dtype: torch.dtype | None)
     """Return the model that a checkpoint's configuration names, converted by transformers piece by piece."""
     transformers, accelerate = _library("transformers"), _library("accelerate")
     config = _configuration(files.directory)
-    kind = _class_of(config, files.directory, transformers)
+    kind = class_of(config, files.directory, transformers)
     # The files are mapped: links to them, and what transformers has to convert, are not needed any longer than this.
     with tempfile.TemporaryDirectory(dir=shelf.directory) as folder, quiet():
         checked, converted = Path(folder, "checked"), Path(folder, _CONVERTED)
@@ -295,8 +295,12 @@ def _refuse_converted_codes(
             raise _codes(name, dtype, model)
 
 
-def _configuration(directory: Path) -> dict[str, Any]:
-    """Return what `config.json` says, if nothing in it leads out of the directory, and its weights are floats."""
+def read_configuration(directory: Path) -> dict[str, Any]:
+    """Return what `config.json` says, if it names a model, and nothing in it leads out of the directory.
+
+    Raises:
+        CheckpointError: if it cannot be read, or does.
+    """
     file = directory / "config.json"
     try:
         config = read_json(file, _CONFIG_LIMIT)
@@ -307,10 +311,6 @@ def _configuration(directory: Path) -> dict[str, Any]:
             "open_checkpoint(path, factory) for a model that is none of transformers"
         ) from error
     for key, value in _entries(config):
-        if key.rpartition(".")[2] in ("quantization_config", "compression_config") and value:
-            raise CheckpointError(
-                f"{file} says in {key} that the checkpoint is quantized already; pass the float one it was made from"
-            )
         # transformers fetches kernels, which are code, for "owner/name".
         if "_implementation" in key and isinstance(value, str) and "/" in value:
             raise CheckpointError(f"{file} asks for code to be fetched: {value}; remove {key}")
@@ -320,6 +320,23 @@ def _configuration(directory: Path) -> dict[str, Any]:
         )
     config.pop("transformers_weights", None)  # which file to read; the files are chosen
     return config  # type: ignore[no-any-return]
+
+
+def quantized_by(config: dict[str, Any]) -> str:
+    """Return the key under which a configuration says that its weights are quantized, empty if it does not."""
+    names = ("quantization_config", "compression_config")
+    return next((key for key, value in _entries(config) if key.rpartition(".")[2] in names and value), "")
+
+
+def _configuration(directory: Path) -> dict[str, Any]:
+    """Return the configuration of a checkpoint whose weights are floats."""
+    config = read_configuration(directory)
+    if key := quantized_by(config):
+        raise CheckpointError(
+            f"{directory / 'config.json'} says in {key} that the checkpoint is quantized already; pass the float one "
+            "it was made from"
+        )
+    return config
 
 
 def _entries(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -332,7 +349,12 @@ def _entries(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         rest += [(f"{key}.{part}", below) for part, below in parts]
 
 
-def _class_of(config: dict[str, Any], directory: Path, transformers: Any) -> Any:
+def class_of(config: dict[str, Any], directory: Path, transformers: Any) -> Any:
+    """Return the class of transformers that a configuration names.
+
+    Raises:
+        CheckpointError: if this version does not have it.
+    """
     name = str(config["architectures"][0])
     kind = getattr(transformers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
@@ -350,4 +372,4 @@ def _library(name: str) -> Any:
         raise CheckpointError(f"reading a checkpoint piece by piece needs {name}: pip install {name}") from error
 
 
-__all__ = ["open_checkpoint"]
+__all__ = ["class_of", "open_checkpoint", "quantized_by", "read_configuration"]

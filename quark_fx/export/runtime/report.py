@@ -17,7 +17,7 @@ import onnx_ir as ir
 import torch
 
 from quark_fx.errors import ExportError
-from quark_fx.export.runtime.session import open_session, session_options
+from quark_fx.export.runtime.session import code_type, open_session, session_options
 from quark_fx.export.to_onnx.edit import Kept
 from quark_fx.export.to_onnx.vitis import PREFIXES
 from quark_fx.export.to_onnx.whole_files import data_files
@@ -177,8 +177,7 @@ def _infer_types(model: ir.Model) -> None:
             continue
         dtype = None
         if node.op_type == "QuantizeLinear":
-            zero_point = node.inputs[2] if len(node.inputs) > 2 else None
-            dtype = zero_point.dtype if zero_point is not None else ir.DataType.UINT8
+            dtype = code_type(node)
         elif node.op_type == "QLinearConcat":
             dtype = node.inputs[1].dtype if node.inputs[1] is not None else ir.DataType.UINT8
         elif node.op_type in _KEEP_TYPE or node.op_type.startswith("QLinear") or node.op_type in ("QGemm", "Clip"):

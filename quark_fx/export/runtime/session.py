@@ -31,6 +31,25 @@ def may_optimize(gm: GraphModule) -> bool:
     return not any(_fuses_wrongly(node) for node in gm.graph.nodes)
 
 
+def file_may_optimize(path: Path) -> bool:
+    """Tell whether ONNX Runtime's CPU kernels implement what it fuses in a file, as `may_optimize` does of a graph."""
+    import onnx_ir as ir
+
+    made = (node for node in ir.load(path).graph.all_nodes() if node.op_type == "QuantizeLinear")
+    types = {code_type(node) for node in made if not node.attributes.get_int("block_size", 0)}
+    return not any(dtype.is_floating_point() or dtype.itemsize > 2 for dtype in types)
+
+
+def code_type(quantizer: ir.Node) -> ir.DataType:
+    """Return the type of the codes that a `QuantizeLinear` makes."""
+    import onnx_ir as ir
+
+    zero_point = quantizer.inputs[2] if len(quantizer.inputs) > 2 else None
+    if zero_point is not None and zero_point.dtype is not None:
+        return zero_point.dtype
+    return ir.DataType(quantizer.attributes.get_int("output_dtype", 0) or ir.DataType.UINT8)
+
+
 def session_options(*, optimize: bool) -> Any:
     """Return `onnxruntime.SessionOptions` that keep to the graph's arithmetic."""
     import onnxruntime

@@ -1,0 +1,6 @@
+"""`python -m quark_fx` is `quark-fx`."""
+
+from quark_fx.command_line.entry import main
+
+if __name__ == "__main__":
+    main()

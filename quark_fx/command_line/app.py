@@ -1,0 +1,69 @@
+"""The commands together, and the border where a user's mistake becomes a message and an exit code."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import quark_fx
+from quark_fx.command_line.compare import compare
+from quark_fx.command_line.doctor import doctor
+from quark_fx.command_line.evaluate import evaluate
+from quark_fx.command_line.export import export
+from quark_fx.command_line.inspect import inspect
+from quark_fx.command_line.presets import presets
+from quark_fx.command_line.quantize import quantize
+from quark_fx.command_line.verify import verify
+from quark_fx.errors import QuarkError
+
+
+class Commands(TyperGroup):
+    """Ends with code 1 and a message after a user's mistake; other errors keep their traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("always", UserWarning)
+            warnings.showwarning = _show_warning
+            try:
+                return super().invoke(ctx)
+            except QuarkError as error:
+                notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+                typer.echo(f"error: {error}{notes}", err=True)
+                raise typer.Exit(1) from None
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"quark_fx {quark_fx.__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    name="quark-fx",
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Quantize PyTorch models and Hugging Face checkpoints; export, verify and judge the result."""
+
+
+for _command in (quantize, presets, inspect, verify, doctor, evaluate, export, compare):
+    app.command()(_command)

@@ -1,0 +1,34 @@
+"""`quark-fx compare`: two models on the same data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from quark_fx import evaluation
+from quark_fx.command_line.options import Json, Reading, reads_data
+from quark_fx.command_line.printing import show, table
+from quark_fx.command_line.reading import read_batches
+from quark_fx.command_line.subjects import subject
+
+
+@reads_data
+def compare(
+    first: Annotated[
+        str, typer.Argument(help="An .onnx file, a quantized model, a checkpoint, or package.module:function.")
+    ],
+    second: Annotated[str, typer.Argument(help="What is compared with it, likewise.")],
+    reading: Reading,
+    json: Json = False,
+) -> None:
+    """Run the same data through two models and say how far their outputs are from each other."""
+    left, right = subject(first), subject(second)
+    batches = read_batches(reading, left.completed_by(right))
+    found = evaluation.compare(left.model, right.model, batches)
+    header = ("output", "max |Δ|", "SQNR dB", "cosine", "same largest")
+    rows = [
+        (d.name or "-", f"{d.max_abs:.3g}", f"{d.sqnr:.1f}", f"{d.cosine:.6f}", f"{d.agreement:.2%}") for d in found
+    ]
+    show(json, {"outputs": [asdict(d) for d in found]}, table(header, rows, right=(1, 2, 3, 4)))

@@ -1,0 +1,113 @@
+"""`quark-fx doctor`: what this machine and environment can do."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+import quark_fx
+from quark_fx.command_line.options import Json
+from quark_fx.command_line.printing import show, table
+
+EXTRAS = {
+    "onnx": ("ONNX files: export, verify, inspect, evaluate", ("onnx", "onnxruntime", "onnxscript", "onnx_ir")),
+    "hf": (
+        "checkpoints of transformers, GGUF, tokenizers",
+        ("transformers", "accelerate", "compressed-tensors", "gguf"),
+    ),
+    "vision": ("folders of images, torchvision's models", ("torchvision", "pillow", "scikit-learn")),
+    "cli": ("this command", ("typer", "rich")),
+}
+"""What each extra gives, and the packages it brings."""
+
+_INT8 = {
+    "avx2": "8-bit products; sums of two saturate at 16 bits, which int8 files of quark_fx allow for",
+    "avx512_vnni": "exact 8-bit products, 4 in one step",
+    "avx_vnni": "exact 8-bit products, 4 in one step",
+    "amx_int8": "exact 8-bit products of tiles",
+    "asimddp": "exact 8-bit products, 4 in one step (ARM)",
+    "i8mm": "exact 8-bit products of small matrices (ARM)",
+}
+"""Instructions for products of 8-bit integers, as Linux names them, and what they compute."""
+
+
+def doctor(json: Json = False) -> None:
+    """Show the processor and its int8 instructions, versions, and which extras are installed."""
+    name, flags = _processor()
+    saturates = _saturates()
+    instructions = {flag: meaning for flag, meaning in _INT8.items() if flag in flags}
+    devices = [f"{torch.cuda.get_device_name(i)} (cuda:{i})" for i in range(torch.cuda.device_count())]
+    extras = {extra: {package: _version(package) for package in packages} for extra, (_, packages) in EXTRAS.items()}
+    machine = [
+        ("processor", name),
+        ("cores", f"{os.cpu_count()}, torch uses {torch.get_num_threads()}"),
+        *(
+            ("int8 instructions" if i == 0 else "", f"{f}: {meaning}")
+            for i, (f, meaning) in enumerate(instructions.items())
+        ),
+        *([("int8 instructions", "not known here")] if not instructions else []),
+        *([("ONNX Runtime", _KERNELS[saturates])] if saturates is not None else []),
+        ("accelerators", ", ".join(devices) or "none"),
+        ("Python", platform.python_version()),
+        ("quark_fx", quark_fx.__version__),
+        ("torch", torch.__version__),
+    ]
+    rows = [
+        (
+            extra,
+            EXTRAS[extra][0],
+            ", ".join(f"{package} {found or 'missing'}" for package, found in packages.items()),
+            "" if all(packages.values()) else f"pip install 'quark_fx[{extra}]'",
+        )
+        for extra, packages in extras.items()
+    ]
+    data = {
+        "processor": name,
+        "cores": os.cpu_count(),
+        "int8_instructions": list(instructions),
+        "onnxruntime_saturates": saturates,
+        "accelerators": devices,
+        "python": platform.python_version(),
+        "quark_fx": quark_fx.__version__,
+        "torch": torch.__version__,
+        "extras": extras,
+    }
+    show(json, data, table(("machine", ""), machine), table(("extra", "gives", "packages", "to install"), rows))
+
+
+_KERNELS = {
+    True: "adds 8-bit products in pairs in 16 bits here: keep target='onnx', whose files are exact",
+    False: "adds 8-bit products exactly here: target='onnx_vnni' may use all codes",
+}
+
+
+def _saturates() -> bool | None:
+    """Tell whether ONNX Runtime's kernels saturate here, `None` where it is not installed."""
+    if any(importlib.util.find_spec(package) is None for package in ("onnxruntime", "onnx_ir")):
+        return None
+    from quark_fx.export.runtime.session import adds_pairs_in_16_bits
+
+    return adds_pairs_in_16_bits()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> tuple[str, frozenset[str]]:
+    """Return the processor's name and what its instructions are called, where Linux says it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine(), frozenset()
+    named = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    flags = named.get("flags", named.get("Features", ""))
+    return named.get("model name", platform.machine()), frozenset(flags.split())

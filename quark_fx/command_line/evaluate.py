@@ -1,0 +1,66 @@
+"""`quark-fx evaluate`: figures of a model in any form."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+import quark_fx as qfx
+from quark_fx.command_line.options import Json, Reading, reads_data
+from quark_fx.command_line.printing import show, table
+from quark_fx.command_line.reading import has_labels, is_text, read_batches, read_labeled
+from quark_fx.command_line.subjects import Subject, subject
+from quark_fx.errors import CalibrationError
+from quark_fx.evaluation import Classification, Embedding, LanguageModeling
+
+
+class Task(StrEnum):
+    """What a model is judged by."""
+
+    LANGUAGE_MODELING = "language-modeling"
+    CLASSIFICATION = "classification"
+    EMBEDDING = "embedding"
+
+
+@reads_data
+def evaluate(
+    model: Annotated[
+        str, typer.Argument(help="An .onnx file, a quantized model, a checkpoint, or package.module:function.")
+    ],
+    reading: Reading,
+    task: Annotated[
+        Task | None, typer.Option(help="Default: by the data: windows of text, samples with labels, or anything else.")
+    ] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="The float model, in any form: for KL, agreement and cosine.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Measure perplexity, accuracy or cosine, for float, quantized and exported models alike."""
+    original = None if reference is None else subject(reference)
+    judged = subject(model).completed_by(original)
+    task = task or _task(reading, judged)
+    figures = qfx.evaluate(judged.model, _judge(task, reading, judged, None if original is None else original.model))
+    rows = [(name, f"{value:.6g}") for name, value in figures.items()]
+    show(json, {"model": model, "task": str(task), "figures": figures}, table((str(task), model), rows, right=(1,)))
+
+
+def _task(reading: Reading, judged: Subject) -> Task:
+    if is_text(reading):
+        lines = judged.reads_lines if reading.lines is None else reading.lines
+        return Task.EMBEDDING if lines else Task.LANGUAGE_MODELING
+    return Task.CLASSIFICATION if has_labels(reading) else Task.EMBEDDING
+
+
+def _judge(task: Task, reading: Reading, judged: Subject, reference: Any) -> Any:
+    if task is Task.CLASSIFICATION:
+        return Classification(read_labeled(reading, judged), reference)
+    batches = read_batches(reading, judged)
+    if task is Task.LANGUAGE_MODELING:
+        named = [b if isinstance(b, dict) else {"input_ids": b} for b in batches]
+        return LanguageModeling(named, reference)
+    if reference is None:
+        raise CalibrationError("the cosine is that with the float model's vectors: give it as --reference")
+    return Embedding(batches, reference)

@@ -1,0 +1,54 @@
+"""`quark-fx export`: a quantized model in other formats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import quark_fx as qfx
+from quark_fx.command_line.options import Formats, Json, Outputs, Reading
+from quark_fx.command_line.outputs import outputs_of, require_room_for, write, written_bytes
+from quark_fx.command_line.printing import show, size
+from quark_fx.command_line.reading import find_tokenizer
+from quark_fx.command_line.subjects import float_subject, subject
+from quark_fx.errors import ExportError
+from quark_fx.model.quantized_model import QuantizedModel
+
+
+def export(
+    model: Annotated[str, typer.Argument(help="The directory of a quantized model of quark_fx.")],
+    output: Outputs,
+    format: Formats = None,
+    float_model: Annotated[
+        str | None,
+        typer.Option("--float", help="Checkpoints and GGUF: the float checkpoint or factory that was quantized."),
+    ] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Written beside; default: the one beside the model.")] = None,
+    opset: Annotated[int | None, typer.Option(help="ONNX: 14 to 25.")] = None,
+    json: Json = False,
+) -> None:
+    """Write a quantized model as an ONNX file, a GGUF file or a checkpoint."""
+    outputs = outputs_of(output, format or [])
+    for one in outputs:
+        require_room_for(one)
+    made = subject(model)
+    if not isinstance(made.model, QuantizedModel):
+        raise ExportError(f"{model} is no quantized model of quark_fx; give the directory that quantize wrote")
+    original = None
+    if any(one.kind in ("checkpoint", "GGUF") for one in outputs):
+        if float_model is None:
+            raise ExportError("a checkpoint takes its class from the float model: give it as --float DIRECTORY")
+        source = float_subject(float_model)
+        original = qfx.open_checkpoint(source.model) if isinstance(source.model, Path) else source.model
+    found = find_tokenizer(Reading(tokenizer=tokenizer), made)
+    written = []
+    for one in outputs:
+        write(made.model, one, tokenizer=found, model=original, opset=opset)
+        written.append({"path": str(one.path), "kind": one.kind, "bytes": written_bytes(one.path)})
+    lines = [
+        f"wrote {w['path']} ({w['kind']}, {size(written_bytes(one.path))})"
+        for w, one in zip(written, outputs, strict=True)
+    ]
+    show(json, {"written": written}, *lines)

@@ -1,0 +1,110 @@
+"""`quark-fx inspect`: what is in a file, whoever wrote it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import quark_fx as qfx
+from quark_fx.checkpoints.files import GRAPH_FILE
+from quark_fx.command_line.contents import NO_WEIGHT, Part, grouped, parts_of, parts_table
+from quark_fx.command_line.options import Json
+from quark_fx.command_line.outputs import written_bytes
+from quark_fx.command_line.printing import show, size, table
+from quark_fx.errors import ExportError, QuarkError
+
+
+def inspect(
+    path: Annotated[
+        Path, typer.Argument(help="An .onnx or .gguf file, a checkpoint, or a quantized model of quark_fx.")
+    ],
+    every: Annotated[bool, typer.Option("--all", help="Each operator in a line of its own.")] = False,
+    json: Json = False,
+) -> None:
+    """Show number formats and sizes by operator, what is in float, and what ONNX Runtime runs in integers here."""
+    if not path.exists():
+        raise QuarkError(f"{path} does not exist")
+    kind, parts, extra = _contents(path)
+    shown = parts if every else grouped(parts)
+    formats = Counter[str]()
+    for part in parts:
+        formats[part.weight] += part.bytes
+    formats.pop(NO_WEIGHT, None)
+    sizes = [(name, size(count), sum(p.weight == name for p in parts)) for name, count in formats.most_common()]
+    data: dict[str, Any] = {"path": str(path), "kind": kind, "bytes": written_bytes(path)}
+    data |= {"operators": [asdict(part) for part in shown], "bytes_by_format": dict(formats)}
+    lines: list[Any] = [
+        f"{path}: {kind}, {size(written_bytes(path))}",
+        parts_table(shown),
+        table(("weights in", "size", "operators"), sizes, right=(1, 2)),
+    ]
+    if extra is not None:
+        data |= {"runtime": extra}
+        lines += _runtime_lines(extra)
+    show(json, data, *lines)
+
+
+def _contents(path: Path) -> tuple[str, list[Part], dict[str, Any] | None]:
+    """Return the kind of a file or directory, its operators, and of an ONNX file how ONNX Runtime runs it."""
+    if path.suffix == ".onnx":
+        _require("onnx_ir")
+        from quark_fx.command_line.onnx_parts import onnx_parts
+
+        return "ONNX file", onnx_parts(path), _runtime(path)
+    from quark_fx.command_line.checkpoint_parts import checkpoint_parts, gguf_parts
+
+    if path.suffix == ".gguf":
+        return "GGUF file", gguf_parts(path), None
+    if (path / GRAPH_FILE).is_file():
+        return "quantized model of quark_fx", parts_of(qfx.load(path).report()), None
+    parts, said = checkpoint_parts(path)
+    method = said.get("quant_method") or ("quantized" if said else "float")
+    return f"checkpoint ({method})", parts, None
+
+
+def _require(package: str) -> None:
+    import importlib.util
+
+    if importlib.util.find_spec(package) is None:
+        raise ExportError(f"inspecting an ONNX file needs {package}: pip install 'quark_fx[onnx]'")
+
+
+def _runtime(path: Path) -> dict[str, Any]:
+    """Return which kernels ONNX Runtime runs a file with on this processor."""
+    from quark_fx.export.runtime.report import runtime_report
+    from quark_fx.export.runtime.session import file_may_optimize
+
+    try:
+        report = runtime_report(path, optimize=file_may_optimize(path))
+    except QuarkError as error:
+        return {"unknown": str(error)}
+    count = Counter((node.kernel, node.quantized, node.reason) for node in report.nodes)
+    return {
+        "in_integers": len(report.quantized),
+        "nodes": len(report.nodes),
+        "conversions": report.conversions,
+        "inexact_without_vnni": len(report.saturating),
+        "opset": report.opset,
+        "kernels": [
+            {"kernel": kernel, "count": n, "in_integers": quantized, "reason": reason}
+            for (kernel, quantized, reason), n in sorted(count.items(), key=lambda item: (-item[0][1], -item[1]))
+        ],
+    }
+
+
+def _runtime_lines(found: dict[str, Any]) -> Iterable[Any]:
+    if "unknown" in found:
+        return [f"what runs in integers is not known: {found['unknown']}"]
+    rows = [(k["kernel"], k["count"], "yes" if k["in_integers"] else "no", k["reason"]) for k in found["kernels"]]
+    inexact = found["inexact_without_vnni"]
+    return [
+        table(("ONNX Runtime's kernel", "count", "in integers", "in float because"), rows, right=(1,)),
+        f"{found['in_integers']} of {found['nodes']} nodes run in integers on this processor, {found['conversions']} "
+        f"conversions between them, opset {found['opset']}",
+        f"{inexact} of them are not exact on x64 processors without VNNI" if inexact else "exact on every processor",
+    ]

@@ -1,0 +1,149 @@
+"""The operators of an ONNX file that have weights, and the number formats of what they multiply, whoever wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx_ir as ir
+
+from quark_fx.command_line.contents import NO_WEIGHT, Part
+from quark_fx.errors import ExportError
+from quark_fx.export.runtime.session import code_type
+
+_OPERANDS = {
+    **dict.fromkeys(
+        ("Conv", "FusedConv", "ConvTranspose", "ConvInteger", "MatMulInteger", "DynamicQuantizeMatMul"), (0, 1)
+    ),
+    **dict.fromkeys(("MatMul", "FusedMatMul", "Gemm", "FusedGemm", "MatMulIntegerToFloat", "MatMulNBits"), (0, 1)),
+    **dict.fromkeys(("LSTM", "GRU", "RNN", "QAttention", "DynamicQuantizeLSTM"), (0, 1)),
+    **dict.fromkeys(("QLinearConv", "QLinearMatMul", "QGemm"), (0, 3)),
+    **dict.fromkeys(("Gather", "GatherBlockQuantized"), (1, 0)),
+}
+"""Where the activation and the weight of an operator are among its inputs."""
+
+_MOVES = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Slice", "Concat", "Pad"})
+"""Operators that pass values on."""
+
+_MEASURED = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM"})
+"""Operators that find the range of an activation at run time."""
+
+_NAMES = {"float": "float32", "double": "float64", "float8e4m3fn": "fp8_e4m3", "float8e5m2": "fp8_e5m2"}
+
+
+def onnx_parts(path: Path) -> list[Part]:
+    """Return the operators with weights, and products of two activations.
+
+    Raises:
+        ExportError: if it is no ONNX file.
+    """
+    try:
+        model = ir.load(path)
+        return [part for node in model.graph.all_nodes() if (part := _part(node)) is not None]
+    except Exception as error:  # protobuf's own, and what a damaged graph breaks
+        raise ExportError(f"{path} cannot be read as an ONNX file: {error}") from error
+
+
+def _part(node: ir.Node) -> Part | None:
+    if node.op_type not in _OPERANDS:
+        return None
+    activation, weight = (node.inputs[i] if i < len(node.inputs) else None for i in _OPERANDS[node.op_type])
+    selects, leaves = node.op_type.startswith("Gather"), _leaves(weight)
+    if selects and (not leaves or _is_index(leaves[0])):
+        return None  # it computes sizes
+    if not leaves:  # a matrix may multiply from the left
+        leaves = _leaves(activation)
+        activation, weight = (weight, activation) if leaves else (activation, weight)
+    return Part(
+        name=(leaves[0].name if leaves else node.name) or "",
+        kind=node.op_type,
+        weight=_format(node, weight, leaves) if leaves else NO_WEIGHT,
+        activation="-" if selects else _activation(node, activation),
+        bytes=sum(leaf.const_value.nbytes for leaf in leaves if leaf.const_value is not None),
+    )
+
+
+def _is_index(leaf: ir.Value) -> bool:
+    return leaf.dtype is None or (leaf.dtype.is_integer() and leaf.dtype.itemsize > 2)
+
+
+def _leaves(value: ir.Value | None) -> tuple[ir.Value, ...]:
+    """Return the constants that a value is computed from, the largest first; none if it depends on an input."""
+    if value is None:
+        return ()
+    found, pending, seen = list[ir.Value](), [value], set[int]()
+    while pending:
+        current = pending.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        if current.const_value is not None:
+            found.append(current)
+            continue
+        producer = current.producer()
+        if producer is None or producer.op_type == "Shape":
+            return ()
+        constant = ir.convenience.get_const_tensor(current)
+        if constant is not None:
+            current.const_value = constant
+            found.append(current)
+            continue
+        pending += [source for source in producer.inputs if source is not None]
+    return tuple(sorted(found, key=_length, reverse=True))
+
+
+def _length(leaf: ir.Value) -> int:
+    return int(leaf.const_value.size) if leaf.const_value is not None else 0
+
+
+def _format(node: ir.Node, weight: ir.Value | None, leaves: tuple[ir.Value, ...]) -> str:
+    """Return the number format of a weight, and what shares a scale."""
+    codes, scales = leaves[0], leaves[1:]
+    if bits := node.attributes.get_int("bits", 0):
+        points = {"MatMulNBits": 3, "GatherBlockQuantized": 3}[node.op_type]
+        signed = len(node.inputs) <= points or node.inputs[points] is None
+        return f"{'' if signed else 'u'}int{bits} group {node.attributes.get_int('block_size', 128)}"
+    name = _name(codes.dtype)
+    if codes.dtype is None or (codes.dtype.is_floating_point() and codes.dtype.itemsize > 1):
+        return name
+    group = next((n for producer in _producers(weight) if (n := producer.attributes.get_int("block_size", 0))), 0)
+    if group:
+        return f"{name} group {group}"
+    separate = node.inputs[4:5] if node.op_type.startswith("QLinear") or node.op_type == "QGemm" else ()
+    numbers = max([1, *map(_length, scales), *(_length(v) for v in separate if v is not None)])
+    return name if numbers == 1 else f"{name} channel"
+
+
+def _producers(value: ir.Value | None) -> Iterator[ir.Node]:
+    """Yield what makes a value, from the last one on, along first inputs."""
+    while value is not None and (producer := value.producer()) is not None:
+        yield producer
+        value = producer.inputs[0] if producer.inputs else None
+
+
+def _activation(node: ir.Node, value: ir.Value | None) -> str:
+    if node.op_type in _MEASURED:
+        return "uint8 dynamic"
+    for producer in _producers(value):
+        if producer.op_type == "DequantizeLinear":
+            value = producer.inputs[0]
+            continue
+        if producer.op_type in _MEASURED:
+            return "uint8 dynamic"
+        if producer.op_type == "QuantizeLinear":
+            made = _name(code_type(producer))
+            return made if _leaves(producer.inputs[1]) else f"{made} dynamic"
+        if producer.op_type not in _MOVES:
+            break
+    if value is not None and value.dtype is not None and value.dtype.is_integer():
+        return _name(value.dtype)
+    if node.op_type.startswith("QLinear") or node.op_type in ("QGemm", "MatMulInteger", "ConvInteger"):
+        points = {"MatMulInteger": 2, "ConvInteger": 2}.get(node.op_type, 2)
+        zero = node.inputs[points] if len(node.inputs) > points else None
+        return _name(zero.dtype) if zero is not None else "uint8"
+    return _name(value.dtype) if value is not None and value.dtype is not None else "float"
+
+
+def _name(dtype: ir.DataType | None) -> str:
+    plain = str(dtype).lower().rpartition(".")[2] if dtype is not None else "float"
+    return _NAMES.get(plain, plain)

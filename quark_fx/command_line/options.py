@@ -1,0 +1,86 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
+
+Outputs = Annotated[
+    list[Path],
+    typer.Option(
+        "--output",
+        "-o",
+        help="An .onnx or .gguf file; or a directory: of a checkpoint with --format compressed-tensors, gptq, gptq_v2 "
+        "or awq, else what quark_fx loads again. Give several to write several.",
+    ),
+]
+
+Formats = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--format",
+        help="How outputs are spelled. ONNX: qdq (the default), qoperator, matmul_nbits, vitis. "
+        "Checkpoints: compressed-tensors, gptq, gptq_v2, awq.",
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What is read to calibrate on or to judge by, and how."""
+
+    data: Annotated[
+        Path | None,
+        typer.Option(help="A text file, a folder of images, or a .npy, .npz or .safetensors file of model inputs."),
+    ] = None
+    samples: Annotated[
+        int, typer.Option(min=1, help="Samples that are taken, spread evenly over the data: windows, lines, images.")
+    ] = 128
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples of a batch.")] = 8
+    length: Annotated[int, typer.Option(min=2, help="Text: tokens of a sample.")] = 512
+    lines: Annotated[
+        bool | None,
+        typer.Option(
+            "--lines/--windows",
+            help="Text: each line is a sample, or the text is cut into windows; default: windows for language models.",
+        ),
+    ] = None
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Text: the directory of the tokenizer; default: the checkpoint's own.")
+    ] = None
+    image_size: Annotated[
+        int | None, typer.Option(min=1, help="Images: pixels of a side; the shorter side is scaled, the rest cut off.")
+    ] = None
+    mean: Annotated[
+        str | None, typer.Option(help='Images: mean of each color from 0 to 1; default: that of ImageNet, "0.485,..."')
+    ] = None
+    std: Annotated[str | None, typer.Option(help="Images: standard deviation of each color, likewise.")] = None
+
+
+def reads_data(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of `Reading` in the place of its argument `reading`."""
+    signature, hints = inspect.signature(command), get_type_hints(command, include_extras=True)
+    own = {name: p.replace(annotation=hints[name]) for name, p in signature.parameters.items() if name != "reading"}
+    types = get_type_hints(Reading, include_extras=True)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    shared = {
+        f.name: inspect.Parameter(f.name, keyword, default=f.default, annotation=types[f.name]) for f in fields(Reading)
+    }
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        reading = Reading(**{name: given.pop(name) for name in shared})
+        command(**given, reading=reading)
+
+    parameters = [p.replace(kind=keyword) for p in own.values()] + list(shared.values())
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run

@@ -1,0 +1,119 @@
+"""Where results go: files and directories, each in a format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from quark_fx import export
+from quark_fx.checkpoints.files import GRAPH_FILE
+from quark_fx.errors import ExportError
+from quark_fx.model.quantized_model import QuantizedModel
+from quark_fx.system.options import nearest
+
+_FORMATS = {
+    "ONNX": ("qdq", "qoperator", "matmul_nbits", "vitis"),
+    "checkpoint": ("compressed-tensors", "gptq", "gptq_v2", "awq"),
+}
+"""Formats by the kind of output that has them."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """A file or directory to write.
+
+    Attributes:
+        path: of it.
+        kind: `"ONNX"`, `"GGUF"`, `"checkpoint"`, or `"saved"` for what `quark_fx.load` reads.
+        format: how it is spelled, `None` for the target's own.
+    """
+
+    path: Path
+    kind: str
+    format: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.kind}{f', {self.format}' if self.format else ''})"
+
+    @property
+    def checked(self) -> str | None:
+        """What `quark_fx.check` calls the format, `None` for what holds everything."""
+        return {"ONNX": self.format or "qdq", "GGUF": "gguf", "checkpoint": self.format}.get(self.kind)
+
+
+def outputs_of(paths: Sequence[Path], formats: Sequence[str]) -> list[Output]:
+    """Return what is to be written.
+
+    Raises:
+        typer.BadParameter: for a format that does not exist, or that no output has.
+    """
+    chosen: dict[str, str] = {}
+    known = [name for names in _FORMATS.values() for name in names]
+    for name in formats:
+        kind = next((kind for kind, names in _FORMATS.items() if name in names), None)
+        if kind is None:
+            raise typer.BadParameter(f"unknown format {name!r}; choose one of {', '.join(known)}{nearest(name, known)}")
+        if kind in chosen:
+            raise typer.BadParameter(f"{chosen[kind]} and {name} are both formats of {kind}; give one a call")
+        chosen[kind] = name
+    found = [_output(path, chosen) for path in paths]
+    if unused := [name for kind, name in chosen.items() if kind not in {output.kind for output in found}]:
+        hint = "name a file that ends with .onnx" if unused[0] in _FORMATS["ONNX"] else "name a directory"
+        raise typer.BadParameter(f"no output can have the format {', '.join(unused)}; {hint}")
+    return found
+
+
+def _output(path: Path, chosen: dict[str, str]) -> Output:
+    if path.suffix == ".onnx":
+        return Output(path, "ONNX", chosen.get("ONNX"))
+    if path.suffix == ".gguf":
+        return Output(path, "GGUF")
+    return Output(path, "checkpoint", chosen["checkpoint"]) if "checkpoint" in chosen else Output(path, "saved")
+
+
+def require_room_for(output: Output) -> None:
+    """Raise `ExportError` for a place that cannot take an output, before the work is done."""
+    path, directory = output.path, output.kind in ("checkpoint", "saved")
+    if directory and path.exists() and not path.is_dir():
+        raise ExportError(f"{path} is a file, and the output a directory; choose another name, or one that ends .onnx")
+    if not directory and path.is_dir():
+        raise ExportError(f"{path} is a directory, and the output a file; choose another name")
+    if not directory and not path.parent.is_dir():
+        raise ExportError(f"the directory {path.parent} does not exist; create it first")
+    other = {"checkpoint": GRAPH_FILE, "saved": "config.json"}.get(output.kind)
+    if other is not None and (path / other).exists():
+        raise ExportError(f"{path} holds {other}, which is of another kind of model; choose another directory")
+
+
+def write(
+    qmodel: QuantizedModel, output: Output, *, tokenizer: Any = None, model: Any = None, opset: int | None = None
+) -> Path:
+    """Write a model in one form; return its path.
+
+    Args:
+        qmodel: the model.
+        output: where, and in which format.
+        tokenizer: written beside it, or into it.
+        model: a float model of the same class, for checkpoints of a model that was loaded.
+        opset: of ONNX.
+    """
+    if output.kind == "ONNX":
+        return export.onnx(qmodel, output.path, format=output.format, opset=opset)
+    if output.kind == "GGUF":
+        return export.gguf(qmodel, output.path, tokenizer=tokenizer, model=model)
+    if output.kind == "checkpoint":
+        return export.huggingface(qmodel, output.path, format=str(output.format), tokenizer=tokenizer, model=model)
+    qmodel.save(output.path)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(output.path)
+    return output.path
+
+
+def written_bytes(path: Path) -> int:
+    """Return the bytes of a file and the data beside it, or of all files of a directory."""
+    files = path.rglob("*") if path.is_dir() else (path, path.with_name(f"{path.name}.data"))
+    return sum(file.stat().st_size for file in files if file.is_file())

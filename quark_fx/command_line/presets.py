@@ -1,0 +1,31 @@
+"""`quark-fx presets`: what there is by name."""
+
+from __future__ import annotations
+
+from quark_fx.command_line.options import Json
+from quark_fx.command_line.printing import show, table
+from quark_fx.graph.pass_manager import learns_from_data, pass_name
+from quark_fx.presets import PRESETS
+from quark_fx.quantization import needs_data
+
+
+def presets(json: Json = False) -> None:
+    """List the presets: their number formats, what learns from data, and what stays in float."""
+    header = ("preset", "weights", "activations", "learns", "stays in float", "data", "target")
+    rows = [
+        (
+            name,
+            str(config.weight or "float"),
+            str(config.input or "float"),
+            ", ".join(pass_name(p) for p in config.passes if learns_from_data(p)),
+            ", ".join(config.exclude),
+            "calibration set" if needs_data(config) else "one batch",
+            str(config.target),
+        )
+        for name, config in PRESETS.items()
+    ]
+    data = [
+        {"preset": name, "needs_data": needs_data(config), "config": config.to_dict()}
+        for name, config in PRESETS.items()
+    ]
+    show(json, data, table(header, rows))

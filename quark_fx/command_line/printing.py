@@ -1,0 +1,68 @@
+"""What commands print: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+_PIPED = 200
+"""Columns of a table that no terminal limits."""
+
+
+def show(as_json: bool, data: Any, *parts: Table | str) -> None:
+    """Print an answer on stdout: plain data as JSON, or its parts, one below the other."""
+    if as_json:
+        print(json.dumps(_finite(data), indent=2))
+        return
+    console = Console(width=None if sys.stdout.isatty() else _PIPED, highlight=False)
+    for part in parts:
+        console.print(part, markup=False, soft_wrap=True) if isinstance(part, str) else console.print(part)
+
+
+def say(text: str) -> None:
+    """Tell the user on stderr how far a command is."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[int] = ()) -> Table:
+    """Return a table; columns in `right` are set to the right."""
+    made = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for index, name in enumerate(header):
+        made.add_column(name, justify="right" if index in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(_plain(cell) for cell in row))
+    return made
+
+
+def size(count: int) -> str:
+    """Return a number of bytes as one reads it.
+
+    >>> size(999), size(1536), size(3 << 30)
+    ('999 B', '1.5 KiB', '3.00 GiB')
+    """
+    for unit, power, digits in (("GiB", 30, 2), ("MiB", 20, 1), ("KiB", 10, 1)):
+        if count >= 1 << power:
+            return f"{count / (1 << power):.{digits}f} {unit}"
+    return f"{count} B"
+
+
+def _plain(cell: object) -> str:
+    return str(cell).replace("[", r"\[")
+
+
+def _finite(data: Any) -> Any:
+    """Return data with `null` for what JSON has no number for."""
+    if isinstance(data, dict):
+        return {str(key): _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    if isinstance(data, float) and not math.isfinite(data):
+        return None
+    return data if isinstance(data, str | int | float | bool | None) else str(data)

@@ -1,0 +1,235 @@
+"""`quark-fx quantize`: from a float model to files."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+import quark_fx as qfx
+from quark_fx.command_line.contents import grouped, parts_of, parts_table
+from quark_fx.command_line.options import Formats, Json, Outputs, Reading, reads_data
+from quark_fx.command_line.outputs import Output, outputs_of, require_room_for, write, written_bytes
+from quark_fx.command_line.printing import say, show, size, table
+from quark_fx.command_line.reading import find_tokenizer, read_batches
+from quark_fx.command_line.subjects import Subject, float_subject
+from quark_fx.config.quant_config import QuantConfig
+from quark_fx.errors import CalibrationError
+from quark_fx.graph.pass_manager import learns_from_data, pass_name
+from quark_fx.graph.signature import split_batch
+from quark_fx.presets import PRESETS, preset
+from quark_fx.quantization import needs_data
+from quark_fx.system.options import nearest
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def _preset_names(incomplete: str) -> list[str]:
+    return [name for name in PRESETS if name.startswith(incomplete)]
+
+
+@reads_data
+def quantize(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="The directory of a Hugging Face checkpoint; or package.module:function, which returns a module, or a "
+            "module and a batch of example inputs."
+        ),
+    ],
+    output: Outputs,
+    reading: Reading,
+    preset: Annotated[str | None, typer.Option(help="One of `quark-fx presets`.", autocompletion=_preset_names)] = None,
+    config: Annotated[Path | None, typer.Option(help="A YAML file; `preset: NAME` in it starts from a preset.")] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(help='Operators that stay in float: a glob on names, or "op:" and one on kinds. Repeatable.'),
+    ] = None,
+    group_size: Annotated[int | None, typer.Option(help="Weights that share a scale.")] = None,
+    format: Formats = None,
+    opset: Annotated[int | None, typer.Option(help="ONNX: 14 to 25.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Checkpoints: float32, float16 or bfloat16; default: as stored, but float32 for ONNX."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help='Where blocks run, as "cuda".')] = None,
+    memory: Annotated[str | None, typer.Option(help='What the process may take, as "6GiB".')] = None,
+    stream: Annotated[
+        bool,
+        typer.Option(
+            "--stream", help="Keep weights on disk: for models larger than memory. The output is a directory."
+        ),
+    ] = False,
+    resume: Annotated[
+        Path | None, typer.Option(help="A directory for finished blocks: the same call continues where it stopped.")
+    ] = None,
+    verify: Annotated[bool, typer.Option(help="Compare ONNX files with torch on the first batch.")] = True,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan, and the memory and time it is expected to take.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Quantize a model and write it: as an ONNX file, a checkpoint, or a directory that quark_fx loads again."""
+    chosen = _configuration(preset, config, exclude, group_size)
+    outputs = outputs_of(output, format or [])
+    if stream and [o.kind for o in outputs] != ["saved"]:
+        raise typer.BadParameter("--stream writes a directory that quark_fx loads again, and nothing else")
+    for one in outputs:
+        require_room_for(one)
+    source = float_subject(model)
+    batches = _batches(reading, source, chosen)
+    with tempfile.TemporaryDirectory() as scratch:
+        dtype = dtype or ("float32" if _too_narrow(source, outputs) else None)
+        plan = Plan(source, chosen, batches, outputs, dtype)
+        opened = _opened(source, dtype, scratch)
+        if dry_run:
+            expected = qfx.predict(opened, chosen, batches, device=device, streamed=stream)
+            data = plan.to_dict() | {
+                "expected": {"memory": expected.host, "disk": expected.disk, "seconds": expected.seconds}
+            }
+            show(json, data, plan.table(), str(expected))
+            return
+        _require_formats(opened, chosen, batches, outputs)
+        qmodel = qfx.quantize(
+            opened,
+            chosen,
+            batches,
+            device=device,
+            memory=memory,
+            checkpoint=resume,
+            output_dir=outputs[0].path if stream else None,
+        )
+        tokenizer = find_tokenizer(reading, source)
+        written = [_finished(qmodel, one, tokenizer, stream, opset, batches[0] if verify else None) for one in outputs]
+    parts, totals = grouped(parts_of(qmodel.report())), qmodel.report().totals
+    data = plan.to_dict() | {"operators": [asdict(part) for part in parts], "totals": totals, "written": written}
+    show(
+        json,
+        data,
+        parts_table(parts),
+        f"{totals['quantized']} of {totals['operators']} operators quantized; weights {size(totals['bytes_before'])} → "
+        f"{size(totals['bytes_after'])}",
+        *(_line(one) for one in written),
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call is going to do."""
+
+    source: Subject
+    config: QuantConfig
+    batches: list[Any]
+    outputs: list[Output]
+    dtype: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {
+            "model": self.source.name,
+            "dtype": self.dtype or self.source.dtype or None,
+            "config": self.config.to_dict(),
+            "data": {"batches": len(self.batches), "first": _shapes(self.batches[0])},
+            "outputs": [{"path": str(o.path), "kind": o.kind, "format": o.format} for o in self.outputs],
+        }
+
+    def table(self) -> Any:
+        """Return it as a table."""
+        c = self.config
+        learning = [pass_name(p) for p in c.passes if learns_from_data(p)]
+        rows = [
+            ("model", self.source.name),
+            ("read in", self.dtype or self.source.dtype or "its own dtype"),
+            ("weights", c.weight or "float"),
+            ("activations", c.input or "float"),
+            ("passes that learn", ", ".join(learning) or "none"),
+            ("stay in float", ", ".join(c.exclude) or "what nothing quantizes"),
+            ("data", f"{len(self.batches)} batches, the first {_shapes(self.batches[0])}"),
+            *(("output", one) for one in self.outputs),
+        ]
+        return table(("plan", ""), rows)
+
+
+def _configuration(
+    name: str | None, file: Path | None, exclude: list[str] | None, group_size: int | None
+) -> QuantConfig:
+    if (name is None) == (file is None):
+        raise typer.BadParameter("give --preset NAME or --config FILE, one of them")
+    chosen = preset(name) if name is not None else QuantConfig.from_yaml(file or Path())
+    if group_size is not None:
+        chosen = chosen.replace(group_size=group_size)
+    return chosen.replace(exclude=(*chosen.exclude, *exclude)) if exclude else chosen
+
+
+def _batches(reading: Reading, source: Subject, config: QuantConfig) -> list[Any]:
+    """Return what is calibrated on; where values do not matter, what the model can be captured with."""
+    if reading.data is not None:
+        return read_batches(reading, source)
+    example = source.example if source.example is not None else source.made_up()
+    if example is None or (source.example is None and needs_data(config)):
+        raise CalibrationError(
+            f"{'this configuration needs' if needs_data(config) else 'capturing the model needs'} data: give --data, a "
+            "text file, a folder of images, or a .npy, .npz or .safetensors file"
+        )
+    return list(example) if isinstance(example, list) else [example]
+
+
+def _too_narrow(source: Subject, outputs: Iterable[Output]) -> bool:
+    """Tell whether a checkpoint is stored in what ONNX Runtime's kernels do not compute in."""
+    return source.dtype.endswith("bfloat16") and any(output.kind == "ONNX" for output in outputs)
+
+
+def _opened(source: Subject, dtype: str | None, scratch: str) -> Any:
+    if dtype is not None and dtype not in _DTYPES:
+        raise typer.BadParameter(
+            f"unknown dtype {dtype!r}; choose one of {', '.join(_DTYPES)}{nearest(dtype, _DTYPES)}"
+        )
+    if not isinstance(source.model, Path) or dtype is None:
+        return source.model
+    return qfx.open_checkpoint(source.model, dtype=_DTYPES[dtype], scratch=scratch)
+
+
+def _require_formats(model: Any, config: QuantConfig, batches: list[Any], outputs: Iterable[Output]) -> None:
+    """Ask the formats before hours of learning whether they can hold the result."""
+    if not any(map(learns_from_data, config.passes)):
+        return
+    for output in outputs:
+        if output.checked is not None:
+            say(f"checking that {output} can hold the result")
+            qfx.check(model, config, batches[:1], export=output.checked)
+
+
+def _finished(
+    qmodel: qfx.QuantizedModel, output: Output, tokenizer: Any, stream: bool, opset: int | None, batch: Any
+) -> dict[str, Any]:
+    """Write an output; return where it lies, its size and, of an ONNX file, how far it is from torch."""
+    path = output.path
+    if not stream:
+        say(f"writing {output}")
+        write(qmodel, output, tokenizer=tokenizer, opset=opset)
+    elif tokenizer is not None:
+        tokenizer.save_pretrained(path)
+    steps = None
+    if batch is not None and output.kind == "ONNX":
+        steps = qfx.verify(qmodel, path, [batch]).max_steps
+    return {"path": str(path), "kind": output.kind, "bytes": written_bytes(path), "max_steps": steps}
+
+
+def _line(written: dict[str, Any]) -> str:
+    steps = written["max_steps"]
+    verified = "" if steps is None else f", verified: at most {steps:.3f} quantization steps from torch on one batch"
+    return f"wrote {written['path']} ({written['kind']}, {size(written['bytes'])}{verified})"
+
+
+def _shapes(batch: Any) -> str:
+    args, kwargs = split_batch(batch)
+    named = [("", value) for value in args] + [(f"{name} ", value) for name, value in kwargs.items()]
+    return ", ".join(
+        f"{name}{tuple(value.shape)}" if isinstance(value, Tensor) else f"{name}{value!r}" for name, value in named
+    )

@@ -1,0 +1,157 @@
+"""The batches that `--data` and its options ask for."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quark_fx.command_line.options import Reading
+from quark_fx.command_line.subjects import Subject, has_tokenizer
+from quark_fx.data import image_folder, labeled_images, read_arrays, text_lines, text_windows
+from quark_fx.data.arrays import ARRAY_SUFFIXES
+from quark_fx.data.images import MEAN, STD
+from quark_fx.errors import CalibrationError
+
+
+def read_batches(reading: Reading, subject: Subject) -> list[Any]:
+    """Return batches of inputs for a model.
+
+    Raises:
+        CalibrationError: if there is no data, it cannot be read, or text has no tokenizer.
+    """
+    path = _existing(reading)
+    if path.is_dir():
+        return image_folder(path, count=reading.samples, batch_size=reading.batch_size, **_images(reading, subject))
+    if path.suffix in ARRAY_SUFFIXES:
+        batches = read_arrays(path, count=reading.samples, batch_size=reading.batch_size)
+        return [_apart(batch)[0] for batch in batches]
+    return _text(path, reading, subject)
+
+
+def read_labeled(reading: Reading, subject: Subject) -> list[tuple[Any, torch.Tensor]]:
+    """Return pairs of batches and labels: of images in a folder for each class, or of arrays, one called `labels`.
+
+    Raises:
+        CalibrationError: if there are no labels, or as for `read_batches`.
+    """
+    path = _existing(reading)
+    if path.is_dir():
+        return labeled_images(path, count=reading.samples, batch_size=reading.batch_size, **_images(reading, subject))
+    if path.suffix not in ARRAY_SUFFIXES:
+        raise CalibrationError(f"{path} holds no labels; give images in a folder for each class, or arrays")
+    batches = [_apart(b) for b in read_arrays(path, count=reading.samples, batch_size=reading.batch_size)]
+    pairs = [(inputs, labels) for inputs, labels in batches if labels is not None]
+    if not pairs:
+        raise CalibrationError(f"{path} holds no array called `labels`; store the classes under that name")
+    return pairs
+
+
+def has_labels(reading: Reading) -> bool:
+    """Tell whether the data says which class each sample is of."""
+    path = _existing(reading)
+    if path.is_dir():
+        return any(entry.is_dir() for entry in path.iterdir())
+    if path.suffix not in ARRAY_SUFFIXES:
+        return False
+    return _apart(read_arrays(path, count=1)[0])[1] is not None
+
+
+def is_text(reading: Reading) -> bool:
+    """Tell whether the data is a file of text."""
+    path = _existing(reading)
+    return path.is_file() and path.suffix not in ARRAY_SUFFIXES
+
+
+def find_tokenizer(reading: Reading, subject: Subject) -> Any:
+    """Return the tokenizer that was named, or lies beside the model; `None` if there is none.
+
+    Raises:
+        CalibrationError: if one was named and is not there, or cannot be read.
+    """
+    folder = reading.tokenizer or subject.folder
+    if folder is None or not has_tokenizer(folder):
+        if reading.tokenizer is not None:
+            raise CalibrationError(f"{folder} holds no tokenizer; give the directory of tokenizer.json")
+        return None
+    return _pretrained("AutoTokenizer", folder)
+
+
+def _apart(batch: Any) -> tuple[Any, torch.Tensor | None]:
+    """Return a batch of arrays and the labels that were in it."""
+    if not isinstance(batch, dict) or "labels" not in batch:
+        return batch, None
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return next(iter(inputs.values())) if len(inputs) == 1 else inputs, batch["labels"]
+
+
+def _existing(reading: Reading) -> Path:
+    if reading.data is None:
+        raise CalibrationError(
+            "there is no data; give --data: a text file, a folder of images, or a .npy, .npz or .safetensors file"
+        )
+    if not reading.data.exists():
+        raise CalibrationError(f"the data {reading.data} does not exist")
+    return reading.data
+
+
+def _text(path: Path, reading: Reading, subject: Subject) -> list[Any]:
+    tokenizer = find_tokenizer(reading, subject)
+    if tokenizer is None:
+        raise CalibrationError(
+            f"{path} is text, and there is no tokenizer{f' in {subject.folder}' if subject.folder else ''}; give "
+            "--tokenizer DIRECTORY, or token ids as an array `input_ids` of an .npz file"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CalibrationError(
+            f"{path} cannot be read as text: {error}; other data is a folder of images or a file that ends with "
+            f"{', '.join(ARRAY_SUFFIXES)}"
+        ) from error
+    options: dict[str, Any] = {
+        "length": min(reading.length, subject.longest or reading.length),
+        "count": reading.samples,
+        "batch_size": reading.batch_size,
+    }
+    if not (subject.reads_lines if reading.lines is None else reading.lines):
+        return text_windows(text, tokenizer, **options)
+    batches = text_lines(text.splitlines(), tokenizer, **options)
+    if subject.inputs is None:
+        return batches
+    return [{name: value for name, value in batch.items() if name in subject.inputs} for batch in batches]
+
+
+def _images(reading: Reading, subject: Subject) -> dict[str, Any]:
+    """Return the options of `image_folder`: a checkpoint says itself how it reads images."""
+    folder = subject.folder
+    asked = reading.image_size or reading.mean or reading.std
+    if folder is not None and (folder / "preprocessor_config.json").is_file() and not asked:
+        processor = _pretrained("AutoImageProcessor", folder)
+        return {"prepare": lambda images: dict(processor(images, return_tensors="pt"))}
+    size = reading.image_size
+    if size is None and isinstance(subject.example, torch.Tensor) and subject.example.dim() == 4:
+        size = min(subject.example.shape[2:])
+    return {"size": size, "mean": _numbers(reading.mean, MEAN), "std": _numbers(reading.std, STD)}
+
+
+def _numbers(text: str | None, default: tuple[float, ...]) -> tuple[float, ...]:
+    if text is None:
+        return default
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise CalibrationError(f"{text!r} is no list of numbers; write them as 0.485,0.456,0.406") from error
+
+
+def _pretrained(kind: str, folder: Path) -> Any:
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise CalibrationError("reading a tokenizer needs transformers: pip install 'quark_fx[hf]'") from error
+    try:
+        return getattr(transformers, kind).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever transformers raises about its files
+        raise CalibrationError(f"transformers cannot read what {folder} says of its inputs: {error}") from error

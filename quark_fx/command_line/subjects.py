@@ -1,0 +1,185 @@
+"""A model as the command line names it: a path, or the function of a module that makes one."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quark_fx.checkpoints.files import GRAPH_FILE
+from quark_fx.checkpoints.open_checkpoint import quantized_by, read_configuration
+from quark_fx.errors import CaptureError, CheckpointError, ConfigError
+from quark_fx.evaluation.runs import OnnxModel, open_model
+from quark_fx.model.quantized_model import QuantizedModel
+from quark_fx.system.options import nearest
+
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
+    *("vocab.txt", "vocab.json", "spiece.model"),
+)
+
+_FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model and what is known of how it is called.
+
+    Attributes:
+        name: as it was given.
+        model: the module, quantized model or ONNX file; the path of a checkpoint that has not been opened.
+        folder: where its tokenizer may lie.
+        config: of a checkpoint.
+        inputs: their names, where they are known.
+        example: a batch that a factory returned with its model.
+    """
+
+    name: str
+    model: Any
+    folder: Path | None = None
+    config: Mapping[str, Any] | None = None
+    inputs: tuple[str, ...] | None = None
+    example: Any = None
+
+    @property
+    def reads_lines(self) -> bool:
+        """Whether samples of text are padded lines, as encoders read them."""
+        if self.config is not None:
+            architecture = str(self.config["architectures"][0])
+            return not architecture.endswith(("ForCausalLM", "LMHeadModel"))
+        return self.inputs is not None and "attention_mask" in self.inputs
+
+    @property
+    def longest(self) -> int | None:
+        """The most tokens that it reads, where a checkpoint says that."""
+        found = [(self.config or {}).get(key) for key in ("max_position_embeddings", "n_positions")]
+        return next((length for length in found if isinstance(length, int)), None)
+
+    @property
+    def dtype(self) -> str:
+        """What a checkpoint stores its weights in, empty if it does not say."""
+        return str((self.config or {}).get("dtype") or (self.config or {}).get("torch_dtype") or "")
+
+    def completed_by(self, other: Subject | None) -> Subject:
+        """Return it with what is known of the other of how it is called: an exported file has no tokenizer."""
+        if other is None:
+            return self
+        folder = self.folder if self.folder is not None and has_tokenizer(self.folder) else other.folder
+        example = other.example if self.example is None else self.example
+        return replace(self, folder=folder, config=self.config or other.config, example=example)
+
+    def made_up(self) -> dict[str, Tensor] | None:
+        """Return a batch of tokens for a model to be captured with, `None` if it is no model of text."""
+        vocabulary = (self.config or {}).get("vocab_size")
+        if not isinstance(vocabulary, int):
+            return None
+        rows = min(16, self.longest or 16)
+        return {"input_ids": torch.arange(2 * rows, dtype=torch.int64).reshape(2, rows) % vocabulary}
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Tell whether a folder holds the files of a tokenizer."""
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def float_subject(name: str) -> Subject:
+    """Return the float model that is to be quantized; a checkpoint is not opened yet.
+
+    Raises:
+        QuarkError: if it is neither a checkpoint nor a factory, or is quantized already.
+    """
+    if _is_factory(name):
+        return _made(name)
+    path = Path(name)
+    if path.suffix == ".onnx" or (path / GRAPH_FILE).exists():
+        raise ConfigError(
+            f"{name} is no float model of PyTorch; give the directory of a checkpoint, or a function as "
+            "package.module:name"
+        )
+    if not path.exists():
+        raise CheckpointError(
+            f"{name} does not exist; give the directory of a checkpoint, or a function as package.module:name"
+        )
+    config = read_configuration(path if path.is_dir() else path.parent)
+    if key := quantized_by(config):
+        raise CheckpointError(f"{name} is quantized already, its config.json says in {key}; give the float checkpoint")
+    return Subject(name=name, model=path, folder=path, config=config)
+
+
+def subject(name: str) -> Subject:
+    """Return a model in any form, ready to run.
+
+    Raises:
+        QuarkError: if it cannot be read or made.
+    """
+    if _is_factory(name):
+        return _made(name)
+    path = Path(name)
+    model = open_model(path)
+    if isinstance(model, OnnxModel):
+        return Subject(name=name, model=model, folder=path.parent, inputs=model.inputs)
+    if isinstance(model, QuantizedModel):
+        return Subject(name=name, model=model, folder=path, inputs=model.signature.input_names)
+    return Subject(name=name, model=model, folder=path, config=read_configuration(path))
+
+
+def _is_factory(name: str) -> bool:
+    return bool(_FACTORY.fullmatch(name)) and not Path(name).exists()
+
+
+def _made(name: str) -> Subject:
+    """Return the model that a function returns, with a batch of example inputs where it returns a pair."""
+    module_name, _, path = name.partition(":")
+    module = _imported(module_name)
+    factory: Any = module
+    for part in path.split("."):
+        if not hasattr(factory, part):
+            raise ConfigError(f"{module_name} has no {part!r}{nearest(part, vars(factory))}")
+        factory = getattr(factory, part)
+    made = factory
+    if not isinstance(factory, nn.Module):
+        if not callable(factory):
+            raise ConfigError(f"{name} is a {type(factory).__name__}; name a function that returns a module")
+        try:
+            made = factory()
+        except Exception as error:  # the user's own code
+            raise CaptureError(f"{name} raised {_described(error)}") from error
+    model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"{name} returned a {type(made).__name__}; return a module, or a module and a batch of example inputs"
+        )
+    return Subject(name=name, model=model.eval(), example=example)
+
+
+def _imported(name: str) -> ModuleType:
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # the user's own code
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"there is no module {error.name!r}, neither in {here} nor installed; a factory is package.module:name"
+            ) from error
+        raise ConfigError(f"importing {name} raised {_described(error)}") from error
+
+
+def _described(error: BaseException) -> str:
+    """Return an error with the line it comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+__all__ = ["Subject", "float_subject", "has_tokenizer", "subject"]

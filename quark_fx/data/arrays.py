@@ -1,0 +1,75 @@
+"""Batches from files of numpy and of safetensors."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from quark_fx.data.batches import spread
+from quark_fx.errors import CalibrationError
+from quark_fx.system.options import PositiveInt, checked_call
+from quark_fx.system.untrusted import require_regular
+
+ARRAY_SUFFIXES = (".npy", ".npz", ".safetensors")
+"""How the names of files end that `read_arrays` reads."""
+
+
+@checked_call
+def read_arrays(
+    path: str | Path, *, count: PositiveInt | None = None, batch_size: PositiveInt = 8
+) -> list[Tensor] | list[dict[str, Tensor]]:
+    """Return the samples of a file, along the first dimension of its arrays, in batches. Nothing is unpickled.
+
+    Args:
+        path: a `.npy`, `.npz` or `.safetensors` file.
+        count: samples, spread evenly over all; default: all.
+        batch_size: samples of a batch.
+
+    Returns:
+        Tensors, where the file holds one array, else dictionaries by the arrays' names: the keywords of the model.
+        float64, which numpy makes unless told otherwise, becomes float32.
+
+    Raises:
+        CalibrationError: if the file cannot be read, holds nothing or objects, or its arrays differ in their number of
+            samples.
+    """
+    path = Path(path)
+    tensors = {name: t.float() if t.dtype == torch.float64 else t for name, t in _read(path).items()}
+    lengths = {name: len(tensor) if tensor.dim() else 0 for name, tensor in tensors.items()}
+    if not tensors or not all(lengths.values()):
+        empty = ", ".join(name for name, length in lengths.items() if not length)
+        raise CalibrationError(
+            f"{path} holds no samples{f' in {empty}' if empty else ''}; their dimension is the first"
+        )
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise CalibrationError(
+            f"the arrays of {path} differ in their number of samples ({shown}); make them one length"
+        )
+    chosen = torch.tensor(spread(range(next(iter(lengths.values()))), count), dtype=torch.int64)
+    parts = [{name: tensor[part] for name, tensor in tensors.items()} for part in chosen.split(batch_size)]
+    return [next(iter(part.values())) for part in parts] if len(tensors) == 1 else parts
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        require_regular(path)
+        if path.suffix == ".safetensors":
+            tensors: dict[str, Tensor] = load_file(path)
+            return tensors
+        stored = np.load(path, allow_pickle=False)
+        arrays = {"": stored} if isinstance(stored, np.ndarray) else dict(stored)
+        return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, SafetensorError) as error:
+        raise CalibrationError(
+            f"{path} cannot be read: {error}; save numbers with numpy.save, numpy.savez or safetensors"
+        ) from error
+
+
+__all__ = ["ARRAY_SUFFIXES", "read_arrays"]

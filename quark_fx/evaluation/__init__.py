@@ -1,0 +1,6 @@
+"""What a model is worth, whatever form it has: float, quantized, stored, a checkpoint or an exported file."""
+
+from quark_fx.evaluation.comparison import Distance, compare
+from quark_fx.evaluation.tasks import Classification, Embedding, LanguageModeling, evaluate
+
+__all__ = ["Classification", "Distance", "Embedding", "LanguageModeling", "compare", "evaluate"]

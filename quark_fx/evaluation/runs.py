@@ -1,0 +1,173 @@
+"""One way to run a batch through a model, whatever form it has."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from quark_fx.checkpoints.files import GRAPH_FILE
+from quark_fx.checkpoints.open_checkpoint import class_of, open_checkpoint, quantized_by, read_configuration
+from quark_fx.errors import CheckpointError, ExportError, QuarkError
+from quark_fx.export.runtime.session import file_may_optimize, open_session, session_options
+from quark_fx.graph.signature import split_batch
+from quark_fx.model.quantized_model import QuantizedModel
+from quark_fx.model.serialization import load
+
+Run = Callable[[Any], Any]
+"""Takes a batch as calibration data has it and returns what the model returns."""
+
+
+def run_of(model: Any) -> Run:
+    """Return what runs batches through a model.
+
+    Args:
+        model: a module in eval mode, what `quantize` returned, any function that is called like the model, or a path as
+            for `open_model`.
+
+    Raises:
+        QuarkError: if it is none of these.
+    """
+    if isinstance(model, str | os.PathLike):
+        model = open_model(model)
+    if isinstance(model, QuantizedModel | OnnxModel):
+        return model.run_batch
+    if isinstance(model, nn.Module) and model.training:
+        raise QuarkError(f"the {type(model).__name__} is in training mode, where results are random; call eval() first")
+    if not callable(model):
+        raise QuarkError(f"expected a model, a path of one or a function, not {type(model).__name__}")
+
+    def run(batch: Any) -> Any:
+        args, kwargs = split_batch(batch)
+        with torch.no_grad():
+            return model(*args, **kwargs)
+
+    return run
+
+
+def open_model(path: str | os.PathLike[str]) -> Any:
+    """Return the model in a file or directory, ready to run: a `QuantizedModel`, an `OnnxModel` or a module.
+
+    Args:
+        path: an ONNX file, a directory that `save` wrote, or a checkpoint of transformers, in float or quantized. No
+            code of it is run.
+
+    Raises:
+        QuarkError: if it is none of these, or cannot be read.
+    """
+    path = Path(path)
+    if path.suffix == ".onnx":
+        return OnnxModel(path)
+    if (path / GRAPH_FILE).is_file():
+        return load(path)
+    if (path / "config.json").is_file():
+        return _quantized_checkpoint(path) if quantized_by(read_configuration(path)) else open_checkpoint(path)
+    if not path.exists():
+        raise QuarkError(f"{path} does not exist")
+    raise QuarkError(
+        f"{path} is no model that can be run: an .onnx file, a directory that save() wrote ({GRAPH_FILE}), or a "
+        "checkpoint of transformers (config.json)"
+    )
+
+
+class OnnxModel:
+    """An ONNX file that ONNX Runtime runs on the CPU, with the arithmetic that the file says.
+
+    Attributes:
+        path: of the file.
+        inputs: their names, in order.
+        outputs: their names, in order.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            import onnxruntime  # noqa: F401
+        except ImportError as error:
+            raise ExportError("running an ONNX file needs onnxruntime: pip install 'quark_fx[onnx]'") from error
+        try:
+            self._session = open_session(self.path, session_options(optimize=file_may_optimize(self.path)))
+        except Exception as error:  # protobuf's and ONNX Runtime's own
+            raise ExportError(f"{self.path} cannot be loaded: {error}") from error
+        self.inputs = tuple(value.name for value in self._session.get_inputs())
+        self.outputs = tuple(value.name for value in self._session.get_outputs())
+
+    def run_batch(self, batch: Any) -> dict[str, Tensor]:
+        """Return the outputs by name; a batch of keywords is given by name, any other in the order of the inputs.
+
+        Raises:
+            ExportError: if the file has other inputs, or does not run.
+        """
+        args, kwargs = split_batch(batch)
+        given = kwargs if kwargs else dict(zip(self.inputs, leaves := pytree.tree_leaves(args), strict=False))
+        if set(given) != set(self.inputs) or (not kwargs and len(leaves) != len(self.inputs)):
+            found = ", ".join(map(str, kwargs)) if kwargs else f"{len(leaves)} by position"
+            raise ExportError(f"{self.path} has the inputs {', '.join(self.inputs)}; the batch has {found}")
+        feed = {n: v.numpy(force=True) if isinstance(v, Tensor) else np.asarray(v) for n, v in given.items()}
+        try:
+            made = self._session.run(None, feed)
+        except Exception as error:  # ONNX Runtime's own
+            raise ExportError(
+                f"ONNX Runtime does not run {self.path}: {error}; give it batches of the sizes and types it takes"
+            ) from error
+        return {name: torch.from_numpy(np.asarray(value)) for name, value in zip(self.outputs, made, strict=True)}
+
+
+def _quantized_checkpoint(path: Path) -> nn.Module:
+    """Return what transformers makes of a quantized checkpoint; the reader of its format has to be installed."""
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise CheckpointError("reading a checkpoint needs transformers: pip install 'quark_fx[hf]'") from error
+    kind = class_of(read_configuration(path), path, transformers)
+    options = {"dtype": "auto", "local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
+    try:
+        model: nn.Module = kind.from_pretrained(path, **options)
+    except Exception as error:  # whatever the reader of the format raises
+        raise CheckpointError(f"transformers does not load {path}: {error}") from error
+    return model.eval()
+
+
+def named_tensors(output: Any) -> dict[str, Tensor]:
+    """Return the tensors of a model's result by name, `""` for a lone one, numbers where there are no names."""
+    return dict(_named(output, ""))
+
+
+def _named(output: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(output, Tensor):
+        yield prefix, output
+    entries: Any = ()
+    if isinstance(output, Mapping):
+        entries = output.items()
+    elif isinstance(output, tuple | list):
+        entries = enumerate(output)
+    for key, value in entries:
+        yield from _named(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def main_tensor(output: Any, *names: str) -> Tensor:
+    """Return the tensor of a model's result that has one of the names, the first one where none has.
+
+    Raises:
+        QuarkError: if there is no tensor.
+    """
+    tensors = named_tensors(output)
+    if not tensors:
+        raise QuarkError(f"the model returns no tensor but {type(output).__name__}; wrap it to return its logits")
+    return next((tensors[name] for name in names if name in tensors), next(iter(tensors.values())))
+
+
+def same_place(name: str) -> str:
+    """Return a name of an output as all forms of a model spell it: `past.0.1` and `past_0_1` are the same."""
+    return re.sub(r"\W", "_", name)
+
+
+__all__ = ["OnnxModel", "Run", "main_tensor", "named_tensors", "open_model", "run_of", "same_place"]

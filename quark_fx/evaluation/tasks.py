@@ -1,0 +1,156 @@
+"""What a model is judged by: figures by name, the same for every form of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quark_fx.errors import QuarkError
+from quark_fx.evaluation.runs import Run, main_tensor, run_of
+
+Task = Callable[[Run], dict[str, float]]
+"""Runs batches of its own and returns figures by name."""
+
+
+def evaluate(model: Any, task: Task) -> dict[str, float]:
+    """Return the figures of a model.
+
+    Args:
+        model: a module in eval mode, what `quantize` or `eager()` returned, the path of an ONNX file, of a directory
+            that `save` wrote or of a checkpoint, or any function that is called like the model.
+        task: `LanguageModeling`, `Classification` or `Embedding`, or a function of your own: it gets what runs a batch
+            and returns figures by name.
+
+    Raises:
+        QuarkError: if the model cannot be read or run, or returns nothing that the task can judge.
+
+    >>> from quark_fx.evaluation import Classification
+    >>> evaluate(lambda x: x, Classification([(torch.eye(3), torch.tensor([0, 1, 1]))]))
+    {'accuracy': 0.6666666666666666}
+    """
+    if not callable(task):
+        raise QuarkError(f"a task is LanguageModeling, Classification or Embedding of some batches, not {task!r}")
+    with torch.no_grad():
+        return task(run_of(model))
+
+
+@dataclass(frozen=True)
+class LanguageModeling:
+    """How well the next token is foretold.
+
+    Figures: `perplexity`, e to the power of the mean cross entropy of the tokens after the first of each row, and, with
+    a reference, `KL`, the mean Kullback-Leibler divergence of the predictions from the reference's, in nats per token.
+
+    Args:
+        batches: `{"input_ids": (rows, tokens), ...}`, read again by each evaluation; where an `attention_mask` is 0,
+            tokens are not predicted.
+        reference: the float model, in any form that `evaluate` takes.
+    """
+
+    batches: Iterable[Mapping[str, Tensor]]
+    reference: Any = None
+
+    def __call__(self, run: Run) -> dict[str, float]:
+        reference = None if self.reference is None else run_of(self.reference)
+        loss, divergence, tokens = 0.0, 0.0, 0
+        for batch in self.batches:
+            wanted = batch["input_ids"][:, 1:]
+            mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[:, 1:].bool()
+            found = _log_probs(run(batch))[:, :-1][mask]
+            loss += float(F.nll_loss(found, wanted[mask], reduction="sum").double())
+            tokens += int(mask.sum())
+            if reference is not None:
+                expected = _log_probs(reference(batch))[:, :-1][mask]
+                divergence += float(F.kl_div(found, expected, log_target=True, reduction="sum").double())
+        _require(tokens, "tokens")
+        figures = {"perplexity": math.exp(loss / tokens)}
+        return figures if reference is None else figures | {"KL": divergence / tokens}
+
+
+@dataclass(frozen=True)
+class Classification:
+    """How often the largest logit is that of the right class.
+
+    Figures: `accuracy`, from 0 to 1, and, with a reference, `agreement`, how often both have the same largest logit,
+    and `KL`, the mean divergence of the classes' probabilities from the reference's, in nats.
+
+    Args:
+        batches: pairs of inputs, as calibration data has them, and labels, `(samples,)`; read by each evaluation.
+        reference: the float model, in any form that `evaluate` takes.
+    """
+
+    batches: Iterable[tuple[Any, Tensor]]
+    reference: Any = None
+
+    def __call__(self, run: Run) -> dict[str, float]:
+        reference = None if self.reference is None else run_of(self.reference)
+        right, same, divergence, samples = 0, 0, 0.0, 0
+        for inputs, labels in self.batches:
+            found = _log_probs(run(inputs))
+            if found.shape[:-1] != labels.shape:
+                raise QuarkError(
+                    f"the model returns {tuple(found.shape)} for labels {tuple(labels.shape)}; a classifier returns "
+                    "one row of logits for each label"
+                )
+            right += int((found.argmax(-1) == labels).sum())
+            samples += labels.numel()
+            if reference is not None:
+                expected = _log_probs(reference(inputs))
+                same += int((found.argmax(-1) == expected.argmax(-1)).sum())
+                divergence += float(F.kl_div(found, expected, log_target=True, reduction="sum").double())
+        _require(samples, "samples")
+        figures = {"accuracy": right / samples}
+        return figures if reference is None else figures | {"agreement": same / samples, "KL": divergence / samples}
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """How much the vectors that a model makes of its inputs turn.
+
+    Figures: `cosine`, the mean cosine between its vectors and the reference's. What a model makes of each token is
+    averaged, without those whose `attention_mask` is 0; any other result is one vector for each sample.
+
+    Args:
+        batches: as calibration data, read by each evaluation.
+        reference: the float model, in any form that `evaluate` takes.
+    """
+
+    batches: Iterable[Any]
+    reference: Any
+
+    def __call__(self, run: Run) -> dict[str, float]:
+        reference = run_of(self.reference)
+        cosines = [
+            F.cosine_similarity(_vectors(run(batch), batch), _vectors(reference(batch), batch), dim=-1)
+            for batch in self.batches
+        ]
+        _require(sum(map(len, cosines)), "samples")
+        return {"cosine": float(torch.cat(cosines).double().mean())}
+
+
+def _log_probs(output: Any) -> Tensor:
+    return main_tensor(output, "logits").float().log_softmax(-1)
+
+
+def _vectors(output: Any, batch: Any) -> Tensor:
+    """Return a vector for each sample."""
+    value = main_tensor(output, "sentence_embedding", "last_hidden_state").float()
+    if value.dim() != 3:
+        return value.flatten(1)
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    weight = value.new_ones(value.shape[:2]) if mask is None else mask.to(value)
+    return (value * weight[..., None]).sum(1) / weight.sum(1, keepdim=True)
+
+
+def _require(count: int, what: str) -> None:
+    if not count:
+        raise QuarkError(f"the task has no {what}; give batches that can be read again, as a list can")
+
+
+__all__ = ["Classification", "Embedding", "LanguageModeling", "Task", "evaluate"]

@@ -1,0 +1,449 @@
+"""The command line: what it writes can be used, and every mistake of a user ends in a message and an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentences
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from tiny import rand
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+import quark_fx as qfx
+from quark_fx.command_line.app import app
+from quark_fx.command_line.doctor import EXTRAS
+from quark_fx.presets import PRESETS
+
+ROOT = Path(__file__).resolve().parent.parent
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+FACTORIES = """
+import torch
+from torch import nn
+
+
+def cnn():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
+
+
+def with_example():
+    return cnn(), torch.randn(2, 3, 8, 8)
+
+
+def broken():
+    raise ValueError("no weights here")
+
+
+def number():
+    return 3
+
+
+SIZE = 8
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of one layer and 320 byte pairs, with its tokenizer."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "llm"
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=320, max_position_embeddings=32)).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    pairs = Tokenizer(models.BPE())
+    pairs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|endoftext|>"]
+    pairs.train_from_iterator(
+        sentences.CALIBRATION, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, special_tokens=special)
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=pairs, eos_token=special[0], pad_token=special[0])
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a module of factories, a text, arrays and images."""
+    (tmp_path / "factories.py").write_text(FACTORIES)
+    (tmp_path / "text.txt").write_text("\n".join(sentences.CALIBRATION))
+    np.save(tmp_path / "x.npy", rand(12, 3, 8, 8).numpy())
+    labels = torch.arange(12) % 4
+    np.savez(tmp_path / "labeled.npz", x=rand(12, 3, 8, 8).double().numpy(), labels=labels.numpy())
+    pixels = np.random.default_rng(0).integers(0, 255, (12, 8, 8, 3), dtype=np.uint8)
+    for index, values in enumerate(pixels):
+        place = tmp_path / "images" / str(index % 4)
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(values).save(place / f"{index}.png")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "factories", raising=False)
+    return tmp_path
+
+
+def call(*arguments: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result
+
+
+def answer(*arguments: object) -> Any:
+    return json.loads(call(*arguments, "--json").stdout)
+
+
+def test_a_checkpoint_becomes_a_verified_file_a_saved_model_and_a_checkpoint_by_commands_alone(
+    checkpoint: Path,
+) -> None:
+    data = ("--data", "text.txt", "--length", 16, "--samples", 24)
+    made = answer(
+        "quantize", checkpoint, "--preset", "w4a16_gptq", "--group-size", 32, *data, "-o", "a.onnx", "-o", "q"
+    )
+    assert [(w["path"], w["kind"]) for w in made["written"]] == [("a.onnx", "ONNX"), ("q", "saved")]
+    assert made["written"][0]["max_steps"] < 0.01
+    assert made["written"][0]["bytes"] == Path("a.onnx").stat().st_size
+    assert made["data"] == {"batches": 3, "first": "input_ids (8, 16)"}
+    assert {p["weight"] for p in made["operators"]} == {"int4 group 32", "float"}
+    assert answer("verify", "a.onnx", "q", *data)["max_steps"] < 0.01
+    call("export", "q", "--float", checkpoint, "--format", "compressed-tensors", "-o", "ct")
+    assert (Path("ct") / "tokenizer.json").is_file()
+    judged = [answer("evaluate", m, *data, "--reference", checkpoint)["figures"] for m in ("a.onnx", "q", "ct")]
+    assert all(figures["perplexity"] == pytest.approx(judged[0]["perplexity"], rel=1e-5) for figures in judged)
+    assert all(0 < figures["KL"] < 1 for figures in judged)
+    (logits,) = answer("compare", "a.onnx", "ct", *data)["outputs"]
+    assert logits["name"] == "logits"
+    assert logits["sqnr"] > 100
+    for path, kind in (
+        ("a.onnx", "ONNX file"),
+        ("q", "quantized model of quark_fx"),
+        ("ct", "checkpoint (compressed-tensors)"),
+    ):
+        seen = answer("inspect", path)
+        assert seen["kind"] == kind
+        assert seen["bytes_by_format"].keys() == (
+            {"int4 group 32", "float"} if path == "q" else {"int4 group 32", "float32"}
+        )
+
+
+def test_an_encoder_reads_lines_and_its_cosine_is_that_with_the_float_model(folder: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertModel(BertConfig(**sizes, vocab_size=320)).save_pretrained("bert")
+    tokenizer().save_pretrained("bert")
+    data = ("--data", "text.txt", "--samples", 16)
+    call("quantize", "bert", "--preset", "int8_static", *data, "-o", "bert.onnx", "--no-verify")
+    figures = answer("evaluate", "bert.onnx", *data, "--reference", "bert")["figures"]
+    assert 0.9 < figures["cosine"] < 0.99999
+
+
+def test_a_dry_run_says_what_is_going_to_happen_and_writes_nothing(folder: Path) -> None:
+    before = sorted(folder.iterdir())
+    made = answer(
+        "quantize", "factories:cnn", "--preset", "int8_static", "--data", "x.npy", "-o", "a.onnx", "--dry-run"
+    )
+    assert made["outputs"] == [{"path": "a.onnx", "kind": "ONNX", "format": None}]
+    assert made["data"] == {"batches": 2, "first": "(8, 3, 8, 8)"}
+    assert made["expected"]["memory"] > 0
+    assert made["config"] == PRESETS["int8_static"].to_dict()
+    assert sorted(p for p in folder.iterdir() if p.name != "__pycache__") == before
+
+
+@pytest.mark.parametrize("data", ["x.npy", "images", "x.safetensors", ""])
+def test_a_factory_is_quantized_on_data_of_any_kind_or_on_its_own_example(data: str) -> None:
+    save_file({"x": rand(6, 3, 8, 8)}, "x.safetensors")
+    options = ("--data", data) if data else ()
+    call("quantize", f"factories:{'cnn' if data else 'with_example'}", "--preset", "int8_static", *options, "-o", "q")
+    expected = answer("inspect", "q")["operators"]
+    assert [(p["name"], p["weight"], p["activation"]) for p in expected] == [
+        ("0", "int8 channel", "uint8"),
+        ("3", "int8 channel", "uint8"),
+    ]
+
+
+def test_yaml_starts_from_a_preset_and_options_change_it(folder: Path) -> None:
+    (folder / "config.yaml").write_text("preset: int8_static\nweight: {format: int4}\n")
+    call("quantize", "factories:with_example", "--config", "config.yaml", "--exclude", "op:head", "-o", "q")
+    found = {row.name: row.weight for row in qfx.load("q").report()}
+    assert found == {"0": "int4 channel", "3": ""}
+
+
+def test_the_float_and_the_exported_model_have_an_accuracy_on_labeled_data() -> None:
+    call("quantize", "factories:cnn", "--preset", "int8_static", "--data", "x.npy", "-o", "a.onnx")
+    stored = np.load("labeled.npz")
+    import factories  # type: ignore[import-not-found]
+
+    model = factories.cnn().eval()
+    right = model(torch.from_numpy(stored["x"]).float()).argmax(1) == torch.from_numpy(stored["labels"])
+    found = answer("evaluate", "factories:cnn", "--data", "labeled.npz")["figures"]
+    assert found == {"accuracy": float(right.double().mean())}
+    figures = answer("evaluate", "a.onnx", "--data", "labeled.npz", "--reference", "factories:cnn")["figures"]
+    assert figures.keys() == {"accuracy", "agreement", "KL"}
+    assert 0 < figures["KL"] < 0.1
+    assert answer("evaluate", "a.onnx", "--data", "images")["task"] == "classification"
+
+
+def test_the_commands_of_the_readme_run(checkpoint: Path, folder: Path) -> None:
+    blocks = re.findall(r"^```console\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    commands = [line.split()[1:] for block in blocks for line in block.splitlines()]
+    assert len(commands) == README.count("\nquark-fx ") == 9
+    Path("llm").symlink_to(checkpoint)
+    network = "from torch import nn\n\ndef digits():\n    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 4))\n"
+    written("networks.py", network)
+    written("config.yaml", "preset: int8_static\n")
+    for command in commands:
+        call(*command)
+    assert {path.name for path in folder.iterdir()} >= {"int4.onnx", "int4", "int4-checkpoint", "digits.onnx"}
+
+
+def factory(name: str) -> tuple[object, ...]:
+    return ("quantize", f"factories:{name}", "--preset", "int8_static", "-o", "a.onnx")
+
+
+MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
+    "no checkpoint": (
+        lambda _: ("quantize", "gone", "--preset", "fp16", "-o", "q"),
+        r"gone does not exist; give the dir",
+    ),
+    "a preset": (
+        lambda _: ("quantize", "factories:cnn", "--preset", "int8_statik", "-o", "q"),
+        r"unknown preset 'int8_statik'; did you mean 'int8_static'\?",
+    ),
+    "a factory that raises": (
+        lambda _: factory("broken"),
+        r"factories:broken raised ValueError: no weights here at .*:16",
+    ),
+    "a factory of nothing": (lambda _: factory("number"), r"factories:number returned a int; return a module"),
+    "no factory": (lambda _: factory("cnnn"), r"factories has no 'cnnn'; did you mean 'cnn'\?"),
+    "no function": (lambda _: factory("SIZE"), r"factories:SIZE is a int; name a function"),
+    "no module": (lambda _: ("quantize", "gone.models:cnn", "--preset", "fp16", "-o", "q"), r"no module 'gone'"),
+    "no data": (lambda _: factory("cnn"), r"this configuration needs data: give --data"),
+    "missing data": (lambda _: (*factory("cnn"), "--data", "gone.npy"), r"the data gone.npy does not exist"),
+    "text without a tokenizer": (
+        lambda llm: ("quantize", bare(llm), "--preset", "w4a16_rtn", "--data", "text.txt", "-o", "q"),
+        r"text.txt is text, and there is no tokenizer in bare; give --tokenizer DIRECTORY",
+    ),
+    "a text too short": (
+        lambda llm: ("quantize", llm, "--preset", "fp16", "--data", written("short.txt", "Hello."), "-o", "q"),
+        r"the text has \d tokens, and a window 32; give more text",
+    ),
+    "no text": (
+        lambda llm: ("quantize", llm, "--preset", "fp16", "--data", binary("noise.txt"), "-o", "q"),
+        r"noise.txt cannot be read as text",
+    ),
+    "images of several sizes": (
+        lambda _: (*factory("cnn"), "--data", odd_image()),
+        r"images/9.png has 9 x 10 pixels, the images before it 8 x 8; give the size .*--image-size",
+    ),
+    "images of another size": (
+        lambda _: (*factory("cnn"), "--data", "images", "--image-size", 12),
+        r"shape|mat1|size",
+    ),
+    "a damaged image": (
+        lambda _: (*factory("cnn"), "--data", damaged_image()),
+        r"the image images/0/0.png cannot be read",
+    ),
+    "a folder without images": (lambda _: (*factory("cnn"), "--data", empty()), r"empty holds no image"),
+    "numbers": (lambda _: (*factory("cnn"), "--data", "images", "--mean", "a,b"), r"'a,b' is no list of numbers"),
+    "a pickle": (lambda _: (*factory("cnn"), "--data", pickled()), r"objects.npy cannot be read: Object arrays"),
+    "no directory": (lambda _: (*factory("with_example")[:-1], "gone/a.onnx"), r"the directory gone does not exist"),
+    "a file in the way": (lambda _: (*factory("with_example")[:-1], "text.txt"), r"text.txt is a file, and the output"),
+    "a quantized checkpoint": (
+        lambda llm: ("quantize", quantized(llm), "--preset", "fp16", "-o", "q"),
+        r"quantized is quantized already, its config.json says in quantization_config",
+    ),
+    "a format that cannot": (
+        lambda llm: ("quantize", llm, "--preset", "int8_static", "--data", "text.txt", "--format", "gptq", "-o", "q"),
+        r"cannot hold|holds weights only|gptq",
+    ),
+    "a yaml": (
+        lambda _: ("quantize", "factories:with_example", "--config", written("c.yaml", "wait: 3"), "-o", "q"),
+        r"QuantConfig has no field wait; it has .*did you mean",
+    ),
+    "no yaml": (
+        lambda _: ("quantize", "factories:with_example", "--config", "gone.yaml", "-o", "q"),
+        r"the configuration gone.yaml cannot be read",
+    ),
+    "nothing to inspect": (lambda _: ("inspect", "gone.onnx"), r"gone.onnx does not exist"),
+    "no ONNX": (lambda _: ("inspect", written("text.onnx", "hello")), r"text.onnx cannot be read as an ONNX file"),
+    "no GGUF": (lambda _: ("inspect", written("text.gguf", "hello")), r"text.gguf cannot be read as a GGUF file"),
+    "no quantized model": (
+        lambda llm: ("verify", "a.onnx", llm, "--data", "text.txt"),
+        r"llm is no quantized model of quark_fx",
+    ),
+    "no reference": (
+        lambda _: ("evaluate", "factories:cnn", "--data", "x.npy"),
+        r"the cosine is that with the float model's vectors: give it as --reference",
+    ),
+    "no labels": (
+        lambda _: ("evaluate", "factories:cnn", "--data", "x.npy", "--task", "classification"),
+        r"x.npy holds no array called `labels`",
+    ),
+    "budget": (
+        lambda _: (*factory("with_example"), "--memory", "lots"),
+        r"memory is a number of bytes, or text like",
+    ),
+}
+
+
+def bare(llm: Path) -> str:
+    Path("bare").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (Path("bare") / name).symlink_to(llm / name)
+    return "bare"
+
+
+def quantized(llm: Path) -> str:
+    config = json.loads((llm / "config.json").read_text()) | {
+        "quantization_config": {"quant_method": "gptq", "bits": 4}
+    }
+    Path("quantized").mkdir()
+    (Path("quantized") / "config.json").write_text(json.dumps(config))
+    return "quantized"
+
+
+def written(name: str, text: str) -> str:
+    Path(name).write_text(text)
+    return name
+
+
+def binary(name: str) -> str:
+    Path(name).write_bytes(b"\xff\xfe\x00\x81" * 9)
+    return name
+
+
+def odd_image() -> str:
+    Image.fromarray(np.zeros((10, 9, 3), dtype=np.uint8)).save("images/9.png")
+    return "images"
+
+
+def damaged_image() -> str:
+    Path("images/0/0.png").write_bytes(b"\x89PNG nothing")
+    return "images"
+
+
+def empty() -> str:
+    Path("empty").mkdir()
+    return "empty"
+
+
+def pickled() -> str:
+    np.save("objects.npy", np.array([{}, []], dtype=object), allow_pickle=True)
+    return "objects.npy"
+
+
+@pytest.mark.parametrize("mistake", list(MISTAKES))
+def test_a_mistake_ends_in_a_message_and_code_1(mistake: str, checkpoint: Path) -> None:
+    arguments, words = MISTAKES[mistake]
+    result = call(*arguments(checkpoint), code=1)
+    assert result.stderr.count("error: ") == 1
+    assert re.search(words, result.stderr), result.stderr
+    assert "Traceback" not in result.output
+    assert not result.stdout
+
+
+USAGE = {
+    "no output": (("quantize", "factories:cnn", "--preset", "fp16"), "--output"),
+    "neither preset nor file": (("quantize", "factories:cnn", "-o", "q"), "--preset NAME or --config"),
+    "both": (("quantize", "a:b", "--preset", "fp16", "--config", "c", "-o", "q"), "--preset NAME or --config"),
+    "a format": (("quantize", "a:b", "--preset", "fp16", "-o", "q", "--format", "gptk"), "did you mean 'gptq'?"),
+    "a format of files": (("quantize", "a:b", "--preset", "fp16", "-o", "q", "--format", "qdq"), "ends with .onnx"),
+    "two formats": (
+        ("quantize", "a:b", "--preset", "fp16", "-o", "q", "--format", "awq", "--format", "gptq"),
+        "both formats of",
+    ),
+    "streams to a file": (("quantize", "a:b", "--preset", "fp16", "-o", "a.onnx", "--stream"), "--stream writes a dir"),
+    "a dtype": (
+        ("quantize", "factories:with_example", "--preset", "fp16", "-o", "q", "--dtype", "float8"),
+        "unknown dtype 'float8'",
+    ),
+    "a task": (("evaluate", "a:b", "--task", "chess"), "chess"),
+    "a command": (("quantise",), "quantise"),
+}
+
+
+@pytest.mark.parametrize("mistake", list(USAGE))
+def test_a_call_that_cannot_be_meant_ends_with_code_2(mistake: str) -> None:
+    arguments, words = USAGE[mistake]
+    result = call(*arguments, code=2)
+    assert words in re.sub(r"\s+│?\s*│?\s*", " ", result.stderr), result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_what_nobody_expected_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(qfx, "quantize", fail)
+    with pytest.raises(RuntimeError, match="a defect"):
+        call(*factory("with_example"))
+
+
+def test_a_file_of_another_model_is_told_from_its_own() -> None:
+    for preset, name in (("int8_static", "a"), ("int8_weight_only", "b")):
+        call("quantize", "factories:with_example", "--preset", preset, "-o", name, "-o", f"{name}.onnx")
+    call("verify", "a.onnx", "a", "--data", "x.npy")
+    result = call("verify", "b.onnx", "a", "--data", "x.npy", "--limit", 0.1, code=1)
+    assert re.search(r"b.onnx is [\d.]+ quantization steps from a, more than 0.1; --per-node shows", result.stderr)
+
+
+def test_presets_are_all_there_and_say_what_the_readme_says_of_data() -> None:
+    found = {row["preset"]: row["needs_data"] for row in answer("presets")}
+    rows = re.findall(r"^\| `([a-z0-9_]+)` \|(.*)\|$", README, re.MULTILINE)
+    assert found == {name: "calibration set" in cells for name, cells in rows}
+
+
+def test_doctor_knows_every_extra_of_the_project_and_its_packages() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = project["optional-dependencies"]
+    for extra, (_, packages) in EXTRAS.items():
+        assert [re.split(r"[<>=]", package)[0] for package in declared[extra]] == list(packages)
+    assert declared.keys() - EXTRAS.keys() == {"examples", "test", "dev"}, "made of the others"
+    assert answer("doctor")["torch"] == torch.__version__
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, env=env)
+
+
+def test_the_module_is_the_command_and_json_is_all_there_is_on_stdout() -> None:
+    done = run("-m", "quark_fx", *map(str, factory("with_example")), "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["totals"]["quantized"] == 2
+    done = run("-m", "quark_fx", *map(str, factory("broken")))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: factories:broken raised ValueError")
+    assert "Traceback" not in done.stderr
+
+
+def test_the_package_imports_neither_typer_nor_rich_and_the_command_names_what_is_missing() -> None:
+    program = (
+        "import sys; sys.modules['typer'] = None\nimport quark_fx\nassert 'rich' not in sys.modules\n"
+        "from quark_fx.command_line.entry import main\nmain()"
+    )
+    done = run("-c", program)
+    assert done.returncode == 1
+    assert done.stderr == "error: the command line needs typer: pip install 'quark_fx[cli]'\n"
+
+
+def test_the_console_script_leads_to_the_command() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["scripts"] == {"quark-fx": "quark_fx.command_line.entry:main"}

@@ -1,0 +1,231 @@
+"""Figures are those of their formulas, and the same for every form of a model."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from tiny import Mlp, cnn, images, quantize, rand, seeded, tokens
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import quark_fx as qfx
+from quark_fx.evaluation import Classification, Embedding, LanguageModeling, compare
+
+
+def language_model() -> Any:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=32, n_embd=32, n_layer=1, n_head=2)).eval()
+
+
+def windows(count: int = 6, length: int = 12) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, 50, (count, length), generator=generator)
+    return [{"input_ids": part} for part in ids.split(4)]
+
+
+def test_perplexity_and_divergence_are_those_of_the_formula_token_by_token() -> None:
+    model, other = language_model(), seeded(language_model(), 1)
+    loss, divergence, count = 0.0, 0.0, 0
+    for batch in windows():
+        with torch.no_grad():
+            p, q = (m(**batch).logits.double().softmax(-1) for m in (other, model))
+        for row in range(len(p)):
+            for place in range(11):
+                loss -= math.log(q[row, place, batch["input_ids"][row, place + 1]])
+                divergence += float((p[row, place] * (p[row, place] / q[row, place]).log()).sum())
+                count += 1
+    figures = qfx.evaluate(model, LanguageModeling(windows(), reference=other))
+    assert figures["perplexity"] == pytest.approx(math.exp(loss / count), rel=1e-5)
+    assert figures["KL"] == pytest.approx(divergence / count, rel=1e-4)
+
+
+def test_padding_is_not_predicted() -> None:
+    model = language_model()
+    (batch,) = windows(2)
+    mask = torch.ones_like(batch["input_ids"])
+    mask[1, 6:] = 0
+    alone = [{"input_ids": batch["input_ids"][:1]}, {"input_ids": batch["input_ids"][1:, :6]}]
+    padded = [{"input_ids": batch["input_ids"], "attention_mask": mask}]
+    expected = qfx.evaluate(model, LanguageModeling(alone))["perplexity"]
+    assert qfx.evaluate(model, LanguageModeling(padded))["perplexity"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_all_forms_of_a_language_model_have_the_same_figures(tmp_path: Path) -> None:
+    model = language_model()
+    qmodel = quantize(model, "w4a16_rtn", windows())
+    qmodel.save(tmp_path / "saved")
+    model.save_pretrained(tmp_path / "float")
+    qfx.export.onnx(qmodel, tmp_path / "a.onnx")
+    task = LanguageModeling(windows(), reference=tmp_path / "float")
+    assert qfx.evaluate(model, task)["KL"] == 0
+    forms = [qmodel, qmodel.eager(), tmp_path / "saved", tmp_path / "a.onnx", lambda **batch: qmodel(**batch)]
+    first, *others = (qfx.evaluate(form, task) for form in forms)
+    assert first["KL"] > 1e-6
+    for figures in others:
+        assert figures == pytest.approx(first, rel=1e-3)
+
+
+def test_accuracy_agreement_and_divergence_of_a_classifier() -> None:
+    left = torch.tensor([[2.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 3.0], [1.0, 0.0, 0.0]])
+    right = torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 3.0], [0.0, 1.0, 0.0]])
+    pairs = [(torch.arange(3), torch.tensor([0, 1, 1])), (torch.arange(3, 4), torch.tensor([0]))]
+    figures = qfx.evaluate(lambda i: left[i], Classification(pairs, reference=lambda i: {"logits": right[i]}))
+    p, q = right.double().softmax(1), left.double().softmax(1)
+    assert figures["accuracy"] == 3 / 4
+    assert figures["agreement"] == 2 / 4
+    assert figures["KL"] == pytest.approx(float((p * (p / q).log()).sum() / 4), rel=1e-6)
+
+
+def test_vectors_of_tokens_are_averaged_without_padding_before_their_cosine() -> None:
+    values, other = rand(2, 3, 4), rand(2, 3, 4, seed=2)
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    left, right = (torch.stack([v[0].mean(0), v[1, 0]]) for v in (values, other))
+    expected = torch.cosine_similarity(left, right).mean()
+    task = Embedding([{"x": values, "attention_mask": mask}], reference=lambda x, attention_mask: other)
+    assert qfx.evaluate(lambda x, attention_mask: (x,), task)["cosine"] == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_a_task_of_ones_own_gets_what_runs_a_batch() -> None:
+    assert qfx.evaluate(cnn(), lambda run: {"outputs": run(images(4)[0]).numel()}) == {"outputs": 20}
+
+
+def test_distances_of_two_models_are_those_of_the_formulas(tmp_path: Path) -> None:
+    model = cnn()
+    qmodel = quantize(model, "int8_static", images())
+    qfx.export.onnx(qmodel, tmp_path / "a.onnx")
+    (distance,) = compare(model, qmodel, images())
+    with torch.no_grad():
+        a, b = (torch.cat([m(x) for x in images()]).double() for m in (model, qmodel))
+    assert distance.max_abs == pytest.approx(float((a - b).abs().max()))
+    assert distance.sqnr == pytest.approx(float(10 * (a.square().sum() / (a - b).square().sum()).log10()), rel=1e-5)
+    assert distance.cosine == pytest.approx(float(torch.cosine_similarity(a.flatten(), b.flatten(), 0)))
+    assert distance.agreement == float((a.argmax(1) == b.argmax(1)).double().mean())
+    (same,) = compare(model, model, images())
+    assert (same.sqnr, same.agreement) == (math.inf, 1)
+    (exported,) = compare(qmodel, tmp_path / "a.onnx", images())
+    assert exported.sqnr > distance.sqnr
+    with pytest.raises(qfx.QuarkError, match="no batch to compare the models on"):
+        compare(model, qmodel, [])
+
+
+def test_outputs_are_matched_by_name_and_else_by_position() -> None:
+    one, two = lambda x: {"a": x, "past.0": x + 1}, lambda x: {"past_0": x, "a": x}
+    found = {d.name: d.max_abs for d in compare(one, two, [rand(3)])}
+    assert found == pytest.approx({"a": 0, "past_0": 1}, abs=1e-6)
+    assert [d.name for d in compare(lambda x: (x, x), lambda x: {"c": x, "d": x}, [rand(3)])] == ["c", "d"]
+    with pytest.raises(qfx.QuarkError, match="the models have no output in common: a, past_0 and c"):
+        compare(one, lambda x: {"c": x}, [rand(3)])
+    with pytest.raises(qfx.QuarkError, match=r"output 'a' has shape \(3,\) in one model and \(1,\) in the other"):
+        compare(lambda x: {"a": x}, lambda x: {"a": x[:1]}, [rand(3)])
+
+
+def words_for(model: Any, task: Any) -> str:
+    with pytest.raises(qfx.QuarkError) as error:
+        qfx.evaluate(model, task)
+    return str(error.value)
+
+
+def test_what_cannot_be_judged_is_refused_by_name(tmp_path: Path) -> None:
+    pairs = [(images(4)[0], torch.zeros(4, dtype=torch.int64))]
+    file = qfx.export.onnx(quantize(cnn(), "int8_static", images()), tmp_path / "a.onnx")
+    task = Classification(pairs)
+    assert "Sequential is in training mode" in words_for(nn.Sequential(nn.Linear(2, 2)), task)
+    assert "not int" in words_for(3, task)
+    assert "gone does not exist" in words_for(tmp_path / "gone", task)
+    assert "is no model that can be run: an .onnx file" in words_for(tmp_path, task)
+    assert "returns no tensor but str" in words_for(lambda x: "yes", task)
+    assert "one row of logits for each label" in words_for(lambda x: x, task)
+    assert "a task is LanguageModeling" in words_for(cnn(), "accuracy")
+    assert "the task has no samples" in words_for(cnn(), Classification([]))
+    assert "a.onnx has the inputs input; the batch has mask" in words_for(
+        file, Embedding([{"mask": rand(2)}], reference=cnn())
+    ).replace(" x;", " input;")
+    assert "the batch has 2 by position" in words_for(file, Embedding([(rand(2), rand(2))], reference=cnn()))
+    assert "ONNX Runtime does not run" in words_for(file, Embedding([rand(2, 3, 8, 8).double()], reference=cnn()))
+
+
+class Words:
+    """A tokenizer of numbers in a text."""
+
+    eos_token_id = 9
+
+    def __call__(self, text: Any, verbose: bool = True, **_: Any) -> dict[str, Any]:
+        return {"input_ids": [int(word) for word in text.split()]}
+
+
+def test_windows_are_packed_and_spread_over_the_text() -> None:
+    text = " ".join(map(str, range(23)))
+    batches = qfx.data.text_windows(text, Words(), length=4, batch_size=3)
+    assert [b["input_ids"].tolist() for b in batches] == [
+        [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]],
+        [[12, 13, 14, 15], [16, 17, 18, 19]],
+    ]
+    (spread,) = qfx.data.text_windows(text, Words(), length=4, count=2)
+    assert spread["input_ids"][:, 0].tolist() == [0, 8]
+    (documents,) = qfx.data.text_windows(["1 2", "3"], Words(), length=5)
+    assert documents["input_ids"].tolist() == [[1, 2, 9, 3, 9]]
+    with pytest.raises(qfx.CalibrationError, match="the text has 2 tokens, and a window 5"):
+        qfx.data.text_windows("1 2", Words(), length=5)
+
+
+def test_images_are_scaled_cut_and_normalized(tmp_path: Path) -> None:
+    pixels = np.zeros((4, 8, 3), dtype=np.uint8)
+    pixels[:, 2:6] = (255, 51, 0)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    (batch,) = qfx.data.image_folder(tmp_path, size=4, mean=(0.5, 0, 0), std=(0.5, 1, 2))
+    expected = torch.tensor([1, 0.2, 0])[:, None, None].expand(3, 4, 4)
+    torch.testing.assert_close(batch, expected[None])  # the columns that were cut out, in full color
+    (gray,) = qfx.data.image_folder(tmp_path, mean=(0,), std=(1,))
+    assert gray.shape == (1, 1, 4, 8)
+    with pytest.raises(qfx.CalibrationError, match="mean has 2 numbers and std 2"):
+        qfx.data.image_folder(tmp_path, mean=(0, 1), std=(1, 1))
+
+
+def test_labels_are_the_numbers_of_folders_or_their_order(tmp_path: Path) -> None:
+    for root, names in (("a", ("10", "9", "2")), ("b", ("cat", "ant", "dog"))):
+        for name in names:
+            (tmp_path / root / name).mkdir(parents=True)
+            Image.fromarray(np.zeros((2, 2, 3), dtype=np.uint8)).save(tmp_path / root / name / "x.png")
+    for root, labels in (("a", [10, 2, 9]), ("b", [0, 1, 2])):
+        pairs = qfx.data.labeled_images(tmp_path / root, batch_size=2)
+        assert torch.cat([label for _, label in pairs]).tolist() == labels
+        assert [len(batch) for batch, _ in pairs] == [2, 1]
+    Image.fromarray(np.zeros((2, 2, 3), dtype=np.uint8)).save(tmp_path / "b" / "x.png")
+    with pytest.raises(qfx.CalibrationError, match=r"x\.png lies in no folder of a class"):
+        qfx.data.labeled_images(tmp_path / "b")
+
+
+def test_arrays_are_read_in_batches_and_doubles_become_floats(tmp_path: Path) -> None:
+    values = rand(5, 2)
+    np.save(tmp_path / "x.npy", values.double().numpy())
+    first, second = qfx.data.read_arrays(tmp_path / "x.npy", batch_size=3)
+    assert isinstance(first, Tensor)
+    assert isinstance(second, Tensor)
+    assert first.dtype == torch.float32
+    torch.testing.assert_close(torch.cat([first, second]), values, rtol=0, atol=0)
+    save_file({"ids": torch.arange(4), "x": rand(4, 2)}, tmp_path / "both.safetensors")
+    (batch,) = qfx.data.read_arrays(tmp_path / "both.safetensors", count=2)
+    assert isinstance(batch, dict)
+    assert batch["ids"].tolist() == [0, 2]
+    np.savez(tmp_path / "odd.npz", a=np.zeros(3), b=np.zeros(2))
+    with pytest.raises(qfx.CalibrationError, match=r"differ in their number of samples \(a 3, b 2\)"):
+        qfx.data.read_arrays(tmp_path / "odd.npz")
+    for name, array in (("number", np.array(3.0)), ("nothing", np.zeros((0, 2)))):
+        np.save(tmp_path / f"{name}.npy", array)
+        with pytest.raises(qfx.CalibrationError, match="holds no samples; their dimension is the first"):
+            qfx.data.read_arrays(tmp_path / f"{name}.npy")
+
+
+def test_an_exported_file_of_8_bit_floats_runs_as_the_graph_says(tmp_path: Path) -> None:
+    """Fused, ONNX Runtime's kernels have no 8-bit floats."""
+    qmodel = quantize(seeded(Mlp()), "fp8_static", tokens())
+    qfx.export.onnx(qmodel, tmp_path / "a.onnx")
+    (distance,) = compare(qmodel, tmp_path / "a.onnx", tokens())
+    assert distance.sqnr > 60
