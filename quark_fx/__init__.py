@@ -8,6 +8,8 @@ torch.Size([3, 4])
 """
 
 from quark_fx import data, evaluation, export, observers, passes, presets, targets
+from quark_fx.analysis.analyze import analyze
+from quark_fx.analysis.report import Analysis
 from quark_fx.capture.capture import capture_graph
 from quark_fx.checkpoints.open_checkpoint import open_checkpoint
 from quark_fx.config import block_formats
@@ -37,6 +39,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "INHERIT",
+    "Analysis",
     "CacheBudget",
     "CalibrationError",
     "CaptureError",
@@ -55,6 +58,7 @@ __all__ = [
     "Symmetry",
     "Target",
     "TensorSpec",
+    "analyze",
     "block_formats",
     "capture_graph",
     "check",

@@ -125,7 +125,7 @@ def quantize(
         CalibrationError: if calibration data or weights are unusable.
         PassError: if a pass broke its promise (`verify=True`).
     """
-    config = _resolve(config)
+    config = resolve(config)
     require_resources(device, cache)
     _require_path(output_dir, "output_dir")
     _require_path(checkpoint, "checkpoint")
@@ -141,10 +141,10 @@ def quantize(
         shelf = Shelf(folder) if folder is not None else None
         if isinstance(model, str | Path):
             model = open_checkpoint(model, scratch=shelf.directory if shelf is not None else None)
-        first, batches = _peek(calibration_data)
+        first, batches = peek(calibration_data)
         if verify and first is None:
             raise CalibrationError("verify=True compares the passes on a batch; pass at least one as calibration_data")
-        captured, context, batches = _begun(
+        captured, context, batches = begun(
             model, config, first, batches, dynamic_shapes, device, cache, shelf, ranks, memory=memory
         )
         context.progress = progress
@@ -193,7 +193,7 @@ def _transformed(
         disk: that may be taken.
     """
     config, progress, ranks, shelf = context.config, context.progress, context.ranks, captured.module.meta["shelf"]
-    rewrites, others = _divided(config.passes)
+    rewrites, others = divided(config.passes)
     gm, records = run_passes(captured.module, rewrites, verify_inputs=verify_inputs, context=context)
     learns = bool(context.batches)
     if memory is not None or disk is not None or (learns and progress):
@@ -227,7 +227,7 @@ _OWN = (insert_observers, calibrate, convert)
 """What runs at stages of a single pass, unless the configuration has another."""
 
 
-def _divided(passes: Sequence[GraphPass]) -> tuple[list[GraphPass], list[GraphPass]]:
+def divided(passes: Sequence[GraphPass]) -> tuple[list[GraphPass], list[GraphPass]]:
     """Return all passes in the order of their stages: those before the first one that needs data, and the others."""
     given = {pass_stage(p) for p in passes}
     passes = [*passes, *(own for own in _OWN if pass_stage(own) not in given)]
@@ -263,17 +263,17 @@ def predict(
     Raises:
         QuarkError: as `quantize` does, for what can be known beforehand.
     """
-    config = _resolve(config)
+    config = resolve(config)
     require_resources(device, None)
     with tempfile.TemporaryDirectory() as folder:
         shelf = Shelf(folder) if streamed else None
         if isinstance(model, str | Path):
             model = open_checkpoint(model, scratch=folder)
-        first, batches = _peek(calibration_data)
-        captured, context, batches = _begun(model, config, first, batches, dynamic_shapes, device, None, shelf, ALONE)
+        first, batches = peek(calibration_data)
+        captured, context, batches = begun(model, config, first, batches, dynamic_shapes, device, None, shelf)
         try:
             shapes = [batch_shape(leaves) for leaves in _flat_batches(captured, batches)]
-            rewrites, others = _divided(config.passes)
+            rewrites, others = divided(config.passes)
             gm, _ = run_passes(captured.module, rewrites, context=context)
             return expect(gm, config, context, others, shelf=streamed, shapes=shapes)
         finally:
@@ -321,9 +321,9 @@ def check(
     """
     if export not in _EXPORTS:
         raise ConfigError(f"unknown export {export!r}; choose one of {', '.join(_EXPORTS)}")
-    config = _resolve(config)
+    config = resolve(config)
     config = config.replace(passes=tuple(p for p in config.passes if not needs_context(p)))
-    first, _ = _peek(calibration_data)
+    first, _ = peek(calibration_data)
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(model, str | Path):
             model = open_checkpoint(model, scratch=folder)
@@ -340,22 +340,23 @@ _EXPORTS: dict[str, Callable[..., Any]] = {
 """What writes a quantized model to a path, by the name of its format."""
 
 
-def _begun(
+def begun(
     model: nn.Module | ExportedProgram,
     config: QuantConfig,
     first: Any,
     batches: Iterable[Any],
     dynamic_shapes: Any,
-    device: str | torch.device | None,
-    cache: CacheBudget | None,
-    shelf: Shelf | None,
-    ranks: Ranks,
+    device: str | torch.device | None = None,
+    cache: CacheBudget | None = None,
+    shelf: Shelf | None = None,
+    ranks: Ranks = ALONE,
     *,
     memory: int | None = None,
+    keep: bool = False,
 ) -> tuple[Captured, Context, Iterable[Any]]:
     """Capture the model; return it, the context, and the batches, unless they are read more than once and kept there.
 
-    Data may come from a generator, or in another order each time.
+    Data may come from a generator, or in another order each time. With `keep` it is kept in any case.
 
     Raises:
         ConfigError: if the model is quantized already.
@@ -386,10 +387,10 @@ def _begun(
         context.cache.budget = replace(context.cache.budget, directory=shelf.directory)
     if memory is not None:
         context.cache.limit_further(max(0, memory - occupied()) // 2)  # what data may take before the rest is known
-    divisible = any(map(learns_from_data, config.passes)) and _divisible(captured)
-    if by_block or not ranks.alone or any(map(needs_context, config.passes)):
+    parted = any(map(learns_from_data, config.passes)) and divisible(captured)
+    if keep or by_block or not ranks.alone or any(map(needs_context, config.passes)):
         try:
-            context.add_batches(_flat_batches(captured, batches), divisible=divisible)
+            context.add_batches(_flat_batches(captured, batches), divisible=parted)
         except BaseException:
             context.cache.close()
             raise
@@ -438,7 +439,7 @@ def _with_learned_weights(rows: list[Row], gm: GraphModule, context: Context) ->
     return [replace(row, **now.get((row.name, row.parameter), {})) for row in rows]  # type: ignore[arg-type]
 
 
-def _divisible(captured: Captured) -> bool:
+def divisible(captured: Captured) -> bool:
     """Tell whether dimension 0 of every tensor input is the same one that varies: it then counts samples."""
     values = [node.meta["val"] for node in placeholders(captured.module)]
     sizes = [value.shape[0] if value.dim() else 1 for value in values if isinstance(value, torch.Tensor)]
@@ -447,7 +448,7 @@ def _divisible(captured: Captured) -> bool:
     return alike and not any(dim == 0 for _, dim, _ in captured.signature.input_multiples)
 
 
-def _resolve(config: str | QuantConfig | Mapping[str, Any]) -> QuantConfig:
+def resolve(config: str | QuantConfig | Mapping[str, Any]) -> QuantConfig:
     if isinstance(config, str):
         return preset(config)
     if isinstance(config, QuantConfig):
@@ -457,7 +458,7 @@ def _resolve(config: str | QuantConfig | Mapping[str, Any]) -> QuantConfig:
     return QuantConfig.from_dict(config)
 
 
-def _peek(data: Any) -> tuple[Any, Iterable[Any]]:
+def peek(data: Any) -> tuple[Any, Iterable[Any]]:
     """Return the first batch (or `None`) and an iterable over all of them."""
     if data is None:
         return None, ()

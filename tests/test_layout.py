@@ -37,6 +37,7 @@ ROOMS = (
     "export",
     "evaluation",
     "quantization",
+    "analysis",
     "__init__",
     "command_line",
     "__main__",
@@ -135,6 +136,7 @@ def test_no_source_imports_a_root_link() -> None:
 def test_the_public_list_is_pinned() -> None:
     assert quark_fx.__all__ == [
         "INHERIT",
+        "Analysis",
         "CacheBudget",
         "CalibrationError",
         "CaptureError",
@@ -153,6 +155,7 @@ def test_the_public_list_is_pinned() -> None:
         "Symmetry",
         "Target",
         "TensorSpec",
+        "analyze",
         "block_formats",
         "capture_graph",
         "check",

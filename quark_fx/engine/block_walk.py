@@ -429,14 +429,19 @@ def _lift(
 def _with_weights(module: GraphModule) -> GraphModule:
     """Return a block whose weights are values, so that they are not computed from their codes for every batch."""
     module = extract(module, placeholders(module), results_of(module))
-    for node in list(module.graph.nodes):
-        if target_name(node) == DEQUANTIZE and all(is_parameter(source) for source in node.all_input_nodes):
-            value = node.target(*(parameter(module, a) if isinstance(a, Node) else a for a in node.args))
-            with module.graph.inserting_before(node):
-                node.replace_all_uses_with(get_attr(module, f"{node.name}_value", value))
-            module.graph.erase_node(node)
-    module.recompile()
+    compute_weights(module)
     return module
+
+
+def compute_weights(gm: GraphModule) -> None:
+    """Replace constants in codes by their values."""
+    for node in list(gm.graph.nodes):
+        if target_name(node) == DEQUANTIZE and all(is_parameter(source) for source in node.all_input_nodes):
+            value = node.target(*(parameter(gm, a) if isinstance(a, Node) else a for a in node.args))
+            with gm.graph.inserting_before(node):
+                node.replace_all_uses_with(get_attr(gm, f"{node.name}_value", value))
+            gm.graph.erase_node(node)
+    gm.recompile()
 
 
 def _release(module: GraphModule) -> None:
@@ -449,6 +454,7 @@ def _release(module: GraphModule) -> None:
 __all__ = [
     "BlockRun",
     "FloatRun",
+    "compute_weights",
     "energies",
     "relative_error",
     "run_blocks",

@@ -1,0 +1,290 @@
+"""What would make an operator's roundings cost less, judged by what it makes of a few samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from quark_fx.analysis.report import Remedy
+from quark_fx.analysis.switches import RoundedValue
+from quark_fx.config.quant_config import Granularity, Override, QuantConfig, TensorSpec
+from quark_fx.engine.block_walk import relative_error
+from quark_fx.engine.blocks import extract
+from quark_fx.errors import ConfigError
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.nodes import named_nodes, parameter, placeholders
+from quark_fx.graph.pass_manager import pass_name
+from quark_fx.numbers.formats import INT8, INT16, IntFormat
+from quark_fx.numbers.ops import dynamic_qparams, fake_quantize
+from quark_fx.numbers.rotation import Rotation
+from quark_fx.observers import MinMax, Mse, Percentile
+from quark_fx.passes import Rotate, SmoothQuant
+from quark_fx.plan.placement import Coded, Plan, Quantized, names_of, plan_quantization
+from quark_fx.plan.weights import quantize_tensor
+from quark_fx.rescale.rotation_sites import RotationAnalysis, find_rotation_sites
+from quark_fx.rescale.scale_sites import SiteAnalysis, find_scale_sites
+
+_ENOUGH = 0.8
+"""Share of the largest gain with which a remedy that changes less is preferred."""
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """What is known of a configuration before anything is tried.
+
+    Attributes:
+        gm: the float graph.
+        config: of the conversion.
+        rounded: all that is rounded.
+        errors: what each of these adds to the error.
+        parts: flat inputs of a few samples.
+    """
+
+    gm: GraphModule
+    config: QuantConfig
+    rounded: Sequence[RoundedValue]
+    errors: Sequence[float]
+    parts: Sequence[list[Any]]
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan, on nodes of the float graph."""
+        return plan_quantization(self.gm, self.config, quiet=True)
+
+    @cached_property
+    def operators(self) -> dict[str, Quantized]:
+        """The quantized operators by the name of their node."""
+        return {op.node.name: op for op in self.plan.operators if isinstance(op, Quantized)}
+
+    @cached_property
+    def scale_sites(self) -> SiteAnalysis:
+        """Where channels can be scaled."""
+        return find_scale_sites(self.gm)
+
+    @cached_property
+    def rotation_sites(self) -> RotationAnalysis:
+        """Where values can be rotated."""
+        return find_rotation_sites(self.gm)
+
+    def remedies(self, names: Sequence[str], module: str) -> list[Remedy]:
+        """Return what would help what counts to some operators, the one to take first.
+
+        Args:
+            names: of the operators' nodes, those of one module; empty for a value that no weighted operator makes.
+            module: where they are.
+        """
+        found = [self._in_float(names, module)]
+        ops = [self.operators[name] for name in names if name in self.operators]
+        if len(ops) == 1 and isinstance(ops[0], Coded) and ops[0].linear is not None:
+            found = [*self._cheaper(ops[0]), *found]
+        most = max(remedy.gain for remedy in found)
+        best = next(remedy for remedy in found if remedy.gain >= _ENOUGH * most)
+        rest = sorted((r for r in found if r is not best and r.gain > 0), key=lambda r: -r.gain)
+        return [best, *(r for r in rest if r is not found[-1]), *([found[-1]] if best is not found[-1] else [])]
+
+    def _in_float(self, names: Sequence[str], module: str) -> Remedy:
+        """Return the exclusion that ends what counts to operators, of those beside them that round it as well."""
+        values = {v.value: v for v in self.rounded if not v.is_weight and set(names) & set(v.operators)}
+        makers = [self._pattern(made) for made, value in self.plan.outputs.items() if value.name in values]
+        nodes = named_nodes(self.gm)
+        readers = [self._pattern(nodes[name]) for v in values.values() for name in v.operators]
+        tried = []
+        for beside in ([], makers, [*makers, *readers]):
+            exclude = tuple(dict.fromkeys([module, *beside]))
+            what = "float" + f" with {', '.join(exclude[1:])}" * (len(exclude) > 1)
+            gain = sum(self.errors[place] for place in self.ended(exclude))
+            tried.append(Remedy(what=what, gain=gain, exclude=exclude))
+        most = max(remedy.gain for remedy in tried)
+        return next(remedy for remedy in tried if remedy.gain >= _ENOUGH * most)
+
+    def _pattern(self, node: Node) -> str:
+        return self.operators[node.name].name if node.name in self.operators else names_of(node).name
+
+    def ended(self, exclude: tuple[str, ...]) -> set[int]:
+        """Return the places of what is not rounded any more with more exclusions."""
+        plan = plan_quantization(self.gm, self.config.replace(exclude=(*self.config.exclude, *exclude)), quiet=True)
+        quantized = {op.node.name for op in plan.operators if isinstance(op, Quantized)}
+        values = {point.value.name for point in plan.points.values()}
+        kept = (bool(quantized.intersection(v.operators)) if v.is_weight else v.value in values for v in self.rounded)
+        return {place for place, stays in enumerate(kept) if not stays}
+
+    def _cheaper(self, op: Coded) -> Iterator[Remedy]:
+        """Yield what leaves an operator quantized, what changes least first."""
+        trial, name = _OperatorTrial.of(self, op), op.node.name
+        pairs = zip(self.errors, self.rounded, strict=True)
+        own = [(e / len(v.operators), v.is_weight) for e, v in pairs if name in v.operators]
+        error, of_weight = sum(e for e, _ in own), sum(e for e, is_weight in own if is_weight)
+        before = trial.error(op.input, op.weight)
+        if before <= 0 or error <= 0:
+            return
+
+        def remedy(what: str, local: Callable[[], float], **changes: Any) -> Iterator[Remedy]:
+            found = Remedy(what=what, gain=0.0, **changes)
+            try:
+                found.applied(self.config)
+                gain = error * (1 - local() / before)
+            except (ConfigError, ValueError):  # the target, or the data, has no such thing
+                return
+            if gain > 0:
+                yield Remedy(what=what, gain=gain, **changes)
+
+        specs: list[tuple[str, Callable[[], float], tuple[Override, ...], bool]] = []
+        if of_weight < error / 2 and op.input is not None:
+            for what, spec, wider in _other_activations(op.input):
+                overrides = tuple(self._value_overrides(op, spec))
+                specs.append((what, partial(trial.error, spec, op.weight), overrides, wider))
+        else:
+            for what, spec, wider in _other_weights(op.weight):
+                overrides = (Override(pattern=op.name, weight=spec),)
+                specs.append((what, partial(trial.error, op.input, spec), overrides, wider))
+        for bits in (False, True):
+            for what, local, overrides, wider in specs:
+                if wider is bits:
+                    yield from remedy(what, local, overrides=overrides)
+            if not bits:
+                yield from self._transforms(op, trial, remedy)
+
+    def _transforms(
+        self, op: Coded, trial: _OperatorTrial, remedy: Callable[..., Iterator[Remedy]]
+    ) -> Iterator[Remedy]:
+        assert op.linear is not None
+        known = {pass_name(p) for p in self.config.passes}
+        names = {node: found.name for node, found in ((o.node, o) for o in self.operators.values())}
+        plain = op.linear.groups == 1 and not op.linear.stacked
+        for site in self.scale_sites.sites if plain and op.input is not None and "SmoothQuant" not in known else ():
+            readers = [found.reader for found in site.inputs]
+            if op.node in readers:
+                only = tuple(dict.fromkeys(names[node] for node in readers if node in names))
+                yield from remedy("SmoothQuant", trial.smoothed, passes=(SmoothQuant(only=only),))
+        for turned in self.rotation_sites.sites if plain and not op.linear.kernel and "Rotate" not in known else ():
+            if any(linear.node is op.node for linear in turned.readers):
+                rotation = turned.draw(torch.Generator().manual_seed(0))
+                only = tuple(dict.fromkeys(names[r.node] for r in turned.readers if r.node in names))
+                if turned.overhead(rotation) <= Rotate().overhead:
+                    yield from remedy("Rotate", partial(trial.rotated, rotation), passes=(Rotate(only=only),))
+
+    def _value_overrides(self, op: Coded, spec: TensorSpec) -> Iterator[Override]:
+        """Yield what gives the value that an operator reads another spec, wherever it is rounded."""
+        assert op.linear is not None
+        value = op.linear.activation
+        for other in self.operators.values():
+            if other.input == op.input and value in other.node.all_input_nodes:
+                yield Override(pattern=other.name, input=spec)
+        for made, rounded in self.plan.outputs.items():
+            if rounded is value and not spec.dynamic:
+                yield Override(pattern=self._pattern(made), output=spec)
+
+
+@dataclass(frozen=True, eq=False)
+class _OperatorTrial:
+    """One operator with samples of what it reads."""
+
+    op: Coded
+    linear: Linear
+    module: GraphModule
+    inputs: list[Tensor]
+    weight: Tensor
+    outputs: list[Tensor]
+
+    @classmethod
+    def of(cls, estimates: Estimates, op: Coded) -> _OperatorTrial:
+        assert op.linear is not None
+        gm, value = estimates.gm, op.linear.activation
+        before = extract(gm, placeholders(gm), [value])
+        module = extract(gm, [value, op.weight_node], [op.node])
+        weight = parameter(gm, op.weight_node).detach()
+        with torch.no_grad():
+            inputs = [before(*leaves)[0] for leaves in estimates.parts]
+            return cls(op, op.linear, module, inputs, weight, [module(x, weight)[0] for x in inputs])
+
+    def error(self, activation: TensorSpec | None, weight: TensorSpec) -> float:
+        """Return the squared error of the operator's output with other specs, over its square."""
+        return self._error(_rounded(self.inputs, activation, self.linear), self._coded(self.weight, weight))
+
+    def smoothed(self) -> float:
+        """Return the error with channels scaled as SmoothQuant does half way."""
+        largest = torch.stack([self._by_channel(x) for x in self.inputs]).amax(0)
+        reach = self.weight.float().abs().movedim(self.linear.input_axis, 0).flatten(1).amax(1)
+        scale = torch.where((largest > 0) & (reach > 0), (largest / reach.clamp_min(1e-12)).sqrt(), 1.0)
+        of_weight, of_inputs = self.linear.of_inputs(scale), self._along(scale, self.inputs[0])
+        inputs = _rounded([x / of_inputs for x in self.inputs], self.op.input, self.linear)
+        return self._error(
+            [x * of_inputs for x in inputs], self._coded(self.weight * of_weight, self.op.weight) / of_weight
+        )
+
+    def rotated(self, rotation: Rotation) -> float:
+        """Return the error with a rotated activation and weight."""
+
+        def turn(x: Tensor, axis: int, how: Rotation) -> Tensor:
+            return how.apply(x.double().movedim(axis, -1)).movedim(-1, axis).to(x)
+
+        axis, back = self.linear.input_axis, rotation.inverse
+        inputs = _rounded([turn(x, -1, rotation) for x in self.inputs], self.op.input, self.linear)
+        weight = self._coded(turn(self.weight, axis, rotation), self.op.weight)
+        return self._error([turn(x, -1, back) for x in inputs], turn(weight, axis, back))
+
+    def _coded(self, weight: Tensor, spec: TensorSpec) -> Tensor:
+        return quantize_tensor(weight, spec, linear=self.linear, pairs=self.op.pairs).dequantize().to(weight)
+
+    def _error(self, inputs: Sequence[Tensor], weight: Tensor) -> float:
+        with torch.no_grad():
+            made = [self.module(x.to(y), weight.to(y))[0] for x, y in zip(inputs, self.outputs, strict=True)]
+        return float(relative_error([torch.cat(made)], [torch.cat(self.outputs)]))
+
+    def _by_channel(self, x: Tensor) -> Tensor:
+        axis = self.linear.channel_dim(x.dim())
+        return x.float().abs().movedim(axis, 0).flatten(1).amax(1)
+
+    def _along(self, scale: Tensor, x: Tensor) -> Tensor:
+        shape = [1] * x.dim()
+        shape[self.linear.channel_dim(x.dim())] = -1
+        return scale.reshape(shape)
+
+
+def _rounded(inputs: Sequence[Tensor], spec: TensorSpec | None, linear: Linear) -> list[Tensor]:
+    """Return activations in the values that their codes stand for, in a range that these samples have."""
+    if spec is None:
+        return list(inputs)
+    if spec.is_cast:
+        return [x.to(spec.format.dtype).to(x.dtype) for x in inputs]
+    if not spec.dynamic:
+        assert spec.observer is not None
+        observer = spec.observer
+        for x in inputs:
+            observer = observer.observe(x.reshape(1, -1))
+        found = observer.qparams(spec.scheme)
+        scale, zero_point = found.scale.reshape(()), found.zero_point.reshape(())
+        return [fake_quantize(x, scale, zero_point, str(spec.format)) for x in inputs]
+    rank = inputs[0].dim()
+    measurement = spec.measurement(rank, linear.channel_dim(rank))
+    fmt, _, axis, block, *_ = measurement
+    return [fake_quantize(x, *dynamic_qparams(x, *measurement), fmt, axis, block) for x in inputs]
+
+
+def _other_activations(spec: TensorSpec) -> Iterator[tuple[str, TensorSpec, bool]]:
+    """Yield what else an activation could be quantized as, and whether that takes more bits."""
+    if not spec.dynamic and spec.observer == MinMax():
+        yield "observer Mse", spec.replace(observer=Mse()), False
+        yield "observer Percentile(99.9)", spec.replace(observer=Percentile(percentile=99.9)), False
+    if isinstance(spec.format, IntFormat) and spec.format.bits < 16 and not spec.dynamic:
+        yield "int16 activation", spec.replace(format=INT16), True
+
+
+def _other_weights(spec: TensorSpec) -> Iterator[tuple[str, TensorSpec, bool]]:
+    """Yield what else a weight could be quantized as, and whether that takes more bits."""
+    if spec.observer == MinMax():
+        yield "weight observer Mse", spec.replace(observer=Mse()), False
+    if spec.granularity is Granularity.TENSOR and not spec.is_cast:
+        yield "a weight scale per channel", spec.replace(granularity=Granularity.CHANNEL), False
+    if isinstance(spec.format, IntFormat) and spec.format.bits < 16:
+        fmt = INT8 if spec.format.bits < 8 else INT16
+        yield f"{fmt} weight", spec.replace(format=fmt), True
+
+
+__all__ = ["Estimates"]

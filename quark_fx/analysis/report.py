@@ -1,0 +1,208 @@
+"""Where the error of a quantized model comes from, and what to do about it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import yaml
+
+from quark_fx.config.named import PRESETS
+from quark_fx.config.quant_config import Override, QuantConfig
+from quark_fx.graph.pass_manager import GraphPass, Stage, pass_stage
+from quark_fx.plan.report import aligned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """A change of the configuration, and what it gains.
+
+    Attributes:
+        what: in a few words.
+        gain: the error it takes away, estimated.
+        measured: the same, measured; `None` where it was not.
+        exclude: patterns that it adds to the configuration.
+        overrides: likewise.
+        passes: that it adds, behind those on the float graph.
+    """
+
+    what: str
+    gain: float
+    measured: float | None = None
+    exclude: tuple[str, ...] = ()
+    overrides: tuple[Override, ...] = ()
+    passes: tuple[GraphPass, ...] = ()
+
+    def applied(self, config: QuantConfig) -> QuantConfig:
+        """Return the configuration with the change.
+
+        Raises:
+            ConfigError: if the target refuses it.
+        """
+        floats = [p for p in config.passes if pass_stage(p) is Stage.FLOAT]
+        added = [p for p in self.passes if p not in config.passes]
+        return config.replace(
+            exclude=(*config.exclude, *(name for name in self.exclude if name not in config.exclude)),
+            overrides=(*config.overrides, *(o for o in self.overrides if o not in config.overrides)),
+            passes=(*floats, *added, *config.passes[len(floats) :]),
+        )
+
+    @property
+    def best_known(self) -> float:
+        """The gain, measured where it was."""
+        return self.gain if self.measured is None else self.measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contribution:
+    """What the roundings of one operator add to the error.
+
+    A value that several quantized operators read counts to them in equal parts, and one that none of them reads to the
+    operator that makes it.
+
+    Attributes:
+        name: module path.
+        kind: operator family.
+        weight: estimated error that rounding its weight and bias makes.
+        activation: estimated error that rounding its activations makes.
+        alone: measured error where nothing else is rounded; `None` where it was not measured.
+        remedies: what would help, the one in `Analysis.config` first; empty where nothing was tried.
+    """
+
+    name: str
+    kind: str
+    weight: float
+    activation: float
+    alone: float | None = None
+    remedies: tuple[Remedy, ...] = ()
+
+    @property
+    def error(self) -> float:
+        """The estimated error of all its roundings."""
+        return self.weight + self.activation
+
+    @property
+    def in_float(self) -> Remedy | None:
+        """Leaving it in float, if that was tried: what it was estimated and measured to gain."""
+        return next((remedy for remedy in self.remedies if remedy.exclude), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analysis:
+    """Where the error of a configuration comes from; `str(analysis)` is a table. See `quark_fx.analyze`.
+
+    Attributes:
+        metric: `"error"`, squared over the square of the float outputs, or `"kl"`, in nats.
+        error: of the configuration, measured.
+        rows: every operator that rounds something, the one that adds most first. They add up to `error`.
+        config: with the remedies of the operators that were looked at, to paste: `to_yaml`.
+        remedied: error of `config`, measured.
+        preset: the name of the configuration that was analyzed, empty if it has none.
+        samples: that errors are measured on.
+        seconds: what it took, capturing the model left out.
+        forward_seconds: what the float model takes for the samples.
+    """
+
+    metric: str = "error"
+    error: float
+    rows: tuple[Contribution, ...]
+    config: QuantConfig
+    remedied: float
+    preset: str = ""
+    samples: int = 0
+    seconds: float = field(default=math.nan, compare=False)
+    forward_seconds: float = field(default=math.nan, compare=False)
+
+    def __iter__(self) -> Iterator[Contribution]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def sqnr(self) -> float:
+        """Signal to quantization noise of the outputs, dB."""
+        return _decibel(self.error)
+
+    def to_yaml(self) -> str:
+        """Return `config` as text for `QuantConfig.from_yaml`: what differs from the preset it started from."""
+        data = self.config.to_dict()
+        if self.preset:
+            known = PRESETS[self.preset].to_dict()
+            data = {"preset": self.preset} | {key: value for key, value in data.items() if known.get(key) != value}
+        return yaml.safe_dump(data, sort_keys=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, the configuration as `to_yaml` has it."""
+        rows = [asdict(row) | {"remedies": [self._plain(r) for r in row.remedies]} for row in self.rows]
+        plain = {key: getattr(self, key) for key in ("metric", "error", "remedied", "samples", "seconds")}
+        return plain | {"forward_seconds": self.forward_seconds, "rows": rows, "config": yaml.safe_load(self.to_yaml())}
+
+    @staticmethod
+    def _plain(remedy: Remedy) -> dict[str, Any]:
+        return {"what": remedy.what, "gain": remedy.gain, "measured": remedy.measured}
+
+    def table(self, rows: int | None = 12) -> str:
+        """Return operators and remedies as text.
+
+        Args:
+            rows: how many operators, `None` for all.
+        """
+        header = ("operator", "op", "weight", "activations", "error", "alone", "in float", "remedy")
+        body = [self._line(row) for row in self.rows[:rows]]
+        left = self.rows[len(body) :]
+        if left:
+            body.append((f"{len(left)} more", "", *self._parts(left), "", "", ""))
+        return "\n".join(aligned(header, body, right={2, 3, 4, 5, 6}))
+
+    def _line(self, row: Contribution) -> tuple[str, ...]:
+        tried, best = row.in_float, row.remedies[0] if row.remedies else None
+        remedy = "" if best is None else f"{best.what} ({self._gain(best)})"
+        gain = "-" if tried is None else self._share(-tried.best_known)
+        alone = "-" if row.alone is None else self._share(row.alone)
+        return (row.name, row.kind, *self._parts([row]), alone, gain, remedy)
+
+    def _parts(self, rows: Any) -> tuple[str, str, str]:
+        weight, activation = sum(row.weight for row in rows), sum(row.activation for row in rows)
+        return self._share(weight), self._share(activation), self._share(weight + activation)
+
+    def _gain(self, remedy: Remedy) -> str:
+        return f"{self._share(-remedy.best_known)}{'' if remedy.measured is not None else ' estimated'}"
+
+    def _share(self, error: float) -> str:
+        share = 100 * error / self.error if self.error else 0.0
+        return f"{share:.1f}%" if round(abs(share), 1) < 10 else f"{share:.0f}%"
+
+    def _said(self, error: float) -> str:
+        return (
+            f"{error:.3g} nats"
+            if self.metric == "kl"
+            else f"{error:.3g} of the outputs' square, {_decibel(error):.1f} dB"
+        )
+
+    def __str__(self) -> str:
+        weight, activation, _ = self._parts(self.rows)
+        return "\n".join(
+            [
+                f"error {self._said(self.error)}, on {self.samples} samples: "
+                f"{weight} from weights, {activation} from activations",
+                "",
+                self.table(),
+                "",
+                "weight, activations, error: estimated shares. alone: with nothing else rounded; in float: what",
+                "leaving it in float changes; both measured.",
+                f"with this configuration the error is {self._said(self.remedied)} "
+                f"({self._share(self.remedied - self.error)}, measured):",
+                "",
+                self.to_yaml().rstrip(),
+            ]
+        )
+
+
+def _decibel(error: float) -> float:
+    return -10 * math.log10(error) if error > 0 else math.inf
+
+
+__all__ = ["Analysis", "Contribution", "Remedy"]

@@ -1,0 +1,208 @@
+"""The roundings that conversion put into a graph, each behind a switch that leaves it out or takes its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from quark_fx.engine.block_walk import compute_weights
+from quark_fx.graph.nodes import (
+    erase_dead,
+    is_parameter,
+    named_nodes,
+    parameter,
+    set_parameter,
+    target_name,
+)
+from quark_fx.graph.pass_manager import copy_graph
+from quark_fx.graph.straight_through import quantize_of, run_with_gradients
+from quark_fx.plan.placement import Coded, Plan, Quantized, module_name
+
+
+@dataclass(frozen=True)
+class RoundedValue:
+    """A value or constant that is rounded.
+
+    Attributes:
+        value: name of what is rounded, in the float graph.
+        operators: names of the nodes it counts to: the quantized operators that read it, or else the one that makes it.
+        module: where it is made, for a value that no weighted operator reads or makes.
+        kind: of what makes it.
+        is_weight: whether it is a weight or a bias.
+    """
+
+    value: str
+    operators: tuple[str, ...]
+    module: str
+    kind: str
+    is_weight: bool
+
+
+class _Switch(nn.Module):
+    """Return a rounded value; the gradient of `share` is that of rounding it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.share = torch.ones((), dtype=torch.float32, requires_grad=True)
+
+    def forward(self, rounded: Tensor, value: Tensor) -> Tensor:
+        return rounded + (self.share - 1) * (rounded - value).detach()
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A float node, what is rounded in the converted graph, what stands for it there, and who reads that in float."""
+
+    value: Node
+    source: Node
+    rounded: Node
+    readers: list[Node]
+
+
+class SwitchedGraph:
+    """A converted graph in which every rounding can be left out.
+
+    The two graphs are compared by name: where an operator reads something else than it did in float, that is rounded.
+
+    Args:
+        float_graph: before conversion.
+        gm: after conversion.
+        plan: of the conversion.
+
+    Attributes:
+        rounded: the values, in graph order.
+    """
+
+    def __init__(self, float_graph: GraphModule, gm: GraphModule, plan: Plan) -> None:
+        self._float_graph, self._float = float_graph, named_nodes(float_graph)
+        self._gm = copy_graph(gm)
+        compute_weights(self._gm)
+        self._nodes, self._pairs = named_nodes(self._gm), dict[Node, _Pair]()
+        for name, node in self._float.items():
+            if (now := self._nodes.get(name)) is not None:
+                for value, rounded in zip(_arguments(node), _arguments(now), strict=True):
+                    if value.name != rounded.name:
+                        self._add(value, rounded).readers.append(node)
+        order = {node: i for i, node in enumerate(self._gm.graph.nodes)}
+        pairs = sorted(self._pairs.values(), key=lambda pair: order[pair.rounded])
+        self.rounded = _described(pairs, plan)
+        self._calls = [self._insert(pair, f"switch_{i}") for i, pair in enumerate(pairs)]
+        erase_dead(self._gm)
+        self._gm.recompile()
+
+    def _add(self, value: Node, rounded: Node) -> _Pair:
+        if rounded not in self._pairs:
+            source = _source(rounded)
+            if source is not None and source.op == "call_function" and source.name not in self._float:
+                self._add(value, source)  # looked up in codes, or rounded for other readers before
+            else:
+                source = self._original(value, rounded)
+            self._pairs[rounded] = _Pair(value, source, rounded, [])
+        return self._pairs[rounded]
+
+    def _original(self, value: Node, near: Node) -> Node:
+        """Return the float value in the converted graph, computed anew where that has no use for it."""
+        if value.name not in self._nodes:
+            inputs = {node: self._original(node, near) for node in value.all_input_nodes}
+            if is_parameter(value):
+                set_parameter(self._gm, str(value.target), parameter(self._float_graph, value))
+            with self._gm.graph.inserting_before(near):
+                self._nodes[value.name] = self._gm.graph.node_copy(value, lambda node: inputs[node])
+        return self._nodes[value.name]
+
+    def _insert(self, pair: _Pair, name: str) -> Node:
+        self._gm.add_submodule(name, _Switch())
+        with self._gm.graph.inserting_after(pair.rounded):
+            call = self._gm.graph.call_module(name, (pair.rounded, pair.source))
+        call.meta = dict(pair.rounded.meta)
+        pair.rounded.replace_all_uses_with(call, delete_user_cb=lambda user: user is not call)
+        return call
+
+    def only(self, wanted: Collection[int]) -> GraphModule:
+        """Return the float graph with some values rounded, by their places in `rounded`."""
+        gm = copy_graph(self._gm)
+        nodes = named_nodes(gm)
+        for place, call in enumerate(self._calls):
+            node = nodes[call.name]
+            node.replace_all_uses_with(node.args[0 if place in wanted else 1])  # type: ignore[arg-type]
+            gm.graph.erase_node(node)
+        erase_dead(gm)
+        gm.recompile()
+        return gm
+
+    def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Return what the graph computes with everything rounded, with gradients for `gradients`."""
+        outputs: Sequence[Any] = run_with_gradients(self._gm, *leaves)
+        return outputs
+
+    def gradients(self, loss: Tensor) -> Tensor:
+        """Return the derivative of a loss by how far each value is rounded, float64, in the order of `rounded`."""
+        if not self._calls:
+            return torch.zeros(0, dtype=torch.float64)
+        switches = [self._gm.get_submodule(str(call.target)) for call in self._calls]
+        shares = [switch.share for switch in switches if isinstance(switch, _Switch)]
+        found = torch.autograd.grad(loss, shares, allow_unused=True)
+        return torch.stack([torch.zeros((), dtype=torch.float64) if g is None else g.double().cpu() for g in found])
+
+
+def _arguments(node: Node) -> list[Node]:
+    found: list[Node] = []
+    map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _source(rounded: Node) -> Node | None:
+    """Return what is read to be rounded, `None` for a constant and what is looked up in codes."""
+    if (codes := quantize_of(rounded)) is not None:
+        return codes.args[0]  # type: ignore[return-value]
+    inner = rounded.args[0] if rounded.op == "call_function" else None
+    cast = isinstance(inner, Node) and target_name(inner) == target_name(rounded)
+    return inner.args[0] if cast else None  # type: ignore[union-attr, return-value]
+
+
+def _described(pairs: Sequence[_Pair], plan: Plan) -> list[RoundedValue]:
+    """Return what each pair counts to. Values that data movement lies between share a scale, and count alike."""
+    # By name: the plan is of a graph that conversion rewrote.
+    operators = {op.node.name for op in plan.operators if isinstance(op, Quantized)}
+    weights: dict[str, list[str]] = {}
+    for op in plan.operators:
+        if isinstance(op, Coded) and op.linear is not None:
+            weights.setdefault(op.weight_node.name, []).append(op.node.name)
+    makers: dict[str, list[str]] = {}
+    for node, value in plan.outputs.items():
+        makers.setdefault(value.name, []).extend([node.name] * (node.name in operators))
+    read: dict[str, dict[str, None]] = {}
+    made: dict[str, dict[str, None]] = {}
+    for pair in pairs:
+        key, names = _scale(pair.rounded), (node.name for node in pair.readers)
+        read.setdefault(key, {}).update(dict.fromkeys(name for name in names if name in operators))
+        made.setdefault(key, {}).update(dict.fromkeys(makers.get(pair.value.name, ())))
+    found = []
+    for pair in pairs:
+        value, key = pair.value, _scale(pair.rounded)
+        looked_up = value.name in operators and pair.source.name == value.name and _source(pair.rounded) is None
+        if looked_up:
+            owners = [value.name]
+        elif value.op == "get_attr":
+            owners = weights.get(value.name) or [*read[key]]
+        else:
+            owners = [*(read[key] or made[key])]
+        kind = target_name(value).split(".")[1] if value.op == "call_function" else value.op
+        is_weight = looked_up or value.op == "get_attr"
+        found.append(RoundedValue(value.name, tuple(owners), module_name(value), kind, is_weight))
+    return found
+
+
+def _scale(rounded: Node) -> str:
+    """Return the name of the static scale of a rounded activation, its own for any other."""
+    scale = rounded.args[1] if quantize_of(rounded) is not None else None
+    return str(scale.target) if is_parameter(scale) else rounded.name
+
+
+__all__ = ["RoundedValue", "SwitchedGraph"]

@@ -1,0 +1,234 @@
+"""What a configuration costs: one captured model, converted in several ways and compared with float."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+from torch.nn import functional as F
+
+from quark_fx.capture.capture import Captured
+from quark_fx.config.quant_config import QuantConfig, TensorSpec
+from quark_fx.engine.block_walk import compute_weights, relative_error
+from quark_fx.engine.calibration import (
+    fast_layout,
+    observe_batches,
+    planned,
+    read_observers,
+    remove_watches,
+    watches_in,
+)
+from quark_fx.engine.context import Context
+from quark_fx.graph.nodes import named_nodes
+from quark_fx.graph.pass_manager import GraphPass, Stage, copy_graph, pass_stage, run_passes, takes_context
+from quark_fx.numbers.qparams import QParams
+from quark_fx.passes import calibrate
+from quark_fx.plan.placement import Plan
+from quark_fx.quantization import divided
+
+_AT_ONCE = 8
+"""Samples that run together: a backward pass keeps what their forward pass made."""
+
+
+def divergence(outputs: Sequence[Any], targets: Sequence[Any]) -> Tensor:
+    """Return the KL divergence of the classes that the first outputs say from those the targets say, in nats.
+
+    Args:
+        outputs: the first that holds floats has logits in its last dimension.
+        targets: those of the float model, shaped alike.
+    """
+    y, target = next((y, t) for y, t in zip(outputs, targets, strict=True) if _holds_floats(t))
+    y, target = (F.log_softmax(x.float().flatten(0, -2), -1) for x in (y, target))
+    return F.kl_div(y, target, log_target=True, reduction="batchmean")
+
+
+def _holds_floats(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+METRICS: Mapping[str, Callable[[Sequence[Any], Sequence[Any]], Tensor]] = {"error": relative_error, "kl": divergence}
+"""How outputs are compared with those of the float model, by name."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A model in float and converted, with the plan between them.
+
+    Attributes:
+        float_graph: after the passes on it.
+        gm: of codes.
+        plan: of the conversion; its nodes are those of a graph that conversion rewrote.
+    """
+
+    float_graph: GraphModule
+    gm: GraphModule
+    plan: Plan
+
+
+@dataclass
+class Trials:
+    """Converts a captured model as configurations say, and measures each on the same samples.
+
+    Float passes run again only where a configuration has others, and ranges are calibrated only where they are new.
+
+    Attributes:
+        captured: the model.
+        context: with the calibration data.
+        metric: see `METRICS`.
+        parts: flat inputs of the samples that errors are measured on, a few at a time.
+        forward_seconds: of the float model on them.
+    """
+
+    captured: Captured
+    context: Context
+    metric: Callable[[Sequence[Any], Sequence[Any]], Tensor]
+    parts: Sequence[list[Any]]
+    forward_seconds: float = 0.0
+    _outputs: list[Sequence[Any]] = field(default_factory=list)
+    _floats: dict[tuple[GraphPass, ...], GraphModule] = field(default_factory=dict)
+    _known: dict[tuple[GraphPass, ...], dict[tuple[str, TensorSpec], QParams]] = field(default_factory=dict)
+
+    def convert(self, config: QuantConfig) -> Converted:
+        """Return the model as a configuration converts it; passes that learn codes are left out."""
+        context = replace(self.context, config=config, rows=[], calibrated=None, changes=[])
+        floats = tuple(p for p in config.passes if pass_stage(p) is Stage.FLOAT)
+        if floats not in self._floats:
+            self._floats[floats], _ = run_passes(self.captured.module, floats, context=context)
+        gm, known = copy_graph(self._floats[floats]), self._known.setdefault(floats, {})
+        for p in single_passes(config):
+            if p is calibrate:
+                _calibrate(gm, context, known)
+            else:
+                p(gm, context=context) if takes_context(p) else p(gm)
+        gm.recompile()
+        return Converted(self._floats[floats], gm, planned(context).plan)
+
+    def compare(self, base: GraphModule, variants: Sequence[GraphModule]) -> list[float]:
+        """Return the error of each variant of a graph; what comes before its first change runs once for all.
+
+        Args:
+            base: a graph of the model whose weights are values.
+            variants: whose nodes have the names that those of the base have, up to where they differ.
+        """
+        starts = [_shared(base, variant) if variant is not base else {} for variant in variants]
+        kept = {node.name for start in starts for node, is_read in start.items() if is_read}
+        totals = [list[float]() for _ in variants]
+        for leaves, targets in zip(self.parts, self.targets(), strict=True):
+            with torch.no_grad(), ExitStack() as stack:
+                lay_out, *_ = [stack.enter_context(fast_layout(gm)) for gm in (base, *variants)]
+                inputs = [*map(lay_out, leaves)]
+                values = _Keeping(base, kept).kept_of(inputs) if kept else {}
+                for variant, start, total in zip(variants, starts, totals, strict=True):
+                    known = {node: values.get(node.name) for node in start}  # what nothing reads is not computed
+                    outputs = Interpreter(variant).run(*inputs, initial_env=known)
+                    total.append(float(self.metric(outputs, targets)))
+        return [self.mean(total) for total in totals]
+
+    def error(self, config: QuantConfig) -> float:
+        """Return the error of a configuration. What it warns of is not the user's doing."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            gm = self.convert(config).gm
+            compute_weights(gm)
+            return self.compare(gm, [gm])[0]
+
+    def targets(self) -> list[Sequence[Any]]:
+        """Return what the float model makes of each part."""
+        if not self._outputs:
+            start = time.perf_counter()
+            gm = self.captured.module
+            with torch.no_grad(), fast_layout(gm) as lay_out:
+                self._outputs = [gm(*map(lay_out, leaves)) for leaves in self.parts]
+            self.forward_seconds = time.perf_counter() - start
+        return self._outputs
+
+    def mean(self, found: Sequence[float]) -> float:
+        """Return the mean over samples of a figure of each part."""
+        sizes = [samples_in(leaves) for leaves in self.parts]
+        return sum(value * size for value, size in zip(found, sizes, strict=True)) / sum(sizes)
+
+
+class _Keeping(Interpreter):
+    """Runs a graph as far as some values are made, and keeps these."""
+
+    def __init__(self, gm: GraphModule, names: set[str]) -> None:
+        super().__init__(gm)
+        self.names, self.found = names, dict[str, Any]()
+
+    def run_node(self, n: Node) -> Any:
+        value = None if len(self.found) == len(self.names) else super().run_node(n)
+        if n.name in self.names:
+            self.found[n.name] = value
+        return value
+
+    def kept_of(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        """Return the values by the names of their nodes."""
+        self.run(*inputs)
+        return self.found
+
+
+def _shared(base: GraphModule, variant: GraphModule) -> dict[Node, bool]:
+    """Return the calls of a variant before its first difference, and whether something behind that reads them."""
+    same, before = named_nodes(base), dict[Node, None]()
+    for node in variant.graph.nodes:
+        other = same.get(node.name)
+        if (
+            node.op == "output"
+            or other is None
+            or [n.name for n in other.all_input_nodes] != [n.name for n in node.all_input_nodes]
+        ):
+            break
+        before[node] = None
+    return {n: not before.keys() >= n.users.keys() for n in before if n.op == "call_function"}
+
+
+def single_passes(config: QuantConfig) -> list[GraphPass]:
+    """Return what plans, calibrates and converts, and what changes scales in between, in order."""
+    before, after = divided(config.passes)
+    return [p for p in (*before, *after) if pass_stage(p) not in (Stage.FLOAT, Stage.QUANTIZED)]
+
+
+def parts_of(context: Context, samples: int, *, divisible: bool) -> list[list[Any]]:
+    """Return flat inputs of the last `samples` samples, a few at a time; of whole batches where these are no rows."""
+    found: list[list[Any]] = []
+    for index in reversed(range(len(context.batches))):
+        leaves = context.inputs(index)
+        wanted = samples - sum(map(samples_in, found))
+        if wanted <= 0:
+            break
+        found += reversed(list(_split(leaves, wanted))) if divisible else [leaves]
+    return found[::-1]
+
+
+def _split(leaves: list[Any], wanted: int) -> Iterator[list[Any]]:
+    """Yield the last samples of a batch, a few at a time."""
+    count = samples_in(leaves)
+    for start in range(max(0, count - wanted), count, _AT_ONCE):
+        yield [leaf[start : start + _AT_ONCE] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def samples_in(leaves: Sequence[Any]) -> int:
+    """Return how many samples flat inputs hold."""
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
+
+
+def _calibrate(gm: GraphModule, context: Context, known: dict[tuple[str, TensorSpec], QParams]) -> None:
+    """Measure the ranges that no trial before measured."""
+    found, watches = planned(context), watches_in(gm)
+    old = [call for call, watch in watches.items() if (call.all_input_nodes[0].name, watch.spec) in known]
+    remove_watches(gm, old)
+    if len(old) < len(watches):
+        observe_batches(gm, context)
+        known |= {(node.name, spec): value for (node, spec), value in read_observers(gm, found.plan).items()}
+        remove_watches(gm, watches_in(gm))
+    found.values = {(node, spec): known[node.name, spec] for node, spec in found.plan.observed}
+
+
+__all__ = ["METRICS", "Converted", "Trials", "divergence", "parts_of", "samples_in", "single_passes"]
