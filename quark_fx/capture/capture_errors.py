@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from quark_fx.errors import CaptureError
@@ -132,7 +133,18 @@ def explain(error: Exception, model: nn.Module) -> str:
     return (
         f"{type(model).__name__} could not be captured: {type(error).__name__}: {_reason(error)}\n"
         f"  at {_where(error, model)}\n"
-        f"{_advice(type(error).__name__ + str(error), model)}"
+        f"{_packed(error) or _advice(type(error).__name__ + str(error), model)}"
+    )
+
+
+def _packed(error: Exception) -> str:
+    """Return what to do where a packed sequence is why capture failed, else nothing."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    if not any(isinstance(value, PackedSequence) for frame in frames for value in frame.f_locals.values()):
+        return ""
+    return (
+        "the sizes of a packed sequence depend on the lengths, which one graph cannot hold: give the recurrent layer "
+        "the padded batch, of which later steps do not change earlier ones, and read each state at its last step"
     )
 
 

@@ -72,6 +72,7 @@ class Placement:
         anywhere: they do so wherever their inputs are in integers; otherwise only between quantized operators.
         rounds_output: whether what an operator with a weight makes is rounded, whatever reads it; otherwise it is where
             everything that reads it does so in integers.
+        in_float: kinds of operators whose weights stay in float, such as `"lstm"`.
         continues: whether a node works on the value it reads before that is rounded, as the activation function does
             that a kernel applies to its sums.
     """
@@ -79,6 +80,7 @@ class Placement:
     arithmetic: frozenset[str] = frozenset()
     anywhere: bool = False
     rounds_output: Callable[[Linear], bool] = _no
+    in_float: frozenset[str] = frozenset()
     continues: Callable[[Node, Node], bool] = _no
 
 

@@ -203,7 +203,7 @@ def stored_tensor(gm: GraphModule, dequantize: Sequence[Any]) -> QuantizedTensor
 def quantized_weights(gm: GraphModule, plan: Mapping[str, PlannedOperator]) -> list[QuantizedWeight]:
     """Return the operators of `gm` (a converted graph, or a block of one) whose weights are codes, in order.
 
-    Embeddings are not among them: they multiply nothing.
+    Embeddings are not among them: they multiply nothing. Nor are recurrent layers.
     """
     found = []
     for node in gm.graph.nodes:
@@ -250,13 +250,21 @@ def own_weights(
             continue
         reason = ""
         if name not in learned:
-            looked_up = operator.linear is None
-            reason = "its rows are looked up, not multiplied" if looked_up else f"{operator.weight.format} has no codes"
+            reason = _reason(operator)
         elif learned[name].codes in shared:
             reason = "several operators read its weight"
         if reason:
             context.note(Change(name=operator.name, what=f"skipped: {reason}", changed=False))
     return lambda block: [weight for weight in quantized_weights(block, plan) if weight.codes not in shared]
+
+
+def _reason(operator: Coded) -> str:
+    """Return why a weight is none of `quantized_weights`."""
+    if not operator.row.activations:
+        return "its rows are looked up, not multiplied"
+    if operator.linear is None:
+        return "a recurrent layer multiplies its own results by its weights, so they are rounded to nearest"
+    return f"{operator.weight.format} has no codes"
 
 
 def share_changed(old: Tensor, new: Tensor) -> float:

@@ -17,7 +17,7 @@ from quark_fx.engine.blocks import Block, Unit, between, find_blocks
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import is_getitem, named_nodes, placeholders, value_of
-from quark_fx.graph.operators import operator_row
+from quark_fx.graph.operators import operator_row, stored_weights
 from quark_fx.graph.signature import BatchShape
 from quark_fx.plan.placement import Coded, PlannedOperator
 
@@ -280,6 +280,11 @@ class Sizes:
         if (linear := Linear.of(node)) is not None:
             stack = math.prod(linear.shape[:-2]) if linear.stacked else 1
             return 2 * self.count(node) * math.prod(linear.shape) // max(1, linear.shape[linear.output_axis] * stack)
+        if row.weight is not None:  # a recurrent layer, which multiplies by all its weights at every step
+            value, weights = node.args[0], stored_weights(node, row)
+            assert isinstance(value, Node)
+            steps = self.count(value) // max(1, self._length(value_of(self.gm, value).shape[-1]))
+            return 2 * steps * sum(self.count(weight.node) for weight in weights)
         factor = node.args[1]
         if not isinstance(factor, Node):
             return 0

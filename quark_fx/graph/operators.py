@@ -20,7 +20,7 @@ class Operator:
     Attributes:
         kind: the family, as patterns and the report name it.
         activations: positions of the arguments that are quantized as activations.
-        weight: position of the weight, `None` for products of two activations.
+        weight: position of the weight, or of the list of a recurrent layer's; `None` for products of two activations.
         bias: position of the bias, `None` if the operator has none.
         output_axis: dimension of the weight that indexes output channels.
         input_axis: dimension of the weight that is summed over; groups of weights lie along it.
@@ -43,6 +43,7 @@ _CONV = Operator(kind="conv", activations=(0,), weight=1, bias=2)
 _TRANSPOSED = Operator(kind="conv_transpose", activations=(0,), weight=1, bias=2, output_axis=1, input_axis=0)
 _MATMUL = Operator(kind="linear", activations=(0,), weight=1, output_axis=-1, input_axis=-2)
 _PRODUCT = Operator(kind="matmul", activations=(0, 1), by_default=False)
+_RECURRENT = Operator(kind="rnn", activations=(0,), weight=2)
 _EXPERTS = Operator(kind="experts", activations=(0,), weight=1, output_axis=-1, input_axis=-2, offsets=2)
 
 _OPERATORS = {
@@ -59,6 +60,10 @@ _OPERATORS = {
     "aten._grouped_mm.default": _EXPERTS,
     "quark_fx.grouped_mm.default": _EXPERTS,
     "transformers.grouped_mm_fallback.default": _EXPERTS,
+    "aten.lstm.input": replace(_RECURRENT, kind="lstm"),
+    "aten.gru.input": replace(_RECURRENT, kind="gru"),
+    "aten.rnn_tanh.input": _RECURRENT,
+    "aten.rnn_relu.input": _RECURRENT,
 }
 
 KINDS = frozenset(row.kind for row in (*_OPERATORS.values(), _PRODUCT))
@@ -70,10 +75,6 @@ TARGETS = frozenset(_OPERATORS)
 _WEIGHTED_BUT_UNSUPPORTED = {
     "aten.convolution.default": (1,),
     "aten.embedding_bag.padding_idx": (0,),
-    "aten.lstm.input": (2,),
-    "aten.gru.input": (2,),
-    "aten.rnn_tanh.input": (2,),
-    "aten.rnn_relu.input": (2,),
     "aten.bilinear.default": (2,),
     "aten.einsum.default": (1,),
 }
@@ -113,10 +114,10 @@ def operator_row(node: Node) -> Operator | None:
     row = _OPERATORS.get(target_name(node)) if node.op == "call_function" else None
     if row is None or row.weight is None:
         return row
-    weight = stored_weight(node, row)
-    if weight is None:
+    weights = stored_weights(node, row)
+    if not weights:
         return _PRODUCT if row is _MATMUL else None
-    order = weight.order
+    order = weights[0].order
     return row if order is None else replace(row, output_axis=order[row.output_axis], input_axis=order[row.input_axis])
 
 
@@ -138,8 +139,18 @@ class StoredWeight:
     order: tuple[int, ...] | None
 
 
+def stored_weights(node: Node, row: Operator) -> tuple[StoredWeight, ...]:
+    """Return the parameters the operator multiplies by: one, or those of all layers of a recurrent one."""
+    given = None if row.weight is None else argument(node, row.weight)
+    if row.weight is not None and isinstance(given, list | tuple):
+        own = dict.fromkeys(weight for weight in given if _is_weight(weight))
+        return tuple(StoredWeight(weight, row.weight, node, None) for weight in own)
+    found = stored_weight(node, row)
+    return () if found is None else (found,)
+
+
 def stored_weight(node: Node, row: Operator) -> StoredWeight | None:
-    """Return the parameter the operator multiplies by, looking through transpositions; `None` if it has none."""
+    """Return the one parameter the operator multiplies by, looking through transpositions; `None` if it has none."""
     if row.weight is None:
         return None
     reader, value = node, argument(node, row.weight)

@@ -217,6 +217,11 @@ def eager(qmodel: QuantizedModel, model: nn.Module | None = None, *, trained: Tr
             kept.requires_grad_(False)
     if fixed:
         warn(f"{', '.join(fixed)} stay as they are: the quantized graph holds them in another form; train the graph")
+    for module in result.modules():
+        if isinstance(module, nn.RNNBase) and parametrize.is_parametrized(module):
+            module.register_forward_pre_hook(_gather_weights)
+            module.register_forward_hook(_forget_weights)
+            _forget_weights(module)
     _part({*found.slices, *found.rounding.inputs, *found.rounding.outputs}, result)
     scales = {id(tensor): name for name, tensor in stored_tensors(qmodel.graph_module).items()}
     quantizers = trained.activations if trained is not None else {}
@@ -372,6 +377,16 @@ def _with_quantizers(gm: GraphModule, quantizers: Mapping[str, FakeQuantize]) ->
     erase_dead(gm)
     gm.recompile()
     return gm
+
+
+def _gather_weights(module: Any, *_: Any) -> None:
+    """Let a recurrent layer compute with its parameters as they are now: it has a list of those it was made with."""
+    module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
+def _forget_weights(module: Any, *_: Any) -> None:
+    """Take the values of a recurrent layer's codes out of memory."""
+    module._flat_weights = [None] * len(module._flat_weights_names)
 
 
 def _own(tensor: Tensor | None) -> Tensor | None:

@@ -35,7 +35,7 @@ from quark_fx.graph.nodes import (
     tensor_names,
     tensor_of,
 )
-from quark_fx.graph.operators import set_argument
+from quark_fx.graph.operators import argument, operator_row, set_argument, stored_weights
 from quark_fx.graph.pass_manager import Change, PassRecord, copy_graph
 from quark_fx.graph.straight_through import quantize_of
 from quark_fx.model.constants import Constant, constant_of, table_of
@@ -286,15 +286,16 @@ class _Preparation:
         found: dict[str, PairBound] = {}
         known = self._by_parameter()
         for node in self.gm.graph.nodes if self.config.target.adds_pairs else ():
-            linear = Linear.of(node)
-            weight = known.get(str(linear.stored.node.target)) if linear is not None else None
-            if linear is None or weight is None or (stored := weight.constant.quantized) is None:
-                continue
-            codes, spec = stored.codes, _spec_of(stored)
-            bound = pair_bound(linear, spec, _activation_spec(linear.activation))
-            # Codes that exceed the bound were made for another kernel.
-            if bound is not None and not bool(bound.exceeded(codes).any()):
-                found[weight.constant.names[0]] = bound
+            row = operator_row(node)
+            for read in stored_weights(node, row) if row is not None and row.activations else ():
+                weight = known.get(str(read.node.target))
+                if row is None or weight is None or (stored := weight.constant.quantized) is None:
+                    continue
+                activation = _activation_spec(argument(node, row.activations[0]))
+                bound = pair_bound(row.kind, Linear.of(node), _spec_of(stored), activation)
+                # Codes that exceed the bound were made for another kernel.
+                if bound is not None and not bool(bound.exceeded(stored.codes).any()):
+                    found[weight.constant.names[0]] = bound
         return found
 
     def _bias_factors(self) -> dict[str, tuple[str, str]]:

@@ -113,7 +113,8 @@ def _quantize_operator(
 ) -> Row:
     weight = parameter(gm, op.weight_node)
     bias_node = op.linear.bias if op.linear is not None and bias_spec is not None else None
-    int32_scale = input_scale if bias_spec is not None and _takes_int32_bias(gm, op, bias_spec) else None
+    follows = bias_node is not None and bias_spec is not None and _takes_int32_bias(gm, op, bias_spec)
+    int32_scale = input_scale if follows else None
     smallest = free = None
     if is_parameter(bias_node) and int32_scale is not None:
         magnitude = parameter(gm, bias_node).detach().abs().float() / int32_scale
@@ -187,13 +188,13 @@ def _quantize_weight(
 
 def _use_weight(gm: GraphModule, op: Coded, stored: _Stored) -> None:
     """Let the operator read the stored codes instead of its weight."""
-    if op.linear is None:
+    if not op.row.activations:
         with gm.graph.inserting_before(op.node):
             found = _embed(gm, op.node, stored)
             found.meta["carries"] = op.node.name
             op.node.replace_all_uses_with(found)
         return
-    reader = op.linear.stored.reader
+    reader = op.node if op.linear is None else op.linear.stored.reader
     with gm.graph.inserting_before(reader):
         real = _dequantize(gm, op.node, stored, value_of(gm, op.weight_node).dtype)
     reader.replace_input_with(op.weight_node, real)

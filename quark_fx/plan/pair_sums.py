@@ -185,15 +185,19 @@ def _exceeded(first: Tensor, second: Tensor, limit: int) -> Tensor:
     return ((first > 0) == (second > 0)) & ((first + second).abs() > limit)
 
 
-def pair_bound(linear: Linear, weight: TensorSpec | None, input: TensorSpec | None) -> PairBound | None:
+def pair_bound(
+    kind: str, linear: Linear | None, weight: TensorSpec | None, input: TensorSpec | None
+) -> PairBound | None:
     """Return which pairs of an operator's codes are added in 16 bits; `None` where all sums are of 32 bits.
 
     Args:
-        linear: the operator.
+        kind: of the operator.
+        linear: the operator, `None` for a recurrent layer: of those, an LSTM has integer kernels if what it reads is
+            measured at run time.
         weight: spec of its weight, `None` for float.
         input: spec of the activation, `None` for float.
     """
-    if weight is None or input is None or linear.kind not in ("conv", "linear"):
+    if weight is None or input is None or not (kind in ("conv", "linear") or (kind == "lstm" and input.dynamic)):
         return None
     largest = _largest_code(input)
     if largest is None or weight.granularity is Granularity.GROUP or not isinstance(weight.format, IntFormat):
@@ -201,6 +205,8 @@ def pair_bound(linear: Linear, weight: TensorSpec | None, input: TensorSpec | No
     limit = LARGEST_SUM // largest
     if not weight.format.signed or weight.format.bits > 8 or 2 * -weight.format.qmin <= limit:
         return None
+    if linear is None:
+        return PairBound.of_product(limit, 2, 1)
     outputs, inputs = linear.shape[linear.output_axis], linear.shape[linear.input_axis]
     if not linear.kernel:
         return PairBound.of_product(limit, len(linear.shape), linear.input_axis)

@@ -27,10 +27,11 @@ from quark_fx.graph.operators import (
     KINDS,
     MOVING,
     Operator,
+    StoredWeight,
     argument,
     clamp_bounds,
     operator_row,
-    stored_weight,
+    stored_weights,
     unsupported_weight,
 )
 from quark_fx.plan.pair_sums import PairBound, pair_bound
@@ -104,7 +105,8 @@ class Coded(Quantized):
     Attributes:
         weight: spec of the weight.
         weight_node: the `get_attr` node of the weight.
-        linear: what it multiplies by what, `None` for a table whose rows are looked up.
+        linear: what it multiplies by what; `None` for a table whose rows are looked up, and for a recurrent layer,
+            which has an operator in the plan for each of its weights.
         pairs: which pairs of its weight's codes the target may add in 16 bits, `None` if it does not.
     """
 
@@ -218,9 +220,9 @@ class Names(NamedTuple):
 def names_of(node: Node) -> Names:
     """Return what patterns may call a weighted operator by."""
     row = operator_row(node)
-    stored = stored_weight(node, row) if row is not None else None
+    stored = stored_weights(node, row) if row is not None else ()
     kinds = _kinds(target_name(node) if row is None else row.kind, _role(node))
-    return Names(module_name(node, stored.node if stored is not None else None), kinds)
+    return Names(module_name(node, stored[0].node if stored else None), kinds)
 
 
 def _operators(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperator]:
@@ -229,7 +231,8 @@ def _operators(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperator
             continue
         row = operator_row(node)
         if row is not None:
-            yield _plan_operator(config, node, row)
+            for stored in stored_weights(node, row) or (None,):
+                yield _plan_operator(config, node, row, stored)
         elif (weight := unsupported_weight(node)) is not None:
             kind = target_name(node)
             yield LeftInFloat(
@@ -263,8 +266,7 @@ def _leads_to_row(node: Node) -> bool:
     return target_name(node) in MOVING and len(node.users) == 1 and _leads_to_row(next(iter(node.users)))
 
 
-def _plan_operator(config: QuantConfig, node: Node, row: Operator) -> PlannedOperator:
-    stored = stored_weight(node, row)
+def _plan_operator(config: QuantConfig, node: Node, row: Operator, stored: StoredWeight | None) -> PlannedOperator:
     operands = (argument(node, position) for position in row.activations)
     constant = next((operand for operand in operands if is_parameter(operand)), None)
     weight = stored.node if stored is not None else constant
@@ -277,6 +279,8 @@ def _plan_operator(config: QuantConfig, node: Node, row: Operator) -> PlannedOpe
         reason = "its weight is not the operand the table has a row for"
     elif pattern := config.excluded_by(name, *kinds):
         reason = f"excluded by {pattern!r}"
+    elif row.kind in config.target.placement.in_float:
+        reason = f"target={str(config.target)!r} has no {row.kind} with weights in codes"
     elif not row.by_default and not any(matches(o.pattern, name, *kinds) for o in config.overrides):
         reason = "products of activations stay in float unless an override selects them"
     elif spec is None:
@@ -297,7 +301,7 @@ def _coded(config: QuantConfig, op: Quantized, weight: TensorSpec, weight_node: 
             f"{op.name} is a convolution, whose tokens are not rows of the last dimension: give it "
             f"Override(pattern={op.name!r}, input=...) with granularity='tensor', or None"
         )
-    pairs = pair_bound(linear, weight, op.input) if linear is not None and config.target.adds_pairs else None
+    pairs = pair_bound(op.kind, linear, weight, op.input) if config.target.adds_pairs else None
     return Coded(**vars(op), weight=weight, weight_node=weight_node, linear=linear, pairs=pairs)
 
 
@@ -305,7 +309,7 @@ def require_finite_weights(gm: GraphModule, operators: Iterable[PlannedOperator]
     """Raise `CalibrationError` for a weight that gets codes, or its bias, that holds NaN or infinity, with its name."""
     for operator in operators:
         if isinstance(operator, Coded):
-            for what, node in (("weight", operator.weight_node), ("bias", _bias(operator))):
+            for what, node in (("weight", operator.weight_node), *_biases(operator)):
                 _require_finite(gm, operator, what, node)
 
 
@@ -317,7 +321,7 @@ def require_finite_floats(gm: GraphModule, operators: Iterable[PlannedOperator])
     """
     checked: set[object] = set()
     for operator in operators:
-        constants = [("bias", _bias(operator))]
+        constants = _biases(operator)
         if unsupported_weight(operator.node) is not None:
             constants += [("weight", node) for node in operator.node.all_input_nodes]
         elif isinstance(operator, LeftInFloat) and operator_row(operator.node) is not None:
@@ -328,9 +332,13 @@ def require_finite_floats(gm: GraphModule, operators: Iterable[PlannedOperator])
                 checked.add(node.target)
 
 
-def _bias(operator: PlannedOperator) -> Node | None:
-    linear = Linear.of(operator.node)
-    return None if linear is None else linear.bias
+def _biases(operator: PlannedOperator) -> list[tuple[str, Node | None]]:
+    """Return what an operator adds, after the word for it."""
+    if (linear := Linear.of(operator.node)) is not None:
+        return [("bias", linear.bias)]
+    row = operator_row(operator.node)
+    given = argument(operator.node, row.weight) if row is not None and row.weight is not None else None
+    return [("bias", node) for node in given if node.meta["val"].dim() < 2] if isinstance(given, list | tuple) else []
 
 
 def _require_finite(gm: GraphModule, operator: PlannedOperator, what: str, node: Node | None) -> None:
@@ -375,6 +383,8 @@ def _is_pointwise(node: Node) -> bool:
 
 def _is_head(node: Node) -> bool:
     """Tell whether the operator's output leaves the graph, moved or squashed at most, and nothing else reads it."""
+    if not isinstance(node.meta.get("val"), torch.Tensor):
+        return False  # a recurrent layer returns its state as well
     while len(node.users) == 1:
         user = next(iter(node.users))
         if user.op == "output":
@@ -502,8 +512,8 @@ class _Placement:
     def _integer_output(self, node: Node) -> TensorSpec | None:
         """Return the spec of a quantized operator's output, `None` if it is in float."""
         op = self.quantized[node]
-        if op.output is None or op.output.is_cast:
-            return None
+        if op.output is None or op.output.is_cast or not is_floating(self.gm, node):
+            return None  # of the results of a recurrent layer, each that is read in integers is rounded by itself
         rounds = isinstance(op, Coded) and op.linear is not None and self.rules.rounds_output(op.linear)
         return op.output if rounds or self._wanted(node) else None
 
@@ -548,8 +558,13 @@ class _Placement:
             return self._integer_output(value) is not None
         if clamp_bounds(value) is not None or target_name(value) in MOVING:
             sources = [n for n in value.all_input_nodes if n.op not in ("get_attr", "placeholder")]
-            return bool(sources) and all(self._available(n) for n in sources if is_floating(self.gm, n))
+            return bool(sources) and all(self._available(n) for n in sources if _holds_floats(self.gm, n))
         return False
+
+
+def _holds_floats(gm: GraphModule, node: Node) -> bool:
+    value = value_of(gm, node)
+    return isinstance(value, tuple | list) or is_floating(gm, node)
 
 
 def _clamped_per_channel(value: Node) -> Node:

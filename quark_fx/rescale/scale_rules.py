@@ -29,7 +29,7 @@ def visit(walk: Walk, node: Node, rules: Mapping[str, Rule] | None = None) -> No
         rule = (RULES if rules is None else rules).get(target_name(node), stop)
         if (linear := Linear.of(node)) is not None:
             rule = partial(_weighted, linear=linear)
-        elif (row := operator_row(node)) is not None and row.weight is not None:
+        elif (row := operator_row(node)) is not None and row.weight is not None and not row.activations:
             rule = partial(_look_up, row=row)
         try:
             rule(walk, node)

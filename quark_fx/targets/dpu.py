@@ -61,6 +61,12 @@ DPU = Target(
             "(as the preset 'xint8'), or another target",
         ),
     ),
-    placement=Placement(arithmetic=_ARITHMETIC, anywhere=True, rounds_output=_is_computed, continues=continues),
+    placement=Placement(
+        arithmetic=_ARITHMETIC,
+        anywhere=True,
+        rounds_output=_is_computed,
+        in_float=frozenset({"lstm", "gru", "rnn"}),
+        continues=continues,
+    ),
     onnx=OnnxFiles(runtime="onnxruntime"),
 )

@@ -833,3 +833,17 @@ def test_a_batch_that_varies_is_not_said_to_be_fixed(batch: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         qfx.capture_graph(Masked().eval(), (rand(batch, 5, 8), rand(5, 8)))
+
+
+def test_a_packed_sequence_is_refused_by_name() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells = nn.LSTM(4, 4, batch_first=True)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Any:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return nn.utils.rnn.pad_packed_sequence(self.cells(packed)[0], batch_first=True)[0]
+
+    with pytest.raises(qfx.CaptureError, match="packed sequence depend on the lengths"):
+        quantize(Packed().eval(), "int8_weight_only", [(rand(2, 3, 4), torch.tensor([3, 2]))])

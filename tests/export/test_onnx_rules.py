@@ -137,6 +137,17 @@ CASES = [
         ["Pad:2", "Max:1", "MaxPool:1 kernel_shape"],
     ),
     (
+        "dequantize_once",
+        "float[2,1,4] x | uint8[2,4] w = {1, 2, 3, 4, 5, 6, 7, 8}, uint8[2] z = {3, 4}, float[2] s = {0.1, 0.2},"
+        "int8[2,2] r = {1, 2, 3, -4}, float t = {0.1}, int64[3] n = {1, 2, 4}, int64[3] m = {1, 2, 2} |"
+        "d = DequantizeLinear<axis=0>(w, s, z)  u = Reshape(d, n)  e = DequantizeLinear(r, t)  v = Reshape(e, m)"
+        "y = RNN<hidden_size=2>(x, u, v)",
+        [
+            *("Cast:1 to", "Sub:2", "Mul:2", "Reshape:2", "Cast:1 to", "Mul:2", "Reshape:2"),
+            "RNN:3 hidden_size",
+        ],
+    ),
+    (
         "keep_floats",
         f"{IMAGE} | {STATIC}, float[1,2,1,1] w = {{1, 2}} | {CODES}  y = Conv(a, w)",
         ["QuantizeLinear:3", "DequantizeLinear:3 axis", "Conv:2"],
@@ -233,5 +244,5 @@ def test_what_all_targets_need_works_around_nothing() -> None:
     assert isinstance(general[0], OnnxRule)
     assert {rule.name for rule in RULES.values()} - {rule.name for rule in general} == {
         *("spell_out_row_scales", "settle_average_pool", "repeat_moved_pair", "keep_sum_from_norm"),
-        *("keep_product_from_activation", "keep_padding_from_pool", "keep_floats"),
+        *("keep_product_from_activation", "keep_padding_from_pool", "dequantize_once", "keep_floats"),
     }

@@ -215,7 +215,7 @@ def test_a_convolution_whose_weight_is_stored_otherwise_is_paired_as_its_kernel_
     function, shape, x = PRODUCTS["convolution, kernel in front"]
     _, turned = view((Call(function, rand(*shape)), rand(*x)))
     _, plain = view((nn.Conv2d(5, 4, (3, 2)), rand(*x)))
-    found, expected = (pair_bound(one, INT8_STATIC.weight, INT8_STATIC.input) for one in (turned, plain))
+    found, expected = (pair_bound(one.kind, one, INT8_STATIC.weight, INT8_STATIC.input) for one in (turned, plain))
     assert found is not None
     assert expected is not None
     codes = (60 * rand(*shape, seed=3)).round().clamp(-127, 127)

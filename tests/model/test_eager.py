@@ -626,3 +626,42 @@ def test_a_checkpoint_holds_no_rewritten_module(tmp_path: Path) -> None:
         torch.testing.assert_close(qmodel.eager()(input_ids=ids).logits, qmodel(input_ids=ids).logits, rtol=0, atol=0)
     with pytest.raises(qfx.ExportError, match=r"mlp\.act_fn: a pass rewrote"):
         qfx.export.huggingface(qmodel, tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("preset", ["int8_static", "int8_dynamic", "int4_weight_only", "fp16"])
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_layer_computes_with_its_codes(layer: Any, preset: str) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells, self.head = layer(4, 6, 2, bidirectional=True, batch_first=True), nn.Linear(12, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            self.cells.flatten_parameters()
+            return self.head(self.cells(x)[0])
+
+    x = rand(4, 5, 4)
+    qmodel = quantize(seeded(Reads()), preset, [x])
+    model: Any = copy.deepcopy(qmodel.eager())
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), qmodel(x), rtol=0, atol=0)
+        assert all(value is None for value in model.cells._flat_weights), "no second copy in float"
+        model.cells.parametrizations["weight_hh_l1"].original.zero_()
+        assert not torch.equal(model(x), qmodel(x))
+
+
+def test_a_recurrent_layer_trains_the_weights_that_it_computes_with() -> None:
+    x = rand(4, 5, 4)
+    qmodel = quantize(seeded(nn.Sequential(nn.LSTM(4, 6, batch_first=True))), "int8_weight_only", [x])
+    trained = qfx.prepare_qat(qmodel)
+    model = trained.eager()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model(x)[0] - 1).square().mean().backward()
+        optimizer.step()
+    with torch.no_grad():
+        torch.testing.assert_close(trained.convert()(x)[0], model(x)[0], rtol=0, atol=0)
+    codes = [qmodel.graph_module, trained.convert().graph_module]
+    first, second = (gm.get_buffer("0.weight_hh_l0_codes") for gm in codes)
+    assert not torch.equal(first, second)

@@ -407,3 +407,18 @@ def test_the_share_of_codes_that_moved_is_counted_by_codes(format: IntFormat, mo
 def test_learning_from_one_sample_is_warned_of() -> None:
     with pytest.warns(UserWarning, match="what passes learn from it is judged on it"):
         quantize(seeded(nn.Linear(8, 8)), with_gptq(), [rand(1, 8)])
+
+
+def test_a_recurrent_layer_is_rounded_to_nearest_and_says_so() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells, self.head = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.head(self.cells(x)[0])
+
+    qmodel = quantize(seeded(Reads()), QuantConfig(weight=TensorSpec(format=INT4), passes=(GPTQ(),)), [rand(16, 5, 8)])
+    changes = {change.name: change.what for change in qmodel.report().passes[-1].changes}
+    assert "rounded to nearest" in changes["cells"]
+    assert "rounded to nearest" not in changes["head"]

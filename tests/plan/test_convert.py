@@ -210,7 +210,7 @@ def test_a_weight_or_a_bias_in_float_that_is_not_finite_is_named(preset: str, ba
             quantize(model, config, [rand(8, 32)])
 
 
-def test_every_parameter_of_an_operator_without_a_row_is_looked_at() -> None:
+def test_every_parameter_of_a_recurrent_layer_is_looked_at() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -223,7 +223,7 @@ def test_every_parameter_of_an_operator_without_a_row_is_looked_at() -> None:
     model = seeded(Model())
     with torch.no_grad():
         model.get_parameter("lstm.bias_hh_l0")[3] = torch.nan
-    with pytest.raises(qfx.CalibrationError, match=r"weight lstm\.bias_hh_l0 of aten.lstm"):
+    with pytest.raises(qfx.CalibrationError, match=r"bias lstm\.bias_hh_l0 of aten.lstm"):
         quantize(model, "int8_weight_only", [rand(5, 2, 4)])
 
 

@@ -14,6 +14,7 @@ from torch.fx import Node
 
 import quark_fx as qfx
 from quark_fx.config.quant_config import INHERIT, Granularity, Override, QuantConfig, TensorSpec
+from quark_fx.graph.nodes import target_name
 from quark_fx.numbers.formats import INT8, INT16, UINT8
 from quark_fx.passes import CrossLayerEqualization
 from quark_fx.plan.placement import plan_quantization
@@ -385,7 +386,6 @@ def test_each_expert_and_output_channel_has_its_own_scales(transposed: bool, con
 @pytest.mark.parametrize(
     ("name", "model", "data", "reason"),
     [
-        ("lstm", nn.LSTM(4, 4), rand(3, 2, 4), "no quantization rule for aten."),
         ("bilinear", None, rand(3, 4), "no quantization rule for aten."),
         ("table", None, rand(3, 4), "a table read by aten.mul.Tensor, not a weight"),
     ],
@@ -570,3 +570,68 @@ def test_a_weight_of_an_inner_module_keeps_its_name_where_the_outer_one_computes
 
     rows = quantize(nn.Sequential(Outer()).eval(), INT8_WEIGHT_ONLY, [torch.ones(2, 8)]).report().rows
     assert [row.name for row in rows] == ["0.inner", "0.own_table"]
+
+
+class Gates(nn.Module):
+    """Two layers of an LSTM, and a linear one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.head = nn.LSTM(4, 4, 2, batch_first=True, bidirectional=True), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.cells(x)[0])
+
+
+def test_every_weight_of_a_recurrent_layer_has_a_row() -> None:
+    model = seeded(Gates())
+    rows = quantize(model, INT8_STATIC, [rand(3, 5, 4)]).report()
+    wanted = [name for name, p in model.named_parameters() if p.dim() == 2]
+    assert [row.parameter for row in rows] == wanted
+    assert {(row.name, row.kind, row.weight) for row in rows if row.name != "head"} == {
+        ("cells", "lstm", "int8 channel")
+    }
+    for row in rows:
+        weight = model.get_parameter(row.parameter)
+        assert (row.bytes_before, row.bytes_after) == (weight.nbytes, weight.numel() + 4 * len(weight))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (INT8_STATIC.replace(exclude=("op:lstm",)), "excluded by 'op:lstm'"),
+        (INT8_STATIC.replace(exclude=("cells",)), "excluded by 'cells'"),
+        (XINT8, "target='dpu' has no lstm with weights in codes"),
+    ],
+)
+def test_a_recurrent_layer_in_float_has_a_reason_for_each_weight(config: QuantConfig, reason: str) -> None:
+    rows = [row for row in quantize(seeded(Gates()), config, [rand(3, 5, 4)]).report() if row.kind == "lstm"]
+    assert [row.reason for row in rows] == [reason] * 8
+    assert all(row.bytes_before == row.bytes_after > 0 for row in rows)
+
+
+def test_a_recurrent_layer_reads_codes_and_what_reads_it_rounds_its_result() -> None:
+    qmodel = quantize(seeded(Gates()), INT8_STATIC, [rand(3, 5, 4)])
+    layer = only(calls(qmodel, "aten.lstm"))
+    assert target_name(layer.args[0]) == "quark_fx.dequantize.default"  # type: ignore[arg-type]
+    weights: Any = layer.args[2]
+    assert sum(target_name(weight) == "quark_fx.dequantize.default" for weight in weights) == 8
+    linear = only(calls(qmodel, "aten.linear"))
+    assert target_name(linear.args[0]) == "quark_fx.dequantize.default"  # type: ignore[arg-type]
+    assert len(calls(qmodel, "quark_fx.quantize")) == 2
+
+
+def test_a_recurrent_layer_whose_result_is_the_models_is_no_head() -> None:
+    rows = quantize(seeded(nn.LSTM(4, 4, batch_first=True)), "w4a16_rtn", [rand(3, 5, 4)]).report()
+    assert [row.reason for row in rows] == ["", ""]
+
+
+def test_a_sum_of_what_a_recurrent_layer_makes_stays_in_float() -> None:
+    class Sum(Gates):
+        def forward(self, x: Tensor) -> Any:
+            made, _ = self.cells(x)
+            return self.head(made + made.flip(1))
+
+    qmodel = quantize(seeded(Sum()), INT8_STATIC, [rand(3, 5, 4)])
+    (add,) = calls(qmodel, "aten.add")
+    assert all(target_name(node) != "quark_fx.dequantize.default" for node in add.all_input_nodes)

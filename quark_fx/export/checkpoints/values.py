@@ -165,7 +165,7 @@ def _layers(model: nn.Module, found: Correspondence) -> list[Layer]:
             layers.append(Layer(path, module, partial(matrix_of, constant), found.rounding.inputs.get(path)))
         except ExportError as error:
             errors.append(f"{name}: {error}")
-            names.append(name.removesuffix(".weight"))
+            names.append(path if isinstance(module, nn.RNNBase) else name.removesuffix(".weight"))
     errors += [
         f"{p}: its activation is quantized and its weight is not" for p in found.rounding.inputs if p not in paths
     ]
@@ -186,7 +186,7 @@ def _layers(model: nn.Module, found: Correspondence) -> list[Layer]:
 
 def unholdable(errors: list[str], names: Iterable[str] = ()) -> ExportError:
     """Return the error that lists what a format cannot hold, and which `names` patterns can leave in float."""
-    names = list(names)
+    names = list(dict.fromkeys(names))
     remedy = f"config.replace(exclude=(*config.exclude, {', '.join(map(repr, names))}))"
     return ExportError(
         "the checkpoint format cannot hold how these are quantized; exclude them (exclude=, Override) or change "

@@ -152,6 +152,7 @@ _CONVERSIONS = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantize
 _INTEGER_KERNELS = frozenset(
     {
         *("MatMulIntegerToFloat", "DynamicQuantizeMatMul", "MatMulInteger", "ConvInteger", "QGemm"),
+        "DynamicQuantizeLSTM",
         *("MatMulNBits", "GatherBlockQuantized", "QAttention", "QMoE"),
     }
 )
@@ -214,8 +215,9 @@ _FACTORS = {
     "MatMulInteger": (0, 1),
     "MatMulIntegerToFloat": (0, 1),
     "DynamicQuantizeMatMul": (0, 1),
+    "DynamicQuantizeLSTM": (0, 1, 2),
 }
-"""Kernels that add products in pairs, and where their activation and weight are among the inputs."""
+"""Kernels that add products in pairs, and where their activation and weights are among the inputs."""
 
 
 def _saturates(node: ir.Node, kept_signed: bool) -> str:
@@ -228,19 +230,19 @@ def _saturates(node: ir.Node, kept_signed: bool) -> str:
     """
     if node.op_type not in _FACTORS:
         return ""
-    activation, weight = (node.inputs[position] for position in _FACTORS[node.op_type])
-    if activation is None or weight is None or weight.dtype != ir.DataType.INT8:
+    activation, *weights = (node.inputs[position] for position in _FACTORS[node.op_type])
+    if activation is None or (activation.dtype == ir.DataType.INT8 and kept_signed):
         return ""
-    if activation.dtype == ir.DataType.INT8 and kept_signed:
-        return ""
-    if weight.const_value is None:
-        return "both factors are activations"
-    codes = torch.from_numpy(weight.const_value.numpy().copy())
-    bound = _bound(node, codes)
-    over = bound.exceeded(codes) if bound is not None else None
-    if over is None or not bool(over.any()):
-        return ""
-    return f"{int(over.sum())} of {over.numel()} pairs of weights exceed {bound.limit}" if bound is not None else ""
+    signed = [weight for weight in weights if weight is not None and weight.dtype == ir.DataType.INT8]
+    over = pairs = limit = 0
+    for weight in signed:
+        if weight.const_value is None:
+            return "both factors are activations"
+        codes = torch.from_numpy(weight.const_value.numpy().copy())
+        if (bound := _bound(node, codes)) is not None:
+            exceeded, limit = bound.exceeded(codes), bound.limit
+            over, pairs = over + int(exceeded.sum()), pairs + exceeded.numel()
+    return f"{over} of {pairs} pairs of weights exceed {limit}" if over else ""
 
 
 def _bound(node: ir.Node, codes: torch.Tensor) -> PairBound | None:

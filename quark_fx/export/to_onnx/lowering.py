@@ -15,6 +15,7 @@ from onnxscript import opset21
 
 from quark_fx.export.to_onnx.block_nodes import block_scale, dequantize_blocks, quantize_blocks
 from quark_fx.export.to_onnx.edit import made_by
+from quark_fx.export.to_onnx.recurrent import MEASURED
 from quark_fx.export.to_onnx.table import lowers
 from quark_fx.numbers.formats import IntFormat, activation_container, has_onnx_type, onnx_container, parse_format
 from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
@@ -237,3 +238,34 @@ def sort(x: Any, *, stable: bool | None = None, dim: int = -1, descending: bool 
     """`TopK` of all values; of equal ones it takes the lower index first, so it is stable."""
     size = op.Gather(op.Shape(x), op.Constant(value_ints=[dim % x.shape.rank()]))
     return op.TopK(x, size, axis=dim, largest=int(descending), sorted=1)
+
+
+@lowers("quark_fx.onnx_lstm.default")
+def lstm(x: Any, w: Any, r: Any, b: Any, h: Any, c: Any, directions: int, measured: bool) -> Any:
+    """`LSTM` of one layer; a note says whether what it reads is measured at run time."""
+    made = op.LSTM(x, *_by_direction(w, r, directions), b, None, h, c, **_recurrent(r, directions))
+    made[0].producer().meta[MEASURED] = measured
+    return made
+
+
+@lowers("quark_fx.onnx_gru.default")
+def gru(x: Any, w: Any, r: Any, b: Any, h: Any, directions: int) -> Any:
+    """`GRU` of one layer, whose reset gate follows the product with the state, as torch's does."""
+    matrices, attributes = _by_direction(w, r, directions), _recurrent(r, directions)
+    return op.GRU(x, *matrices, b, None, h, linear_before_reset=1, **attributes)
+
+
+@lowers("quark_fx.onnx_rnn.default")
+def rnn(x: Any, w: Any, r: Any, b: Any, h: Any, directions: int, activation: str) -> Any:
+    """`RNN` of one layer."""
+    matrices, attributes = _by_direction(w, r, directions), _recurrent(r, directions)
+    return op.RNN(x, *matrices, b, None, h, activations=[activation] * directions, **attributes)
+
+
+def _by_direction(w: Any, r: Any, directions: int) -> tuple[Any, Any]:
+    first, second = (op.Reshape(m, op.Constant(value_ints=[directions, -1, m.shape[1]])) for m in (w, r))
+    return first, second
+
+
+def _recurrent(r: Any, directions: int) -> dict[str, Any]:
+    return {"hidden_size": r.shape[1], "direction": "bidirectional" if directions == 2 else "forward"}

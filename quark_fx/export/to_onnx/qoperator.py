@@ -27,7 +27,9 @@ from quark_fx.export.to_onnx.edit import (
     narrowed,
     only_reader,
     put_node,
+    without_trailing_none,
 )
+from quark_fx.export.to_onnx.recurrent import MEASURED
 
 _EIGHT = (ir.DataType.INT8, ir.DataType.UINT8)
 
@@ -41,17 +43,18 @@ def use_integer_operators(model: ir.Model) -> tuple[Kept, ...]:
     reasons: dict[ir.Node, str] = {}
     done = 0
     for node in list(model.graph):
-        if node.op_type in _PLUMBING:
+        if node.op_type in _PLUMBING or _shapes_weights(node):
             continue
         if (narrow := narrowed(node.inputs[0] if node.inputs else None)) is not None:
             reasons[node] = narrow
-        if not any(made_by(value, "DequantizeLinear", "RoundBlocks", "Transpose") for value in node.inputs):
+        read = [_unshaped(value) for value in node.inputs] if node.op_type in _RECURRENT else node.inputs
+        if not any(made_by(value, "DequantizeLinear", "RoundBlocks", "Transpose") for value in read):
             continue
         try:
             INTEGER_FORMS.get(node.op_type, _no_form)(model, node)
             done += 1
         except DeclinedError as reason:
-            if any(made_by(value, "DequantizeLinear", "RoundBlocks") for value in node.inputs):
+            if any(made_by(value, "DequantizeLinear", "RoundBlocks") for value in read):
                 reasons[node] = str(reason)
     erase_unread(model)
     kept = [Kept(node.name or "", node.op_type, why) for node, why in reasons.items() if node.graph is not None]
@@ -65,6 +68,18 @@ def use_integer_operators(model: ir.Model) -> tuple[Kept, ...]:
 
 
 _PLUMBING = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast", "Shape"})
+_RECURRENT = ("LSTM", "GRU", "RNN")
+
+
+def _shapes_weights(node: ir.Node) -> bool:
+    """Tell whether a node only parts the rows of a recurrent layer's weights by direction."""
+    return node.op_type == "Reshape" and any(use.node.op_type in _RECURRENT for use in node.outputs[0].uses())
+
+
+def _unshaped(value: ir.Value | None) -> ir.Value | None:
+    """Return what `_shapes_weights` is true of makes `value` of; else the value."""
+    shaped = made_by(value, "Reshape")
+    return value if shaped is None else shaped.inputs[0]
 
 
 def _no_form(model: ir.Model, node: ir.Node) -> None:
@@ -234,9 +249,14 @@ def _attributes(node: ir.Node, *left_out: str) -> list[ir.Attr]:
 
 
 def _node(
-    domain: str, operator: str, old: ir.Node, inputs: list[ir.Value | None], attributes: list[ir.Attr] | None = None
+    domain: str,
+    operator: str,
+    old: ir.Node,
+    inputs: list[ir.Value | None],
+    attributes: list[ir.Attr] | None = None,
+    outputs: int = 1,
 ) -> ir.Node:
-    return ir.Node(domain, operator, inputs, attributes or [], name=old.name)
+    return ir.Node(domain, operator, inputs, attributes or [], num_outputs=outputs, name=old.name)
 
 
 def _conv(model: ir.Model, node: ir.Node) -> None:
@@ -355,6 +375,51 @@ def _gemm(model: ir.Model, node: ir.Node) -> None:
     _finish(model, result, _node(CONTRIB, "QGemm", node, inputs, attributes))
 
 
+def _lstm(model: ir.Model, node: ir.Node) -> None:
+    """Let an LSTM measure what it reads: `DynamicQuantizeLSTM` does, and rounds its state at every step as well."""
+    if not node.meta.get(MEASURED):
+        raise DeclinedError("its input is not in uint8 measured at run time, as the one integer LSTM has it")
+    x, stored, scales = _unrounded(node), list[ir.Value | None](), list[ir.Value | None]()
+    directions = 2 if node.attributes.get_string("direction") == "bidirectional" else 1
+    for value in node.inputs[1:3]:
+        codes = _operand(model, _unshaped(value), per_tensor=False)
+        matrix, scale, zero_point = (array_of(part) for part in codes)
+        if matrix is None or scale is None or zero_point is None or zero_point.any():
+            raise DeclinedError("its weights are no constants without zero points")
+        rows = len(matrix) // directions
+        turned = matrix.reshape(directions, rows, -1).transpose(0, 2, 1)
+        stored.append(add_array(model, f"{codes.values.name}_turned", turned))
+        for name, part in (("scale", scale), ("zero_point", zero_point)):
+            each = np.broadcast_to(part, directions * rows).reshape(directions, rows)
+            scales.append(add_array(model, f"{codes.values.name}_{name}", each))
+    inputs = [x, *stored, *without_trailing_none(node.inputs)[3:]]
+    inputs += [None] * (8 - len(inputs)) + scales
+    new = _node(CONTRIB, "DynamicQuantizeLSTM", node, inputs, _attributes(node, "layout"), len(node.outputs))
+    assert node.graph is not None
+    node.graph.insert_before(node, [new])
+    for old, value in zip(node.outputs, new.outputs, strict=True):
+        value.name, value.shape, value.type = old.name, old.shape, old.type
+        ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
+    node.graph.remove(node, safe=True)
+
+
+def _unrounded(node: ir.Node) -> ir.Value | None:
+    """Return what an LSTM reads, in float, whether it is rounded in front of it, or transposed behind that."""
+    value, moved = node.inputs[0], made_by(node.inputs[0], "Transpose")
+    source = made_by(moved.inputs[0] if moved is not None else value, "DequantizeLinear")
+    measured = made_by(source.inputs[0], "DynamicQuantizeLinear") if source is not None else None
+    if measured is None:
+        return value  # of a layer behind the first
+    real = measured.inputs[0]
+    if moved is None:
+        return real
+    again = ir.node("Transpose", [real], moved.attributes)
+    again.outputs[0].shape, again.outputs[0].type = moved.outputs[0].shape, moved.outputs[0].type
+    assert node.graph is not None
+    node.graph.insert_before(node, [again])
+    return again.outputs[0]
+
+
 def _binary(model: ir.Model, node: ir.Node) -> None:
     a, b = (_operand(model, value) for value in node.inputs)
     result = _result(model, node)
@@ -421,6 +486,7 @@ INTEGER_FORMS: dict[str, Callable[[ir.Model, ir.Node], None]] = {
     "Conv": _conv,
     "MatMul": _matmul,
     "Gemm": _gemm,
+    "LSTM": _lstm,
     "Add": _binary,
     "Mul": _binary,
     "Sigmoid": _unary,

@@ -1,7 +1,8 @@
 """Respell what torch's exporter would write wrongly, or not at all, in operators that it writes right.
 
-Its lowerings leave arguments out (the divisor of an average pool), take attention of rank 4 alone, and let a token that
-may attend to nothing attend to everything. Graphs are rewritten on a copy, just before they are translated.
+Its lowerings leave arguments out (the divisor of an average pool), take attention of rank 4 alone, let a token that may
+attend to nothing attend to everything, and rearrange the weights of recurrent layers in every run. Graphs are rewritten
+on a copy, just before they are translated.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from quark_fx.errors import ExportError
+from quark_fx.export.to_onnx.recurrent import KINDS, spell_out_layers
 from quark_fx.graph.nodes import call, describe, erase_dead, is_parameter, parameter, static_size, target_name, value_of
 from quark_fx.graph.operators import argument
 from quark_fx.graph.pass_manager import copy_graph
@@ -34,12 +36,17 @@ def respelled(gm: GraphModule) -> GraphModule:
         if rule is not None:
             with copy.graph.inserting_before(node):
                 new = rule(copy, node)
-            node.replace_all_uses_with(new)
+            if isinstance(new, Node):
+                node.replace_all_uses_with(new)
+            else:
+                for result in list(node.users):
+                    result.replace_all_uses_with(new[result.args[1]])
     erase_dead(copy)
     return copy
 
 
-Rule = Callable[[GraphModule, Node], Node]
+Rule = Callable[[GraphModule, Node], Node | tuple[Node, ...]]
+"""Inserts what takes the place of a node, and returns it: a node, or one for each result of a node with several."""
 
 
 def _rule(gm: GraphModule, node: Node) -> Rule | None:
@@ -57,7 +64,7 @@ def _rule(gm: GraphModule, node: Node) -> Rule | None:
         return _refuse("antialias=True with align_corners=True has no form in ONNX; drop one of the two")
     if name == "aten.lstm.input" and _is_projected(gm, node):
         return _refuse("an LSTM with proj_size has no form in ONNX; project its output with a linear")
-    return None
+    return spell_out_layers if name in KINDS else None
 
 
 _ANTIALIASED = frozenset(

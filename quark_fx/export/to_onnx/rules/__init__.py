@@ -13,6 +13,7 @@ from quark_fx.export.to_onnx.rules.moved_pairs import repeat_moved_pair
 from quark_fx.export.to_onnx.rules.padding_before_pools import keep_padding_from_pool
 from quark_fx.export.to_onnx.rules.patterns import apply_rule
 from quark_fx.export.to_onnx.rules.products_before_activations import keep_product_from_activation
+from quark_fx.export.to_onnx.rules.recurrent_weights import dequantize_once
 from quark_fx.export.to_onnx.rules.row_scales import spell_out_row_scales
 from quark_fx.export.to_onnx.rules.rule import DeclinedError, OnnxRule, onnx_rule
 from quark_fx.export.to_onnx.rules.sums_before_norms import keep_sum_from_norm
@@ -37,7 +38,12 @@ TRANSLATED: tuple[OnnxRule, ...] = (
 )
 """What runs on a translated graph, before it is put into a format."""
 
-FORMATTED: tuple[OnnxRule, ...] = (keep_sum_from_norm, keep_product_from_activation, keep_padding_from_pool)
+FORMATTED: tuple[OnnxRule, ...] = (
+    keep_sum_from_norm,
+    keep_product_from_activation,
+    keep_padding_from_pool,
+    dequantize_once,
+)
 """What runs on a graph in a format that ONNX Runtime has kernels for."""
 
 __all__ = [
