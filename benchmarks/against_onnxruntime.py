@@ -41,11 +41,11 @@ from benchmarks.common import (
     one_core,
     publish,
     spread,
-    sqnr,
     table,
     timed,
 )
-from benchmarks.onnx_sessions import Reader, latencies, session
+from benchmarks.onnx_sessions import Reader, latencies
+from quark_fx.evaluation import compare
 
 OURS, PEER = "quark_fx int8_static", "quantize_static, defaults"
 PER_CHANNEL = {"per_channel": True, "activation_type": peer.QuantType.QUInt8}
@@ -104,12 +104,8 @@ def peak_memory(row: str) -> float:
 
 def accuracy(model: torch.nn.Module, path: Path) -> float:
     """Return the SQNR in dB of the file's logits on images that were not calibrated with."""
-    run = session(path, 1)
-    name = run.get_inputs()[0].name
-    with torch.no_grad():
-        pairs = [(model(x), torch.from_numpy(run.run(None, {name: x.numpy()})[0])) for x in images(32, 8, 224, seed=2)]
-    expected, got = (torch.cat(side) for side in zip(*pairs, strict=True))
-    return sqnr(expected, got)
+    (logits,) = compare(model, path, images(32, 8, 224, seed=2))
+    return logits.sqnr
 
 
 def measure(directory: Path, rounds: int, latency_rounds: int) -> str:

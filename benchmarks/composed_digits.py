@@ -26,7 +26,9 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import quark_fx as qfx
 from benchmarks.common import one_thread, table
+from quark_fx.evaluation import Classification
 
 RECIPE = 1
 """Part of the cached files' path: raise it with every change to data, networks or training."""
@@ -61,9 +63,8 @@ class Benchmark:
 
     def accuracy(self, predict: Callable[[Tensor], Tensor] | None = None) -> float:
         """Return the share of held-out images, in percent, whose largest logit (default: the model's) is right."""
-        with torch.no_grad():
-            logits = [(predict or self.model)(batch) for batch in self.images.split(500)]
-        return 100 * float((torch.cat(logits).argmax(1) == self.labels).double().mean())
+        pairs = list(zip(self.images.split(500), self.labels.split(500), strict=True))
+        return 100 * qfx.evaluate(predict or self.model, Classification(pairs))["accuracy"]
 
 
 @cache

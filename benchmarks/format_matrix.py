@@ -178,7 +178,7 @@ def _vit() -> nn.Module:
 
 def _minilm() -> Made:
     model, tokenizer = judge.encoder()
-    return model, judge.token_batches(tokenizer, sentences.CALIBRATION[:12], 4)
+    return model, qfx.data.text_lines(sentences.CALIBRATION[:12], tokenizer, batch_size=4)
 
 
 def _llama() -> Made:

@@ -62,7 +62,8 @@ def measure(model: str, bits: str, groups: str, method: str) -> tuple[float, flo
     """Return perplexity and divergence of one cell."""
     trained = language_models.load(model)
     qmodel = qfx.quantize(trained.model, config(bits, groups, method), trained.calibration, progress=False)
-    return trained.perplexity(qmodel), trained.divergence(qmodel)
+    figures = trained.figures(qmodel)
+    return figures["perplexity"], figures["KL"]
 
 
 def result(model: str, bits: str, groups: str, method: str) -> tuple[float, float]:

@@ -16,17 +16,17 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 import quark_fx as qfx
 from benchmarks import composed_digits
 from benchmarks.common import environment, publish, table
 from quark_fx import Granularity, Override, QuantConfig, Symmetry, Target, TensorSpec
 from quark_fx.engine.blocks import Unit
+from quark_fx.evaluation import Embedding
 from quark_fx.graph.pass_manager import GraphPass
 from quark_fx.numbers.formats import INT2, INT3, INT4, INT8, UINT3, UINT4, UINT8, IntFormat
 from quark_fx.observers import MinMax, Mse, Observer
@@ -149,16 +149,9 @@ def measure(network: str, seed: int, config: str, passes: str) -> float:
 
 def _similarity(config: QuantConfig) -> float:
     model, tokenizer = judge.encoder()
-    held_out = judge.token_batches(tokenizer, sentences.HELD_OUT)
     qmodel = qfx.quantize(model, config, judge.token_batches(tokenizer, sentences.CALIBRATION), progress=False)
-
-    def embed(run: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:
-        with torch.no_grad():
-            return torch.cat([judge.embedding(run(batch), batch) for batch in held_out])
-
-    expected = embed(lambda batch: model(**batch).last_hidden_state)
-    found = embed(lambda batch: qmodel.run_batch(batch).last_hidden_state)
-    return 100 * float((expected * found).sum(1).mean())
+    task = Embedding(judge.token_batches(tokenizer, sentences.HELD_OUT), reference=model)
+    return 100 * qfx.evaluate(qmodel, task)["cosine"]
 
 
 def results(

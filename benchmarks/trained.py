@@ -14,15 +14,12 @@ import argparse
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 import quark_fx as qfx
 from benchmarks.common import DOCS, environment, publish, table
 from quark_fx.config.quant_config import QuantConfig
+from quark_fx.evaluation import Embedding
 from quark_fx.graph.pass_manager import pass_name
 from quark_fx.presets import PRESETS, XINT8
 
@@ -40,28 +37,16 @@ def digits(name: str, preset: str, folder: Path) -> tuple[float, float]:
     """Return the accuracy in percent of a network in torch and in ONNX Runtime."""
     network = trained(name)
     qmodel = qfx.quantize(network.model, CONFIGS[preset], network.calibration, progress=False)
-    run = judge.onnx_runtime(qfx.export.onnx(qmodel, folder / "model.onnx"), optimize=preset != "fp8_static")
-    return network.accuracy(qmodel), network.accuracy(lambda x: run(x)[0])
+    return network.accuracy(qmodel), network.accuracy(qfx.export.onnx(qmodel, folder / "model.onnx"))
 
 
 def sentence_similarity(preset: str, folder: Path) -> tuple[float, float]:
     """Return the mean cosine between float and quantized embeddings in torch and in ONNX Runtime."""
     model, tokenizer = judge.encoder()
-    held_out = judge.token_batches(tokenizer, sentences.HELD_OUT)
-    with torch.no_grad():
-        expected = [judge.embedding(model(**batch).last_hidden_state, batch) for batch in held_out]
-
-    def similarity(run: Callable[[dict[str, Tensor]], Tensor]) -> float:
-        found = [judge.embedding(run(batch), batch) for batch in held_out]
-        return float(torch.cat([(a * b).sum(1) for a, b in zip(expected, found, strict=True)]).mean())
-
+    task = Embedding(judge.token_batches(tokenizer, sentences.HELD_OUT), reference=model)
     qmodel = qfx.quantize(model, CONFIGS[preset], judge.token_batches(tokenizer, sentences.CALIBRATION), progress=False)
-    run = judge.onnx_runtime(qfx.export.onnx(qmodel, folder / "model.onnx"), optimize=preset != "fp8_static")
-    names = qmodel.signature.input_names
-    return (
-        similarity(lambda batch: qmodel.run_batch(batch).last_hidden_state),
-        similarity(lambda batch: run(*(batch[name] for name in names))[0]),
-    )
+    file = qfx.export.onnx(qmodel, folder / "model.onnx")
+    return qfx.evaluate(qmodel, task)["cosine"], qfx.evaluate(file, task)["cosine"]
 
 
 def merged(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import quark_fx as qfx
 from benchmarks.common import one_thread
+from quark_fx.evaluation import Classification
 
 TRAINING = 900
 """Images to train and calibrate on; the other 897 are held out."""
@@ -35,11 +38,9 @@ class Trained:
     images: Tensor
     labels: Tensor
 
-    def accuracy(self, predict: Callable[[Tensor], Tensor]) -> float:
+    def accuracy(self, predict: Callable[[Tensor], Tensor] | Path) -> float:
         """Return the share of validation images, in percent, whose largest logit is the right one."""
-        with torch.no_grad():
-            right = predict(self.images).argmax(1) == self.labels
-        return 100 * float(right.double().mean())
+        return 100 * qfx.evaluate(predict, Classification([(self.images, self.labels)]))["accuracy"]
 
 
 class ResidualCnn(nn.Module):

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import sentences
 import torch
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantize_dynamic, quantize_static
 from PIL import Image
 from safetensors.torch import save_file
 from tiny import rand
@@ -93,7 +95,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         place.mkdir(parents=True, exist_ok=True)
         Image.fromarray(values).save(place / f"{index}.png")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "factories", raising=False)
     return tmp_path
 
@@ -178,6 +180,64 @@ def test_a_factory_is_quantized_on_data_of_any_kind_or_on_its_own_example(data: 
     ]
 
 
+class Reader(CalibrationDataReader):  # type: ignore[misc]
+    """Hands the array to ONNX Runtime's quantizer."""
+
+    def __init__(self) -> None:
+        self.batches = iter([{"x": np.load("x.npy")}])
+
+    def get_next(self) -> Any:
+        return next(self.batches, None)
+
+
+def formats_in(path: str) -> list[tuple[str, str]]:
+    return [(part["weight"], part["activation"]) for part in answer("inspect", path)["operators"]]
+
+
+def test_files_of_onnx_runtimes_own_quantizer_are_read(folder: Path) -> None:
+    import factories  # type: ignore[import-not-found]
+
+    with warnings.catch_warnings(action="ignore"):
+        torch.onnx.export(factories.cnn().eval(), (rand(12, 3, 8, 8),), "float.onnx", dynamo=False, input_names=["x"])
+    quantize_dynamic("float.onnx", "dynamic.onnx")
+    quantize_static("float.onnx", "qdq.onnx", Reader(), per_channel=True)
+    quantize_static("float.onnx", "integers.onnx", Reader(), quant_format=QuantFormat.QOperator)
+    assert formats_in("float.onnx") == [("float32", "float")] * 2
+    assert formats_in("dynamic.onnx") == [("int8", "uint8 dynamic")] * 2
+    assert formats_in("qdq.onnx") == [("int8 channel", "int8")] * 2
+    assert formats_in("integers.onnx") == [("int8", "int8")] * 2
+    seen = answer("inspect", "qdq.onnx")["runtime"]
+    assert {k["kernel"] for k in seen["kernels"] if k["in_integers"]} >= {"QLinearConv"}
+
+
+@pytest.mark.parametrize(
+    ("preset", "format", "expected"),
+    [
+        ("int8_static", "qoperator", [("int8 channel", "uint8")] * 2),
+        ("int8_dynamic", "qdq", [("int8 channel", "uint8 dynamic")] * 2),
+        ("int8_dynamic", "qoperator", [("int8 channel", "uint8 dynamic")] * 2),
+        ("int4_weight_only", "matmul_nbits", [("int8 channel", "float"), ("int4 group 32", "float")]),
+        ("fp8_static", "qdq", [("fp8_e4m3 channel", "fp8_e4m3")] * 2),
+        ("fp16", "qdq", [("fp16", "fp16")] * 2),
+        ("mxfp4", "qdq", [("fp4_e2m1 group 3", "fp4_e2m1 blocks dynamic"), ("float32", "float")]),
+    ],
+)
+def test_files_of_every_kind_of_ours_are_read(preset: str, format: str, expected: list[tuple[str, str]]) -> None:
+    call(
+        "quantize", "factories:with_example", "--preset", preset, "--format", format, "-o", "a.onnx", "--data", "x.npy"
+    )
+    assert formats_in("a.onnx") == expected
+
+
+@pytest.mark.parametrize("format", ["gptq", "awq", "gguf"])
+def test_checkpoints_of_other_layouts_are_read(format: str, checkpoint: Path) -> None:
+    path = "a.gguf" if format == "gguf" else "a"
+    spelled = () if format == "gguf" else ("--format", format)
+    call("quantize", checkpoint, "--preset", "w4a16_rtn", "--group-size", 32, *spelled, "-o", path)
+    seen = answer("inspect", path)["bytes_by_format"]
+    assert seen.keys() == ({"Q4_0", "F32"} if format == "gguf" else {"int4 group 32", "float32"})
+
+
 def test_yaml_starts_from_a_preset_and_options_change_it(folder: Path) -> None:
     (folder / "config.yaml").write_text("preset: int8_static\nweight: {format: int4}\n")
     call("quantize", "factories:with_example", "--config", "config.yaml", "--exclude", "op:head", "-o", "q")
@@ -188,7 +248,7 @@ def test_yaml_starts_from_a_preset_and_options_change_it(folder: Path) -> None:
 def test_the_float_and_the_exported_model_have_an_accuracy_on_labeled_data() -> None:
     call("quantize", "factories:cnn", "--preset", "int8_static", "--data", "x.npy", "-o", "a.onnx")
     stored = np.load("labeled.npz")
-    import factories  # type: ignore[import-not-found]
+    import factories
 
     model = factories.cnn().eval()
     right = model(torch.from_numpy(stored["x"]).float()).argmax(1) == torch.from_numpy(stored["labels"])

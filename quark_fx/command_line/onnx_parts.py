@@ -10,6 +10,7 @@ import onnx_ir as ir
 from quark_fx.command_line.contents import NO_WEIGHT, Part
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime.session import code_type
+from quark_fx.numbers.formats import FORMATS
 
 _OPERANDS = {
     **dict.fromkeys(
@@ -28,7 +29,17 @@ _MOVES = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "
 _MEASURED = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM"})
 """Operators that find the range of an activation at run time."""
 
-_NAMES = {"float": "float32", "double": "float64", "float8e4m3fn": "fp8_e4m3", "float8e5m2": "fp8_e5m2"}
+_SCALED_AFTER = frozenset({"MatMulInteger", "ConvInteger"})
+"""Operators whose sums are scaled by others."""
+
+_NAMES = {
+    "float": "float32",
+    "double": "float64",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float8e4m3fn": "fp8_e4m3",
+    "float8e5m2": "fp8_e5m2",
+}
 
 
 def onnx_parts(path: Path) -> list[Part]:
@@ -100,18 +111,45 @@ def _format(node: ir.Node, weight: ir.Value | None, leaves: tuple[ir.Value, ...]
     """Return the number format of a weight, and what shares a scale."""
     codes, scales = leaves[0], leaves[1:]
     if bits := node.attributes.get_int("bits", 0):
-        points = {"MatMulNBits": 3, "GatherBlockQuantized": 3}[node.op_type]
-        signed = len(node.inputs) <= points or node.inputs[points] is None
+        signed = len(node.inputs) < 4 or node.inputs[3] is None  # of zero points
         return f"{'' if signed else 'u'}int{bits} group {node.attributes.get_int('block_size', 128)}"
-    name = _name(codes.dtype)
+    name = next((found for p in _producers(weight) if (found := _block_format(p, "Values"))), _name(codes.dtype))
     if codes.dtype is None or (codes.dtype.is_floating_point() and codes.dtype.itemsize > 1):
         return name
     group = next((n for producer in _producers(weight) if (n := producer.attributes.get_int("block_size", 0))), 0)
     if group:
         return f"{name} group {group}"
-    separate = node.inputs[4:5] if node.op_type.startswith("QLinear") or node.op_type == "QGemm" else ()
-    numbers = max([1, *map(_length, scales), *(_length(v) for v in separate if v is not None)])
-    return name if numbers == 1 else f"{name} channel"
+    if node.op_type in _SCALED_AFTER:
+        scales = _scales_after(node)
+    elif node.op_type in ("QLinearConv", "QLinearMatMul", "QGemm"):
+        scales = tuple(scale for scale in node.inputs[4:5] if scale is not None)
+    numbers = max(map(_length, scales), default=1)
+    if numbers == 1:
+        return name
+    shape = codes.shape.numpy() if codes.shape is not None else ()
+    return f"{name} channel" if numbers in shape else f"{name} group {_length(codes) // numbers}"
+
+
+def _scales_after(node: ir.Node) -> tuple[ir.Value, ...]:
+    """Return the constants that the sums of an operator on integers are multiplied by, directly or in a product."""
+    readers = [use.node for output in node.outputs for use in output.uses()]
+    readers += [use.node for cast in readers if cast.op_type == "Cast" for use in cast.outputs[0].uses()]
+    factors = [value for reader in readers if reader.op_type == "Mul" for value in reader.inputs]
+    made = [value.producer() for value in factors if value is not None]
+    factors += [value for p in made if p is not None and p.op_type == "Mul" for value in p.inputs]
+    return tuple(leaf for factor in factors for leaf in _leaves(factor))
+
+
+def _block_format(node: ir.Node, act: str) -> str:
+    """Return the number format in the name of one of our functions on blocks, empty for any other operator.
+
+    >>> _block_format(ir.node("Values_fp4_e2m1", [], domain="quark_fx"), "Values")
+    'fp4_e2m1'
+    """
+    kind, _, rest = node.op_type.partition("_")
+    if node.domain != "quark_fx" or kind != act:
+        return ""
+    return next((name for name in sorted(FORMATS, key=len, reverse=True) if rest.startswith(name)), "")
 
 
 def _producers(value: ir.Value | None) -> Iterator[ir.Node]:
@@ -125,6 +163,13 @@ def _activation(node: ir.Node, value: ir.Value | None) -> str:
     if node.op_type in _MEASURED:
         return "uint8 dynamic"
     for producer in _producers(value):
+        if name := _block_format(producer, "Round"):
+            return f"{name} blocks dynamic"
+        if producer.op_type == "Cast":
+            to = ir.DataType(producer.attributes.get_int("to", 0))
+            if to in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
+                return _name(to)
+            continue
         if producer.op_type == "DequantizeLinear":
             value = producer.inputs[0]
             continue
@@ -138,10 +183,9 @@ def _activation(node: ir.Node, value: ir.Value | None) -> str:
     if value is not None and value.dtype is not None and value.dtype.is_integer():
         return _name(value.dtype)
     if node.op_type.startswith("QLinear") or node.op_type in ("QGemm", "MatMulInteger", "ConvInteger"):
-        points = {"MatMulInteger": 2, "ConvInteger": 2}.get(node.op_type, 2)
-        zero = node.inputs[points] if len(node.inputs) > points else None
+        zero = node.inputs[2] if len(node.inputs) > 2 else None
         return _name(zero.dtype) if zero is not None else "uint8"
-    return _name(value.dtype) if value is not None and value.dtype is not None else "float"
+    return "fp16" if value is not None and value.dtype == ir.DataType.FLOAT16 else "float"
 
 
 def _name(dtype: ir.DataType | None) -> str:

@@ -60,14 +60,16 @@ class LanguageModeling:
         reference = None if self.reference is None else run_of(self.reference)
         loss, divergence, tokens = 0.0, 0.0, 0
         for batch in self.batches:
-            wanted = batch["input_ids"][:, 1:]
-            mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[:, 1:].bool()
-            found = _log_probs(run(batch))[:, :-1][mask]
-            loss += float(F.nll_loss(found, wanted[mask], reduction="sum").double())
-            tokens += int(mask.sum())
-            if reference is not None:
-                expected = _log_probs(reference(batch))[:, :-1][mask]
-                divergence += float(F.kl_div(found, expected, log_target=True, reduction="sum").double())
+            found, expected = run(batch), None if reference is None else reference(batch)
+            mask = batch.get("attention_mask")
+            for row, ids in enumerate(batch["input_ids"]):  # one by one, as the logits of a vocabulary are large
+                kept = torch.ones_like(ids[1:], dtype=torch.bool) if mask is None else mask[row, 1:].bool()
+                log_probs = _log_probs(found, row)[:-1][kept]
+                loss += float(F.nll_loss(log_probs, ids[1:][kept], reduction="sum"))
+                tokens += int(kept.sum())
+                if expected is not None:
+                    wanted = _log_probs(expected, row)[:-1][kept]
+                    divergence += float(F.kl_div(log_probs, wanted, log_target=True, reduction="sum"))
         _require(tokens, "tokens")
         figures = {"perplexity": math.exp(loss / tokens)}
         return figures if reference is None else figures | {"KL": divergence / tokens}
@@ -103,7 +105,7 @@ class Classification:
             if reference is not None:
                 expected = _log_probs(reference(inputs))
                 same += int((found.argmax(-1) == expected.argmax(-1)).sum())
-                divergence += float(F.kl_div(found, expected, log_target=True, reduction="sum").double())
+                divergence += float(F.kl_div(found, expected, log_target=True, reduction="sum"))
         _require(samples, "samples")
         figures = {"accuracy": right / samples}
         return figures if reference is None else figures | {"agreement": same / samples, "KL": divergence / samples}
@@ -134,8 +136,10 @@ class Embedding:
         return {"cosine": float(torch.cat(cosines).double().mean())}
 
 
-def _log_probs(output: Any) -> Tensor:
-    return main_tensor(output, "logits").float().log_softmax(-1)
+def _log_probs(output: Any, row: int | None = None) -> Tensor:
+    """Return the logarithms of the probabilities in a model's result, or in one row of it."""
+    logits = main_tensor(output, "logits")
+    return (logits if row is None else logits[row]).float().log_softmax(-1)
 
 
 def _vectors(output: Any, batch: Any) -> Tensor:
