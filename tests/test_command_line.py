@@ -245,6 +245,15 @@ def test_yaml_starts_from_a_preset_and_options_change_it(folder: Path) -> None:
     assert found == {"0": "int4 channel", "3": ""}
 
 
+def test_what_analyze_proposes_is_a_configuration_of_less_error() -> None:
+    found = answer("analyze", "factories:cnn", "--preset", "int4_weight_only", "--data", "x.npy", "-o", "less.yaml")
+    assert {row["name"] for row in found["rows"]} == {"0", "3"}
+    assert found["remedied"] < found["error"]
+    assert found["config"]["preset"] == "int4_weight_only"
+    call("quantize", "factories:cnn", "--config", "less.yaml", "--data", "x.npy", "-o", "q")
+    assert qfx.load("q").config == qfx.QuantConfig.from_dict(found["config"])
+
+
 def test_the_float_and_the_exported_model_have_an_accuracy_on_labeled_data() -> None:
     call("quantize", "factories:cnn", "--preset", "int8_static", "--data", "x.npy", "-o", "a.onnx")
     stored = np.load("labeled.npz")
@@ -263,11 +272,10 @@ def test_the_float_and_the_exported_model_have_an_accuracy_on_labeled_data() -> 
 def test_the_commands_of_the_readme_run(checkpoint: Path, folder: Path) -> None:
     blocks = re.findall(r"^```console\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     commands = [line.split()[1:] for block in blocks for line in block.splitlines()]
-    assert len(commands) == README.count("\nquark-fx ") == 9
+    assert len(commands) == README.count("\nquark-fx ") == 10
     Path("llm").symlink_to(checkpoint)
     network = "from torch import nn\n\ndef digits():\n    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 4))\n"
     written("networks.py", network)
-    written("config.yaml", "preset: int8_static\n")
     for command in commands:
         call(*command)
     assert {path.name for path in folder.iterdir()} >= {"int4.onnx", "int4", "int4-checkpoint", "digits.onnx"}

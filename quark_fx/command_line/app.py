@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 import quark_fx
+from quark_fx.command_line.analyze import analyze
 from quark_fx.command_line.compare import compare
 from quark_fx.command_line.doctor import doctor
 from quark_fx.command_line.evaluate import evaluate
@@ -65,5 +66,5 @@ def _options(
     """Quantize PyTorch models and Hugging Face checkpoints; export, verify and judge the result."""
 
 
-for _command in (quantize, presets, inspect, verify, doctor, evaluate, export, compare):
+for _command in (quantize, analyze, presets, inspect, verify, doctor, evaluate, export, compare):
     app.command()(_command)

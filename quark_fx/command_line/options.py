@@ -11,7 +11,34 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from quark_fx.config.quant_config import QuantConfig
+from quark_fx.presets import PRESETS, preset
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
+
+FloatModel = Annotated[
+    str,
+    typer.Argument(
+        help="The directory of a Hugging Face checkpoint; or package.module:function, which returns a module, or a "
+        "module and a batch of example inputs."
+    ),
+]
+
+
+def _preset_names(incomplete: str) -> list[str]:
+    return [name for name in PRESETS if name.startswith(incomplete)]
+
+
+Preset = Annotated[str | None, typer.Option(help="One of `quark-fx presets`.", autocompletion=_preset_names)]
+
+Config = Annotated[Path | None, typer.Option(help="A YAML file; `preset: NAME` in it starts from a preset.")]
+
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option(help='Operators that stay in float: a glob on names, or "op:" and one on kinds. Repeatable.'),
+]
+
+GroupSize = Annotated[int | None, typer.Option(help="Weights that share a scale.")]
 
 Outputs = Annotated[
     list[Path],
@@ -84,3 +111,20 @@ def reads_data(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
+
+
+def configuration(
+    name: str | None, file: Path | None, exclude: list[str] | None, group_size: int | None
+) -> QuantConfig:
+    """Return what `--preset` or `--config` names, with what the other options change.
+
+    Raises:
+        typer.BadParameter: if neither is given, or both.
+        ConfigError: for an unknown preset, or a file that cannot be read or contradicts itself.
+    """
+    if (name is None) == (file is None):
+        raise typer.BadParameter("give --preset NAME or --config FILE, one of them")
+    chosen = preset(name) if name is not None else QuantConfig.from_yaml(file or Path())
+    if group_size is not None:
+        chosen = chosen.replace(group_size=group_size)
+    return chosen.replace(exclude=(*chosen.exclude, *exclude)) if exclude else chosen

@@ -14,44 +14,41 @@ from torch import Tensor
 
 import quark_fx as qfx
 from quark_fx.command_line.contents import grouped, parts_of, parts_table
-from quark_fx.command_line.options import Formats, Json, Outputs, Reading, reads_data
+from quark_fx.command_line.options import (
+    Config,
+    Exclude,
+    FloatModel,
+    Formats,
+    GroupSize,
+    Json,
+    Outputs,
+    Preset,
+    Reading,
+    configuration,
+    reads_data,
+)
 from quark_fx.command_line.outputs import Output, outputs_of, require_room_for, write, written_bytes
 from quark_fx.command_line.printing import say, show, size, table
-from quark_fx.command_line.reading import find_tokenizer, read_batches
+from quark_fx.command_line.reading import calibration, find_tokenizer
 from quark_fx.command_line.subjects import Subject, float_subject
 from quark_fx.config.quant_config import QuantConfig
-from quark_fx.errors import CalibrationError
 from quark_fx.graph.pass_manager import learns_from_data, pass_name
 from quark_fx.graph.signature import split_batch
-from quark_fx.presets import PRESETS, preset
 from quark_fx.quantization import needs_data
 from quark_fx.system.options import nearest
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def _preset_names(incomplete: str) -> list[str]:
-    return [name for name in PRESETS if name.startswith(incomplete)]
-
-
 @reads_data
 def quantize(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="The directory of a Hugging Face checkpoint; or package.module:function, which returns a module, or a "
-            "module and a batch of example inputs."
-        ),
-    ],
+    model: FloatModel,
     output: Outputs,
     reading: Reading,
-    preset: Annotated[str | None, typer.Option(help="One of `quark-fx presets`.", autocompletion=_preset_names)] = None,
-    config: Annotated[Path | None, typer.Option(help="A YAML file; `preset: NAME` in it starts from a preset.")] = None,
-    exclude: Annotated[
-        list[str] | None,
-        typer.Option(help='Operators that stay in float: a glob on names, or "op:" and one on kinds. Repeatable.'),
-    ] = None,
-    group_size: Annotated[int | None, typer.Option(help="Weights that share a scale.")] = None,
+    preset: Preset = None,
+    config: Config = None,
+    exclude: Exclude = None,
+    group_size: GroupSize = None,
     format: Formats = None,
     opset: Annotated[int | None, typer.Option(help="ONNX: 14 to 25.")] = None,
     dtype: Annotated[
@@ -76,14 +73,14 @@ def quantize(
     json: Json = False,
 ) -> None:
     """Quantize a model and write it: as an ONNX file, a checkpoint, or a directory that quark_fx loads again."""
-    chosen = _configuration(preset, config, exclude, group_size)
+    chosen = configuration(preset, config, exclude, group_size)
     outputs = outputs_of(output, format or [])
     if stream and [o.kind for o in outputs] != ["saved"]:
         raise typer.BadParameter("--stream writes a directory that quark_fx loads again, and nothing else")
     for one in outputs:
         require_room_for(one)
     source = float_subject(model)
-    batches = _batches(reading, source, chosen)
+    batches = calibration(reading, source, needed=needs_data(chosen))
     with tempfile.TemporaryDirectory() as scratch:
         dtype = dtype or ("float32" if _too_narrow(source, outputs) else None)
         plan = Plan(source, chosen, batches, outputs, dtype)
@@ -154,30 +151,6 @@ class Plan:
             *(("output", one) for one in self.outputs),
         ]
         return table(("plan", ""), rows)
-
-
-def _configuration(
-    name: str | None, file: Path | None, exclude: list[str] | None, group_size: int | None
-) -> QuantConfig:
-    if (name is None) == (file is None):
-        raise typer.BadParameter("give --preset NAME or --config FILE, one of them")
-    chosen = preset(name) if name is not None else QuantConfig.from_yaml(file or Path())
-    if group_size is not None:
-        chosen = chosen.replace(group_size=group_size)
-    return chosen.replace(exclude=(*chosen.exclude, *exclude)) if exclude else chosen
-
-
-def _batches(reading: Reading, source: Subject, config: QuantConfig) -> list[Any]:
-    """Return what is calibrated on; where values do not matter, what the model can be captured with."""
-    if reading.data is not None:
-        return read_batches(reading, source)
-    example = source.example if source.example is not None else source.made_up()
-    if example is None or (source.example is None and needs_data(config)):
-        raise CalibrationError(
-            f"{'this configuration needs' if needs_data(config) else 'capturing the model needs'} data: give --data, a "
-            "text file, a folder of images, or a .npy, .npz or .safetensors file"
-        )
-    return list(example) if isinstance(example, list) else [example]
 
 
 def _too_narrow(source: Subject, outputs: Iterable[Output]) -> bool:

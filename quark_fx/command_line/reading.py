@@ -31,6 +31,23 @@ def read_batches(reading: Reading, subject: Subject) -> list[Any]:
     return _text(path, reading, subject)
 
 
+def calibration(reading: Reading, subject: Subject, *, needed: bool) -> list[Any]:
+    """Return what is calibrated on; where values do not matter, what the model can be captured with.
+
+    Raises:
+        CalibrationError: as `read_batches` does, or if there is no data where it is needed.
+    """
+    if reading.data is not None:
+        return read_batches(reading, subject)
+    example = subject.example if subject.example is not None else subject.made_up()
+    if example is None or (subject.example is None and needed):
+        raise CalibrationError(
+            f"{'this configuration needs' if needed else 'capturing the model needs'} data: give --data, a text "
+            "file, a folder of images, or a .npy, .npz or .safetensors file"
+        )
+    return list(example) if isinstance(example, list) else [example]
+
+
 def read_labeled(reading: Reading, subject: Subject) -> list[tuple[Any, torch.Tensor]]:
     """Return pairs of batches and labels: of images in a folder for each class, or of arrays, one called `labels`.
 

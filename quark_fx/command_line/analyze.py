@@ -1,0 +1,56 @@
+"""`quark-fx analyze`: where the error comes from, before anything is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import quark_fx as qfx
+from quark_fx.command_line.options import (
+    Config,
+    Exclude,
+    FloatModel,
+    GroupSize,
+    Json,
+    Preset,
+    Reading,
+    configuration,
+    reads_data,
+)
+from quark_fx.command_line.printing import show
+from quark_fx.command_line.reading import calibration
+from quark_fx.command_line.subjects import float_subject
+from quark_fx.errors import ExportError
+
+
+@reads_data
+def analyze(
+    model: FloatModel,
+    reading: Reading,
+    preset: Preset = None,
+    config: Config = None,
+    exclude: Exclude = None,
+    group_size: GroupSize = None,
+    metric: Annotated[
+        str, typer.Option(help="error: of the outputs, relative; kl: the divergence of the classes, in nats.")
+    ] = "error",
+    top: Annotated[int, typer.Option(min=1, help="Operators that are measured and get remedies.")] = 3,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where the proposed configuration is written, as YAML.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Say which operators make the error of a configuration, and propose one with less."""
+    chosen = configuration(preset, config, exclude, group_size)
+    source = float_subject(model)
+    batches = calibration(reading, source, needed=True)
+    named = preset is not None and not exclude and group_size is None
+    found = qfx.analyze(source.model, preset if named and preset else chosen, batches, metric=metric, top=top)
+    if output is not None:
+        try:
+            output.write_text(found.to_yaml(), encoding="utf-8")
+        except OSError as error:
+            raise ExportError(f"{output} cannot be written: {error}; choose another path") from error
+    show(json, found.to_dict(), str(found))
