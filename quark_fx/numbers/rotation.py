@@ -93,10 +93,18 @@ class Rotation:
         return rotated.to(x.dtype)
 
 
+_WORTH = 4
+"""A pair of Hadamard matrices may cost so many times what the cheapest pair of orthogonal matrices does."""
+
+
 def factors(size: int) -> tuple[int, int]:
-    """Return two factors of a size: `hadamard` constructs both if possible, and their sum is small."""
+    """Return two factors of a size: `hadamard` constructs both if that is not too costly, and their sum is small."""
     pairs = [(a, size // a) for a in range(1, math.isqrt(size) + 1) if size % a == 0]
-    return min(pairs, key=lambda pair: (sum(not _constructible(n) for n in pair), sum(pair)))
+    most = _WORTH * min(map(sum, pairs))
+    return min(
+        (pair for pair in pairs if sum(pair) <= most),
+        key=lambda pair: (sum(not _constructible(n) for n in pair), sum(pair)),
+    )
 
 
 def hadamard(size: int) -> Tensor | None:

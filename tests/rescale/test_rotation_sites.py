@@ -192,6 +192,12 @@ def test_a_random_matrix_is_orthogonal(size: int, keeps_mean: bool) -> None:
         torch.testing.assert_close(whole.abs(), torch.full_like(whole, size**-0.5), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(("size", "pair"), [(576, (24, 24)), (11008, (86, 128)), (14336, (112, 128)), (97, (1, 97))])
+def test_factors_are_cheap_before_they_are_hadamard(size: int, pair: tuple[int, int]) -> None:
+    """11,008 is 2 * 5,504, both Hadamard sizes: 26 times the multiplications of 86 * 128."""
+    assert factors(size) == pair
+
+
 def test_a_site_takes_a_matrix_of_its_size() -> None:
     gm = capture(seeded(llama()), TOKENS)
     site = find_rotation_sites(gm).sites[0]
