@@ -7,20 +7,30 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from quark_fx.numbers.formats import FloatFormat
 from quark_fx.numbers.ops import dequantize, encode
 from quark_fx.numbers.qparams import QParams, Scheme, affine_qparams
 
 _Thresholds = Callable[[Tensor], tuple[Tensor, Tensor]]
 """From a share of the range, shape (channels,), to the lower and the upper threshold."""
 
-_COARSE, _FINE = 16, 8
-"""Shares of the range that are tried: sixteenths first, then eighths of a sixteenth around the best."""
+_SIXTEENTHS = ((1.0, 16), (1 / 16, 8))
+"""Shares of the range that are tried, as widths around the best so far and steps in them: sixteenths, then eighths of a
+sixteenth."""
+
+_EXPONENTS = ((0.5, 1), (1.0, 1))
+"""The same where scales are powers of two in 8 bits: one exponent less than the range asks for, and one more."""
+
+_WIDEST = 1.5
+"""The largest share for floats, whose values lie the farther apart the larger they are: the largest magnitude of a
+block may be rounded to the second largest value instead, as 6 is to 4 in E2M1 (Cook et al. 2025, "Four Over Six")."""
 
 
 def smallest_error_qparams(x: Tensor, scheme: Scheme) -> QParams:
     """Return the parameters of each row whose clipping thresholds have the smallest squared error.
 
-    A symmetric scheme shrinks both thresholds alike; an asymmetric one then moves the upper, and then the lower.
+    A symmetric scheme shrinks both thresholds alike, or for floats widens them; an asymmetric one then moves the upper,
+    and then the lower.
 
     Args:
         x: shape (channels, values), finite.
@@ -47,11 +57,13 @@ def smallest_error_qparams(x: Tensor, scheme: Scheme) -> QParams:
 def _best_share(x: Tensor, scheme: Scheme, thresholds: _Thresholds, best: Tensor) -> Tensor:
     """Return, per row, the share of the range with the smallest error; the whole range where none is smaller."""
     error = _squared_error(x, scheme, *thresholds(best))
-    for width, count in ((1.0, _COARSE), (1 / _COARSE, _FINE)):
+    exponents = scheme.scale_type.is_e8m0
+    most = 2.0 if exponents else _WIDEST if isinstance(scheme.format, FloatFormat) else 1.0
+    for width, count in _EXPONENTS if exponents else _SIXTEENTHS:
         centre = best
         for step in range(-count, count + 1):
             share = centre + width * step / count
-            usable = (share > 0) & (share <= 1) & (share != centre)
+            usable = (share > 0) & (share <= most) & (share != centre)
             if not bool(usable.any()):
                 continue
             found = _squared_error(x, scheme, *thresholds(torch.where(usable, share, centre)))

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quark_fx.numbers.formats import INT3, INT4, UINT4
+from quark_fx.numbers.formats import FP4_E2M1, FP8_E4M3, INT3, INT4, UINT4, FloatFormat
 from quark_fx.numbers.ops import dequantize, encode
-from quark_fx.numbers.qparams import QParams, Scheme, Symmetry, affine_qparams
+from quark_fx.numbers.qparams import QParams, ScaleType, Scheme, Symmetry, affine_qparams
 from quark_fx.observers.constant import smallest_error_qparams
 
 
@@ -33,6 +33,31 @@ def test_a_symmetric_range_is_nearly_the_best_of_all_shares(fmt: object) -> None
     found = error(x, smallest_error_qparams(x, scheme), scheme)
     assert bool((found <= torch.stack(tried).amin(0) * 1.03).all())
     assert bool((found[:3] < 0.8 * tried[-1][:3]).all())
+
+
+def test_scales_of_e4m3_are_nearly_the_best_of_all(device: torch.device) -> None:
+    """Blocks of NVFP4: against every positive E4M3 float, those that widen the range included."""
+    x = torch.randn(200, 16, generator=torch.Generator().manual_seed(0)).to(device)
+    unit = 2.0**-9
+    scheme = Scheme(format=FP4_E2M1, scale_type=ScaleType.FP8_E4M3, global_scale=unit)
+    every = torch.arange(1, 127, device=device, dtype=torch.uint8).view(torch.float8_e4m3fn).float() * unit
+    points = torch.zeros(len(x), dtype=torch.int32, device=device)
+    tried = torch.stack([error(x, QParams(scale.expand(len(x)), points), scheme) for scale in every])
+    amax = x.abs().amax(1)
+    plain, found = affine_qparams(-amax, amax, scheme), smallest_error_qparams(x, scheme)
+    assert float(error(x, found, scheme).sum()) < 1.01 * float(tried.amin(0).sum())
+    assert float(error(x, found, scheme).sum()) < 0.8 * float(error(x, plain, scheme).sum())
+    assert bool((found.scale > plain.scale).any()), "4 instead of 6"
+
+
+@pytest.mark.parametrize("fmt", [FP4_E2M1, FP8_E4M3], ids=str)
+def test_exponents_are_the_best_of_all(fmt: FloatFormat, device: torch.device) -> None:
+    x = torch.randn(300, 32, generator=torch.Generator().manual_seed(0)).to(device)
+    scheme = Scheme(format=fmt, scale_type=ScaleType.E8M0_EVEN)
+    points = torch.zeros(len(x), dtype=torch.int32, device=device)
+    every = [torch.full((len(x),), 2.0**power, device=device, dtype=torch.float32) for power in range(-12, 3)]
+    tried = torch.stack([error(x, QParams(scale, points), scheme) for scale in every])
+    assert torch.equal(error(x, smallest_error_qparams(x, scheme), scheme), tried.amin(0))
 
 
 def test_both_ends_of_an_asymmetric_range_move_by_themselves() -> None:
