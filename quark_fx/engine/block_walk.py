@@ -286,11 +286,11 @@ def walk_blocks(
         bar = tqdm(blocks, desc=label, unit="block", disable=not context.progress, leave=False)
         for index, block in enumerate(bar):
             give_back()
-            part = _lift(reference, block, float_nodes, context.device)
+            part = lift(reference, block, float_nodes, context.device)
             if side_by_side:
                 streams.shared |= block.shared
                 streams.advance("float", block, part)
-            module = _lift(gm, block, quantized_nodes, context.device)
+            module = lift(gm, block, quantized_nodes, context.device)
             known = context.checkpoint.load(walk, index) if context.checkpoint is not None else None
             free = tuple(name for name in activation_scales(module) if name not in settled)
             settled.update(free)
@@ -308,10 +308,10 @@ def walk_blocks(
             if index + 1 < len(blocks):
                 values = _with_weights(run.module)
                 streams.advance("quantized", block, values)
-                _release(values)
+                release(values)
                 streams.forget(set(block.inputs) - set(block.outputs))
-            _release(part)
-            _release(module)
+            release(part)
+            release(module)
     finally:
         streams.forget({name for block in blocks for name in (*block.inputs, *block.outputs)})
 
@@ -391,13 +391,13 @@ def walk_float_blocks(
         ):
             give_back()
             streams.shared |= block.shared
-            part = _lift(gm, block, nodes, context.device, watches.values())
+            part = lift(gm, block, nodes, context.device, watches.values())
             yield FloatRun(block, part, streams)
             if watched is not None or index + 1 < len(blocks):
                 streams.advance("float", block, part)
             # What enters a block was watched where it was made.
             watches = {name: node for name, node in watches.items() if name not in named_nodes(part)}
-            _release(part)
+            release(part)
             streams.forget(set(block.inputs) - set(block.outputs))
     finally:
         streams.forget({name for block in blocks for name in (*block.inputs, *block.outputs)})
@@ -410,11 +410,25 @@ def run_blocks(gm: GraphModule, context: Context) -> None:
         pass
 
 
-def _lift(
-    gm: GraphModule, block: Block, nodes: Mapping[str, Node], device: torch.device, watches: Iterable[Node] = ()
+def lift(
+    gm: GraphModule,
+    block: Block,
+    nodes: Mapping[str, Node],
+    device: torch.device,
+    watches: Iterable[Node] = (),
+    also: Sequence[str] = (),
 ) -> GraphModule:
-    """Return a block as a module whose tensors are on the device; the graph's own stay where they are."""
-    inputs, outputs = ([nodes[name] for name in names] for names in (block.inputs, block.outputs))
+    """Return a block as a module whose tensors are on the device; the graph's own stay where they are.
+
+    Args:
+        gm: the graph.
+        block: of it.
+        nodes: its nodes by name.
+        device: of the tensors.
+        watches: calls without readers that come along where the block has what they read.
+        also: names of values in the block that it returns after its outputs.
+    """
+    inputs, outputs = ([nodes[name] for name in names] for names in (block.inputs, (*block.outputs, *also)))
     part = extract(gm, inputs, outputs, watches=watches)
     for name, tensor in stored_tensors(part).items():
         if tensor.device != device:
@@ -444,7 +458,7 @@ def compute_weights(gm: GraphModule) -> None:
     gm.recompile()
 
 
-def _release(module: GraphModule) -> None:
+def release(module: GraphModule) -> None:
     """Let go of a module's tensors now: a graph is a cycle, which waits for the garbage collector."""
     for owner in module.modules():
         owner._parameters.clear()
@@ -456,7 +470,9 @@ __all__ = [
     "FloatRun",
     "compute_weights",
     "energies",
+    "lift",
     "relative_error",
+    "release",
     "run_blocks",
     "running",
     "walk_blocks",

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,6 +28,9 @@ from quark_fx.numbers.qparams import QParams
 from quark_fx.plan.placement import Plan, PlannedOperator
 from quark_fx.plan.report import Row
 from quark_fx.system.isolation import warn
+
+if TYPE_CHECKING:
+    from quark_fx.engine.guidance import Guidance
 
 _ONE_IN = 8
 """One sample in eight is validation data; one batch in eight, where batches cannot be divided."""
@@ -87,6 +90,7 @@ class Context:
         names: of the flat inputs, in order.
         changes: what the pass that is running noted so far.
         remark: what the pass that is running says could be done besides.
+        guidance: how much the end loss minds errors, once a pass asked for it.
         batches: where each calibration batch lies: its index as it was given, and a slice of its samples.
         first: number of the first of them among the batches of all ranks.
         shapes: of each batch's flat inputs.
@@ -112,6 +116,7 @@ class Context:
     by_block: bool = False
     changes: list[Change] = field(default_factory=list)
     remark: str = ""
+    guidance: Guidance | None = None
     _kept: dict[tuple[int, int], Positions | None] = field(default_factory=dict)
     _walks: int = 0
     _given: int = 0

@@ -56,6 +56,11 @@ class Need:
     operations: int = 0
     blocks: int = 0
 
+    def __add__(self, other: Need) -> Need:
+        """Return what the two take, one after the other."""
+        held, operations = self.held + other.held, self.operations + other.operations
+        return Need((*self.moments, *other.moments), held, operations, self.blocks + other.blocks)
+
 
 @dataclass(frozen=True)
 class Matrices:
@@ -291,6 +296,22 @@ class Sizes:
         shape = value_of(self.gm, factor).shape
         groups = self._length(shape[0]) if len(shape) == 3 else 1
         return 2 * self.count(node) * self.count(factor) // max(1, self._length(shape[-1]) * groups)
+
+    def back_walk(self, passes: float) -> Need:
+        """Return what batches take on their way forward and back (`quark_fx.engine.back_walk`), one after another.
+
+        Args:
+            passes: how many times all batches go.
+        """
+        blocks = self.blocks(Unit.BLOCK)
+        cached = sum(block.entering for block in blocks)
+        moments = (
+            # A block's values and their gradients; its weights; what leaves it, three times where that is the loss.
+            Moment(2 * block.every_value + block.weights + 3 * block.leaving, cached, 2 * block.entering)
+            for block in blocks
+        )
+        operations = 4 * passes * self.batches * sum(block.operations for block in blocks)
+        return Need(tuple(moments), operations=int(operations), blocks=int(2 * passes * len(blocks)))
 
     def walk(
         self,

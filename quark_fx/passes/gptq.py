@@ -32,24 +32,27 @@ class GPTQ(Solver):
         asymmetry: how far the target moves from what the float weight makes of the quantized inputs (0, the paper's)
             to what the float model makes of its own inputs (1), at the cost of a second forward pass.
         fit_scales: first shrink each scale to the one that this rounding is expected to lose least with.
+        guided: rows of the data count as much as the model's predictions depend on them, at the cost of a forward and a
+            backward pass of the float model. Rows that are routed to experts count alike.
 
     Raises:
         ConfigError: for a value out of range.
 
     Source:
         Frantar et al. 2023 (GPTQ); for `asymmetry` the objective of Li et al. 2025 (GPTAQ) and Zhang et al. 2025
-        (Qronos), minimised column by column.
+        (Qronos), minimised column by column; for `guided` Kim et al. 2025 (GuidedQuant).
     """
 
     damping: Annotated[float, Interval("(0, 1]")] = 0.01
     by_activation: bool = True
     asymmetry: Annotated[float, Interval("[0, 1]")] = 0.0
     fit_scales: bool = False
+    guided: bool = False
 
     @property
     def reads(self) -> InputHessian:
-        """The Hessian, and where the target moves, what the float model makes of its own inputs."""
-        return InputHessian(shifted=self.asymmetry > 0)
+        """The Hessian, as guided, and where the target moves, what the float model makes of its own inputs."""
+        return InputHessian(shifted=self.asymmetry > 0, guided=self.guided)
 
     def solve(self, weight: QuantizedMatrix, seen: Hessian) -> Proposal:
         """Round the weight with error feedback."""
@@ -62,6 +65,7 @@ class GPTQ(Solver):
         remarks = (
             "scales kept: not free to change" * (self.fit_scales and not fits),
             f"damped by {damping:g}" * (damping > self.damping),
+            f"unguided: {seen.unguided}" * bool(seen.unguided),
             _few(seen),
         )
         return Proposal(weight, "; ".join(filter(None, remarks)), self.asymmetry)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quark_fx.engine.context import Context
+from quark_fx.engine.guidance import guidance_of
 from quark_fx.errors import ConfigError
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.places import OperatorPlace, Place
@@ -69,15 +70,24 @@ class InputHessian(Reading):
 
     Args:
         shifted: with `Hessian.shift`, which takes a second forward pass.
+        guided: rows count as much as the end loss minds an error there (`quark_fx.engine.guidance`), which takes a
+            forward and a backward pass of the float model. Every operator then has a Hessian of its own.
     """
 
     shifted: bool = False
+    guided: bool = False
     choices: ClassVar = (QuantizedMatrix,)
+
+    @property
+    def shared(self) -> bool:  # type: ignore[override]
+        """Whether operators that multiply one value get the same."""
+        return not self.guided
 
     def measure(self, places: Sequence[Place], context: Context, batches: Sequence[int]) -> Hessian:
         """Return the sums over all rows."""
         parts = tuple(place for place in places if isinstance(place, Part))
-        return Product(parts).hessian(context, shifted=self.shifted, batches=batches)
+        guidance = guidance_of(context) if self.guided else None
+        return Product(parts).hessian(context, shifted=self.shifted, guidance=guidance, batches=batches)
 
 
 @dataclass(frozen=True)

@@ -28,14 +28,17 @@ class Hessian:
     """Sums over the rows that enter an operator: half the Hessian of its squared output error by its weight.
 
     Attributes:
-        h: sum of `x x'`, float32, shape (groups, inputs, inputs); the upper triangle until `finish`.
+        h: sum of `x x'`, float32, shape (groups, inputs, inputs); the upper triangle until `finish`. With guidance each
+            row counts by its weight, here and in `shift`.
         shift: sum of `(r - x) x'` with `r` the row in float, the shape of `h`; `None` if it was not asked for.
         rows: how many, shape (groups,).
+        unguided: why they all count alike where guidance was asked for.
     """
 
     h: Tensor
     shift: Tensor | None
     rows: Tensor
+    unguided: str = ""
     _borrowed: Tensor | None = None
     _factors: dict[tuple[float, bool], list[tuple[slice, Factor]]] = field(default_factory=dict)
 
@@ -89,6 +92,7 @@ class Hessian:
         reference: Entrance | None = None,
         *,
         batches: Sequence[int] | None = None,
+        weights: Callable[[int], Tensor | None] = lambda batch: None,
     ) -> Hessian:
         """Return the sums over calibration batches.
 
@@ -97,13 +101,15 @@ class Hessian:
             entrance: where the rows come from.
             reference: where the same rows come from in float, for `shift`.
             batches: which; default: all.
+            weights: of a batch's rows, the shape of the operator's output without channels; `None` for equal ones.
         """
         moment = cls.empty(*entrance.shape, context.device, shifted=reference is not None)
         with torch.no_grad():
             for batch in range(len(context.batches)) if batches is None else batches:
                 kept = context.kept_positions(batch)
-                reals = reference.values(batch, kept) if reference is not None else None
-                moment.add(entrance.mapping, entrance.values(batch, kept), reals)
+                found = weights(batch)
+                reals = reference.values(batch, kept).weighted(found) if reference is not None else None
+                moment.add(entrance.mapping, entrance.values(batch, kept).weighted(found), reals)
         asked = () if moment.shift is None else (moment.shift,)
         context.ranks.add(moment.h, moment.rows, *asked)
         moment.finish(routed=entrance.mapping.offsets is not None)
@@ -119,12 +125,11 @@ class Hessian:
         """
         if mapping.kernel:
             assert values.output is not None
-            columns, _ = mapping.rows(values.x, values.output, most=values.output[:, 0].numel(), seed=0)
-            self.h.baddbmm_(columns.float(), columns.float().mT)
+            columns = values.columns(mapping, values.output)
+            self.h.baddbmm_(columns, columns.mT)
             self.rows += columns.shape[-1]
             if self.shift is not None and reals is not None:
-                exact, _ = mapping.rows(reals.x, values.output, most=values.output[:, 0].numel(), seed=0)
-                self.shift.baddbmm_((exact - columns).float(), columns.float().mT)
+                self.shift.baddbmm_(reals.columns(mapping, values.output) - columns, columns.mT)
             return
         exact_rows = reals.matrices(mapping) if reals is not None else iter(())
         for group, x in enumerate(values.matrices(mapping)):
@@ -173,16 +178,28 @@ class Entering:
         output: what it makes, for a convolution.
         offsets: where the rows of each expert end.
         kept: which positions count; `None`: all. Rows that are routed to experts all count, those of padding too.
+        roots: square roots of the weights of the rows, float32, the shape of the operator's output without channels;
+            `None`: all are 1.
     """
 
     x: Tensor
     output: Tensor | None = None
     offsets: Tensor | None = None
     kept: Positions | None = None
+    roots: Tensor | None = None
+
+    def weighted(self, weights: Tensor | None) -> Entering:
+        """Return the same with weights of rows."""
+        return self if weights is None else replace(self, roots=weights.sqrt())
+
+    def columns(self, mapping: LinearMap, output: Tensor) -> Tensor:
+        """Return what each value of a convolution's output is the product of, float32, (groups, inputs, positions)."""
+        found, _ = mapping.rows(self.x, output, most=output[:, 0].numel(), seed=0)
+        return found.float() if self.roots is None else found.float() * self.roots.flatten()
 
     def matrices(self, mapping: LinearMap) -> Iterator[Tensor]:
         """Yield float32 rows, shape (rows, inputs), for each group of a matrix product."""
-        x = self.x.float()
+        x = self.x.float() if self.roots is None else self.x.float() * self.roots[..., None]
         if self.offsets is not None:
             ends = [0, *self.offsets.tolist()]
             yield from (x[int(a) : int(b)] for a, b in itertools.pairwise(ends))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quark_fx.engine.block_walk import BlockRun
 from quark_fx.engine.context import Context
+from quark_fx.engine.guidance import Guidance
 from quark_fx.engine.quantized_weights import QuantizedWeight, share_changed
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.linear_map import LinearMap
@@ -72,13 +73,21 @@ class Product:
 
     parts: tuple[Part, ...]
 
-    def hessian(self, context: Context, *, shifted: bool = False, batches: Sequence[int] | None = None) -> Hessian:
+    def hessian(
+        self,
+        context: Context,
+        *,
+        shifted: bool = False,
+        guidance: Guidance | None = None,
+        batches: Sequence[int] | None = None,
+    ) -> Hessian:
         """Return the sums over what enters the product, everything before quantized.
 
         Args:
             context: of the run.
             shifted: compare with what enters it in float, too; not where data chooses the rows: the float model may
                 route other tokens to an expert than the quantized one, and its rows have no counterparts.
+            guidance: weights of the rows, those of the first operator.
             batches: of calibration; default: all.
 
         Raises:
@@ -91,10 +100,17 @@ class Product:
         if shifted and mapping.offsets is None:
             real = named_nodes(run.reference)[weight.linear.node.name]
             reference = Entrance(run.reference, weight.linear.at(real), mapping, run.reference_inputs)
-        found = Hessian.measure(context, entrance, reference, batches=batches)
+        unguided = "" if guidance is None else guidance.missing(weight.linear)
+        weights = _alike if guidance is None or unguided else partial(guidance.of, weight.linear.node.name)
+        found = Hessian.measure(context, entrance, reference, batches=batches, weights=weights)
+        found.unguided = unguided
         if not bool(found.h.diagonal(dim1=-2, dim2=-1).isfinite().all()):
             raise blamed(self.parts, CalibrationError("what it reads on the calibration data is not finite"))
         return found
+
+
+def _alike(batch: int) -> None:
+    """Weigh no row more than another."""
 
 
 def find_products(run: BlockRun, weights: Iterable[QuantizedWeight]) -> list[Product]:

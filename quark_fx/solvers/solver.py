@@ -134,7 +134,8 @@ class Solver(Selective, ABC):
             return sum(measured) + sum(map(self.working_operations, block.matrices))
 
         turn = measuring if by_form else running
-        return sizes.walk(Unit.OPERATOR, turn, streams=1 + self._side_by_side, work=work)
+        guided = sizes.back_walk(1) if self._form is not None and self._form.guided else Need(())
+        return guided + sizes.walk(Unit.OPERATOR, turn, streams=1 + self._side_by_side, work=work)
 
 
 def solver(cls: S) -> S:

@@ -1,0 +1,292 @@
+"""Gradients that go back block by block are those of the whole graph, and weights of rows those of its predictions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from devices import on_devices
+from test_block_walk import case, of_all_cases, walk
+from tiny import divided, images, quantize, rand, record_of, seeded, tokens
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
+from quark_fx.engine.back_walk import BackWalk
+from quark_fx.engine.blocks import Unit, carriers, find_blocks
+from quark_fx.engine.context import Context
+from quark_fx.engine.end_loss import EndLoss
+from quark_fx.engine.guidance import guidance_of
+from quark_fx.graph.nodes import named_nodes, stored_tensors, tensor_of
+from quark_fx.graph.straight_through import run_with_gradients
+from quark_fx.numbers.formats import INT4
+from quark_fx.numbers.qparams import Symmetry
+from quark_fx.passes import GPTQ
+from quark_fx.presets import INT8_WEIGHT_ONLY, W4A16_RTN
+from quark_fx.solvers.hessian import Hessian
+from quark_fx.solvers.solver import InputHessian, QuantizedMatrix, Skip, Solver, solver
+
+GROUPS = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=16, symmetry=Symmetry.SYMMETRIC_FULL)
+
+
+def operators(context: Context) -> list[str]:
+    return [op.node.name for op in context.plan.values()]
+
+
+def signs(results: Any) -> list[Tensor | None]:
+    """Return a gradient for each result that has one."""
+    return [
+        torch.arange(1.0, r.numel() + 1, device=r.device).sin().view(r.shape) if r.is_floating_point() else None
+        for r in results
+    ]
+
+
+@on_devices
+@of_all_cases
+@pytest.mark.parametrize("unit", Unit)
+def test_gradients_of_a_float_graph(name: str, unit: Unit, device: torch.device) -> None:
+    def look(_: GraphModule, context: Context) -> None:
+        gm = context.float_graph
+        assert gm is not None
+        nodes, watched = named_nodes(gm), operators(context)
+        blocks = find_blocks(gm, unit)
+        back = BackWalk(gm, blocks, nodes, context, watched=frozenset(watched))
+        results = back.forward(0)
+        got = dict(back.backward(signs(results)))
+        values: dict[str, Tensor] = {}
+
+        class Recording(torch.fx.Interpreter):
+            def run_node(self, n: torch.fx.Node) -> Any:
+                value = super().run_node(n)
+                if n.name in watched:
+                    value = values[n.name] = value.detach().requires_grad_() if not value.requires_grad else value
+                return value
+
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() if _floats(x) else x for x in context.inputs(0)]
+            made = Recording(gm).run(*inputs)
+        torch.testing.assert_close(list(results), [r.detach() if isinstance(r, Tensor) else r for r in made])
+        ends = [(r, s) for r, s in zip(made, signs(results), strict=True) if s is not None]
+        expected = torch.autograd.grad([r for r, _ in ends], list(values.values()), [s for _, s in ends])
+        assert set(got) == set(values)
+        for name, gradient in zip(values, expected, strict=True):
+            torch.testing.assert_close(got[name], gradient)
+
+    model, batches = case(name, device)
+    walk(model, batches, look)
+
+
+def _floats(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+@of_all_cases
+def test_gradients_of_scales(name: str) -> None:
+    """Activations are rounded on the way, and pass gradients straight through."""
+
+    def look(gm: GraphModule, context: Context) -> None:
+        assert context.float_graph is not None
+        scales = {str(n.target) for n in gm.graph.nodes if n.op == "get_attr" and n.target.endswith("_scale")}
+        blocks = find_blocks(context.float_graph)
+        back = BackWalk(gm, blocks, carriers(gm), context, learned=frozenset(scales))
+        results = back.forward(0)
+        got: dict[str, Tensor] = {}
+        for scale, gradient in back.backward(signs(results)):
+            got[scale] = got[scale] + gradient if scale in got else gradient
+        for scale in scales:
+            tensor_of(gm, scale).requires_grad_()
+        with torch.enable_grad():
+            made = run_with_gradients(gm, *context.inputs(0))
+        ends = [(r, s) for r, s in zip(made, signs(results), strict=True) if s is not None]
+        tensors = {scale: tensor_of(gm, scale) for scale in scales}
+        expected = torch.autograd.grad(
+            [r for r, _ in ends], list(tensors.values()), [s for _, s in ends], allow_unused=True
+        )
+        compared = 0
+        for scale, gradient in zip(tensors, expected, strict=True):
+            tensors[scale].requires_grad_(False)
+            if gradient is not None:
+                torch.testing.assert_close(got[scale], gradient, rtol=1e-4, atol=1e-5)
+                compared += 1
+        assert compared
+
+    model, batches = case(name)
+    walk(model, batches, look)
+
+
+# What the end loss says of rows.
+
+
+class Sentences(nn.Module):
+    """Tokens in, logits of 11 classes for each out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.first, self.head = nn.Embedding(11, 8), nn.Linear(8, 8), nn.Linear(8, 11)
+
+    def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        logits: Tensor = self.head(torch.tanh(self.first(self.table(ids))))
+        return logits
+
+
+def of_context(model: nn.Module, batches: list[Any], look: Any, **options: Any) -> Any:
+    return walk(model, batches, look, W4A16_RTN.replace(weight=GROUPS.replace(group_size=4)), **options)
+
+
+@on_devices
+def test_mean_outer_product_is_the_second_derivative_of_the_loss(device: torch.device) -> None:
+    logits = torch.tensor([[0.5, -1.0, 2.0], [0.1, 0.0, -0.3]], device=device, dtype=torch.float32)
+    values = torch.tensor([[1.0, -2.0], [0.5, 1.0]], device=device, dtype=torch.float32)
+    loss = EndLoss((True, False))
+    generator = torch.Generator(device).manual_seed(0)
+    many = [t.repeat(40_000, 1, 1) for t in (logits, values)]
+    drawn = loss.sampled(many, None, generator)
+    for position, (value, target) in enumerate(((logits, logits), (values, values))):
+        rows = drawn[position]
+        found = torch.einsum("nri,nrj->rij", rows, rows) / len(rows)
+        one = EndLoss((position == 0,))
+
+        def of(x: Tensor, one: EndLoss = one, target: Tensor = target) -> Tensor:
+            if one.predictions == (True,):
+                return (target.softmax(-1) * (target.log_softmax(-1) - x.log_softmax(-1))).sum()
+            return (x - target).square().sum() / target.square().mean() / 2
+
+        whole = torch.autograd.functional.hessian(of, value)
+        for row in range(len(value)):
+            torch.testing.assert_close(found[row], whole[row, :, row], rtol=0.02, atol=0.01)
+        loss_value, (gradient,) = one.divergence([value + 0.1], [target], None)
+        shifted = (value + 0.1).requires_grad_()
+        torch.testing.assert_close(loss_value, of(shifted).detach())
+        torch.testing.assert_close(gradient, torch.autograd.grad(of(shifted), shifted)[0])
+
+
+def test_weights_of_rows() -> None:
+    """They are the squared gradients of the model's own labels, 1 on average; those of padding are 0."""
+    mask = torch.ones(4, 5, dtype=torch.int64)
+    mask[0, 3:] = 0
+    batches = [{"ids": ids, "attention_mask": mask} for ids in tokens(4, 4)]
+
+    def look(_: GraphModule, context: Context) -> None:
+        gm = context.float_graph
+        assert gm is not None
+        guidance = guidance_of(context)
+        assert guidance_of(context) is guidance
+        (name,) = [op.node.name for op in context.plan.values() if op.name == "first"]
+        first = [guidance.of(name, batch) for batch in range(len(context.batches))]
+        assert all(found is not None for found in first)
+        whole = torch.cat([found.flatten() for found in first if found is not None])
+        torch.testing.assert_close(whole.mean(), torch.tensor(1.0))
+        assert first[0] is not None
+        torch.testing.assert_close(first[0][0, 3:], torch.zeros(2))
+        # The same labels, drawn again, and torch's own gradient.
+        generator, expected = torch.Generator(), list[Tensor]()
+        for batch in range(len(context.batches)):
+            generator.manual_seed(batch)
+            ids, _ = context.inputs(batch)
+            loss = EndLoss.of(gm)
+            with torch.enable_grad():
+                made = model.first(model.table(ids)).detach().requires_grad_()
+                logits = model.head(torch.tanh(made))
+                (gradient,) = loss.sampled([logits.detach()], context.kept_positions(batch), generator)
+                expected.append(torch.autograd.grad(logits, made, gradient)[0].square().mean(-1).flatten())
+        torch.testing.assert_close(whole, torch.cat(expected) / torch.cat(expected).mean())
+
+    model = seeded(Sentences())
+    of_context(model, batches, look)
+
+
+class Mixed(nn.Module):
+    """A convolution whose patches a linear reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.linear, self.head = nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.relu(self.conv(x)).flatten(2).transpose(1, 2)
+        logits: Tensor = self.head(torch.relu(self.linear(rows)))
+        return logits
+
+
+@on_devices
+@pytest.mark.parametrize("shifted", [False, True])
+def test_a_guided_hessian_weights_its_rows(shifted: bool, device: torch.device) -> None:
+    found: dict[str, tuple[Tensor, Tensor | None]] = {}
+
+    @solver
+    @dataclass(frozen=True, kw_only=True)
+    class Looking(Solver):
+        """Keeps the Hessians it is given, and changes nothing."""
+
+        @property
+        def reads(self) -> InputHessian:
+            return InputHessian(shifted=shifted, guided=True)
+
+        def solve(self, weight: QuantizedMatrix, seen: Hessian) -> Skip:
+            found[weight.name] = seen.h.clone(), None if seen.shift is None else seen.shift.clone()
+            return Skip("only looked")
+
+    weights: dict[str, list[Tensor]] = {}
+
+    def look(_: GraphModule, context: Context) -> None:
+        guidance = guidance_of(context)
+        for op in context.plan.values():
+            weights[op.name] = [w for b in context.calibration if (w := guidance.of(op.node.name, b)) is not None]
+
+    model = seeded(Mixed()).to(device)
+    data = [x.to(device) for x in images(4, 4)]
+    config = INT8_WEIGHT_ONLY.replace(passes=(*INT8_WEIGHT_ONLY.passes, Looking()))
+    walk(model, data, look, config)
+    x = divided(data)[0]
+    columns = nn.functional.unfold(x, 3, padding=1, stride=2).transpose(0, 1).flatten(1)
+    expected = (columns * torch.cat([w.flatten() for w in weights["conv"]])) @ columns.T
+    torch.testing.assert_close(found["conv"][0][0], expected, rtol=1e-4, atol=1e-4)
+    if shifted:  # the first operator reads the same in float and quantized
+        assert found["conv"][1] is not None
+        torch.testing.assert_close(found["conv"][1][0], torch.zeros_like(expected))
+    assert found["linear"][0].shape == (1, 8, 8)
+    assert all(bool((w >= 0).all()) for each in weights.values() for w in each)
+
+
+def test_rows_that_no_prediction_depends_on_do_not_count() -> None:
+    """The weights that guided GPTQ chooses depend on the rows that are read, however large the others are."""
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(16, 16), nn.Linear(16, 7)
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.head(torch.relu(self.first(x))[:, :3])
+            return logits
+
+    def codes(batch: Tensor, *, guided: bool) -> Tensor:
+        config = QuantConfig(weight=GROUPS, passes=(GPTQ(guided=guided),), exclude=("head",))
+        qmodel = quantize(seeded(Half()), config, list(batch.split(32)))
+        return next(t for n, t in stored_tensors(qmodel.graph_module).items() if n.endswith("codes"))
+
+    batch = rand(64, 6, 16) @ rand(16, 16)
+    other = batch.clone()
+    other[:, 3:] = 10 * rand(64, 3, 16, seed=9)
+    assert torch.equal(codes(batch, guided=True), codes(other, guided=True))
+    assert not torch.equal(codes(batch, guided=False), codes(other, guided=False))
+
+
+def test_what_no_prediction_depends_on_is_named() -> None:
+    class Sorted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(16, 16), nn.Linear(16, 7)
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.head(torch.argsort(self.first(x), -1).float())
+            return logits
+
+    config = QuantConfig(weight=GROUPS, passes=(GPTQ(guided=True),))
+    qmodel = quantize(seeded(Sorted()), config, [rand(64, 16) @ rand(16, 16)])
+    first, head = record_of(qmodel, "GPTQ").changes
+    assert first.changed
+    assert first.what.endswith("unguided: no prediction depends on it")
+    assert "unguided" not in head.what
