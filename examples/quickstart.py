@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
-import onnxruntime
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import quark_fx as qfx
+from quark_fx.evaluation import Classification
 
 
 class Network(nn.Module):
@@ -54,13 +53,6 @@ def train(images: Tensor, labels: Tensor, epochs: int = 12) -> Network:
     return model.eval()
 
 
-def onnx_runtime(path: Path) -> Callable[[Tensor], Tensor]:
-    """Return the function the file computes in ONNX Runtime."""
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    name = session.get_inputs()[0].name
-    return lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0])
-
-
 def main(directory: Path) -> None:
     torch.manual_seed(0)
     data, target = load_digits(return_X_y=True)
@@ -80,16 +72,16 @@ def main(directory: Path) -> None:
     qfx.export.onnx(qmodel, int8_file)
     difference = qfx.verify(qmodel, int8_file, images[held_out].split(60))
 
-    def accuracy(predict: Callable[[Tensor], Tensor]) -> str:
-        with torch.no_grad():
-            right = predict(images[held_out]).argmax(1) == labels[held_out]
-        return f"{right.double().mean():8.2%}"
+    task = Classification([(images[held_out], labels[held_out])])
+
+    def accuracy(model: nn.Module | Path) -> str:
+        return f"{qfx.evaluate(model, task)['accuracy']:8.2%}"
 
     print(f"\n{len(held_out)} held-out digits        accuracy   file KiB")
     print(f"float, torch              {accuracy(model)}")
-    print(f"float, ONNX Runtime       {accuracy(onnx_runtime(float_file))}   {float_file.stat().st_size / 1024:8.1f}")
+    print(f"float, ONNX Runtime       {accuracy(float_file)}   {float_file.stat().st_size / 1024:8.1f}")
     print(f"int8, torch               {accuracy(qmodel)}")
-    print(f"int8, ONNX Runtime        {accuracy(onnx_runtime(int8_file))}   {int8_file.stat().st_size / 1024:8.1f}")
+    print(f"int8, ONNX Runtime        {accuracy(int8_file)}   {int8_file.stat().st_size / 1024:8.1f}")
     print(f"largest difference of an output, torch to ONNX Runtime: {difference.max_steps:.2f} quantization steps")
 
 

@@ -168,6 +168,24 @@ def test_a_dry_run_says_what_is_going_to_happen_and_writes_nothing(folder: Path)
     assert sorted(p for p in folder.iterdir() if p.name != "__pycache__") == before
 
 
+def test_a_checkpoint_in_bfloat16_is_read_in_what_onnx_runtime_computes(checkpoint: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    model.save_pretrained("narrow")
+    options = ("--preset", "w4a16_rtn", "--group-size", 32)
+    assert answer("quantize", "narrow", *options, "-o", "q", "--dry-run")["dtype"] == "bfloat16"
+    made = answer("quantize", "narrow", *options, "-o", "a.onnx")
+    assert made["dtype"] == "float32"
+    assert made["written"][0]["max_steps"] < 0.01
+
+
+def test_a_streamed_run_writes_a_saved_model_with_its_tokenizer(checkpoint: Path) -> None:
+    options = ("--preset", "w4a16_gptq", "--group-size", 32, "--data", "text.txt", "--length", 16, "--samples", 16)
+    call("quantize", checkpoint, *options, "-o", "streamed", "--stream")
+    call("quantize", checkpoint, *options, "-o", "q", "--resume", "blocks")
+    (logits,) = answer("compare", "streamed", "q", "--data", "text.txt", "--length", 16)["outputs"]
+    assert logits["max_abs"] == 0
+
+
 @pytest.mark.parametrize("data", ["x.npy", "images", "x.safetensors", ""])
 def test_a_factory_is_quantized_on_data_of_any_kind_or_on_its_own_example(data: str) -> None:
     save_file({"x": rand(6, 3, 8, 8)}, "x.safetensors")
@@ -363,6 +381,14 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     "no labels": (
         lambda _: ("evaluate", "factories:cnn", "--data", "x.npy", "--task", "classification"),
         r"x.npy holds no array called `labels`",
+    ),
+    "images for another network": (
+        lambda _: ("evaluate", "factories:cnn", "--data", "images", "--image-size", 12),
+        r"the Sequential does not run on a batch: mat1 and mat2",
+    ),
+    "images as text": (
+        lambda _: ("evaluate", "factories:cnn", "--data", "x.npy", "--task", "language-modeling"),
+        r"language modeling takes batches \{'input_ids'",
     ),
     "budget": (
         lambda _: (*factory("with_example"), "--memory", "lots"),

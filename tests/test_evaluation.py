@@ -144,6 +144,14 @@ def test_what_cannot_be_judged_is_refused_by_name(tmp_path: Path) -> None:
     assert "one row of logits for each label" in words_for(lambda x: x, task)
     assert "a task is LanguageModeling" in words_for(cnn(), "accuracy")
     assert "the task has no samples" in words_for(cnn(), Classification([]))
+    assert "Cnn does not run on a batch: " in words_for(cnn(), Classification([(rand(1, 2, 8, 8), torch.zeros(1))]))
+    assert "language modeling takes batches" in words_for(cnn(), LanguageModeling([{"ids": torch.ones(2, 3)}]))
+    assert "language modeling takes batches" in words_for(cnn(), LanguageModeling([{"input_ids": torch.ones(2, 3)}]))
+    strange = LanguageModeling([{"input_ids": torch.tensor([[1, 60]])}])
+    assert "the text has token 60, and the model foretells 50" in words_for(
+        lambda input_ids: language_model()(input_ids % 50), strange
+    )
+    assert "GPT2LMHeadModel does not run on a batch: index out of range" in words_for(language_model(), strange)
     assert "a.onnx has the inputs input; the batch has mask" in words_for(
         file, Embedding([{"mask": rand(2)}], reference=cnn())
     ).replace(" x;", " input;")

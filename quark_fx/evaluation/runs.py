@@ -47,8 +47,13 @@ def run_of(model: Any) -> Run:
 
     def run(batch: Any) -> Any:
         args, kwargs = split_batch(batch)
-        with torch.no_grad():
-            return model(*args, **kwargs)
+        try:
+            with torch.no_grad():
+                return model(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:  # what modules raise about their inputs
+            if not isinstance(model, nn.Module) or isinstance(error, QuarkError):
+                raise
+            raise QuarkError(f"the {type(model).__name__} does not run on a batch: {error}") from error
 
     return run
 

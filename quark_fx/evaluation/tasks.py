@@ -60,11 +60,17 @@ class LanguageModeling:
         reference = None if self.reference is None else run_of(self.reference)
         loss, divergence, tokens = 0.0, 0.0, 0
         for batch in self.batches:
+            _require_tokens(batch)
             found, expected = run(batch), None if reference is None else reference(batch)
             mask = batch.get("attention_mask")
             for row, ids in enumerate(batch["input_ids"]):  # one by one, as the logits of a vocabulary are large
                 kept = torch.ones_like(ids[1:], dtype=torch.bool) if mask is None else mask[row, 1:].bool()
                 log_probs = _log_probs(found, row)[:-1][kept]
+                if ids.numel() and int(ids.max()) >= log_probs.shape[-1]:
+                    raise QuarkError(
+                        f"the text has token {int(ids.max())}, and the model foretells {log_probs.shape[-1]}; tokenize "
+                        "with the model's own tokenizer"
+                    )
                 loss += float(F.nll_loss(log_probs, ids[1:][kept], reduction="sum"))
                 tokens += int(kept.sum())
                 if expected is not None:
@@ -150,6 +156,12 @@ def _vectors(output: Any, batch: Any) -> Tensor:
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     weight = value.new_ones(value.shape[:2]) if mask is None else mask.to(value)
     return (value * weight[..., None]).sum(1) / weight.sum(1, keepdim=True)
+
+
+def _require_tokens(batch: Any) -> None:
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dim() != 2:
+        raise QuarkError("language modeling takes batches {'input_ids': (rows, tokens)} of whole numbers")
 
 
 def _require(count: int, what: str) -> None:
