@@ -161,7 +161,12 @@ def quantize(
         if shelf is None:
             own_tensors(gm, stored_tensors(captured.module).values())
         known = None if names is None else frozenset(name for name, _ in names)
-        qmodel = QuantizedModel(gm, captured.signature, config, rows, records, source, kept=kept, parameter_names=known)
+        qmodel = QuantizedModel(
+            *(gm, captured.signature, config, rows, records, source),
+            histograms=context.histograms,
+            kept=kept,
+            parameter_names=known,
+        )
         if output_dir is not None:
             del gm.meta["shelf"]
             ranks.wait()  # for those that still put things in the folder which goes

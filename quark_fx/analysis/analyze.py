@@ -154,11 +154,10 @@ def _rows(plan: Plan, rounded: Sequence[RoundedValue], errors: Sequence[float]) 
         for key in names or [("", value.module, value.kind)]:
             parts.setdefault(key, [0.0, 0.0])[not value.is_weight] += error / max(1, len(names))
             places.setdefault(key, []).append(place)
-    rows = [
-        (Contribution(name=name, kind=kind, weight=weight, activation=activation), [node] * bool(node), places[key])
-        for key, (weight, activation) in parts.items()
-        for node, name, kind in [key]
-    ]
+    rows = []
+    for i, ((node, name, kind), (weight, activation)) in enumerate(parts.items()):
+        row = Contribution(name=name, kind=kind, place=i, weight=weight, activation=activation)
+        rows.append((row, [node] * bool(node), places[node, name, kind]))
     return sorted(rows, key=lambda row: -row[0].error)
 
 

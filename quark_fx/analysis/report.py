@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -13,6 +14,12 @@ from quark_fx.config.named import PRESETS
 from quark_fx.config.quant_config import Override, QuantConfig
 from quark_fx.graph.pass_manager import GraphPass, Stage, pass_stage
 from quark_fx.plan.report import aligned
+from quark_fx.system.options import checked_call
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from quark_fx.plan.page import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +72,7 @@ class Contribution:
     Attributes:
         name: module path.
         kind: operator family.
+        place: in graph order, from 0.
         weight: estimated error that rounding its weight and bias makes.
         activation: estimated error that rounding its activations makes.
         alone: measured error where nothing else is rounded; `None` where it was not measured.
@@ -73,6 +81,7 @@ class Contribution:
 
     name: str
     kind: str
+    place: int
     weight: float
     activation: float
     alone: float | None = None
@@ -143,6 +152,66 @@ class Analysis:
     @staticmethod
     def _plain(remedy: Remedy) -> dict[str, Any]:
         return {"what": remedy.what, "gain": remedy.gain, "measured": remedy.measured}
+
+    def facts(self) -> dict[str, str]:
+        """Return what to know first, for a page."""
+        weight, activation, _ = self._parts(self.rows)
+        return {
+            "error": self._said(self.error),
+            "from weights": weight,
+            "from activations": activation,
+            "with the proposed configuration": self._said(self.remedied),
+        }
+
+    def figures(self) -> dict[str, Figure]:
+        """Return figures by name: `"error"` by operator and `"build_up"` through the graph; for notebooks, too.
+
+        Raises:
+            QuarkError: without matplotlib.
+        """
+        from quark_fx.plan.page import bars, build_up
+
+        def shares(rows: Sequence[Contribution]) -> tuple[list[str], list[float]]:
+            return [row.name for row in rows], [100 * row.error / (self.error or 1.0) for row in rows]
+
+        placed = sorted(self.rows, key=lambda row: row.place)
+        return {
+            "error": bars("Error by operator, estimated", *shares(self.rows), "% of the error of the outputs"),
+            "build_up": build_up("How the error builds up", *shares(placed), "% of the error"),
+        }
+
+    def tables(self) -> list[Table]:
+        """Return what a page lists: operators, with what was tried."""
+        from quark_fx.plan.page import Table
+
+        share = 100 / (self.error or 1.0)
+        header = ("operator", "op", "place", "weight %", "activations %", "error %", "alone %, measured", "remedies")
+        rows = [
+            (
+                *(row.name, row.kind, row.place, row.weight * share, row.activation * share, row.error * share),
+                None if row.alone is None else row.alone * share,
+                ", ".join(f"{remedy.what} ({self._gain(remedy)})" for remedy in row.remedies),
+            )
+            for row in self.rows
+        ]
+        return [Table("Where the error comes from", header, rows)]
+
+    def texts(self) -> dict[str, str]:
+        """Return what a page has to copy: the configuration."""
+        return {"Proposed configuration": self.to_yaml()}
+
+    @checked_call
+    def html(self, path: str | Path) -> None:
+        """Write one page that needs nothing else; `Report.html(path, analysis)` has it with the report of a model.
+
+        Raises:
+            QuarkError: without matplotlib (`pip install 'quark_fx[report]'`), or if the file cannot be written.
+        """
+        from quark_fx.plan.page import write_page
+
+        write_page(
+            path, "Where the error comes from", self.facts(), [*self.figures().values()], self.tables(), self.texts()
+        )
 
     def table(self, rows: int | None = 12) -> str:
         """Return operators and remedies as text.

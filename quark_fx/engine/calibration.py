@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +19,9 @@ from quark_fx.errors import CalibrationError, PassError
 from quark_fx.graph.nodes import describe, device_of, is_parameter, parameter, placeholders, set_parameter, target_name
 from quark_fx.numbers.qparams import QParams
 from quark_fx.observers import Observer
-from quark_fx.plan.placement import Plan, require_finite_weights
+from quark_fx.observers.reading import HistogramObserver
+from quark_fx.plan.placement import Plan, module_name, require_finite_weights
+from quark_fx.plan.report import Histogram
 from quark_fx.system.isolation import warn
 
 
@@ -152,6 +154,35 @@ def read_observers(gm: GraphModule, plan: Plan) -> dict[tuple[Node, TensorSpec],
     except CalibrationError:
         require_finite_weights(gm, plan.operators)  # which say more than what was made with them
         raise
+
+
+_BINS = 64
+"""Bins of a histogram that is kept for the report, from the smallest value to the largest."""
+
+
+def histograms_of(gm: GraphModule, values: Mapping[tuple[Node, TensorSpec], QParams]) -> list[Histogram]:
+    """Return what the observers of a graph that count values saw, and the ranges they chose.
+
+    Args:
+        gm: the graph.
+        values: what `read_observers` returned.
+    """
+    found = []
+    for call, watch in watches_in(gm).items():
+        if isinstance(watch.observer, HistogramObserver) and watch.observer.histogram is not None:
+            source = call.all_input_nodes[0]
+            bins = watch.observer.collected()
+            counts, middles = bins.counts[0].cpu(), bins.centres[0].cpu()
+            used = middles[counts > 0]
+            if not used.numel():
+                continue
+            coarse = torch.histogram(middles, _BINS, range=(float(used.min()), float(used.max())), weight=counts)
+            chosen = values[source, watch.spec]
+            ends = torch.tensor(watch.spec.scheme.limits, dtype=torch.float64)
+            low, high = ((ends - float(chosen.zero_point)) * float(chosen.scale)).tolist()
+            edges, kept = (tuple(part.tolist()) for part in (coarse.bin_edges, coarse.hist))
+            found.append(Histogram(module_name(source), edges, kept, low, high))
+    return found
 
 
 def run_batches(gm: GraphModule, context: Context, look: Callable[[list[Any]], None] | None = None) -> None:

@@ -26,7 +26,7 @@ from quark_fx.graph.pass_manager import Change, learns_from_data
 from quark_fx.graph.signature import BatchShape, batch_shape
 from quark_fx.numbers.qparams import QParams
 from quark_fx.plan.placement import Plan, PlannedOperator
-from quark_fx.plan.report import Row
+from quark_fx.plan.report import Histogram, Row
 from quark_fx.system.isolation import warn
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ class Context:
         all_samples_learned: a pass also learned from the validation samples, so the errors that later passes measure
             on them are not on unseen data.
         rows: of the report, once the graph is converted.
+        histograms: of activations, where observers count values.
         names: of the flat inputs, in order.
         changes: what the pass that is running noted so far.
         remark: what the pass that is running says could be done besides.
@@ -110,6 +111,7 @@ class Context:
     unread: Iterable[list[Any]] = ()
     calibrated: Calibrated | None = None
     rows: list[Row] = field(default_factory=list)
+    histograms: list[Histogram] = field(default_factory=list)
     all_samples_learned: bool = False
     names: tuple[str, ...] = ()
     ranks: Ranks = ALONE

@@ -17,7 +17,7 @@ from quark_fx.graph.nodes import own_tensors
 from quark_fx.graph.pass_manager import PassRecord, copy_graph
 from quark_fx.graph.signature import Signature, split_batch
 from quark_fx.graph.straight_through import records_gradients, run_with_gradients
-from quark_fx.plan.report import Report, Row
+from quark_fx.plan.report import Histogram, Report, Row
 from quark_fx.system.options import checked_call
 
 
@@ -44,6 +44,7 @@ class QuantizedModel(nn.Module):
         passes: Sequence[PassRecord] = (),
         source: nn.Module | None = None,
         *,
+        histograms: Sequence[Histogram] = (),
         kept: Mapping[str, Tensor] = MappingProxyType({}),
         parameter_names: frozenset[str] | None = None,
     ) -> None:
@@ -53,7 +54,7 @@ class QuantizedModel(nn.Module):
         self.graph_module = graph_module
         self.signature = signature
         self.config = config
-        self._report = Report(tuple(rows), tuple(passes))
+        self._report = Report(tuple(rows), tuple(passes), tuple(histograms))
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -143,6 +144,7 @@ class QuantizedModel(nn.Module):
             self._report.rows if rows is None else rows,
             self._report.passes if passes is None else passes,
             self.source,
+            histograms=self._report.histograms,
             kept=self.kept,
             parameter_names=self.parameter_names,
         )

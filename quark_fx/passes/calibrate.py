@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from torch.fx import GraphModule
 
-from quark_fx.engine.calibration import observe_batches, planned, read_observers, remove_watches, watches_in
+from quark_fx.engine.calibration import (
+    histograms_of,
+    observe_batches,
+    planned,
+    read_observers,
+    remove_watches,
+    watches_in,
+)
 from quark_fx.engine.context import Context
 from quark_fx.graph.pass_manager import Stage, graph_pass
 
@@ -24,6 +31,7 @@ def calibrate(gm: GraphModule, context: Context) -> int:
         found = planned(context)
         observe_batches(gm, context)
         found.values = read_observers(gm, found.plan)
+        context.histograms = histograms_of(gm, found.values)
         remove_watches(gm, watches)
     return len(watches)
 

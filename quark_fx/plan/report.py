@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
@@ -14,6 +16,12 @@ from quark_fx.config.specs import TensorSpec
 from quark_fx.graph.pass_manager import PassRecord
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.plan.weights import stored_bytes
+from quark_fx.system.options import checked_call
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from quark_fx.plan.page import Table
 
 _WIDEST = 70
 
@@ -62,11 +70,65 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Histogram:
+    """Values of an activation, and what of them its scale can hold.
+
+    Attributes:
+        name: the module that makes it.
+        edges: of the bins, increasing, one more than there are counts.
+        counts: values in each bin.
+        low: smallest value that has a code of its own.
+        high: the largest one.
+    """
+
+    name: str
+    edges: tuple[float, ...]
+    counts: tuple[float, ...]
+    low: float
+    high: float
+
+    @property
+    def clipped(self) -> float:
+        """Share of the values that saturate, by the middles of their bins."""
+        middles = ((a + b) / 2 for a, b in itertools.pairwise(self.edges))
+        outside = (n for n, x in zip(self.counts, middles, strict=True) if not self.low <= x <= self.high)
+        return sum(outside) / (sum(self.counts) or 1.0)
+
+
+@runtime_checkable
+class Page(Protocol):
+    """What adds to the page of a report."""
+
+    def facts(self) -> dict[str, str]:
+        """Return what to know first."""
+        ...
+
+    def figures(self) -> dict[str, Figure]:
+        """Return figures by name."""
+        ...
+
+    def tables(self) -> list[Table]:
+        """Return what to list."""
+        ...
+
+    def texts(self) -> dict[str, str]:
+        """Return texts to copy, by their titles."""
+        ...
+
+
+@dataclass(frozen=True)
 class Report:
-    """One row per weighted operator, the passes that ran, and totals. `str(report)` is a table."""
+    """One row per weighted operator, the passes that ran, and totals. `str(report)` is a table.
+
+    Attributes:
+        rows: of the operators.
+        passes: in the order they ran.
+        histograms: of activations whose observers count values; a stored model has none.
+    """
 
     rows: tuple[Row, ...]
     passes: tuple[PassRecord, ...] = ()
+    histograms: tuple[Histogram, ...] = ()
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -123,6 +185,87 @@ class Report:
         """Return one dict per row: `pandas.DataFrame(report.to_rows())` is a data frame."""
         return [asdict(row) for row in self.rows]
 
+    def figures(self) -> dict[str, Figure]:
+        """Return figures by name, for notebooks, too: `"noise"`, `"bytes"`, `"seconds"` and `"histograms"`.
+
+        What is not known has no figure.
+
+        Raises:
+            QuarkError: without matplotlib.
+        """
+        from quark_fx.plan.page import bars, histograms
+
+        found = {}
+        if noisy := [row for row in self.rows if row.sqnr is not None and math.isfinite(row.sqnr)]:
+            noise = [10 ** (-(row.sqnr or 0.0) / 20) * 100 for row in noisy]
+            found["noise"] = bars("Rounding noise of weights", [row.name for row in noisy], noise, "% of the weight")
+        if stored := [*{row.parameter: row for row in self.rows if row.bytes_before}.values()]:
+            after, before = [row.bytes_after / 1024 for row in stored], [row.bytes_before / 1024 for row in stored]
+            found["bytes"] = bars("Bytes of weights", [row.name for row in stored], after, "KiB", before)
+        if timed := [record for record in self.passes if not math.isnan(record.seconds)]:
+            seconds = [record.seconds for record in timed]
+            found["seconds"] = bars("Time of passes", [record.name for record in timed], seconds, "seconds")
+        if self.histograms:
+            found["histograms"] = histograms("Activations that are clipped most, and their ranges", self.histograms)
+        return found
+
+    @checked_call
+    def html(self, path: str | Path, analysis: Page | None = None) -> None:
+        """Write one page that needs nothing else: error and bytes by operator, time by pass, what was skipped and why.
+
+        Args:
+            path: of the file.
+            analysis: what `quark_fx.analyze` found, whose figures then come first.
+
+        Raises:
+            QuarkError: without matplotlib (`pip install 'quark_fx[report]'`), or if the file cannot be written.
+        """
+        from quark_fx.plan.page import write_page
+
+        t = self.totals
+        facts = {
+            "quantized": f"{t['quantized']} of {t['operators']} operators",
+            "weights": f"{t['bytes_before'] / 1024:,.1f} KiB → {t['bytes_after'] / 1024:,.1f} KiB ({t['ratio']:.2f}×)",
+        }
+        figures, tables = [*self.figures().values()], self.tables()
+        if analysis is not None:
+            facts = analysis.facts() | facts
+            figures, tables = [*analysis.figures().values(), *figures], [*analysis.tables(), *tables]
+        write_page(path, "Quantization report", facts, figures, tables, {} if analysis is None else analysis.texts())
+
+    def tables(self) -> list[Table]:
+        """Return what the page lists: operators, what passes changed, and what was skipped."""
+        from quark_fx.plan.page import Table
+
+        header = ("operator", "op", "weight", "activation", "SQNR dB", "KiB before", "KiB after", "in float because")
+        rows = [
+            (
+                r.name,
+                r.kind,
+                r.weight,
+                r.activation,
+                _finite(r.sqnr),
+                r.bytes_before / 1024,
+                r.bytes_after / 1024,
+                r.reason,
+            )
+            for r in self.rows
+        ]
+        changes = [(record.name, change) for record in self.passes for change in record.changes]
+        done = [(name, c.name, c.what, _finite(c.before), _finite(c.after)) for name, c in changes if c.changed]
+        left = [(name, c.name, c.what) for name, c in changes if not c.changed]
+        left += [("quantize", r.name, r.reason) for r in self.rows if r.reason]
+        passes = [(record.name, record.rewrites, _finite(record.seconds), record.remark) for record in self.passes]
+        return [
+            Table("Operators", header, rows),
+            Table("Passes", ("pass", "changed", "seconds", "remark"), passes),
+            *(
+                [Table("What passes changed", ("pass", "operator", "change", "error before", "error after"), done)]
+                * bool(done)
+            ),
+            *([Table("What was skipped, and why", ("by", "operator", "reason"), left)] * bool(left)),
+        ]
+
     def __str__(self) -> str:
         header = (
             "name",
@@ -175,6 +318,10 @@ def _shortened(text: str) -> str:
     """Return a reason without the path of the user's source, on at most `_WIDEST` characters."""
     text = re.sub(r" \(([^()]*:\d+|\?)(, module [^()]*)?\)", "", text)
     return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _number(value: float | None) -> str:
