@@ -29,6 +29,9 @@ from quark_fx.system.isolation import isolated
 _NOTABLE = 0.02
 """Share of the error below which an operator gets no remedy."""
 
+_CULPRIT = 1.5
+"""Times the average of all operators that one adds before leaving it in float is proposed."""
+
 
 @isolated
 def analyze(
@@ -111,8 +114,10 @@ def _analyzed(trials: Trials, config: QuantConfig, top: int) -> Analysis:
     without = trials.compare(graph.only(everything), [graph.only(everything - places) for places in ended])
     proposed = config
     for i, (row, operators, places) in enumerate(looked_at):
-        with suppress(ConfigError):  # what two remedies ask for may not go together
-            proposed = found[i][0].applied(proposed)
+        best = found[i][0]
+        if not best.exclude or row.error >= _CULPRIT * error / len(rows):
+            with suppress(ConfigError):  # what two remedies ask for may not go together
+                proposed = best.applied(proposed)
         measured = (replace(r, measured=error - without[i]) if r.exclude else r for r in found[i])
         rows[i] = replace(row, alone=alone[i], remedies=tuple(measured)), operators, places
     remedied = error if proposed == config else trials.error(proposed)

@@ -97,7 +97,8 @@ class Estimates:
         tried = []
         for beside in ([], makers, [*makers, *readers]):
             exclude = tuple(dict.fromkeys([module, *beside]))
-            what = "float" + f" with {', '.join(exclude[1:])}" * (len(exclude) > 1)
+            others = exclude[1:] if len(exclude) == 2 else (f"{len(exclude) - 1} more",) * (len(exclude) > 2)
+            what = "float" + "".join(f" with {other}" for other in others)
             gain = sum(self.errors[place] for place in self.ended(exclude))
             tried.append(Remedy(what=what, gain=gain, exclude=exclude))
         most = max(remedy.gain for remedy in tried)

@@ -17,7 +17,7 @@ from quark_fx.plan.report import aligned
 from quark_fx.system.options import checked_call
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
     from quark_fx.plan.page import Table
 
@@ -76,7 +76,7 @@ class Contribution:
         weight: estimated error that rounding its weight and bias makes.
         activation: estimated error that rounding its activations makes.
         alone: measured error where nothing else is rounded; `None` where it was not measured.
-        remedies: what would help, the one in `Analysis.config` first; empty where nothing was tried.
+        remedies: what would help, the one to take first; empty where nothing was tried.
     """
 
     name: str
@@ -106,7 +106,8 @@ class Analysis:
         metric: `"error"`, squared over the square of the float outputs, or `"kl"`, in nats.
         error: of the configuration, measured.
         rows: every operator that rounds something, the one that adds most first. They add up to `error`.
-        config: with the remedies of the operators that were looked at, to paste: `to_yaml`.
+        config: with the first remedies of the operators that were looked at, to paste: `to_yaml`. One is left in
+            float only if it adds half more than operators do on average.
         remedied: error of `config`, measured.
         preset: the name of the configuration that was analyzed, empty if it has none.
         samples: that errors are measured on.

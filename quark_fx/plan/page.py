@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from quark_fx.errors import QuarkError
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
     from quark_fx.plan.report import Histogram
 
@@ -163,7 +163,7 @@ def write_page(
 
 def _figure(title: str, height: float) -> Figure:
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise QuarkError("figures need matplotlib: pip install 'quark_fx[report]'") from error
     figure = Figure(figsize=(7, height + 0.7), layout="constrained")
@@ -185,7 +185,7 @@ def _short(name: str, longest: int = 38) -> str:
 
 def _svg(figure: Figure, number: int) -> str:
     """Return a figure as SVG whose identifiers no other figure of the page has."""
-    from matplotlib import rc_context
+    from matplotlib import rc_context  # pyright: ignore[reportMissingImports]
 
     stream = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": f"quark_fx {number}"}):

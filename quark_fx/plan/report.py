@@ -19,7 +19,7 @@ from quark_fx.plan.weights import stored_bytes
 from quark_fx.system.options import checked_call
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
     from quark_fx.plan.page import Table
 

@@ -136,6 +136,54 @@ def test_an_error_that_is_one_weights_is_that_weights() -> None:
     assert found.rows[0].in_float.measured == pytest.approx(found.error, rel=1e-4)
 
 
+def test_only_culprits_are_proposed_to_be_left_in_float() -> None:
+    config = preset("int8_weight_only").replace(exclude=("embed",))
+    found = analyze(mlp(), config.replace(exclude=("down", "embed")), tokens(8, 8))
+    assert found.rows[0].in_float is not None
+    assert found.config.exclude == ("down", "embed")  # nothing would be quantized
+    four_bits = qfx.Override(pattern="up", weight=qfx.TensorSpec(format="int2", granularity="channel"))  # type: ignore[arg-type]
+    assert "up" in str(
+        analyze(mlp(), config.replace(overrides=(four_bits,)), tokens(8, 8)).config.to_dict()["overrides"][1:]
+    )
+
+
+class Turned(nn.Module):
+    """A product with a weight that is stored the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(rand(6, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.transpose(0, 1)
+
+
+def test_a_weight_that_is_transposed_first_counts_to_the_product() -> None:
+    model = nn.Sequential(Turned(), nn.ReLU(), nn.Linear(6, 3)).eval()
+    found = analyze(model, "int8_weight_only", [rand(8, 8), rand(8, 8, seed=3)])
+    assert {row.kind for row in found} <= {"linear", "matmul", "mm"}
+    assert {row.name for row in found} == {"0", "2"}
+
+
+class Recurrent(nn.Module):
+    """An LSTM, a GRU and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 12, batch_first=True, bidirectional=True)
+        self.gru = nn.GRU(24, 10, batch_first=True)
+        self.head = nn.Linear(10, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gru(self.lstm(x)[0])[0])  # type: ignore[no-any-return]
+
+
+def test_all_weights_of_a_recurrent_layer_count_to_it() -> None:
+    found = analyze(seeded(Recurrent()), "int8_dynamic", [rand(8, 6, 8, seed=i) for i in range(2)])
+    assert {row.name: row.kind for row in found} == {"lstm": "lstm", "gru": "gru", "head": "linear"}
+    assert sum(row.error for row in found) == pytest.approx(found.error, rel=1e-4)
+
+
 def test_a_divergence_of_classes_is_attributed_alike() -> None:
     spoiled = SPOILED["transformer"]()
     found = analyze(spoiled.model, "int8_static", spoiled.batches, metric="kl", top=1)
@@ -159,9 +207,11 @@ def test_every_switch_off_is_float_and_every_switch_on_is_quantized(name: str) -
     torch.testing.assert_close(graph.only(everything)(x)[0], found.gm(x)[0], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(graph.run([x])[0].detach(), found.gm(x)[0], rtol=1e-6, atol=1e-6)
     alone = [graph.only({place}) for place in everything]
-    resumed = trials.compare(graph.only(()), alone)
-    assert resumed == pytest.approx([trials.compare(gm, [gm])[0] for gm in alone], rel=1e-5, abs=1e-12)
-    assert len(set(resumed)) > 1 or len(resumed) < 2
+    without = [graph.only({*everything} - {place}) for place in (*everything, None)]  # the last one is the base again
+    for base, variants in ((graph.only(()), alone), (graph.only(everything), without)):
+        resumed = trials.compare(base, variants)
+        assert resumed == pytest.approx([trials.compare(gm, [gm])[0] for gm in variants], rel=1e-5, abs=1e-12)
+        assert len(set(resumed)) > 1 or len(resumed) < 2
     context.cache.close()
 
 
