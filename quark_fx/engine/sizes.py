@@ -306,8 +306,8 @@ class Sizes:
         blocks = self.blocks(Unit.BLOCK)
         cached = sum(block.entering for block in blocks)
         moments = (
-            # A block's values and their gradients; its weights; what leaves it, three times where that is the loss.
-            Moment(2 * block.every_value + block.weights + 3 * block.leaving, cached, 2 * block.entering)
+            # A block's values, and gradients of those that are alive together, as values are on the way forward.
+            Moment(block.every_value + block.forward, cached, 2 * block.entering)
             for block in blocks
         )
         operations = 4 * passes * self.batches * sum(block.operations for block in blocks)
