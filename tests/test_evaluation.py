@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny import Mlp, cnn, images, quantize, rand, seeded, tokens
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import quark_fx as qfx
 from quark_fx.evaluation import Classification, Embedding, LanguageModeling, compare
@@ -21,7 +22,8 @@ from quark_fx.evaluation import Classification, Embedding, LanguageModeling, com
 
 def language_model() -> Any:
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=32, n_embd=32, n_layer=1, n_head=2)).eval()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=50)).eval()
 
 
 def windows(count: int = 6, length: int = 12) -> list[dict[str, Tensor]]:
@@ -126,6 +128,20 @@ def test_outputs_are_matched_by_name_and_else_by_position() -> None:
         compare(lambda x: {"a": x}, lambda x: {"a": x[:1]}, [rand(3)])
 
 
+def test_a_quantized_checkpoint_is_read_from_its_directory_alone(tmp_path: Path) -> None:
+    model = language_model()
+    model.save_pretrained(tmp_path / "outside")
+    qfx.export.huggingface(quantize(model, "int8_weight_only", windows()), tmp_path / "ct")
+    (tmp_path / "ct" / "adapter_config.json").write_text('{"base_model_name_or_path": "../outside"}')
+    task = LanguageModeling(windows(), reference=tmp_path / "outside")
+    assert 0 < qfx.evaluate(tmp_path / "ct", task)["KL"] < 1e-3
+    file = tmp_path / "ct" / "model.safetensors"
+    index = {"weight_map": dict.fromkeys(load_file(file), "../outside/model.safetensors")}
+    (tmp_path / "ct" / "model.safetensors.index.json").write_text(json.dumps(index))
+    file.unlink()
+    assert "which is no safetensors file beside it" in words_for(tmp_path / "ct", task)
+
+
 def words_for(model: Any, task: Any) -> str:
     with pytest.raises(qfx.QuarkError) as error:
         qfx.evaluate(model, task)
@@ -151,7 +167,7 @@ def test_what_cannot_be_judged_is_refused_by_name(tmp_path: Path) -> None:
     assert "the text has token 60, and the model foretells 50" in words_for(
         lambda input_ids: language_model()(input_ids % 50), strange
     )
-    assert "GPT2LMHeadModel does not run on a batch: index out of range" in words_for(language_model(), strange)
+    assert "LlamaForCausalLM does not run on a batch: index out of range" in words_for(language_model(), strange)
     assert "a.onnx has the inputs input; the batch has mask" in words_for(
         file, Embedding([{"mask": rand(2)}], reference=cnn())
     ).replace(" x;", " input;")

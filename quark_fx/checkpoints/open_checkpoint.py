@@ -181,7 +181,7 @@ def _pretrained(files: CheckpointFiles, shelf: Shelf, dtype: torch.dtype | None)
     # The files are mapped: links to them, and what transformers has to convert, are not needed any longer than this.
     with tempfile.TemporaryDirectory(dir=shelf.directory) as folder, quiet():
         checked, converted = Path(folder, "checked"), Path(folder, _CONVERTED)
-        _stage(files, config, checked)
+        stage(files, config, checked)
         try:
             model, found = kind.from_pretrained(
                 checked,
@@ -211,10 +211,13 @@ def _pretrained(files: CheckpointFiles, shelf: Shelf, dtype: torch.dtype | None)
     return model  # type: ignore[no-any-return]
 
 
-def _stage(files: CheckpointFiles, config: dict[str, Any], folder: Path) -> None:
+def stage(files: CheckpointFiles, config: dict[str, Any], folder: Path) -> None:
     """Make a directory that holds what was checked and nothing else.
 
     transformers chooses by itself which files of a directory it reads: an index, an adapter, what `config.json` names.
+
+    Raises:
+        CheckpointError: if there is no room for it.
     """
     generation = files.directory / "generation_config.json"
     try:
@@ -372,4 +375,4 @@ def _library(name: str) -> Any:
         raise CheckpointError(f"reading a checkpoint piece by piece needs {name}: pip install {name}") from error
 
 
-__all__ = ["class_of", "open_checkpoint", "quantized_by", "read_configuration"]
+__all__ = ["class_of", "open_checkpoint", "quantized_by", "read_configuration", "stage"]

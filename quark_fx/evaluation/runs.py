@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from quark_fx.checkpoints.files import GRAPH_FILE
-from quark_fx.checkpoints.open_checkpoint import class_of, open_checkpoint, quantized_by, read_configuration
+from quark_fx.checkpoints.files import GRAPH_FILE, CheckpointFiles
+from quark_fx.checkpoints.open_checkpoint import class_of, open_checkpoint, quantized_by, read_configuration, stage
 from quark_fx.errors import CheckpointError, ExportError, QuarkError
 from quark_fx.export.runtime.session import file_may_optimize, open_session, session_options
 from quark_fx.graph.signature import split_batch
@@ -132,12 +133,17 @@ def _quantized_checkpoint(path: Path) -> nn.Module:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
         raise CheckpointError("reading a checkpoint needs transformers: pip install 'quark_fx[hf]'") from error
-    kind = class_of(read_configuration(path), path, transformers)
+    config, files = read_configuration(path), CheckpointFiles.of(path)
+    kind = class_of(config, path, transformers)
     options = {"dtype": "auto", "local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
-    try:
-        model: nn.Module = kind.from_pretrained(path, **options)
-    except Exception as error:  # whatever the reader of the format raises
-        raise CheckpointError(f"transformers does not load {path}: {error}") from error
+    with tempfile.TemporaryDirectory() as folder:
+        checked = Path(folder, "checked")
+        stage(files, config, checked)
+        try:
+            model: nn.Module = kind.from_pretrained(checked, **options)
+        except Exception as error:  # whatever the reader of the format raises
+            why = str(error).replace(str(checked), str(path))
+            raise CheckpointError(f"transformers does not load {path}: {why}") from error
     return model.eval()
 
 
