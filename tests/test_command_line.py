@@ -264,11 +264,23 @@ def test_yaml_starts_from_a_preset_and_options_change_it(folder: Path) -> None:
 
 
 def test_what_analyze_proposes_is_a_configuration_of_less_error() -> None:
-    found = answer("analyze", "factories:cnn", "--preset", "int4_weight_only", "--data", "x.npy", "-o", "less.yaml")
+    found = answer(
+        "analyze",
+        "factories:cnn",
+        "--preset",
+        "int4_weight_only",
+        "--data",
+        "x.npy",
+        "-o",
+        "less.yaml",
+        "--html",
+        "a.html",
+    )
     assert {row["name"] for row in found["rows"]} == {"0", "3"}
     assert found["remedied"] < found["error"]
     assert found["config"]["preset"] == "int4_weight_only"
-    call("quantize", "factories:cnn", "--config", "less.yaml", "--data", "x.npy", "-o", "q")
+    call("quantize", "factories:cnn", "--config", "less.yaml", "--data", "x.npy", "-o", "q", "--html", "q.html")
+    assert all("<html" in Path(page).read_text(encoding="utf-8") for page in ("a.html", "q.html"))
     assert qfx.load("q").config == qfx.QuantConfig.from_dict(found["config"])
 
 

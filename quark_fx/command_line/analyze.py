@@ -13,6 +13,7 @@ from quark_fx.command_line.options import (
     Exclude,
     FloatModel,
     GroupSize,
+    Html,
     Json,
     Preset,
     Reading,
@@ -40,6 +41,7 @@ def analyze(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where the proposed configuration is written, as YAML.")
     ] = None,
+    html: Html = None,
     json: Json = False,
 ) -> None:
     """Say which operators make the error of a configuration, and propose one with less."""
@@ -48,6 +50,8 @@ def analyze(
     batches = calibration(reading, source, needed=True)
     named = preset is not None and not exclude and group_size is None
     found = qfx.analyze(source.model, preset if named and preset else chosen, batches, metric=metric, top=top)
+    if html is not None:
+        found.html(html)
     if output is not None:
         try:
             output.write_text(found.to_yaml(), encoding="utf-8")

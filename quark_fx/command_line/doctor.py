@@ -20,6 +20,7 @@ EXTRAS = {
         "checkpoints of transformers, GGUF, tokenizers",
         ("transformers", "accelerate", "compressed-tensors", "gguf"),
     ),
+    "report": ("pages of figures: --html", ("matplotlib",)),
     "vision": ("folders of images, torchvision's models", ("torchvision", "pillow", "scikit-learn")),
     "cli": ("this command", ("typer", "rich")),
 }

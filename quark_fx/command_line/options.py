@@ -16,6 +16,8 @@ from quark_fx.presets import PRESETS, preset
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
 
+Html = Annotated[Path | None, typer.Option("--html", help="Where a page of figures and tables is written.")]
+
 FloatModel = Annotated[
     str,
     typer.Argument(

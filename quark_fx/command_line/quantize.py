@@ -20,6 +20,7 @@ from quark_fx.command_line.options import (
     FloatModel,
     Formats,
     GroupSize,
+    Html,
     Json,
     Outputs,
     Preset,
@@ -70,6 +71,7 @@ def quantize(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan, and the memory and time it is expected to take.")
     ] = False,
+    html: Html = None,
     json: Json = False,
 ) -> None:
     """Quantize a model and write it: as an ONNX file, a checkpoint, or a directory that quark_fx loads again."""
@@ -104,6 +106,8 @@ def quantize(
         )
         tokenizer = find_tokenizer(reading, source)
         written = [_finished(qmodel, one, tokenizer, stream, opset, batches[0] if verify else None) for one in outputs]
+    if html is not None:
+        qmodel.report().html(html)
     parts, totals = grouped(parts_of(qmodel.report())), qmodel.report().totals
     data = plan.to_dict() | {"operators": [asdict(part) for part in parts], "totals": totals, "written": written}
     show(
