@@ -6,13 +6,14 @@ import struct
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
-from benchmarks.real import crnn, whisper
+from benchmarks.real import crnn, speaker, whisper
 from benchmarks.real.__main__ import Table, page, sections
 from benchmarks.real.craft import boxes
 from benchmarks.real.ctranslate2_weights import read_weights
@@ -168,3 +169,14 @@ def test_a_page_is_read_as_it_was_written() -> None:
         "whisper": (("preset", "WER, %"), {"float": ("float", "9.00")}),
     }
     assert sections(page(tables)) == tables
+
+
+def test_a_tone_is_heard_in_its_mel_channel_for_as_long_as_a_clip() -> None:
+    time = np.arange(8_000) / 16_000
+    low, high = (speaker._mels(np.sin(2 * np.pi * tone * time).astype(np.float32)) for tone in (300, 3000))
+    assert low.shape == high.shape == (speaker.FRAMES, speaker.CHANNELS)
+    assert int(low.mean(0).argmax()) < int(high.mean(0).argmax())
+    quiet = speaker._mels(1e-3 * np.sin(2 * np.pi * 300 * time).astype(np.float32))
+    assert float(quiet.sum()) < float(low.sum())
+    expected = speaker.LOUDNESS**2 / 0.5 * low.mean(0)
+    torch.testing.assert_close(quiet.mean(0), expected, rtol=1e-3, atol=1e-6)

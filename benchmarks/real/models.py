@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import ModuleType
 
-from benchmarks.real import craft, crnn, minilm, smollm2, whisper
+from benchmarks.real import craft, crnn, minilm, smollm2, speaker, whisper
 
 VISION = ("int8_static", "int8_static_mse", "int8_dynamic", "int4_weight_only", "fp8_static", "xint8")
 ENCODER = (*VISION, "w8a8_dynamic")
@@ -38,5 +38,6 @@ MODELS = {
     "minilm": Entry(minilm, ENCODER),
     "craft": Entry(craft, VISION),
     "crnn": Entry(crnn, VISION),
+    "speaker": Entry(speaker, VISION),
     "whisper": Entry(whisper, SPEECH),
 }

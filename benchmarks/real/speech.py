@@ -40,19 +40,24 @@ def clips(sentences: Iterable[str]) -> Iterator[Clip]:
     pause = np.zeros(round(_PAUSE * RATE), np.float32)
     clip: Clip | None = None
     for sentence, voice in zip(sentences, itertools.cycle(_VOICES), strict=False):
-        said = _said(sentence, voice)
+        heard = said(sentence, voice)
         if clip is None:
-            clip = Clip(sentence, said)
-        elif len(clip.samples) + len(pause) + len(said) <= _SECONDS * RATE:
-            clip = Clip(f"{clip.text} {sentence}", np.concatenate([clip.samples, pause, said]))
+            clip = Clip(sentence, heard)
+        elif len(clip.samples) + len(pause) + len(heard) <= _SECONDS * RATE:
+            clip = Clip(f"{clip.text} {sentence}", np.concatenate([clip.samples, pause, heard]))
         else:
             yield clip
-            clip = Clip(sentence, said)
+            clip = Clip(sentence, heard)
     if clip is not None:
         yield clip
 
 
-def _said(sentence: str, voice: str) -> npt.NDArray[np.float32]:
+def said(sentence: str, voice: str) -> npt.NDArray[np.float32]:
+    """Return how a voice of espeak-ng says a sentence: samples from -1 to 1.
+
+    Raises:
+        MissingPackageError: if there is no espeak-ng.
+    """
     program = shutil.which("espeak-ng")
     if program is None:
         raise MissingPackageError("espeak-ng is not installed; run: apt-get install espeak-ng")

@@ -62,6 +62,10 @@ def _no(*_: object) -> bool:
     return False
 
 
+def _yes(*_: object) -> bool:
+    return True
+
+
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Placement:
@@ -73,6 +77,8 @@ class Placement:
         rounds_output: whether what an operator with a weight makes is rounded, whatever reads it; otherwise it is where
             everything that reads it does so in integers.
         in_float: kinds of operators whose weights stay in float, such as `"lstm"`.
+        rounds_input: whether an operator of a kind whose weight gets codes reads its activation as a spec says;
+            otherwise it reads it in float.
         continues: whether a node works on the value it reads before that is rounded, as the activation function does
             that a kernel applies to its sums.
     """
@@ -81,6 +87,7 @@ class Placement:
     anywhere: bool = False
     rounds_output: Callable[[Linear], bool] = _no
     in_float: frozenset[str] = frozenset()
+    rounds_input: Callable[[str, TensorSpec], bool] = _yes
     continues: Callable[[Node, Node], bool] = _no
 
 

@@ -287,6 +287,8 @@ def _plan_operator(config: QuantConfig, node: Node, row: Operator, stored: Store
         reason = f"the configuration keeps its {'weight' if stored is not None else 'inputs'} in float"
     else:
         inputs = specs.input if row.activations else None
+        if inputs is not None and not config.target.placement.rounds_input(row.kind, inputs):
+            inputs = None
         found = Quantized(
             node=node, name=name, kind=row.kind, role=role, row=row, input=inputs, output=inputs and specs.output
         )

@@ -231,6 +231,27 @@ def test_other_models_and_formats_are_refused(tmp_path: Path) -> None:
         qfx.export.huggingface(qmodel, tmp_path, format="gguf")
 
 
+def test_a_recurrent_layer_is_refused_with_the_pattern_that_leaves_it_in_float(tmp_path: Path) -> None:
+    class Reads(transformers.PreTrainedModel):  # type: ignore[misc]
+        config_class = transformers.PretrainedConfig
+        main_input_name = "x"
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.cells, self.head = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 4)
+            self.post_init()
+
+        def forward(self, x: Tensor) -> Any:
+            return self.head(self.cells(x)[0])
+
+    model, batches = seeded(Reads(transformers.PretrainedConfig())), [{"x": rand(2, 5, 8)}]
+    refusal = r"the parameter weight_ih_l0 of a LSTM(.|\n)*exclude, 'cells'\)\)"
+    with pytest.raises(qfx.ExportError, match=refusal):
+        qfx.export.huggingface(quantize(model, INT8_WEIGHT_ONLY, batches), tmp_path)
+    qmodel = quantize(model, INT8_WEIGHT_ONLY.replace(exclude=("cells",)), batches)
+    assert [row.weight for row in qmodel.report()] == ["", "", "int8 channel"]
+
+
 def test_transposed_weights_and_experts_are_named(tmp_path: Path) -> None:
     gpt2 = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(

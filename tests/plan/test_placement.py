@@ -14,6 +14,7 @@ from torch.fx import Node
 
 import quark_fx as qfx
 from quark_fx.config.quant_config import INHERIT, Granularity, Override, QuantConfig, TensorSpec
+from quark_fx.config.target import Placement
 from quark_fx.graph.nodes import target_name
 from quark_fx.numbers.formats import INT8, INT16, UINT8
 from quark_fx.passes import CrossLayerEqualization
@@ -611,7 +612,8 @@ def test_a_recurrent_layer_in_float_has_a_reason_for_each_weight(config: QuantCo
 
 
 def test_a_recurrent_layer_reads_codes_and_what_reads_it_rounds_its_result() -> None:
-    qmodel = quantize(seeded(Gates()), INT8_STATIC, [rand(3, 5, 4)])
+    target = qfx.Target(name="integers everywhere", placement=Placement())
+    qmodel = quantize(seeded(Gates()), INT8_STATIC.replace(target=target), [rand(3, 5, 4)])
     layer = only(calls(qmodel, "aten.lstm"))
     assert target_name(layer.args[0]) == "quark_fx.dequantize.default"  # type: ignore[arg-type]
     weights: Any = layer.args[2]
@@ -619,6 +621,23 @@ def test_a_recurrent_layer_reads_codes_and_what_reads_it_rounds_its_result() -> 
     linear = only(calls(qmodel, "aten.linear"))
     assert target_name(linear.args[0]) == "quark_fx.dequantize.default"  # type: ignore[arg-type]
     assert len(calls(qmodel, "quark_fx.quantize")) == 2
+
+
+@pytest.mark.parametrize(
+    ("layer", "config", "activation"),
+    [
+        (nn.LSTM, INT8_DYNAMIC, "uint8 dynamic"),
+        (nn.LSTM, INT8_STATIC, ""),
+        (nn.LSTM, "w8a8_dynamic", ""),
+        (nn.GRU, INT8_DYNAMIC, ""),
+    ],
+)
+def test_what_a_recurrent_layer_reads_is_rounded_for_kernels_of_integers_alone(
+    layer: Any, config: Any, activation: str
+) -> None:
+    qmodel = quantize(seeded(layer(4, 4, batch_first=True)), config, [rand(3, 5, 4)])
+    assert [(row.weight, row.activation) for row in qmodel.report()] == [("int8 channel", activation)] * 2
+    assert bool(calls(qmodel, "quark_fx.quantize")) == bool(activation)
 
 
 def test_a_recurrent_layer_whose_result_is_the_models_is_no_head() -> None:
