@@ -18,22 +18,20 @@ from quark_fx.engine.block_walk import lift, release, running
 from quark_fx.engine.blocks import Block
 from quark_fx.engine.context import Context
 from quark_fx.errors import CalibrationError
-from quark_fx.graph.nodes import results_of, set_parameter, tensor_of
-from quark_fx.graph.straight_through import run_with_gradients
+from quark_fx.graph.nodes import results_of
 from quark_fx.system.memory import give_back
 
 
 @dataclass
 class BackWalk:
-    """A graph on its way forward and back, one batch at a time.
+    """A float graph on its way forward and back, one batch at a time.
 
     Attributes:
-        gm: the graph, in float or in codes, whose tensors may change between batches.
+        gm: the graph.
         blocks: of it, in order.
         nodes: its nodes, by the names that the blocks use.
         context: with the batches.
         watched: names of operators, for the gradients of what they make.
-        learned: names of the graph's floating-point tensors, for their own gradients.
     """
 
     gm: GraphModule
@@ -41,7 +39,6 @@ class BackWalk:
     nodes: Mapping[str, Node]
     context: Context
     watched: frozenset[str] = frozenset()
-    learned: frozenset[str] = frozenset()
 
     def forward(self, batch: int) -> list[Any]:
         """Return what the graph makes of a batch, and keep what enters each block."""
@@ -59,7 +56,7 @@ class BackWalk:
         return [result if name is None else values[name] for name, result in self._results()]
 
     def backward(self, gradients: Sequence[Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the gradients of watched and learned values by name, those of the last block first.
+        """Yield the gradients of watched values by name, those of the last block first.
 
         Args:
             gradients: of the loss with respect to what `forward` returned; `None` for none.
@@ -103,15 +100,11 @@ class BackWalk:
         also = [name for name in block.operators if name in self.watched]
         part = lift(self.gm, block, self.nodes, self.context.device, also=also)
         leaves = {n: _leaf(v) for n, v in zip(block.inputs, entering, strict=True)}
-        own = {str(n.target) for n in part.graph.nodes if n.op == "get_attr"} & self.learned
-        for name in own:
-            set_parameter(part, name, tensor_of(part, name))  # the graph's own stays without gradient
-        tensors = {name: tensor_of(part, name).requires_grad_() for name in own}
         with torch.enable_grad():
-            made = run_with_gradients(part, *leaves.values())
+            made = part(*leaves.values())
         results = dict(zip((*block.outputs, *also), made, strict=True))
         ends = [(results[n], gradients[n]) for n in block.outputs if n in gradients and _has_gradient(results[n])]
-        wanted = {n: v for n, v in (*leaves.items(), *tensors.items()) if _has_gradient(v)}
+        wanted = {n: v for n, v in leaves.items() if _has_gradient(v)}
         wanted |= {n: results[n] for n in also if _has_gradient(results[n])}
         found: dict[str, Tensor] = {}
         if ends and wanted:

@@ -1,4 +1,4 @@
-"""The loss at the end of a model: how far its predictions are from its own in float, and which way that pulls them."""
+"""The loss at the end of a model: how far its predictions are from those it makes in float."""
 
 from __future__ import annotations
 
@@ -67,42 +67,6 @@ class EndLoss:
             found.append(_without_padding(gradient, kept))
         return found
 
-    def divergence(
-        self, results: Sequence[Any], targets: Sequence[Any], kept: Positions | None
-    ) -> tuple[Tensor, list[Any]]:
-        """Return the loss of a batch, summed over rows, and its gradients with respect to the results.
-
-        Args:
-            results: of the quantized model.
-            targets: of the float model.
-            kept: positions that are no padding.
-
-        Returns:
-            The loss, float32, on the device of the results: of logits in nats, summed over rows; of other values the
-            squared error over the mean square, halved and summed.
-        """
-        total, found = None, list[Any]()
-        for logits, value, target in zip(self.predictions, results, targets, strict=True):
-            if logits is None:
-                found.append(None)
-                continue
-            mask = _kept_rows(value, kept)
-            gradient = torch.empty_like(value, dtype=torch.float32)
-            scale = None if logits else target.float().square().mean().clamp_min(1e-12)
-            for (rows, out), (wanted, _), counts in zip(
-                _pieces(value, gradient), _pieces(target, gradient), mask.split(_ROWS), strict=True
-            ):
-                loss = _diverged(rows, wanted, out) if scale is None else _missed(rows, wanted, scale, out)
-                out *= counts[:, None]
-                total = (loss * counts).sum() + (0 if total is None else total)
-            found.append(gradient)
-        return torch.zeros((), dtype=torch.float32) if total is None else total, found
-
-    def rows(self, results: Sequence[Any], kept: Positions | None) -> int:
-        """Return how many rows of the results count."""
-        pairs = zip(self.predictions, results, strict=True)
-        return sum(_count(value, kept) for logits, value in pairs if logits is not None)
-
 
 def _holds_logits(gm: GraphModule, node: Any) -> bool | None:
     if not isinstance(node, Node) or not is_floating(gm, node):
@@ -132,42 +96,11 @@ def _signs(rows: Tensor, generator: torch.Generator) -> Tensor:
     return torch.empty_like(rows).bernoulli_(0.5, generator=generator) * 2 - 1
 
 
-def _diverged(rows: Tensor, targets: Tensor, out: Tensor) -> Tensor:
-    ours, theirs = rows.log_softmax(-1), targets.log_softmax(-1)
-    share = theirs.exp()
-    torch.sub(ours.exp(), share, out=out)
-    return (share * (theirs - ours)).sum(-1)
-
-
-def _missed(rows: Tensor, targets: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-    error = rows - targets
-    torch.div(error, scale, out=out)
-    return (error.square() / scale).sum(-1) / 2
-
-
-def _fits(value: Tensor, kept: Positions | None) -> bool:
-    return kept is not None and value.shape[:-1] == kept.shape
-
-
-def _kept_rows(value: Tensor, kept: Positions | None) -> Tensor:
-    """Return 1 for each row that counts, 0 for padding, float32."""
-    count = value[..., 0].numel() if value.dim() else 1
-    if not _fits(value, kept):
-        return torch.ones(count, dtype=torch.float32, device=value.device)
-    assert kept is not None
-    return torch.zeros(count, dtype=torch.float32, device=value.device).index_fill_(0, kept.rows, 1.0)
-
-
 def _without_padding(gradient: Tensor, kept: Positions | None) -> Tensor:
-    if not _fits(gradient, kept):
+    if kept is None or gradient.shape[:-1] != kept.shape:
         return gradient
-    return gradient * _kept_rows(gradient, kept).view(gradient.shape[:-1])[..., None]
-
-
-def _count(value: Tensor, kept: Positions | None) -> int:
-    if kept is not None and _fits(value, kept):
-        return len(kept.rows)
-    return value[..., 0].numel() if value.dim() else 1
+    counted = torch.zeros(kept.shape.numel(), dtype=torch.float32, device=gradient.device)
+    return gradient * counted.index_fill_(0, kept.rows, 1.0).view(kept.shape)[..., None]
 
 
 __all__ = ["EndLoss"]

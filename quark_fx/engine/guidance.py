@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -19,13 +20,21 @@ from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import named_nodes
 from quark_fx.plan.placement import Coded
 
+_ENOUGH = 8
+"""Effective rows per input that are enough: the excess error over infinite data is about inputs / rows."""
+
+_POWERS = (1.0, 0.75, 0.5, 0.25, 0.125)
+"""That weights are raised to; where none is small enough, all rows count alike."""
+
 
 @dataclass(frozen=True)
 class Guidance:
     """The mean square, over output channels, of the end loss's gradient at each row that an operator makes.
 
     A Hessian whose rows are weighted by it is, averaged over outputs, that of the end loss, where `sum of x x'` is that
-    of the operator's own squared error.
+    of the operator's own squared error. A few rows may have nearly all of the weight (the first token of a text, which
+    the others attend to), and a Hessian of so few rows says nothing of other data: weights are raised to the largest
+    power at which the effective number of rows, `(sum of w)**2 / sum of w**2`, is enough for the inputs.
 
     Attributes:
         weights: by operator's node and batch, float32, the shape of the output without its channels; 1 on average.
@@ -46,7 +55,9 @@ class Guidance:
         """
         context.require_batches()
         coded = [op for op in context.plan.values() if isinstance(op, Coded)]
-        kernels = {op.node.name: bool(op.linear.kernel_axes) for op in coded if op.linear is not None}
+        linears = {op.node.name: op.linear for op in coded if op.linear is not None}
+        kernels = {name: bool(linear.kernel_axes) for name, linear in linears.items()}
+        inputs = {name: math.prod(linear.shape) // linear.shape[linear.output_axis] for name, linear in linears.items()}
         loss, weights = EndLoss.of(gm), dict[tuple[str, int], Tensor]()
         walk = BackWalk(gm, find_blocks(gm, Unit.BLOCK), named_nodes(gm), context, watched=frozenset(kernels))
         generator = torch.Generator(context.device)
@@ -56,7 +67,7 @@ class Guidance:
             gradients = loss.sampled(walk.forward(batch), context.kept_positions(batch), generator)
             for name, gradient in walk.backward(gradients):
                 weights[name, batch] = gradient.float().square().mean(1 if kernels[name] else -1)
-        return cls(_normalized(weights, kernels, context))
+        return cls(_tempered(weights, inputs, context))
 
     def of(self, operator: str, batch: int) -> Tensor | None:
         """Return the weights of an operator's rows; `None` for one whose output no result depends on."""
@@ -82,19 +93,36 @@ def guidance_of(context: Context) -> Guidance:
     return context.guidance
 
 
-def _normalized(
-    weights: dict[tuple[str, int], Tensor], operators: Iterable[str], context: Context
+def _tempered(
+    weights: dict[tuple[str, int], Tensor], inputs: Mapping[str, int], context: Context
 ) -> dict[tuple[str, int], Tensor]:
-    """Return the weights of each operator over their mean, that of all ranks; of those that are all zero none."""
-    names = list(operators)
-    sums = torch.zeros(len(names), 2, dtype=torch.float32, device=context.device)
-    for i, name in enumerate(names):
+    """Return powers of the weights over their mean, over all ranks; of operators whose weights are all zero none.
+
+    Args:
+        weights: squared gradients, by operator and batch.
+        inputs: columns of each operator's Hessian.
+        context: of the run.
+    """
+    sums = torch.zeros(len(inputs), len(_POWERS), 2, dtype=torch.float32, device=context.device)
+    rows = dict.fromkeys(inputs, 0)
+    for i, name in enumerate(inputs):
         for batch in range(len(context.batches)):
             if (found := weights.get((name, batch))) is not None:
-                sums[i] += torch.stack((found.sum(), torch.full_like(found.sum(), found.numel())))
-    context.ranks.add(sums)
-    means = {name: total / count for name, total, count in zip(names, *sums.cpu().unbind(1), strict=True)}
-    return {key: w / means[key[0]].to(w.device) for key, w in weights.items() if float(means[key[0]]) > 0}
+                raised = torch.stack([found**power for power in _POWERS]).flatten(1)
+                sums[i] += torch.stack((raised.sum(1), raised.square().sum(1)), dim=1)
+                rows[name] += found.numel()
+    counts = torch.tensor(list(rows.values()), dtype=torch.int64)
+    context.ranks.add(sums, counts)
+    chosen = {}
+    for name, count, found in zip(inputs, counts.tolist(), sums.tolist(), strict=True):
+        usable = (
+            (p, s / count) for p, (s, q) in zip(_POWERS, found, strict=True) if s * s > _ENOUGH * inputs[name] * q
+        )
+        if found[0][0] > 0:
+            chosen[name] = next(usable, (0.0, 1.0))
+    return {
+        (name, batch): w ** chosen[name][0] / chosen[name][1] for (name, batch), w in weights.items() if name in chosen
+    }
 
 
 __all__ = ["Guidance", "guidance_of"]

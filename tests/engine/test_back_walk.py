@@ -15,12 +15,11 @@ from torch.fx import GraphModule
 
 from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
 from quark_fx.engine.back_walk import BackWalk
-from quark_fx.engine.blocks import Unit, carriers, find_blocks
+from quark_fx.engine.blocks import Unit, find_blocks
 from quark_fx.engine.context import Context
 from quark_fx.engine.end_loss import EndLoss
 from quark_fx.engine.guidance import guidance_of
-from quark_fx.graph.nodes import named_nodes, stored_tensors, tensor_of
-from quark_fx.graph.straight_through import run_with_gradients
+from quark_fx.graph.nodes import named_nodes, stored_tensors
 from quark_fx.numbers.formats import INT4
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.passes import GPTQ
@@ -82,40 +81,6 @@ def _floats(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-@of_all_cases
-def test_gradients_of_scales(name: str) -> None:
-    """Activations are rounded on the way, and pass gradients straight through."""
-
-    def look(gm: GraphModule, context: Context) -> None:
-        assert context.float_graph is not None
-        scales = {str(n.target) for n in gm.graph.nodes if n.op == "get_attr" and n.target.endswith("_scale")}
-        blocks = find_blocks(context.float_graph)
-        back = BackWalk(gm, blocks, carriers(gm), context, learned=frozenset(scales))
-        results = back.forward(0)
-        got: dict[str, Tensor] = {}
-        for scale, gradient in back.backward(signs(results)):
-            got[scale] = got[scale] + gradient if scale in got else gradient
-        for scale in scales:
-            tensor_of(gm, scale).requires_grad_()
-        with torch.enable_grad():
-            made = run_with_gradients(gm, *context.inputs(0))
-        ends = [(r, s) for r, s in zip(made, signs(results), strict=True) if s is not None]
-        tensors = {scale: tensor_of(gm, scale) for scale in scales}
-        expected = torch.autograd.grad(
-            [r for r, _ in ends], list(tensors.values()), [s for _, s in ends], allow_unused=True
-        )
-        compared = 0
-        for scale, gradient in zip(tensors, expected, strict=True):
-            tensors[scale].requires_grad_(False)
-            if gradient is not None:
-                torch.testing.assert_close(got[scale], gradient, rtol=1e-4, atol=1e-5)
-                compared += 1
-        assert compared
-
-    model, batches = case(name)
-    walk(model, batches, look)
-
-
 # What the end loss says of rows.
 
 
@@ -156,17 +121,13 @@ def test_mean_outer_product_is_the_second_derivative_of_the_loss(device: torch.d
         whole = torch.autograd.functional.hessian(of, value)
         for row in range(len(value)):
             torch.testing.assert_close(found[row], whole[row, :, row], rtol=0.02, atol=0.01)
-        loss_value, (gradient,) = one.divergence([value + 0.1], [target], None)
-        shifted = (value + 0.1).requires_grad_()
-        torch.testing.assert_close(loss_value, of(shifted).detach())
-        torch.testing.assert_close(gradient, torch.autograd.grad(of(shifted), shifted)[0])
 
 
 def test_weights_of_rows() -> None:
-    """They are the squared gradients of the model's own labels, 1 on average; those of padding are 0."""
-    mask = torch.ones(4, 5, dtype=torch.int64)
+    """They are powers, at which enough rows count, of the squared gradients of the model's own labels, 1 on average."""
+    mask = torch.ones(20, 5, dtype=torch.int64)
     mask[0, 3:] = 0
-    batches = [{"ids": ids, "attention_mask": mask} for ids in tokens(4, 4)]
+    batches = [{"ids": ids, "attention_mask": mask} for ids in tokens(20, 20)]
 
     def look(_: GraphModule, context: Context) -> None:
         gm = context.float_graph
@@ -191,10 +152,19 @@ def test_weights_of_rows() -> None:
                 logits = model.head(torch.tanh(made))
                 (gradient,) = loss.sampled([logits.detach()], context.kept_positions(batch), generator)
                 expected.append(torch.autograd.grad(logits, made, gradient)[0].square().mean(-1).flatten())
-        torch.testing.assert_close(whole, torch.cat(expected) / torch.cat(expected).mean())
+        found = torch.cat(expected)
+        assert _effective(found) < 8 * 8, "rows per input"
+        power = next(p for p in (0.75, 0.5, 0.25, 0.125) if _effective(found**p) > 8 * 8)
+        torch.testing.assert_close(whole, found**power / (found**power).mean())
 
     model = seeded(Sentences())
+    with torch.no_grad():
+        model.table.weight[:9] *= 20  # whose predictions are sure, so that few tokens have nearly all of the weight
     of_context(model, batches, look)
+
+
+def _effective(weights: Tensor) -> float:
+    return float(weights.sum() ** 2 / weights.square().sum())
 
 
 class Mixed(nn.Module):
