@@ -21,6 +21,7 @@ from quark_fx.passes.fold_constants import fold_constants
 from quark_fx.passes.global_mean import pool_means
 from quark_fx.passes.gptq import GPTQ
 from quark_fx.passes.large_pool import SplitLargePools
+from quark_fx.passes.rotate import Rotate
 from quark_fx.passes.smooth_quant import SmoothQuant
 from quark_fx.passes.split_to_slice import slice_splits
 from quark_fx.passes.swish import spell_out_swish
@@ -127,6 +128,14 @@ W8A8_DYNAMIC = QuantConfig(
     exclude=_IN_FLOAT,
 )
 """int8 weights per channel, int8 activations per token at run time, smoothed."""
+
+W4A4_DYNAMIC = W4A16_BEST.replace(
+    input=TensorSpec(format=INT4, granularity=Granularity.TOKEN, dynamic=True),
+    passes=(*_FUSE, Rotate(), GPTQ(asymmetry=0.5, fit_scales=True)),
+    overrides=(_NO_TOKENS,),
+)
+"""The weights of `W4A16_BEST` and int4 activations per token at run time, both rotated, which spreads the outliers that
+4 bits have no room for."""
 
 FP8_DYNAMIC = QuantConfig(
     weight=TensorSpec(format=FP8_E4M3, granularity=Granularity.CHANNEL),

@@ -16,6 +16,7 @@ LANGUAGE = (
     "w4a16_awq",
     "w4a16_best",
     "w8a8_dynamic",
+    "w4a4_dynamic",
     "fp8_dynamic",
     "nvfp4",
     "mxfp4",
