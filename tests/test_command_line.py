@@ -299,13 +299,15 @@ def test_the_float_and_the_exported_model_have_an_accuracy_on_labeled_data() -> 
     assert answer("evaluate", "a.onnx", "--data", "images")["task"] == "classification"
 
 
-def test_the_commands_of_the_readme_run(checkpoint: Path, folder: Path) -> None:
+def test_the_commands_of_the_readme_run(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = re.findall(r"^```console\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     commands = [line.split()[1:] for block in blocks for line in block.splitlines()]
     assert len(commands) == README.count("\nquark-fx ") == 10
     Path("llm").symlink_to(checkpoint)
     network = "from torch import nn\n\ndef digits():\n    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 4))\n"
     written("networks.py", network)
+    monkeypatch.setitem(sys.modules, "networks", sys)  # so that the one of other tests, or none, is there again
+    monkeypatch.delitem(sys.modules, "networks")
     for command in commands:
         call(*command)
     assert {path.name for path in folder.iterdir()} >= {"int4.onnx", "int4", "int4-checkpoint", "digits.onnx"}

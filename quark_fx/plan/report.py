@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
@@ -128,7 +128,7 @@ class Report:
 
     rows: tuple[Row, ...]
     passes: tuple[PassRecord, ...] = ()
-    histograms: tuple[Histogram, ...] = ()
+    histograms: tuple[Histogram, ...] = field(default=(), compare=False)
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from torch.nn import functional as F
 
 import quark_fx as qfx
+from quark_fx.config.block_formats import NVFP4
 from quark_fx.config.quant_config import Granularity, Target, TensorSpec
 from quark_fx.engine.block_walk import FloatRun
 from quark_fx.graph.pass_manager import Change
@@ -276,7 +277,9 @@ def test_of_wide_operators_some_outputs_are_asked(monkeypatch: pytest.MonkeyPatc
     assert set(asked) == {3000}
 
 
-@pytest.mark.parametrize("config", [GROUPS, NVFP4_WEIGHT_ONLY.replace(exclude=("up",))], ids=["groups", "shared scale"])
+@pytest.mark.parametrize(
+    "config", [GROUPS, NVFP4_WEIGHT_ONLY.replace(weight=NVFP4, exclude=("up",))], ids=["groups", "shared scale"]
+)
 def test_a_weight_is_read_once_for_all_scales_that_are_tried(
     config: qfx.QuantConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
