@@ -59,6 +59,42 @@ def test_padding_is_not_predicted() -> None:
     assert qfx.evaluate(model, LanguageModeling(padded))["perplexity"] == pytest.approx(expected, rel=1e-6)
 
 
+def test_padding_on_the_left_predicts_nothing() -> None:
+    """A model that is sure of every token but the first has perplexity 1, whatever it makes of padding."""
+    ids = torch.tensor([[7, 7, 3, 4, 5, 6]])
+    logits = torch.full((1, 6, 7), -50.0)
+    logits[0, torch.arange(1, 5), ids[0, 2:]] = 50.0
+    logits[0, 1] = -50.0
+    logits[0, torch.arange(2, 5), ids[0, 3:]] = 50.0
+    batch = {"input_ids": ids, "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1]])}
+    task = LanguageModeling([batch], reference=lambda **_: logits)
+    assert qfx.evaluate(lambda **_: logits, task) == {"perplexity": pytest.approx(1), "KL": pytest.approx(0)}
+
+
+def test_what_cannot_be_judged_is_refused() -> None:
+    ids = torch.tensor([[3, 4, 5, 6]])
+    with pytest.raises(qfx.QuarkError, match=r"returns \(1, 7\) for 4 tokens in a row"):
+        qfx.evaluate(lambda **_: torch.zeros(1, 7), LanguageModeling([{"input_ids": ids}]))
+    with pytest.raises(qfx.QuarkError, match="labels run from -100 to 2, and the model has 3 classes"):
+        qfx.evaluate(lambda x: x, Classification([(torch.eye(3), torch.tensor([0, -100, 2]))]))
+    with pytest.raises(qfx.QuarkError, match=r"returns \(4,\), no vector for each sample"):
+        qfx.evaluate(lambda x: x.sum(1), Embedding([torch.ones(4, 3)], reference=lambda x: x.sum(1)))
+
+
+def test_a_class_that_both_models_exclude_does_not_count() -> None:
+    logits = torch.tensor([[0.0, 1.0, -math.inf]])
+    task = Classification([(logits, torch.tensor([1]))], reference=lambda x: x)
+    assert qfx.evaluate(lambda x: x, task)["KL"] == 0
+
+
+def test_broken_models_are_far_away() -> None:
+    x = torch.ones(2, 3)
+    (found,) = compare(lambda x: x, lambda x: x * math.nan, [x])
+    assert math.isnan(found.max_abs)
+    (found,) = compare(lambda x: x * 0, lambda x: x * 100, [x])
+    assert (found.sqnr, found.cosine) == (-math.inf, 0.0)
+
+
 def test_all_forms_of_a_language_model_have_the_same_figures(tmp_path: Path) -> None:
     model = language_model()
     qmodel = quantize(model, "w4a16_rtn", windows())
@@ -164,7 +200,7 @@ def test_what_cannot_be_judged_is_refused_by_name(tmp_path: Path) -> None:
     assert "language modeling takes batches" in words_for(cnn(), LanguageModeling([{"ids": torch.ones(2, 3)}]))
     assert "language modeling takes batches" in words_for(cnn(), LanguageModeling([{"input_ids": torch.ones(2, 3)}]))
     strange = LanguageModeling([{"input_ids": torch.tensor([[1, 60]])}])
-    assert "the text has token 60, and the model foretells 50" in words_for(
+    assert "the text has token 60, and the model predicts 50" in words_for(
         lambda input_ids: language_model()(input_ids % 50), strange
     )
     assert "LlamaForCausalLM does not run on a batch: index out of range" in words_for(language_model(), strange)

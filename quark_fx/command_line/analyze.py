@@ -50,6 +50,7 @@ def analyze(
     batches = calibration(reading, source, needed=True)
     named = preset is not None and not exclude and group_size is None
     found = qfx.analyze(source.model, preset if named and preset else chosen, batches, metric=metric, top=top)
+    show(json, found.to_dict(), str(found))  # before a file that cannot be written
     if html is not None:
         found.html(html)
     if output is not None:
@@ -57,4 +58,3 @@ def analyze(
             output.write_text(found.to_yaml(), encoding="utf-8")
         except OSError as error:
             raise ExportError(f"{output} cannot be written: {error}; choose another path") from error
-    show(json, found.to_dict(), str(found))

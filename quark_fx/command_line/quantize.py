@@ -167,8 +167,10 @@ def _opened(source: Subject, dtype: str | None, scratch: str) -> Any:
         raise typer.BadParameter(
             f"unknown dtype {dtype!r}; choose one of {', '.join(_DTYPES)}{nearest(dtype, _DTYPES)}"
         )
-    if not isinstance(source.model, Path) or dtype is None:
+    if dtype is None:
         return source.model
+    if not isinstance(source.model, Path):
+        raise typer.BadParameter("--dtype says how a checkpoint is read; return the module in that dtype instead")
     return qfx.open_checkpoint(source.model, dtype=_DTYPES[dtype], scratch=scratch)
 
 

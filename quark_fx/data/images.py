@@ -78,7 +78,7 @@ def labeled_images(
     files = spread(_files(directory), count)
     if loose := [file for file in files if file.parent == directory]:
         raise CalibrationError(f"{loose[0]} lies in no folder of a class; put the images of each class into a folder")
-    names = sorted({file.relative_to(directory).parts[0] for file in _files(directory)})
+    names = sorted(entry.name for entry in directory.iterdir() if entry.is_dir())  # those without images count, too
     numbered = all(name.isdecimal() for name in names)
     label = {name: int(name) if numbered else index for index, name in enumerate(names)}
     labels = torch.tensor([label[file.relative_to(directory).parts[0]] for file in files], dtype=torch.int64)
@@ -112,6 +112,11 @@ class _Prepare:
         return torch.stack(made)
 
     def _tensor(self, image: Any) -> Tensor:
+        if image.mode[0] in "IF":
+            raise CalibrationError(
+                f"{image.filename} has more than 8 bits per value ({image.mode}), which would be cut off; store the "
+                "images as a .npy file of inputs as the model takes them"
+            )
         picture = image.convert(self.mode)
         if self.size is not None:
             scale = self.size / min(picture.size)

@@ -12,14 +12,19 @@ from torch.fx import GraphModule, Node
 
 from quark_fx.engine.context import Positions
 from quark_fx.graph.linear import Linear
-from quark_fx.graph.nodes import CAST, is_floating, results_of, target_name
-from quark_fx.graph.operators import MOVING
+from quark_fx.graph.nodes import CAST, is_floating, results_of, target_name, value_of
 
-_CAPPING = MOVING | {
-    CAST,
-    *(f"aten.{n}" for n in ("tanh.default", "mul.Tensor", "div.Tensor", "mul.Scalar", "div.Scalar")),
-}
-"""What models do to logits that leaves them logits."""
+_SHAPING = frozenset(
+    f"aten.{name}"
+    for name in ("view.default", "reshape.default", "_unsafe_view.default", "unsqueeze.default", "slice.Tensor")
+)
+"""What moves rows of logits; of these, what leaves the last dimension as it is."""
+
+_SCALING = frozenset({CAST, *(f"aten.{n}" for n in ("tanh.default", "mul.Tensor", "div.Tensor", "mul.Scalar"))})
+"""What models do to the values of logits that leaves them logits."""
+
+_MASKED = 1e18
+"""A value of at least this magnitude is a mask."""
 
 _ROWS = 512
 """Predictions at a time: a vocabulary's probabilities in float32 are large."""
@@ -29,8 +34,9 @@ _ROWS = 512
 class EndLoss:
     """The loss of a graph's results: the divergence of predictions in nats, the relative squared error of other values.
 
-    Results that a matrix product makes last, with at least two columns, are predictions (logits); what is done to them
-    afterwards, as a softmax, makes them other values.
+    A result is logits (predictions) if a matrix product with at least two columns makes it and at most scaling, capping
+    or moving of rows follows. A result that ends otherwise, as in a softmax, counts as values, and an embedding that a
+    matrix product ends in counts as logits.
 
     Attributes:
         predictions: for each result whether it holds logits; `None` for one that is no floating-point tensor.
@@ -59,20 +65,25 @@ class EndLoss:
             if logits is None:
                 found.append(None)
                 continue
-            gradient = torch.empty_like(value, dtype=torch.float32)
+            gradient = torch.empty_like(value, dtype=torch.float32, memory_format=torch.contiguous_format)
             for rows, out in _pieces(value, gradient):
                 out.copy_(_of_drawn_labels(rows, generator) if logits else _signs(rows, generator))
+            _leave_out_padding(gradient, kept)
             if not logits:
-                gradient /= value.float().square().mean().sqrt().clamp_min(1e-12)
-            found.append(_without_padding(gradient, kept))
+                gradient.masked_fill_(~(value.abs() < _MASKED), 0)  # a model may mask what it returns
+                gradient /= _root_mean_square(value, gradient != 0)
+            found.append(gradient)
         return found
 
 
 def _holds_logits(gm: GraphModule, node: Any) -> bool | None:
     if not isinstance(node, Node) or not is_floating(gm, node):
         return None
-    while target_name(node) in _CAPPING and len(node.all_input_nodes) == 1:
+    columns = value_of(gm, node).shape[-1:]
+    while target_name(node) in _SHAPING | _SCALING and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes
+        if value_of(gm, node).shape[-1:] != columns:
+            return False
     linear = Linear.of(node)
     return linear is not None and not linear.kernel and linear.shape[linear.output_axis] > 1
 
@@ -96,11 +107,15 @@ def _signs(rows: Tensor, generator: torch.Generator) -> Tensor:
     return torch.empty_like(rows).bernoulli_(0.5, generator=generator) * 2 - 1
 
 
-def _without_padding(gradient: Tensor, kept: Positions | None) -> Tensor:
-    if kept is None or gradient.shape[:-1] != kept.shape:
-        return gradient
-    counted = torch.zeros(kept.shape.numel(), dtype=torch.float32, device=gradient.device)
-    return gradient * counted.index_fill_(0, kept.rows, 1.0).view(kept.shape)[..., None]
+def _root_mean_square(value: Tensor, counted: Tensor) -> Tensor:
+    squares = torch.where(counted, value.float(), 0.0).square().sum()
+    return (squares / counted.sum().clamp_min(1)).sqrt().clamp_min(1e-12)
+
+
+def _leave_out_padding(gradient: Tensor, kept: Positions | None) -> None:
+    if kept is not None and gradient.shape[:-1] == kept.shape:
+        counted = torch.zeros(kept.shape.numel(), dtype=torch.float32, device=gradient.device)
+        gradient *= counted.index_fill_(0, kept.rows, 1.0).view(kept.shape)[..., None]
 
 
 __all__ = ["EndLoss"]

@@ -21,10 +21,11 @@ from quark_fx.graph.nodes import named_nodes
 from quark_fx.plan.placement import Coded
 
 _ENOUGH = 8
-"""Effective rows per input that are enough: the excess error over infinite data is about inputs / rows."""
+"""Effective rows per input, of all batches, that are enough: the excess error over infinite data is about inputs over
+rows."""
 
 _POWERS = (1.0, 0.75, 0.5, 0.25, 0.125)
-"""That weights are raised to; where none is small enough, all rows count alike."""
+"""That weights are raised to; where none is small enough, all rows count alike, and the report says so."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,13 @@ class Guidance:
     """The mean square, over output channels, of the end loss's gradient at each row that an operator makes.
 
     A Hessian whose rows are weighted by it is, averaged over outputs, that of the end loss, where `sum of x x'` is that
-    of the operator's own squared error. A few rows may have nearly all of the weight (the first token of a text, which
-    the others attend to), and a Hessian of so few rows says nothing of other data: weights are raised to the largest
-    power at which the effective number of rows, `(sum of w)**2 / sum of w**2`, is enough for the inputs.
+    of the operator's own squared error. But a few rows may have nearly all of the weight (the first token of a text,
+    which the others attend to), and a Hessian of so few rows says nothing of other data: weights are raised to the
+    largest power at which the effective number of rows, `(sum of w)**2 / sum of w**2`, is enough for the inputs.
 
     Attributes:
         weights: by operator's node and batch, float32, the shape of the output without its channels; 1 on average.
+        reasons: why an operator has none, by its node.
 
     Source:
         Kim et al. 2025 (GuidedQuant), equation 6 with one group of outputs; the gradient is that of labels which the
@@ -45,6 +47,7 @@ class Guidance:
     """
 
     weights: dict[tuple[str, int], Tensor]
+    reasons: dict[str, str]
 
     @classmethod
     def measure(cls, gm: GraphModule, context: Context) -> Self:
@@ -55,7 +58,7 @@ class Guidance:
         """
         context.require_batches()
         coded = [op for op in context.plan.values() if isinstance(op, Coded)]
-        linears = {op.node.name: op.linear for op in coded if op.linear is not None}
+        linears = {op.node.name: op.linear for op in coded if op.linear is not None and op.linear.matrices is not None}
         kernels = {name: bool(linear.kernel_axes) for name, linear in linears.items()}
         inputs = {name: math.prod(linear.shape) // linear.shape[linear.output_axis] for name, linear in linears.items()}
         loss, weights = EndLoss.of(gm), dict[tuple[str, int], Tensor]()
@@ -67,7 +70,7 @@ class Guidance:
             gradients = loss.sampled(walk.forward(batch), context.kept_positions(batch), generator)
             for name, gradient in walk.backward(gradients):
                 weights[name, batch] = gradient.float().square().mean(1 if kernels[name] else -1)
-        return cls(_tempered(weights, inputs, context))
+        return cls(*_tempered(weights, inputs, context))
 
     def of(self, operator: str, batch: int) -> Tensor | None:
         """Return the weights of an operator's rows; `None` for one whose output no result depends on."""
@@ -77,8 +80,7 @@ class Guidance:
         """Say why an operator's rows cannot be weighted; empty if they can."""
         if linear.offsets_at is not None:  # the quantized model may send a token elsewhere than the float one
             return "data chooses its rows"
-        known = any(name == linear.node.name for name, _ in self.weights)
-        return "" if known else "no prediction depends on it"
+        return self.reasons.get(linear.node.name, "")
 
 
 def guidance_of(context: Context) -> Guidance:
@@ -95,34 +97,36 @@ def guidance_of(context: Context) -> Guidance:
 
 def _tempered(
     weights: dict[tuple[str, int], Tensor], inputs: Mapping[str, int], context: Context
-) -> dict[tuple[str, int], Tensor]:
-    """Return powers of the weights over their mean, over all ranks; of operators whose weights are all zero none.
+) -> tuple[dict[tuple[str, int], Tensor], dict[str, str]]:
+    """Return powers of the weights over their mean, over all ranks, and why operators have none.
 
     Args:
         weights: squared gradients, by operator and batch.
         inputs: columns of each operator's Hessian.
         context: of the run.
     """
-    sums = torch.zeros(len(inputs), len(_POWERS), 2, dtype=torch.float32, device=context.device)
-    rows = dict.fromkeys(inputs, 0)
+    # Of each power: the sum, and that of squares, which float32 has no room for; at last the number of rows.
+    sums = torch.zeros(len(inputs), 2 * len(_POWERS) + 1, dtype=torch.float64, device=context.device)
     for i, name in enumerate(inputs):
         for batch in range(len(context.batches)):
             if (found := weights.get((name, batch))) is not None:
-                raised = torch.stack([found**power for power in _POWERS]).flatten(1)
-                sums[i] += torch.stack((raised.sum(1), raised.square().sum(1)), dim=1)
-                rows[name] += found.numel()
-    counts = torch.tensor(list(rows.values()), dtype=torch.int64)
-    context.ranks.add(sums, counts)
-    chosen = {}
-    for name, count, found in zip(inputs, counts.tolist(), sums.tolist(), strict=True):
-        usable = (
-            (p, s / count) for p, (s, q) in zip(_POWERS, found, strict=True) if s * s > _ENOUGH * inputs[name] * q
-        )
-        if found[0][0] > 0:
-            chosen[name] = next(usable, (0.0, 1.0))
-    return {
-        (name, batch): w ** chosen[name][0] / chosen[name][1] for (name, batch), w in weights.items() if name in chosen
-    }
+                raised = torch.stack([found.double() ** power for power in _POWERS]).flatten(1)
+                count = torch.full_like(raised[:1, 0], raised.shape[1])
+                sums[i] += torch.cat((raised.sum(1), raised.square().sum(1), count))
+    context.ranks.add(sums)
+    chosen, reasons = dict[str, tuple[float, float]](), dict[str, str]()
+    for name, (*found, count) in zip(inputs, sums.tolist(), strict=True):
+        totals, squares = found[: len(_POWERS)], found[len(_POWERS) :]
+        least, rows = _ENOUGH * inputs[name], zip(_POWERS, totals, squares, strict=True)
+        powers = [(p, total / count) for p, total, square in rows if 0 < least * square < total * total < math.inf]
+        if powers:
+            chosen[name] = powers[0]
+        elif not math.isfinite(sum(totals)):
+            reasons[name] = "its gradient is not finite"
+        else:
+            reasons[name] = "predictions depend on too few rows" if totals[0] else "no prediction depends on it"
+    pairs = ((key, w, chosen[key[0]]) for key, w in weights.items() if key[0] in chosen)
+    return {key: w**power / mean for key, w, (power, mean) in pairs}, reasons
 
 
 __all__ = ["Guidance", "guidance_of"]

@@ -61,7 +61,7 @@ def _pairs(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[tuple[str,
     if common := [name for name in left if name in right]:
         return [(name, left[name], right[name]) for name in common]
     if len(left) == len(right):
-        names = [a if not a or a.isdecimal() is False else b for a, b in zip(left, right, strict=True)]
+        names = [b if a.isdecimal() else a for a, b in zip(left, right, strict=True)]
         return list(zip(names, left.values(), right.values(), strict=True))
     raise QuarkError(
         f"the models have no output in common: {', '.join(left) or 'none'} and {', '.join(right) or 'none'}"
@@ -85,18 +85,21 @@ class _Sums:
             equal = a.argmax(-1) == b.argmax(-1)
             self.same, self.rows = self.same + int(equal.sum()), self.rows + equal.numel()
         x, y = a.double().flatten(), b.double().flatten()
-        self.largest = max(self.largest, float((x - y).abs().max()) if x.numel() else 0.0)
+        furthest = float((x - y).abs().max()) if x.numel() else 0.0
+        self.largest = furthest if math.isnan(furthest) else max(furthest, self.largest)
         self.left, self.right = self.left + float(x @ x), self.right + float(y @ y)
         self.product, self.noise = self.product + float(x @ y), self.noise + float((x - y).square().sum())
 
     def distance(self, name: str) -> Distance:
-        sqnr = 10 * math.log10(self.left / self.noise) if self.noise and self.left else math.inf
-        norms = math.sqrt(self.left * self.right)
+        sqnr = math.inf
+        if self.noise:
+            sqnr = 10 * math.log10(self.left / self.noise) if self.left else -math.inf
+        norms, zeros = math.sqrt(self.left * self.right), self.left == self.right == 0
         return Distance(
             name,
             self.largest,
             sqnr,
-            self.product / norms if norms else 1.0,
+            self.product / norms if norms else float(zeros),
             self.same / self.rows if self.rows else 1.0,
         )
 

@@ -14,6 +14,9 @@ from torch.nn import functional as F
 from quark_fx.errors import QuarkError
 from quark_fx.evaluation.runs import Run, main_tensor, run_of
 
+_LARGEST_LOSS = 700.0
+"""Nats, above which a perplexity is no float."""
+
 Task = Callable[[Run], dict[str, float]]
 """Runs batches of its own and returns figures by name."""
 
@@ -42,14 +45,14 @@ def evaluate(model: Any, task: Task) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class LanguageModeling:
-    """How well the next token is foretold.
+    """How well the next token is predicted.
 
     Figures: `perplexity`, e to the power of the mean cross entropy of the tokens after the first of each row, and, with
     a reference, `KL`, the mean Kullback-Leibler divergence of the predictions from the reference's, in nats per token.
 
     Args:
         batches: `{"input_ids": (rows, tokens), ...}`, read again by each evaluation; where an `attention_mask` is 0,
-            tokens are not predicted.
+            tokens neither are predicted nor predict.
         reference: the float model, in any form that `evaluate` takes.
     """
 
@@ -64,20 +67,21 @@ class LanguageModeling:
             found, expected = run(batch), None if reference is None else reference(batch)
             mask = batch.get("attention_mask")
             for row, ids in enumerate(batch["input_ids"]):  # one by one, as the logits of a vocabulary are large
-                kept = torch.ones_like(ids[1:], dtype=torch.bool) if mask is None else mask[row, 1:].bool()
-                log_probs = _log_probs(found, row)[:-1][kept]
-                if ids.numel() and int(ids.max()) >= log_probs.shape[-1]:
+                ones = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask[row].bool()
+                kept = ones[1:] & ones[:-1]  # with padding on the left, its last position would predict the first token
+                log_probs, tokens_of = _predictions(found, row, len(ids))[kept], ids[1:][kept]
+                if len(tokens_of) and int(tokens_of.max()) >= log_probs.shape[-1]:
                     raise QuarkError(
-                        f"the text has token {int(ids.max())}, and the model foretells {log_probs.shape[-1]}; tokenize "
-                        "with the model's own tokenizer"
+                        f"the text has token {int(tokens_of.max())}, and the model predicts {log_probs.shape[-1]}; "
+                        "tokenize with the model's own tokenizer"
                     )
-                loss += float(F.nll_loss(log_probs, ids[1:][kept], reduction="sum"))
-                tokens += int(kept.sum())
+                loss += float(F.nll_loss(log_probs, tokens_of, reduction="sum"))
+                tokens += len(tokens_of)
                 if expected is not None:
-                    wanted = _log_probs(expected, row)[:-1][kept]
-                    divergence += float(F.kl_div(log_probs, wanted, log_target=True, reduction="sum"))
+                    divergence += _divergence(log_probs, _predictions(expected, row, len(ids))[kept])
         _require(tokens, "tokens")
-        figures = {"perplexity": math.exp(loss / tokens)}
+        mean = loss / tokens
+        figures = {"perplexity": math.exp(mean) if mean < _LARGEST_LOSS else math.inf}
         return figures if reference is None else figures | {"KL": divergence / tokens}
 
 
@@ -106,12 +110,13 @@ class Classification:
                     f"the model returns {tuple(found.shape)} for labels {tuple(labels.shape)}; a classifier returns "
                     "one row of logits for each label"
                 )
+            _require_classes(labels, found.shape[-1])
             right += int((found.argmax(-1) == labels).sum())
             samples += labels.numel()
             if reference is not None:
                 expected = _log_probs(reference(inputs))
                 same += int((found.argmax(-1) == expected.argmax(-1)).sum())
-                divergence += float(F.kl_div(found, expected, log_target=True, reduction="sum"))
+                divergence += _divergence(found, expected)
         _require(samples, "samples")
         figures = {"accuracy": right / samples}
         return figures if reference is None else figures | {"agreement": same / samples, "KL": divergence / samples}
@@ -119,9 +124,9 @@ class Classification:
 
 @dataclass(frozen=True)
 class Embedding:
-    """How much the vectors that a model makes of its inputs turn.
+    """How near the vectors that a model makes of its inputs are to the reference's.
 
-    Figures: `cosine`, the mean cosine between its vectors and the reference's. What a model makes of each token is
+    Figures: `cosine`, their mean cosine similarity. What a model makes of each token is
     averaged, without those whose `attention_mask` is 0; any other result is one vector for each sample.
 
     Args:
@@ -148,9 +153,36 @@ def _log_probs(output: Any, row: int | None = None) -> Tensor:
     return (logits if row is None else logits[row]).float().log_softmax(-1)
 
 
+def _predictions(output: Any, row: int, tokens: int) -> Tensor:
+    """Return the logarithms of the probabilities of a row's tokens but the first, each from those before it."""
+    logits = main_tensor(output, "logits")
+    if logits.dim() != 3 or logits.shape[1] != tokens:
+        raise QuarkError(
+            f"the model returns {tuple(logits.shape)} for {tokens} tokens in a row; language modeling takes logits "
+            "(rows, tokens, vocabulary) for every token"
+        )
+    return _log_probs(output, row)[:-1]
+
+
+def _divergence(found: Tensor, expected: Tensor) -> float:
+    """Return the sum of the rows' divergences of predictions from what is expected; 0 where both exclude a class."""
+    terms = expected.exp() * (expected - found)
+    return float(torch.where(expected == -math.inf, 0.0, terms).sum())
+
+
+def _require_classes(labels: Tensor, classes: int) -> None:
+    if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        raise QuarkError(
+            f"labels run from {int(labels.min())} to {int(labels.max())}, and the model has {classes} classes, counted "
+            "from 0; give the numbers that it was trained with"
+        )
+
+
 def _vectors(output: Any, batch: Any) -> Tensor:
     """Return a vector for each sample."""
     value = main_tensor(output, "sentence_embedding", "last_hidden_state").float()
+    if value.dim() < 2:
+        raise QuarkError(f"the model returns {tuple(value.shape)}, no vector for each sample; judge it by another task")
     if value.dim() != 3:
         return value.flatten(1)
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None

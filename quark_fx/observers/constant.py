@@ -18,8 +18,8 @@ _SIXTEENTHS = ((1.0, 16), (1 / 16, 8))
 """Shares of the range that are tried, as widths around the best so far and steps in them: sixteenths, then eighths of a
 sixteenth."""
 
-_EXPONENTS = ((0.5, 1), (1.0, 1))
-"""The same where scales are powers of two in 8 bits: one exponent less than the range asks for, and one more."""
+_EXPONENTS = (2.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
+"""The same where scales are powers of two in 8 bits: one exponent more than the range asks for, and up to four less."""
 
 _WIDEST = 1.5
 """The largest share for floats, whose values lie the farther apart the larger they are: the largest magnitude of a
@@ -29,8 +29,8 @@ block may be rounded to the second largest value instead, as 6 is to 4 in E2M1 (
 def smallest_error_qparams(x: Tensor, scheme: Scheme) -> QParams:
     """Return the parameters of each row whose clipping thresholds have the smallest squared error.
 
-    A symmetric scheme shrinks both thresholds alike, or for floats widens them; an asymmetric one then moves the upper,
-    and then the lower.
+    A symmetric scheme shrinks both thresholds alike, or, for floats and exponents, widens them; an asymmetric one then
+    moves the upper, and then the lower.
 
     Args:
         x: shape (channels, values), finite.
@@ -57,9 +57,11 @@ def smallest_error_qparams(x: Tensor, scheme: Scheme) -> QParams:
 def _best_share(x: Tensor, scheme: Scheme, thresholds: _Thresholds, best: Tensor) -> Tensor:
     """Return, per row, the share of the range with the smallest error; the whole range where none is smaller."""
     error = _squared_error(x, scheme, *thresholds(best))
-    exponents = scheme.scale_type.is_e8m0
-    most = 2.0 if exponents else _WIDEST if isinstance(scheme.format, FloatFormat) else 1.0
-    for width, count in _EXPONENTS if exponents else _SIXTEENTHS:
+    for power in _EXPONENTS if scheme.scale_type.is_e8m0 else ():
+        found = _squared_error(x, scheme, *thresholds(torch.full_like(best, power)))
+        best, error = torch.where(found < error, power, best), torch.minimum(found, error)
+    most = _WIDEST if isinstance(scheme.format, FloatFormat) else 1.0
+    for width, count in () if scheme.scale_type.is_e8m0 else _SIXTEENTHS:
         centre = best
         for step in range(-count, count + 1):
             share = centre + width * step / count

@@ -22,9 +22,9 @@ class GPTQ(Solver):
 
     Scales do not change on the way (static groups). Every operator sees inputs that everything before it, quantized,
     makes of the data (true sequential), in one forward pass over it. Operators that read one value share its
-    Hessian and its factors; of a stack of experts each has the tokens routed to it, and borrows from the average
-    of all where they are few. Positions that the data's `attention_mask` leaves out do not count, but for experts.
-    A weight keeps its codes where the error on validation data would be higher.
+    Hessian and its factors, unless guided; of a stack of experts each has the tokens routed to it, and borrows from
+    the average of all where they are few. Positions that the data's `attention_mask` leaves out do not count, but for
+    experts. A weight keeps its codes where the error on validation data would be higher.
 
     Args:
         damping: share of the mean diagonal of the Hessian that is added to it.

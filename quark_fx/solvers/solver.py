@@ -19,6 +19,7 @@ from quark_fx.config.selection import Selective
 from quark_fx.engine.block_walk import walk_blocks
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Context
+from quark_fx.engine.guidance import guidance_of
 from quark_fx.engine.sizes import FLOAT32, BlockSize, Matrices, Need, Sizes
 from quark_fx.errors import ConfigError
 from quark_fx.graph.pass_manager import Stage, graph_pass
@@ -58,7 +59,7 @@ class Solver(Selective, ABC):
         Args:
             now: a `QuantizedMatrix` with the float weight, a `Bias`, or an `Activation`, as it is.
             seen: what `reads` measured on the calibration batches of all ranks, everything before quantized. Operators
-                that read one value get the same object.
+                that read one value get the same object, unless it is guided.
 
         Raises:
             CalibrationError: for data that cannot be learned from; the engine adds names.
@@ -105,6 +106,8 @@ class Solver(Selective, ABC):
         reads, form, find = self._reading, self._form, places_of(self.chooses, gm, context, self)
         judge = BlockJudge(self.solve, reads, context) if form is None else FormJudge(self.solve, form, context)
         label = type(self).__name__
+        if form is not None and form.guided:
+            guidance_of(context)  # before blocks and what enters them take memory
         for run in walk_blocks(gm, context, unit=Unit.OPERATOR, label=label, side_by_side=self._side_by_side):
             for places in [] if run.finished else find(run):
                 for some in [places] if reads.shared else [(place,) for place in places]:
@@ -114,10 +117,12 @@ class Solver(Selective, ABC):
     def needs(self, sizes: Sizes) -> Need:
         """Return what a run takes: what it reads of both kinds of batches, or blocks, and `working_bytes`."""
         by_form, hessians = self._form is not None, 2 * (1 + self._side_by_side)
+        guided = self._form is not None and self._form.guided
 
         def measuring(block: BlockSize) -> int:
-            # Rows of another dtype are copied.
-            copied = (FLOAT32 * m.rows * m.inputs * (m.itemsize != FLOAT32) for m in block.matrices)
+            # Rows of another dtype are copied, and those with weights.
+            copies = [guided + (m.itemsize != FLOAT32) for m in block.matrices]
+            copied = (FLOAT32 * m.rows * m.inputs * n for m, n in zip(block.matrices, copies, strict=True))
             pairs = zip(block.matrices, copied, strict=True)
             measured = (hessians * m.moment + block.entrances + rows for m, rows in pairs)
             solved = (hessians * m.moment + self.working_bytes(m) for m in block.matrices)
@@ -134,8 +139,8 @@ class Solver(Selective, ABC):
             return sum(measured) + sum(map(self.working_operations, block.matrices))
 
         turn = measuring if by_form else running
-        guided = sizes.back_walk(1) if self._form is not None and self._form.guided else Need(())
-        return guided + sizes.walk(Unit.OPERATOR, turn, streams=1 + self._side_by_side, work=work)
+        before = sizes.back_walk(1) if guided else Need(())
+        return before + sizes.walk(Unit.OPERATOR, turn, streams=1 + self._side_by_side, work=work)
 
 
 def solver(cls: S) -> S:

@@ -100,6 +100,57 @@ def of_context(model: nn.Module, batches: list[Any], look: Any, **options: Any) 
     return walk(model, batches, look, W4A16_RTN.replace(weight=GROUPS.replace(group_size=4)), **options)
 
 
+def losses(model: nn.Module, data: list[Tensor]) -> tuple[EndLoss, list[str]]:
+    """Return the loss of a model, and what guided GPTQ notes."""
+    found: list[EndLoss] = []
+
+    def look(_: GraphModule, context: Context) -> None:
+        assert context.float_graph is not None
+        found.append(EndLoss.of(context.float_graph))
+
+    config = INT8_WEIGHT_ONLY.replace(passes=(*INT8_WEIGHT_ONLY.passes, GPTQ(guided=True)))
+    qmodel = walk(model, data, look, config)
+    return found[0], [change.what for change in record_of(qmodel, "GPTQ").changes]
+
+
+class Ends(nn.Module):
+    """A matrix product, and what a model makes of it at its end."""
+
+    def __init__(self, end: Any) -> None:
+        super().__init__()
+        self.first, self.head, self.end = nn.Linear(8, 8), nn.Linear(8, 6), end
+
+    def forward(self, x: Tensor) -> Any:
+        return self.end(self.head(torch.relu(self.first(x))))
+
+
+ENDS: dict[str, tuple[Any, tuple[bool, ...]]] = {
+    "logits": (lambda y: y, (True,)),
+    "capped": (lambda y: torch.tanh(y / 30) * 30, (True,)),
+    "the last rows": (lambda y: y[:, -20:], (True,)),
+    "classes before positions": (lambda y: y.transpose(1, 2), (False,)),
+    "heads": (lambda y: y.unflatten(-1, (2, 3)).transpose(1, 2), (False,)),
+    "masked": (lambda y: y.masked_fill(torch.arange(6) > 4, torch.finfo(torch.float32).min), (False,)),
+    "probabilities": (lambda y: y.softmax(-1), (False,)),
+    "logits and values": (lambda y: (y, y.unflatten(-1, (2, 3)).transpose(1, 2)), (True, False)),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_results_are_logits_or_values(name: str) -> None:
+    end, expected = ENDS[name]
+    loss, notes = losses(seeded(Ends(end)), [rand(16, 40, 8, seed=i) for i in range(2)])
+    assert loss.predictions == expected
+    assert len(notes) == 2
+    assert not any("unguided" in note for note in notes)
+
+
+def test_what_few_rows_decide_is_named() -> None:
+    model = seeded(Ends(lambda y: y[:, :1]))
+    _, notes = losses(model, [rand(16, 40, 8, seed=i) for i in range(2)])
+    assert all(note.endswith("unguided: predictions depend on too few rows") for note in notes if "skipped" not in note)
+
+
 @on_devices
 def test_mean_outer_product_is_the_second_derivative_of_the_loss(device: torch.device) -> None:
     logits = torch.tensor([[0.5, -1.0, 2.0], [0.1, 0.0, -0.3]], device=device, dtype=torch.float32)
@@ -206,7 +257,7 @@ def test_a_guided_hessian_weights_its_rows(shifted: bool, device: torch.device) 
             weights[op.name] = [w for b in context.calibration if (w := guidance.of(op.node.name, b)) is not None]
 
     model = seeded(Mixed()).to(device)
-    data = [x.to(device) for x in images(4, 4)]
+    data = [x.to(device) for x in images(40, 40)]
     config = INT8_WEIGHT_ONLY.replace(passes=(*INT8_WEIGHT_ONLY.passes, Looking()))
     walk(model, data, look, config)
     x = divided(data)[0]
@@ -255,7 +306,7 @@ def test_what_no_prediction_depends_on_is_named() -> None:
             return logits
 
     config = QuantConfig(weight=GROUPS, passes=(GPTQ(guided=True),))
-    qmodel = quantize(seeded(Sorted()), config, [rand(64, 16) @ rand(16, 16)])
+    qmodel = quantize(seeded(Sorted()), config, [rand(512, 16) @ rand(16, 16)])
     first, head = record_of(qmodel, "GPTQ").changes
     assert first.changed
     assert first.what.endswith("unguided: no prediction depends on it")

@@ -50,12 +50,14 @@ def test_scales_of_e4m3_are_nearly_the_best_of_all(device: torch.device) -> None
     assert bool((found.scale > plain.scale).any()), "4 instead of 6"
 
 
+@pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("fmt", [FP4_E2M1, FP8_E4M3], ids=str)
-def test_exponents_are_the_best_of_all(fmt: FloatFormat, device: torch.device) -> None:
-    x = torch.randn(300, 32, generator=torch.Generator().manual_seed(0)).to(device)
+def test_exponents_are_the_best_of_all(fmt: FloatFormat, long: bool, device: torch.device) -> None:
+    x = torch.randn(300, 4096 if long else 32, generator=torch.Generator().manual_seed(0)).to(device)
+    x[:, 0] *= 50 if long else 1
     scheme = Scheme(format=fmt, scale_type=ScaleType.E8M0_EVEN)
     points = torch.zeros(len(x), dtype=torch.int32, device=device)
-    every = [torch.full((len(x),), 2.0**power, device=device, dtype=torch.float32) for power in range(-12, 3)]
+    every = [torch.full((len(x),), 2.0**power, device=device, dtype=torch.float32) for power in range(-12, 8)]
     tried = torch.stack([error(x, QParams(scale, points), scheme) for scale in every])
     assert torch.equal(error(x, smallest_error_qparams(x, scheme), scheme), tried.amin(0))
 
