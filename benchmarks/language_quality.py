@@ -41,6 +41,7 @@ METHODS: dict[str, tuple[dict[str, Any], Sequence[GraphPass]]] = {
     "asymmetric GPTQ": (_PLAIN, (GPTQ(asymmetry=1.0),)),
     "AWQ + GPTQ": (_PLAIN, (AWQ(), GPTQ())),
     "best": (_SIGNED, (GPTQ(asymmetry=0.5, fit_scales=True),)),
+    "best, guided": (_SIGNED, (GPTQ(asymmetry=0.5, fit_scales=True, guided=True),)),
     "AutoRound, sign-aware": (_SIGNED, (AutoRound(),)),
 }
 """Fields of the weights' spec, and passes."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any
 
+import torch
 import typer
+from torch.utils import _pytree as pytree
 
 import quark_fx as qfx
 from quark_fx.command_line.options import Json, Reading, reads_data
@@ -42,9 +44,17 @@ def evaluate(
     original = None if reference is None else subject(reference)
     judged = subject(model).completed_by(original)
     task = task or _task(reading, judged)
-    figures = qfx.evaluate(judged.model, _judge(task, reading, judged, None if original is None else original.model))
-    rows = [(name, f"{value:.6g}") for name, value in figures.items()]
-    show(json, {"model": model, "task": str(task), "figures": figures}, table((str(task), model), rows, right=(1,)))
+    judge = _judge(task, reading, judged, None if original is None else original.model)
+    figures, samples = qfx.evaluate(judged.model, judge), sum(map(_samples, judge.batches))
+    rows = [*((name, f"{value:.6g}") for name, value in figures.items()), ("samples", str(samples))]
+    found = {"model": model, "task": str(task), "figures": figures, "samples": samples}
+    show(json, found, table((str(task), model), rows, right=(1,)))
+
+
+def _samples(batch: Any) -> int:
+    """Return how many samples a batch of a task has."""
+    tensors = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim())
+    return len(next(tensors, ()))
 
 
 def _task(reading: Reading, judged: Subject) -> Task:

@@ -14,7 +14,7 @@ def dequantize_once(model: ir.Model, node: ir.Node) -> bool:
     """Spell the `DequantizeLinear` of a recurrent layer's weights of 8 bits out as `Cast` and `Mul`.
 
     ONNX Runtime computes those when it loads the file, and a `DequantizeLinear` in every run. Its kernels take a
-    weight that is known beforehand in an order of their own, and are up to twice as fast with it.
+    weight that is known beforehand in an order of their own, and are faster with it.
     """
     return sum(_spell_out(model, node, position) for position in (1, 2)) > 0
 
