@@ -171,7 +171,7 @@ def main() -> None:
         "s, at least",
         "s",
     )
-    page = f"""# Foretold and measured
+    page = f"""# Predicted and measured
 
 Written by `python -m benchmarks.predicted --write`, whose docstring says what is measured.
 

@@ -262,6 +262,21 @@ def test_labels_are_the_numbers_of_folders_or_their_order(tmp_path: Path) -> Non
         qfx.data.labeled_images(tmp_path / "b")
 
 
+def test_a_class_without_images_keeps_its_number(tmp_path: Path) -> None:
+    for name in ("ant", "bee", "cat"):
+        (tmp_path / name).mkdir()
+    for name in ("ant", "cat"):
+        Image.fromarray(np.zeros((2, 2, 3), dtype=np.uint8)).save(tmp_path / name / "x.png")
+    ((_, labels),) = qfx.data.labeled_images(tmp_path)
+    assert labels.tolist() == [0, 2]
+
+
+def test_images_of_more_than_8_bits_are_refused(tmp_path: Path) -> None:
+    Image.fromarray(np.arange(16, dtype=np.uint16).reshape(4, 4) * 1000).save(tmp_path / "x.png")
+    with pytest.raises(qfx.CalibrationError, match=r"x\.png has more than 8 bits per value"):
+        qfx.data.image_folder(tmp_path)
+
+
 def test_arrays_are_read_in_batches_and_doubles_become_floats(tmp_path: Path) -> None:
     values = rand(5, 2)
     np.save(tmp_path / "x.npy", values.double().numpy())
