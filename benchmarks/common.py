@@ -137,14 +137,11 @@ def environment() -> str:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    named = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    flags = set(named.get("flags", "").split())
-    extensions = [name for name in ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8") if name in flags]
-    return f"{named.get('model name', platform.machine())} ({', '.join(extensions)})"
+    from quark_fx.system.processor import this_processor  # not where workers import this
+
+    name, flags = this_processor()
+    extensions = [flag for flag in ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8") if flag in flags]
+    return f"{name} ({', '.join(extensions)})"
 
 
 def publish(text: str, page: str | None) -> None:

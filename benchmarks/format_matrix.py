@@ -100,7 +100,7 @@ FORMATS: dict[str, Format] = {
         f"{name} e8m0_floor, vitis": Format(name, _VITIS, _FLOOR)
         for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8")
     },
-    **{preset: Format(preset) for preset in ("w4a16_rtn", "w8a8_dynamic", "fp8_dynamic")},
+    **{preset: Format(preset) for preset in ("w4a16_rtn", "w8a8_dynamic", "w4a4_dynamic", "fp8_dynamic")},
     **{
         f"int8_weight_only {fmt}": Format("int8_weight_only", {"opset": 25} if "2" in fmt else {}, {"format": fmt})
         for fmt in ("int2", "uint2", "uint4", "uint8", "int16", "uint16")

@@ -101,13 +101,13 @@ class Trained:
 
     def figures(self, runnable: Runnable) -> dict[str, float]:
         """Return `perplexity` and `KL`, the mean divergence of predictions from the model's, in nats per token."""
-        return qfx.evaluate(runnable, LanguageModeling(self.held_out, reference=self._foretold))
+        return qfx.evaluate(runnable, LanguageModeling(self.held_out, reference=self._reference))
 
     def divergence(self, runnable: Runnable) -> float:
         """Return `KL` of `figures`."""
         return self.figures(runnable)["KL"]
 
-    def _foretold(self, input_ids: Tensor) -> Tensor:
+    def _reference(self, input_ids: Tensor) -> Tensor:
         return self._expected[id(input_ids)]
 
     @cached_property

@@ -47,6 +47,7 @@ from quark_fx.config.quant_config import QuantConfig, Target
 from quark_fx.export.runtime import verification
 from quark_fx.graph.signature import split_batch
 from quark_fx.presets import INT8_DYNAMIC, INT8_STATIC, XINT8
+from quark_fx.system.processor import this_processor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -178,7 +179,7 @@ _SATURATES = "from quark_fx.export.runtime.session import *; print(adds_pairs_in
 def _without(folder: Path, *, avx512: bool = False) -> Processor | None:
     """Return a processor whose copy of ONNX Runtime finds no VNNI (and no integer AVX-512), `None` if there is none."""
     source = Path(onnxruntime.__file__).parent
-    if not list(source.glob(_LIBRARY)) or not _here_has("avx512_vnni"):
+    if not list(source.glob(_LIBRARY)) or "avx512_vnni" not in this_processor()[1]:
         return None
     shutil.copytree(source, folder / "onnxruntime")
     _forget(folder / "onnxruntime", avx512=avx512)
@@ -197,11 +198,6 @@ def _forget(package: Path, *, avx512: bool) -> None:
                 code[place : place + 4] = bytes(4)
         library.unlink()  # pip may have linked it to its cache
         library.write_bytes(code)
-
-
-def _here_has(extension: str) -> bool:
-    cpu = Path("/proc/cpuinfo")
-    return cpu.exists() and extension in cpu.read_text(encoding="utf-8").split()
 
 
 class Elsewhere:

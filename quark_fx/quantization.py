@@ -454,6 +454,11 @@ def divisible(captured: Captured) -> bool:
 
 
 def resolve(config: str | QuantConfig | Mapping[str, Any]) -> QuantConfig:
+    """Return the configuration that a preset's name, a `QuantConfig` or its `to_dict()` stands for.
+
+    Raises:
+        ConfigError: for an unknown preset or option.
+    """
     if isinstance(config, str):
         return preset(config)
     if isinstance(config, QuantConfig):

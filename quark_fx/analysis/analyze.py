@@ -105,7 +105,6 @@ def _analyzed(trials: Trials, config: QuantConfig, top: int) -> Analysis:
     error, errors = _estimated(trials, graph)
     rows = _rows(base.plan, graph.rounded, errors)
     estimates = Estimates(base.float_graph, config, graph.rounded, errors, trials.parts[:1])
-    proposed = config
     looked_at = [row for row in rows[:top] if row[0].error >= _NOTABLE * error]
     found = [estimates.remedies(operators, row.name) for row, operators, _ in looked_at]
     everything = set(range(len(graph.rounded)))

@@ -1,4 +1,4 @@
-"""What would make an operator's roundings cost less, judged by what it makes of a few samples."""
+"""Remedies for the error of an operator, scored by its output on a few samples."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Estimates:
         return self.operators[node.name].name if node.name in self.operators else names_of(node).name
 
     def ended(self, exclude: tuple[str, ...]) -> set[int]:
-        """Return the places of what is not rounded any more with more exclusions."""
+        """Return the places that are no longer rounded if more is excluded."""
         plan = plan_quantization(self.gm, self.config.replace(exclude=(*self.config.exclude, *exclude)), quiet=True)
         quantized = {op.node.name for op in plan.operators if isinstance(op, Quantized)}
         values = {point.value.name for point in plan.points.values()}

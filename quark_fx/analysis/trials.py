@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
-from torch.nn import functional as F
 
 from quark_fx.capture.capture import Captured
 from quark_fx.config.quant_config import QuantConfig, TensorSpec
@@ -26,6 +25,7 @@ from quark_fx.engine.calibration import (
     watches_in,
 )
 from quark_fx.engine.context import Context
+from quark_fx.evaluation.tasks import divergence_of
 from quark_fx.graph.nodes import named_nodes
 from quark_fx.graph.pass_manager import GraphPass, Stage, copy_graph, pass_stage, run_passes, takes_context
 from quark_fx.numbers.qparams import QParams
@@ -45,8 +45,8 @@ def divergence(outputs: Sequence[Any], targets: Sequence[Any]) -> Tensor:
         targets: those of the float model, shaped alike.
     """
     y, target = next((y, t) for y, t in zip(outputs, targets, strict=True) if _holds_floats(t))
-    y, target = (F.log_softmax(x.float().flatten(0, -2), -1) for x in (y, target))
-    return F.kl_div(y, target, log_target=True, reduction="batchmean")
+    y, target = (x.float().flatten(0, -2).log_softmax(-1) for x in (y, target))
+    return divergence_of(y, target) / len(y)
 
 
 def _holds_floats(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The commands together, and the border where a user's mistake becomes a message and an exit code."""
+"""All commands, and where an error that the user can mend becomes a message and an exit code."""
 
 from __future__ import annotations
 

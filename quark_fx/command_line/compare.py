@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from quark_fx import evaluation
-from quark_fx.command_line.options import Json, Reading, reads_data
+from quark_fx.command_line.options import AnyModel, Json, Reading, reads_data
 from quark_fx.command_line.printing import show, table
 from quark_fx.command_line.reading import read_batches
 from quark_fx.command_line.subjects import subject
@@ -16,9 +16,7 @@ from quark_fx.command_line.subjects import subject
 
 @reads_data
 def compare(
-    first: Annotated[
-        str, typer.Argument(help="An .onnx file, a quantized model, a checkpoint, or package.module:function.")
-    ],
+    first: AnyModel,
     second: Annotated[str, typer.Argument(help="What is compared with it, likewise.")],
     reading: Reading,
     json: Json = False,

@@ -6,13 +6,13 @@ import importlib.util
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
 import quark_fx
 from quark_fx.command_line.options import Json
 from quark_fx.command_line.printing import show, table
+from quark_fx.system.processor import this_processor
 
 EXTRAS = {
     "onnx": ("ONNX files: export, verify, inspect, evaluate", ("onnx", "onnxruntime", "onnxscript", "onnx_ir")),
@@ -39,7 +39,7 @@ _INT8 = {
 
 def doctor(json: Json = False) -> None:
     """Show the processor and its int8 instructions, versions, and which extras are installed."""
-    name, flags = _processor()
+    name, flags = this_processor()
     saturates = _saturates()
     instructions = {flag: meaning for flag, meaning in _INT8.items() if flag in flags}
     devices = [f"{torch.cuda.get_device_name(i)} (cuda:{i})" for i in range(torch.cuda.device_count())]
@@ -101,14 +101,3 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _processor() -> tuple[str, frozenset[str]]:
-    """Return the processor's name and what its instructions are called, where Linux says it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine(), frozenset()
-    named = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    flags = named.get("flags", named.get("Features", ""))
-    return named.get("model name", platform.machine()), frozenset(flags.split())

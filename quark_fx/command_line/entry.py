@@ -1,4 +1,4 @@
-"""Where the command begins: what it needs is named if it is missing."""
+"""The entry point of `quark-fx`, which names a package that is missing."""
 
 from __future__ import annotations
 

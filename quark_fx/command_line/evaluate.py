@@ -10,7 +10,7 @@ import typer
 from torch.utils import _pytree as pytree
 
 import quark_fx as qfx
-from quark_fx.command_line.options import Json, Reading, reads_data
+from quark_fx.command_line.options import AnyModel, Json, Reading, reads_data
 from quark_fx.command_line.printing import show, table
 from quark_fx.command_line.reading import has_labels, is_text, read_batches, read_labeled
 from quark_fx.command_line.subjects import Subject, subject
@@ -28,9 +28,7 @@ class Task(StrEnum):
 
 @reads_data
 def evaluate(
-    model: Annotated[
-        str, typer.Argument(help="An .onnx file, a quantized model, a checkpoint, or package.module:function.")
-    ],
+    model: AnyModel,
     reading: Reading,
     task: Annotated[
         Task | None, typer.Option(help="Default: by the data: windows of text, samples with labels, or anything else.")

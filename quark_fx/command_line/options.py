@@ -18,6 +18,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and no
 
 Html = Annotated[Path | None, typer.Option("--html", help="Where a page of figures and tables is written.")]
 
+AnyModel = Annotated[
+    str, typer.Argument(help="An .onnx file, a quantized model, a checkpoint, or package.module:function.")
+]
+
 FloatModel = Annotated[
     str,
     typer.Argument(
@@ -64,7 +68,7 @@ Formats = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What is read to calibrate on or to judge by, and how."""
+    """The data for calibration or evaluation, and how to read it."""
 
     data: Annotated[
         Path | None,

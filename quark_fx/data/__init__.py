@@ -1,4 +1,4 @@
-"""Batches to calibrate on and to judge by: from text, folders of images, and files of arrays."""
+"""Batches for calibration and evaluation, from text, folders of images, and files of arrays."""
 
 from quark_fx.data.arrays import read_arrays
 from quark_fx.data.images import image_folder, labeled_images

@@ -7,14 +7,14 @@ that one block's values at a time are in memory, at the cost of a second forward
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from quark_fx.engine.block_walk import lift, release, running
+from quark_fx.engine.block_walk import Streams, lift, release
 from quark_fx.engine.blocks import Block
 from quark_fx.engine.context import Context
 from quark_fx.errors import CalibrationError
@@ -39,21 +39,18 @@ class BackWalk:
     nodes: Mapping[str, Node]
     context: Context
     watched: frozenset[str] = frozenset()
+    _streams: Streams = field(init=False)
 
     def forward(self, batch: int) -> list[Any]:
         """Return what the graph makes of a batch, and keep what enters each block."""
-        cache, results = self.context.cache, list[Any]()
-        values = dict(zip(self.blocks[0].inputs, self._given(batch), strict=True))
-        for index, block in enumerate(self.blocks):
-            give_back()
-            for name in block.inputs:
-                cache.put(("entering", index, name), values[name])
+        self._streams = streams = Streams(self.gm, self.context, [batch])
+        for block in self.blocks:
             part = lift(self.gm, block, self.nodes, self.context.device)
-            with torch.no_grad(), running(self.context.number_of(batch)):
-                results = list(part(*(values[name] for name in block.inputs)))
-            values = dict(zip(block.outputs, results, strict=True))
+            streams.advance("float", block, part)
             release(part)
-        return [result if name is None else values[name] for name, result in self._results()]
+        results = [node if name is None else streams.value("float", name, batch) for name, node in self._results()]
+        streams.forget(set(self.blocks[-1].outputs) - set(self.blocks[-1].inputs))
+        return results
 
     def backward(self, gradients: Sequence[Tensor | None]) -> Iterator[tuple[str, Tensor]]:
         """Yield the gradients of watched values by name, those of the last block first.
@@ -68,30 +65,20 @@ class BackWalk:
         for (name, _), gradient in zip(self._results(), gradients, strict=True):
             if name is not None and gradient is not None:
                 pending[name] = pending[name] + gradient if name in pending else gradient
-        for index, block in reversed(list(enumerate(self.blocks))):
+        streams, (batch,) = self._streams, self._streams.batches
+        for index in reversed(range(len(self.blocks))):
             give_back()
-            entering = [self.context.cache.get(("entering", index, name)) for name in block.inputs]
-            self.forget(index)
-            pending, found = self._through(block, entering, pending)
-            yield from found.items()
-            if not pending:
-                break
-        self.forget()
-
-    def forget(self, index: int | None = None) -> None:
-        """Let go of what enters a block; default: all blocks."""
-        for i in range(len(self.blocks)) if index is None else (index,):
-            for name in self.blocks[i].inputs:
-                self.context.cache.drop(("entering", i, name))
+            block, before = self.blocks[index], self.blocks[index - 1].inputs if index else ()
+            entering = streams.values("float", block.inputs, batch)
+            streams.forget(set(block.inputs) - set(before))
+            if pending:
+                pending, found = self._through(block, entering, pending)
+                yield from found.items()
 
     def _results(self) -> list[tuple[str | None, Any]]:
         """Return what the graph returns, with the names that the last block has for nodes."""
         names = {self.nodes[name]: name for name in self.blocks[-1].outputs}
         return [(names[node] if isinstance(node, Node) else None, node) for node in results_of(self.gm)]
-
-    def _given(self, batch: int) -> list[Any]:
-        order = {node.name: i for i, node in enumerate(n for n in self.gm.graph.nodes if n.op == "placeholder")}
-        return [self.context.input(batch, order[name]) for name in self.blocks[0].inputs]
 
     def _through(
         self, block: Block, entering: Sequence[Any], gradients: Mapping[str, Tensor]

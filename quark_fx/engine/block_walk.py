@@ -55,7 +55,7 @@ class BlockRun:
     module: GraphModule
     finished: bool
     free_scales: tuple[str, ...]
-    _streams: _Streams
+    _streams: Streams
     _whole: GraphModule
     _context: Context
     _learned: dict[str, Tensor] = field(default_factory=dict)
@@ -216,8 +216,14 @@ def running(batch: int) -> Iterator[None]:
         ) from error
 
 
-class _Streams:
-    """The values at the current cut, of every batch, in float and quantized."""
+class Streams:
+    """The values at the current cut, of some batches, in float and quantized.
+
+    Args:
+        gm: the graph, whose inputs are read where the calibration data lies.
+        context: with the cache.
+        batches: which.
+    """
 
     def __init__(self, gm: GraphModule, context: Context, batches: Sequence[int]) -> None:
         self.context, self.cache = context, context.cache
@@ -227,9 +233,11 @@ class _Streams:
         self.shared = set(self.inputs)
 
     def values(self, stream: str, names: Sequence[str], batch: int) -> list[Any]:
+        """Return values of a stream, `"float"` or `"quantized"`, by their names."""
         return [self.value(stream, name, batch) for name in names]
 
     def value(self, stream: str, name: str, batch: int) -> Any:
+        """Return a value of a stream."""
         if name in self.inputs:
             return self.context.input(batch, self.inputs[name])
         return self.cache.get(("float" if name in self.shared else stream, name, batch))
@@ -247,6 +255,7 @@ class _Streams:
                         self.cache.put((stream, name, batch), value)
 
     def forget(self, names: set[str]) -> None:
+        """Let go of values of both streams."""
         for batch in self.batches:
             for name in names:
                 self.cache.drop(("float", name, batch))
@@ -279,7 +288,7 @@ def walk_blocks(
     reference = context.float_graph
     walk = context.next_walk()
     blocks = _learning(find_blocks(reference, unit), context)
-    streams = _Streams(reference, context, range(len(context.batches)))
+    streams = Streams(reference, context, range(len(context.batches)))
     float_nodes, quantized_nodes = named_nodes(reference), carriers(gm)
     settled = set[str]()
     try:
@@ -355,7 +364,7 @@ class FloatRun:
 
     block: Block
     module: GraphModule
-    _streams: _Streams
+    _streams: Streams
 
     def inputs(self, batch: int) -> list[Any]:
         """Return what enters the block."""
@@ -383,7 +392,7 @@ def walk_float_blocks(
     """
     context.require_batches()
     blocks = find_blocks(gm, unit)
-    streams = _Streams(gm, context, range(len(context.batches)))
+    streams = Streams(gm, context, range(len(context.batches)))
     nodes, watches = named_nodes(gm), dict(watched or {})
     try:
         for index, block in enumerate(
@@ -468,6 +477,7 @@ def release(module: GraphModule) -> None:
 __all__ = [
     "BlockRun",
     "FloatRun",
+    "Streams",
     "compute_weights",
     "energies",
     "lift",

@@ -91,7 +91,7 @@ class Context:
         names: of the flat inputs, in order.
         changes: what the pass that is running noted so far.
         remark: what the pass that is running says could be done besides.
-        guidance: how much the end loss minds errors, once a pass asked for it.
+        guidance: how sensitive the end loss is to each operator's errors; measured when a pass first asks for it.
         batches: where each calibration batch lies: its index as it was given, and a slice of its samples.
         first: number of the first of them among the batches of all ranks.
         shapes: of each batch's flat inputs.

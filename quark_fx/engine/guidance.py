@@ -1,4 +1,4 @@
-"""How much the end loss minds an error in each row that an operator makes."""
+"""How sensitive the end loss is to an error in each row of an operator's output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _ENOUGH = 8
 rows."""
 
 _POWERS = (1.0, 0.75, 0.5, 0.25, 0.125)
-"""That weights are raised to; where none is small enough, all rows count alike, and the report says so."""
+"""Powers of the weights to try, in this order; if none leaves enough effective rows, all rows weigh the same, and the
+report says so."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Guidance:
 
     A Hessian whose rows are weighted by it is, averaged over outputs, that of the end loss, where `sum of x x'` is that
     of the operator's own squared error. But a few rows may have nearly all of the weight (the first token of a text,
-    which the others attend to), and a Hessian of so few rows says nothing of other data: weights are raised to the
+    which the others attend to), and a Hessian of so few rows does not hold for other data: weights are raised to the
     largest power at which the effective number of rows, `(sum of w)**2 / sum of w**2`, is enough for the inputs.
 
     Attributes:
@@ -73,7 +74,7 @@ class Guidance:
         return cls(*_tempered(weights, inputs, context))
 
     def of(self, operator: str, batch: int) -> Tensor | None:
-        """Return the weights of an operator's rows; `None` for one whose output no result depends on."""
+        """Return the weights of an operator's rows, `None` if it has none (`missing`)."""
         return self.weights.get((operator, batch))
 
     def missing(self, linear: Linear) -> str:
@@ -102,7 +103,7 @@ def _tempered(
 
     Args:
         weights: squared gradients, by operator and batch.
-        inputs: columns of each operator's Hessian.
+        inputs: of each operator; of a stack, those of all its matrices, whose rows are counted together, too.
         context: of the run.
     """
     # Of each power: the sum, and that of squares, which float32 has no room for; at last the number of rows.

@@ -297,12 +297,8 @@ class Sizes:
         groups = self._length(shape[0]) if len(shape) == 3 else 1
         return 2 * self.count(node) * self.count(factor) // max(1, self._length(shape[-1]) * groups)
 
-    def back_walk(self, passes: float) -> Need:
-        """Return what batches take on their way forward and back (`quark_fx.engine.back_walk`), one after another.
-
-        Args:
-            passes: how many times all batches go.
-        """
+    def back_walk(self) -> Need:
+        """Return what all batches take on their way forward and back (`quark_fx.engine.back_walk`), one by one."""
         blocks = self.blocks(Unit.BLOCK)
         cached = sum(block.entering for block in blocks)
         moments = (
@@ -310,8 +306,8 @@ class Sizes:
             Moment(block.every_value + block.forward, cached, 2 * block.entering)
             for block in blocks
         )
-        operations = 4 * passes * self.batches * sum(block.operations for block in blocks)
-        return Need(tuple(moments), operations=int(operations), blocks=int(2 * passes * len(blocks)))
+        operations = 4 * self.batches * sum(block.operations for block in blocks)
+        return Need(tuple(moments), operations=int(operations), blocks=2 * len(blocks))
 
     def walk(
         self,

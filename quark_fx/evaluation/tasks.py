@@ -52,7 +52,7 @@ class LanguageModeling:
 
     Args:
         batches: `{"input_ids": (rows, tokens), ...}`, read again by each evaluation; where an `attention_mask` is 0,
-            tokens neither are predicted nor predict.
+            tokens are skipped: none of them is predicted, and nothing is predicted from one.
         reference: the float model, in any form that `evaluate` takes.
     """
 
@@ -78,7 +78,7 @@ class LanguageModeling:
                 loss += float(F.nll_loss(log_probs, tokens_of, reduction="sum"))
                 tokens += len(tokens_of)
                 if expected is not None:
-                    divergence += _divergence(log_probs, _predictions(expected, row, len(ids))[kept])
+                    divergence += float(divergence_of(log_probs, _predictions(expected, row, len(ids))[kept]))
         _require(tokens, "tokens")
         mean = loss / tokens
         figures = {"perplexity": math.exp(mean) if mean < _LARGEST_LOSS else math.inf}
@@ -116,7 +116,7 @@ class Classification:
             if reference is not None:
                 expected = _log_probs(reference(inputs))
                 same += int((found.argmax(-1) == expected.argmax(-1)).sum())
-                divergence += _divergence(found, expected)
+                divergence += float(divergence_of(found, expected))
         _require(samples, "samples")
         figures = {"accuracy": right / samples}
         return figures if reference is None else figures | {"agreement": same / samples, "KL": divergence / samples}
@@ -126,8 +126,8 @@ class Classification:
 class Embedding:
     """How near the vectors that a model makes of its inputs are to the reference's.
 
-    Figures: `cosine`, their mean cosine similarity. What a model makes of each token is
-    averaged, without those whose `attention_mask` is 0; any other result is one vector for each sample.
+    Figures: `cosine`, their mean cosine similarity. What a model makes of each token is averaged, without those whose
+    `attention_mask` is 0; any other result is one vector for each sample.
 
     Args:
         batches: as calibration data, read by each evaluation.
@@ -164,10 +164,15 @@ def _predictions(output: Any, row: int, tokens: int) -> Tensor:
     return _log_probs(output, row)[:-1]
 
 
-def _divergence(found: Tensor, expected: Tensor) -> float:
-    """Return the sum of the rows' divergences of predictions from what is expected; 0 where both exclude a class."""
+def divergence_of(found: Tensor, expected: Tensor) -> Tensor:
+    """Return the sum over rows of the Kullback-Leibler divergence of predictions from what is expected, in nats.
+
+    Args:
+        found: logarithms of probabilities, any shape; the last dimension counts classes.
+        expected: the same of the reference; a class that it excludes adds nothing.
+    """
     terms = expected.exp() * (expected - found)
-    return float(torch.where(expected == -math.inf, 0.0, terms).sum())
+    return torch.where(expected == -math.inf, 0.0, terms).sum()
 
 
 def _require_classes(labels: Tensor, classes: int) -> None:
@@ -201,4 +206,4 @@ def _require(count: int, what: str) -> None:
         raise QuarkError(f"the task has no {what}; give batches that can be read again, as a list can")
 
 
-__all__ = ["Classification", "Embedding", "LanguageModeling", "Task", "evaluate"]
+__all__ = ["Classification", "Embedding", "LanguageModeling", "Task", "divergence_of", "evaluate"]

@@ -94,7 +94,7 @@ class Rotation:
 
 
 _WORTH = 4
-"""A pair of Hadamard matrices may cost so many times what the cheapest pair of orthogonal matrices does."""
+"""A pair of Hadamard matrices is used if it costs at most this many times what the cheapest pair of factors costs."""
 
 
 def factors(size: int) -> tuple[int, int]:

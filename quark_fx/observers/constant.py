@@ -19,7 +19,8 @@ _SIXTEENTHS = ((1.0, 16), (1 / 16, 8))
 sixteenth."""
 
 _EXPONENTS = (2.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
-"""The same where scales are powers of two in 8 bits: one exponent more than the range asks for, and up to four less."""
+"""Shares that are tried where scales are powers of two in 8 bits: one exponent more than the range needs, up to four
+less."""
 
 _WIDEST = 1.5
 """The largest share for floats, whose values lie the farther apart the larger they are: the largest magnitude of a
@@ -57,11 +58,13 @@ def smallest_error_qparams(x: Tensor, scheme: Scheme) -> QParams:
 def _best_share(x: Tensor, scheme: Scheme, thresholds: _Thresholds, best: Tensor) -> Tensor:
     """Return, per row, the share of the range with the smallest error; the whole range where none is smaller."""
     error = _squared_error(x, scheme, *thresholds(best))
-    for power in _EXPONENTS if scheme.scale_type.is_e8m0 else ():
-        found = _squared_error(x, scheme, *thresholds(torch.full_like(best, power)))
-        best, error = torch.where(found < error, power, best), torch.minimum(found, error)
+    if scheme.scale_type.is_e8m0:
+        for power in _EXPONENTS:
+            found = _squared_error(x, scheme, *thresholds(torch.full_like(best, power)))
+            best, error = torch.where(found < error, power, best), torch.minimum(found, error)
+        return best
     most = _WIDEST if isinstance(scheme.format, FloatFormat) else 1.0
-    for width, count in () if scheme.scale_type.is_e8m0 else _SIXTEENTHS:
+    for width, count in _SIXTEENTHS:
         centre = best
         for step in range(-count, count + 1):
             share = centre + width * step / count

@@ -32,8 +32,8 @@ class GPTQ(Solver):
         asymmetry: how far the target moves from what the float weight makes of the quantized inputs (0, the paper's)
             to what the float model makes of its own inputs (1), at the cost of a second forward pass.
         fit_scales: first shrink each scale to the one that this rounding is expected to lose least with.
-        guided: rows of the data count as much as the model's predictions depend on them, at the cost of a forward and a
-            backward pass of the float model. Rows that are routed to experts count alike.
+        guided: weight each row of the data by how much the model's predictions depend on it. It costs a forward and a
+            backward pass of the float model, and a Hessian for each operator. Rows routed to experts weigh the same.
 
     Raises:
         ConfigError: for a value out of range.

@@ -39,7 +39,10 @@ from quark_fx.system.isolation import warn
 
 _CASTS = frozenset({CAST, "aten.to.dtype"})
 
-_CLAMPS = frozenset({"aten.clamp.Tensor", "aten.clamp_min.Tensor", "aten.clamp_max.Tensor"})
+_WRITTEN_BY_PASSES = frozenset(
+    {"aten.clamp.Tensor", "aten.clamp_min.Tensor", "aten.clamp_max.Tensor", "quark_fx.rotate.default"}
+)
+"""Operators whose matrices are no weights: the bounds of a clamp that equalization made, and rotations."""
 
 HEAD = "head"
 """How patterns name the operator whose output is the model's: a language model's projection to its vocabulary."""
@@ -243,8 +246,7 @@ def _operators(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperator
                 reason=f"no quantization rule for {kind}",
             )
         elif not any(_leads_to_row(user) for user in node.users):
-            # The bounds of a clamp that equalization made one per channel are no weights.
-            tables = node.all_input_nodes if target_name(node) not in _CLAMPS else ()
+            tables = node.all_input_nodes if target_name(node) not in _WRITTEN_BY_PASSES else ()
             for weight in tables:
                 if not is_parameter(weight) or value_of(gm, weight).dim() < 2:
                     continue

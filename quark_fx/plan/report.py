@@ -256,15 +256,16 @@ class Report:
         left = [(name, c.name, c.what) for name, c in changes if not c.changed]
         left += [("quantize", r.name, r.reason) for r in self.rows if r.reason]
         passes = [(record.name, record.rewrites, _finite(record.seconds), record.remark) for record in self.passes]
-        return [
+        found = [
             Table("Operators", header, rows),
             Table("Passes", ("pass", "changed", "seconds", "remark"), passes),
-            *(
-                [Table("What passes changed", ("pass", "operator", "change", "error before", "error after"), done)]
-                * bool(done)
-            ),
-            *([Table("What was skipped, and why", ("by", "operator", "reason"), left)] * bool(left)),
         ]
+        if done:
+            columns = ("pass", "operator", "change", "error before", "error after")
+            found.append(Table("What passes changed", columns, done))
+        if left:
+            found.append(Table("What was skipped, and why", ("by", "operator", "reason"), left))
+        return found
 
     def __str__(self) -> str:
         header = (

@@ -70,8 +70,8 @@ class InputHessian(Reading):
 
     Args:
         shifted: with `Hessian.shift`, which takes a second forward pass.
-        guided: rows count as much as the end loss minds an error there (`quark_fx.engine.guidance`), which takes a
-            forward and a backward pass of the float model. Every operator then has a Hessian of its own.
+        guided: weight each row by how sensitive the end loss is to an error there (`quark_fx.engine.guidance`). It
+            takes a forward and a backward pass of the float model, and each operator has a Hessian of its own.
     """
 
     shifted: bool = False

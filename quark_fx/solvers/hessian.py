@@ -92,7 +92,7 @@ class Hessian:
         reference: Entrance | None = None,
         *,
         batches: Sequence[int] | None = None,
-        weights: Callable[[int], Tensor | None] = lambda batch: None,
+        weights: Callable[[int], Tensor | None] | None = None,
     ) -> Hessian:
         """Return the sums over calibration batches.
 
@@ -101,13 +101,13 @@ class Hessian:
             entrance: where the rows come from.
             reference: where the same rows come from in float, for `shift`.
             batches: which; default: all.
-            weights: of a batch's rows, the shape of the operator's output without channels; `None` for equal ones.
+            weights: of a batch's rows, the shape of the operator's output without channels; default: equal ones.
         """
         moment = cls.empty(*entrance.shape, context.device, shifted=reference is not None)
         with torch.no_grad():
             for batch in range(len(context.batches)) if batches is None else batches:
                 kept = context.kept_positions(batch)
-                found = weights(batch)
+                found = weights(batch) if weights is not None else None
                 reals = reference.values(batch, kept).weighted(found) if reference is not None else None
                 moment.add(entrance.mapping, entrance.values(batch, kept).weighted(found), reals)
         asked = () if moment.shift is None else (moment.shift,)

@@ -87,7 +87,7 @@ class Product:
             context: of the run.
             shifted: compare with what enters it in float, too; not where data chooses the rows: the float model may
                 route other tokens to an expert than the quantized one, and its rows have no counterparts.
-            guidance: weights of the rows, those of the first operator.
+            guidance: weights of the rows; of a product of one operator.
             batches: of calibration; default: all.
 
         Raises:
@@ -101,16 +101,12 @@ class Product:
             real = named_nodes(run.reference)[weight.linear.node.name]
             reference = Entrance(run.reference, weight.linear.at(real), mapping, run.reference_inputs)
         unguided = "" if guidance is None else guidance.missing(weight.linear)
-        weights = _alike if guidance is None or unguided else partial(guidance.of, weight.linear.node.name)
+        weights = None if guidance is None or unguided else partial(guidance.of, weight.linear.node.name)
         found = Hessian.measure(context, entrance, reference, batches=batches, weights=weights)
         found.unguided = unguided
         if not bool(found.h.diagonal(dim1=-2, dim2=-1).isfinite().all()):
             raise blamed(self.parts, CalibrationError("what it reads on the calibration data is not finite"))
         return found
-
-
-def _alike(batch: int) -> None:
-    """Weigh no row more than another."""
 
 
 def find_products(run: BlockRun, weights: Iterable[QuantizedWeight]) -> list[Product]:

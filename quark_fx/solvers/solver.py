@@ -139,7 +139,7 @@ class Solver(Selective, ABC):
             return sum(measured) + sum(map(self.working_operations, block.matrices))
 
         turn = measuring if by_form else running
-        before = sizes.back_walk(1) if guided else Need(())
+        before = sizes.back_walk() if guided else Need(())
         return before + sizes.walk(Unit.OPERATOR, turn, streams=1 + self._side_by_side, work=work)
 
 

@@ -1,0 +1,20 @@
+"""What processor this is, as Linux says it."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+
+def this_processor() -> tuple[str, frozenset[str]]:
+    """Return this processor's name and the names of its instruction sets; none where there is no Linux to ask."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine(), frozenset()
+    named = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    flags = named.get("flags", named.get("Features", ""))
+    return named.get("model name", platform.machine()), frozenset(flags.split())
+
+
+__all__ = ["this_processor"]
