@@ -28,6 +28,9 @@ from quark_fx.errors import (
 from quark_fx.evaluation import evaluate
 from quark_fx.export import verify
 from quark_fx.graph.pass_manager import graph_pass, run_passes
+from quark_fx.mixed_precision.budget import Budget
+from quark_fx.mixed_precision.result import Search
+from quark_fx.mixed_precision.search import search
 from quark_fx.model.qat import prepare_qat
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.model.serialization import load
@@ -40,6 +43,7 @@ __version__ = "0.1.0"
 __all__ = [
     "INHERIT",
     "Analysis",
+    "Budget",
     "CacheBudget",
     "CalibrationError",
     "CaptureError",
@@ -55,6 +59,7 @@ __all__ = [
     "Resources",
     "ScaleType",
     "Scheme",
+    "Search",
     "Symmetry",
     "Target",
     "TensorSpec",
@@ -78,6 +83,7 @@ __all__ = [
     "presets",
     "quantize",
     "run_passes",
+    "search",
     "targets",
     "verify",
 ]

@@ -216,7 +216,7 @@ def _transformed(
         context.keep_share()
         context.checkpoint = _shared_checkpoint(checkpoint, run, ranks) if checkpoint is not None else None
     if not learns:
-        context.unread = _flat_batches(captured, batches)
+        context.unread = flat_batches(captured, batches)
     floats = [p for p in others if pass_stage(p) is Stage.FLOAT]
     gm, rewritten = run_passes(gm, floats, verify_inputs=verify_inputs, context=context, in_place=True)
     gm, done = run_passes(gm, others[len(floats) :], context=context, in_place=True)
@@ -277,7 +277,7 @@ def predict(
         first, batches = peek(calibration_data)
         captured, context, batches = begun(model, config, first, batches, dynamic_shapes, device, None, shelf)
         try:
-            shapes = [batch_shape(leaves) for leaves in _flat_batches(captured, batches)]
+            shapes = [batch_shape(leaves) for leaves in flat_batches(captured, batches)]
             rewrites, others = divided(config.passes)
             gm, _ = run_passes(captured.module, rewrites, context=context)
             return expect(gm, config, context, others, shelf=streamed, shapes=shapes)
@@ -395,7 +395,7 @@ def begun(
     parted = any(map(learns_from_data, config.passes)) and divisible(captured)
     if keep or by_block or not ranks.alone or any(map(needs_context, config.passes)):
         try:
-            context.add_batches(_flat_batches(captured, batches), divisible=parted)
+            context.add_batches(flat_batches(captured, batches), divisible=parted)
         except BaseException:
             context.cache.close()
             raise
@@ -489,7 +489,7 @@ def peek(data: Any) -> tuple[Any, Iterable[Any]]:
     return None, ()
 
 
-def _flat_batches(captured: Captured, batches: Iterable[Any]) -> Iterator[list[Any]]:
+def flat_batches(captured: Captured, batches: Iterable[Any]) -> Iterator[list[Any]]:
     """Yield the flat inputs of every batch.
 
     Raises:

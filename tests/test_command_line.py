@@ -284,6 +284,21 @@ def test_what_analyze_proposes_is_a_configuration_of_less_error() -> None:
     assert qfx.load("q").config == qfx.QuantConfig.from_dict(found["config"])
 
 
+def test_what_search_finds_is_a_configuration_that_keeps_the_budget() -> None:
+    data = ("--data", "x.npy", "--batch-size", 4)
+    candidates = ("--candidate", "int8_weight_only", "--candidate", "int3", "--candidate", "other.yml")
+    Path("other.yml").write_text("preset: int8_weight_only\nweight: {format: int5}\n")
+    found = answer("search", "factories:cnn", *candidates, *data, "--bits", 7, "-o", "found.yaml", "--html", "f.html")
+    assert found["candidates"] == ["int8_weight_only", "int3 channel", "int5 channel"]
+    assert found["verified"][0]["fits"]
+    call("quantize", "factories:cnn", "--config", "found.yaml", *data, "-o", "q")
+    totals = qfx.load("q").report().totals
+    assert totals["bytes_after"] == found["verified"][0]["size"]
+    assert 8 * totals["bytes_after"] / (3 * 8 * 9 + 288 * 4) <= 7
+    assert "<html" in Path("f.html").read_text(encoding="utf-8")
+    call("search", "factories:cnn", *candidates, *data, code=1)  # no budget
+
+
 def test_the_float_and_the_exported_model_have_an_accuracy_on_labeled_data() -> None:
     call("quantize", "factories:cnn", "--preset", "int8_static", "--data", "x.npy", "-o", "a.onnx")
     stored = np.load("labeled.npz")
@@ -302,7 +317,7 @@ def test_the_float_and_the_exported_model_have_an_accuracy_on_labeled_data() -> 
 def test_the_commands_of_the_readme_run(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = re.findall(r"^```console\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     commands = [line.split()[1:] for block in blocks for line in block.splitlines()]
-    assert len(commands) == README.count("\nquark-fx ") == 10
+    assert len(commands) == README.count("\nquark-fx ") == 11
     Path("llm").symlink_to(checkpoint)
     network = "from torch import nn\n\ndef digits():\n    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 4))\n"
     written("networks.py", network)

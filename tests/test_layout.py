@@ -38,6 +38,7 @@ ROOMS = (
     "evaluation",
     "quantization",
     "analysis",
+    "mixed_precision",
     "__init__",
     "command_line",
     "__main__",
@@ -137,6 +138,7 @@ def test_the_public_list_is_pinned() -> None:
     assert quark_fx.__all__ == [
         "INHERIT",
         "Analysis",
+        "Budget",
         "CacheBudget",
         "CalibrationError",
         "CaptureError",
@@ -152,6 +154,7 @@ def test_the_public_list_is_pinned() -> None:
         "Resources",
         "ScaleType",
         "Scheme",
+        "Search",
         "Symmetry",
         "Target",
         "TensorSpec",
@@ -175,6 +178,7 @@ def test_the_public_list_is_pinned() -> None:
         "presets",
         "quantize",
         "run_passes",
+        "search",
         "targets",
         "verify",
     ]

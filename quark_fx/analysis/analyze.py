@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.export import ExportedProgram
 
@@ -133,15 +132,10 @@ def _analyzed(trials: Trials, config: QuantConfig, top: int) -> Analysis:
 
 def _estimated(trials: Trials, graph: SwitchedGraph) -> tuple[float, list[float]]:
     """Return the error with everything rounded, and what each value adds to it."""
-    total = torch.zeros(len(graph.rounded), dtype=torch.float64)
-    found = []
-    for leaves, targets in zip(trials.parts, trials.targets(), strict=True):
-        loss = trials.metric(graph.run(leaves), targets)
-        total += graph.gradients(loss) * samples_in(leaves)
-        found.append(float(loss.detach()))
-    error, added = trials.mean(found), float(total.sum())
+    error, slopes = trials.slopes(graph)
+    added = float(slopes.sum())
     # The derivative of a square is twice itself; the rest of the factor is what is not linear.
-    return error, (total * (error / added if added > 0 else 0.0)).tolist()
+    return error, (slopes * (error / added if added > 0 else 0.0)).tolist()
 
 
 _Row = tuple[Contribution, list[str], list[int]]

@@ -138,11 +138,7 @@ class Analysis:
 
     def to_yaml(self) -> str:
         """Return `config` as text for `QuantConfig.from_yaml`: what differs from the preset it started from."""
-        data = self.config.to_dict()
-        if self.preset:
-            known = PRESETS[self.preset].to_dict()
-            data = {"preset": self.preset} | {key: value for key, value in data.items() if known.get(key) != value}
-        return yaml.safe_dump(data, sort_keys=False)
+        return pasted(self.config, self.preset)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, the configuration as `to_yaml` has it."""
@@ -158,10 +154,10 @@ class Analysis:
         """Return what to know first, for a page."""
         weight, activation, _ = self._parts(self.rows)
         return {
-            "error": self._said(self.error),
+            "error": said(self.error, self.metric),
             "from weights": weight,
             "from activations": activation,
-            "with the proposed configuration": self._said(self.remedied),
+            "with the proposed configuration": said(self.remedied, self.metric),
         }
 
     def figures(self) -> dict[str, Figure]:
@@ -245,25 +241,18 @@ class Analysis:
         share = 100 * error / self.error if self.error else 0.0
         return f"{share:.1f}%" if round(abs(share), 1) < 10 else f"{share:.0f}%"
 
-    def _said(self, error: float) -> str:
-        return (
-            f"{error:.3g} nats"
-            if self.metric == "kl"
-            else f"{error:.3g} of the outputs' square, {_decibel(error):.1f} dB"
-        )
-
     def __str__(self) -> str:
         weight, activation, _ = self._parts(self.rows)
         return "\n".join(
             [
-                f"error {self._said(self.error)}, on {self.samples} samples: "
+                f"error {said(self.error, self.metric)}, on {self.samples} samples: "
                 f"{weight} from weights, {activation} from activations",
                 "",
                 self.table(),
                 "",
                 "weight, activations, error: estimated shares. alone: with nothing else rounded; in float: what",
                 "leaving it in float changes; both measured.",
-                f"with this configuration the error is {self._said(self.remedied)} "
+                f"with this configuration the error is {said(self.remedied, self.metric)} "
                 f"({self._share(self.remedied - self.error)}, measured):",
                 "",
                 self.to_yaml().rstrip(),
@@ -271,8 +260,27 @@ class Analysis:
         )
 
 
+def pasted(config: QuantConfig, preset: str) -> str:
+    """Return a configuration as YAML to paste: what differs from a preset, or all of it where that is empty."""
+    data = config.to_dict()
+    if preset:
+        known = PRESETS[preset].to_dict()
+        emptied: dict[str, Any] = {
+            key: [] if isinstance(value, list) else None for key, value in known.items() if key not in data
+        }
+        data = {"preset": preset} | {key: value for key, value in data.items() if known.get(key) != value} | emptied
+    return yaml.safe_dump(data, sort_keys=False)
+
+
+def said(error: float, metric: str) -> str:
+    """Return an error as one reads it."""
+    if metric == "kl":
+        return f"{error:.3g} nats"
+    return f"{error:.3g} of the outputs' square, {_decibel(error):.1f} dB"
+
+
 def _decibel(error: float) -> float:
     return -10 * math.log10(error) if error > 0 else math.inf
 
 
-__all__ = ["Analysis", "Contribution", "Remedy"]
+__all__ = ["Analysis", "Contribution", "Remedy", "pasted", "said"]

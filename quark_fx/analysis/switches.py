@@ -136,18 +136,28 @@ class SwitchedGraph:
         gm.recompile()
         return gm
 
-    def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Return what the graph computes with everything rounded, with gradients for `gradients`."""
+    def run(self, leaves: Sequence[Any], share: float = 1.0) -> Sequence[Any]:
+        """Return what the graph computes with everything rounded, with gradients for `gradients`.
+
+        Args:
+            leaves: flat inputs.
+            share: how far, from 0 in float to 1.
+        """
+        for switch in self._switches:
+            switch.share.data.fill_(share)
         outputs: Sequence[Any] = run_with_gradients(self._gm, *leaves)
         return outputs
+
+    @property
+    def _switches(self) -> list[_Switch]:
+        found = (self._gm.get_submodule(str(call.target)) for call in self._calls)
+        return [switch for switch in found if isinstance(switch, _Switch)]
 
     def gradients(self, loss: Tensor) -> Tensor:
         """Return the derivative of a loss by how far each value is rounded, float64, in the order of `rounded`."""
         if not self._calls:
             return torch.zeros(0, dtype=torch.float64)
-        switches = [self._gm.get_submodule(str(call.target)) for call in self._calls]
-        shares = [switch.share for switch in switches if isinstance(switch, _Switch)]
-        found = torch.autograd.grad(loss, shares, allow_unused=True)
+        found = torch.autograd.grad(loss, [switch.share for switch in self._switches], allow_unused=True)
         return torch.stack([torch.zeros((), dtype=torch.float64) if g is None else g.double().cpu() for g in found])
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from quark_fx.analysis.switches import SwitchedGraph
 from quark_fx.capture.capture import Captured
 from quark_fx.config.quant_config import QuantConfig, TensorSpec
 from quark_fx.engine.block_walk import compute_weights, relative_error
@@ -31,6 +32,7 @@ from quark_fx.graph.pass_manager import GraphPass, Stage, copy_graph, pass_stage
 from quark_fx.numbers.qparams import QParams
 from quark_fx.passes import calibrate
 from quark_fx.plan.placement import Plan
+from quark_fx.plan.report import Row
 from quark_fx.quantization import divided
 
 _AT_ONCE = 8
@@ -65,11 +67,13 @@ class Converted:
         float_graph: after the passes on it.
         gm: of codes.
         plan: of the conversion; its nodes are those of a graph that conversion rewrote.
+        rows: of a report, one for each operator of the plan.
     """
 
     float_graph: GraphModule
     gm: GraphModule
     plan: Plan
+    rows: list[Row]
 
 
 @dataclass
@@ -108,7 +112,7 @@ class Trials:
             else:
                 p(gm, context=context) if takes_context(p) else p(gm)
         gm.recompile()
-        return Converted(self._floats[floats], gm, planned(context).plan)
+        return Converted(self._floats[floats], gm, planned(context).plan, context.rows)
 
     def compare(self, base: GraphModule, variants: Sequence[GraphModule]) -> list[float]:
         """Return the error of each variant of a graph; what comes before its first change runs once for all.
@@ -138,6 +142,21 @@ class Trials:
             gm = self.convert(config).gm
             compute_weights(gm)
             return self.compare(gm, [gm])[0]
+
+    def slopes(self, graph: SwitchedGraph, share: float = 1.0) -> tuple[float, Tensor]:
+        """Return the error with every value rounded, and its derivative by how far each is, float64.
+
+        Args:
+            graph: whose roundings count, in the order of `graph.rounded`.
+            share: how far all are rounded: of an error that is quadratic in the roundings, each adds the derivative
+                over twice the share.
+        """
+        slopes, found = torch.zeros(len(graph.rounded), dtype=torch.float64), list[float]()
+        for leaves, targets in zip(self.parts, self.targets(), strict=True):
+            loss = self.metric(graph.run(leaves, share), targets)
+            slopes += graph.gradients(loss) * samples_in(leaves)
+            found.append(float(loss.detach()))
+        return self.mean(found), slopes / sum(map(samples_in, self.parts))
 
     def targets(self) -> list[Sequence[Any]]:
         """Return what the float model makes of each part."""

@@ -20,10 +20,10 @@ from quark_fx.command_line.options import (
     configuration,
     reads_data,
 )
+from quark_fx.command_line.outputs import write_text
 from quark_fx.command_line.printing import show
 from quark_fx.command_line.reading import calibration
 from quark_fx.command_line.subjects import float_subject
-from quark_fx.errors import ExportError
 
 
 @reads_data
@@ -54,7 +54,4 @@ def analyze(
     if html is not None:
         found.html(html)
     if output is not None:
-        try:
-            output.write_text(found.to_yaml(), encoding="utf-8")
-        except OSError as error:
-            raise ExportError(f"{output} cannot be written: {error}; choose another path") from error
+        write_text(output, found.to_yaml())

@@ -18,6 +18,7 @@ from quark_fx.command_line.export import export
 from quark_fx.command_line.inspect import inspect
 from quark_fx.command_line.presets import presets
 from quark_fx.command_line.quantize import quantize
+from quark_fx.command_line.search import search
 from quark_fx.command_line.verify import verify
 from quark_fx.errors import QuarkError
 
@@ -66,5 +67,5 @@ def _options(
     """Quantize PyTorch models and Hugging Face checkpoints; export, verify and judge the result."""
 
 
-for _command in (quantize, analyze, presets, inspect, verify, doctor, evaluate, export, compare):
+for _command in (quantize, analyze, search, presets, inspect, verify, doctor, evaluate, export, compare):
     app.command()(_command)

@@ -21,6 +21,7 @@ EXTRAS = {
         ("transformers", "accelerate", "compressed-tensors", "gguf"),
     ),
     "report": ("pages of figures: --html", ("matplotlib",)),
+    "search": ("the integer program of search", ("scipy",)),
     "vision": ("folders of images, torchvision's models", ("torchvision", "pillow", "scikit-learn")),
     "cli": ("this command", ("typer", "rich")),
 }

@@ -113,6 +113,18 @@ def write(
     return output.path
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a configuration.
+
+    Raises:
+        ExportError: if the file cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ExportError(f"{path} cannot be written: {error}; choose another path") from error
+
+
 def written_bytes(path: Path) -> int:
     """Return the bytes of a file and the data beside it, or of all files of a directory."""
     files = path.rglob("*") if path.is_dir() else (path, path.with_name(f"{path.name}.data"))

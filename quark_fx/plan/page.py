@@ -105,6 +105,34 @@ def build_up(title: str, names: Sequence[str], values: Sequence[float], unit: st
     return figure
 
 
+def frontier(
+    title: str,
+    curve: Sequence[tuple[float, float]],
+    marks: Mapping[str, tuple[float, float]],
+    across: str,
+    up: str,
+) -> Figure:
+    """Return a figure of points, the best of each size, and of marks with names.
+
+    Args:
+        title: of the figure.
+        curve: points, from left to right.
+        marks: beside them, by their names.
+        across: the unit of the first coordinate.
+        up: that of the second one, which is drawn on a logarithmic axis where it is above zero.
+    """
+    figure, axes = _axes(title, 2.8)
+    axes.plot(*zip(*curve, strict=True), color=_BLUE, linewidth=1.2, marker="o", markersize=3, label="estimated")
+    for name, (x, y) in marks.items():
+        axes.plot([x], [y], color=_INK, marker="D", markersize=5, linestyle="none")
+        axes.annotate(_short(name), (x, y), (6, 4), textcoords="offset points", fontsize=8, color=_INK)
+    if all(y > 0 for _, y in [*curve, *marks.values()]):
+        axes.set_yscale("log")
+    axes.set_xlabel(across)
+    axes.set_ylabel(up)
+    return figure
+
+
 def histograms(title: str, found: Sequence[Histogram]) -> Figure:
     """Return a figure of the histograms that are clipped most, each with the range that has codes."""
     shown = sorted(found, key=lambda h: -h.clipped)[:_HISTOGRAMS]
@@ -268,4 +296,4 @@ for (const section of document.querySelectorAll("section")) {
 }
 """
 
-__all__ = ["Table", "bars", "build_up", "histograms", "write_page"]
+__all__ = ["Table", "bars", "build_up", "frontier", "histograms", "write_page"]

@@ -1,0 +1,51 @@
+"""`quark-fx search`: a format for each operator, under a budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import quark_fx as qfx
+from quark_fx.command_line.options import FloatModel, Html, Json, Reading, reads_data
+from quark_fx.command_line.outputs import write_text
+from quark_fx.command_line.printing import show
+from quark_fx.command_line.reading import calibration
+from quark_fx.command_line.subjects import float_subject
+
+
+@reads_data
+def search(
+    model: FloatModel,
+    reading: Reading,
+    candidate: Annotated[
+        list[str],
+        typer.Option(
+            help="A preset, a YAML file, float, or a number format for the weights of the first one. Give several."
+        ),
+    ],
+    bits: Annotated[float | None, typer.Option(help="Budget: bits of a weight, on average, scales included.")] = None,
+    size: Annotated[str | None, typer.Option(help='Budget: bytes of all weights, as "60MiB".')] = None,
+    error: Annotated[float | None, typer.Option(help="Budget: the largest error, for the smallest size.")] = None,
+    metric: Annotated[
+        str, typer.Option(help="error: of the outputs, relative; kl: the divergence of the classes, in nats.")
+    ] = "error",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where the configuration is written, as YAML.")
+    ] = None,
+    html: Html = None,
+    json: Json = False,
+) -> None:
+    """Choose a format for each operator, so that the error is least and a budget is kept."""
+    budget = qfx.Budget(bits=bits, size=size, error=error)
+    files = (".yaml", ".yml")
+    candidates = [qfx.QuantConfig.from_yaml(Path(c)) if c.endswith(files) else c for c in candidate]
+    source = float_subject(model)
+    batches = calibration(reading, source, needed=True)
+    found = qfx.search(source.model, candidates, budget=budget, data=batches, metric=metric)
+    show(json, found.to_dict(), str(found))  # before a file that cannot be written
+    if html is not None:
+        found.html(html)
+    if output is not None:
+        write_text(output, found.to_yaml())

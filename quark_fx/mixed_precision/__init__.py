@@ -1,0 +1,1 @@
+"""One number format for each operator, under a budget."""

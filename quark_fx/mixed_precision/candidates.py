@@ -1,0 +1,145 @@
+"""The configurations a search chooses from, and the one that gives each operator that of a candidate."""
+
+from __future__ import annotations
+
+import glob
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quark_fx.config.named import PRESETS
+from quark_fx.config.quant_config import INHERIT, OperatorSpecs, Override, QuantConfig, TensorSpec
+from quark_fx.config.selection import Named, matches
+from quark_fx.errors import ConfigError
+from quark_fx.numbers.formats import FORMATS, LONG_NAMES, FloatFormat, IntFormat, parse_format
+from quark_fx.quantization import resolve
+
+FLOAT = "float"
+"""The candidate that quantizes nothing."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration that operators may have.
+
+    Attributes:
+        name: of the preset or format, or of its weights.
+        config: for all operators.
+    """
+
+    name: str
+    config: QuantConfig
+
+    def specs(self, operator: Named) -> OperatorSpecs | None:
+        """Return the specs of an operator, `None` if it stays in float."""
+        return specs_of(self.config, operator)
+
+    @property
+    def preset(self) -> str:
+        """The name of the preset that it is, empty if it is none."""
+        return self.name if PRESETS.get(self.name) == self.config else ""
+
+
+def specs_of(config: QuantConfig, operator: Named) -> OperatorSpecs | None:
+    """Return the specs of an operator, `None` if it stays in float."""
+    if config.excluded_by(operator.name, *operator.kinds):
+        return None
+    return config.specs_for(operator.name, *operator.kinds)
+
+
+def candidates_of(given: Sequence[Any]) -> list[Candidate]:
+    """Return the candidates that are presets' names, configurations, number formats, specs of weights, or `"float"`.
+
+    A format or a spec takes the place of that of the weights in the first configuration, or in `int8_weight_only`.
+
+    Raises:
+        ConfigError: if there are fewer than two, two are the same, or they differ in what is not per operator.
+    """
+    if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
+        raise ConfigError(f'candidates is a list, as ["w4a16_rtn", "int8"], not {given!r}')
+    whole = {i: _configuration(one) for i, one in enumerate(given)}
+    first = next((config for config in whole.values() if config is not None), PRESETS["int8_weight_only"])
+    found = [_candidate(one, whole[i], first) for i, one in enumerate(given)]
+    for key in ("passes", "bias", "target"):
+        values = [getattr(candidate.config, key) for candidate in found]
+        for other, value in zip(found, values, strict=True):
+            if value != values[0]:
+                raise ConfigError(
+                    f"the candidates {found[0].name!r} and {other.name!r} differ in `{key}`, which a model has once; "
+                    f"give them the same one: `config.replace({key}=...)`"
+                )
+    for place, candidate in enumerate(found):
+        if any(candidate.config == other.config for other in found[:place]):
+            raise ConfigError(f"the candidate {candidate.name!r} is there twice; leave one out")
+    if len(found) < 2:
+        raise ConfigError("a search needs at least two candidates to choose from")
+    names = Counter(candidate.name for candidate in found)
+    numbered = Counter[str]()
+    for place, candidate in enumerate(found):
+        if names[candidate.name] > 1:
+            numbered[candidate.name] += 1
+            found[place] = Candidate(f"{candidate.name} ({numbered[candidate.name]})", candidate.config)
+    return found
+
+
+def _configuration(given: Any) -> QuantConfig | None:
+    """Return what is a whole configuration, `None` for what is part of one."""
+    known = LONG_NAMES.get(given, given) if isinstance(given, str) else given
+    if isinstance(given, TensorSpec | IntFormat | FloatFormat) or known == FLOAT:
+        return None
+    return None if isinstance(known, str) and known in FORMATS and known not in PRESETS else resolve(given)
+
+
+def _candidate(given: Any, whole: QuantConfig | None, first: QuantConfig) -> Candidate:
+    if whole is not None:
+        names = (name for name, config in PRESETS.items() if config == whole)
+        return Candidate(next(names, str(whole.weight or FLOAT)), whole)
+    if given == FLOAT:
+        return Candidate(FLOAT, first.replace(exclude=("*",)))
+    if isinstance(given, TensorSpec):
+        return Candidate(str(given), first.replace(weight=given))
+    fmt = parse_format(given) if isinstance(given, str) else given
+    spec = (first.weight or PRESETS["int8_weight_only"].weight or TensorSpec(format=fmt)).replace(format=fmt)
+    return Candidate(str(spec), first.replace(weight=spec))
+
+
+def is_sayable(candidate: Candidate, operators: Sequence[Named]) -> bool:
+    """Tell whether patterns on names can give some operators what a candidate gives them: those of one name alike."""
+    known: dict[str, OperatorSpecs | None] = {}
+    return all(known.setdefault(op.name, specs) == specs for op in operators for specs in [candidate.specs(op)])
+
+
+def base_of(candidates: Sequence[Candidate], chosen: Sequence[int]) -> Candidate:
+    """Return the candidate that is chosen most."""
+    return candidates[Counter(chosen).most_common(1)[0][0]]
+
+
+def mixed(candidates: Sequence[Candidate], operators: Sequence[Named], chosen: Sequence[int]) -> QuantConfig:
+    """Return the configuration that gives each operator the specs of its candidate.
+
+    It is that of the candidate chosen most, with overrides for the other operators, one for each module.
+
+    Args:
+        candidates: which are the same in what is not per operator.
+        operators: of the model.
+        chosen: the candidate of each.
+    """
+    base = base_of(candidates, chosen).config
+    wanted = [(op, candidates[i].specs(op)) for op, i in zip(operators, chosen, strict=True)]
+    quantized = [op for op, specs in wanted if specs is not None]
+    kept = tuple(p for p in base.exclude if not any(matches(p, op.name, *op.kinds) for op in quantized))
+    base = base.replace(exclude=kept)
+    excluded, overrides = dict[str, None](), dict[str, Override]()
+    for op, specs in wanted:
+        now, pattern = specs_of(base, op), glob.escape(op.name)
+        if specs is None and now is not None:
+            excluded[pattern] = None
+        elif specs is not None and now is not None and specs != now:
+            found = {key: getattr(specs, key) for key in ("weight", "input", "output")}
+            same = (key for key, value in found.items() if value == getattr(now, key) == getattr(base, key))
+            overrides[pattern] = Override(pattern=pattern, **found | dict.fromkeys(same, INHERIT))
+    return base.replace(exclude=(*kept, *excluded), overrides=(*base.overrides, *overrides.values()))
+
+
+__all__ = ["FLOAT", "Candidate", "base_of", "candidates_of", "is_sayable", "mixed", "specs_of"]

@@ -1,0 +1,92 @@
+"""Operators that get one format together."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+
+from quark_fx.config.quant_config import QuantConfig
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.nodes import target_name, value_of
+from quark_fx.plan.placement import PlannedOperator, plan_quantization
+from quark_fx.plan.report import Row
+
+_SHAPING = frozenset({"aten.reshape.default", "aten.view.default", "aten._unsafe_view.default"})
+"""What leaves a value as it is."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Operators that get one candidate together. A stack of experts is one operator.
+
+    Attributes:
+        places: of its operators in the plan, in order.
+        names: of their modules, each once.
+        weights: by the parameter's name, how many each has.
+    """
+
+    places: tuple[int, ...]
+    names: tuple[str, ...]
+    weights: dict[str, int]
+
+    def size(self, rows: Sequence[Row]) -> int:
+        """Return the bytes of its weights, as a report counts them.
+
+        Args:
+            rows: of all operators of the plan.
+        """
+        return sum({(rows[i].parameter, rows[i].weight): rows[i].bytes_after for i in self.places}.values())
+
+
+def groups_of(gm: GraphModule) -> tuple[list[PlannedOperator], list[Group]]:
+    """Return the operators of a float graph, and its groups, in graph order.
+
+    Together are operators that patterns cannot tell apart, as they have one name; that share a weight; and matrix
+    products in one module that read one value, as those of query, key and value, which servers fuse.
+    """
+    operators = plan_quantization(gm, QuantConfig(), quiet=True).operators
+    owner = list(range(len(operators)))
+    first: dict[Hashable, int] = {}
+
+    def root(place: int) -> int:
+        while owner[place] != place:
+            place = owner[place]
+        return place
+
+    for place, op in enumerate(operators):
+        for key in _shared(op):
+            one, other = sorted((root(first.setdefault(key, place)), root(place)))
+            owner[other] = one
+    members: dict[int, list[int]] = {}
+    for place in range(len(operators)):
+        members.setdefault(root(place), []).append(place)
+    return operators, [_group(gm, operators, places) for places in members.values()]
+
+
+def _shared(op: PlannedOperator) -> Iterator[Hashable]:
+    """Yield what an operator has in common with those of its group."""
+    yield "name", op.name
+    weight = getattr(op, "weight_node", None)
+    if weight is not None:
+        yield "weight", str(weight.target)
+    linear = Linear.of(op.node)
+    if linear is not None and not linear.kernel:
+        yield "value", _whole(linear.activation), op.name.rpartition(".")[0]
+
+
+def _whole(value: Node) -> Node:
+    while target_name(value) in _SHAPING:
+        (value,) = value.all_input_nodes[:1]
+    return value
+
+
+def _group(gm: GraphModule, operators: Sequence[PlannedOperator], places: Sequence[int]) -> Group:
+    names = dict.fromkeys(operators[i].name for i in places)
+    nodes = (getattr(operators[i], "weight_node", None) for i in places)
+    weights = {str(node.target): int(value_of(gm, node).numel()) for node in nodes if node is not None}
+    return Group(tuple(places), tuple(names), weights)
+
+
+__all__ = ["Group", "groups_of"]

@@ -1,0 +1,107 @@
+"""The integer program: one option of each group, of least cost, that a limit allows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from quark_fx.errors import QuarkError
+
+_CUTS = 32
+"""Choices that may be forbidden one by one: the solver computes in floats, and may exceed a limit by its tolerance."""
+
+_SLACK = 1e-4
+"""Share of the limit that is left free if that does not help."""
+
+_SECONDS = 60.0
+"""Time after which the best that is known is taken."""
+
+
+def choose(
+    costs: Sequence[Sequence[float]], weights: Sequence[Sequence[float]], limit: float, *, gap: float = 0.0
+) -> list[int] | None:
+    """Return the option of each group, so that the costs are least and the weights add up to `limit` at most.
+
+    Args:
+        costs: of each group's options; infinite for one that must not be taken.
+        weights: likewise, at least 0.
+        limit: of their sum.
+        gap: share of the costs by which they may miss the least.
+
+    Returns:
+        An option for each group; `None` if no choice keeps the limit.
+
+    Raises:
+        QuarkError: without scipy.
+    """
+    lightest = [min(range(len(row)), key=lambda i: (math.isinf(costs[g][i]), row[i])) for g, row in enumerate(weights)]
+    if _total(weights, lightest) > limit or math.isinf(_total(costs, lightest)):
+        return None
+    cuts: list[list[int]] = []
+    while costs and len(cuts) <= _CUTS:
+        found = _solved(costs, weights, limit * (1 - _SLACK * (len(cuts) == _CUTS)), gap, cuts)
+        if found is None:
+            break
+        if _total(weights, found) <= limit:
+            return found
+        cuts.append(found)
+    return lightest
+
+
+def _total(figures: Sequence[Sequence[float]], chosen: Sequence[int]) -> float:
+    return sum(row[i] for row, i in zip(figures, chosen, strict=True))
+
+
+def _solved(
+    costs: Sequence[Sequence[float]],
+    weights: Sequence[Sequence[float]],
+    limit: float,
+    gap: float,
+    cuts: Sequence[Sequence[int]],
+) -> list[int] | None:
+    milp, linear, sparse = find_solver()
+    flat = np.concatenate([np.asarray(row, dtype=np.float64) for row in costs])
+    allowed = np.isfinite(flat)
+    weight = np.concatenate([np.asarray(row, dtype=np.float64) for row in weights])
+    owner = np.repeat(np.arange(len(costs)), [len(row) for row in costs])
+    one_each = sparse.csr_array((np.ones(len(flat)), (owner, np.arange(len(flat)))))
+    starts = np.searchsorted(owner, np.arange(len(costs)))
+    forbidden = np.zeros((len(cuts), len(flat)))
+    for row, cut in zip(forbidden, cuts, strict=True):
+        row[starts + np.asarray(cut)] = 1
+    # Figures near 1 are what the tolerances of the solver are made for.
+    cost, unit = np.where(allowed, flat, 0.0), limit or 1.0
+    found = milp(
+        cost / (np.abs(cost).max() or 1.0),
+        integrality=np.ones(len(flat)),
+        bounds=(0, allowed.astype(np.float64)),
+        constraints=[
+            linear(one_each, 1, 1),
+            linear(weight[None] / unit, -np.inf, limit / unit),
+            *([linear(forbidden, -np.inf, len(costs) - 1)] if cuts else []),
+        ],
+        options={"mip_rel_gap": gap, "time_limit": _SECONDS},
+    )
+    if found.x is None:
+        return None
+    return [int(part.argmax()) for part in np.split(found.x, starts[1:])]
+
+
+def find_solver() -> tuple[Any, Any, Any]:
+    """Return `milp`, `LinearConstraint` and `sparse` of scipy.
+
+    Raises:
+        QuarkError: if it is not installed.
+    """
+    try:
+        from scipy import sparse
+        from scipy.optimize import LinearConstraint, milp
+    except ImportError as error:
+        raise QuarkError("a search needs scipy: pip install 'quark_fx[search]'") from error
+    return milp, LinearConstraint, sparse
+
+
+__all__ = ["choose", "find_solver"]

@@ -1,0 +1,218 @@
+"""`search`: the formats of least error that a budget allows, operator by operator."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.export import ExportedProgram
+
+from quark_fx.analysis.trials import METRICS, Trials, parts_of, samples_in
+from quark_fx.checkpoints.open_checkpoint import open_checkpoint
+from quark_fx.config.quant_config import QuantConfig
+from quark_fx.engine.block_walk import compute_weights
+from quark_fx.errors import CalibrationError, ConfigError
+from quark_fx.graph.pass_manager import copy_graph
+from quark_fx.mixed_precision.budget import Budget
+from quark_fx.mixed_precision.candidates import candidates_of
+from quark_fx.mixed_precision.program import choose, find_solver
+from quark_fx.mixed_precision.result import MIXED, Search, Verified
+from quark_fx.mixed_precision.space import Space, size_of
+from quark_fx.quantization import begun, divisible, flat_batches, peek, quantize
+from quark_fx.system.isolation import isolated
+
+_BETTER = 0.98
+"""Error (or size) of a mixture over that of a uniform candidate below which it is better; the rest may be luck."""
+
+_ROUNDS = 5
+"""Mixtures that are tried for a ceiling of the error: what is measured says how far the estimate is off."""
+
+_NEAR = 0.9
+"""Share of the ceiling that a measured error has to reach for no larger one to be tried."""
+
+_Judge = Callable[[str, QuantConfig], Verified]
+"""Quantizes as a configuration says, and measures."""
+
+
+@isolated
+def search(
+    model: nn.Module | ExportedProgram | str | Path,
+    candidates: Sequence[Any],
+    *,
+    budget: Budget,
+    data: Iterable[Any],
+    validation_data: Iterable[Any] | None = None,
+    metric: str = "error",
+    samples: int = 32,
+    dynamic_shapes: Any = None,
+) -> Search:
+    """Return the configuration of least error that a budget allows, each operator with the formats of one candidate.
+
+    One forward and backward pass for each candidate estimates what every operator's roundings would add to the error,
+    as in `analyze`; an integer program chooses. Operators that servers fuse, those of one module that read the same
+    value, get the same candidate, and so does what shares a weight; a stack of experts is one operator. The result is
+    quantized as `quantize` does it, with the passes that learn codes, and judged on data that nothing was chosen on,
+    beside the candidates that keep the budget for all operators. If one of these is within 2 % of the mixture, it is
+    returned instead. How fast the result runs is not estimated.
+
+    Args:
+        model: as for `quantize`.
+        candidates: presets' names, `QuantConfig`s, number formats or `TensorSpec`s, which take the place of the
+            weights' in the first configuration (default: `int8_weight_only`), or `"float"`. They have the same passes,
+            biases and target.
+        budget: what to keep.
+        data: as `calibration_data` of `quantize`.
+        validation_data: batches to judge by; default: the last quarter of `data`, which then calibrates nothing.
+        metric: as for `analyze`.
+        samples: that errors are estimated on, the last ones of those that calibrate.
+        dynamic_shapes: as for `quantize`.
+
+    Raises:
+        ConfigError: for candidates that do not go together, a budget that nothing keeps, and as `analyze`.
+        CalibrationError: if there is no data, or none is left to judge by.
+        QuarkError: without scipy (`pip install 'quark_fx[search]'`).
+    """
+    start = time.perf_counter()
+    if metric not in METRICS:
+        raise ConfigError(f"unknown metric {metric!r}; choose one of {', '.join(METRICS)}")
+    if type(samples) is not int or samples < 1:
+        raise ConfigError(f"samples is a number of at least 1, not {samples!r}")
+    if not isinstance(budget, Budget):
+        raise ConfigError(f"budget is Budget(bits=4.5), Budget(size='60MiB') or Budget(error=0.01), not {budget!r}")
+    found = candidates_of(candidates)
+    find_solver()
+    batches, held_out = _divided(data, validation_data)
+    with tempfile.TemporaryDirectory() as folder:
+        if isinstance(model, str | Path):
+            model = open_checkpoint(model, scratch=folder)
+        captured, context, _ = begun(model, found[0].config, batches[0], batches, dynamic_shapes, keep=True)
+        with closing(context.cache):
+            parts = parts_of(context, samples, divisible=divisible(captured))
+            space = Space.measure(Trials(captured, context, METRICS[metric], parts), found)
+            judge = Trials(captured, context, METRICS[metric], [*flat_batches(captured, held_out)])
+
+            def judged(name: str, config: QuantConfig) -> Verified:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    qmodel = quantize(model, config, batches, dynamic_shapes=dynamic_shapes, progress=False)
+                gm, rows = copy_graph(qmodel.graph_module), qmodel.report().rows
+                compute_weights(gm)
+                (error,) = judge.compare(gm, [gm])
+                bits, size = space.bits_of(rows), size_of(rows)
+                fits = all(
+                    limit is None or figure <= limit
+                    for figure, limit in ((bits, budget.bits), (size, budget.nbytes), (error, budget.error))
+                )
+                return Verified(name=name, bits=bits, size=size, error=error, fits=fits)
+
+            tried = _by_error(space, budget.error, judged) if budget.error else _by_size(space, budget, judged)
+    (winner, chosen), *_ = tried
+    return Search(
+        config=found[chosen[0]].config if winner.name != MIXED else space.config(chosen),
+        winner=winner.name,
+        preset=space.preset(chosen),
+        budget=budget,
+        metric=metric,
+        candidates=tuple(candidate.name for candidate in found),
+        verified=tuple(one for one, _ in tried),
+        curve=tuple(space.curve()),
+        choices=tuple(space.choices(chosen)),
+        samples=sum(map(samples_in, parts)),
+        verified_on=sum(map(samples_in, judge.parts)),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _divided(data: Any, validation_data: Any) -> tuple[list[Any], list[Any]]:
+    """Return batches to calibrate and choose on, and others to judge by."""
+    _, batches = peek(data)
+    batches, (_, held_out) = [*batches], peek(validation_data)
+    held_out = [*held_out]
+    if validation_data is None and len(batches) > 1:
+        judged = max(1, len(batches) // 4)
+        batches, held_out = batches[:-judged], batches[-judged:]
+    if not batches:
+        raise CalibrationError("search compares outputs on data; pass data, batches of real inputs")
+    if not held_out:
+        raise CalibrationError(
+            "search judges by data that nothing was chosen on; pass two batches or more, or validation_data"
+        )
+    return batches, held_out
+
+
+_Tried = list[tuple[Verified, list[int]]]
+"""What was measured, each with the candidate of every group; the winner first."""
+
+
+def _by_size(space: Space, budget: Budget, judged: _Judge) -> _Tried:
+    """Return what keeps a budget of bits or bytes, the one of least error first."""
+    count = sum(space.weights.values())
+    limit = math.floor(budget.bits * count / 8) if budget.bits is not None else (budget.nbytes or 0) - space.fixed
+    found = choose(space.errors, space.sizes, limit)
+    if found is None:
+        least = sum(map(min, space.sizes))
+        raise ConfigError(
+            f"no choice of these candidates keeps {budget}: the smallest has {space.bits(least):.4g} bits a weight, "
+            f"{space.fixed + least:,} bytes, of which {space.fixed:,} no candidate quantizes; allow more, or add a "
+            "candidate of fewer bits"
+        )
+    uniform = [one for one in _uniform(space) if space.total(one[1]) <= limit]
+    tried = [(judged(name, space.candidates[chosen[0]].config), chosen) for name, chosen in uniform]
+    if len({*(settled := space.settled(found))}) > 1:
+        tried.append((judged(MIXED, space.config(settled)), settled))
+    return _ranked(tried, lambda one: one.error)
+
+
+def _by_error(space: Space, ceiling: float, judged: _Judge) -> _Tried:
+    """Return what was measured for a ceiling of the error, the smallest that keeps it first."""
+    tried: _Tried = []
+    target, least = ceiling, sum(min(row) for row in space.errors)
+    for _ in range(_ROUNDS):
+        found = choose(space.sizes, space.errors, max(target, least * (1 + 1e-9)))
+        settled = space.settled(found or [0] * len(space.groups))
+        if any(settled == chosen for _, chosen in tried) or len({*settled}) < 2:
+            break
+        one = judged(MIXED, space.config(settled))
+        tried.append((one, settled))
+        if one.fits and one.error >= _NEAR * ceiling:
+            break
+        target *= ceiling / one.error
+    smallest = min((one.size for one, _ in tried if one.fits), default=math.inf)
+    for name, chosen in _uniform(space):
+        if space.fixed + space.total(chosen) <= smallest / _BETTER:
+            tried.append((judged(name, space.candidates[chosen[0]].config), chosen))
+    if not any(one.fits for one, _ in tried):
+        best = min((one for one, _ in tried), key=lambda one: one.error)
+        raise ConfigError(
+            f"no choice of these candidates keeps {Budget(error=ceiling)}: the least that was measured is "
+            f"{best.error:.3g} ({best.name}); allow more, or add a candidate of more bits"
+        )
+    mixtures = [pair for pair in tried if pair[0].name == MIXED]
+    kept = sorted(mixtures, key=lambda pair: (not pair[0].fits, pair[0].size))[:1]
+    return _ranked([*kept, *(pair for pair in tried if pair[0].name != MIXED)], lambda one: one.size)
+
+
+def _uniform(space: Space) -> Iterator[tuple[str, list[int]]]:
+    """Yield every candidate for all groups."""
+    for i, candidate in enumerate(space.candidates):
+        yield candidate.name, [i] * len(space.groups)
+
+
+def _ranked(tried: _Tried, figure: Callable[[Verified], float]) -> _Tried:
+    """Return what keeps the budget first, by a figure; the mixture before others only if it is clearly better."""
+
+    def key(pair: tuple[Verified, list[int]]) -> tuple[bool, float]:
+        one, _ = pair
+        return not one.fits, figure(one) / (_BETTER if one.name == MIXED else 1.0)
+
+    return sorted(tried, key=key)
+
+
+__all__ = ["search"]

@@ -1,0 +1,191 @@
+"""What there is to choose from: groups of operators, and the size and the error of each with each candidate."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
+
+from torch import Tensor
+
+from quark_fx.analysis.switches import RoundedValue, SwitchedGraph
+from quark_fx.analysis.trials import Trials
+from quark_fx.config.quant_config import OperatorSpecs, QuantConfig
+from quark_fx.errors import ConfigError
+from quark_fx.mixed_precision.candidates import Candidate, base_of, is_sayable, mixed
+from quark_fx.mixed_precision.groups import Group, groups_of
+from quark_fx.mixed_precision.program import choose
+from quark_fx.mixed_precision.result import Choice, Point
+from quark_fx.plan.placement import PlannedOperator
+from quark_fx.plan.report import Row
+
+_HALF = 0.5
+"""How far everything is rounded where the slope of the error is taken.
+
+Of an error that is quadratic in the roundings, any share says what each adds. Where 2 bits are far from that, the slope
+half way is nearer to what an operator adds beside others of more bits than the slope at the end, which is too steep.
+"""
+
+_POINTS = 24
+"""Sizes at which the curve is computed."""
+
+_GAP = 1e-3
+"""Share of the error by which a point of the curve may miss the least."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """Candidates, operators, and what each group of these costs with each of those.
+
+    Attributes:
+        candidates: that there are.
+        operators: of the float graph.
+        groups: that at least one candidate quantizes.
+        rows: of a report, by candidate.
+        errors: estimated, by group and candidate; infinite where no configuration can say it.
+    """
+
+    candidates: Sequence[Candidate]
+    operators: Sequence[PlannedOperator]
+    groups: Sequence[Group]
+    rows: Sequence[Sequence[Row]]
+    errors: Sequence[Sequence[float]]
+
+    @classmethod
+    def measure(cls, trials: Trials, candidates: Sequence[Candidate]) -> Self:
+        """Convert a model as each candidate says; run it once forward and back as each."""
+        operators, groups = groups_of(trials.convert(candidates[0].config).float_graph)
+        rows, errors = list[list[Row]](), list[list[float]]()
+        for candidate in candidates:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = trials.convert(candidate.config)
+            graph = SwitchedGraph(found.float_graph, found.gm, found.plan)
+            _, slopes = trials.slopes(graph, _HALF)
+            rows.append(found.rows)
+            added = _by_operator(graph.rounded, slopes / (2 * _HALF))
+            errors.append([_error(group, candidate, operators, added) for group in groups])
+        free = [g for g, group in enumerate(groups) if any(not row[i].reason for row in rows for i in group.places)]
+        if not free:
+            raise ConfigError("no candidate quantizes an operator of this model; look at report() of one")
+        by_group = [[of_candidate[g] for of_candidate in errors] for g in free]
+        for g, of_group in zip(free, by_group, strict=True):
+            if not any(map(math.isfinite, of_group)):
+                raise ConfigError(
+                    f"every candidate has different formats for operators that share the name {groups[g].names[0]!r}, "
+                    "which patterns cannot tell apart; exclude them, or add a candidate that treats them alike"
+                )
+        return cls(candidates, operators, [groups[g] for g in free], rows, by_group)
+
+    @cached_property
+    def sizes(self) -> list[list[int]]:
+        """Bytes of the weights, by group and candidate."""
+        return [[group.size(rows) for rows in self.rows] for group in self.groups]
+
+    @cached_property
+    def weights(self) -> dict[str, int]:
+        """By the parameter's name, how many there are of each that at least one candidate quantizes."""
+        return {name: count for group in self.groups for name, count in group.weights.items()}
+
+    @cached_property
+    def fixed(self) -> int:
+        """Bytes of the other weights."""
+        return size_of(self.rows[0]) - sum(row[0] for row in self.sizes)
+
+    def bits(self, size: float) -> float:
+        """Return the bits of a weight, on average, where those that are chosen for take some bytes."""
+        return 8 * size / (sum(self.weights.values()) or 1)
+
+    def bits_of(self, rows: Sequence[Row]) -> float:
+        """Return the same of the rows of a report."""
+        return self.bits(size_of([row for row in rows if row.parameter in self.weights]))
+
+    def total(self, chosen: Sequence[int]) -> int:
+        """Return the bytes of the weights that are chosen for."""
+        return sum(row[i] for row, i in zip(self.sizes, chosen, strict=True))
+
+    def error(self, chosen: Sequence[int]) -> float:
+        """Return the estimated error of a choice."""
+        return sum(row[i] for row, i in zip(self.errors, chosen, strict=True))
+
+    def settled(self, chosen: Sequence[int]) -> list[int]:
+        """Return the same choice with the candidate that is chosen most wherever that says the same."""
+        most = max(range(len(self.candidates)), key=[*chosen].count)
+        pairs = zip(self.groups, chosen, strict=True)
+        return [most if self._specs(group, most) == self._specs(group, i) else i for group, i in pairs]
+
+    def _specs(self, group: Group, candidate: int) -> list[OperatorSpecs | None]:
+        return [self.candidates[candidate].specs(self.operators[i]) for i in group.places]
+
+    def config(self, chosen: Sequence[int]) -> QuantConfig:
+        """Return the configuration of a choice."""
+        return mixed(self.candidates, self.operators, self._by_place(chosen))
+
+    def preset(self, chosen: Sequence[int]) -> str:
+        """Return the name of the preset that `config` starts from, empty if it starts from none."""
+        return base_of(self.candidates, self._by_place(chosen)).preset
+
+    def _by_place(self, chosen: Sequence[int]) -> list[int]:
+        most = max(range(len(self.candidates)), key=[*chosen].count)
+        found = [most] * len(self.operators)  # what no candidate quantizes goes with the most
+        for group, i in zip(self.groups, chosen, strict=True):
+            for place in group.places:
+                found[place] = i
+        return found
+
+    def curve(self) -> list[Point]:
+        """Return the least error of sizes from the smallest to that of the least error."""
+        low = sum(map(min, self.sizes))
+        high = self.total([min(range(len(row)), key=row.__getitem__) for row in self.errors])
+        found: list[Point] = []
+        for step in range(_POINTS):
+            chosen = choose(self.errors, self.sizes, low + (high - low) * step / (_POINTS - 1), gap=_GAP)
+            if chosen is not None and (not found or self.error(chosen) < found[-1].error):
+                size = self.total(chosen)
+                found.append(Point(bits=self.bits(size), size=self.fixed + size, error=self.error(chosen)))
+        return found
+
+    def choices(self, chosen: Sequence[int]) -> list[Choice]:
+        """Return what each group gets."""
+        found = []
+        for group, i, sizes, errors in zip(self.groups, chosen, self.sizes, self.errors, strict=True):
+            formats = dict.fromkeys(self.rows[i][place].weight or "float" for place in group.places)
+            count = sum(group.weights.values())
+            found.append(
+                Choice(
+                    operators=group.names,
+                    candidate=self.candidates[i].name,
+                    weight=", ".join(formats),
+                    bits=8 * sizes[i] / count if count else 0.0,
+                    size=sizes[i],
+                    errors=tuple(errors),
+                )
+            )
+        return found
+
+
+def size_of(rows: Sequence[Row]) -> int:
+    """Return the bytes of weights, as the totals of a report count them."""
+    return sum({(row.parameter, row.weight): row.bytes_after for row in rows}.values())
+
+
+def _by_operator(rounded: Sequence[RoundedValue], added: Tensor) -> dict[str, float]:
+    """Return what the roundings of each operator add, by its node; those of a value in equal parts to its operators."""
+    found: dict[str, float] = {}
+    for value, error in zip(rounded, added.tolist(), strict=True):
+        for name in value.operators:
+            found[name] = found.get(name, 0.0) + error / len(value.operators)
+    return found
+
+
+def _error(group: Group, candidate: Candidate, operators: Sequence[PlannedOperator], added: dict[str, float]) -> float:
+    members = [operators[i] for i in group.places]
+    if not is_sayable(candidate, members):
+        return math.inf
+    return max(0.0, sum(added.get(name, 0.0) for name in {op.node.name for op in members}))
+
+
+__all__ = ["Space", "size_of"]

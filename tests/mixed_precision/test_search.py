@@ -1,0 +1,411 @@
+"""`search` keeps its budget, chooses as every choice tried would, and says so where one candidate is as good."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import cnn, images, mlp, quantize, rand, seeded, tokens
+from torch import Tensor, nn
+
+import quark_fx as qfx
+from quark_fx.analysis.trials import METRICS, Trials, parts_of
+from quark_fx.capture.capture import capture_graph
+from quark_fx.engine.block_walk import relative_error
+from quark_fx.errors import CalibrationError, ConfigError, QuarkError
+from quark_fx.mixed_precision import search as module
+from quark_fx.mixed_precision.budget import Budget
+from quark_fx.mixed_precision.candidates import FLOAT, candidates_of, mixed
+from quark_fx.mixed_precision.groups import groups_of
+from quark_fx.mixed_precision.program import choose
+from quark_fx.mixed_precision.result import MIXED, Search
+from quark_fx.mixed_precision.space import Space
+from quark_fx.presets import preset
+from quark_fx.quantization import begun
+
+INT8, INT4 = "int8_weight_only", "int4_weight_only"
+
+
+class Block(nn.Module):
+    """Attention without a softmax, and a gated MLP."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.gate, self.up = nn.Linear(width, 2 * width), nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.o(torch.tanh(self.q(x) * self.k(x)) * self.v(x))
+        made: Tensor = self.down(torch.sigmoid(self.gate(x)) * self.up(x))
+        return x + made
+
+
+class Tied(nn.Module):
+    """A language model of two blocks whose head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 32), nn.Linear(32, 11, bias=False)
+        self.layers = nn.Sequential(Block(), Block())
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.layers(self.embed(ids)))  # type: ignore[no-any-return]
+
+
+class Cross(nn.Module):
+    """Two layers that read what one encoder made, and two convolutions that read one image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Conv2d(3, 4, 3, padding=1)
+        self.beside = nn.Conv2d(3, 4, 1)
+        self.layers = nn.ModuleList(nn.ModuleDict({"k": nn.Linear(8, 4), "v": nn.Linear(8, 4)}) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.encoder(x) + self.beside(x)
+        return sum(layer["k"](x) * layer["v"](x) for layer in self.layers)  # type: ignore[index, return-value]
+
+
+def names(model: nn.Module, batch: Tensor) -> list[tuple[str, ...]]:
+    return [group.names for group in groups_of(capture_graph(model.eval(), batch).module)[1]]
+
+
+def test_what_a_server_fuses_and_what_shares_a_weight_is_a_group() -> None:
+    layers = [
+        tuple(f"layers.{i}.{name}" for name in part)
+        for i in range(2)
+        for part in (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
+    ]
+    assert sorted(names(Tied(), tokens()[0])) == sorted([("embed", "head"), *layers])
+
+
+def test_layers_apart_and_convolutions_that_read_one_value_are_no_group() -> None:
+    layers = [(f"layers.{i}.k", f"layers.{i}.v") for i in range(2)]
+    assert sorted(names(Cross(), images()[0])) == sorted([("encoder",), ("beside",), *layers])
+
+
+class Experts(nn.Module):
+    """A stack of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.shared = nn.Parameter(torch.zeros(3, 8, 8)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.shared(x)[None] @ self.experts
+        return made.sum(0)
+
+
+def test_a_stack_of_experts_is_one_operator() -> None:
+    _, groups = groups_of(capture_graph(seeded(Experts()), rand(4, 8)).module)
+    assert [group.weights for group in groups] == [{"shared.weight": 64}, {"experts": 192}]
+
+
+figures = st.lists(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=3), min_size=1, max_size=4
+)
+
+
+@settings(deadline=None)
+@given(figures, st.integers(0, 150), st.booleans())
+def test_the_program_finds_what_trying_every_choice_finds(
+    rows: list[list[tuple[int, int]]], limit: int, forbidden: bool
+) -> None:
+    costs = [[math.inf if forbidden and i == 1 else c / 7 for i, (c, _) in enumerate(row)] for row in rows]
+    weights = [[w for _, w in row] for row in rows]
+    best = exhaustive(costs, weights, limit)
+    found = choose(costs, weights, limit)
+    if best is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert total(weights, found) <= limit
+        assert total(costs, found) == pytest.approx(best, abs=1e-6)
+
+
+def total(figures: Sequence[Sequence[float]], chosen: Sequence[int]) -> float:
+    return sum(row[i] for row, i in zip(figures, chosen, strict=True))
+
+
+def exhaustive(costs: Sequence[Sequence[float]], weights: Sequence[Sequence[float]], limit: float) -> float | None:
+    """Return the least cost of all choices that keep the limit."""
+    every = itertools.product(*(range(len(row)) for row in costs))
+    kept = (total(costs, chosen) for chosen in every if total(weights, chosen) <= limit)
+    return min((cost for cost in kept if math.isfinite(cost)), default=None)
+
+
+def test_bytes_of_large_models_keep_the_limit_to_the_byte() -> None:
+    sizes = [[3_000_000_017 + 7 * g, 1_500_000_011 + 3 * g] for g in range(5)]
+    errors = [[0.0, 1.0 + g / 100] for g in range(5)]
+    best = exhaustive(errors, sizes, limit := sum(a for a, _ in sizes[:2]) + sum(b for _, b in sizes[2:]))
+    found = choose(errors, sizes, limit)
+    assert found is not None
+    assert total(sizes, found) <= limit
+    assert total(errors, found) == pytest.approx(best)
+
+
+def spoiled() -> tuple[nn.Module, list[Tensor]]:
+    """Return a network one layer of which has weights that 4 bits are not enough for, and batches."""
+    wide, narrow = nn.Linear(32, 32), nn.Linear(32, 8)
+    model = seeded(nn.Sequential(Block(), wide, narrow))
+    with torch.no_grad():
+        wide.weight[:, ::8] *= 40
+        narrow.weight /= 40
+    return model, [rand(8, 32, seed=i) for i in range(8)]
+
+
+def run(model: nn.Module, candidates: Sequence[Any], data: Any, **options: Any) -> Search:
+    return qfx.search(model, candidates, data=data, **options)
+
+
+def counted(report: qfx.QuantizedModel, weights: int) -> float:
+    """Return the bits of a weight that a report counts, all of them quantized by some candidate."""
+    return float(8 * report.report().totals["bytes_after"] / weights)
+
+
+@pytest.mark.parametrize("budget", [Budget(bits=5.5), Budget(bits=7.25), Budget(size=9000)], ids=str)
+def test_the_really_quantized_model_keeps_the_budget_as_its_report_counts_it(budget: Budget) -> None:
+    model, batches = spoiled()
+    found = run(model, [INT4, INT8], batches, budget=budget)
+    qmodel = quantize(model, found.config, batches[:6])
+    weights = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    assert found.found.fits
+    assert qmodel.report().totals["bytes_after"] == found.found.size <= (budget.nbytes or math.inf)
+    assert counted(qmodel, weights) == found.found.bits <= (budget.bits or math.inf)
+    # What each operator got is what the choices say, and no more of the budget could be spent on less error.
+    assert {row.name: row.weight for row in qmodel.report()} == {n: c.weight for c in found for n in c.operators}
+    assert sum(choice.size for choice in found) == found.found.size
+
+
+def test_the_choice_is_the_one_of_least_estimated_error() -> None:
+    model, batches = spoiled()
+    captured, context, _ = begun(model, preset(INT8), batches[0], batches, None, keep=True)
+    trials = Trials(captured, context, METRICS["error"], parts_of(context, 32, divisible=True))
+    space = Space.measure(trials, candidates_of([INT4, INT8, "float"]))
+    context.cache.close()
+    for share in (0.2, 0.5, 0.9):
+        limit = sum(map(min, space.sizes)) * (1 - share) + sum(map(max, space.sizes)) * share
+        found = choose(space.errors, space.sizes, limit)
+        assert found is not None
+        assert space.error(found) == pytest.approx(exhaustive(space.errors, space.sizes, limit))
+    assert all(row[2] == 0 for row in space.errors)  # float
+
+
+def test_a_mixture_wins_where_one_layer_needs_more_bits_and_its_error_is_what_is_measured() -> None:
+    model, batches = spoiled()
+    found = run(model, [INT4, INT8], batches, budget=Budget(bits=6.0))
+    assert found.winner == MIXED
+    assert not found.uniform
+    assert {name: c.candidate for c in found for name in c.operators}["1"] == INT8
+    assert {v.name for v in found.verified} == {MIXED, INT4}
+    assert found.found.error < 0.5 * found.verified[1].error
+    for one, config in zip(found.verified, (found.config, INT4), strict=True):
+        qmodel = quantize(model, config, batches[:6])  # the last quarter judges
+        with torch.no_grad():
+            errors = [float(relative_error([qmodel(x)], [model(x)])) for x in batches[6:]]
+        assert one.error == pytest.approx(sum(errors) / 2, rel=1e-3)
+
+
+def test_a_group_has_one_format() -> None:
+    model, batches = spoiled()
+    found = run(model, ["int3", "int4", INT8], batches, budget=Budget(bits=5.0))
+    report = {row.name: row.weight for row in quantize(model, found.config, batches).report()}
+    assert len({*report.values()}) > 1
+    for group in (("0.q", "0.k", "0.v"), ("0.gate", "0.up")):
+        assert len({report[name] for name in group}) == 1
+
+
+def test_a_candidate_that_fits_everywhere_and_loses_nothing_is_returned_and_named() -> None:
+    model, batches = spoiled()
+    found = run(model, [INT4, INT8], batches, budget=Budget(bits=40.0))
+    assert (found.winner, found.uniform, found.config) == (INT8, True, preset(INT8))
+    assert found.to_yaml() == f"preset: {INT8}\n"
+    assert str(found).startswith(f"{INT8}, as good as any mixture")
+
+
+def test_a_mixture_that_is_not_clearly_better_is_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = spoiled()
+    monkeypatch.setattr(module, "_BETTER", 1e-6)
+    found = run(model, [INT4, INT8], batches, budget=Budget(bits=6.0))
+    assert [one.name for one in found.verified] == [INT4, MIXED]
+    assert (found.winner, found.config) == (INT4, preset(INT4))
+    assert {choice.candidate for choice in found} == {INT4}
+
+
+def test_a_ceiling_of_the_error_is_kept_on_other_data_by_fewer_bytes_than_a_candidate_takes() -> None:
+    model, batches = spoiled()
+    uniform = run(model, [INT4, INT8], batches, budget=Budget(bits=40.0)).found
+    ceiling = 20 * uniform.error
+    found = run(model, [INT4, INT8], batches, budget=Budget(error=ceiling))
+    assert found.winner == MIXED
+    assert found.found.size < uniform.size
+    qmodel = quantize(model, found.config, batches[:6])
+    with torch.no_grad():
+        errors = [float(relative_error([qmodel(x)], [model(x)])) for x in batches[6:]]
+    assert sum(errors) / 2 <= ceiling
+    with pytest.raises(ConfigError, match=r"the least that was measured is .* allow more"):
+        run(model, [INT4, INT8], batches, budget=Budget(error=uniform.error / 100))
+
+
+def test_what_a_candidate_leaves_in_float_another_may_quantize() -> None:
+    model, batches = seeded(Tied()), tokens(8, 8, 8)
+    candidates = [preset("w4a16_rtn").replace(group_size=32), INT8]
+    found = run(model, candidates, batches, budget=Budget(bits=6.5), metric="kl")
+    assert found.winner == MIXED
+    report = {(row.name, row.kind): row.weight for row in quantize(model, found.config, batches).report()}
+    assert report["embed", "embedding"] == report["head", "linear"] == "int8 channel"
+    assert "int4 group 32" in report.values()
+    assert qfx.QuantConfig.from_yaml(found.to_yaml()) == found.config
+    assert found.found.bits <= 6.5
+
+
+def test_activations_and_outputs_come_with_the_candidate() -> None:
+    static = preset("int8_static")
+    coarse = static.replace(weight=static.weight.replace(format="int4"))  # type: ignore[union-attr]
+    found = run(cnn(), [static, coarse, FLOAT], images(8, 8, 8, 8), budget=Budget(bits=7.0))
+    batches = images(8, 8, 8, 8)
+    qmodel = quantize(cnn(), found.config, batches[:3])
+    with torch.no_grad():
+        error = float(relative_error([qmodel(batches[3])], [cnn()(batches[3])]))
+    assert found.found.error == pytest.approx(error, rel=0.1)
+    assert {row.activation for row in qmodel.report() if row.weight} == {"uint8"}
+
+
+class Odd(nn.Module):
+    """Modules whose names are patterns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("a*", "ab", "[c]", "c")})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts.values():
+            x = part(x)
+        return x
+
+
+@pytest.mark.parametrize("chosen", [(0, 1, 0, 1), (2, 0, 2, 0), (1, 2, 2, 0), (2, 2, 2, 1)])
+def test_a_mixture_gives_each_operator_its_candidate_whatever_its_name(chosen: tuple[int, ...]) -> None:
+    candidates = candidates_of([INT8, "int4", FLOAT])
+    operators, _ = groups_of(capture_graph(seeded(Odd()), rand(4, 8)).module)
+    report = quantize(seeded(Odd()), mixed(candidates, operators, chosen), [rand(4, 8)]).report()
+    assert [row.weight for row in report] == [("int8 channel", "int4 channel", "")[i] for i in chosen]
+
+
+def test_formats_and_specs_take_the_place_of_the_first_configurations_weights() -> None:
+    spec = qfx.TensorSpec(format="int3", granularity="group", group_size=16)  # type: ignore[arg-type]
+    found = candidates_of(["w4a16_rtn", "int8", qfx.formats.INT2, spec, FLOAT])
+    names = ["w4a16_rtn", "int8 group 128", "int2 group 128", "int3 group 16", FLOAT]
+    assert [candidate.name for candidate in found] == names
+    assert {candidate.config.passes for candidate in found} == {preset("w4a16_rtn").passes}
+    assert [str(c.config.weight) for c in candidates_of(["int8", "int4"])] == ["int8 channel", "int4 channel"]
+
+
+def test_the_result_is_a_table_data_and_a_page(tmp_path: Any) -> None:
+    model, batches = spoiled()
+    found = run(model, [INT4, INT8], batches, budget=Budget(bits=6.0))
+    text = str(found)
+    assert text.startswith("mixed: error ")
+    assert text.endswith(found.to_yaml().rstrip())
+    assert max(map(len, text.splitlines())) <= 140
+    points = found.to_rows()
+    assert points == sorted(points, key=lambda p: p["size"]) == sorted(points, key=lambda p: -p["error"])
+    assert points[0]["size"] < found.found.size < points[-1]["size"]
+    assert qfx.QuantConfig.from_dict(found.to_dict()["config"]) == found.config
+    found.html(tmp_path / "search.html")
+    page = (tmp_path / "search.html").read_text(encoding="utf-8")
+    assert "Bits by operator" in page
+    assert "The least error by bits" in page
+    quantize(model, found.config, batches).report().html(tmp_path / "both.html", found)
+
+
+MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "an impossible budget": (
+        lambda: run(mlp(), [INT4, INT8], tokens(4, 4), budget=Budget(bits=2.0)),
+        ConfigError,
+        r"no choice .* keeps at most 2 bits a weight: the smallest has \d\.\d+ bits a weight, [\d,]+ bytes",
+    ),
+    "an impossible size": (
+        lambda: run(mlp(), [INT4, INT8], tokens(4, 4), budget=Budget(size=10)),
+        ConfigError,
+        r"no choice .* keeps at most 10 bytes",
+    ),
+    "no budget": (Budget, ConfigError, "give one of them"),
+    "two budgets": (lambda: Budget(bits=4.0, size="1MiB"), ConfigError, "give one of them"),
+    "a number for a budget": (
+        lambda: run(mlp(), [INT4, INT8], tokens(4, 4), budget=4.5),
+        ConfigError,
+        r"budget is Budget\(bits=4.5\)",
+    ),
+    "other passes": (
+        lambda: candidates_of(["w4a16_rtn", "w4a16_gptq"]),
+        ConfigError,
+        r"'w4a16_rtn' and 'w4a16_gptq' differ in `passes`",
+    ),
+    "other biases": (
+        lambda: candidates_of(["int8_static", INT8]),
+        ConfigError,
+        r"'int8_static' and 'int8_weight_only' differ in `bias`",
+    ),
+    "another target": (
+        lambda: candidates_of([INT4, preset(INT8).replace(target="torch")]),
+        ConfigError,
+        "differ in `target`",
+    ),
+    "one candidate": (lambda: candidates_of([INT8]), ConfigError, "at least two"),
+    "twice the same": (lambda: candidates_of([INT8, preset(INT8)]), ConfigError, "there twice"),
+    "no list": (lambda: candidates_of(INT8), ConfigError, "candidates is a list"),
+    "an unknown preset": (lambda: candidates_of([INT8, "int4_weights"]), ConfigError, "unknown preset"),
+    "nothing to quantize": (
+        lambda: run(
+            mlp(),
+            [FLOAT, preset(INT8).replace(exclude=("*", "op:x"))],
+            tokens(4, 4),
+            budget=Budget(bits=4.0),
+        ),
+        ConfigError,
+        "no candidate quantizes",
+    ),
+    "no data": (
+        lambda: run(mlp(), [INT4, INT8], [], budget=Budget(bits=8.0)),
+        CalibrationError,
+        "pass data, batches of real inputs",
+    ),
+    "one batch": (
+        lambda: run(mlp(), [INT4, INT8], tokens(4), budget=Budget(bits=8.0)),
+        CalibrationError,
+        "two batches or more, or validation_data",
+    ),
+    "a metric": (
+        lambda: run(mlp(), [INT4, INT8], tokens(4, 4), budget=Budget(bits=8.0), metric="mse"),
+        ConfigError,
+        "error, kl",
+    ),
+    "samples": (
+        lambda: run(mlp(), [INT4, INT8], tokens(4, 4), budget=Budget(bits=8.0), samples=0),
+        ConfigError,
+        "at least 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named(name: str) -> None:
+    call, error, message = MISTAKES[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_without_scipy_the_extra_is_named_before_anything_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(QuarkError, match=r"quark_fx\[search\]"):
+        run(mlp(), [INT4, INT8], tokens(4, 4), budget=Budget(bits=8.0))
