@@ -32,7 +32,7 @@ from quark_fx.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
 
 FACTORIES = """
 import torch
@@ -314,10 +314,10 @@ def test_the_float_and_the_exported_model_have_an_accuracy_on_labeled_data() -> 
     assert answer("evaluate", "a.onnx", "--data", "images")["task"] == "classification"
 
 
-def test_the_commands_of_the_readme_run(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = re.findall(r"^```console\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+def test_the_commands_of_the_documentation_run(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"^```console\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     commands = [line.split()[1:] for block in blocks for line in block.splitlines()]
-    assert len(commands) == README.count("\nquark-fx ") == 11
+    assert len(commands) == PAGE.count("\nquark-fx ") == 11
     Path("llm").symlink_to(checkpoint)
     network = "from torch import nn\n\ndef digits():\n    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 4))\n"
     written("networks.py", network)
@@ -527,9 +527,10 @@ def test_a_file_of_another_model_is_told_from_its_own() -> None:
     assert re.search(r"b.onnx is [\d.]+ quantization steps from a, more than 0.1; --per-node shows", result.stderr)
 
 
-def test_presets_are_all_there_and_say_what_the_readme_says_of_data() -> None:
+def test_presets_are_all_there_and_say_what_the_documentation_says_of_data() -> None:
     found = {row["preset"]: row["needs_data"] for row in answer("presets")}
-    rows = re.findall(r"^\| `([a-z0-9_]+)` \|(.*)\|$", README, re.MULTILINE)
+    page = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([a-z0-9_]+)` \|(.*)\|$", page, re.MULTILINE)
     assert found == {name: "calibration set" in cells for name, cells in rows}
 
 
@@ -538,7 +539,7 @@ def test_doctor_knows_every_extra_of_the_project_and_its_packages() -> None:
     declared = project["optional-dependencies"]
     for extra, (_, packages) in EXTRAS.items():
         assert [re.split(r"[<>=]", package)[0] for package in declared[extra]] == list(packages)
-    assert declared.keys() - EXTRAS.keys() == {"examples", "test", "dev"}, "made of the others"
+    assert declared.keys() - EXTRAS.keys() == {"examples", "test", "docs", "dev"}, "made of the others"
     assert answer("doctor")["torch"] == torch.__version__
 
 

@@ -1,22 +1,33 @@
-"""The tables of names elsewhere name what is here: calls can be made, names and options exist."""
+"""The documentation keeps its word: its Python runs, links lead somewhere, names exist, figures are those measured."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import re
+import subprocess
+import sys
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import quark_fx as qfx
 from quark_fx import block_formats, observers, passes
+from quark_fx.config.target import TARGETS
+from quark_fx.graph.pass_manager import PASSES
 from quark_fx.numbers import qparams
 from quark_fx.passes.dpu import align_shifts
 from quark_fx.presets import PRESETS
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
 
 NAMES: dict[str, Any] = {
     **{
@@ -43,7 +54,7 @@ THEIRS = {"Cast", "ExtendedQuantFormat.QDQ"}
 def spans() -> list[str]:
     """Return what the right columns of the tables quote."""
     found = []
-    for document in ("onnx.md", "observers.md"):
+    for document in ("onnx.md", "observers.md", "coming_from.md"):
         text = (DOCS / document).read_text(encoding="utf-8")
         (table,) = re.findall(r"^## Names elsewhere\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
         cells = [line.split(" | ", 1)[1] for line in table.splitlines() if line.startswith("| ")]
@@ -93,3 +104,165 @@ def test_a_name_in_the_tables_of_other_tools_is_here(span: str) -> None:
 def test_a_name_that_is_not_here_is_found(span: str) -> None:
     with pytest.raises((AssertionError, KeyError)):
         require(span)
+
+
+RUN_ELSEWHERE = {"qat.md": "tests/model/test_qat.py"}
+"""Pages of which another test runs the code, and holds it to more."""
+
+
+def blocks_of(page: Path) -> list[str]:
+    """Return the Python of a page, with the files it includes."""
+    text = page.read_text(encoding="utf-8")
+    found = re.findall(r"^```(?:python| \{\.python\})\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert len(found) == len(re.findall("```.*python", text))
+    return [re.sub(r'^--8<-- "(.+)"\n', lambda file: (ROOT / file[1]).read_text(), block) for block in found]
+
+
+def run(page: Path, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, blocks: int | None = None) -> None:
+    """Run the first blocks of a page, or all, in order, in a module that has `names` and gets theirs."""
+    module = ModuleType(f"page_{page.stem}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # where dataclasses look their annotations up
+    module.__dict__.update(names)
+    for block in blocks_of(page)[:blocks]:
+        exec(compile(block, f"{page.name}, {block.splitlines()[0]!r}", "exec", dont_inherit=True), module.__dict__)
+    names.update(module.__dict__)
+
+
+@cache
+def quickstart_names() -> dict[str, Any]:
+    """Return what pages take from the first block of the quickstart."""
+    with pytest.MonkeyPatch.context() as patch:
+        names: dict[str, Any] = {}
+        run(DOCS / "quickstart.md", names, patch, blocks=1)
+    return {name: names[name] for name in ("torch", "qfx", "model", "batches", "qmodel")}
+
+
+def language_model() -> dict[str, Any]:
+    """Return what a page about generation takes for granted: a model, its tokenizer, a text and prompts."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    llm = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=64)).eval()
+    prompt = {"input_ids": torch.randint(1, 64, (2, 8))}
+    return {"llm": llm, "token_batches": [prompt], "prompt": prompt, "text": "", "tokenizer": lambda *_, **__: prompt}
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "```python" in page.read_text("utf-8")], ids=lambda p: p.name
+)
+def test_every_python_block_runs_after_the_ones_before_it(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if page.name in RUN_ELSEWHERE:
+        assert f'"{page.name}"' in (ROOT / RUN_ELSEWHERE[page.name]).read_text()
+        return
+    monkeypatch.chdir(tmp_path)
+    for registry, values in (
+        ("quark_fx.observers.base.OBSERVERS", observers.OBSERVERS),
+        ("quark_fx.graph.pass_manager.PASSES", PASSES),
+        ("quark_fx.config.target.TARGETS", TARGETS),
+    ):
+        monkeypatch.setattr(registry, dict(values))
+    names = {} if page.name in ("README.md", "quickstart.md") else dict(quickstart_names())
+    if page.name == "generation.md":
+        names |= language_model()
+    run(page, names, monkeypatch)
+    if page.name in ("README.md", "quickstart.md"):
+        assert (tmp_path / "model.onnx").is_file()
+
+
+def test_every_link_leads_to_a_file_and_a_heading() -> None:
+    headings = {
+        page: {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^#+ (.*)$", text, re.M)}
+        for page, text in ((page, page.read_text("utf-8")) for page in (*PAGES, *ROOT.glob("*.md")))
+    }
+    broken = []
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+        for link, heading in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text):
+            target = (page.parent / link).resolve() if link else page
+            if not target.exists() or (heading and heading not in headings[target]):
+                broken.append(f"{page.name}: {link}#{heading}")
+    assert not broken
+
+
+def test_every_preset_has_its_row() -> None:
+    presets = (DOCS / "presets.md").read_text("utf-8")
+    assert re.findall(r"^\| `([a-z0-9_]+)` \|", presets, re.MULTILINE) == list(PRESETS)
+
+
+def rows(page: Path) -> list[list[str]]:
+    """Return the cells of all tables of a page."""
+    lines = re.findall(r"^\| (.*) \|$", page.read_text("utf-8"), re.MULTILINE)
+    return [[cell.strip() for cell in line.split("|")] for line in lines]
+
+
+def test_the_figures_of_the_presets_are_those_that_were_measured() -> None:
+    cosines = {row[0]: row[-1].split(" / ")[-1] for row in rows(DOCS / "trained.md")}
+    (minilm,) = re.findall(r"^## minilm\n(.*?)^## ", (DOCS / "format_matrix.md").read_text("utf-8"), re.M | re.DOTALL)
+    sizes = dict(re.findall(r"^\| (\w+) +\|.*\| +([\d.]+) \|[^|]*\|$", minilm, re.MULTILINE))
+    shown = [row for row in rows(DOCS / "presets.md") if len(row) == 6 and row[0].startswith("`")]
+    assert len(shown) > 8
+    for name, *_, size, cosine in shown:
+        assert cosine == cosines[name.strip("`")]
+        assert size == sizes.get(name.strip("`"), "–")
+
+
+def test_every_figure_of_the_comparison_is_on_the_page_it_links() -> None:
+    (section,) = re.findall(r"^## Beside other tools\n(.*?)^## ", PAGES[0].read_text("utf-8"), re.M | re.DOTALL)
+    compared = [line for line in section.splitlines() if "](docs/" in line and re.search(r"\d\.\d", line)]
+    assert len(compared) > 6
+    for line in [" ".join(paragraph.split("\n")) for paragraph in section.split("\n\n")[-1:]] + compared:
+        for page in re.findall(r"\]\((docs/\w+\.md)\)", line)[:1]:
+            measured = set(re.findall(r"\d+\.\d+", (ROOT / page).read_text("utf-8")))
+            assert set(re.findall(r"\d+\.\d+", line)) <= measured, line
+
+
+def test_the_results_list_every_page_that_a_benchmark_writes_with_its_command() -> None:
+    listed = dict(
+        re.findall(
+            r"^\| \[.*?\]\((\w+\.md)\) .* `python -m benchmarks\.(\w+)` \|$",
+            (DOCS / "results.md").read_text("utf-8"),
+            re.MULTILINE,
+        )
+    )
+    benchmarks = {path.stem for path in (ROOT / "benchmarks").iterdir()}
+    assert set(listed.values()) <= benchmarks
+    commands = {page.name: f"`python -m benchmarks.{page.stem}" for page in DOCS.glob("*.md")}
+    written = {name for name, command in commands.items() if command in (DOCS / name).read_text("utf-8")}
+    assert len(written) > 15
+    assert written <= set(listed)
+
+
+ALGORITHMS = dict(
+    re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", (DOCS / "algorithms.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_options_of_an_algorithm_exist_and_their_defaults_are_those_shown(name: str) -> None:
+    parameters = inspect.signature(NAMES[name]).parameters
+    shown = re.findall(r"^\| (`.*?) \|", ALGORITHMS[name], re.MULTILINE)
+    for option, value in re.findall(r"`(\w+)=(.*?)`", " ".join(shown)):
+        assert parameters[option].default == ast.literal_eval(value), option
+    assert "Source:" in ALGORITHMS[name]
+
+
+def test_the_reference_has_every_public_name() -> None:
+    reference = (DOCS / "api.md").read_text("utf-8")
+    named = set(re.findall(r"^::: quark_fx\.(\w+)$", reference, re.MULTILINE))
+    values = {"INHERIT", "block_formats", "formats", "ops", "presets", "targets"}
+    assert named | values == set(qfx.__all__)
+
+
+def test_the_site_has_every_page_in_its_navigation() -> None:
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"]
+    listed = re.findall(r"[\w]+\.md", str(navigation))
+    assert len(listed) == len(set(listed))
+    others = {"index.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"}  # `docs/site_pages.py` adds these
+    assert set(listed) == {page.name for page in DOCS.glob("*.md")} | others
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="the extra docs is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
