@@ -202,7 +202,8 @@ def main() -> None:
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        _child(*arguments.child[:3], order=int(arguments.child[3]))
+        case, network, file, order = arguments.child
+        _child(case, network, file, int(order))
         return
     if arguments.commit is None:
         parser.error("name the commit to compare with")

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
-PACKAGES = ("torch", "torchvision", "transformers", "onnx", "onnxruntime")
+PACKAGES = ("torch", "torchvision", "transformers", "onnx", "onnxruntime", "openvino")
 
 
 @dataclass(frozen=True)

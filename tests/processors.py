@@ -32,17 +32,18 @@ def run_here(file: Path, feeds: Arrays) -> list[Any]:
     return list(onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"]).run(None, feeds))
 
 
-def run_without_vnni(work: Mapping[Path, Arrays], folder: Path) -> dict[Path, list[Any]]:
-    """Return what ONNX Runtime computes from each file's feeds on an emulated Haswell, which has AVX2 and no VNNI.
+def run_without_vnni(work: Mapping[Path, Arrays], folder: Path, runtime: str = "onnxruntime") -> dict[Path, list[Any]]:
+    """Return what a runtime computes from each file's feeds on an emulated Haswell, which has AVX2 and no VNNI.
 
     Args:
         work: inputs by file.
         folder: for the arrays on their way, empty.
+        runtime: `"onnxruntime"` or `"openvino"`.
     """
     for index, feeds in enumerate(work.values()):
         np.savez(folder / f"{index}.npz", **feeds)
     script = Path(__file__).parent / "run_files.py"
-    command = [str(EMULATOR), "-cpu", "Haswell", sys.executable, str(script), str(folder), *map(str, work)]
+    command = [str(EMULATOR), "-cpu", "Haswell", sys.executable, str(script), runtime, str(folder), *map(str, work)]
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL, timeout=600)
     found = {}
     for index, file in enumerate(work):

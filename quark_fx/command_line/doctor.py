@@ -20,6 +20,7 @@ EXTRAS = {
         "checkpoints of transformers, GGUF, tokenizers",
         ("transformers", "accelerate", "compressed-tensors", "gguf"),
     ),
+    "openvino": ("verify(runtime='openvino')", ("openvino",)),
     "report": ("pages of figures: --html", ("matplotlib",)),
     "search": ("the integer program of search", ("scipy",)),
     "vision": ("folders of images, torchvision's models", ("torchvision", "pillow", "scikit-learn")),

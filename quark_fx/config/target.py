@@ -152,6 +152,8 @@ class Target:
     """ONNX Runtime on any x64 or ARM processor: int8 weights whose products may be added in pairs in 16 bits."""
     ONNX_VNNI: ClassVar[Target]
     """ONNX Runtime on processors that add 8-bit products in 32 bits (x64 with VNNI, ARM): all codes of int8 weights."""
+    OPENVINO: ClassVar[Target]
+    """OpenVINO on any x64 or ARM processor, which reads ONNX files and sums in integers what is calibrated."""
     TORCH: ClassVar[Target]
     """Anything the graph can express, to be run by PyTorch."""
     DPU: ClassVar[Target]

@@ -12,15 +12,17 @@ from quark_fx.config.target import (
 )
 from quark_fx.targets.dpu import DPU
 from quark_fx.targets.onnxruntime import ONNX, ONNX_VNNI
+from quark_fx.targets.openvino import OPENVINO
 from quark_fx.targets.pytorch import TORCH
 
-for own in (ONNX, ONNX_VNNI, TORCH, DPU):
+for own in (ONNX, ONNX_VNNI, OPENVINO, TORCH, DPU):
     setattr(Target, own.name.upper(), register_target(own))
 
 __all__ = [
     "DPU",
     "ONNX",
     "ONNX_VNNI",
+    "OPENVINO",
     "TARGETS",
     "TORCH",
     "OnnxFiles",

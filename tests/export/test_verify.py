@@ -257,7 +257,7 @@ def test_a_file_with_other_outputs_is_refused(tmp_path: Path) -> None:
     models = [nn.Linear(4, 3), nn.Linear(4, 5)]
     qmodels = [quantize(seeded(m), "int8_static", [rand(6, 4)]) for m in models]
     path = qfx.export.onnx(qmodels[0], tmp_path / "m.onnx")
-    with pytest.raises(qfx.ExportError, match=r"shape \(6, 3\) in ONNX Runtime and \(6, 5\) in torch"):
+    with pytest.raises(qfx.ExportError, match=r"shape \(6, 3\) in the file and \(6, 5\) in torch"):
         qfx.verify(qmodels[1], path, [rand(6, 4)])
 
 
@@ -325,7 +325,7 @@ def test_a_file_that_does_not_run_is_named(per_node: bool, tmp_path: Path) -> No
     varies = quantize(model, "int8_static", [rand(6, 4)])
     fixed = quantize(model, "int8_static", [rand(6, 4)], dynamic_shapes={"input": None})
     path = qfx.export.onnx(fixed, tmp_path / "m.onnx")
-    with pytest.raises(qfx.ExportError, match=r"does not run .*m\.onnx on batch 1"):
+    with pytest.raises(qfx.ExportError, match=r"m\.onnx does not run on batch 1"):
         qfx.verify(varies, path, [rand(6, 4), rand(5, 4)], per_node=per_node)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import Interpreter, Node
 
 from quark_fx.errors import ExportError
+from quark_fx.export.runtime.openvino_session import OpenVinoSession
 from quark_fx.export.runtime.session import adds_pairs_in_16_bits, may_optimize, open_session, runtime_options
 from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, parameter, results_of, target_name
 from quark_fx.graph.signature import split_batch
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far ONNX Runtime is from torch in one value.
+    """How far the file is from torch in one value.
 
     Attributes:
         name: output name, or node name.
@@ -39,7 +40,7 @@ class Difference:
         step: the quantization step of the value: its own scale where the graph quantizes it, else one
             255th of its range over the batches, and at least 64 float32 roundings of its largest magnitude.
         share: share of elements that differ by more than half a step.
-        sqnr: signal to noise of ONNX Runtime's value against torch's, dB.
+        sqnr: signal to noise of the file's value against torch's, dB.
         uncompared: elements that are NaN in both, which says of neither whether it is right.
     """
 
@@ -113,8 +114,9 @@ def verify(
     per_node: bool = False,
     optimize: bool | None = None,
     session_options: Any = None,
+    runtime: Literal["onnxruntime", "openvino"] = "onnxruntime",
 ) -> Verification:
-    """Run the same batches in torch and in ONNX Runtime and compare.
+    """Run the same batches in torch and in ONNX Runtime, or in OpenVINO, and compare.
 
     Two correct kernels may round a value that lies between two codes differently, and a deep network
     carries such a flip along: the difference of an output then says little about the operators. Values that are NaN in
@@ -131,25 +133,31 @@ def verify(
         optimize: let ONNX Runtime fuse integer kernels; default: yes, except for 8-bit floats and
             32-bit activations, whose fusions its CPU kernels do not implement.
         session_options: `onnxruntime.SessionOptions` to use instead.
+        runtime: what runs the file, on the CPU: `"onnxruntime"` or `"openvino"`, which takes no options and shows no
+            codes.
 
     Raises:
-        ExportError: if there is no batch, or an empty one, or the file cannot be loaded or has not the model's inputs.
+        ExportError: if the options do not go with the runtime, there is no batch, or an empty one, or the file cannot
+            be loaded or has not the model's inputs.
     """
     if not isinstance(qmodel, QuantizedModel):
         raise ExportError(f"expected what quantize() returned, not {type(qmodel).__name__}")
     if isinstance(batches, Tensor | Mapping):
         raise ExportError(f"batches is an iterable of batches, not one {type(batches).__name__}; wrap it in a list")
     _require_file(path)
-    try:
-        import onnxruntime  # noqa: F401
-    except ImportError as error:
-        raise ExportError("verification needs onnxruntime: pip install 'quark_fx[onnx]'") from error
-    options = session_options or runtime_options(qmodel.graph_module, optimize=optimize)
     quantizers, shown = _quantizers(qmodel) if per_node else [], set[str]()
+    if runtime == "openvino" and (per_node or optimize is not None or session_options is not None):
+        raise ExportError("per_node, optimize and session_options are of ONNX Runtime; drop them or runtime='openvino'")
     try:
-        as_it_is = open_session(Path(path), options)
-        session = open_session(Path(path), options, partial(_show_codes, quantizers, shown)) if per_node else as_it_is
-    except Exception as error:  # protobuf's and ONNX Runtime's own
+        if runtime == "openvino":
+            session = as_it_is = OpenVinoSession(Path(path))
+        else:
+            opened = partial(_open, Path(path), qmodel, optimize, session_options)
+            as_it_is = opened()
+            session = opened(partial(_show_codes, quantizers, shown)) if per_node else as_it_is
+    except ExportError:
+        raise
+    except Exception as error:  # protobuf's and the runtimes' own
         raise ExportError(f"{path} cannot be loaded: {error}; write it with qfx.export.onnx again") from error
     inputs, names = session.get_inputs(), [output.name for output in session.get_outputs()]
     compared, shipped = _Comparison(qmodel, shown), _Comparison(qmodel, shown)
@@ -190,11 +198,26 @@ def verify(
         tuple(name for name in quantizers if name not in shown),
         shipped=tuple(d for d in shipped.differences() if d not in differences),
     )
-    if result.max_steps > 1 and (cause := _saturation(Path(path), qmodel, optimize)):
+    if runtime == "onnxruntime" and result.max_steps > 1 and (cause := _saturation(Path(path), qmodel, optimize)):
         result = replace(result, cause=cause)
     if unsaid := {d.name: d.uncompared for d in result.differences if d.uncompared}:
         warn(f"values that are NaN in torch and in the file were not compared: {unsaid}")
     return result
+
+
+def _open(
+    path: Path,
+    qmodel: QuantizedModel,
+    optimize: bool | None,
+    session_options: Any,
+    edit: Callable[[ir.Model], None] | None = None,
+) -> Any:
+    """Return an ONNX Runtime session of a file."""
+    try:
+        import onnxruntime  # noqa: F401
+    except ImportError as error:
+        raise ExportError("verification needs onnxruntime: pip install 'quark_fx[onnx]'") from error
+    return open_session(path, session_options or runtime_options(qmodel.graph_module, optimize=optimize), edit)
 
 
 def _saturation(path: Path, qmodel: QuantizedModel, optimize: bool | None) -> str:
@@ -221,9 +244,9 @@ def _run(session: Any, feeds: dict[str, Any], path: str | os.PathLike[str], batc
     names = [output.name for output in session.get_outputs()]
     try:
         return dict(zip(names, session.run(names, feeds), strict=True))
-    except Exception as error:  # ONNX Runtime's own
+    except Exception as error:  # the runtime's own
         raise ExportError(
-            f"ONNX Runtime does not run {path} on batch {batch}: {error}; give it batches of the sizes and types that "
+            f"{path} does not run on batch {batch}: {error}; give it batches of the sizes and types that "
             "the model takes, or leave the operator out that the message names"
         ) from error
 
@@ -298,7 +321,7 @@ class _Comparison:
 
     def add(self, name: str, expected: Tensor, got: Tensor) -> None:
         if got.shape != expected.shape:
-            shapes = f"{tuple(got.shape)} in ONNX Runtime and {tuple(expected.shape)} in torch"
+            shapes = f"{tuple(got.shape)} in the file and {tuple(expected.shape)} in torch"
             raise ExportError(f"{name} has shape {shapes}: the file is not this model's export; {_AGAIN}")
         pair = (expected.detach().cpu().double().flatten(), got.cpu().double().flatten())
         self.pairs.setdefault(name, []).append(pair)

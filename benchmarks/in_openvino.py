@@ -1,0 +1,227 @@
+"""int8 files in OpenVINO: accuracy beside torch, what runs in integers, time beside float and beside NNCF.
+
+    python -m venv /tmp/nncf && /tmp/nncf/bin/pip install nncf openvino
+    python -m benchmarks.in_openvino [--nncf /tmp/nncf/bin/python] [--networks cnn BERT …] [--rounds 30] [--write]
+
+`cnn`, `mobilenet` and `vit` are trained on digits (`tests/networks.py`) and MiniLM is the sentence encoder; the others
+have random weights. *torch* and *OpenVINO* are the SQNR of the first output against the float model, on inputs that
+were not calibrated on; *apart* is the difference between the two. *In integers* counts convolutions and products that
+OpenVINO's profiler names as counting in 8 bits. *Time* is for one sample on one thread, the files in turn; a
+ratio is the median over the rounds. NNCF quantizes the same float file with the same batches, with its default
+settings, in an environment of its own; without `--nncf` its rows are left out. `--write` updates `docs/openvino.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import quark_fx as qfx
+from benchmarks.common import environment, estimate_batch_norm, one_core, publish, sqnr, table
+from benchmarks.models import MODELS, float_bytes, perturb
+from quark_fx.export.runtime.openvino_session import OpenVinoSession
+from quark_fx.graph.signature import split_batch
+from quark_fx.numbers.formats import INT8
+from quark_fx.presets import INT8_STATIC
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+import sentences
+import test_trained as judge
+from networks import trained
+
+ROOT = Path(__file__).resolve().parent.parent
+_PRODUCTS = ("Convolution", "GroupConvolution", "FullyConnected")
+_TRANSFORMERS = ("vit", "MiniLM", "BERT")
+
+_ACTIVATION = qfx.TensorSpec(format=INT8)
+
+FILES = {
+    "int8_static, target='openvino'": INT8_STATIC.replace(target="openvino"),
+    "the same, int8 activations": INT8_STATIC.replace(target="openvino", input=_ACTIVATION, output=None),
+    "int8_static, target='onnx'": INT8_STATIC,
+}
+"""Our files by row; the last is made for ONNX Runtime."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """A model, the batches it is calibrated on, and one that it is judged by."""
+
+    model: nn.Module
+    calibration: list[Any]
+    judged: Any
+
+
+def _digits(name: str) -> Callable[[], Network]:
+    def make() -> Network:
+        found = trained(name)
+        return Network(found.model, found.calibration, found.images)
+
+    return make
+
+
+def _random(name: str) -> Callable[[], Network]:
+    def make() -> Network:
+        torch.manual_seed(0)
+        model, batches = MODELS[name]()
+        perturb(model)
+        if isinstance(batches[0], Tensor):
+            estimate_batch_norm(model, batches[:2])
+        return Network(model.eval(), batches[:-1], batches[-1])
+
+    return make
+
+
+def _minilm() -> Network:
+    model, tokenizer = judge.encoder()
+    judged = qfx.data.text_lines(sentences.HELD_OUT[:16], tokenizer, batch_size=16)
+    return Network(model, qfx.data.text_lines(sentences.CALIBRATION, tokenizer, batch_size=8), judged[0])
+
+
+NETWORKS: Mapping[str, Callable[[], Network]] = {
+    **{name: _digits(name) for name in ("cnn", "mobilenet", "vit")},
+    "MiniLM": _minilm,
+    **{name: _random(name) for name in ("ResNet-18", "ResNet-50", "MobileNetV2", "BERT")},
+}
+
+
+def _first(value: Any) -> Tensor:
+    return next(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _counted(value: Tensor, batch: Any) -> Tensor:
+    """Return the rows of a result that are not of padding."""
+    return value[batch["attention_mask"].bool()] if isinstance(batch, Mapping) and "attention_mask" in batch else value
+
+
+def _feed(qmodel: qfx.QuantizedModel, batch: Any) -> list[np.ndarray]:
+    leaves = qmodel.signature.flatten(*split_batch(batch))
+    return [leaf.numpy() for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _run(session: OpenVinoSession, arrays: list[np.ndarray]) -> Tensor:
+    feed = {port.name: array for port, array in zip(session.get_inputs(), arrays, strict=True)}
+    return torch.from_numpy(session.run(None, feed)[0])
+
+
+def measure(name: str, folder: Path, nncf: str | None, rounds: int) -> Iterator[list[str]]:
+    """Yield the rows of one network."""
+    network = NETWORKS[name]()
+    args, kwargs = split_batch(network.judged)
+    with torch.no_grad():
+        expected = _counted(_first(network.model(*args, **kwargs)), network.judged)
+    paths, ours = {"float": folder / f"{name}.float.onnx"}, dict[str, float]()
+    float_bytes(network.model, qfx.capture_graph(network.model, network.calibration[0]).module, paths["float"])
+    for row, config in FILES.items():
+        if config.output is None and name not in _TRANSFORMERS:
+            continue
+        qmodel = qfx.quantize(network.model, config, network.calibration, progress=False)
+        paths[row] = folder / f"{name}.{len(paths)}.onnx"
+        qfx.export.onnx(qmodel, paths[row])
+        with torch.no_grad():
+            ours[row] = sqnr(expected, _counted(_first(qmodel(*args, **kwargs)), network.judged))
+    if nncf is not None:
+        batches = [_feed(qmodel, batch) for batch in network.calibration]
+        arrays: dict[str, Any] = {f"{b}.{i}": x for b, batch in enumerate(batches) for i, x in enumerate(batch)}
+        np.savez(folder / f"{name}.npz", **arrays)
+        if name in _TRANSFORMERS:
+            (folder / f"{name}.transformer").touch()
+        subprocess.run(
+            [nncf, "-m", "benchmarks.peers.nncf_quantize", folder], cwd=ROOT, check=True, capture_output=True
+        )
+        paths["NNCF"] = folder / f"{name}.nncf.xml"
+    sessions = {row: OpenVinoSession(path, threads=1) for row, path in paths.items()}
+    judged = _feed(qmodel, network.judged)
+    made = {row: sqnr(expected, _counted(_run(session, judged), network.judged)) for row, session in sessions.items()}
+    times = _times(sessions, [array[:1] for array in judged], rounds)
+    for row, session in sessions.items():
+        if row == "float":
+            continue
+        kernels = [kernel for kernel in session.kernels() if kernel.kind.startswith(_PRODUCTS)]
+        ratios = [_ratio(times[row], times[other]) if other in times else "–" for other in ("float", "NNCF")]
+        own = [f"{ours[row]:.2f}", f"{made[row]:.2f}", f"{made[row] - ours[row]:+.2f}"] if row in ours else None
+        yield [
+            name,
+            row,
+            f"{sum(kernel.in_integers for kernel in kernels)} of {len(kernels)}",
+            *(own or ["–", f"{made[row]:.2f}", "–"]),
+            *ratios,
+        ]
+
+
+def _times(sessions: Mapping[str, OpenVinoSession], sample: list[np.ndarray], rounds: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {row: [] for row in sessions}
+    for session in sessions.values():
+        _run(session, sample)
+    for _ in range(rounds):
+        for row, session in sessions.items():
+            began = time.perf_counter()
+            for _ in range(3):
+                _run(session, sample)
+            times[row].append(time.perf_counter() - began)
+    return times
+
+
+def _ratio(ours: list[float], theirs: list[float]) -> str:
+    return f"{statistics.median(a / b for a, b in zip(ours, theirs, strict=True)):.2f}"
+
+
+def main() -> None:
+    """Measure, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nncf", help="a python with nncf and openvino")
+    parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS), metavar="NETWORK")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--write", action="store_true", help="update docs/openvino.md")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    rows: list[list[str]] = []
+    with one_core():
+        for name in arguments.networks:
+            with tempfile.TemporaryDirectory() as folder:
+                for row in measure(name, Path(folder), arguments.nncf, arguments.rounds):
+                    print(*row, file=sys.stderr, flush=True)
+                    rows.append(row)
+    header = (
+        *("network", "file", "in integers", "torch, dB", "OpenVINO, dB", "apart, dB"),
+        *("time / float", "time / NNCF"),
+    )
+    peer = ""
+    if arguments.nncf:
+        shown = subprocess.run(
+            [arguments.nncf, "-m", "pip", "show", "nncf"], capture_output=True, text=True, check=True
+        )
+        peer = f"NNCF {shown.stdout.split('Version: ')[1].splitlines()[0]}. "
+    publish(
+        f"""# In OpenVINO
+
+`export.onnx` writes what OpenVINO reads; `target="openvino"` puts quantizers where its kernels count in integers, and
+`verify(..., runtime="openvino")` compares the file there with torch. *The same, int8 activations* has symmetric codes
+for what transformers multiply: `input=TensorSpec(format="int8"), output=None`. Reproduce with
+`python -m benchmarks.in_openvino`, whose docstring says what is measured.
+
+{table(header, rows)}
+
+{peer}{environment()}
+""",
+        "openvino.md" if arguments.write else None,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""OpenVINO behind the few methods of an `onnxruntime.InferenceSession` that running a file takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quark_fx.errors import ExportError
+
+
+@dataclass(frozen=True)
+class Named:
+    """An input or output of a file."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What OpenVINO ran for an operator: its `name`, its `kind`, and the implementation with the type it counts in."""
+
+    name: str
+    kind: str
+    implementation: str
+
+    @property
+    def in_integers(self) -> bool:
+        """Whether it multiplies or moves codes of 8 bits."""
+        return self.implementation.lower().endswith(("_i8", "_u8"))
+
+
+class OpenVinoSession:
+    """A file compiled for the CPU, with float32 for what has no codes.
+
+    Args:
+        path: of an ONNX file.
+        threads: of a run; default: as many as cores.
+
+    Raises:
+        ExportError: if OpenVINO is not installed.
+    """
+
+    def __init__(self, path: Path, threads: int | None = None) -> None:
+        try:
+            import openvino
+        except ImportError as error:
+            raise ExportError("running a file in OpenVINO needs it: pip install 'quark_fx[openvino]'") from error
+        # By default a processor with bfloat16 computes floats in it, and activations of coded weights are rounded.
+        options = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0, "PERF_COUNT": True}
+        if threads is not None:
+            options["INFERENCE_NUM_THREADS"] = threads
+        core = openvino.Core()
+        self._compiled: Any = core.compile_model(core.read_model(path), "CPU", options)
+        self._request = self._compiled.create_infer_request()
+
+    def get_inputs(self) -> list[Named]:
+        """Return the inputs in order."""
+        return [Named(port.any_name) for port in self._compiled.inputs]
+
+    def get_outputs(self) -> list[Named]:
+        """Return the outputs in order."""
+        return [Named(port.any_name) for port in self._compiled.outputs]
+
+    def run(self, names: Sequence[str] | None, feeds: Mapping[str, Any]) -> list[Any]:
+        """Return the outputs called `names`, all of them for `None`, as arrays."""
+        self._request.infer(dict(feeds))
+        names = [output.name for output in self.get_outputs()] if names is None else names
+        return [self._request.get_tensor(name).data.copy() for name in names]
+
+    def kernels(self) -> list[Kernel]:
+        """Return what the last run executed."""
+        return [
+            Kernel(one.node_name, one.node_type, one.exec_type)
+            for one in self._request.profiling_info
+            if one.status == one.Status.EXECUTED
+        ]

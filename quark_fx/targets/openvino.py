@@ -1,0 +1,61 @@
+"""OpenVINO on a CPU, which reads the standard pairs of an ONNX file (https://docs.openvino.ai, "Low Precision
+Transformations").
+
+Its kernels add products of 8 bits in pairs in 16 bits where processors have no VNNI, as ONNX Runtime's do. A
+convolution is summed in integers whatever reads its result, which therefore needs no codes. A residual addition is
+fused into the convolution before it: codes between the two would be left out there, and the file would compute
+something else than the graph, so the addition stays in float.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quark_fx.config.specs import TensorSpec
+from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Target
+from quark_fx.errors import ExportError
+from quark_fx.targets.onnxruntime import ARITHMETIC, ONNX_TYPES
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+def _is_measured(spec: TensorSpec, operand: Operand) -> bool:
+    return spec.dynamic
+
+
+def _check(model: ir.Model) -> None:
+    """Refuse groups of which the last one is shorter: its reader takes none."""
+    bad = []
+    for node in model.graph.all_nodes():
+        block, codes = node.attributes.get_int("block_size", 0), node.inputs[0] if node.inputs else None
+        if not block or codes is None or codes.shape is None:
+            continue
+        size = codes.shape[node.attributes.get_int("axis", 1)]
+        if isinstance(size, int) and size % block:
+            bad.append(f"  {node.name}: {size} values in groups of {block}")
+    if bad:
+        raise ExportError(
+            "OpenVINO reads no groups that do not divide the dimension they lie along:\n"
+            + "\n".join(bad)
+            + "\nGive these operators another group_size or granularity='channel' by an override."
+        )
+
+
+OPENVINO = Target(
+    name="openvino",
+    refuses=(
+        *ONNX_TYPES,
+        Refusal(
+            _is_measured,
+            "OpenVINO multiplies {spec.format} codes measured at run time in float; calibrate them (drop "
+            "dynamic=True), or quantize weights alone",
+        ),
+    ),
+    placement=Placement(
+        arithmetic=ARITHMETIC - {"aten.add.Tensor", "aten.mul.Tensor"},
+        rounds_input=lambda kind, _: kind not in ("lstm", "gru", "rnn"),
+    ),
+    adds_pairs=True,
+    onnx=OnnxFiles(formats=("qdq",), runtime="openvino", check=_check),
+)

@@ -1,0 +1,126 @@
+"""Files that OpenVINO reads, run by it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from processors import needs_emulator, run_without_vnni
+from tiny import Residual, images, mlp, quantize, rand, seeded, tokens
+from torch import Tensor, nn
+
+import quark_fx as qfx
+from quark_fx.export.runtime.openvino_session import OpenVinoSession
+from quark_fx.graph.nodes import QUANTIZE, target_name
+from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY
+
+needs_openvino = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="OpenVINO is not installed")
+STATIC = INT8_STATIC.replace(target="openvino")
+GROUPS_OF_16 = INT4_WEIGHT_ONLY.replace(group_size=16)
+
+
+class Network(nn.Module):
+    """Convolutions, a depthwise one, a residual block and a linear layer, wide enough for kernels in integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 32, 3, padding=1)
+        self.depthwise = nn.Conv2d(32, 32, 3, groups=32)
+        self.block = Residual(32)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(torch.relu(self.depthwise(torch.relu(self.stem(x)))))
+        logits: Tensor = self.head(x.mean((2, 3)))
+        return logits
+
+
+def exported(
+    model: nn.Module, config: qfx.QuantConfig, data: list[Tensor], folder: Path
+) -> tuple[qfx.QuantizedModel, Path]:
+    qmodel = quantize(model, config, data)
+    path = folder / "model.onnx"
+    qfx.export.onnx(qmodel, path)
+    return qmodel, path
+
+
+@needs_openvino
+@pytest.mark.parametrize("target", ["openvino", "onnx"])
+def test_a_network_computes_in_integers_what_torch_computes(target: str, tmp_path: Path) -> None:
+    data = images(4, 2)
+    qmodel, path = exported(seeded(Network()), INT8_STATIC.replace(target=target), data, tmp_path)
+    assert qfx.verify(qmodel, path, data, runtime="openvino").max_steps <= 1
+    session = OpenVinoSession(path)
+    session.run(None, {session.get_inputs()[0].name: data[0].numpy()})
+    kernels = [kernel for kernel in session.kernels() if kernel.kind in ("Convolution", "GroupConvolution")]
+    assert len(kernels) == 3
+    assert all(kernel.in_integers for kernel in kernels)
+
+
+@needs_openvino
+@pytest.mark.parametrize("config", [INT8_WEIGHT_ONLY, GROUPS_OF_16], ids=["int8", "int4"])
+def test_coded_weights_are_multiplied_as_they_are_stored(config: qfx.QuantConfig, tmp_path: Path) -> None:
+    qmodel, path = exported(mlp(), config.replace(target="openvino"), tokens(), tmp_path)
+    assert qfx.verify(qmodel, path, tokens(), runtime="openvino").max_steps <= 0.01
+
+
+def test_groups_that_it_does_not_read_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(qfx.ExportError, match=r"groups that do not divide(?s:.*)48 values in groups of 32"):
+        exported(mlp(), INT4_WEIGHT_ONLY.replace(target="openvino"), tokens(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"), [(seeded(Network()), (5, 4)), (seeded(nn.Conv2d(3, 4, 3)), (2, 1))], ids=["residual", "conv"]
+)
+def test_additions_and_what_convolutions_make_have_no_codes(model: nn.Module, expected: tuple[int, int]) -> None:
+    found = []
+    for target in ("onnx", "openvino"):
+        graph = quantize(model, INT8_STATIC.replace(target=target), images(4, 2)).graph_module.graph
+        found.append(sum(target_name(node) == QUANTIZE for node in graph.nodes))
+    assert tuple(found) == expected
+
+
+def test_activations_measured_at_run_time_are_refused() -> None:
+    with pytest.raises(qfx.ConfigError, match="measured at run time in float; calibrate them"):
+        INT8_DYNAMIC.replace(target="openvino")
+
+
+@needs_openvino
+def test_what_is_onnx_runtimes_alone_is_refused(tmp_path: Path) -> None:
+    qmodel, path = exported(seeded(nn.Linear(4, 4)), STATIC, [rand(2, 4)], tmp_path)
+    for options in ({"per_node": True}, {"optimize": False}, {"session_options": object()}):
+        with pytest.raises(qfx.ExportError, match="are of ONNX Runtime; drop them"):
+            qfx.verify(qmodel, path, [rand(2, 4)], runtime="openvino", **options)
+    with pytest.raises(qfx.ExportError, match=r"model.onnx does not run on batch 0"):
+        qfx.verify(quantize(seeded(nn.Linear(6, 4)), STATIC, [rand(2, 6)]), path, [rand(2, 6)], runtime="openvino")
+
+
+def test_without_openvino_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    qmodel, path = exported(seeded(nn.Linear(4, 4)), STATIC, [rand(2, 4)], tmp_path)
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(qfx.ExportError, match=r"pip install 'quark_fx\[openvino\]'"):
+        qfx.verify(qmodel, path, [rand(2, 4)], runtime="openvino")
+
+
+@needs_openvino
+@needs_emulator
+def test_sums_of_pairs_are_exact_without_vnni(tmp_path: Path) -> None:
+    """Weights of one sign and the largest activations, which `vpmaddubsw` saturates if all codes are used."""
+    model = nn.Sequential(nn.Conv2d(16, 16, 3), nn.Flatten(), nn.Linear(16 * 4, 8)).eval()
+    with torch.no_grad():
+        for weight in (p for p in model.parameters() if p.dim() > 1):
+            weight.copy_(rand(*weight.shape).abs() * 0.01 + 1)
+    data = [torch.ones(1, 16, 4, 4) - 0.01 * rand(1, 16, 4, 4).abs(), torch.zeros(1, 16, 4, 4)]
+    made = {}
+    for target in ("openvino", "onnx_vnni"):
+        (tmp_path / target).mkdir()
+        qmodel, path = exported(model, INT8_STATIC.replace(target=target), data, tmp_path / target)
+        feeds = {"input": data[0].numpy()}
+        (emulated,) = run_without_vnni({path: feeds}, tmp_path, "openvino")[path]
+        expected = qmodel(data[0])
+        made[target] = float(((torch.from_numpy(emulated) - expected) / expected).abs().max())
+    assert made["openvino"] < 0.01
+    assert made["onnx_vnni"] > 0.2  # the emulated processor does saturate
