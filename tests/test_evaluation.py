@@ -235,6 +235,31 @@ def test_windows_are_packed_and_spread_over_the_text() -> None:
         qfx.data.text_windows("1 2", Words(), length=5)
 
 
+def test_a_model_writes_its_own_calibration_data() -> None:
+    model = language_model()
+    before = torch.get_rng_state()
+    first, second = qfx.data.generated_windows(model, length=16, count=3, batch_size=2)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [batch["input_ids"].shape for batch in (first, second)] == [(2, 16), (1, 16)]
+    rows = torch.cat([first["input_ids"], second["input_ids"]])
+    assert (rows[:, 0] == model.config.bos_token_id).all()
+    with torch.no_grad():
+        likeliest = model(rows).logits.argmax(-1)
+    assert torch.equal(rows[:, 2:6], likeliest[:, 1:5])  # four are greedy
+    assert not torch.equal(rows[:, 6:], likeliest[:, 5:-1])  # and then none has to be
+    (again,) = qfx.data.generated_windows(model, length=16, count=3)
+    assert torch.equal(again["input_ids"][:, :2], rows[:, :2])
+    (other,) = qfx.data.generated_windows(model, length=16, count=3, seed=1)
+    assert not torch.equal(other["input_ids"], again["input_ids"])
+    assert isinstance(qfx.quantize(model, "w4a16_gptq", [first, second], progress=False), qfx.QuantizedModel)
+    with pytest.raises(qfx.CalibrationError, match="a Linear does not generate text"):
+        qfx.data.generated_windows(nn.Linear(2, 2))
+    with pytest.raises(qfx.CalibrationError, match="length=6 is too short; generate at least 7 tokens"):
+        qfx.data.generated_windows(model, length=6)
+    with pytest.raises(qfx.CalibrationError, match="in training mode"):
+        qfx.data.generated_windows(language_model().train())
+
+
 def test_images_are_scaled_cut_and_normalized(tmp_path: Path) -> None:
     pixels = np.zeros((4, 8, 3), dtype=np.uint8)
     pixels[:, 2:6] = (255, 51, 0)

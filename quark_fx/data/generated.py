@@ -1,0 +1,82 @@
+"""A language model's own samples, for where there is no text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quark_fx.errors import CalibrationError
+from quark_fx.system.options import PositiveInt, checked_call
+
+_GREEDY = 4
+"""Tokens of largest probability that follow the first one, so that a text begins as one would."""
+
+
+@checked_call
+def generated_windows(
+    model: nn.Module, *, length: PositiveInt = 512, count: PositiveInt = 128, batch_size: PositiveInt = 8, seed: int = 0
+) -> list[dict[str, Tensor]]:
+    """Return texts that a language model writes: calibration data for a model of which there is no text.
+
+    A text begins with a token drawn from the vocabulary, four tokens of largest probability follow, and all others are
+    sampled at temperature 1 (LLM-QAT, https://arxiv.org/abs/2305.17888, section 2.1). Where the model has a token that
+    begins a text, that comes first.
+
+    Args:
+        model: a causal language model of transformers in eval mode, on any device.
+        length: tokens of a window, the first ones included.
+        count: windows.
+        batch_size: windows of a batch.
+        seed: of what is drawn; the random numbers of the caller are left as they are.
+
+    Returns:
+        Batches `{"input_ids": (batch_size, length)}` in int64 on the CPU; the last one may have fewer windows.
+
+    Raises:
+        CalibrationError: if the model does not generate, or windows are too short to sample anything.
+    """
+    config = getattr(model, "config", None)
+    can = getattr(model, "can_generate", None)
+    if config is None or can is None or not can():
+        raise CalibrationError(
+            f"a {type(model).__name__} does not generate text; pass a causal language model of transformers"
+        )
+    if model.training:
+        raise CalibrationError(f"the {type(model).__name__} is in training mode; call eval() first")
+    config = config.get_text_config()
+    begin = () if config.bos_token_id is None else (config.bos_token_id,)
+    if length < len(begin) + 2 + _GREEDY:
+        raise CalibrationError(f"length={length} is too short; generate at least {len(begin) + 2 + _GREEDY} tokens")
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(config.vocab_size, (count, 1), generator=generator)
+    starts = torch.cat((torch.tensor(begin, dtype=torch.int64).expand(count, -1), drawn), 1)
+    batches = []
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        for start in starts.split(batch_size):
+            tokens = _continued(model, start.to(device), _GREEDY, do_sample=False)
+            left = length - tokens.shape[1]
+            tokens = _continued(model, tokens, left, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+            batches.append({"input_ids": tokens.cpu()})
+    return batches
+
+
+def _continued(model: Any, tokens: Tensor, more: int, **options: Any) -> Tensor:
+    """Return `tokens` and exactly `more` tokens after them; none of them ends the text."""
+    made: Tensor = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=more,
+        min_new_tokens=more,
+        repetition_penalty=1.0,
+        num_beams=1,
+        pad_token_id=0,
+        **options,
+    )
+    return made
+
+
+__all__ = ["generated_windows"]
