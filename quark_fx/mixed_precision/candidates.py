@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import glob
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quark_fx.config.named import PRESETS
@@ -130,16 +131,32 @@ def mixed(candidates: Sequence[Candidate], operators: Sequence[Named], chosen: S
     quantized = [op for op, specs in wanted if specs is not None]
     kept = tuple(p for p in base.exclude if not any(matches(p, op.name, *op.kinds) for op in quantized))
     base = base.replace(exclude=kept)
-    excluded, overrides = dict[str, None](), dict[str, Override]()
+    excluded, changed = list[str](), dict[Override, list[str]]()
     for op, specs in wanted:
-        now, pattern = specs_of(base, op), glob.escape(op.name)
+        now = specs_of(base, op)
         if specs is None and now is not None:
-            excluded[pattern] = None
+            excluded.append(op.name)
         elif specs is not None and now is not None and specs != now:
             found = {key: getattr(specs, key) for key in ("weight", "input", "output")}
             same = (key for key, value in found.items() if value == getattr(now, key) == getattr(base, key))
-            overrides[pattern] = Override(pattern=pattern, **found | dict.fromkeys(same, INHERIT))
-    return base.replace(exclude=(*kept, *excluded), overrides=(*base.overrides, *overrides.values()))
+            changed.setdefault(Override(pattern="", **found | dict.fromkeys(same, INHERIT)), []).append(op.name)
+    overrides = (
+        replace(override, pattern=pattern)
+        for override, names in changed.items()
+        for pattern in _patterns(names, operators)
+    )
+    return base.replace(exclude=(*kept, *_patterns(excluded, operators)), overrides=(*base.overrides, *overrides))
+
+
+def _patterns(names: Sequence[str], operators: Sequence[Named]) -> list[str]:
+    """Return globs for modules and no others: one for those whose names differ in numbers alone, where that is true."""
+    wanted, found = {*names}, dict[str, None]()
+    for name in names:
+        alike = re.sub(r"\d+", "*", glob.escape(name))
+        if alike not in found:
+            only = all(op.name in wanted for op in operators if matches(alike, op.name))
+            found[alike if only else glob.escape(name)] = None
+    return [*found]
 
 
 __all__ = ["FLOAT", "Candidate", "base_of", "candidates_of", "is_sayable", "mixed", "specs_of"]

@@ -185,7 +185,8 @@ def _error(group: Group, candidate: Candidate, operators: Sequence[PlannedOperat
     members = [operators[i] for i in group.places]
     if not is_sayable(candidate, members):
         return math.inf
-    return max(0.0, sum(added.get(name, 0.0) for name in {op.node.name for op in members}))
+    # Below zero it is what roundings of other operators happen to do to it: no gain, and not nothing.
+    return abs(sum(added.get(name, 0.0) for name in {op.node.name for op in members}))
 
 
 __all__ = ["Space", "size_of"]

@@ -186,6 +186,58 @@ def test_the_really_quantized_model_keeps_the_budget_as_its_report_counts_it(bud
     assert sum(choice.size for choice in found) == found.found.size
 
 
+def test_bytes_of_what_no_candidate_quantizes_count_in_a_size_and_not_in_bits() -> None:
+    model, batches = spoiled()
+    candidates = [preset(name).replace(exclude=("2",)) for name in (INT4, INT8)]
+    in_float = 4 * 8 * 32
+    found = run(model, candidates, batches, budget=Budget(size=9000 + in_float))
+    totals = quantize(model, found.config, batches[:6]).report().totals
+    assert 8500 + in_float < totals["bytes_after"] == found.found.size <= 9000 + in_float
+    weights = sum(p.numel() for p in model.parameters() if p.dim() > 1) - 8 * 32
+    assert found.found.bits == 8 * (found.found.size - in_float) / weights
+    assert all("2" not in choice.operators for choice in found)
+
+
+class FunctionalHead(Tied):
+    """The head multiplies by the embedding's weight in the model's own code: both go by the embedding's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.head
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.linear(self.layers(self.embed(ids)), self.embed.weight)
+
+
+def test_formats_by_kind_are_not_chosen_for_operators_that_only_their_kind_tells_apart() -> None:
+    model, batches = seeded(FunctionalHead()), tokens(8, 8, 8)
+    found = run(model, [INT4, INT8], batches, budget=Budget(bits=6.0))
+    (embed,) = (choice for choice in found if "embed" in choice.operators)
+    assert embed.errors[0] == math.inf
+    assert (found.winner, embed.candidate) == (MIXED, INT8)
+    report = quantize(model, found.config, batches).report()
+    assert {row.weight for row in report if row.name == "embed"} == {"int8 channel"}
+    every = [preset(INT4), preset(INT4).replace(group_size=16)]
+    with pytest.raises(ConfigError, match="share the name 'embed'"):
+        run(model, every, batches, budget=Budget(bits=6.0))
+
+
+def test_estimates_are_near_what_operators_add_alone_even_at_two_bits() -> None:
+    model, batches = spoiled()
+    captured, context, _ = begun(model, preset(INT8), batches[0], batches, None, keep=True)
+    trials = Trials(captured, context, METRICS["error"], parts_of(context, 32, divisible=True))
+    candidates = candidates_of([INT8, "int2"])
+    space = Space.measure(trials, candidates)
+    for i, candidate in enumerate(candidates):
+        others = [tuple(op.name for op in space.operators if op.name not in group.names) for group in space.groups]
+        alone = [trials.error(candidate.config.replace(exclude=names)) for names in others]
+        assert sum(alone) / 2 <= sum(row[i] for row in space.errors) <= 2 * sum(alone)
+        # Each that matters, too: by the slope at the end of the way they are up to four times as large.
+        for row, one in zip(space.errors, alone, strict=True):
+            assert one < 0.1 * sum(alone) or one / 2.5 <= row[i] <= 2.5 * one
+    context.cache.close()
+
+
 def test_the_choice_is_the_one_of_least_estimated_error() -> None:
     model, batches = spoiled()
     captured, context, _ = begun(model, preset(INT8), batches[0], batches, None, keep=True)
@@ -299,6 +351,16 @@ def test_a_mixture_gives_each_operator_its_candidate_whatever_its_name(chosen: t
     operators, _ = groups_of(capture_graph(seeded(Odd()), rand(4, 8)).module)
     report = quantize(seeded(Odd()), mixed(candidates, operators, chosen), [rand(4, 8)]).report()
     assert [row.weight for row in report] == [("int8 channel", "int4 channel", "")[i] for i in chosen]
+
+
+def test_modules_that_differ_in_numbers_alone_share_a_pattern() -> None:
+    candidates = candidates_of([INT8, "int4", FLOAT])
+    operators, groups = groups_of(capture_graph(seeded(Tied()), tokens()[0]).module)
+    downs = [next(g for g in groups if g.names == (f"layers.{i}.down",)).places for i in range(2)]
+    chosen = [1 if (i,) in downs else 2 if (i + 1,) in downs[:1] else 0 for i in range(len(operators))]
+    config = mixed(candidates, operators, chosen)
+    assert [override.pattern for override in config.overrides] == ["layers.*.down"]
+    assert config.exclude == ("layers.0.up",)  # the other one is quantized
 
 
 def test_formats_and_specs_take_the_place_of_the_first_configurations_weights() -> None:

@@ -1,0 +1,164 @@
+"""What `search` finds at 4.5 bits a weight, beside 4 bits for all operators at the same size.
+
+    python -m benchmarks.searched [--models llama smollm2] [--write]
+
+The Llama is that of `benchmarks.language_models`, judged on 40,800 tokens of files that nothing else is taken from;
+SmolLM2-135M is that of `benchmarks.real`, judged on 8,176 tokens of other documents. The search sees none of these: it
+chooses on windows of the calibration text, and compares on others of it. Embedding and head stay in float. Goal: less
+divergence than any uniform candidate of that size, or the uniform one returned.
+
+`--write` updates the models of `docs/searched.md` that were measured, after each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+import quark_fx as qfx
+from benchmarks import language_models
+from benchmarks.common import DOCS, environment, one_thread, publish, table
+from quark_fx.passes import GPTQ
+
+PAGE = DOCS / "searched.md"
+
+BITS = 4.5
+"""Bits of a weight, scales included."""
+
+_FOUR = qfx.presets.W4A16_RTN.replace(target=qfx.Target.TORCH)
+
+_FOUR_FINE = _FOUR.replace(group_size=64)
+"""4 bits at the size of the budget, or nearest to it."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, data to search on, and what judges it.
+
+    Attributes:
+        title: for people.
+        model: in float.
+        batches: to calibrate and choose on.
+        judge: returns `perplexity` and `KL` of what it is given.
+        samples: windows that errors are estimated on.
+        passes: that learn, by the name of the section.
+    """
+
+    title: str
+    model: nn.Module
+    batches: Sequence[Any]
+    judge: Callable[[Any], Mapping[str, float]]
+    samples: int
+    passes: Mapping[str, tuple[Any, ...]]
+
+
+def llama() -> Subject:
+    """Return the small Llama, calibrated on 64 windows of 256 tokens."""
+    trained = language_models.load("llama")
+    passes = {"rounded to nearest": (), "rounded by GPTQ": (GPTQ(),)}
+    return Subject("Llama, 3.7 M parameters", trained.model, trained.calibration, trained.figures, 16, passes)
+
+
+def smollm2() -> Subject:
+    """Return SmolLM2, calibrated on 12 windows of 512 tokens, one a batch: their logits take 100 MB each."""
+    from benchmarks.real import smollm2 as real
+
+    found = real.load()
+    windows = [{"input_ids": row[None]} for batch in found.calibration for row in batch["input_ids"]][:12]
+    return Subject("SmolLM2-135M-Instruct", found.model, windows, found.judge, 4, {"rounded to nearest": ()})
+
+
+MODELS: dict[str, Callable[[], Subject]] = {"llama": llama, "smollm2": smollm2}
+
+_Row = tuple[str, ...]
+
+
+def searched(subject: Subject, passes: tuple[Any, ...]) -> tuple[qfx.Search, list[_Row]]:
+    """Return what was found, and the figures of it and of uniform candidates on text that the search did not see."""
+    four, fine = (config.replace(passes=(*config.passes, *passes)) for config in (_FOUR, _FOUR_FINE))
+    found = qfx.search(
+        subject.model,
+        [four, fine, "int3", "int8"],
+        budget=qfx.Budget(bits=BITS),
+        data=subject.batches,
+        metric="kl",
+        samples=subject.samples,
+    )
+    print(found, flush=True)
+    rows = []
+    for name, config in (("search", found.config), (str(fine.weight), fine), (str(four.weight), four)):
+        qmodel = qfx.quantize(subject.model, config, subject.batches, progress=False)
+        figures = subject.judge(qmodel)
+        coded = [row for row in qmodel.report() if row.weight]
+        bits = 8 * sum(row.bytes_after for row in coded) / sum(row.bytes_before / 4 for row in coded)
+        rows.append((name, f"{bits:.3f}", f"{figures['perplexity']:.3f}", f"{figures['KL']:.5f}"))
+        print(*rows[-1], flush=True)
+    return found, rows
+
+
+def section(subject: Subject) -> Iterator[str]:
+    """Yield the tables of a model."""
+    for title, passes in subject.passes.items():
+        found, rows = searched(subject, passes)
+        ours, *uniform = (float(row[-1]) for row in rows if float(row[1]) <= BITS)
+        formats = Counter[str]()
+        for choice in found:
+            formats[choice.weight] += len(choice.operators)
+        got = ", ".join(f"{count} in {name}" for name, count in sorted(formats.items()))
+        measured = ((v.name, f"{v.bits:.3f}", f"{v.error:.5f}") for v in found.verified)
+        yield f"""## {subject.title}, {title}
+
+{table(("weights", "bits", "perplexity", "KL"), rows)}
+
+`search` took {found.seconds:.0f} s, estimated errors on {found.samples} windows and returned {found.winner}: {got}.
+Its KL is {ours / min(uniform):.2f} times that of the best of the others that fit. What it measured itself, on
+{found.verified_on} windows:
+
+{table(("weights", "bits", "KL"), measured)}
+"""
+
+
+def kept() -> dict[str, str]:
+    """Return the sections of the page that there is, by their titles."""
+    text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    parts = text.rpartition("\nPython ")[0].split("\n## ")[1:]
+    return {part.partition("\n")[0]: f"## {part.strip()}\n" for part in parts}
+
+
+def page(sections: Mapping[str, str]) -> str:
+    """Return the page."""
+    return f"""# The best bits for a budget, measured
+
+`search` at {BITS} bits a weight, scales included, from int3, int4 and int8 in groups of 128 and int4 in groups of 64
+(symmetric, scales in float32), beside int4 for all operators; perplexity and the mean divergence (KL, nats per token)
+from the float model on text that the search did not see. Embedding and head stay in float and are not counted.
+Perplexity says less than KL here: rounding moves it by less than it differs from text to text. Reproduce with
+`python -m benchmarks.searched`.
+
+{chr(10).join(text for _, text in sorted(sections.items()))}
+{environment()}
+"""
+
+
+def main() -> None:
+    """Measure, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--write", action="store_true", help="update docs/searched.md")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore", UserWarning)
+    sections = kept() if arguments.write else {}
+    with one_thread():
+        for name in arguments.models:
+            sections |= {text.partition("\n")[0].removeprefix("## "): text for text in section(MODELS[name]())}
+            publish(page(sections), PAGE.name if arguments.write else None)
+
+
+if __name__ == "__main__":
+    main()
