@@ -27,7 +27,7 @@ def choose(
 
     Args:
         costs: of each group's options; infinite for one that must not be taken.
-        weights: likewise, at least 0.
+        weights: likewise; at least 0.
         limit: of their sum.
         gap: share of the costs by which they may miss the least.
 
@@ -63,9 +63,8 @@ def _solved(
     cuts: Sequence[Sequence[int]],
 ) -> list[int] | None:
     milp, linear, sparse = find_solver()
-    flat = np.concatenate([np.asarray(row, dtype=np.float64) for row in costs])
-    allowed = np.isfinite(flat)
-    weight = np.concatenate([np.asarray(row, dtype=np.float64) for row in weights])
+    flat, weight = (np.concatenate([np.asarray(row, dtype=np.float64) for row in rows]) for rows in (costs, weights))
+    allowed = np.isfinite(flat) & np.isfinite(weight)
     owner = np.repeat(np.arange(len(costs)), [len(row) for row in costs])
     one_each = sparse.csr_array((np.ones(len(flat)), (owner, np.arange(len(flat)))))
     starts = np.searchsorted(owner, np.arange(len(costs)))
@@ -73,7 +72,7 @@ def _solved(
     for row, cut in zip(forbidden, cuts, strict=True):
         row[starts + np.asarray(cut)] = 1
     # Figures near 1 are what the tolerances of the solver are made for.
-    cost, unit = np.where(allowed, flat, 0.0), limit or 1.0
+    (cost, weight), unit = np.where(allowed, (flat, weight), 0.0), limit or 1.0
     found = milp(
         cost / (np.abs(cost).max() or 1.0),
         integrality=np.ones(len(flat)),

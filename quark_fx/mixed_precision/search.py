@@ -37,6 +37,9 @@ _ROUNDS = 5
 _NEAR = 0.9
 """Share of the ceiling that a measured error has to reach for no larger one to be tried."""
 
+_NOTHING = 1e-3
+"""Share of the ceiling below which a measured error is not told from none."""
+
 _Judge = Callable[[str, QuantConfig], Verified]
 """Quantizes as a configuration says, and measures."""
 
@@ -163,10 +166,9 @@ def _by_size(space: Space, budget: Budget, judged: _Judge) -> _Tried:
             f"{space.fixed + least:,} bytes, of which {space.fixed:,} no candidate quantizes; allow more, or add a "
             "candidate of fewer bits"
         )
-    uniform = [one for one in _uniform(space) if space.total(one[1]) <= limit]
-    tried = [(judged(name, space.candidates[chosen[0]].config), chosen) for name, chosen in uniform]
-    if len({*(settled := space.settled(found))}) > 1:
-        tried.append((judged(MIXED, space.config(settled)), settled))
+    choices = [chosen for chosen in _uniform(space) if space.total(chosen) <= limit]
+    choices += [settled] if (settled := space.settled(found)) not in choices else []
+    tried = [(_judged(space, chosen, judged), chosen) for chosen in choices]
     return _ranked(tried, lambda one: one.error)
 
 
@@ -176,18 +178,20 @@ def _by_error(space: Space, ceiling: float, judged: _Judge) -> _Tried:
     target, least = ceiling, sum(min(row) for row in space.errors)
     for _ in range(_ROUNDS):
         found = choose(space.sizes, space.errors, max(target, least * (1 + 1e-9)))
-        settled = space.settled(found or [0] * len(space.groups))
-        if any(settled == chosen for _, chosen in tried) or len({*settled}) < 2:
+        assert found is not None
+        settled = space.settled(found)
+        if any(settled == chosen for _, chosen in tried):
             break
-        one = judged(MIXED, space.config(settled))
+        one = _judged(space, settled, judged)
         tried.append((one, settled))
         if one.fits and one.error >= _NEAR * ceiling:
             break
-        target *= ceiling / one.error
+        target *= ceiling / max(one.error, _NOTHING * ceiling)
     smallest = min((one.size for one, _ in tried if one.fits), default=math.inf)
-    for name, chosen in _uniform(space):
-        if space.fixed + space.total(chosen) <= smallest / _BETTER:
-            tried.append((judged(name, space.candidates[chosen[0]].config), chosen))
+    for chosen in _uniform(space):
+        small = space.fixed + space.total(chosen) <= smallest / _BETTER
+        if small and all(chosen != other for _, other in tried):
+            tried.append((_judged(space, chosen, judged), chosen))
     if not any(one.fits for one, _ in tried):
         best = min((one for one, _ in tried), key=lambda one: one.error)
         raise ConfigError(
@@ -199,10 +203,16 @@ def _by_error(space: Space, ceiling: float, judged: _Judge) -> _Tried:
     return _ranked([*kept, *(pair for pair in tried if pair[0].name != MIXED)], lambda one: one.size)
 
 
-def _uniform(space: Space) -> Iterator[tuple[str, list[int]]]:
+def _uniform(space: Space) -> Iterator[list[int]]:
     """Yield every candidate for all groups."""
-    for i, candidate in enumerate(space.candidates):
-        yield candidate.name, [i] * len(space.groups)
+    for i in range(len(space.candidates)):
+        yield [i] * len(space.groups)
+
+
+def _judged(space: Space, chosen: Sequence[int], judged: _Judge) -> Verified:
+    if len({*chosen}) > 1:
+        return judged(MIXED, space.config(chosen))
+    return judged(space.candidates[chosen[0]].name, space.candidates[chosen[0]].config)
 
 
 def _ranked(tried: _Tried, figure: Callable[[Verified], float]) -> _Tried:

@@ -123,9 +123,12 @@ def frontier(
     """
     figure, axes = _axes(title, 2.8)
     axes.plot(*zip(*curve, strict=True), color=_BLUE, linewidth=1.2, marker="o", markersize=3, label="estimated")
-    for name, (x, y) in marks.items():
-        axes.plot([x], [y], color=_INK, marker="D", markersize=5, linestyle="none")
-        axes.annotate(_short(name), (x, y), (6, 4), textcoords="offset points", fontsize=8, color=_INK)
+    axes.plot(
+        *zip(*marks.values(), strict=True), color=_INK, marker="D", markersize=5, linestyle="none", label="measured"
+    )
+    for name, place in marks.items():
+        axes.annotate(_short(name), place, (6, 4), textcoords="offset points", fontsize=8, color=_INK)
+    axes.legend(frameon=False, fontsize=8)
     if all(y > 0 for _, y in [*curve, *marks.values()]):
         axes.set_yscale("log")
     axes.set_xlabel(across)
