@@ -91,7 +91,7 @@ def searched(subject: Subject, passes: tuple[Any, ...]) -> tuple[qfx.Search, lis
         samples=subject.samples,
     )
     print(found, flush=True)
-    rows = []
+    rows: list[_Row] = []
     for name, config in (("search", found.config), (str(fine.weight), fine), (str(four.weight), four)):
         qmodel = qfx.quantize(subject.model, config, subject.batches, progress=False)
         figures = subject.judge(qmodel)

@@ -327,11 +327,12 @@ def test_what_a_candidate_leaves_in_float_another_may_quantize() -> None:
     assert found.found.bits <= 6.5
 
 
-def test_activations_and_outputs_come_with_the_candidate() -> None:
+def test_activations_come_with_the_candidate_and_their_ranges_not_from_what_judges() -> None:
     static = preset("int8_static")
     coarse = static.replace(weight=static.weight.replace(format="int4"))  # type: ignore[union-attr]
-    found = run(cnn(), [static, coarse, FLOAT], images(8, 8, 8, 8), budget=Budget(bits=7.0))
     batches = images(8, 8, 8, 8)
+    batches[3] = 4 * batches[3]
+    found = run(cnn(), [static, coarse, FLOAT], batches, budget=Budget(bits=7.0))
     qmodel = quantize(cnn(), found.config, batches[:3])
     with torch.no_grad():
         error = float(relative_error([qmodel(batches[3])], [cnn()(batches[3])]))
@@ -352,7 +353,7 @@ class Odd(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("chosen", [(0, 1, 0, 1), (2, 0, 2, 0), (1, 2, 2, 0), (2, 2, 2, 1)])
+@pytest.mark.parametrize("chosen", [(0, 0, 1, 1), (0, 1, 0, 1), (2, 0, 2, 0), (1, 2, 2, 0), (2, 2, 2, 1)])
 def test_a_mixture_gives_each_operator_its_candidate_whatever_its_name(chosen: tuple[int, ...]) -> None:
     candidates = candidates_of([INT8, "int4", FLOAT])
     operators, _ = groups_of(capture_graph(seeded(Odd()), rand(4, 8)).module)
