@@ -109,9 +109,14 @@ _AVERAGES = frozenset(
 )
 
 
+def row_by_target(node: Node) -> Operator | None:
+    """Return the row of a node's operator, whatever it multiplies by: a parameter, codes or another activation."""
+    return _OPERATORS.get(target_name(node)) if node.op == "call_function" else None
+
+
 def operator_row(node: Node) -> Operator | None:
     """Return the row of a node, `None` if it has no weights and is no product of activations."""
-    row = _OPERATORS.get(target_name(node)) if node.op == "call_function" else None
+    row = row_by_target(node)
     if row is None or row.weight is None:
         return row
     weights = stored_weights(node, row)

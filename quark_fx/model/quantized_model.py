@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from quark_fx.graph.signature import Signature, split_batch
 from quark_fx.graph.straight_through import records_gradients, run_with_gradients
 from quark_fx.plan.report import Histogram, Report, Row
 from quark_fx.system.options import checked_call
+
+if TYPE_CHECKING:
+    from quark_fx.model.compiled_model import CompiledModel
 
 
 class QuantizedModel(nn.Module):
@@ -106,6 +109,22 @@ class QuantizedModel(nn.Module):
         from quark_fx.model.eager import eager
 
         return eager(self, model)
+
+    def compile(self, **options: Any) -> CompiledModel:  # type: ignore[override]
+        """Return this model by the kernels that torch has for its formats, on CPUs: integer products are integers.
+
+        What has no kernel is computed in floats, as here; `report()` of the result says why, by operator. The first
+        call, and the first one of another batch size, compile, which takes about a minute for a network of 50 layers.
+
+        Args:
+            options: of `torch.compile`, such as `mode="max-autotune"` and `dynamic=True`.
+
+        Raises:
+            QuarkError: for a model that is not on a CPU.
+        """
+        from quark_fx.model.compiled_model import CompiledModel
+
+        return CompiledModel.of(self, **options)
 
     def train(self, mode: bool = True) -> QuantizedModel:
         """Stay in eval mode: the graph was captured in it.

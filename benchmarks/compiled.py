@@ -1,0 +1,177 @@
+"""Time of quantized models in PyTorch: by `qmodel.compile()`, beside float ones, eager and by `torch.compile`.
+
+    python -m benchmarks.compiled [--rounds 15] [--write]
+
+torchvision's ResNet-50 at 3 x 224 x 224, a BERT of base size at 128 tokens and a Llama of 135M parameters at one token,
+with seeded random weights: time does not depend on values. Every case runs in a process of its own on one thread, its
+models in turn; a row gives the median over the rounds and the quartiles of the ratios within a round. `--write` updates
+`docs/compiled.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch._inductor import config as inductor
+from torch.utils import _pytree as pytree
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+
+import quark_fx as qfx
+from benchmarks.common import apart_from_others, environment, estimate_batch_norm, images, publish, sqnr, table, timed
+
+EAGER, COMPILED, FROZEN, OURS = "float", "float, torch.compile", "float, torch.compile, frozen", "compile()"
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, how it is quantized and measured; `goal` is what is asked of float's time over ours."""
+
+    name: str
+    build: Callable[[], tuple[nn.Module, list[Batch]]]
+    preset: str
+    batch: Callable[[int], Batch]
+    sizes: tuple[int, ...]
+    goal: float = 2.0
+
+
+def _resnet() -> tuple[nn.Module, list[Batch]]:
+    torch.manual_seed(0)
+    model, data = torchvision.models.resnet50().eval(), images(8, 4, 224, seed=1)
+    estimate_batch_norm(model, data)
+    return model, [{"x": batch} for batch in data]
+
+
+def _tokens(rows: int, length: int, vocabulary: int) -> Batch:
+    generator = torch.Generator().manual_seed(rows)
+    return {"input_ids": torch.randint(vocabulary, (rows, length), generator=generator)}
+
+
+def _masked(rows: int) -> Batch:
+    return _tokens(rows, 128, 30522) | {"attention_mask": torch.ones(rows, 128, dtype=torch.int64)}
+
+
+def _bert() -> tuple[nn.Module, list[Batch]]:
+    torch.manual_seed(0)
+    return BertModel(BertConfig(), add_pooling_layer=False).eval(), [_masked(2), _masked(3)]
+
+
+def _llama() -> tuple[nn.Module, list[Batch]]:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49152,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).eval(), [_tokens(2, 16, 49152)]
+
+
+def _images(rows: int) -> Batch:
+    return {"x": images(rows, rows, 224, seed=2)[0]}
+
+
+CASES = {
+    "resnet": Case("ResNet-50", _resnet, "int8_static", _images, (1, 32)),
+    "bert": Case("BERT-base, 128 tokens", _bert, "int8_static", _masked, (1, 32)),
+    "llama": Case("Llama 135M, one token", _llama, "int4_weight_only", lambda rows: _tokens(rows, 1, 49152), (1,)),
+}
+
+
+def measure(case: Case, rounds: int) -> dict[str, Any]:
+    """Return milliseconds by batch size and model, agreement with the simulated graph, and kernels."""
+    model, data = case.build()
+    qmodel = qfx.quantize(model, case.preset, data, progress=False)
+    compiled = qmodel.compile()
+    plain, frozen = torch.compile(model), torch.compile(model)
+    found: dict[str, Any] = {"kernels": str(compiled.report()).splitlines()[-1], "times": {}, "agreement": {}}
+
+    def run_frozen(**batch: Tensor) -> object:
+        with inductor.patch(freezing=True):
+            return frozen(**batch)
+
+    for size in case.sizes:
+        batch = case.batch(size)
+        with torch.no_grad():
+            runs: dict[str, Callable[..., Any]] = {EAGER: model, COMPILED: plain, FROZEN: run_frozen, OURS: compiled}
+            for run in runs.values():
+                run(**batch)
+            times: dict[str, list[float]] = {name: [] for name in runs}
+            for _ in range(rounds):
+                for name, run in runs.items():
+                    run(**batch)  # what others left in the caches is theirs
+                    times[name].append(1e3 * timed(partial(run, **batch)).wall)
+            simulated, ours = (_first(m(**batch)) for m in (qmodel, compiled))
+        found["times"][size] = times
+        found["agreement"][size] = sqnr(simulated, ours), float((simulated - ours).abs().max() / simulated.abs().max())
+        torch._dynamo.reset()
+    return found
+
+
+def _first(value: Any) -> Tensor:
+    return next(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _section(case: Case, found: dict[str, Any]) -> str:
+    lines, notes = [], []
+    for size, times in found["times"].items():
+        for name, own in times.items():
+            cells = [size, name, f"{statistics.median(own):.1f}"]
+            for other in (EAGER, COMPILED):
+                ratios = [a / b for a, b in zip(times[other], own, strict=True)]
+                low, middle, high = statistics.quantiles(ratios, n=4)
+                cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
+            lines.append(cells)
+        decibels, largest = found["agreement"][size]
+        notes.append(
+            f"Batch {size}: {decibels:.0f} dB from the simulated graph, largest difference {largest:.1e} of the range."
+        )
+    header = ("batch", "model", "ms", "eager float over it", "compiled float over it")
+    ours = f"`{case.preset}`, {found['kernels']}; asked of both floats over `compile()`: {case.goal}."
+    return "\n\n".join([f"## {case.name}", ours, table(header, lines), "  \n".join(notes)])
+
+
+def main() -> None:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of one run of each model")
+    parser.add_argument("--case", choices=CASES, help="run one case in this process and print its figures")
+    parser.add_argument("--write", action="store_true", help="update docs/compiled.md")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    if arguments.case:
+        print(json.dumps(measure(CASES[arguments.case], arguments.rounds)))
+        return
+    own = ("benchmarks.compiled", "--rounds", str(arguments.rounds), "--case")
+    text = "\n\n".join(_section(case, apart_from_others(*own, name)) for name, case in CASES.items())
+    page = f"""# Quantized models in PyTorch
+
+Networks with seeded random weights on one thread: the float model, eager, by `torch.compile`, and by `torch.compile`
+with frozen weights, and what `qmodel.compile()` returns. They are run in turn; medians of {arguments.rounds} rounds,
+quartiles of the ratios within a round in parentheses. Reproduce with `python -m benchmarks.compiled`.
+
+{text}
+
+{environment()}
+"""
+    publish(page, "compiled.md" if arguments.write else None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""A quantized model by the kernels that torch has for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._inductor import config as inductor
+
+from quark_fx.errors import QuarkError
+from quark_fx.graph.nodes import device_of
+from quark_fx.graph.signature import Signature
+from quark_fx.model.kernels.lowering import KernelReport, use_kernels
+
+if TYPE_CHECKING:
+    from quark_fx.model.quantized_model import QuantizedModel
+
+
+class CompiledModel(nn.Module):
+    """A quantized graph in operators that torch has kernels for, compiled by `torch.compile` at the first call.
+
+    It has no gradients, and is not saved: the model it was made of is.
+
+    Attributes:
+        graph_module: the graph, without operators on codes; it runs without being compiled, too.
+        signature: how the model is called.
+    """
+
+    def __init__(self, graph_module: torch.fx.GraphModule, signature: Signature, report: KernelReport, **options: Any):
+        super().__init__()
+        self.graph_module, self.signature, self._report = graph_module, signature, report
+        self._freezing = any(row.integer for row in report)
+        self._run = torch.compile(graph_module, fullgraph=True, **options)
+        self.eval()
+
+    @classmethod
+    def of(cls, qmodel: QuantizedModel, **options: Any) -> CompiledModel:
+        """Return the compiled form of a quantized model.
+
+        Raises:
+            QuarkError: for a model that is not on a CPU.
+        """
+        if (device := device_of(qmodel.graph_module)).type != "cpu":
+            raise QuarkError(f"compile() has kernels for CPUs, and the model is on {device}; move it: qmodel.cpu()")
+        graph_module, report = use_kernels(qmodel.graph_module)
+        return cls(graph_module, qmodel.signature, report, **options)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; inputs and outputs are those of the original one.
+
+        Raises:
+            QuarkError: if the inputs differ in structure, rank, fixed dimensions or dtype.
+        """
+        leaves = self.signature.flatten(args, kwargs)
+        # Packed weights are constants to the kernels, which torch asks for while it compiles a call of new sizes.
+        with torch.no_grad(), inductor.patch(freezing=self._freezing):
+            return self.signature.unflatten(self._run(*leaves))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise QuarkError(
+            "packed weights are neither copied nor pickled; save the quantized model, and compile the quantized model "
+            "again where it is loaded"
+        )
+
+    def report(self) -> KernelReport:
+        """Return one row per operator whose weight is in codes: its kernel, or why it has none."""
+        return self._report
+
+
+__all__ = ["CompiledModel"]

@@ -1,0 +1,91 @@
+"""oneDNN's int8 products and convolutions: codes times codes, and codes out where a quantizer follows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quark_fx.model.kernels.integers import Unsigned, channel_codes, require_exact, signed_codes
+from quark_fx.model.kernels.product import NoKernelError, Product, Rounded
+
+aten, onednn = torch.ops.aten, torch.ops.onednn
+
+
+def integer_linear(product: Product) -> str:
+    """Multiply uint8 activations, of one scale that is calibrated or measured, by int8 weights.
+
+    Sums are exact in 32 bits; a result in codes differs by one step where it lies between two.
+    """
+    codes, scale = channel_codes(product.matrix())
+    require_exact(product, codes)
+    bias, read = product.bias(), Unsigned.of(product)
+    packed = onednn.qlinear_prepack.default(codes, None)
+    _multiply(product, onednn.qlinear_pointwise, read, packed, scale, bias)
+    return "onednn.qlinear_pointwise"
+
+
+def integer_convolution(product: Product) -> str:
+    """Convolve uint8 activations, of one scale that is calibrated or measured, with int8 weights.
+
+    As `integer_linear`; padding is with the zero point.
+    """
+    geometry = product.geometry()
+    codes, scale = channel_codes(product.weight)
+    require_exact(product, codes, geometry[-1])
+    bias, read = product.bias(), Unsigned.of(product)
+    packed = onednn.qconv_prepack.default(codes, scale, 1.0, 0, *geometry, None)
+    _multiply(product, onednn.qconv_pointwise, read, packed, scale, bias, *geometry)
+    return "onednn.qconv_pointwise"
+
+
+def token_linear(product: Product) -> str:
+    """Multiply int8 activations, of a scale for each token, by int8 weights; the scales come after the product."""
+    codes, scale = channel_codes(product.matrix())
+    require_exact(product, codes)
+    rounded = product.rounded
+    assert rounded is not None
+    if not rounded.is_symmetric:
+        raise NoKernelError("its activation has a zero point for each token")
+    bias, read = product.bias(), Unsigned.of(product)
+    packed = onednn.qlinear_prepack.default(codes, None)
+    zero = torch.zeros_like(scale, dtype=torch.int32)
+    result = product.insert(
+        onednn.qlinear_pointwise.default,
+        *(read.codes, 1.0, 1 << (rounded.format.bits - 1), packed, scale, zero, None),
+        *(1.0, 0, torch.float32, "none", [], ""),
+    )
+    result = product.insert(aten.mul.Tensor, result, rounded.scale)
+    if bias is not None:
+        result = product.insert(aten.add.Tensor, result, bias)
+    product.node.replace_all_uses_with(product.insert(aten._to_copy.default, result, dtype=product.dtype))
+    return "onednn.qlinear_pointwise"
+
+
+def _multiply(
+    product: Product, kernel: Any, read: Unsigned, packed: Tensor, scale: Tensor, bias: Tensor | None, *geometry: Any
+) -> None:
+    """Replace a product, and the quantizers that alone read it, by a kernel."""
+    if product.dtype not in (torch.float32, torch.bfloat16):
+        raise NoKernelError(f"it computes in {str(product.dtype).removeprefix('torch.')}")
+    quantizers = product.quantizers_after()
+    after = Rounded.of(quantizers[0]) if quantizers else None
+    signed = after is not None and after.format.dtype is torch.int8
+    result = (1.0, 0, product.dtype)
+    if after is not None:
+        # torch.compile takes it that codes of a kernel are unsigned.
+        result = (product.number(after.scale), int(product.number(after.zero_point)) + 128 * signed, torch.uint8)
+    overload = kernel.default if isinstance(read.scale, float) else kernel.tensor
+    made = product.insert(
+        overload,
+        *(read.codes, read.scale, read.zero_point, packed, scale, torch.zeros_like(scale, dtype=torch.int32), bias),
+        *(*geometry, *result, "none" if product.result is product.node else "relu", [], ""),
+    )
+    made = signed_codes(product, made) if signed else made
+    for node in quantizers or (product.result,):
+        made.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(made)
+
+
+__all__ = ["integer_convolution", "integer_linear", "token_linear"]

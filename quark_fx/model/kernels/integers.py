@@ -1,0 +1,132 @@
+"""What the integer kernels of oneDNN have in common: unsigned codes of 8 bits times signed ones, summed in 32 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from quark_fx.model.kernels.product import Activation, NoKernelError, Product
+from quark_fx.numbers.formats import IntFormat
+from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.plan.pair_sums import LARGEST_SUM, PairBound
+
+aten, onednn = torch.ops.aten, torch.ops.onednn
+cast = aten._to_copy.default
+
+
+def channel_codes(weight: QuantizedTensor) -> tuple[Tensor, Tensor]:
+    """Return codes of a weight, int8, and a scale for each output, its first dimension.
+
+    Raises:
+        NoKernelError: for other formats and layouts.
+    """
+    if not isinstance(weight.format, IntFormat) or weight.format.bits > 8:
+        raise NoKernelError(f"its weight is {weight.format}; integer kernels read at most 8 bits")
+    weight = weight.signed()
+    if not weight.is_symmetric:
+        raise NoKernelError("its weight has zero points")
+    if weight.axis not in (None, 0) or weight.block_size:
+        raise NoKernelError("its weight has a scale for each group; integer kernels have one for each output")
+    outputs = weight.codes.shape[0]
+    return weight.codes.to(torch.int8), weight.scale.float().reshape(-1).expand(outputs).contiguous()
+
+
+@dataclass(frozen=True)
+class Unsigned:
+    """Codes from 0 to 255, as kernels read them, and what they stand for; numbers where calibration knows them.
+
+    Attributes:
+        codes: uint8.
+        scale: a number, or a node.
+        zero_point: likewise.
+    """
+
+    codes: Node
+    scale: float | Node
+    zero_point: int | Node
+
+    @classmethod
+    def of(cls, product: Product) -> Unsigned:
+        """Return what a product reads. To signed codes, which kernels are slow at or refuse, half the range is added.
+
+        Raises:
+            NoKernelError: for other formats than integers of at most 8 bits.
+        """
+        rounded = product.rounded
+        assert rounded is not None
+        fmt = rounded.format
+        if not isinstance(fmt, IntFormat) or fmt.bits > 8:
+            raise NoKernelError(f"its activation is {fmt}; integer kernels read at most 8 bits")
+        shift = -fmt.qmin
+        codes, scale, zero_point = rounded.codes, rounded.scale, rounded.zero_point
+        if shift:
+            codes = codes.meta.get(_UNSIGNED) or shifted_codes(product, codes, shift, torch.uint8)
+        if rounded.kind is Activation.STATIC:
+            return cls(codes, product.number(scale), int(product.number(zero_point)) + shift)
+        return cls(codes, scale, product.insert(aten.add.Scalar, zero_point, shift) if shift else zero_point)
+
+
+def signed_codes(product: Product, codes: Node) -> Node:
+    """Return codes that a kernel made, counted from -128; kernels that read them read those it made."""
+    signed = shifted_codes(product, codes, -128, torch.int8)
+    signed.meta[_UNSIGNED] = codes
+    return signed
+
+
+def shifted_codes(product: Product, codes: Node, shift: int, dtype: torch.dtype) -> Node:
+    """Insert what adds a number to codes."""
+    wide = product.insert(cast, codes, dtype=torch.int32)
+    return product.insert(cast, product.insert(aten.add.Scalar, wide, shift), dtype=dtype)
+
+
+_UNSIGNED = "unsigned_codes"
+
+
+@cache
+def adds_pairs() -> bool:
+    """Tell whether the kernels add pairs of products in 16 bits, which saturate; asks one of them.
+
+    They do on x64 processors without VNNI, and where `ONEDNN_MAX_CPU_ISA` says so.
+    """
+    x = torch.full((1, 64), 255, dtype=torch.uint8)
+    weight = torch.full((16, 64), 127, dtype=torch.int8)
+    one, zero = torch.ones(16, dtype=torch.float32), torch.zeros(16, dtype=torch.int32)
+    packed = onednn.qlinear_prepack(weight, None)
+    y = onednn.qlinear_pointwise(x, 1.0, 0, packed, one, zero, None, 1.0, 0, torch.float32, "none", [], "")
+    return bool((y != 64 * 255 * 127).any())
+
+
+def require_exact(product: Product, codes: Tensor, groups: int = 1) -> None:
+    """Refuse a product with sums that may saturate on this processor.
+
+    Args:
+        product: an operator whose activation is rounded.
+        codes: of its weight, int8, `(outputs, inputs, *kernel)`.
+        groups: of channels.
+
+    Raises:
+        NoKernelError: if there is a pair that may.
+    """
+    inputs, kernel = codes.shape[1], tuple(range(2, codes.dim()))
+    if not adds_pairs() or (kernel and inputs == 1 and groups == codes.shape[0]):
+        return
+    assert product.rounded is not None
+    limit = LARGEST_SUM // ((1 << min(product.rounded.format.bits, 8)) - 1)
+    if kernel and inputs % 2:
+        # Which codes are neighbors there differs from kernel to kernel.
+        exact = 2 * int(codes.short().abs().max()) <= limit
+    else:
+        bound = PairBound.of_convolution(limit, kernel, 1) if kernel else PairBound.of_product(limit, 2, 1)
+        exact = not bool(bound.exceeded(codes).any())
+    if not exact:
+        raise NoKernelError(
+            "this processor adds pairs of products in 16 bits, and some of its weight would saturate; quantize with "
+            'reduce_range, or for target="onnx", which limits pairs'
+        )
+
+
+__all__ = ["Unsigned", "adds_pairs", "channel_codes", "require_exact", "signed_codes"]

@@ -1,0 +1,118 @@
+"""A quantized graph in the operators that torch has kernels for: which rule is for which operator."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch.fx import GraphModule
+
+from quark_fx.graph.nodes import describe, module_path
+from quark_fx.graph.pass_manager import copy_graph
+from quark_fx.model.kernels.integer_products import integer_convolution, integer_linear, token_linear
+from quark_fx.model.kernels.product import Activation, NoKernelError, Product
+from quark_fx.model.kernels.spelling import spell_out
+from quark_fx.model.kernels.weight_only import weight_only_linear
+from quark_fx.plan.report import aligned
+from quark_fx.system.isolation import isolated
+
+logger = logging.getLogger(__name__)
+
+Rule = Callable[[Product], str]
+"""Replaces an operator by a kernel and returns its name; raises `NoKernelError` before it changes anything."""
+
+_FOLDED = "beside integer kernels, for which constants are frozen, torch would fold its codes to floats"
+
+RULES: dict[tuple[str, Activation], Rule] = {
+    ("linear", Activation.STATIC): integer_linear,
+    ("linear", Activation.DYNAMIC): integer_linear,
+    ("linear", Activation.TOKEN): token_linear,
+    ("conv", Activation.STATIC): integer_convolution,
+    ("conv", Activation.DYNAMIC): integer_convolution,
+    ("linear", Activation.FLOAT): weight_only_linear,
+}
+"""The rule for a family of operators whose activation is rounded in some way; integer kernels first."""
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """One operator whose weight is in codes.
+
+    Attributes:
+        name: module path.
+        kind: operator family.
+        kernel: what computes it; empty where it computes in floats what was rounded.
+        reason: why there is no kernel; empty if there is one.
+    """
+
+    name: str
+    kind: str
+    kernel: str = ""
+    reason: str = ""
+
+    @property
+    def integer(self) -> bool:
+        """Whether it multiplies integers."""
+        return self.kernel.startswith("onednn.")
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """The kernels of a compiled model. `str` of it is a table."""
+
+    rows: tuple[KernelRow, ...]
+
+    def __iter__(self) -> Iterator[KernelRow]:
+        return iter(self.rows)
+
+    def __str__(self) -> str:
+        header = ("name", "op", "kernel", "in floats because")
+        lines = aligned(header, [(r.name, r.kind, r.kernel or "-", r.reason) for r in self.rows], right=set())
+        count = Counter(row.kernel for row in self.rows if row.kernel)
+        kernels = ", ".join(f"{n} {kernel}" for kernel, n in count.most_common()) or "none"
+        return "\n".join([*lines, f"{count.total()} of {len(self.rows)} operators with a kernel ({kernels})"])
+
+
+@isolated
+def use_kernels(gm: GraphModule) -> tuple[GraphModule, KernelReport]:
+    """Return a copy of a quantized graph in operators of torch alone, and which kernels it has.
+
+    Tensors are shared with `gm`.
+    """
+    gm = copy_graph(gm)
+    products = [product for node in gm.graph.nodes if (product := Product.of(gm, node)) is not None]
+    rows: dict[str, KernelRow] = {}
+    for product in sorted(products, key=lambda product: product.rounding is Activation.FLOAT):
+        name, kernel, reason = product.node.name, "", ""
+        try:
+            if product.rounding is Activation.FLOAT and any(row.kernel for row in rows.values() if row.integer):
+                raise NoKernelError(_FOLDED)
+            kernel = _rule(product)(product)
+        except NoKernelError as error:
+            reason = str(error)
+            logger.debug("no kernel for %s: %s", describe(product.node), reason)
+        rows[name] = KernelRow(module_path(product.node), product.row.kind, kernel, reason)
+    spell_out(gm)
+    gm.graph.lint()
+    gm.recompile()
+    return gm, KernelReport(tuple(rows[product.node.name] for product in products))
+
+
+def _rule(product: Product) -> Rule:
+    found = RULES.get((product.row.kind, product.rounding))
+    if found is None:
+        raise NoKernelError(f"torch has no kernel for {product.row.kind} with {_WORDS[product.rounding]}")
+    return found
+
+
+_WORDS = {
+    Activation.FLOAT: "an activation in float",
+    Activation.STATIC: "one calibrated scale of the activation",
+    Activation.DYNAMIC: "one measured scale of the activation",
+    Activation.TOKEN: "a scale for each token",
+    Activation.OTHER: "scales of groups or channels of the activation",
+}
+
+__all__ = ["RULES", "KernelReport", "KernelRow", "Rule", "use_kernels"]

@@ -1,0 +1,219 @@
+"""An operator with a weight in codes, as kernels need it: what it multiplies by, and how what it reads is rounded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, get_attr, is_parameter, parameter, target_name
+from quark_fx.graph.operators import Operator, argument, named_argument, row_by_target
+from quark_fx.model.constants import constant_of
+from quark_fx.numbers.formats import Format, IntFormat, parse_format
+from quark_fx.numbers.qparams import Symmetry
+from quark_fx.numbers.quantized_tensor import QuantizedTensor
+
+
+class NoKernelError(Exception):
+    """A rule leaves an operator as it is; the message is the reason."""
+
+
+class Activation(StrEnum):
+    """How the activation of an operator is rounded."""
+
+    FLOAT = "float"
+    STATIC = "static"
+    """One scale, calibrated."""
+    DYNAMIC = "dynamic"
+    """One scale, measured at run time."""
+    TOKEN = "token"
+    """A scale for each row of the last dimension, measured at run time."""
+    OTHER = "other"
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A value in codes that an operator reads.
+
+    Attributes:
+        codes: what a `dequantize` reads.
+        scale, zero_point: nodes.
+        format: of the codes.
+        axis, block_size: granularity (`quark_fx.numbers.ops`).
+    """
+
+    codes: Node
+    scale: Node
+    zero_point: Node
+    format: Format
+    axis: int | None
+    block_size: int
+
+    @classmethod
+    def of(cls, node: Node) -> Rounded | None:
+        """Return what a `dequantize` reads or a `quantize` makes; `None` for any other node."""
+        if target_name(node) not in (DEQUANTIZE, QUANTIZE):
+            return None
+        source, scale, zero_point, name, axis, block_size = (argument(node, position) for position in range(6))
+        codes = source if target_name(node) == DEQUANTIZE else node
+        return cls(codes, scale, zero_point, parse_format(name), axis, block_size or 0)
+
+    @property
+    def kind(self) -> Activation:
+        """How many scales there are, and when they are known."""
+        if self.axis is None:
+            return Activation.STATIC if is_parameter(self.scale) else Activation.DYNAMIC
+        rank = self.codes.meta["val"].dim()
+        whole_rows = self.axis % rank == rank - 1 and self.block_size == -1
+        return Activation.TOKEN if whole_rows and not is_parameter(self.scale) else Activation.OTHER
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether ranges that are measured at run time are symmetric."""
+        pair = self.zero_point.args[0] if self.zero_point.args else None
+        if not isinstance(pair, Node) or pair.target is not torch.ops.quark_fx.dynamic_qparams.default:
+            return False
+        return Symmetry(argument(pair, 2)) is not Symmetry.ASYMMETRIC
+
+
+@dataclass(frozen=True)
+class Product:
+    """A weighted operator of a quantized graph.
+
+    Attributes:
+        gm: the graph.
+        node: the operator.
+        row: of the table of operators.
+        weight: its weight, of a matrix with rows for outputs.
+    """
+
+    gm: GraphModule
+    node: Node
+    row: Operator
+    weight: QuantizedTensor
+
+    @classmethod
+    def of(cls, gm: GraphModule, node: Node) -> Product | None:
+        """Return the view of a node; `None` for one that multiplies an activation by no weight in codes."""
+        row = row_by_target(node)
+        if row is None or row.weight is None or not row.activations:
+            return None
+        given = argument(node, row.weight)
+        constant = constant_of(gm, given) if isinstance(given, Node) else None
+        if constant is None or constant.quantized is None:
+            return None
+        return cls(gm, node, row, constant.quantized)
+
+    @property
+    def activation(self) -> Node:
+        """What it multiplies."""
+        value: Node = argument(self.node, self.row.activations[0])
+        return value
+
+    @property
+    def rounded(self) -> Rounded | None:
+        """How what it multiplies is rounded, `None` for floats."""
+        return Rounded.of(self.activation)
+
+    @property
+    def rounding(self) -> Activation:
+        """How what it multiplies is rounded, in a word."""
+        return Activation.FLOAT if self.rounded is None else self.rounded.kind
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        found: torch.dtype = self.node.meta["val"].dtype
+        return found
+
+    def matrix(self) -> QuantizedTensor:
+        """Return the weight with rows for outputs.
+
+        Raises:
+            NoKernelError: for a stack of matrices, and factors of the product.
+        """
+        weight = self.weight
+        if weight.codes.dim() != 2:
+            raise NoKernelError("its weight is a stack of matrices")
+        if any(self.node.kwargs.get(factor, 1) != 1 for factor in ("alpha", "beta")):
+            raise NoKernelError("its product or its bias has a factor")
+        if self.row.output_axis % 2 == 0:
+            return weight
+        scale, zero_point = (p.mT if p.dim() == 2 else p for p in (weight.scale, weight.zero_point))
+        axis = None if weight.axis is None else 1 - weight.axis
+        return QuantizedTensor.of(
+            weight.codes.mT.contiguous(), scale, zero_point, weight.format, axis, weight.block_size
+        )
+
+    def bias(self) -> Tensor | None:
+        """Return its bias, float32.
+
+        Raises:
+            NoKernelError: where it is no constant.
+        """
+        given = None if self.row.bias is None else argument(self.node, self.row.bias)
+        if given is None:
+            return None
+        constant = constant_of(self.gm, given)
+        if constant is None:
+            raise NoKernelError("its bias is computed")
+        return constant.value().float()
+
+    def geometry(self) -> tuple[list[int], list[int], list[int], int]:
+        """Return stride, padding, dilation and groups of a convolution.
+
+        Raises:
+            NoKernelError: for padding that differs between the ends, or is given in a word.
+        """
+        rank = self.weight.codes.dim() - 2
+        padding = named_argument(self.node, "padding")
+        if isinstance(padding, str):
+            raise NoKernelError(f"its padding is {padding!r}")
+        sizes = (named_argument(self.node, "stride"), padding, named_argument(self.node, "dilation"))
+        stride, padding, dilation = (
+            list(given or [default]) * (rank if len(given or [default]) == 1 else 1)
+            for given, default in zip(sizes, (1, 0, 1), strict=True)
+        )
+        return stride, padding, dilation, named_argument(self.node, "groups") or 1
+
+    @property
+    def result(self) -> Node:
+        """Its result, or that of a relu that alone reads it, which kernels apply."""
+        readers = tuple(self.node.users)
+        return readers[0] if len(readers) == 1 and target_name(readers[0]) == "aten.relu.default" else self.node
+
+    def quantizers_after(self) -> tuple[Node, ...]:
+        """Return the quantizers that alone read `result`, all with one calibrated scale and codes of 8 bits."""
+        readers = tuple(self.result.users)
+        found = [Rounded.of(reader) if target_name(reader) == QUANTIZE else None for reader in readers]
+        first = found[0] if found else None
+        if first is None or first.kind is not Activation.STATIC or not isinstance(first.format, IntFormat):
+            return ()
+        if first.format.bits != 8:
+            return ()
+        same = all(
+            other is not None
+            and (other.format, other.axis) == (first.format, None)
+            and (other.scale.target, other.zero_point.target) == (first.scale.target, first.zero_point.target)
+            for other in found
+        )
+        return readers if same else ()
+
+    def number(self, node: Node) -> float:
+        """Return the number that a constant of one element is."""
+        return parameter(self.gm, node).item()
+
+    def insert(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """Insert a call before the operator, with its notes and value; tensors become constants of the graph."""
+        with self.gm.graph.inserting_before(self.node):
+            nodes = [get_attr(self.gm, "kernel_constant", a) if isinstance(a, Tensor) else a for a in args]
+            made = self.gm.graph.call_function(target, tuple(nodes), kwargs)
+        made.meta = dict(self.node.meta)
+        return made
+
+
+__all__ = ["Activation", "NoKernelError", "Product", "Rounded"]

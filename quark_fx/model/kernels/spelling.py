@@ -1,0 +1,74 @@
+"""What no kernel takes is computed as before, in operators that `torch.compile` fuses with those around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, erase_dead, fake_mode, get_attr, target_name, value_of
+from quark_fx.model.constants import constant_of
+from quark_fx.numbers import ops
+from quark_fx.numbers.formats import FloatFormat, parse_format
+from quark_fx.numbers.quantized_tensor import decode
+
+
+def spell_out(gm: GraphModule) -> None:
+    """Replace the operators on codes by those that compute them; constants in codes become floats."""
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function":
+            continue
+        constant = constant_of(gm, node) if target_name(node) == DEQUANTIZE else None
+        with gm.graph.inserting_before(node):
+            if constant is not None:
+                node.replace_all_uses_with(get_attr(gm, constant.names[0], constant.value()))
+            elif (function := _FUNCTIONS.get(target_name(node))) is not None:
+                _inline(gm, node, function)
+    erase_dead(gm)
+
+
+def _inline(gm: GraphModule, node: Node, function: Any) -> None:
+    """Replace a call by the operators that a function of its arguments calls."""
+    given = [argument for argument in node.args if isinstance(argument, Node)]
+
+    def of_tensors(*tensors: Tensor) -> Any:
+        named = dict(zip(given, tensors, strict=True))
+        return function(*(named[a] if isinstance(a, Node) else a for a in node.args), **node.kwargs)
+
+    with fake_mode(gm):
+        traced = make_fx(of_tensors)(*(value_of(gm, argument) for argument in given))
+    inputs = (n for n in traced.graph.nodes if n.op == "placeholder")
+    result: Any = gm.graph.graph_copy(traced.graph, dict(zip(inputs, given, strict=True)))
+    if isinstance(result, tuple | list):
+        for reader in list(node.users):
+            index: Any = reader.args[1]
+            reader.replace_all_uses_with(result[index])
+            gm.graph.erase_node(reader)
+    else:
+        node.replace_all_uses_with(result)
+
+
+def _dequantize(
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    format: str,
+    axis: int | None = None,
+    block_size: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    scale, points = (ops.spread(p, codes, axis, block_size) for p in (scale, zero_point))
+    is_float = isinstance(parse_format(format), FloatFormat)
+    return decode(codes.to(torch.float32), scale, None if is_float else points).to(dtype)
+
+
+_FUNCTIONS = {
+    QUANTIZE: ops.quantize._init_fn,
+    DEQUANTIZE: _dequantize,
+    "quark_fx.dynamic_qparams.default": ops.dynamic_qparams._init_fn,
+}
+
+__all__ = ["spell_out"]

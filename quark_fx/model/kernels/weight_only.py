@@ -1,0 +1,142 @@
+"""Products of floats and codes: the weight stays in codes, and is read as such where there is one row of activations.
+
+torch has kernels for bfloat16 activations (`_weight_int4pack_mm_for_cpu`, `_weight_int8pack_mm`); what they do for
+float32 is twenty times slower than a float product. There `torch.compile` makes the loop, of `code_product`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.nn import functional as F
+
+from quark_fx.model.kernels.product import NoKernelError, Product
+from quark_fx.numbers.formats import IntFormat
+from quark_fx.numbers.quantized_tensor import QuantizedTensor
+
+aten = torch.ops.aten
+
+
+def weight_only_linear(product: Product) -> str:
+    """Multiply floats by a weight in integer codes of at most 8 bits, per channel or in groups of inputs.
+
+    In float32 results differ by the order of sums; in bfloat16 by roundings of that type.
+    """
+    if product.dtype not in (torch.float32, torch.bfloat16):
+        raise NoKernelError(f"it computes in {str(product.dtype).removeprefix('torch.')}")
+    weight = product.matrix()
+    if not isinstance(weight.format, IntFormat) or weight.format.bits > 8:
+        raise NoKernelError(f"its weight is {weight.format}; there are kernels for integers of at most 8 bits")
+    bias = product.bias()
+    codes, scale, zero_point = _groups(weight)
+    made = None
+    if product.dtype is torch.bfloat16:
+        made = _bfloat16_kernel(product, weight, codes, scale, zero_point)
+    if made is None:
+        packed = weight.format.bits <= 4 and codes.shape[-1] % 2 == 0
+        if packed:
+            low, high = codes.chunk(2, -1)
+            codes = low | (high << 4)
+        made = product.insert(code_product, product.activation, codes.contiguous(), scale, zero_point, packed)
+    name = _KERNELS[cast(Any, made.target)]
+    if bias is not None:
+        made = product.insert(aten.add.Tensor, made, bias.to(product.dtype))
+    product.node.replace_all_uses_with(made)
+    return name
+
+
+def _groups(weight: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes from 0 on, uint8, as (outputs, groups, inputs), and scale and zero point as (outputs, groups).
+
+    Raises:
+        NoKernelError: where groups lie along outputs, or the last one is shorter.
+    """
+    assert isinstance(weight.format, IntFormat)
+    outputs, inputs = weight.codes.shape
+    shift = -weight.format.qmin
+    codes = (weight.codes.to(torch.int16) + shift).to(torch.uint8)
+    if weight.axis == 1 and weight.block_size:
+        if inputs % weight.block_size:
+            raise NoKernelError(f"its groups of {weight.block_size} do not divide {inputs} inputs")
+        groups = inputs // weight.block_size
+    elif weight.axis in (None, 0) and not weight.block_size:
+        groups = 1
+    else:
+        raise NoKernelError("its scales do not lie along outputs or groups of inputs")
+    scale, zero_point = (
+        p.float().reshape(-1, groups if p.numel() > 1 else 1).expand(outputs, groups).contiguous()
+        for p in (weight.scale, weight.zero_point + shift)
+    )
+    return codes.reshape(outputs, groups, -1).contiguous(), scale, zero_point
+
+
+def code_product(x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor, packed: bool) -> Tensor:
+    """Return `x @ ((codes - zero_point) * scale).T`, in the dtype of `x`; `torch.compile` makes one loop of it.
+
+    One row is multiplied by the codes as they are read from memory, which is what takes the time. For several rows the
+    weight is dequantized, once in a call, for a product in floats.
+
+    Args:
+        x: `(..., groups * inputs of a group)`.
+        codes: uint8, `(outputs, groups, inputs of a group)`; if `packed`, half as many, of 4 bits: the first half of a
+            group in the low bits.
+        scale, zero_point: float32, `(outputs, groups)`.
+        packed: whether a byte holds two codes.
+    """
+    outputs, groups = scale.shape
+    parts = (codes & 15, codes >> 4) if packed else (codes,)
+    values = [part.float() - zero_point.unsqueeze(-1) for part in parts]
+    if x.numel() == x.shape[-1]:
+        row = x.float().reshape(groups, len(parts), -1)
+        total = sum(value * row[:, i] for i, value in enumerate(values)) * scale.unsqueeze(-1)
+        return total.sum((1, 2)).to(x.dtype).reshape(*x.shape[:-1], outputs)
+    weight = torch.cat(values, -1) * scale.unsqueeze(-1)
+    return F.linear(x, weight.reshape(outputs, -1).to(x.dtype))
+
+
+def _bfloat16_kernel(
+    product: Product, weight: QuantizedTensor, codes: Tensor, scale: Tensor, zero_point: Tensor
+) -> Node | None:
+    """Insert torch's kernel for bfloat16 activations, `None` where it has none for this weight."""
+    outputs, groups, size = codes.shape
+    assert isinstance(weight.format, IntFormat)
+    if weight.format.bits == 8 and groups == 1 and bool((zero_point == 128).all()):
+        signed = weight.signed().codes
+        return product.insert(int8_product, product.activation, signed, scale.flatten().bfloat16())
+    if weight.format.bits <= 4 and size in (32, 64, 128, 256) and outputs % 16 == 0:
+        packed = aten._convert_weight_to_int4pack_for_cpu.default(codes.reshape(outputs, -1).int(), 1)
+        # It computes (code - 8) * scale + zero.
+        table = torch.stack((scale, (8 - zero_point) * scale), -1).transpose(0, 1).bfloat16().contiguous()
+        return product.insert(int4_product, product.activation, packed, size, table)
+    return None
+
+
+def int8_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """Return `x @ (codes * scale).T` by torch's kernel; codes int8 `(outputs, inputs)`, scale `(outputs,)`."""
+    y: Tensor = aten._weight_int8pack_mm.default(x.reshape(-1, x.shape[-1]), codes, scale)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def int4_product(x: Tensor, packed: Tensor, size: int, table: Tensor) -> Tensor:
+    """Return the product with codes of 4 bits by torch's kernel.
+
+    Args:
+        x: bfloat16, `(..., inputs)`.
+        packed: of `_convert_weight_to_int4pack_for_cpu`.
+        size: inputs of a group.
+        table: bfloat16, `(groups, outputs, 2)`; scale, and what is added to codes counted from 8.
+    """
+    y: Tensor = aten._weight_int4pack_mm_for_cpu.default(x.reshape(-1, x.shape[-1]), packed, size, table)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+_KERNELS = {
+    code_product: "loop over codes",
+    int8_product: "aten._weight_int8pack_mm",
+    int4_product: "aten._weight_int4pack_mm_for_cpu",
+}
+
+__all__ = ["code_product", "weight_only_linear"]
