@@ -150,13 +150,10 @@ def mixed(candidates: Sequence[Candidate], operators: Sequence[Named], chosen: S
 
 def _patterns(names: Sequence[str], operators: Sequence[Named]) -> list[str]:
     """Return globs for modules and no others: one for those whose names differ in numbers alone, where that is true."""
-    wanted, found = {*names}, dict[str, None]()
-    for name in names:
-        alike = re.sub(r"\d+", "*", glob.escape(name))
-        if alike not in found:
-            only = all(op.name in wanted for op in operators if matches(alike, op.name))
-            found[alike if only else glob.escape(name)] = None
-    return [*found]
+    wanted = {*names}
+    alike = {name: re.sub(r"\d+", "*", glob.escape(name)) for name in names}
+    only = {one: all(op.name in wanted for op in operators if matches(one, op.name)) for one in {*alike.values()}}
+    return [*dict.fromkeys(alike[name] if only[alike[name]] else glob.escape(name) for name in names)]
 
 
 __all__ = ["FLOAT", "Candidate", "base_of", "candidates_of", "is_sayable", "mixed", "specs_of"]
