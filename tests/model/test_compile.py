@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 import quark_fx as qfx
 from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
+from quark_fx.graph.nodes import parameter
 from quark_fx.model.kernels import integers
 from quark_fx.model.kernels.lowering import RULES
 from quark_fx.model.kernels.product import Activation
@@ -122,6 +123,20 @@ def test_kernels_read_the_codes_that_others_make(fmt: qfx.formats.IntFormat) -> 
     assert float((graph(IMAGE)[0] == qmodel(IMAGE)).float().mean()) > 0.99
 
 
+@pytest.mark.parametrize("low", [0.0, -1.0])
+def test_convolutions_are_packed_once(low: float) -> None:
+    """Packed for another zero point, or for no size, a weight would be packed again in every call."""
+    x = rand(1, 64, 14, 14).clamp(min=low)
+    qmodel = qfx.quantize(seeded(nn.Conv2d(64, 128, 1)), STATIC, [x], progress=False)
+    (kernel,) = calls(qmodel.compile().graph_module, "onednn")
+    packed, scale = (parameter(qmodel.compile().graph_module, kernel.args[at]) for at in (3, 4))  # type: ignore[arg-type]
+    (codes,) = (t for name, t in qmodel.state_dict().items() if name.endswith("weight_codes"))
+    assert (kernel.args[2] == 0) == (low == 0)
+    layout, prepack = torch.ops.mkldnn._get_mkldnn_serialized_md, torch.ops.onednn.qconv_prepack
+    again = prepack(codes, scale, 1.0, kernel.args[2], [1, 1], [0, 0], [1, 1], 1, list(x.shape))
+    assert torch.equal(layout(packed), layout(again))
+
+
 REASONS: dict[str, tuple[Callable[[], nn.Module], QuantConfig, Tensor]] = {
     "its activation is int16": (flat, STATIC.replace(input=TensorSpec(format=INT16)), ROWS),
     "its weight is fp8_e4m3": (flat, STATIC.replace(weight=CHANNEL.replace(format=FP8_E4M3)), ROWS),
@@ -137,6 +152,7 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], QuantConfig, Tensor]] = {
     "no kernel for conv with an activation in float": (conv, INT8_WEIGHT_ONLY, IMAGE),
     "no kernel for conv_transpose with one calibrated": (lambda: nn.ConvTranspose2d(8, 4, 3), STATIC, IMAGE),
     "its groups of 32 do not divide 48 inputs": (lambda: flat(48), QuantConfig(weight=GROUPS), rand(2, 48)),
+    "its activation has no batch": (flat, STATIC, rand(64)),
     "its padding is 'same'": (lambda: nn.Conv2d(8, 4, 3, padding="same"), STATIC, IMAGE),
     "it computes in float16": (flat, INT8_WEIGHT_ONLY, ROWS.half()),
 }
@@ -153,6 +169,13 @@ def test_what_has_no_kernel_says_why_and_computes_the_same(reason: str) -> None:
     assert reason in str(compiled.report())
     assert not calls(compiled.graph_module, "quark_fx")
     assert torch.equal(compiled.graph_module(x)[0], qmodel(x))
+
+
+def test_other_processors_have_no_integer_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    for build, x in ((flat, ROWS), (conv, IMAGE)):
+        (row,) = quantized(build, STATIC, x).compile().report()
+        assert "x64" in row.reason
 
 
 def test_weights_beside_integer_kernels_are_floats() -> None:

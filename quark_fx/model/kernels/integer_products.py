@@ -35,7 +35,9 @@ def integer_convolution(product: Product) -> str:
     codes, scale = channel_codes(product.weight)
     require_exact(product, codes, geometry[-1])
     bias, read = product.bias(), Unsigned.of(product)
-    packed = onednn.qconv_prepack.default(codes, scale, 1.0, 0, *geometry, None)
+    # Packed without a size, or for a zero point where there is none, a weight is packed again in every call.
+    point = read.zero_point if isinstance(read.zero_point, int) else 128
+    packed = onednn.qconv_prepack.default(codes, scale, 1.0, point, *geometry, product.sizes_read())
     _multiply(product, onednn.qconv_pointwise, read, packed, scale, bias, *geometry)
     return "onednn.qconv_pointwise"
 

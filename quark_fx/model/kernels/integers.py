@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 from functools import cache
 
@@ -86,6 +87,11 @@ def shifted_codes(product: Product, codes: Node, shift: int, dtype: torch.dtype)
 _UNSIGNED = "unsigned_codes"
 
 
+def has_kernels() -> bool:
+    """Tell whether torch has oneDNN's kernels for this processor; they were tried on x64."""
+    return platform.machine().lower() in ("x86_64", "amd64") and torch.backends.mkldnn.is_available()
+
+
 @cache
 def adds_pairs() -> bool:
     """Tell whether the kernels add pairs of products in 16 bits, which saturate; asks one of them.
@@ -109,8 +115,13 @@ def require_exact(product: Product, codes: Tensor, groups: int = 1) -> None:
         groups: of channels.
 
     Raises:
-        NoKernelError: if there is a pair that may.
+        NoKernelError: if there is a pair that may, for an activation without a batch, and where there are no kernels.
     """
+    if not has_kernels():
+        raise NoKernelError("torch has oneDNN's integer kernels on x64 processors")
+    rank = product.activation.meta["val"].dim()
+    if rank < 2 or (codes.dim() > 2 and rank != codes.dim()):
+        raise NoKernelError("its activation has no batch")
     inputs, kernel = codes.shape[1], tuple(range(2, codes.dim()))
     if not adds_pairs() or (kernel and inputs == 1 and groups == codes.shape[0]):
         return

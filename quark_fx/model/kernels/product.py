@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, get_attr, is_parameter, parameter, target_name
+from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, get_attr, is_parameter, parameter, static_size, target_name
 from quark_fx.graph.operators import Operator, argument, named_argument, row_by_target
 from quark_fx.model.constants import constant_of
 from quark_fx.numbers.formats import Format, IntFormat, parse_format
@@ -202,6 +202,10 @@ class Product:
             for other in found
         )
         return readers if same else ()
+
+    def sizes_read(self) -> list[int]:
+        """Return the sizes of its activation; 16 for dimensions that vary."""
+        return [static_size(size) or 16 for size in self.activation.meta["val"].shape]
 
     def number(self, node: Node) -> float:
         """Return the number that a constant of one element is."""
