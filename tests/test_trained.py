@@ -78,13 +78,12 @@ def test_the_file_of_an_8_bit_network_is_a_quarter_of_the_float_one(preset: str,
 
 SIMILARITY = {
     "int8_static": 0.99,
-    "int8_static_mse": 0.99,
     "int8_dynamic": 0.99,
-    "int8_weight_only": 0.999,
     "fp8_static": 0.99,
     "xint8": 0.97,  # one power of two per tensor
 }
-"""The mean cosine of the angle between a sentence's float and quantized embedding, at least."""
+"""The mean cosine of the angle between a sentence's float and quantized embedding, at least; `benchmarks.trained` has
+more presets."""
 
 
 @pytest.mark.parametrize("preset", SIMILARITY)

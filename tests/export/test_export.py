@@ -16,10 +16,14 @@ import torch
 from onnx import TensorProto, numpy_helper
 from tiny import WHOLE_PRESETS, cnn, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
+from torch.fx import GraphModule
+from transformers import LlamaConfig, LlamaForCausalLM
+from zoo import ZOO
 
 import quark_fx as qfx
 import quark_fx.export.to_onnx.lowering  # fills the table
 from quark_fx.config.quant_config import Granularity, QuantConfig, Target, TensorSpec
+from quark_fx.export.to_onnx.program import to_exported_program
 from quark_fx.export.to_onnx.table import LOWERINGS, translation_table
 from quark_fx.numbers.formats import INT4, SM5, UINT4
 from quark_fx.presets import INT8_DYNAMIC, INT8_STATIC, PRESETS
@@ -558,3 +562,52 @@ def test_moved_codes_of_a_signed_type_may_leave_the_graph(move: str, preset: str
     path, model = exported(qmodel, tmp_path)
     assert [value.name for value in model.graph.output] == list(qmodel.signature.output_names)
     assert qfx.verify(qmodel, path, x).max_steps < 0.01
+
+
+class Differences(nn.Module):
+    """`torch.diff` in all its forms, and batch norms that no convolution takes up, one without an affine map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.norm, self.plain = nn.BatchNorm1d(6), nn.BatchNorm1d(6, affine=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = self.plain(torch.relu(self.norm(torch.relu(self.linear(x)))))
+        return (
+            torch.diff(x),
+            torch.diff(x, dim=0),
+            torch.diff(x, dim=1, prepend=x[:, :1] + 1, append=x[:, 1:3]),
+            torch.diff(x > 0).float(),
+            torch.diff((x * 9).to(torch.int64), append=torch.zeros_like(x[:, :1], dtype=torch.int64)),
+            torch.diff(x, n=2),
+        )
+
+
+def test_differences_and_norms_are_those_of_torch(tmp_path: Path) -> None:
+    qmodel = quantize(seeded(Differences()), "int8_weight_only", [rand(4, 6)])
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx")
+    assert qfx.verify(qmodel, path, [rand(4, 6), rand(7, 6, seed=2)]).max_steps < 0.01
+
+
+def language_model() -> tuple[nn.Module, Any]:
+    """Return a Llama as users call it, with tokens alone: transformers takes differences of their positions."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=32, use_cache=False))
+    return model, {"input_ids": tokens()[0] % 32}
+
+
+@pytest.mark.parametrize("name", ["language model", "Mixtral", "DenseNet", "transposed"])
+def test_no_operator_has_the_whole_graph_decomposed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch decomposes a graph by tracing it again, which takes several times as long as translating it."""
+
+    def translated(gm: GraphModule, *, decomposed: bool) -> Any:
+        assert decomposed, "an operator has no lowering of its own"
+        return to_exported_program(gm, decomposed=decomposed)
+
+    monkeypatch.setattr("quark_fx.export.to_onnx.export_onnx.to_exported_program", translated)
+    if name == "transposed":
+        model, batch = nn.Sequential(nn.ConvTranspose2d(3, 4, 3, 2, 1, 1), nn.ConvTranspose2d(4, 2, 2)), images(2)[0]
+    else:
+        model, batch = (ZOO[name].make(), ZOO[name].batches[0]) if name in ZOO else language_model()
+    qfx.export.onnx(quantize(seeded(model), "int8_weight_only", [batch]), tmp_path / "m.onnx")

@@ -8,6 +8,8 @@ on a copy, just before they are translated.
 from __future__ import annotations
 
 import math
+import operator
+import sys
 from collections.abc import Callable
 
 import torch
@@ -64,7 +66,11 @@ def _rule(gm: GraphModule, node: Node) -> Rule | None:
         return _refuse("antialias=True with align_corners=True has no form in ONNX; drop one of the two")
     if name == "aten.lstm.input" and _is_projected(gm, node):
         return _refuse("an LSTM with proj_size has no form in ONNX; project its output with a linear")
-    return spell_out_layers if name in KINDS else None
+    if name == "aten.diff.default" and argument(node, 1) not in (None, 1):
+        return None
+    if name == "aten.batch_norm.default" and argument(node, 5):
+        return None
+    return spell_out_layers if name in KINDS else _WITHOUT_LOWERING.get(name)
 
 
 _ANTIALIASED = frozenset(
@@ -171,3 +177,50 @@ def _sum_over_divisor(gm: GraphModule, node: Node) -> Node:
 
 def _each(sizes: list[int], rank: int) -> list[int]:
     return list(sizes) if len(sizes) == rank else list(sizes) * rank
+
+
+def _difference(gm: GraphModule, node: Node) -> Node:
+    value, dim = argument(node, 0), -1 if argument(node, 2) is None else argument(node, 2)
+    around = [part for part in (argument(node, 3), value, argument(node, 4)) if part is not None]
+    if len(around) > 1:
+        value = call(gm, aten.cat.default, around, dim, like=node)
+    later = call(gm, aten.slice.Tensor, value, dim, 1, sys.maxsize, like=node)
+    earlier = call(gm, aten.slice.Tensor, value, dim, 0, -1, like=node)
+    differs = aten.logical_xor.default if value_of(gm, value).dtype == torch.bool else aten.sub.Tensor
+    return call(gm, differs, later, earlier, like=node)
+
+
+def _normalized(gm: GraphModule, node: Node) -> Node:
+    value, *statistics = (argument(node, position) for position in range(5))
+    momentum, epsilon = argument(node, 6), argument(node, 7)
+    normalize = aten._native_batch_norm_legit_no_training.default
+    results = call(gm, normalize, value, *statistics, momentum, epsilon, like=node)
+    return call(gm, operator.getitem, results, 0, like=node)
+
+
+def _transposed_convolution(gm: GraphModule, node: Node) -> Node:
+    rank = value_of(gm, argument(node, 1)).dim() - 2
+    defaults = (1, 0, 0, 1, 1)  # stride, padding, output padding, groups, dilation
+    given = (argument(node, position) for position in range(3, 8))
+    stride, padding, beyond, groups, dilation = (d if g is None else g for g, d in zip(given, defaults, strict=True))
+    stride, padding, dilation, beyond = (
+        _each(sizes if isinstance(sizes, list | tuple) else [sizes], rank)
+        for sizes in (stride, padding, dilation, beyond)
+    )
+    operands = (argument(node, position) for position in range(3))
+    convolve = aten.convolution.default
+    return call(gm, convolve, *operands, stride, padding, dilation, True, beyond, groups, like=node)
+
+
+def _reversed(gm: GraphModule, node: Node) -> Node:
+    value = argument(node, 0)
+    return call(gm, aten.permute.default, value, list(range(value_of(gm, value).dim()))[::-1], like=node)
+
+
+_WITHOUT_LOWERING: dict[str, Rule] = {
+    "aten.diff.default": _difference,
+    "aten.batch_norm.default": _normalized,
+    **{f"aten.conv_transpose{kind}": _transposed_convolution for kind in ("1d.default", "2d.input", "3d.input")},
+    "aten.numpy_T.default": _reversed,
+}
+"""Operators for the sake of which torch's exporter would trace the whole graph again, to decompose it."""
