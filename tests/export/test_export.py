@@ -597,6 +597,13 @@ def language_model() -> tuple[nn.Module, Any]:
     return model, {"input_ids": tokens()[0] % 32}
 
 
+def transposed() -> tuple[nn.Module, Any]:
+    return nn.Sequential(nn.ConvTranspose2d(3, 4, 3, 2, 1, 1), nn.ConvTranspose2d(4, 2, 2)), images(2)[0]
+
+
+MADE = {"language model": language_model, "transposed": transposed}
+
+
 @pytest.mark.parametrize("name", ["language model", "Mixtral", "DenseNet", "transposed"])
 def test_no_operator_has_the_whole_graph_decomposed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch decomposes a graph by tracing it again, which takes several times as long as translating it."""
@@ -606,8 +613,5 @@ def test_no_operator_has_the_whole_graph_decomposed(name: str, tmp_path: Path, m
         return to_exported_program(gm, decomposed=decomposed)
 
     monkeypatch.setattr("quark_fx.export.to_onnx.export_onnx.to_exported_program", translated)
-    if name == "transposed":
-        model, batch = nn.Sequential(nn.ConvTranspose2d(3, 4, 3, 2, 1, 1), nn.ConvTranspose2d(4, 2, 2)), images(2)[0]
-    else:
-        model, batch = (ZOO[name].make(), ZOO[name].batches[0]) if name in ZOO else language_model()
+    model, batch = (ZOO[name].make(), ZOO[name].batches[0]) if name in ZOO else MADE[name]()
     qfx.export.onnx(quantize(seeded(model), "int8_weight_only", [batch]), tmp_path / "m.onnx")

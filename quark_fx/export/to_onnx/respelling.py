@@ -204,7 +204,7 @@ def _transposed_convolution(gm: GraphModule, node: Node) -> Node:
     given = (argument(node, position) for position in range(3, 8))
     stride, padding, beyond, groups, dilation = (d if g is None else g for g, d in zip(given, defaults, strict=True))
     stride, padding, dilation, beyond = (
-        _each(sizes if isinstance(sizes, list | tuple) else [sizes], rank)
+        _each([*sizes] if isinstance(sizes, list | tuple) else [sizes], rank)
         for sizes in (stride, padding, dilation, beyond)
     )
     operands = (argument(node, position) for position in range(3))
