@@ -1,17 +1,21 @@
-"""A hook of MkDocs: the Markdown files of the repository's root are pages of the site, and the README is its home."""
+"""Hooks of MkDocs: Markdown files of the repository's root are pages of the site, and the README is its home."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+from griffe import Extension, Object
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"README.md": "index.md"} | {name: name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")}
-EXAMPLES = {"examples/quickstart.py": "quickstart.md"}
+EXAMPLES = {"examples/quickstart.py": "quickstart.md"} | {
+    f"examples/{name}.py": f"journey_{name}.md" for name in ("deploy", "huggingface", "research")
+}
 """The page that an example is on."""
 
 
@@ -28,3 +32,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn links to the root's pages, which are files beside `docs`, to pages of the site."""
     return re.sub(r"\]\(\.\./(\w+\.md)\)", lambda link: f"]({PAGES.get(link[1], link[1])})", markdown)
+
+
+class Doctests(Extension):
+    """An extension of Griffe: examples in docstrings are blocks of code, not quotations."""
+
+    def on_object(self, *, obj: Object, **_: Any) -> None:
+        """Fence runs of lines that begin with `>>>`."""
+        if obj.docstring is not None:
+            obj.docstring.value = re.sub(
+                r"^>>> .*(?:\n(?!\s*$).*)*", lambda run: f"\n```pycon\n{run[0]}\n```\n", obj.docstring.value, flags=re.M
+            )

@@ -155,6 +155,7 @@ def test_every_python_block_runs_after_the_ones_before_it(
         assert f'"{page.name}"' in (ROOT / RUN_ELSEWHERE[page.name]).read_text()
         return
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "examples")
     for registry, values in (
         ("quark_fx.observers.base.OBSERVERS", observers.OBSERVERS),
         ("quark_fx.graph.pass_manager.PASSES", PASSES),
