@@ -252,12 +252,23 @@ def test_a_model_writes_its_own_calibration_data() -> None:
     (other,) = qfx.data.generated_windows(model, length=16, count=3, seed=1)
     assert not torch.equal(other["input_ids"], again["input_ids"])
     assert isinstance(qfx.quantize(model, "w4a16_gptq", [first, second], progress=False), qfx.QuantizedModel)
-    with pytest.raises(qfx.CalibrationError, match="a Linear does not generate text"):
+    model.generation_config.update(min_p=0.999, suppress_tokens=[*range(10, 50)], return_dict_in_generate=True)
+    settings = model.generation_config.to_dict()
+    (plain,) = qfx.data.generated_windows(model, length=16, count=3)
+    assert torch.equal(plain["input_ids"], again["input_ids"])
+    assert model.generation_config.to_dict() == settings
+    with pytest.raises(qfx.CalibrationError, match="a Linear does not continue text"):
         qfx.data.generated_windows(nn.Linear(2, 2))
     with pytest.raises(qfx.CalibrationError, match="length=6 is too short; generate at least 7 tokens"):
         qfx.data.generated_windows(model, length=6)
-    with pytest.raises(qfx.CalibrationError, match="in training mode"):
+    with pytest.raises(qfx.CalibrationError, match="in training mode, itself first"):
         qfx.data.generated_windows(language_model().train())
+    with pytest.raises(qfx.CalibrationError, match="length=4096 is more than the 2048 positions"):
+        qfx.data.generated_windows(model, length=4096)
+    broken = language_model()
+    nn.init.constant_(broken.lm_head.weight, float("nan"))
+    with pytest.raises(qfx.CalibrationError, match="the LlamaForCausalLM does not generate: "):
+        qfx.data.generated_windows(broken, length=16, count=1)
 
 
 def test_images_are_scaled_cut_and_normalized(tmp_path: Path) -> None:

@@ -39,13 +39,17 @@ def generated_windows(
     """
     config = getattr(model, "config", None)
     can = getattr(model, "can_generate", None)
-    if config is None or can is None or not can():
+    if config is None or can is None or not can() or config.is_encoder_decoder:
         raise CalibrationError(
-            f"a {type(model).__name__} does not generate text; pass a causal language model of transformers"
+            f"a {type(model).__name__} does not continue text; pass a causal language model of transformers"
         )
-    if model.training:
-        raise CalibrationError(f"the {type(model).__name__} is in training mode; call eval() first")
+    if training := [name for name, module in model.named_modules() if module.training]:
+        raise CalibrationError(
+            f"the {type(model).__name__} has modules in training mode, {training[0] or 'itself'} first; call eval()"
+        )
     config = config.get_text_config()
+    if length > (longest := getattr(config, "max_position_embeddings", None) or length):
+        raise CalibrationError(f"length={length} is more than the {longest} positions that the model has")
     begin = () if config.bos_token_id is None else (config.bos_token_id,)
     if length < len(begin) + 2 + _GREEDY:
         raise CalibrationError(f"length={length} is too short; generate at least {len(begin) + 2 + _GREEDY} tokens")
@@ -57,25 +61,30 @@ def generated_windows(
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         for start in starts.split(batch_size):
-            tokens = _continued(model, start.to(device), _GREEDY, do_sample=False)
-            left = length - tokens.shape[1]
-            tokens = _continued(model, tokens, left, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+            tokens = _continued(model, start.to(device), _GREEDY, sample=False)
+            tokens = _continued(model, tokens, length - tokens.shape[1], sample=True)
             batches.append({"input_ids": tokens.cpu()})
     return batches
 
 
-def _continued(model: Any, tokens: Tensor, more: int, **options: Any) -> Tensor:
-    """Return `tokens` and exactly `more` tokens after them; none of them ends the text."""
-    made: Tensor = model.generate(
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        max_new_tokens=more,
-        min_new_tokens=more,
-        repetition_penalty=1.0,
-        num_beams=1,
-        pad_token_id=0,
-        **options,
+def _continued(model: Any, tokens: Tensor, more: int, *, sample: bool) -> Tensor:
+    """Return `tokens` and exactly `more` tokens after them, which none ends, whatever the model generates with."""
+    import transformers
+
+    own, plain = (
+        model.generation_config,
+        transformers.GenerationConfig(
+            max_new_tokens=more, min_new_tokens=more, do_sample=sample, temperature=1.0, top_k=0, top_p=1.0
+        ),
     )
+    plain.eos_token_id, plain.pad_token_id = own.eos_token_id, 0
+    model.generation_config = transformers.GenerationConfig()  # what a call leaves out is taken from there
+    try:
+        made: Tensor = model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=plain)
+    except (RuntimeError, IndexError, ValueError) as error:  # torch's and transformers' own
+        raise CalibrationError(f"the {type(model).__name__} does not generate: {error}") from error
+    finally:
+        model.generation_config = own
     return made
 
 

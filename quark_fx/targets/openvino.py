@@ -54,7 +54,7 @@ OPENVINO = Target(
     ),
     placement=Placement(
         arithmetic=ARITHMETIC - {"aten.add.Tensor", "aten.mul.Tensor"},
-        rounds_input=lambda kind, _: kind not in ("lstm", "gru", "rnn"),
+        in_float=frozenset({"lstm", "gru", "rnn"}),  # whose weights it reads as constants alone
     ),
     adds_pairs=True,
     onnx=OnnxFiles(formats=("qdq",), runtime="openvino", check=_check),

@@ -584,6 +584,13 @@ class Differences(nn.Module):
         )
 
 
+def test_a_lone_sample_of_a_transposed_convolution_is_exported(tmp_path: Path) -> None:
+    model = seeded(nn.Sequential(nn.Linear(6, 6), nn.ConvTranspose1d(3, 4, 3, stride=2, padding=1)))
+    qmodel = qfx.quantize(model, "int8_weight_only", [rand(3, 6)], dynamic_shapes={"input": None}, progress=False)
+    path = qfx.export.onnx(qmodel, tmp_path / "m.onnx")
+    assert qfx.verify(qmodel, path, [rand(3, 6)]).max_steps < 0.01
+
+
 def test_differences_and_norms_are_those_of_torch(tmp_path: Path) -> None:
     qmodel = quantize(seeded(Differences()), "int8_weight_only", [rand(4, 6)])
     path = qfx.export.onnx(qmodel, tmp_path / "m.onnx")

@@ -83,6 +83,68 @@ def test_additions_and_what_convolutions_make_have_no_codes(model: nn.Module, ex
     assert tuple(found) == expected
 
 
+class Shared(nn.Module):
+    """A convolution without a bias, or one of zeros, whose result is read in several ways."""
+
+    def __init__(self, readers: str) -> None:
+        super().__init__()
+        zeros = readers == "residual of zeros"
+        self.first, self.second = nn.Conv2d(16, 16, 3, padding=1, bias=zeros), nn.Conv2d(16, 16, 3, padding=1)
+        self.readers = readers
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.readers == "twice":
+            return x + x
+        return torch.maximum(x, x) * x if self.readers == "thrice" else x + self.second(x)
+
+
+@needs_openvino
+@pytest.mark.parametrize("readers", ["residual", "residual of zeros", "twice", "thrice"])
+def test_a_convolution_without_a_bias_keeps_its_scale_for_every_reader(readers: str, tmp_path: Path) -> None:
+    model = seeded(Shared(readers))
+    if readers == "residual of zeros":
+        assert model.first.bias is not None
+        nn.init.zeros_(model.first.bias)  # as a folded batch norm may leave them
+    data = [rand(2, 16, 8, 8), rand(2, 16, 8, 8, seed=2)]
+    qmodel, path = exported(model, STATIC, data, tmp_path)
+    assert qfx.verify(qmodel, path, data).max_steps <= 1
+    assert qfx.verify(qmodel, path, data, runtime="openvino").max_steps <= 1
+
+
+@needs_openvino
+def test_recurrent_layers_stay_in_float_and_are_read(tmp_path: Path) -> None:
+    class Lasting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.head(self.layer(x)[0])
+            return y
+
+    qmodel, path = exported(seeded(Lasting()), STATIC, [rand(2, 5, 8)], tmp_path)
+    assert {row.kind: bool(row.reason) for row in qmodel.report()} == {"lstm": True, "linear": False}
+    assert qfx.verify(qmodel, path, [rand(2, 5, 8)], runtime="openvino").max_steps <= 1
+
+
+@needs_openvino
+def test_outputs_have_their_names(tmp_path: Path) -> None:
+    class Several(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            y = self.linear(x)
+            return {"plain": y, "doubled": 2 * y, "shifted": y + 1}
+
+    qmodel, path = exported(seeded(Several()), STATIC, [rand(2, 4)], tmp_path)
+    found = qfx.verify(qmodel, path, [rand(2, 4)], runtime="openvino")
+    assert [d.name for d in found.differences] == ["plain", "doubled", "shifted"]
+    assert found.max_steps <= 1
+
+
 def test_activations_measured_at_run_time_are_refused() -> None:
     with pytest.raises(qfx.ConfigError, match="measured at run time in float; calibrate them"):
         INT8_DYNAMIC.replace(target="openvino")
@@ -92,9 +154,11 @@ def test_activations_measured_at_run_time_are_refused() -> None:
 def test_what_is_onnx_runtimes_alone_is_refused(tmp_path: Path) -> None:
     qmodel, path = exported(seeded(nn.Linear(4, 4)), STATIC, [rand(2, 4)], tmp_path)
     for options in ({"per_node": True}, {"optimize": False}, {"session_options": object()}):
-        with pytest.raises(qfx.ExportError, match="are of ONNX Runtime; drop them"):
+        with pytest.raises(qfx.ExportError, match="only apply to ONNX Runtime; drop them"):
             qfx.verify(qmodel, path, [rand(2, 4)], runtime="openvino", **options)
-    with pytest.raises(qfx.ExportError, match=r"model.onnx does not run on batch 0"):
+    with pytest.raises(qfx.QuarkError, match=r"'open_vino'.*'openvino'"):
+        qfx.verify(qmodel, path, [rand(2, 4)], runtime="open_vino")  # type: ignore[arg-type]
+    with pytest.raises(qfx.ExportError, match=r"model\.onnx does not run on batch 0"):
         qfx.verify(quantize(seeded(nn.Linear(6, 4)), STATIC, [rand(2, 6)]), path, [rand(2, 6)], runtime="openvino")
 
 

@@ -32,7 +32,7 @@ class Kernel:
 
 
 class OpenVinoSession:
-    """A file compiled for the CPU, with float32 for what has no codes.
+    """A file compiled for the CPU, with float32 for what has no codes. One thread at a time may run it.
 
     Args:
         path: of an ONNX file.
@@ -54,20 +54,26 @@ class OpenVinoSession:
         core = openvino.Core()
         self._compiled: Any = core.compile_model(core.read_model(path), "CPU", options)
         self._request = self._compiled.create_infer_request()
+        self._outputs = [port.any_name for port in self._compiled.outputs]
+        if path.suffix == ".onnx":
+            import onnx_ir
+
+            named = [str(value.name) for value in onnx_ir.load(path).graph.outputs]
+            self._outputs = named if len(named) == len(self._outputs) else self._outputs
 
     def get_inputs(self) -> list[Named]:
         """Return the inputs in order."""
         return [Named(port.any_name) for port in self._compiled.inputs]
 
     def get_outputs(self) -> list[Named]:
-        """Return the outputs in order."""
-        return [Named(port.any_name) for port in self._compiled.outputs]
+        """Return the outputs in order, called as in the file: OpenVINO may know one by several names."""
+        return [Named(name) for name in self._outputs]
 
     def run(self, names: Sequence[str] | None, feeds: Mapping[str, Any]) -> list[Any]:
         """Return the outputs called `names`, all of them for `None`, as arrays."""
         self._request.infer(dict(feeds))
-        names = [output.name for output in self.get_outputs()] if names is None else names
-        return [self._request.get_tensor(name).data.copy() for name in names]
+        places = range(len(self._outputs)) if names is None else [self._outputs.index(name) for name in names]
+        return [self._request.get_output_tensor(place).data.copy() for place in places]
 
     def kernels(self) -> list[Kernel]:
         """Return what the last run executed."""

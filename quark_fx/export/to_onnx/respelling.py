@@ -70,6 +70,8 @@ def _rule(gm: GraphModule, node: Node) -> Rule | None:
         return None
     if name == "aten.batch_norm.default" and argument(node, 5):
         return None
+    if name.startswith("aten.conv_transpose") and value_of(gm, node).dim() != value_of(gm, argument(node, 1)).dim():
+        return None  # a lone sample, of which the general convolution has no form
     return spell_out_layers if name in KINDS else _WITHOUT_LOWERING.get(name)
 
 
@@ -223,4 +225,4 @@ _WITHOUT_LOWERING: dict[str, Rule] = {
     **{f"aten.conv_transpose{kind}": _transposed_convolution for kind in ("1d.default", "2d.input", "3d.input")},
     "aten.numpy_T.default": _reversed,
 }
-"""Operators for the sake of which torch's exporter would trace the whole graph again, to decompose it."""
+"""Operators without an ONNX lowering: left as they are, any of them makes torch trace and decompose the whole graph."""

@@ -1,0 +1,38 @@
+"""A convolution whose result is read more than once has a bias, for OpenVINO."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from quark_fx.export.to_onnx.edit import add_array, array_of, made_by
+from quark_fx.export.to_onnx.rules.rule import onnx_rule
+
+_VANISHING = np.float32(1e-30)
+"""Not zero, or OpenVINO would drop it, and of no effect on any sum."""
+
+
+@onnx_rule("Conv", "ConvTranspose", runtime="openvino")
+def give_shared_convolution_a_bias(model: ir.Model, node: ir.Node) -> bool:
+    """Add a vanishing bias to a convolution without one, or with zeros, that is read more than once.
+
+    OpenVINO 2026.4 loses the scale of the sums on the way to some of the readers, so that what a residual block adds to
+    them is lost. With a bias it does not.
+    """
+    made = node.outputs[0]
+    channels = made.shape[1] if made.shape is not None else None
+    if not isinstance(channels, int) or _shifts(node.inputs[2] if len(node.inputs) > 2 else None):
+        return False
+    if len(made.uses()) + made.is_graph_output() < 2:
+        return False
+    bias = add_array(model, f"vanishing_{channels}", np.full(channels, _VANISHING))
+    node.resize_inputs(3)
+    node.replace_input_with(2, bias)
+    return True
+
+
+def _shifts(bias: ir.Value | None) -> bool:
+    """Tell whether a bias is there that is not zero everywhere, as that of a folded batch norm may be."""
+    source = made_by(bias, "DequantizeLinear")
+    values = array_of(source.inputs[0] if source is not None else bias) if bias is not None else None
+    return bias is not None and (values is None or bool(values.any()))
