@@ -1,11 +1,12 @@
-"""What `search` finds at 4.5 bits a weight, beside 4 bits for all operators at the same size.
+"""What `search` finds at 4.5 bits per weight, beside 4 bits for all operators at the same size.
 
     python -m benchmarks.searched [--models llama smollm2] [--write]
 
 The Llama is that of `benchmarks.language_models`, judged on 40,800 tokens of files that nothing else is taken from;
 SmolLM2-135M is that of `benchmarks.real`, judged on 8,176 tokens of other documents. The search sees none of these: it
-chooses on windows of the calibration text, and compares on others of it. Embedding and head stay in float. Goal: less
-divergence than any uniform candidate of that size, or the uniform one returned.
+estimates errors on windows of the calibration text, and measures on others of it: validation data, which calibrates
+nothing and decides among the configurations tried. Embedding and head stay in float. Goal: less divergence than any
+uniform candidate of that size, or the uniform one returned.
 
 `--write` updates the models of `docs/searched.md` that were measured, after each.
 """
@@ -44,7 +45,7 @@ class Subject:
     Attributes:
         title: for people.
         model: in float.
-        batches: to calibrate and choose on.
+        batches: to calibrate on, and to choose by.
         judge: returns `perplexity` and `KL` of what it is given.
         samples: windows that errors are estimated on.
         passes: that learn, by the name of the section.
@@ -120,7 +121,7 @@ def section(subject: Subject) -> Iterator[str]:
 `search` took {found.seconds:.0f} s, estimated errors on {found.samples} windows and returned {winner}:
 {got}.
 Its KL is {ours / min(uniform):.2f} times that of the best of the others that fit. What it measured itself, on
-{found.verified_on} windows:
+{found.verified_on} windows of validation data, which calibrates nothing and decides among the configurations tried:
 
 {table(("weights", "bits", "KL"), measured)}
 """
@@ -137,7 +138,7 @@ def page(sections: Mapping[str, str]) -> str:
     """Return the page."""
     return f"""# The best bits for a budget, measured
 
-`search` at {BITS} bits a weight, scales included, from int3, int4 and int8 in groups of 128 and int4 in groups of 64
+`search` at {BITS} bits per weight, scales included, from int3, int4 and int8 in groups of 128 and int4 in groups of 64
 (symmetric, scales in float32), beside int4 for all operators; perplexity and the mean divergence (KL, nats per token)
 from the float model on text that the search did not see. Embedding and head stay in float and are not counted.
 Perplexity says less than KL: on the Llama, rounding moves it by less than it differs from text to text. The weights of

@@ -468,8 +468,8 @@ def resolve(config: str | QuantConfig | Mapping[str, Any]) -> QuantConfig:
     return QuantConfig.from_dict(config)
 
 
-def peek(data: Any) -> tuple[Any, Iterable[Any]]:
-    """Return the first batch (or `None`) and an iterable over all of them."""
+def peek(data: Any, purpose: str = "calibration") -> tuple[Any, Iterable[Any]]:
+    """Return the first batch (or `None`) and an iterable over all of them; messages name the purpose."""
     if data is None:
         return None, ()
     several = isinstance(data, Iterable) or hasattr(data, "__getitem__")  # a dataset may have nothing else
@@ -480,17 +480,22 @@ def peek(data: Any) -> tuple[Any, Iterable[Any]]:
         or not several
     ):
         remedy = "pass what it returns: call it" if callable(data) else "wrap a single batch in a list"
-        raise CalibrationError(f"calibration_data is an iterable of batches, not one {type(data).__name__}; {remedy}")
+        raise CalibrationError(f"{purpose}_data is an iterable of batches, not one {type(data).__name__}; {remedy}")
     iterator = as_called(data)
     for first in iterator:
         if first is None:
-            raise CalibrationError("calibration batch 0 is None; pass tensors, tuples of inputs or dicts of keywords")
+            raise CalibrationError(f"{purpose} batch 0 is None; pass tensors, tuples of inputs or dicts of keywords")
         return first, data if isinstance(data, list | tuple) else itertools.chain([first], iterator)
     return None, ()
 
 
-def flat_batches(captured: Captured, batches: Iterable[Any]) -> Iterator[list[Any]]:
+def flat_batches(captured: Captured, batches: Iterable[Any], purpose: str = "calibration") -> Iterator[list[Any]]:
     """Yield the flat inputs of every batch.
+
+    Args:
+        captured: the model that reads them.
+        batches: as they were given.
+        purpose: what they are for, for messages.
 
     Raises:
         CalibrationError: if one does not fit, or holds an index no table has; the message names the batch's index.
@@ -505,17 +510,17 @@ def flat_batches(captured: Captured, batches: Iterable[Any]) -> Iterator[list[An
                 if isinstance(batches, tuple)
                 else ""
             )
-            raise CalibrationError(f"calibration batch {index} does not fit: {error}{several}") from error
+            raise CalibrationError(f"{purpose} batch {index} does not fit: {error}{several}") from error
         for name, leaf in zip(captured.signature.input_names, leaves, strict=True):
             if isinstance(leaf, Tensor) and not leaf.numel():
                 raise CalibrationError(
-                    f"calibration batch {index}: input {name} is empty, shape {tuple(leaf.shape)}; leave it out"
+                    f"{purpose} batch {index}: input {name} is empty, shape {tuple(leaf.shape)}; leave it out"
                 )
         for position, count in rows.items():
             leaf = leaves[position]
             if isinstance(leaf, Tensor) and leaf.numel() and not 0 <= int(leaf.min()) <= int(leaf.max()) < count:
                 raise CalibrationError(
-                    f"calibration batch {index}: input {captured.signature.input_names[position]} holds "
+                    f"{purpose} batch {index}: input {captured.signature.input_names[position]} holds "
                     f"{int(leaf.min())} to {int(leaf.max())} and selects from a table of {count} rows; tokenize with "
                     "the model's own tokenizer, without marks for positions that are to be ignored"
                 )

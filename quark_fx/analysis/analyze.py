@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch.export import ExportedProgram
 from quark_fx.analysis.remedies import Estimates
 from quark_fx.analysis.report import Analysis, Contribution
 from quark_fx.analysis.switches import RoundedValue, SwitchedGraph
-from quark_fx.analysis.trials import METRICS, Trials, parts_of, samples_in
+from quark_fx.analysis.trials import Trials, metric_of, parts_of, samples_in
 from quark_fx.checkpoints.open_checkpoint import open_checkpoint
 from quark_fx.config.named import PRESETS
 from quark_fx.config.quant_config import QuantConfig
@@ -66,16 +67,16 @@ def analyze(
         dynamic_shapes: as for `quantize`.
 
     Raises:
-        ConfigError: for an unknown metric, `samples` or `top` that are no counts, and as `quantize`.
-        CalibrationError: if there is no data, or it is unusable.
+        ConfigError: for an unknown metric, `samples` or `top` that are no counts, a model that returns no floats that
+            depend on its inputs, a quantized one whose outputs are not finite, and as `quantize`.
+        CalibrationError: if there is no data, it is unusable, or the float model's outputs on it are not finite.
         CaptureError: if the model cannot be captured.
 
     Source:
         The derivative along the line from float to rounded is the attribution of Sundararajan et al. 2017, with one
         step; for an error that is quadratic in the roundings one step is exact.
     """
-    if metric not in METRICS:
-        raise ConfigError(f"unknown metric {metric!r}; choose one of {', '.join(METRICS)}")
+    measure = metric_of(metric)
     for name, count in (("samples", samples), ("top", top)):
         if type(count) is not int or count < 1:
             raise ConfigError(f"{name} is a number of at least 1, not {count!r}")
@@ -89,8 +90,7 @@ def analyze(
             raise CalibrationError("analyze compares outputs on data; pass calibration_data, real inputs")
         captured, context, _ = begun(model, config, first, batches, dynamic_shapes, keep=True)
         with closing(context.cache):
-            parts = parts_of(context, samples, divisible=divisible(captured))
-            trials = Trials(captured, context, METRICS[metric], parts)
+            trials = Trials(captured, context, measure, *parts_of(context, samples, divisible=divisible(captured)))
             start = time.perf_counter()
             found = _analyzed(trials, config, top)
             seconds = time.perf_counter() - start
@@ -134,6 +134,11 @@ def _estimated(trials: Trials, graph: SwitchedGraph) -> tuple[float, list[float]
     """Return the error with everything rounded, and what each value adds to it."""
     error, slopes = trials.slopes(graph)
     added = float(slopes.sum())
+    if not (math.isfinite(error) and math.isfinite(added)):
+        raise ConfigError(
+            "the quantized model's output, or its derivative, is not finite on the calibration data, so no operator "
+            "can be told from another; choose formats of a wider range, or exclude operators whose values are too large"
+        )
     # The derivative of a square is twice itself; the rest of the factor is what is not linear.
     return error, (slopes * (error / added if added > 0 else 0.0)).tolist()
 

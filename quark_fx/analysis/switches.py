@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from quark_fx.engine.block_walk import compute_weights
+from quark_fx.errors import ConfigError
 from quark_fx.graph.nodes import (
     erase_dead,
     is_parameter,
@@ -23,6 +24,9 @@ from quark_fx.graph.nodes import (
 from quark_fx.graph.pass_manager import copy_graph
 from quark_fx.graph.straight_through import quantize_of, run_with_gradients
 from quark_fx.plan.placement import Coded, Plan, Quantized, module_name
+
+NO_FLOATS = "the model returns no floating-point output that depends on its inputs; return logits instead"
+"""Why there is no error to measure."""
 
 
 @dataclass(frozen=True)
@@ -154,9 +158,15 @@ class SwitchedGraph:
         return [switch for switch in found if isinstance(switch, _Switch)]
 
     def gradients(self, loss: Tensor) -> Tensor:
-        """Return the derivative of a loss by how far each value is rounded, float64, in the order of `rounded`."""
+        """Return the derivative of a loss by how far each value is rounded, float64, in the order of `rounded`.
+
+        Raises:
+            ConfigError: if the loss depends on none of them.
+        """
         if not self._calls:
             return torch.zeros(0, dtype=torch.float64)
+        if not loss.requires_grad:
+            raise ConfigError(NO_FLOATS)
         found = torch.autograd.grad(loss, [switch.share for switch in self._switches], allow_unused=True)
         return torch.stack([torch.zeros((), dtype=torch.float64) if g is None else g.double().cpu() for g in found])
 
@@ -215,4 +225,4 @@ def _scale(rounded: Node) -> str:
     return str(scale.target) if is_parameter(scale) else rounded.name
 
 
-__all__ = ["RoundedValue", "SwitchedGraph"]
+__all__ = ["NO_FLOATS", "RoundedValue", "SwitchedGraph"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from quark_fx.analysis.switches import SwitchedGraph
+from quark_fx.analysis.switches import NO_FLOATS, SwitchedGraph
 from quark_fx.capture.capture import Captured
 from quark_fx.config.quant_config import QuantConfig, TensorSpec
 from quark_fx.engine.block_walk import compute_weights, relative_error
@@ -26,6 +27,7 @@ from quark_fx.engine.calibration import (
     watches_in,
 )
 from quark_fx.engine.context import Context
+from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.evaluation.tasks import divergence_of
 from quark_fx.graph.nodes import named_nodes
 from quark_fx.graph.pass_manager import GraphPass, Stage, copy_graph, pass_stage, run_passes, takes_context
@@ -59,6 +61,17 @@ METRICS: Mapping[str, Callable[[Sequence[Any], Sequence[Any]], Tensor]] = {"erro
 """How outputs are compared with those of the float model, by name."""
 
 
+def metric_of(name: Any) -> Callable[[Sequence[Any], Sequence[Any]], Tensor]:
+    """Return how outputs are compared with those of the float model.
+
+    Raises:
+        ConfigError: for a name that is not in `METRICS`.
+    """
+    if not isinstance(name, str) or name not in METRICS:
+        raise ConfigError(f"unknown metric {name!r}; choose one of {', '.join(METRICS)}")
+    return METRICS[name]
+
+
 @dataclass(frozen=True)
 class Converted:
     """A model in float and converted, with the plan between them.
@@ -87,6 +100,7 @@ class Trials:
         context: with the calibration data.
         metric: see `METRICS`.
         parts: flat inputs of the samples that errors are measured on, a few at a time.
+        names: of the batches that these are parts of, for messages.
         forward_seconds: of the float model on them.
     """
 
@@ -94,6 +108,7 @@ class Trials:
     context: Context
     metric: Callable[[Sequence[Any], Sequence[Any]], Tensor]
     parts: Sequence[list[Any]]
+    names: Sequence[str]
     forward_seconds: float = 0.0
     _outputs: list[Sequence[Any]] = field(default_factory=list)
     _floats: dict[tuple[GraphPass, ...], GraphModule] = field(default_factory=dict)
@@ -117,6 +132,8 @@ class Trials:
     def compare(self, base: GraphModule, variants: Sequence[GraphModule]) -> list[float]:
         """Return the error of each variant of a graph; what comes before its first change runs once for all.
 
+        It is infinite where a variant makes NaN or infinity of what is finite in float.
+
         Args:
             base: a graph of the model whose weights are values.
             variants: whose nodes have the names that those of the base have, up to where they differ.
@@ -132,7 +149,7 @@ class Trials:
                 for variant, start, total in zip(variants, starts, totals, strict=True):
                     known = {node: values.get(node.name) for node in start}  # what nothing reads is not computed
                     outputs = Interpreter(variant).run(*inputs, initial_env=known)
-                    total.append(float(self.metric(outputs, targets)))
+                    total.append(_known(self.metric(outputs, targets)))
         return [self.mean(total) for total in totals]
 
     def error(self, config: QuantConfig) -> float:
@@ -155,23 +172,55 @@ class Trials:
         for leaves, targets in zip(self.parts, self.targets(), strict=True):
             loss = self.metric(graph.run(leaves, share), targets)
             slopes += graph.gradients(loss) * samples_in(leaves)
-            found.append(float(loss.detach()))
+            found.append(_known(loss.detach()))
         return self.mean(found), slopes / sum(map(samples_in, self.parts))
 
     def targets(self) -> list[Sequence[Any]]:
-        """Return what the float model makes of each part."""
+        """Return what the float model makes of each part.
+
+        Raises:
+            CalibrationError: if nothing can be compared with that: it is NaN, infinite, or too large to square. Minus
+                infinity masks what does not count.
+            ConfigError: if none of it is a float.
+        """
         if not self._outputs:
             start = time.perf_counter()
             gm = self.captured.module
             with torch.no_grad(), fast_layout(gm) as lay_out:
-                self._outputs = [gm(*map(lay_out, leaves)) for leaves in self.parts]
+                found = [gm(*map(lay_out, leaves)) for leaves in self.parts]
+            for outputs, name in zip(found, self.names, strict=True):
+                self._require_comparable(outputs, name)
+            self._outputs = found
             self.forward_seconds = time.perf_counter() - start
         return self._outputs
+
+    def _require_comparable(self, outputs: Sequence[Any], batch: str) -> None:
+        floats = [*filter(_holds_floats, outputs)]
+        if not floats:
+            raise ConfigError(NO_FLOATS)
+        if not (all(map(_is_comparable, floats)) and bool(self.metric(outputs, outputs).isfinite())):
+            raise CalibrationError(
+                f"the float model's output is not finite on {batch}, or too large to square; remove such samples or "
+                "check the model"
+            )
 
     def mean(self, found: Sequence[float]) -> float:
         """Return the mean over samples of a figure of each part."""
         sizes = [samples_in(leaves) for leaves in self.parts]
         return sum(value * size for value, size in zip(found, sizes, strict=True)) / sum(sizes)
+
+
+def _known(error: Tensor) -> float:
+    """Return an error, infinite if it is NaN: what cannot be compared is not better than what can."""
+    value = float(error)
+    return value if math.isfinite(value) else math.inf
+
+
+def _is_comparable(target: Tensor) -> bool:
+    x = target.float()
+    masked = x == -math.inf
+    square = torch.where(masked, 0.0, x).square().sum()
+    return bool(square.isfinite() & ~(masked.all() & masked.any()))
 
 
 class _Keeping(Interpreter):
@@ -214,16 +263,20 @@ def single_passes(config: QuantConfig) -> list[GraphPass]:
     return [p for p in (*before, *after) if pass_stage(p) not in (Stage.FLOAT, Stage.QUANTIZED)]
 
 
-def parts_of(context: Context, samples: int, *, divisible: bool) -> list[list[Any]]:
-    """Return flat inputs of the last `samples` samples, a few at a time; of whole batches where these are no rows."""
-    found: list[list[Any]] = []
+def parts_of(context: Context, samples: int, *, divisible: bool) -> tuple[list[list[Any]], list[str]]:
+    """Return flat inputs of the last `samples` samples, a few at a time, and the names of their batches.
+
+    Where batches are no rows of samples, the inputs are of whole ones.
+    """
+    found, names = list[list[Any]](), list[str]()
     for index in reversed(range(len(context.batches))):
         leaves = context.inputs(index)
         wanted = samples - sum(map(samples_in, found))
         if wanted <= 0:
             break
         found += reversed(list(_split(leaves, wanted))) if divisible else [leaves]
-    return found[::-1]
+        names += [f"calibration batch {context.number_of(index)}"] * (len(found) - len(names))
+    return found[::-1], names[::-1]
 
 
 def _split(leaves: list[Any], wanted: int) -> Iterator[list[Any]]:
@@ -250,4 +303,4 @@ def _calibrate(gm: GraphModule, context: Context, known: dict[tuple[str, TensorS
     found.values = {(node, spec): known[node.name, spec] for node, spec in found.plan.observed}
 
 
-__all__ = ["METRICS", "Converted", "Trials", "divergence", "parts_of", "samples_in", "single_passes"]
+__all__ = ["METRICS", "Converted", "Trials", "divergence", "metric_of", "parts_of", "samples_in", "single_passes"]

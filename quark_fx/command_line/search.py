@@ -25,7 +25,7 @@ def search(
             help="A preset, a YAML file, float, or a number format for the weights of the first one. Give several."
         ),
     ],
-    bits: Annotated[float | None, typer.Option(help="Budget: bits of a weight, on average, scales included.")] = None,
+    bits: Annotated[float | None, typer.Option(help="Budget: bits per weight, on average, scales included.")] = None,
     size: Annotated[str | None, typer.Option(help='Budget: bytes of all weights, as "60MiB".')] = None,
     error: Annotated[float | None, typer.Option(help="Budget: the largest error, for the smallest size.")] = None,
     metric: Annotated[
@@ -38,6 +38,8 @@ def search(
     json: Json = False,
 ) -> None:
     """Choose a format for each operator, so that the error is least and a budget is kept."""
+    if [bits, size, error].count(None) != 2:
+        raise typer.BadParameter("give one budget: --bits 4.5, --size 60MiB or --error 0.01")
     budget = qfx.Budget(bits=bits, size=size, error=error)
     files = (".yaml", ".yml")
     candidates = [qfx.QuantConfig.from_yaml(Path(c)) if c.endswith(files) else c for c in candidate]

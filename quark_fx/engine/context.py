@@ -137,10 +137,8 @@ class Context:
         """
         for index, leaves in enumerate(batches):
             self.cache.put(("batch", index, "length"), len(leaves))
+            require_no_nan(leaves, self.names, f"calibration batch {index}")
             for position, leaf in enumerate(leaves):
-                if isinstance(leaf, Tensor) and leaf.is_floating_point() and bool(leaf.isnan().any()):
-                    name = self.names[position] if self.names else position
-                    raise CalibrationError(f"calibration batch {index}: input {name} holds NaN; remove such samples")
                 # A loader may fill the same buffer again for the next batch.
                 self.cache.put(("batch", index, position), leaf.clone() if isinstance(leaf, Tensor) else leaf)
             self.batches.append((index, None))
@@ -286,6 +284,20 @@ class Context:
         return self._walks - 1
 
 
+def require_no_nan(leaves: Sequence[Any], names: Sequence[str], batch: str) -> None:
+    """Raise `CalibrationError` if a flat input holds NaN; a mask may hold infinities.
+
+    Args:
+        leaves: the flat inputs.
+        names: of these, empty if they have none.
+        batch: which these are, for the message.
+    """
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and bool(leaf.isnan().any()):
+            name = names[position] if names else position
+            raise CalibrationError(f"{batch}: input {name} holds NaN; remove such samples")
+
+
 def _part(leaf: Any, part: slice | None) -> Any:
     return leaf if part is None or not isinstance(leaf, Tensor) or not leaf.dim() else leaf[part]
 
@@ -409,4 +421,13 @@ def require_resources(device: str | torch.device | None, cache: CacheBudget | No
             ) from error
 
 
-__all__ = ["CacheBudget", "Calibrated", "Checkpoint", "Context", "Positions", "fingerprint", "require_resources"]
+__all__ = [
+    "CacheBudget",
+    "Calibrated",
+    "Checkpoint",
+    "Context",
+    "Positions",
+    "fingerprint",
+    "require_no_nan",
+    "require_resources",
+]

@@ -27,7 +27,7 @@ class Budget:
         ConfigError: unless exactly one is given.
 
     >>> print(Budget(bits=4.5), Budget(size="1KiB"), Budget(error=0.01), sep="; ")
-    at most 4.5 bits a weight; at most 1,024 bytes; an error of at most 0.01
+    at most 4.5 bits per weight; at most 1,024 bytes; an error of at most 0.01
     """
 
     bits: Annotated[float, Interval("(0, inf)")] | None = None
@@ -47,7 +47,7 @@ class Budget:
     def __str__(self) -> str:
         if self.error is not None:
             return f"an error of at most {self.error:g}"
-        return f"at most {self.nbytes:,} bytes" if self.bits is None else f"at most {self.bits:g} bits a weight"
+        return f"at most {self.nbytes:,} bytes" if self.bits is None else f"at most {self.bits:g} bits per weight"
 
 
 __all__ = ["Budget"]

@@ -89,7 +89,14 @@ def _configuration(given: Any) -> QuantConfig | None:
     known = LONG_NAMES.get(given, given) if isinstance(given, str) else given
     if isinstance(given, TensorSpec | IntFormat | FloatFormat) or known == FLOAT:
         return None
-    return None if isinstance(known, str) and known in FORMATS and known not in PRESETS else resolve(given)
+    if isinstance(known, str) and known not in PRESETS:
+        if known in FORMATS:
+            return None
+        try:
+            return resolve(known)
+        except ConfigError as error:
+            raise ConfigError(f"{error}. Number formats of the weights: {', '.join(FORMATS)}") from error
+    return resolve(given)
 
 
 def _candidate(given: Any, whole: QuantConfig | None, first: QuantConfig) -> Candidate:
@@ -106,7 +113,7 @@ def _candidate(given: Any, whole: QuantConfig | None, first: QuantConfig) -> Can
 
 
 def is_sayable(candidate: Candidate, operators: Sequence[Named]) -> bool:
-    """Tell whether patterns on names can give some operators what a candidate gives them: those of one name alike."""
+    """Whether overrides by name can express this candidate: operators with the same name must get the same specs."""
     known: dict[str, OperatorSpecs | None] = {}
     return all(known.setdefault(op.name, specs) == specs for op in operators for specs in [candidate.specs(op)])
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 MIXED = "mixed"
 """The name of what is no candidate by itself."""
 
+_VALIDATION = "validation data, which calibrates nothing and decides among the configurations tried"
+_MEASURED = f"Measured on {_VALIDATION}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
@@ -59,7 +62,7 @@ class Point:
     Attributes:
         bits: on average, of each weight that at least one candidate quantizes.
         size: bytes of all weights.
-        error: estimated, on the data that was chosen on.
+        error: estimated, on data that calibrates.
     """
 
     bits: float
@@ -69,11 +72,13 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Verified(Point):
-    """A configuration that was really quantized, and judged on data that nothing was chosen on.
+    """A configuration that was really quantized, and measured on validation data.
+
+    That calibrates nothing and decides among the configurations tried.
 
     Attributes:
         name: of the candidate, or `"mixed"`.
-        error: measured.
+        error: measured; infinite if an output is not finite that is so in float.
         fits: whether it keeps the budget.
     """
 
@@ -147,7 +152,7 @@ class Search:
             "budget": str(self.budget),
             "winner": self.winner,
             "error, measured": said(self.found.error, self.metric),
-            "bits a weight": f"{self.found.bits:.3f}",
+            "bits per weight": f"{self.found.bits:.3f}",
             "weights": f"{self.found.size / 1024:,.1f} KiB",
         }
 
@@ -159,13 +164,13 @@ class Search:
         """
         from quark_fx.plan.page import bars, frontier
 
-        marks = {one.name: (one.bits, one.error) for one in self.verified}
+        marks = {one.name: (one.bits, one.error) for one in self.verified if math.isfinite(one.error)}
         curve = [(point.bits, point.error) for point in self.curve]
         unit = "nats" if self.metric == "kl" else "of the outputs' square"
         names, bits = [choice.name for choice in self.choices], [choice.bits for choice in self.choices]
         return {
-            "curve": frontier("The least error by bits", curve, marks, "bits a weight", f"error, {unit}"),
-            "bits": bars("Bits by operator", names, bits, "bits a weight"),
+            "curve": frontier("The least error by bits", curve, marks, "bits per weight", f"error, {unit}"),
+            "bits": bars("Bits by operator", names, bits, "bits per weight"),
         }
 
     def tables(self) -> list[Table]:
@@ -176,7 +181,7 @@ class Search:
         choices = [(c.name, c.candidate, c.weight or "float", c.bits, c.size / 1024, *c.errors) for c in self.choices]
         errors = (f"error of {name}" for name in self.candidates)
         return [
-            Table("Measured on data that nothing was chosen on", ("", "bits", "KiB", "error", "fits"), measured),
+            Table(_MEASURED, ("", "bits", "KiB", "error", "fits"), measured),
             Table("What operators get", ("operators", "candidate", "weight", "bits", "KiB", *errors), choices),
             Table("The curve", ("bits", "KiB", "error"), [(p.bits, p.size / 1024, p.error) for p in self.curve]),
         ]
@@ -220,8 +225,8 @@ class Search:
                 "",
                 self.table(),
                 "",
-                f"measured: on {self.verified_on} samples that nothing was chosen on. errors of operators: what their",
-                f"roundings would add, estimated on {self.samples} samples.",
+                f"measured: on {self.verified_on} samples of {_VALIDATION}.",
+                f"errors of operators: what their roundings would add, estimated on {self.samples} samples.",
                 "",
                 self.to_yaml().rstrip(),
             ]
@@ -229,7 +234,7 @@ class Search:
 
     def _verdict(self) -> str:
         what = f"{self.winner}, as good as any mixture that was found" if self.uniform else MIXED
-        return f"{what}: error {said(self.found.error, self.metric)} at {self.found.bits:.3f} bits a weight"
+        return f"{what}: error {said(self.found.error, self.metric)} at {self.found.bits:.3f} bits per weight"
 
 
 def _measured(verified: Sequence[Verified]) -> list[str]:

@@ -14,10 +14,11 @@ from typing import Any
 from torch import nn
 from torch.export import ExportedProgram
 
-from quark_fx.analysis.trials import METRICS, Trials, parts_of, samples_in
+from quark_fx.analysis.trials import Trials, metric_of, parts_of, samples_in
 from quark_fx.checkpoints.open_checkpoint import open_checkpoint
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.block_walk import compute_weights
+from quark_fx.engine.context import require_no_nan
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.graph.pass_manager import copy_graph
 from quark_fx.mixed_precision.budget import Budget
@@ -61,9 +62,11 @@ def search(
     One forward and backward pass for each candidate estimates what every operator's roundings would add to the error,
     as in `analyze`; an integer program chooses. Operators that servers fuse, those of one module that read the same
     value, get the same candidate, and so does what shares a weight; a stack of experts is one operator. The result is
-    quantized as `quantize` does it, with the passes that learn codes, and judged on data that nothing was chosen on,
-    beside the candidates that keep the budget for all operators. If one of these is within 2 % of the mixture, it is
-    returned instead. How fast the result runs is not estimated.
+    quantized as `quantize` does it, with the passes that learn codes, and measured on validation data, which calibrates
+    nothing and decides among the configurations tried: the mixture and the candidates that keep the budget for all
+    operators. If one of these is within 2 % of the mixture, it is returned instead. With a budget of the error,
+    validation data also says how much the next mixture may cost, so judge the result on data of your own. How fast it
+    runs is not estimated.
 
     Args:
         model: as for `quantize`.
@@ -72,19 +75,20 @@ def search(
             biases and target.
         budget: what to keep.
         data: as `calibration_data` of `quantize`.
-        validation_data: batches to judge by; default: the last quarter of `data`, which then calibrates nothing.
+        validation_data: batches that calibrate nothing and decide among the configurations tried; default: the last
+            quarter of `data`.
         metric: as for `analyze`.
         samples: that errors are estimated on, the last ones of those that calibrate.
         dynamic_shapes: as for `quantize`.
 
     Raises:
-        ConfigError: for candidates that do not go together, a budget that nothing keeps, and as `analyze`.
-        CalibrationError: if there is no data, or none is left to judge by.
+        ConfigError: for candidates that do not go together or make no finite outputs, a budget that nothing keeps, and
+            as `analyze`.
+        CalibrationError: if there is no data, none is left to judge by, or the float model's outputs are not finite.
         QuarkError: without scipy (`pip install 'quark_fx[search]'`).
     """
     start = time.perf_counter()
-    if metric not in METRICS:
-        raise ConfigError(f"unknown metric {metric!r}; choose one of {', '.join(METRICS)}")
+    measure = metric_of(metric)
     if type(samples) is not int or samples < 1:
         raise ConfigError(f"samples is a number of at least 1, not {samples!r}")
     if not isinstance(budget, Budget):
@@ -97,9 +101,14 @@ def search(
             model = open_checkpoint(model, scratch=folder)
         captured, context, _ = begun(model, found[0].config, batches[0], batches, dynamic_shapes, keep=True)
         with closing(context.cache):
-            parts = parts_of(context, samples, divisible=divisible(captured))
-            space = Space.measure(Trials(captured, context, METRICS[metric], parts), found)
-            judge = Trials(captured, context, METRICS[metric], [*flat_batches(captured, held_out)])
+            judging = [*flat_batches(captured, held_out, "validation")]
+            names = [f"validation batch {index}" for index in range(len(judging))]
+            for leaves, name in zip(judging, names, strict=True):
+                require_no_nan(leaves, captured.signature.input_names, name)
+            judge = Trials(captured, context, measure, judging, names)
+            judge.targets()  # what cannot be judged is said before anything takes long
+            parts, of_batches = parts_of(context, samples, divisible=divisible(captured))
+            space = Space.measure(Trials(captured, context, measure, parts, of_batches), found)
 
             def judged(name: str, config: QuantConfig) -> Verified:
                 with warnings.catch_warnings():
@@ -109,7 +118,7 @@ def search(
                 compute_weights(gm)
                 (error,) = judge.compare(gm, [gm])
                 bits, size = space.bits_of(rows), size_of(rows)
-                fits = all(
+                fits = math.isfinite(error) and all(
                     limit is None or figure <= limit
                     for figure, limit in ((bits, budget.bits), (size, budget.nbytes), (error, budget.error))
                 )
@@ -134,9 +143,9 @@ def search(
 
 
 def _divided(data: Any, validation_data: Any) -> tuple[list[Any], list[Any]]:
-    """Return batches to calibrate and choose on, and others to judge by."""
+    """Return batches to calibrate and estimate on, and others to judge by."""
     _, batches = peek(data)
-    batches, (_, held_out) = [*batches], peek(validation_data)
+    batches, (_, held_out) = [*batches], peek(validation_data, "validation")
     held_out = [*held_out]
     if validation_data is None and len(batches) > 1:
         judged = max(1, len(batches) // 4)
@@ -145,7 +154,7 @@ def _divided(data: Any, validation_data: Any) -> tuple[list[Any], list[Any]]:
         raise CalibrationError("search compares outputs on data; pass data, batches of real inputs")
     if not held_out:
         raise CalibrationError(
-            "search judges by data that nothing was chosen on; pass two batches or more, or validation_data"
+            "search judges by data that calibrates nothing; pass two batches or more, or validation_data"
         )
     return batches, held_out
 
@@ -158,17 +167,19 @@ def _by_size(space: Space, budget: Budget, judged: _Judge) -> _Tried:
     """Return what keeps a budget of bits or bytes, the one of least error first."""
     count = sum(space.weights.values())
     limit = math.floor(budget.bits * count / 8) if budget.bits is not None else (budget.nbytes or 0) - space.fixed
-    found = choose(space.errors, space.sizes, limit)
-    if found is None:
-        least = sum(map(min, space.sizes))
-        raise ConfigError(
-            f"no choice of these candidates keeps {budget}: the smallest has {space.bits(least):.4g} bits a weight, "
-            f"{space.fixed + least:,} bytes, of which {space.fixed:,} no candidate quantizes; allow more, or add a "
-            "candidate of fewer bits"
-        )
     choices = [chosen for chosen in _uniform(space) if space.total(chosen) <= limit]
-    choices += [settled] if (settled := space.settled(found)) not in choices else []
+    found = choose(space.errors, space.sizes, limit)
+    if found is not None:
+        choices += [settled] if (settled := space.settled(found)) not in choices else []
+    if not choices:
+        least = min(space.least, *map(space.total, _uniform(space)))
+        raise ConfigError(
+            f"no mix of these candidates fits {budget}: the smallest takes {space.bits(least):.4g} bits per weight "
+            f"({space.fixed + least:,} bytes, {space.fixed:,} of them in weights that stay in float); raise the budget "
+            "or add a candidate of fewer bits"
+        )
     tried = [(_judged(space, chosen, judged), chosen) for chosen in choices]
+    _require_finite(tried)
     return _ranked(tried, lambda one: one.error)
 
 
@@ -192,11 +203,12 @@ def _by_error(space: Space, ceiling: float, judged: _Judge) -> _Tried:
         small = space.fixed + space.total(chosen) <= smallest / _BETTER
         if small and all(chosen != other for _, other in tried):
             tried.append((_judged(space, chosen, judged), chosen))
+    _require_finite(tried)
     if not any(one.fits for one, _ in tried):
         best = min((one for one, _ in tried), key=lambda one: one.error)
         raise ConfigError(
-            f"no choice of these candidates keeps {Budget(error=ceiling)}: the least that was measured is "
-            f"{best.error:.3g} ({best.name}); allow more, or add a candidate of more bits"
+            f"no mix of these candidates fits {Budget(error=ceiling)}: the least that was measured is "
+            f"{best.error:.3g} ({best.name}); raise the budget or add a candidate of more bits"
         )
     mixtures = [pair for pair in tried if pair[0].name == MIXED]
     kept = sorted(mixtures, key=lambda pair: (not pair[0].fits, pair[0].size))[:1]
@@ -213,6 +225,14 @@ def _judged(space: Space, chosen: Sequence[int], judged: _Judge) -> Verified:
     if len({*chosen}) > 1:
         return judged(MIXED, space.config(chosen))
     return judged(space.candidates[chosen[0]].name, space.candidates[chosen[0]].config)
+
+
+def _require_finite(tried: _Tried) -> None:
+    if not any(math.isfinite(one.error) for one, _ in tried):
+        raise ConfigError(
+            f"no configuration that was tried ({', '.join(one.name for one, _ in tried)}) makes finite outputs of the "
+            "validation data; add a candidate of a wider range, as 'int8_weight_only' or 'float', or raise the budget"
+        )
 
 
 def _ranked(tried: _Tried, figure: Callable[[Verified], float]) -> _Tried:

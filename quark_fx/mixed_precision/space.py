@@ -45,7 +45,8 @@ class Space:
         operators: of the float graph.
         groups: that at least one candidate quantizes.
         rows: of a report, by candidate.
-        errors: estimated, by group and candidate; infinite where no configuration can say it.
+        errors: estimated, by group and candidate; infinite where no configuration can say it, or nothing finite comes
+            out.
     """
 
     candidates: Sequence[Candidate]
@@ -57,6 +58,7 @@ class Space:
     @classmethod
     def measure(cls, trials: Trials, candidates: Sequence[Candidate]) -> Self:
         """Convert a model as each candidate says; run it once forward and back as each."""
+        trials.targets()
         operators, groups = groups_of(trials.convert(candidates[0].config).float_graph)
         rows, errors = list[list[Row]](), list[list[float]]()
         for candidate in candidates:
@@ -73,17 +75,29 @@ class Space:
             raise ConfigError("no candidate quantizes an operator of this model; look at report() of one")
         by_group = [[of_candidate[g] for of_candidate in errors] for g in free]
         for g, of_group in zip(free, by_group, strict=True):
+            if any(map(math.isnan, of_group)) and not any(map(math.isfinite, of_group)):
+                raise ConfigError(
+                    f"no candidate makes an output, and a derivative of it, that is finite on the calibration data, so "
+                    f"the error of {groups[g].names[0]!r} is unknown; add a candidate of a wider range, as 'float'"
+                )
             if not any(map(math.isfinite, of_group)):
                 raise ConfigError(
                     f"every candidate has different formats for operators that share the name {groups[g].names[0]!r}, "
                     "which patterns cannot tell apart; exclude them, or add a candidate that treats them alike"
                 )
-        return cls(candidates, operators, [groups[g] for g in free], rows, by_group)
+        known = [[math.inf if math.isnan(error) else error for error in of_group] for of_group in by_group]
+        return cls(candidates, operators, [groups[g] for g in free], rows, known)
 
     @cached_property
     def sizes(self) -> list[list[int]]:
         """Bytes of the weights, by group and candidate."""
         return [[group.size(rows) for rows in self.rows] for group in self.groups]
+
+    @cached_property
+    def least(self) -> int:
+        """Bytes of the smallest choice whose error is finite."""
+        pairs = (zip(*rows, strict=True) for rows in zip(self.sizes, self.errors, strict=True))
+        return sum(min(size for size, error in row if math.isfinite(error)) for row in pairs)
 
     @cached_property
     def weights(self) -> dict[str, int]:
@@ -138,7 +152,7 @@ class Space:
 
     def curve(self) -> list[Point]:
         """Return the least error of sizes from the smallest to that of the least error."""
-        low = sum(map(min, self.sizes))
+        low = self.least
         high = self.total([min(range(len(row)), key=row.__getitem__) for row in self.errors])
         found: list[Point] = []
         for step in range(_POINTS):

@@ -17,7 +17,7 @@ from quark_fx.analysis.report import Analysis, Remedy
 from quark_fx.analysis.switches import SwitchedGraph
 from quark_fx.analysis.trials import METRICS, Trials
 from quark_fx.engine.block_walk import relative_error
-from quark_fx.errors import CalibrationError, ConfigError
+from quark_fx.errors import CalibrationError, ConfigError, QuarkError
 from quark_fx.presets import PRESETS, preset
 from quark_fx.quantization import begun
 
@@ -199,7 +199,7 @@ def test_a_divergence_of_classes_is_attributed_alike() -> None:
 def test_every_switch_off_is_float_and_every_switch_on_is_quantized(name: str) -> None:
     batches = images(4, 4)
     captured, context, _ = begun(cnn(), preset(name), batches[0], batches, None, keep=True)
-    trials = Trials(captured, context, METRICS["error"], [context.inputs(0)])
+    trials = Trials(captured, context, METRICS["error"], [context.inputs(0)], ["calibration batch 0"])
     found = trials.convert(preset(name))
     graph = SwitchedGraph(found.float_graph, found.gm, found.plan)
     x, everything = batches[0], range(len(graph.rounded))
@@ -250,6 +250,32 @@ def test_what_cannot_be_analyzed_is_refused() -> None:
         analyze(cnn(), "int8_static", images(), metric="mse")
     with pytest.raises(ConfigError, match="top is a number"):
         analyze(cnn(), "int8_static", images(), top=0)
+    with pytest.raises(ConfigError, match=r"unknown metric \['kl'\]"):
+        analyze(cnn(), "int8_static", images(), metric=["kl"])  # type: ignore[arg-type]
+
+
+class Then(nn.Module):
+    """A convolutional network and a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.network, self.function = cnn(), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.network(x))
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_outputs_that_nothing_can_be_compared_with_are_refused(metric: str) -> None:
+    def refused(model: nn.Module, message: str, config: str = "int8_static", scale: float = 1.0) -> None:
+        with pytest.raises(QuarkError, match=message):
+            analyze(model.eval(), config, [images(2)[0], scale * images(2)[0]], metric=metric)
+
+    refused(Then(lambda x: (x - 100).log()), "float model's output is not finite on calibration batch 0")
+    refused(Then(torch.exp), "float model's output is not finite on calibration batch 1", scale=1e4)
+    refused(Then(lambda x: x.argmax(-1)), "return logits instead")
+    refused(Then(lambda x: x.argmax(-1, keepdim=True).float()), "return logits instead")
+    refused(cnn(), "the quantized model's output, or its derivative, is not finite", "fp16", 1e7)
 
 
 def test_nothing_quantized_has_no_error() -> None:

@@ -236,7 +236,7 @@ def test_formats_by_kind_are_not_chosen_for_operators_that_only_their_kind_tells
 def test_estimates_are_near_what_operators_add_alone_even_at_two_bits() -> None:
     model, batches = spoiled()
     captured, context, _ = begun(model, preset(INT8), batches[0], batches, None, keep=True)
-    trials = Trials(captured, context, METRICS["error"], parts_of(context, 32, divisible=True))
+    trials = Trials(captured, context, METRICS["error"], *parts_of(context, 32, divisible=True))
     candidates = candidates_of([INT8, "int2"])
     space = Space.measure(trials, candidates)
     for i, candidate in enumerate(candidates):
@@ -252,7 +252,7 @@ def test_estimates_are_near_what_operators_add_alone_even_at_two_bits() -> None:
 def test_the_choice_is_the_one_of_least_estimated_error() -> None:
     model, batches = spoiled()
     captured, context, _ = begun(model, preset(INT8), batches[0], batches, None, keep=True)
-    trials = Trials(captured, context, METRICS["error"], parts_of(context, 32, divisible=True))
+    trials = Trials(captured, context, METRICS["error"], *parts_of(context, 32, divisible=True))
     space = Space.measure(trials, candidates_of([INT4, INT8, "float"]))
     context.cache.close()
     for share in (0.2, 0.5, 0.9):
@@ -311,7 +311,7 @@ def test_a_ceiling_of_the_error_is_kept_on_other_data_by_fewer_bytes_than_a_cand
     assert bits[0] < bits[1] < bits[2]
     loose = run(model, [INT4, INT8], batches, budget=Budget(error=1.0))
     assert (loose.winner, loose.uniform) == (INT4, True)  # the smallest there is
-    with pytest.raises(ConfigError, match=r"the least that was measured is .* allow more"):
+    with pytest.raises(ConfigError, match=r"the least that was measured is .* raise the budget"):
         run(model, [INT4, INT8], batches, budget=Budget(error=least / 100))
 
 
@@ -398,16 +398,79 @@ def test_the_result_is_a_table_data_and_a_page(tmp_path: Any) -> None:
     quantize(model, found.config, batches).report().html(tmp_path / "both.html", found)
 
 
+class Through(nn.Module):
+    """A linear and a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.c, self.function = nn.Linear(8, 8), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.c(x))
+
+
+def rows() -> list[Tensor]:
+    return [rand(4, 8, seed=i) for i in range(4)]
+
+
+@pytest.mark.parametrize("budget", [Budget(bits=32.0), Budget(error=0.1)], ids=str)
+def test_what_overflows_never_fits_and_comes_last(budget: Budget) -> None:
+    model = seeded(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    found = run(model, ["fp16", INT8], rows(), budget=budget, validation_data=[1e6 * x for x in rows()])
+    assert (found.winner, found.found.fits) == (INT8, True)
+    assert all(math.isfinite(one.error) or not one.fits for one in found.verified)
+    if budget.bits:
+        assert [(one.name, one.error, one.fits) for one in found.verified[1:]] == [("fp16", math.inf, False)]
+        assert found.figures()
+
+
+def masked(x: Tensor) -> Tensor:
+    return torch.where(torch.arange(8, dtype=torch.int64) < 3, -math.inf, x)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_a_mask_of_logits_counts_as_nothing(metric: str) -> None:
+    found = run(seeded(Through(masked)), [INT4, INT8], rows(), budget=Budget(bits=20.0), metric=metric)
+    assert found.winner == INT8
+    assert 0 < found.found.error < found.verified[1].error < math.inf
+    assert all(0 < error < math.inf for choice in found for error in choice.errors)
+
+
+def test_the_smallest_choice_that_is_named_is_one_that_can_be_made() -> None:
+    candidates = [INT4, INT8, preset(INT8).replace(exclude=("*",))]
+    batches = tokens(8, 8, 8)
+    with pytest.raises(ConfigError, match="no mix") as error:
+        run(seeded(FunctionalHead()), candidates, batches, budget=Budget(size=1))
+    size = int(str(error.value).split("(")[1].split(" bytes")[0].replace(",", ""))
+    assert run(seeded(FunctionalHead()), candidates, batches, budget=Budget(size=size)).found.size == size
+    with pytest.raises(ConfigError, match="no mix"):
+        run(seeded(FunctionalHead()), candidates, batches, budget=Budget(size=size - 1))
+
+
+def test_a_candidate_whose_estimate_is_unknown_is_measured_for_all_operators() -> None:
+    model = seeded(Through(lambda x: (0 * x).sqrt() + x))
+    found = run(model, [INT4, INT8, FLOAT], rows(), budget=Budget(bits=8.0))
+    assert (found.winner, found.found.fits) == (INT4, True)
+    assert {choice.errors[:2] for choice in found} == {(math.inf, math.inf)}
+
+
+def test_what_measured_data_did_is_said() -> None:
+    found = run(seeded(Through(torch.relu)), [INT4, INT8], rows(), budget=Budget(error=0.5))
+    what = "validation data, which calibrates nothing and decides among the configurations tried"
+    assert what in str(found)
+    assert what in found.tables()[0].title
+
+
 MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "an impossible budget": (
         lambda: run(mlp(), [INT4, INT8], tokens(4, 4), budget=Budget(bits=2.0)),
         ConfigError,
-        r"no choice .* keeps at most 2 bits a weight: the smallest has \d\.\d+ bits a weight, [\d,]+ bytes",
+        r"no mix .* fits at most 2 bits per weight: the smallest takes [\d.]+ bits per weight \([\d,]+ bytes, 0 of",
     ),
     "an impossible size": (
         lambda: run(mlp(), [INT4, INT8], tokens(4, 4), budget=Budget(size=10)),
         ConfigError,
-        r"no choice .* keeps at most 10 bytes",
+        r"no mix .* fits at most 10 bytes",
     ),
     "no budget": (Budget, ConfigError, "give one of them"),
     "two budgets": (lambda: Budget(bits=4.0, size="1MiB"), ConfigError, "give one of them"),
@@ -434,6 +497,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "one candidate": (lambda: candidates_of([INT8]), ConfigError, "at least two"),
     "twice the same": (lambda: candidates_of([INT8, preset(INT8)]), ConfigError, "there twice"),
     "no list": (lambda: candidates_of(INT8), ConfigError, "candidates is a list"),
+    "an unknown format": (lambda: candidates_of(["int1", INT8]), ConfigError, r"Number formats .* int2, "),
     "an unknown preset": (lambda: candidates_of([INT8, "int4_weights"]), ConfigError, "unknown preset"),
     "nothing to quantize": (
         lambda: run(
@@ -459,6 +523,68 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: run(mlp(), [INT4, INT8], tokens(4, 4), budget=Budget(bits=8.0), metric="mse"),
         ConfigError,
         "error, kl",
+    ),
+    "a list of metrics": (
+        lambda: run(mlp(), [INT4, INT8], tokens(4, 4), budget=Budget(bits=8.0), metric=["kl"]),
+        ConfigError,
+        r"unknown metric \['kl'\]",
+    ),
+    "validation data that is None": (
+        lambda: run(mlp(), [INT4, INT8], tokens(4), budget=Budget(bits=8.0), validation_data=[None]),
+        CalibrationError,
+        "validation batch 0 is None",
+    ),
+    "a validation batch that does not fit": (
+        lambda: run(cnn(), [INT4, INT8], images(2), budget=Budget(bits=8.0), validation_data=[*images(2), rand(2, 3)]),
+        CalibrationError,
+        "^validation batch 1 does not fit",
+    ),
+    "NaN that judges": (
+        lambda: run(cnn(), [INT4, INT8], [*images(2, 2), images(2)[0] * math.nan], budget=Budget(bits=8.0)),
+        CalibrationError,
+        "^validation batch 0: input .* holds NaN",
+    ),
+    "a float model that makes NaN": (
+        lambda: run(seeded(Through(torch.log)), [INT4, INT8], rows(), budget=Budget(bits=20.0)),
+        CalibrationError,
+        "the float model's output is not finite on validation batch 0",
+    ),
+    "a float model that makes NaN of what calibrates": (
+        lambda: run(
+            seeded(Through(torch.exp)),
+            [INT4, INT8],
+            [1e4 * x for x in rows()],
+            budget=Budget(bits=9.0),
+            validation_data=rows(),
+        ),
+        CalibrationError,
+        r"the float model's output is not finite on calibration batch \d",
+    ),
+    "outputs too large to square": (
+        lambda: run(seeded(Through(lambda x: x * 1e30)), [INT4, INT8], rows(), budget=Budget(bits=20.0)),
+        CalibrationError,
+        "too large to square",
+    ),
+    "nothing finite": (
+        lambda: run(
+            seeded(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))),
+            ["fp16", preset("fp16").replace(exclude=("1",))],
+            rows(),
+            budget=Budget(bits=32.0),
+            validation_data=[1e6 * x for x in rows()],
+        ),
+        ConfigError,
+        "makes finite outputs of the validation data",
+    ),
+    "a derivative that is NaN": (
+        lambda: run(seeded(Through(lambda x: (0 * x).sqrt() + x)), [INT4, INT8], rows(), budget=Budget(bits=20.0)),
+        ConfigError,
+        "a derivative of it, that is finite",
+    ),
+    "classes": (
+        lambda: run(seeded(Through(lambda x: x.argmax(1))), [INT4, INT8], rows(), budget=Budget(bits=20.0)),
+        ConfigError,
+        "return logits instead",
     ),
     "samples": (
         lambda: run(mlp(), [INT4, INT8], tokens(4, 4), budget=Budget(bits=8.0), samples=0),
