@@ -1,11 +1,12 @@
-"""A quantized model by the kernels that torch has for it."""
+"""Runs a quantized model on PyTorch's native int8 and int4 CPU kernels."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._inductor import config as inductor
 
 from quark_fx.errors import QuarkError
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 class CompiledModel(nn.Module):
     """A quantized graph in operators that torch has kernels for, compiled by `torch.compile` at the first call.
 
-    It has no gradients, and is not saved: the model it was made of is.
+    Inference only. Save the original QuantizedModel, not this one.
 
     Attributes:
         graph_module: the graph, without operators on codes; it runs without being compiled, too.
@@ -56,6 +57,25 @@ class CompiledModel(nn.Module):
         # Packed weights are constants to the kernels, which torch asks for while it compiles a call of new sizes.
         with torch.no_grad(), inductor.patch(freezing=self._freezing):
             return self.signature.unflatten(self._run(*leaves))
+
+    def compile(self, **options: Any) -> NoReturn:
+        """Refuse: the model is compiled.
+
+        Raises:
+            QuarkError: always.
+        """
+        raise QuarkError("this model is compiled already; for other options, compile the quantized model again")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompiledModel:
+        for dtype in {torch.float32, *(tensor.dtype for tensor in self.buffers())}:
+            before = torch.zeros((), dtype=dtype)
+            after = fn(before)
+            if (after.dtype, after.device) != (before.dtype, before.device):
+                raise RuntimeError(
+                    "a compiled model keeps its dtypes and stays on the CPU; convert the model before quantizing it, "
+                    "and compile the quantized model again"
+                )
+        return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise QuarkError(

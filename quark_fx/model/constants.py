@@ -10,7 +10,16 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.engine.quantized_weights import stored_tensor
-from quark_fx.graph.nodes import CAST, DEQUANTIZE, EMBEDDING, is_parameter, parameter, target_name, value_of
+from quark_fx.graph.nodes import (
+    CAST,
+    DEQUANTIZE,
+    EMBEDDING,
+    is_parameter,
+    parameter,
+    target_name,
+    tensor_names,
+    value_of,
+)
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 
 
@@ -68,6 +77,12 @@ def _codes(gm: GraphModule, *args: Any) -> Constant:
     return Constant(tuple(str(n.target) for n in args[:3]), stored_tensor(gm, args), dtype)
 
 
+def parameter_name(gm: GraphModule, codes: str) -> str:
+    """Return the name of the captured model's parameter behind codes, which `gm` stores under the name `codes`."""
+    codes = tensor_names(gm).get(codes, codes)
+    return codes.removesuffix("_codes") if codes.endswith("_codes") else codes.rpartition("_codes_")[0] or codes
+
+
 def table_of(gm: GraphModule, node: Node) -> tuple[Node, Constant] | None:
     """Return the look-up of codes, and the table, behind rows that are dequantized after they were found."""
     codes: Any = node.args[0] if target_name(node) in (DEQUANTIZE, CAST) else None
@@ -92,4 +107,4 @@ def table_of(gm: GraphModule, node: Node) -> tuple[Node, Constant] | None:
     return codes, _codes(gm, codes.args[0], *tables, arguments[3], axis, block, *arguments[6:])
 
 
-__all__ = ["Constant", "constant_of", "table_of"]
+__all__ = ["Constant", "constant_of", "parameter_name", "table_of"]

@@ -32,13 +32,12 @@ from quark_fx.graph.nodes import (
     own_tensors,
     set_parameter,
     target_name,
-    tensor_names,
     tensor_of,
 )
 from quark_fx.graph.operators import argument, operator_row, set_argument, stored_weights
 from quark_fx.graph.pass_manager import Change, PassRecord, copy_graph
 from quark_fx.graph.straight_through import quantize_of
-from quark_fx.model.constants import Constant, constant_of, table_of
+from quark_fx.model.constants import Constant, constant_of, parameter_name, table_of
 from quark_fx.model.fake_quantize import Cast, FakeQuantize, Trained, require_float32
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.numbers.formats import INT32, FloatFormat, parse_format
@@ -268,14 +267,13 @@ class _Preparation:
         """Insert what reads the values of a constant, a parameter from now on."""
         codes = constant.names[0]
         if codes not in self.weights:
-            called = tensor_names(self.gm).get(codes, codes)
             name = fresh_name(self.gm, codes.removesuffix("_codes"))
             value = replace(constant, dtype=torch.float32).value().clone()
             _register(self.gm, name, nn.Parameter(value))
             whole, kept = constant.stored, tensor_of(original, codes)
             stored = replace(whole, codes=kept) if isinstance(whole, QuantizedTensor) else kept
             constant = replace(constant, stored=stored)
-            self.weights[codes] = _Weight(constant, _float_name(called), name, f"{name}_quantizer")
+            self.weights[codes] = _Weight(constant, parameter_name(self.gm, codes), name, f"{name}_quantizer")
         return self.gm.graph.get_attr(self.weights[codes].parameter)
 
     def _by_parameter(self) -> dict[str, _Weight]:
@@ -433,11 +431,6 @@ def _register(gm: GraphModule, name: str, parameter: nn.Parameter) -> None:
     owner = gm.get_submodule(path)
     del owner._buffers[leaf]
     owner.register_parameter(leaf, parameter)
-
-
-def _float_name(codes: str) -> str:
-    """Return the name of the parameter behind codes."""
-    return codes.removesuffix("_codes") if codes.endswith("_codes") else codes.rpartition("_codes_")[0] or codes
 
 
 def _scheme(stored: QuantizedTensor, specs: Iterable[TensorSpec | Any]) -> Scheme:

@@ -110,21 +110,35 @@ class QuantizedModel(nn.Module):
 
         return eager(self, model)
 
-    def compile(self, **options: Any) -> CompiledModel:  # type: ignore[override]
-        """Return this model by the kernels that torch has for its formats, on CPUs: integer products are integers.
+    @checked_call
+    def compile(  # type: ignore[override]
+        self,
+        *,
+        mode: str | None = None,
+        dynamic: bool | None = None,
+        backend: str | Callable[..., Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> CompiledModel:
+        """Compile this model for CPU inference; int8 layers run as integer matmuls and convolutions.
 
-        What has no kernel is computed in floats, as here; `report()` of the result says why, by operator. The first
-        call, and the first one of another batch size, compile, which takes about a minute for a network of 50 layers.
+        What has no kernel is computed in floats, as here; `report()` of the result says why, by operator. The result
+        is a snapshot: later changes of this model do not reach it. The first call, and the first one with a new batch
+        size, compile, which takes about a minute for a network of 50 layers.
 
         Args:
-            options: of `torch.compile`, such as `mode="max-autotune"` and `dynamic=True`.
+            mode: as in `torch.compile`, such as `"max-autotune"`.
+            dynamic: likewise.
+            backend: likewise; default Inductor, which needs a C++ compiler.
+            options: likewise, of the backend.
 
         Raises:
+            ConfigError: for an option that does not exist, or a value of another type.
             QuarkError: for a model that is not on a CPU.
         """
         from quark_fx.model.compiled_model import CompiledModel
 
-        return CompiledModel.of(self, **options)
+        given = {"mode": mode, "dynamic": dynamic, "backend": backend, "options": options}
+        return CompiledModel.of(self, **{name: value for name, value in given.items() if value is not None})
 
     def train(self, mode: bool = True) -> QuantizedModel:
         """Stay in eval mode: the graph was captured in it.

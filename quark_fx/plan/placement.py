@@ -198,19 +198,21 @@ def plan_quantization(gm: GraphModule, config: QuantConfig, *, quiet: bool = Fal
     return Plan(operators, placement.points(), placement.outputs)
 
 
-def module_name(node: Node, weight: Node | None = None) -> str:
+def module_name(node: Node, weight: Node | str | None = None) -> str:
     """Return the module path of an operator: that of its weight, or of the module that calls it if the two share one.
 
-    A module that calls an operator on the weight of one inside of it goes by the inner one's name.
+    A module that calls an operator on the weight of one inside of it goes by the inner one's name. A weight is given by
+    the node that reads it, or by its name.
     """
     stack = node.meta.get("nn_module_stack") or {}
     caller = next((path for path, _ in reversed(list(stack.values())) if path), "")
     if weight is None:
         return caller or node.name
-    owner, _, leaf = str(weight.target).rpartition(".")
+    weight = str(weight.target) if isinstance(weight, Node) else weight
+    owner, _, leaf = weight.rpartition(".")
     if caller and not f"{owner}.".startswith(f"{caller}."):
         return caller
-    return owner if owner and (leaf.startswith("weight") or leaf.endswith("weight")) else str(weight.target)
+    return owner if owner and (leaf.startswith("weight") or leaf.endswith("weight")) else weight
 
 
 class Names(NamedTuple):

@@ -143,7 +143,10 @@ def checked_call(function: Callable[P, R]) -> Callable[P, R]:
             annotation does not allow.
     """
     signature = inspect.signature(function)
-    names = [name for name, argument in signature.parameters.items() if argument.kind is not argument.POSITIONAL_ONLY]
+    arguments = [
+        argument for argument in signature.parameters.values() if argument.kind is not argument.POSITIONAL_ONLY
+    ]
+    names = [argument.name for argument in arguments if argument.name != "self"]
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

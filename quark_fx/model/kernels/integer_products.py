@@ -76,7 +76,7 @@ def _multiply(
     signed = after is not None and after.format.dtype is torch.int8
     result = (1.0, 0, product.dtype)
     if after is not None:
-        # torch.compile takes it that codes of a kernel are unsigned.
+        # torch.compile assumes the kernel's quantized output is uint8.
         result = (product.number(after.scale), int(product.number(after.zero_point)) + 128 * signed, torch.uint8)
     overload = kernel.default if isinstance(read.scale, float) else kernel.tensor
     made = product.insert(

@@ -88,7 +88,7 @@ _UNSIGNED = "unsigned_codes"
 
 
 def has_kernels() -> bool:
-    """Tell whether torch has oneDNN's kernels for this processor; they were tried on x64."""
+    """Whether PyTorch's oneDNN int8 kernels are available on this CPU (tested on x64 only)."""
     return platform.machine().lower() in ("x86_64", "amd64") and torch.backends.mkldnn.is_available()
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
-from quark_fx.graph.nodes import describe, module_path
+from quark_fx.graph.nodes import describe, own_tensors
 from quark_fx.graph.pass_manager import copy_graph
 from quark_fx.model.kernels.integer_products import integer_convolution, integer_linear, token_linear
 from quark_fx.model.kernels.product import Activation, NoKernelError, Product
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 Rule = Callable[[Product], str]
 """Replaces an operator by a kernel and returns its name; raises `NoKernelError` before it changes anything."""
 
-_FOLDED = "beside integer kernels, for which constants are frozen, torch would fold its codes to floats"
+_FOLDED = "int8 layers in this model require constant freezing, which would dequantize this weight back to float"
 
 RULES: dict[tuple[str, Activation], Rule] = {
     ("linear", Activation.STATIC): integer_linear,
@@ -79,9 +79,9 @@ class KernelReport:
 def use_kernels(gm: GraphModule) -> tuple[GraphModule, KernelReport]:
     """Return a copy of a quantized graph in operators of torch alone, and which kernels it has.
 
-    Tensors are shared with `gm`.
+    The copy is a snapshot: it has its own tensors, and later changes of `gm` do not reach it.
     """
-    gm = copy_graph(gm)
+    gm = own_tensors(copy_graph(gm))
     products = [product for node in gm.graph.nodes if (product := Product.of(gm, node)) is not None]
     rows: dict[str, KernelRow] = {}
     for product in sorted(products, key=lambda product: product.rounding is Activation.FLOAT):
@@ -93,11 +93,11 @@ def use_kernels(gm: GraphModule) -> tuple[GraphModule, KernelReport]:
         except NoKernelError as error:
             reason = str(error)
             logger.debug("no kernel for %s: %s", describe(product.node), reason)
-        rows[name] = KernelRow(module_path(product.node), product.row.kind, kernel, reason)
+        rows[name] = KernelRow(product.name, product.row.kind, kernel, reason)
     spell_out(gm)
     gm.graph.lint()
-    gm.recompile()
-    return gm, KernelReport(tuple(rows[product.node.name] for product in products))
+    # Without the tensors that kernels replaced.
+    return copy_graph(gm), KernelReport(tuple(rows[product.node.name] for product in products))
 
 
 def _rule(product: Product) -> Rule:

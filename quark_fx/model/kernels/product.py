@@ -12,10 +12,11 @@ from torch.fx import GraphModule, Node
 
 from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, get_attr, is_parameter, parameter, static_size, target_name
 from quark_fx.graph.operators import Operator, argument, named_argument, row_by_target
-from quark_fx.model.constants import constant_of
+from quark_fx.model.constants import constant_of, parameter_name
 from quark_fx.numbers.formats import Format, IntFormat, parse_format
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.plan.placement import module_name
 
 
 class NoKernelError(Exception):
@@ -89,12 +90,14 @@ class Product:
         node: the operator.
         row: of the table of operators.
         weight: its weight, of a matrix with rows for outputs.
+        name: module path, as in `QuantizedModel.report`.
     """
 
     gm: GraphModule
     node: Node
     row: Operator
     weight: QuantizedTensor
+    name: str
 
     @classmethod
     def of(cls, gm: GraphModule, node: Node) -> Product | None:
@@ -106,7 +109,8 @@ class Product:
         constant = constant_of(gm, given) if isinstance(given, Node) else None
         if constant is None or constant.quantized is None:
             return None
-        return cls(gm, node, row, constant.quantized)
+        name = module_name(node, parameter_name(gm, constant.names[0]))
+        return cls(gm, node, row, constant.quantized, name)
 
     @property
     def activation(self) -> Node:

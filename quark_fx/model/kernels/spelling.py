@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -18,6 +19,7 @@ from quark_fx.numbers.quantized_tensor import decode
 
 def spell_out(gm: GraphModule) -> None:
     """Replace the operators on codes by those that compute them; constants in codes become floats."""
+    erase_dead(gm)
     for node in list(gm.graph.nodes):
         if node.op != "call_function":
             continue
@@ -38,7 +40,8 @@ def _inline(gm: GraphModule, node: Node, function: Any) -> None:
         named = dict(zip(given, tensors, strict=True))
         return function(*(named[a] if isinstance(a, Node) else a for a in node.args), **node.kwargs)
 
-    with fake_mode(gm):
+    # Without torch's rules for composite operators, sizes that vary are fixed, in the graph this is a copy of, too.
+    with fake_mode(gm), enable_python_dispatcher():
         traced = make_fx(of_tensors)(*(value_of(gm, argument) for argument in given))
     inputs = (n for n in traced.graph.nodes if n.op == "placeholder")
     result: Any = gm.graph.graph_copy(traced.graph, dict(zip(inputs, given, strict=True)))
