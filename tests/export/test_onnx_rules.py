@@ -148,10 +148,10 @@ CASES = [
         ],
     ),
     (
-        "give_shared_convolution_a_bias",
-        f"{IMAGE} | float[2,2,1,1] w = {{1, 2, 3, 4}}, float[2] z = {{0, 0}} |"
-        "c = Conv(x, w)  d = Conv(x, w, z)  e = Add(c, d)  f = Add(c, d)  g = Conv(e, w)  y = Add(f, g)",
-        ["Conv:3", "Conv:3", "Add:2", "Add:2", "Conv:2", "Add:2"],
+        "give_every_convolution_a_bias",
+        f"{IMAGE} | float[2,2,1,1] w = {{1, 2, 3, 4}}, float[2] z = {{0, 0}}, float[2] o = {{0, 1}} |"
+        "c = Conv(x, w)  d = Conv(x, w, z)  e = Add(c, d)  g = Conv(e, w, o)  y = Add(e, g)",
+        ["Conv:3", "Conv:3", "Add:2", "Conv:3", "Add:2"],
     ),
     (
         "keep_floats",
@@ -251,5 +251,5 @@ def test_what_all_targets_need_works_around_nothing() -> None:
     assert {rule.name for rule in RULES.values()} - {rule.name for rule in general} == {
         *("spell_out_row_scales", "settle_average_pool", "repeat_moved_pair", "keep_sum_from_norm"),
         *("keep_product_from_activation", "keep_padding_from_pool", "dequantize_once", "keep_floats"),
-        "give_shared_convolution_a_bias",
+        "give_every_convolution_a_bias",
     }

@@ -96,11 +96,14 @@ class Shared(nn.Module):
         x = self.first(x)
         if self.readers == "twice":
             return x + x
+        if self.readers == "after a factor":
+            x = x * 0.7
+            return torch.maximum(x, x)
         return torch.maximum(x, x) * x if self.readers == "thrice" else x + self.second(x)
 
 
 @needs_openvino
-@pytest.mark.parametrize("readers", ["residual", "residual of zeros", "twice", "thrice"])
+@pytest.mark.parametrize("readers", ["residual", "residual of zeros", "twice", "thrice", "after a factor"])
 def test_a_convolution_without_a_bias_keeps_its_scale_for_every_reader(readers: str, tmp_path: Path) -> None:
     model = seeded(Shared(readers))
     if readers == "residual of zeros":

@@ -16,9 +16,9 @@ from quark_fx.export.to_onnx.rules.products_before_activations import keep_produ
 from quark_fx.export.to_onnx.rules.recurrent_weights import dequantize_once
 from quark_fx.export.to_onnx.rules.row_scales import spell_out_row_scales
 from quark_fx.export.to_onnx.rules.rule import DeclinedError, OnnxRule, onnx_rule
-from quark_fx.export.to_onnx.rules.shared_convolutions import give_shared_convolution_a_bias
 from quark_fx.export.to_onnx.rules.sums_before_norms import keep_sum_from_norm
 from quark_fx.export.to_onnx.rules.transposed_weights import transpose_weight
+from quark_fx.export.to_onnx.rules.vanishing_biases import give_every_convolution_a_bias
 from quark_fx.export.to_onnx.rules.zero_biases import drop_zero_bias
 from quark_fx.export.to_onnx.rules.zero_points import settle_zero_point
 
@@ -44,7 +44,7 @@ FORMATTED: tuple[OnnxRule, ...] = (
     keep_product_from_activation,
     keep_padding_from_pool,
     dequantize_once,
-    give_shared_convolution_a_bias,
+    give_every_convolution_a_bias,
 )
 """What runs on a graph in a format that runtimes have kernels for."""
 

@@ -1,4 +1,4 @@
-"""A convolution whose result is read more than once has a bias, for OpenVINO."""
+"""Every convolution has a bias, for OpenVINO."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ _VANISHING = np.float32(1e-30)
 
 
 @onnx_rule("Conv", "ConvTranspose", runtime="openvino")
-def give_shared_convolution_a_bias(model: ir.Model, node: ir.Node) -> bool:
-    """Add a vanishing bias to a convolution without one, or with zeros, that is read more than once.
+def give_every_convolution_a_bias(model: ir.Model, node: ir.Node) -> bool:
+    """Give a convolution without a bias, or with zeros for one, a bias that vanishes.
 
-    OpenVINO 2026.4 loses the scale of the sums on the way to some of the readers, so that what a residual block adds to
-    them is lost. With a bias it does not.
+    OpenVINO 2026.4 fuses the scale of the sums with what follows, and loses it on the way to some readers where there
+    are several, so that what a residual block adds is lost. A bias in between keeps the two apart.
     """
     made = node.outputs[0]
     channels = made.shape[1] if made.shape is not None else None
     if not isinstance(channels, int) or _shifts(node.inputs[2] if len(node.inputs) > 2 else None):
-        return False
-    if len(made.uses()) + made.is_graph_output() < 2:
         return False
     bias = add_array(model, f"vanishing_{channels}", np.full(channels, _VANISHING))
     node.resize_inputs(3)
