@@ -111,11 +111,12 @@ RUN_ELSEWHERE = {"qat.md": "tests/model/test_qat.py"}
 
 
 def blocks_of(page: Path) -> list[str]:
-    """Return the Python of a page, with the files it includes."""
+    """Return the Python of a page; files that it includes are imported, as the other tests do."""
     text = page.read_text(encoding="utf-8")
     found = re.findall(r"^```(?:python| \{\.python\})\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     assert len(found) == len(re.findall("```.*python", text))
-    return [re.sub(r'^--8<-- "(.+)"\n', lambda file: (ROOT / file[1]).read_text(), block) for block in found]
+    included = re.compile(r'^--8<-- "tests/(.+)\.py"\n')
+    return [included.sub(lambda file: f"from {file[1].replace('/', '.')} import *\n", block) for block in found]
 
 
 def run(page: Path, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, blocks: int | None = None) -> None:
