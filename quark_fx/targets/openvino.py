@@ -14,10 +14,15 @@ from typing import TYPE_CHECKING
 from quark_fx.config.specs import TensorSpec
 from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Target
 from quark_fx.errors import ExportError
+from quark_fx.numbers.formats import FloatFormat
 from quark_fx.targets.onnxruntime import ARITHMETIC, ONNX_TYPES
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+
+def _is_small_float_or_block(spec: TensorSpec, operand: Operand) -> bool:
+    return spec.scale_type.is_8_bit or (isinstance(spec.format, FloatFormat) and spec.format.needs_scale)
 
 
 def _is_measured(spec: TensorSpec, operand: Operand) -> bool:
@@ -46,6 +51,11 @@ OPENVINO = Target(
     name="openvino",
     refuses=(
         *ONNX_TYPES,
+        Refusal(
+            _is_small_float_or_block,
+            "OpenVINO reads no blocks, and computes floats of 8 bits otherwise than the graph ({spec.format}); use "
+            "integers with scales in float32",
+        ),
         Refusal(
             _is_measured,
             "OpenVINO multiplies {spec.format} codes measured at run time in float; calibrate them (drop "

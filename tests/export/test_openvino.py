@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from quark_fx.export.runtime.openvino_session import OpenVinoSession
 from quark_fx.graph.nodes import QUANTIZE, target_name
-from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY
+from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, PRESETS
 
 needs_openvino = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="OpenVINO is not installed")
 STATIC = INT8_STATIC.replace(target="openvino")
@@ -151,6 +151,12 @@ def test_outputs_have_their_names(tmp_path: Path) -> None:
 def test_activations_measured_at_run_time_are_refused() -> None:
     with pytest.raises(qfx.ConfigError, match="measured at run time in float; calibrate them"):
         INT8_DYNAMIC.replace(target="openvino")
+
+
+@pytest.mark.parametrize("preset", ["fp8_static", "mxfp4_weight_only", "mxint8", "nvfp4"])
+def test_small_floats_and_blocks_are_refused(preset: str) -> None:
+    with pytest.raises(qfx.ConfigError, match="use integers with scales in float32"):
+        PRESETS[preset].replace(target="openvino")
 
 
 @needs_openvino
