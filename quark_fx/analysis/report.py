@@ -138,7 +138,7 @@ class Analysis:
 
     def to_yaml(self) -> str:
         """Return `config` as text for `QuantConfig.from_yaml`: what differs from the preset it started from."""
-        return pasted(self.config, self.preset)
+        return yaml_of(self.config, self.preset)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, the configuration as `to_yaml` has it."""
@@ -154,10 +154,10 @@ class Analysis:
         """Return what to know first, for a page."""
         weight, activation, _ = self._parts(self.rows)
         return {
-            "error": said(self.error, self.metric),
+            "error": format_error(self.error, self.metric),
             "from weights": weight,
             "from activations": activation,
-            "with the proposed configuration": said(self.remedied, self.metric),
+            "with the proposed configuration": format_error(self.remedied, self.metric),
         }
 
     def figures(self) -> dict[str, Figure]:
@@ -245,14 +245,14 @@ class Analysis:
         weight, activation, _ = self._parts(self.rows)
         return "\n".join(
             [
-                f"error {said(self.error, self.metric)}, on {self.samples} samples: "
+                f"error {format_error(self.error, self.metric)}, on {self.samples} samples: "
                 f"{weight} from weights, {activation} from activations",
                 "",
                 self.table(),
                 "",
                 "weight, activations, error: estimated shares. alone: with nothing else rounded; in float: what",
                 "leaving it in float changes; both measured.",
-                f"with this configuration the error is {said(self.remedied, self.metric)} "
+                f"with this configuration the error is {format_error(self.remedied, self.metric)} "
                 f"({self._share(self.remedied - self.error)}, measured):",
                 "",
                 self.to_yaml().rstrip(),
@@ -260,8 +260,8 @@ class Analysis:
         )
 
 
-def pasted(config: QuantConfig, preset: str) -> str:
-    """Return a configuration as YAML to paste: what differs from a preset, or all of it where that is empty."""
+def yaml_of(config: QuantConfig, preset: str) -> str:
+    """Return a configuration as YAML: what differs from a preset, or all of it if `preset` is empty."""
     data = config.to_dict()
     if preset:
         known = PRESETS[preset].to_dict()
@@ -272,8 +272,8 @@ def pasted(config: QuantConfig, preset: str) -> str:
     return yaml.safe_dump(data, sort_keys=False)
 
 
-def said(error: float, metric: str) -> str:
-    """Return an error as one reads it."""
+def format_error(error: float, metric: str) -> str:
+    """Return an error as text, with its unit."""
     if metric == "kl":
         return f"{error:.3g} nats"
     return f"{error:.3g} of the outputs' square, {_decibel(error):.1f} dB"
@@ -283,4 +283,4 @@ def _decibel(error: float) -> float:
     return -10 * math.log10(error) if error > 0 else math.inf
 
 
-__all__ = ["Analysis", "Contribution", "Remedy", "pasted", "said"]
+__all__ = ["Analysis", "Contribution", "Remedy", "format_error", "yaml_of"]

@@ -149,7 +149,7 @@ class Trials:
                 for variant, start, total in zip(variants, starts, totals, strict=True):
                     known = {node: values.get(node.name) for node in start}  # what nothing reads is not computed
                     outputs = Interpreter(variant).run(*inputs, initial_env=known)
-                    total.append(_known(self.metric(outputs, targets)))
+                    total.append(_finite_or_infinite(self.metric(outputs, targets)))
         return [self.mean(total) for total in totals]
 
     def error(self, config: QuantConfig) -> float:
@@ -172,7 +172,7 @@ class Trials:
         for leaves, targets in zip(self.parts, self.targets(), strict=True):
             loss = self.metric(graph.run(leaves, share), targets)
             slopes += graph.gradients(loss) * samples_in(leaves)
-            found.append(_known(loss.detach()))
+            found.append(_finite_or_infinite(loss.detach()))
         return self.mean(found), slopes / sum(map(samples_in, self.parts))
 
     def targets(self) -> list[Sequence[Any]]:
@@ -210,8 +210,8 @@ class Trials:
         return sum(value * size for value, size in zip(found, sizes, strict=True)) / sum(sizes)
 
 
-def _known(error: Tensor) -> float:
-    """Return an error, infinite if it is NaN: what cannot be compared is not better than what can."""
+def _finite_or_infinite(error: Tensor) -> float:
+    """Return an error as a number, infinity for NaN: a result that cannot be compared must not win."""
     value = float(error)
     return value if math.isfinite(value) else math.inf
 

@@ -18,7 +18,7 @@ _GREEDY = 4
 def generated_windows(
     model: nn.Module, *, length: PositiveInt = 512, count: PositiveInt = 128, batch_size: PositiveInt = 8, seed: int = 0
 ) -> list[dict[str, Tensor]]:
-    """Return texts that a language model writes: calibration data for a model of which there is no text.
+    """Return windows of text that the model itself generates, to calibrate on when no text is available.
 
     A text begins with a token drawn from the vocabulary, four tokens of largest probability follow, and all others are
     sampled at temperature 1 (LLM-QAT, https://arxiv.org/abs/2305.17888, section 2.1). Where the model has a token that
@@ -35,7 +35,7 @@ def generated_windows(
         Batches `{"input_ids": (batch_size, length)}` in int64 on the CPU; the last one may have fewer windows.
 
     Raises:
-        CalibrationError: if the model does not generate, or windows are too short to sample anything.
+        CalibrationError: if the model does not generate text, is in training mode, or cannot have windows of `length`.
     """
     config = getattr(model, "config", None)
     can = getattr(model, "can_generate", None)

@@ -161,7 +161,7 @@ class Linear:
         if given == "same":
             spans = (d * (size - 1) for size, d in zip(self.kernel, self.dilation, strict=True))
             return tuple((span // 2, span - span // 2) for span in spans)
-        return tuple((size, size) for size in _spread(None if given == "valid" else given, len(self.kernel), 0))
+        return tuple((size, size) for size in per_dimension(None if given == "valid" else given, len(self.kernel), 0))
 
     @property
     def pads(self) -> bool:
@@ -169,7 +169,7 @@ class Linear:
         return self.kind == "conv" and any(map(any, self.padding))
 
     def _sizes(self, name: str, fill: int) -> tuple[int, ...]:
-        return _spread(named_argument(self.node, name), len(self.kernel), fill) if self.kernel else ()
+        return per_dimension(named_argument(self.node, name), len(self.kernel), fill) if self.kernel else ()
 
     @property
     def matrices(self) -> LinearMap | None:
@@ -256,7 +256,7 @@ def _shape(parameter: Node) -> tuple[int, ...]:
     return tuple(tensor_of(gm, str(parameter.target)).shape)
 
 
-def _spread(given: Any, rank: int, fill: int) -> tuple[int, ...]:
+def per_dimension(given: Any, rank: int, fill: int) -> tuple[int, ...]:
     """Return one size per dimension of what may be left out, or given once for all."""
     if given is None:
         return (fill,) * rank
@@ -266,4 +266,4 @@ def _spread(given: Any, rank: int, fill: int) -> tuple[int, ...]:
     return sizes * rank if len(sizes) == 1 else sizes
 
 
-__all__ = ["Linear"]
+__all__ = ["Linear", "per_dimension"]

@@ -43,7 +43,10 @@ _CONV = Operator(kind="conv", activations=(0,), weight=1, bias=2)
 _TRANSPOSED = Operator(kind="conv_transpose", activations=(0,), weight=1, bias=2, output_axis=1, input_axis=0)
 _MATMUL = Operator(kind="linear", activations=(0,), weight=1, output_axis=-1, input_axis=-2)
 _PRODUCT = Operator(kind="matmul", activations=(0, 1), by_default=False)
-_RECURRENT = Operator(kind="rnn", activations=(0,), weight=2)
+_RECURRENT = {
+    f"aten.{name}.input": Operator(kind=kind, activations=(0,), weight=2)
+    for name, kind in (("lstm", "lstm"), ("gru", "gru"), ("rnn_tanh", "rnn"), ("rnn_relu", "rnn"))
+}
 _EXPERTS = Operator(kind="experts", activations=(0,), weight=1, output_axis=-1, input_axis=-2, offsets=2)
 
 _OPERATORS = {
@@ -60,11 +63,11 @@ _OPERATORS = {
     "aten._grouped_mm.default": _EXPERTS,
     "quark_fx.grouped_mm.default": _EXPERTS,
     "transformers.grouped_mm_fallback.default": _EXPERTS,
-    "aten.lstm.input": replace(_RECURRENT, kind="lstm"),
-    "aten.gru.input": replace(_RECURRENT, kind="gru"),
-    "aten.rnn_tanh.input": _RECURRENT,
-    "aten.rnn_relu.input": _RECURRENT,
+    **_RECURRENT,
 }
+
+RECURRENT = frozenset(row.kind for row in _RECURRENT.values())
+"""The families of recurrent layers."""
 
 KINDS = frozenset(row.kind for row in (*_OPERATORS.values(), _PRODUCT))
 """Every operator family, as patterns name them."""

@@ -112,7 +112,7 @@ def _candidate(given: Any, whole: QuantConfig | None, first: QuantConfig) -> Can
     return Candidate(str(spec), first.replace(weight=spec))
 
 
-def is_sayable(candidate: Candidate, operators: Sequence[Named]) -> bool:
+def is_expressible(candidate: Candidate, operators: Sequence[Named]) -> bool:
     """Whether overrides by name can express this candidate: operators with the same name must get the same specs."""
     known: dict[str, OperatorSpecs | None] = {}
     return all(known.setdefault(op.name, specs) == specs for op in operators for specs in [candidate.specs(op)])
@@ -163,4 +163,4 @@ def _patterns(names: Sequence[str], operators: Sequence[Named]) -> list[str]:
     return [*dict.fromkeys(alike[name] if only[alike[name]] else glob.escape(name) for name in names)]
 
 
-__all__ = ["FLOAT", "Candidate", "base_of", "candidates_of", "is_sayable", "mixed", "specs_of"]
+__all__ = ["FLOAT", "Candidate", "base_of", "candidates_of", "is_expressible", "mixed", "specs_of"]

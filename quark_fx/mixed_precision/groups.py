@@ -11,10 +11,10 @@ from quark_fx.config.quant_config import QuantConfig
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import target_name, value_of
 from quark_fx.plan.placement import PlannedOperator, plan_quantization
-from quark_fx.plan.report import Row
+from quark_fx.plan.report import Row, stored_size
 
 _SHAPING = frozenset({"aten.reshape.default", "aten.view.default", "aten._unsafe_view.default"})
-"""What leaves a value as it is."""
+"""Operators that change the shape of a value, and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Group:
         Args:
             rows: of all operators of the plan.
         """
-        return sum({(rows[i].parameter, rows[i].weight): rows[i].bytes_after for i in self.places}.values())
+        return stored_size([rows[i] for i in self.places])
 
 
 def groups_of(gm: GraphModule) -> tuple[list[PlannedOperator], list[Group]]:
     """Return the operators of a float graph, and its groups, in graph order.
 
-    Together are operators that patterns cannot tell apart, as they have one name; that share a weight; and matrix
-    products in one module that read one value, as those of query, key and value, which servers fuse.
+    A group holds operators that have the same name, so that patterns cannot tell them apart; operators that share a
+    weight; and matrix products of one module that read the same value, as query, key and value, which servers fuse.
     """
     operators = plan_quantization(gm, QuantConfig(), quiet=True).operators
     owner = list(range(len(operators)))

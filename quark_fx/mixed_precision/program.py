@@ -23,7 +23,7 @@ _SECONDS = 60.0
 def choose(
     costs: Sequence[Sequence[float]], weights: Sequence[Sequence[float]], limit: float, *, gap: float = 0.0
 ) -> list[int] | None:
-    """Return the option of each group, so that the costs are least and the weights add up to `limit` at most.
+    """Return one option per group: the least total cost whose weights add up to at most `limit`.
 
     Args:
         costs: of each group's options; infinite for one that must not be taken.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from quark_fx.analysis.report import pasted, said
+from quark_fx.analysis.report import format_error, yaml_of
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.mixed_precision.budget import Budget
 from quark_fx.plan.report import aligned
@@ -136,7 +136,7 @@ class Search:
 
     def to_yaml(self) -> str:
         """Return `config` as text for `QuantConfig.from_yaml`: what differs from the preset it starts from."""
-        return pasted(self.config, self.preset)
+        return yaml_of(self.config, self.preset)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, the configuration as `to_yaml` has it."""
@@ -151,7 +151,7 @@ class Search:
         return {
             "budget": str(self.budget),
             "winner": self.winner,
-            "error, measured": said(self.found.error, self.metric),
+            "error, measured": format_error(self.found.error, self.metric),
             "bits per weight": f"{self.found.bits:.3f}",
             "weights": f"{self.found.size / 1024:,.1f} KiB",
         }
@@ -234,7 +234,7 @@ class Search:
 
     def _verdict(self) -> str:
         what = f"{self.winner}, as good as any mixture that was found" if self.uniform else MIXED
-        return f"{what}: error {said(self.found.error, self.metric)} at {self.found.bits:.3f} bits per weight"
+        return f"{what}: error {format_error(self.found.error, self.metric)} at {self.found.bits:.3f} bits per weight"
 
 
 def _measured(verified: Sequence[Verified]) -> list[str]:

@@ -25,7 +25,8 @@ from quark_fx.mixed_precision.budget import Budget
 from quark_fx.mixed_precision.candidates import candidates_of
 from quark_fx.mixed_precision.program import choose, find_solver
 from quark_fx.mixed_precision.result import MIXED, Search, Verified
-from quark_fx.mixed_precision.space import Space, size_of
+from quark_fx.mixed_precision.space import Space
+from quark_fx.plan.report import stored_size
 from quark_fx.quantization import begun, divisible, flat_batches, peek, quantize
 from quark_fx.system.isolation import isolated
 
@@ -117,7 +118,7 @@ def search(
                 gm, rows = copy_graph(qmodel.graph_module), qmodel.report().rows
                 compute_weights(gm)
                 (error,) = judge.compare(gm, [gm])
-                bits, size = space.bits_of(rows), size_of(rows)
+                bits, size = space.bits_of(rows), stored_size(rows)
                 fits = math.isfinite(error) and all(
                     limit is None or figure <= limit
                     for figure, limit in ((bits, budget.bits), (size, budget.nbytes), (error, budget.error))

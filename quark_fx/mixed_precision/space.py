@@ -15,12 +15,12 @@ from quark_fx.analysis.switches import RoundedValue, SwitchedGraph
 from quark_fx.analysis.trials import Trials
 from quark_fx.config.quant_config import OperatorSpecs, QuantConfig
 from quark_fx.errors import ConfigError
-from quark_fx.mixed_precision.candidates import Candidate, base_of, is_sayable, mixed
+from quark_fx.mixed_precision.candidates import Candidate, base_of, is_expressible, mixed
 from quark_fx.mixed_precision.groups import Group, groups_of
 from quark_fx.mixed_precision.program import choose
 from quark_fx.mixed_precision.result import Choice, Point
 from quark_fx.plan.placement import PlannedOperator
-from quark_fx.plan.report import Row
+from quark_fx.plan.report import Row, stored_size
 
 _HALF = 0.5
 """How far everything is rounded where the slope of the error is taken.
@@ -107,18 +107,18 @@ class Space:
     @cached_property
     def fixed(self) -> int:
         """Bytes of the other weights."""
-        return size_of(self.rows[0]) - sum(row[0] for row in self.sizes)
+        return stored_size(self.rows[0]) - sum(row[0] for row in self.sizes)
 
     def bits(self, size: float) -> float:
-        """Return the bits of a weight, on average, where those that are chosen for take some bytes."""
+        """Return the average bits per weight if the weights of all groups take `size` bytes."""
         return 8 * size / (sum(self.weights.values()) or 1)
 
     def bits_of(self, rows: Sequence[Row]) -> float:
-        """Return the same of the rows of a report."""
-        return self.bits(size_of([row for row in rows if row.parameter in self.weights]))
+        """Return the average bits per weight, from the rows of a report."""
+        return self.bits(stored_size([row for row in rows if row.parameter in self.weights]))
 
     def total(self, chosen: Sequence[int]) -> int:
-        """Return the bytes of the weights that are chosen for."""
+        """Return the bytes that the weights of all groups take under a choice."""
         return sum(row[i] for row, i in zip(self.sizes, chosen, strict=True))
 
     def error(self, chosen: Sequence[int]) -> float:
@@ -126,7 +126,7 @@ class Space:
         return sum(row[i] for row, i in zip(self.errors, chosen, strict=True))
 
     def settled(self, chosen: Sequence[int]) -> list[int]:
-        """Return the same choice with the candidate that is chosen most wherever that says the same."""
+        """Return an equivalent choice: the most frequent candidate wherever its specs are the same."""
         most = max(range(len(self.candidates)), key=[*chosen].count)
         pairs = zip(self.groups, chosen, strict=True)
         return [most if self._specs(group, most) == self._specs(group, i) else i for group, i in pairs]
@@ -181,11 +181,6 @@ class Space:
         return found
 
 
-def size_of(rows: Sequence[Row]) -> int:
-    """Return the bytes of weights, as the totals of a report count them."""
-    return sum({(row.parameter, row.weight): row.bytes_after for row in rows}.values())
-
-
 def _by_operator(rounded: Sequence[RoundedValue], added: Tensor) -> dict[str, float]:
     """Return what the roundings of each operator add, by its node; those of a value in equal parts to its operators."""
     found: dict[str, float] = {}
@@ -197,10 +192,10 @@ def _by_operator(rounded: Sequence[RoundedValue], added: Tensor) -> dict[str, fl
 
 def _error(group: Group, candidate: Candidate, operators: Sequence[PlannedOperator], added: dict[str, float]) -> float:
     members = [operators[i] for i in group.places]
-    if not is_sayable(candidate, members):
+    if not is_expressible(candidate, members):
         return math.inf
     # Below zero it is what roundings of other operators happen to do to it: no gain, and not nothing.
     return abs(sum(added.get(name, 0.0) for name in {op.node.name for op in members}))
 
 
-__all__ = ["Space", "size_of"]
+__all__ = ["Space"]

@@ -96,11 +96,11 @@ class QuantizedTensor:
         result = torch.empty_like(self.codes, dtype=dtype)
         # The float32 values of a large weight beside its spread scales would take several times what the result does.
         for rows, part in self.pieces():
-            result[rows] = part._decoded()
+            result[rows] = part.decoded()
         return result
 
-    def _decoded(self) -> Tensor:
-        """Return what the codes stand for, float32, all at once."""
+    def decoded(self) -> Tensor:
+        """Return what the codes stand for, float32, all at once: `dequantize` does it in pieces."""
         zero_point = None if self.is_float else self.layout.spread(self.zero_point)
         return decode(self.codes.to(torch.float32), self.layout.spread(self.scale), zero_point)
 
@@ -137,7 +137,7 @@ class QuantizedTensor:
         for rows, part in self.pieces():
             some = real[rows].float()
             signal += float(torch.linalg.vector_norm(some)) ** 2
-            noise += float(torch.linalg.vector_norm(part._decoded().sub_(some))) ** 2
+            noise += float(torch.linalg.vector_norm(part.decoded().sub_(some))) ** 2
         return _decibels(signal, noise)
 
 

@@ -112,14 +112,14 @@ def frontier(
     across: str,
     up: str,
 ) -> Figure:
-    """Return a figure of points, the best of each size, and of marks with names.
+    """Return a figure of a curve of estimates, and of measured points with labels.
 
     Args:
         title: of the figure.
         curve: points, from left to right.
-        marks: beside them, by their names.
-        across: the unit of the first coordinate.
-        up: that of the second one, which is drawn on a logarithmic axis where it is above zero.
+        marks: measured points, by label.
+        across: label of the x axis.
+        up: label of the y axis, which is logarithmic if all values are above zero.
     """
     figure, axes = _axes(title, 2.8)
     axes.plot(*zip(*curve, strict=True), color=_BLUE, linewidth=1.2, marker="o", markersize=3, label="estimated")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
@@ -162,9 +162,8 @@ class Report:
     def totals(self) -> dict[str, Any]:
         """Number of operators, how many are quantized, bytes before and after, and their ratio."""
         quantized = [row for row in self.rows if not row.reason]
-        # A weight that several operators read counts once, and once per format after.
         before = sum({row.parameter: row.bytes_before for row in self.rows}.values())
-        after = sum({(row.parameter, row.weight): row.bytes_after for row in self.rows}.values())
+        after = stored_size(self.rows)
         return {
             "operators": len(self.rows),
             "quantized": len(quantized),
@@ -327,6 +326,11 @@ def _finite(value: float | None) -> float | None:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
+
+
+def stored_size(rows: Iterable[Row]) -> int:
+    """Return the bytes of weights; one that several operators read counts once per format."""
+    return sum({(row.parameter, row.weight): row.bytes_after for row in rows}.values())
 
 
 def aligned(header: Sequence[str], body: Sequence[Sequence[str]], right: set[int]) -> list[str]:

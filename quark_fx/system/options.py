@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from quark_fx.errors import ConfigError
 from quark_fx.system.untrusted import brief
@@ -182,6 +182,8 @@ def _value(owner: Any, name: str, kind: _Kind, given: Any) -> Any:
         advice = f"; write {given.__name__}()"
     elif given is not None and kind.read((given,)) is not _NO:
         advice = f"; write {name}=({brief(given)},)"
+    elif isinstance(given, str):
+        advice = nearest(given, (word.strip("'") for word in kind.words if word[0] == "'"))
     text = brief(given)
     shown = text if "\n" not in text else _with_article(type(given).__name__)
     raise ConfigError(f"{name} of {owner.__name__} must be {kind}, not {shown}{advice}")
@@ -215,6 +217,8 @@ def _kind(hint: Any) -> _Kind:
         return _items_of(origin, _kind(arguments[0]))
     if origin is tuple:
         return _fixed_tuple([_kind(argument) for argument in arguments])
+    if origin is Literal:
+        return _Kind(lambda value: value if value in arguments else _NO, tuple(map(repr, arguments)))
     if hint is Path or origin is os.PathLike:
         return _instance(os.PathLike, "a path")
     if origin is get_origin(Iterable[Any]):  # or what has no more than items by number, as data sets do

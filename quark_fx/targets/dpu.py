@@ -8,7 +8,7 @@ from quark_fx.config.specs import Granularity, TensorSpec
 from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Target
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import target_name
-from quark_fx.graph.operators import is_average, operator_row
+from quark_fx.graph.operators import RECURRENT, is_average, operator_row
 from quark_fx.numbers.formats import IntFormat, has_onnx_type
 from quark_fx.numbers.qparams import ScaleType, Symmetry
 from quark_fx.targets.onnxruntime import ARITHMETIC, ONNX_TYPES
@@ -65,7 +65,7 @@ DPU = Target(
         arithmetic=_ARITHMETIC,
         anywhere=True,
         rounds_output=_is_computed,
-        in_float=frozenset({"lstm", "gru", "rnn"}),
+        in_float=RECURRENT,
         continues=continues,
     ),
     onnx=OnnxFiles(runtime="onnxruntime"),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from quark_fx.config.specs import TensorSpec
 from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Target
 from quark_fx.graph.linear import Linear
+from quark_fx.graph.operators import RECURRENT
 from quark_fx.numbers.formats import UINT8, FloatFormat, IntFormat, activation_container, has_onnx_type
 from quark_fx.numbers.qparams import Symmetry
 
@@ -64,7 +65,7 @@ def _is_convolution(linear: Linear) -> bool:
 
 def _is_read_in_integers(kind: str, spec: TensorSpec) -> bool:
     """Tell whether an operator of a kind reads codes: of recurrent layers, an LSTM alone, which measures its input."""
-    if kind not in ("lstm", "gru", "rnn"):
+    if kind not in RECURRENT:
         return True
     return kind == "lstm" and spec == TensorSpec(format=UINT8, dynamic=True)
 

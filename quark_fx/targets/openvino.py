@@ -1,10 +1,9 @@
 """OpenVINO on a CPU, which reads the standard pairs of an ONNX file (https://docs.openvino.ai, "Low Precision
 Transformations").
 
-Its kernels add products of 8 bits in pairs in 16 bits where processors have no VNNI, as ONNX Runtime's do. A
-convolution is summed in integers whatever reads its result, which therefore needs no codes. A residual addition is
-fused into the convolution before it: codes between the two would be left out there, and the file would compute
-something else than the graph, so the addition stays in float.
+Its kernels add products of 8 bits in pairs in 16 bits on processors without VNNI, as ONNX Runtime's do. A convolution
+is summed in integers whatever reads its result, so its result needs no codes. Additions stay in float: with codes in
+front of them, OpenVINO's results are further from the graph's, at the same speed (`benchmarks.in_openvino` has both).
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from quark_fx.config.specs import TensorSpec
 from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Target
 from quark_fx.errors import ExportError
+from quark_fx.graph.operators import RECURRENT
 from quark_fx.numbers.formats import FloatFormat
 from quark_fx.targets.onnxruntime import ARITHMETIC, ONNX_TYPES
 
@@ -64,7 +64,7 @@ OPENVINO = Target(
     ),
     placement=Placement(
         arithmetic=ARITHMETIC - {"aten.add.Tensor", "aten.mul.Tensor"},
-        in_float=frozenset({"lstm", "gru", "rnn"}),  # whose weights it reads as constants alone
+        in_float=RECURRENT,  # OpenVINO reads their weights as constants alone
     ),
     adds_pairs=True,
     onnx=OnnxFiles(formats=("qdq",), runtime="openvino", check=_check),

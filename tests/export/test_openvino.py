@@ -53,7 +53,7 @@ def test_a_network_computes_in_integers_what_torch_computes(target: str, tmp_pat
     data = images(4, 2)
     qmodel, path = exported(seeded(Network()), INT8_STATIC.replace(target=target), data, tmp_path)
     assert qfx.verify(qmodel, path, data, runtime="openvino").max_steps <= 1
-    session = OpenVinoSession(path)
+    session = OpenVinoSession(path, profile=True)
     session.run(None, {session.get_inputs()[0].name: data[0].numpy()})
     kernels = [kernel for kernel in session.kernels() if kernel.kind in ("Convolution", "GroupConvolution")]
     assert len(kernels) == 3

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from quark_fx.graph.pass_manager import PASSES, graph_pass
 from quark_fx.numbers.formats import INT8, FloatFormat, IntFormat
 from quark_fx.observers.base import OBSERVERS
 from quark_fx.passes import AWQ, GPTQ, AdaRound, SmoothQuant
-from quark_fx.system.options import Interval, checked
+from quark_fx.system.options import Interval, checked, checked_call
 
 OWN = [p for p in PASSES.values() if is_dataclass(p) and p.__module__.startswith("quark_fx.")]
 OBSERVING = [cls for cls in OBSERVERS.values() if cls.__module__.startswith("quark_fx.")]
@@ -224,3 +224,17 @@ def test_what_every_result_and_data_set_is_passes(tmp_path: Any) -> None:
     pytest.importorskip("onnxruntime")
     qfx.export.onnx(qmodel, tmp_path / "model.onnx")
     assert qfx.verify(qmodel, tmp_path / "model.onnx", batches).max_steps <= 1
+
+
+def test_one_of_several_words_is_taken_and_another_is_named_with_the_nearest() -> None:
+    @checked_call
+    def run(runtime: Literal["onnxruntime", "openvino"] = "onnxruntime") -> str:
+        return runtime
+
+    assert run(runtime="openvino") == "openvino"
+    with pytest.raises(ConfigError) as error:
+        run(runtime="open_vino")  # type: ignore[arg-type]
+    message = "runtime of run must be 'onnxruntime' or 'openvino', not 'open_vino'; did you mean 'openvino'?"
+    assert str(error.value) == message
+    with pytest.raises(ConfigError, match=r"not None$"):
+        run(runtime=None)  # type: ignore[arg-type]

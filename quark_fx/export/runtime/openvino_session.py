@@ -37,18 +37,19 @@ class OpenVinoSession:
     Args:
         path: of an ONNX file.
         threads: of a run; default: as many as cores.
+        profile: note what runs, for `kernels`, which takes time in every run.
 
     Raises:
         ExportError: if OpenVINO is not installed.
     """
 
-    def __init__(self, path: Path, threads: int | None = None) -> None:
+    def __init__(self, path: Path, threads: int | None = None, *, profile: bool = False) -> None:
         try:
             import openvino
         except ImportError as error:
             raise ExportError("running a file in OpenVINO needs it: pip install 'quark_fx[openvino]'") from error
         # By default a processor with bfloat16 computes floats in it, and activations of coded weights are rounded.
-        options = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0, "PERF_COUNT": True}
+        options = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0, "PERF_COUNT": profile}
         if threads is not None:
             options["INFERENCE_NUM_THREADS"] = threads
         core = openvino.Core()
@@ -76,7 +77,7 @@ class OpenVinoSession:
         return [self._request.get_output_tensor(place).data.copy() for place in places]
 
     def kernels(self) -> list[Kernel]:
-        """Return what the last run executed."""
+        """Return what the last run executed, empty without `profile`."""
         return [
             Kernel(one.node_name, one.node_type, one.exec_type)
             for one in self._request.profiling_info

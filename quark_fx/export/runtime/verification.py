@@ -137,6 +137,7 @@ def verify(
             codes.
 
     Raises:
+        ConfigError: for another runtime.
         ExportError: if the options do not go with the runtime, there is no batch, or an empty one, or the file cannot
             be loaded or has not the model's inputs.
     """
@@ -146,8 +147,6 @@ def verify(
         raise ExportError(f"batches is an iterable of batches, not one {type(batches).__name__}; wrap it in a list")
     _require_file(path)
     quantizers, shown = _quantizers(qmodel) if per_node else [], set[str]()
-    if runtime not in ("onnxruntime", "openvino"):
-        raise ExportError(f"runtime={runtime!r} is none of 'onnxruntime' and 'openvino'")
     if runtime == "openvino" and (per_node or optimize is not None or session_options is not None):
         raise ExportError(
             "per_node, optimize and session_options only apply to ONNX Runtime; drop them, or use runtime='onnxruntime'"

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 
 from quark_fx.errors import ExportError
 from quark_fx.export.to_onnx.recurrent import KINDS, spell_out_layers
+from quark_fx.graph.linear import per_dimension
 from quark_fx.graph.nodes import call, describe, erase_dead, is_parameter, parameter, static_size, target_name, value_of
 from quark_fx.graph.operators import argument
 from quark_fx.graph.pass_manager import copy_graph
@@ -158,7 +159,9 @@ def _sum_over_divisor(gm: GraphModule, node: Node) -> Node:
     """Pool what is padded beforehand, so that every window averages the same number of values, and rescale."""
     value, kernel, stride, padding, ceil_mode, _, divisor = (argument(node, position) for position in range(7))
     rank = len(kernel) if len(kernel) > 1 else int(target_name(node)[len("aten.avg_pool")])
-    kernel, stride, padding = (_each(sizes, rank) for sizes in (kernel, stride or kernel, padding or [0]))
+    kernel, stride, padding = (
+        list(per_dimension(sizes, rank, 0)) for sizes in (kernel, stride or kernel, padding or None)
+    )
     sizes = value_of(gm, value).shape[-rank:]
     pads: list[int] = []
     for size, wide, step, pad in zip(sizes, kernel, stride, padding, strict=True):
@@ -175,10 +178,6 @@ def _sum_over_divisor(gm: GraphModule, node: Node) -> Node:
         value = call(gm, aten.constant_pad_nd.default, value, pads, 0.0, like=node)
     averages = call(gm, node.target, value, kernel, stride, like=node)
     return call(gm, aten.mul.Scalar, averages, math.prod(kernel) / divisor, like=node)
-
-
-def _each(sizes: list[int], rank: int) -> list[int]:
-    return list(sizes) if len(sizes) == rank else list(sizes) * rank
 
 
 def _difference(gm: GraphModule, node: Node) -> Node:
@@ -202,13 +201,10 @@ def _normalized(gm: GraphModule, node: Node) -> Node:
 
 def _transposed_convolution(gm: GraphModule, node: Node) -> Node:
     rank = value_of(gm, argument(node, 1)).dim() - 2
-    defaults = (1, 0, 0, 1, 1)  # stride, padding, output padding, groups, dilation
-    given = (argument(node, position) for position in range(3, 8))
-    stride, padding, beyond, groups, dilation = (d if g is None else g for g, d in zip(given, defaults, strict=True))
-    stride, padding, dilation, beyond = (
-        _each([*sizes] if isinstance(sizes, list | tuple) else [sizes], rank)
-        for sizes in (stride, padding, dilation, beyond)
+    stride, padding, beyond, dilation = (
+        list(per_dimension(argument(node, position), rank, fill)) for position, fill in ((3, 1), (4, 0), (5, 0), (7, 1))
     )
+    groups = 1 if argument(node, 6) is None else argument(node, 6)
     operands = (argument(node, position) for position in range(3))
     convolve = aten.convolution.default
     return call(gm, convolve, *operands, stride, padding, dilation, True, beyond, groups, like=node)

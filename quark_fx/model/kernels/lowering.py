@@ -43,7 +43,7 @@ class KernelRow:
     Attributes:
         name: module path.
         kind: operator family.
-        kernel: what computes it; empty where it computes in floats what was rounded.
+        kernel: name of the kernel; empty if the operator runs in floating point on dequantized values.
         reason: why there is no kernel; empty if there is one.
     """
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from quark_fx.graph.linear import per_dimension
 from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, get_attr, is_parameter, parameter, static_size, target_name
 from quark_fx.graph.operators import Operator, argument, named_argument, row_by_target
 from quark_fx.model.constants import constant_of, parameter_name
@@ -179,8 +180,7 @@ class Product:
             raise NoKernelError(f"its padding is {padding!r}")
         sizes = (named_argument(self.node, "stride"), padding, named_argument(self.node, "dilation"))
         stride, padding, dilation = (
-            list(given or [default]) * (rank if len(given or [default]) == 1 else 1)
-            for given, default in zip(sizes, (1, 0, 1), strict=True)
+            list(per_dimension(given, rank, fill)) for given, fill in zip(sizes, (1, 0, 1), strict=True)
         )
         return stride, padding, dilation, named_argument(self.node, "groups") or 1
 

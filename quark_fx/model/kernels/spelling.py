@@ -13,8 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, erase_dead, fake_mode, get_attr, target_name, value_of
 from quark_fx.model.constants import constant_of
 from quark_fx.numbers import ops
-from quark_fx.numbers.formats import FloatFormat, parse_format
-from quark_fx.numbers.quantized_tensor import decode
+from quark_fx.numbers.quantized_tensor import QuantizedTensor
 
 
 def spell_out(gm: GraphModule) -> None:
@@ -54,18 +53,10 @@ def _inline(gm: GraphModule, node: Node, function: Any) -> None:
         node.replace_all_uses_with(result)
 
 
-def _dequantize(
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    format: str,
-    axis: int | None = None,
-    block_size: int = 0,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    scale, points = (ops.spread(p, codes, axis, block_size) for p in (scale, zero_point))
-    is_float = isinstance(parse_format(format), FloatFormat)
-    return decode(codes.to(torch.float32), scale, None if is_float else points).to(dtype)
+def _dequantize(*stored: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Compute what `ops.dequantize` does, of the same arguments, all at once."""
+    *tensor, dtype = stored if len(stored) == 7 else (*stored, dtype)
+    return QuantizedTensor.of(*tensor).decoded().to(dtype)
 
 
 _FUNCTIONS = {
