@@ -26,11 +26,11 @@ import torch
 import torchvision
 from torch import Tensor, nn
 from torch._inductor import config as inductor
-from torch.utils import _pytree as pytree
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import quark_fx as qfx
 from benchmarks.common import apart_from_others, environment, estimate_batch_norm, images, publish, sqnr, table, timed
+from quark_fx.evaluation.runs import main_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -123,15 +123,11 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
                     if size == 1:
                         run(**batch)  # what others left in the caches is theirs
                     times[name].append(1e3 * timed(partial(run, **batch)).wall)
-            simulated, ours = (_first(m(**batch)) for m in (qmodel, compiled))
+            simulated, ours = (main_tensor(m(**batch)) for m in (qmodel, compiled))
         found["times"][size] = times
         found["agreement"][size] = sqnr(simulated, ours), float((simulated - ours).abs().max() / simulated.abs().max())
         torch._dynamo.reset()
     return found
-
-
-def _first(value: Any) -> Tensor:
-    return next(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def _section(case: Case, found: dict[str, Any]) -> str:

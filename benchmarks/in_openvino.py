@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,11 +27,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import quark_fx as qfx
-from benchmarks.common import environment, estimate_batch_norm, one_core, publish, sqnr, table
-from benchmarks.models import MODELS, float_bytes, perturb
+from benchmarks.common import environment, one_core, publish, sqnr, table
+from benchmarks.models import float_bytes, prepared
+from benchmarks.onnx_sessions import latencies
+from quark_fx.evaluation.runs import main_tensor
 from quark_fx.export.runtime.openvino_session import OpenVinoSession
 from quark_fx.graph.signature import split_batch
 from quark_fx.numbers.formats import INT8
@@ -77,12 +77,8 @@ def _digits(name: str) -> Callable[[], Network]:
 
 def _random(name: str) -> Callable[[], Network]:
     def make() -> Network:
-        torch.manual_seed(0)
-        model, batches = MODELS[name]()
-        perturb(model)
-        if isinstance(batches[0], Tensor):
-            estimate_batch_norm(model, batches[:2])
-        return Network(model.eval(), batches[:-1], batches[-1])
+        model, batches = prepared(name)
+        return Network(model, batches[:-1], batches[-1])
 
     return make
 
@@ -98,10 +94,6 @@ NETWORKS: Mapping[str, Callable[[], Network]] = {
     "MiniLM": _minilm,
     **{name: _random(name) for name in ("ResNet-18", "ResNet-50", "MobileNetV2", "BERT")},
 }
-
-
-def _first(value: Any) -> Tensor:
-    return next(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def _counted(value: Tensor, batch: Any) -> Tensor:
@@ -124,7 +116,7 @@ def measure(name: str, folder: Path, nncf: str | None, rounds: int) -> Iterator[
     network = NETWORKS[name]()
     args, kwargs = split_batch(network.judged)
     with torch.no_grad():
-        expected = _counted(_first(network.model(*args, **kwargs)), network.judged)
+        expected = _counted(main_tensor(network.model(*args, **kwargs)), network.judged)
     paths, ours = {"float": folder / f"{name}.float.onnx"}, dict[str, float]()
     float_bytes(network.model, qfx.capture_graph(network.model, network.calibration[0]).module, paths["float"])
     for row, config in FILES.items():
@@ -134,7 +126,7 @@ def measure(name: str, folder: Path, nncf: str | None, rounds: int) -> Iterator[
         paths[row] = folder / f"{name}.{len(paths)}.onnx"
         qfx.export.onnx(qmodel, paths[row])
         with torch.no_grad():
-            ours[row] = sqnr(expected, _counted(_first(qmodel(*args, **kwargs)), network.judged))
+            ours[row] = sqnr(expected, _counted(main_tensor(qmodel(*args, **kwargs)), network.judged))
     if nncf is not None:
         batches = [_feed(qmodel, batch) for batch in network.calibration]
         arrays: dict[str, Any] = {f"{b}.{i}": x for b, batch in enumerate(batches) for i, x in enumerate(batch)}
@@ -145,36 +137,23 @@ def measure(name: str, folder: Path, nncf: str | None, rounds: int) -> Iterator[
             [nncf, "-m", "benchmarks.peers.nncf_quantize", folder], cwd=ROOT, check=True, capture_output=True
         )
         paths["NNCF"] = folder / f"{name}.nncf.xml"
-    sessions = {row: OpenVinoSession(path, threads=1) for row, path in paths.items()}
+    sessions = {row: OpenVinoSession(path, 1, profile=True) for row, path in paths.items()}
     judged = _feed(qmodel, network.judged)
-    made = {row: sqnr(expected, _counted(_run(session, judged), network.judged)) for row, session in sessions.items()}
-    times = _times(sessions, [array[:1] for array in judged], rounds)
+    found = {row: sqnr(expected, _counted(_run(session, judged), network.judged)) for row, session in sessions.items()}
+    times = latencies(paths, [torch.from_numpy(array[:1]) for array in judged], 1, rounds, OpenVinoSession)
     for row, session in sessions.items():
         if row == "float":
             continue
         kernels = [kernel for kernel in session.kernels() if kernel.kind.startswith(_PRODUCTS)]
         ratios = [_ratio(times[row], times[other]) if other in times else "–" for other in ("float", "NNCF")]
-        own = [f"{ours[row]:.2f}", f"{made[row]:.2f}", f"{made[row] - ours[row]:+.2f}"] if row in ours else None
+        own = [f"{ours[row]:.2f}", f"{found[row]:.2f}", f"{found[row] - ours[row]:+.2f}"] if row in ours else None
         yield [
             name,
             row,
             f"{sum(kernel.in_integers for kernel in kernels)} of {len(kernels)}",
-            *(own or ["–", f"{made[row]:.2f}", "–"]),
+            *(own or ["–", f"{found[row]:.2f}", "–"]),
             *ratios,
         ]
-
-
-def _times(sessions: Mapping[str, OpenVinoSession], sample: list[np.ndarray], rounds: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {row: [] for row in sessions}
-    for session in sessions.values():
-        _run(session, sample)
-    for _ in range(rounds):
-        for row, session in sessions.items():
-            began = time.perf_counter()
-            for _ in range(3):
-                _run(session, sample)
-            times[row].append(time.perf_counter() - began)
-    return times
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> str:

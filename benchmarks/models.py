@@ -198,6 +198,18 @@ def perturb(model: nn.Module) -> None:
                 parameter.normal_(std=0.02)
 
 
+def prepared(name: str) -> Made:
+    """Make a model in eval mode whose random weights and statistics matter, and its batches."""
+    torch.manual_seed(0)
+    model, batches = MODELS[name]()
+    perturb(model)
+    if hasattr(model, "config"):
+        setattr(model.config, "use_cache", False)  # noqa: B010
+    if isinstance(batches[0], Tensor):
+        estimate_batch_norm(model, batches[:2])
+    return model.eval(), batches
+
+
 def measure(name: str, directory: Path) -> Result:
     """Take one model all the way; whatever goes wrong ends up in the result."""
     result = Result(name)
@@ -210,14 +222,7 @@ def measure(name: str, directory: Path) -> Result:
 
 
 def _measure(name: str, directory: Path, result: Result) -> None:
-    torch.manual_seed(0)
-    model, batches = MODELS[name]()
-    perturb(model)
-    if hasattr(model, "config"):
-        setattr(model.config, "use_cache", False)  # noqa: B010
-    if isinstance(batches[0], Tensor):
-        estimate_batch_norm(model, batches[:2])
-    model.eval()
+    model, batches = prepared(name)
     made: list[qfx.QuantizedModel] = []
     path = directory / "quantized.onnx"
     captured = qfx.capture_graph(model, batches[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,23 @@ def session(path: Path, threads: int) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
-def latencies(paths: Mapping[str, Path], inputs: Sequence[Tensor], threads: int, rounds: int) -> dict[str, list[float]]:
-    """Return, for every file, the median milliseconds of 5 runs, `rounds` times, the files in turn."""
-    sessions = {row: session(path, threads) for row, path in paths.items()}
+def latencies(
+    paths: Mapping[str, Path],
+    inputs: Sequence[Tensor],
+    threads: int,
+    rounds: int,
+    opened: Callable[[Path, int], Any] = session,
+) -> dict[str, list[float]]:
+    """Return, for every file, the median milliseconds of 5 runs, `rounds` times, the files in turn.
+
+    Args:
+        paths: by row.
+        inputs: of every file.
+        threads: of a run.
+        rounds: after one that warms up.
+        opened: returns a session, in another runtime perhaps.
+    """
+    sessions = {row: opened(path, threads) for row, path in paths.items()}
     result: dict[str, list[float]] = {row: [] for row in sessions}
     for round_ in range(rounds + 1):
         for row, run in sessions.items():
