@@ -4,7 +4,7 @@
 
 Every observer watches every quantized activation of the `int8_static` preset. A measurement is a plain pass over
 the 32 samples and then the pass `calibrate` over the same, in one process, in turn (A B A B …) after one warm-up of
-each; the ratio is that of neighbours. `calibrate` includes checking the inputs and reading the ranges off at the end;
+each; the ratio is that of neighbors. `calibrate` includes checking the inputs and reading the ranges off at the end;
 "reading" is the last part alone, a fixed cost that more data does not raise.
 
 Goals: at most 1.2 for min-max observers, at most 1.5 for histograms. `--write` updates `docs/calibration_overhead.md`.
@@ -144,7 +144,7 @@ def main() -> None:
     page = f"""# What observing costs
 
 Calibration of every quantized activation of `int8_static` against plain forward passes of the same captured graph over
-the same 32 samples in batches of 8, in one process, in turn; ratios of neighbours, median and range of
+the same 32 samples in batches of 8, in one process, in turn; ratios of neighbors, median and range of
 {arguments.rounds} rounds, {arguments.threads} thread(s). `calibrate` includes reading the ranges off at the end, a
 fixed cost shown by itself as well. It lays convolutions out channels-last, which the plain passes do not: on ResNet-18
 that saves more than observing costs. Reproduce with `python -m benchmarks.calibration_overhead`.

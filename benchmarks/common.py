@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
-PACKAGES = ("torch", "torchvision", "transformers", "onnx", "onnxruntime", "openvino")
+PACKAGES = ("torch", "torchvision", "transformers", "onnx", "onnxruntime", "openvino", "executorch")
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def environment() -> str:
     """Return versions, processor and its load in one line."""
     packages = ", ".join(f"{name} {version(name)}" for name in PACKAGES if importlib.util.find_spec(name) is not None)
-    # Where others used the machine too, absolute times say little; ratios of neighbours still do.
+    # Where others used the machine too, absolute times say little; ratios of neighbors still do.
     load = f", load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     return f"Python {platform.python_version()}, {packages}; {_processor()}, {os.cpu_count()} cores{load}."
 

@@ -288,7 +288,9 @@ model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=64)
 - `GenerationQuantizer("matmul_nbits", cache=CacheScales.measure(qmodel.eager(), token_batches))` keeps keys and values
   in int8, a quarter of the memory, at static scales per head and channel. Prompts attend in float, and what they leave
   is rounded. Where `ort_fusions="cpu"` makes a `GroupQueryAttention`, that reads the codes; elsewhere they are
-  dequantized in each step. For caches that grow; others are refused.
+  dequantized in each step. For caches that grow; others are refused. `CacheScales.of(qmodel.eager())` takes the scales
+  of a configuration with `kv_cache=TensorSpec(format=INT8, granularity="channel")`; prompts then attend to rounded keys
+  and values, as the model in torch does.
 """
 
 if __name__ == "__main__":

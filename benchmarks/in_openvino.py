@@ -14,23 +14,22 @@ settings, in an environment of its own; without `--nncf` its rows are left out. 
 from __future__ import annotations
 
 import argparse
-import statistics
 import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import quark_fx as qfx
 from benchmarks.common import environment, one_core, publish, sqnr, table
-from benchmarks.models import float_bytes, prepared
+from benchmarks.judged import Network, digits, random_weights, ratio
+from benchmarks.models import float_bytes
 from benchmarks.onnx_sessions import latencies
 from quark_fx.evaluation.runs import main_tensor
 from quark_fx.export.runtime.openvino_session import OpenVinoSession
@@ -42,7 +41,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import sentences
 import test_trained as judge
-from networks import trained
 
 ROOT = Path(__file__).resolve().parent.parent
 _PRODUCTS = ("Convolution", "GroupConvolution", "FullyConnected")
@@ -58,31 +56,6 @@ FILES = {
 """Our files by row; the last is made for ONNX Runtime."""
 
 
-@dataclass(frozen=True)
-class Network:
-    """A model, the batches it is calibrated on, and one that it is judged by."""
-
-    model: nn.Module
-    calibration: list[Any]
-    judged: Any
-
-
-def _digits(name: str) -> Callable[[], Network]:
-    def make() -> Network:
-        found = trained(name)
-        return Network(found.model, found.calibration, found.images)
-
-    return make
-
-
-def _random(name: str) -> Callable[[], Network]:
-    def make() -> Network:
-        model, batches = prepared(name)
-        return Network(model, batches[:-1], batches[-1])
-
-    return make
-
-
 def _minilm() -> Network:
     model, tokenizer = judge.encoder()
     judged = qfx.data.text_lines(sentences.HELD_OUT[:16], tokenizer, batch_size=16)
@@ -90,9 +63,9 @@ def _minilm() -> Network:
 
 
 NETWORKS: Mapping[str, Callable[[], Network]] = {
-    **{name: _digits(name) for name in ("cnn", "mobilenet", "vit")},
+    **{name: digits(name) for name in ("cnn", "mobilenet", "vit")},
     "MiniLM": _minilm,
-    **{name: _random(name) for name in ("ResNet-18", "ResNet-50", "MobileNetV2", "BERT")},
+    **{name: random_weights(name) for name in ("ResNet-18", "ResNet-50", "MobileNetV2", "BERT")},
 }
 
 
@@ -145,7 +118,7 @@ def measure(name: str, folder: Path, nncf: str | None, rounds: int) -> Iterator[
         if row == "float":
             continue
         kernels = [kernel for kernel in session.kernels() if kernel.kind.startswith(_PRODUCTS)]
-        ratios = [_ratio(times[row], times[other]) if other in times else "–" for other in ("float", "NNCF")]
+        ratios = [ratio(times[row], times[other]) if other in times else "–" for other in ("float", "NNCF")]
         own = [f"{ours[row]:.2f}", f"{found[row]:.2f}", f"{found[row] - ours[row]:+.2f}"] if row in ours else None
         yield [
             name,
@@ -154,10 +127,6 @@ def measure(name: str, folder: Path, nncf: str | None, rounds: int) -> Iterator[
             *(own or ["–", f"{found[row]:.2f}", "–"]),
             *ratios,
         ]
-
-
-def _ratio(ours: list[float], theirs: list[float]) -> str:
-    return f"{statistics.median(a / b for a, b in zip(ours, theirs, strict=True)):.2f}"
 
 
 def main() -> None:

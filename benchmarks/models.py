@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 
 import quark_fx as qfx
 from benchmarks.common import environment, estimate_batch_norm, images, publish, sqnr, table, timed
-from quark_fx.export.to_onnx.program import to_exported_program
+from quark_fx.export.program import to_exported_program
 
 BATCH, TOKENS = 4, 32
 

@@ -102,9 +102,10 @@ def main(directory: Path, *, small: bool = False) -> None:
     lines = [" ".join(s.split()) for text in topics.values() for s in re.findall(r"[A-Z][^.]{40,120}\.", text)]
     calibration, judged = batches_of(lines[:64]), batches_of(lines[64:128])
     task = Embedding(judged, reference=model)
+    session = qfx.Session(model, calibration)  # captured once, calibrated once, for all that follows
 
     def cosine(config: qfx.QuantConfig) -> float:
-        return qfx.evaluate(qfx.quantize(model, config, calibration, progress=False), task)["cosine"]
+        return qfx.evaluate(qfx.quantize(session, config, progress=False), task)["cosine"]
 
     # Weights: bits against methods.
     groups = qfx.presets.INT4_WEIGHT_ONLY.replace(exclude=("op:embedding",), overrides=())

@@ -37,6 +37,7 @@ from quark_fx.model.serialization import load
 from quark_fx.numbers import formats, ops
 from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
 from quark_fx.quantization import check, predict, quantize
+from quark_fx.session import Session
 
 __version__ = "0.1.0"
 
@@ -60,6 +61,7 @@ __all__ = [
     "ScaleType",
     "Scheme",
     "Search",
+    "Session",
     "Symmetry",
     "Target",
     "TensorSpec",

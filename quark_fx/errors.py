@@ -32,4 +32,4 @@ class CheckpointError(QuarkError):
 
 
 class ExportError(QuarkError):
-    """A graph that the chosen target cannot express, or an artefact that failed its check."""
+    """A graph that the chosen target cannot express, or an artifact that failed its check."""

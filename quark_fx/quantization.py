@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,32 +17,19 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from tqdm.auto import tqdm
 
-from quark_fx.capture.capture import Captured, capture_graph
 from quark_fx.checkpoints.files import CheckpointFiles
 from quark_fx.checkpoints.open_checkpoint import open_checkpoint
 from quark_fx.checkpoints.shelf import Shelf
-from quark_fx.config.quant_config import QuantConfig, TensorSpec
-from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
-from quark_fx.engine.calibration import planned
+from quark_fx.config.quant_config import Override, QuantConfig, TensorSpec
+from quark_fx.engine.activation_cache import CacheBudget
 from quark_fx.engine.context import Checkpoint, Context, fingerprint, require_resources
 from quark_fx.engine.quantized_weights import quantized_weights
 from quark_fx.engine.ranks import ALONE, Ranks
 from quark_fx.engine.resources import Resources, expect, parse_bytes, require_room
-from quark_fx.errors import CalibrationError, ConfigError, PassError, QuarkError
-from quark_fx.export import gguf, huggingface, onnx
-from quark_fx.graph.nodes import (
-    EMBEDDING,
-    device_of,
-    own_tensors,
-    placeholders,
-    static_size,
-    stored_tensors,
-    target_name,
-    tensor_of,
-    value_of,
-)
+from quark_fx.errors import CalibrationError, ConfigError, PassError
+from quark_fx.export import gguf, huggingface, onnx, pt2e
+from quark_fx.graph.nodes import own_tensors, stored_tensors, tensor_of
 from quark_fx.graph.pass_manager import (
-    GraphPass,
     PassRecord,
     Promise,
     Stage,
@@ -56,23 +41,22 @@ from quark_fx.graph.pass_manager import (
     run_passes,
 )
 from quark_fx.graph.provenance import kept_tensors
-from quark_fx.graph.signature import batch_shape, split_batch
+from quark_fx.graph.signature import batch_shape
 from quark_fx.model.correspondence import shell_of
-from quark_fx.model.eager import is_eager
 from quark_fx.model.output_directory import clear, kept_blocks, work_directory
 from quark_fx.model.quantized_model import QuantizedModel
-from quark_fx.passes import calibrate, convert, insert_observers
 from quark_fx.plan.report import Row
 from quark_fx.presets import preset
-from quark_fx.system.isolation import as_called, isolated, warn
-from quark_fx.system.memory import give_back_at_once, occupied
+from quark_fx.session import Session, divided, peek, reads_data_often, require_of_session
+from quark_fx.system.isolation import isolated, warn
+from quark_fx.system.memory import give_back_at_once
 
 logger = logging.getLogger(__name__)
 
 
 @isolated
 def quantize(
-    model: nn.Module | ExportedProgram | str | Path,
+    model: nn.Module | ExportedProgram | str | Path | Session,
     config: str | QuantConfig | Mapping[str, Any] = "int8_static",
     calibration_data: Iterable[Any] | None = None,
     *,
@@ -93,7 +77,8 @@ def quantize(
     inference mode and default device of its caller; a generator that makes `calibration_data` keeps them.
 
     Args:
-        model: a module in eval mode, a Hugging Face model or the directory of its checkpoint, or an `ExportedProgram`.
+        model: a module in eval mode, a Hugging Face model or the directory of its checkpoint, or an `ExportedProgram`;
+            or a `Session`, which has such a model and its data for several configurations.
         config: a preset's name, a `QuantConfig`, or its `to_dict()`.
         calibration_data: batches: tensors, tuples of positional inputs, or mappings of keywords. The
             first one is also what the model is captured with. A configuration without static ranges
@@ -120,6 +105,7 @@ def quantize(
     Raises:
         ConfigError: for an unknown preset or option, a device, cache, checkpoint or output that cannot be used, or a
             budget that is too small.
+        QuarkError: if the model of a session was changed since it began.
         CheckpointError: if the files of a checkpoint are not what they should be, or there is no room for the result.
         CaptureError: if the model cannot be captured.
         CalibrationError: if calibration data or weights are unusable.
@@ -133,24 +119,29 @@ def quantize(
     ranks = Ranks.current() if distributed else ALONE
     _require_distributed(config, ranks)
     progress = progress and ranks.index == 0
+    if isinstance(model, Session):
+        own = {"calibration_data": calibration_data, "dynamic_shapes": dynamic_shapes, "device": device, "cache": cache}
+        require_of_session(own | {"distributed": distributed or None})
     if isinstance(model, str | Path):
         CheckpointFiles.of(model)  # before anything is made
     if output_dir is not None or memory is not None:
         give_back_at_once()
     with work_directory(output_dir, checkpoint, ranks) as (folder, checkpoint):
         shelf = Shelf(folder) if folder is not None else None
-        if isinstance(model, str | Path):
-            model = open_checkpoint(model, scratch=shelf.directory if shelf is not None else None)
-        first, batches = peek(calibration_data)
-        if verify and first is None:
+        if isinstance(model, Session):
+            session = model
+        else:
+            first, batches = peek(calibration_data)
+            session = Session.of_one_run(
+                model, config, first, batches, dynamic_shapes, device, cache, shelf=shelf, ranks=ranks, memory=memory
+            )
+        inputs = session.example() if verify else None
+        if verify and inputs is None:
             raise CalibrationError("verify=True compares the passes on a batch; pass at least one as calibration_data")
-        captured, context, batches = begun(
-            model, config, first, batches, dynamic_shapes, device, cache, shelf, ranks, memory=memory
-        )
-        context.progress = progress
-        inputs = tuple(_flatten(captured, first)) if verify else None
-        with closing(context.cache):
-            gm, rows, records = _transformed(captured, context, batches, inputs, checkpoint, memory, disk)
+        captured, model = session.captured, session.model
+        with session.run(config, shelf) as context:
+            context.progress = progress
+            gm, rows, records = _transformed(session, context, shelf, inputs, checkpoint, memory, disk)
         if rows and all(row.reason for row in rows):
             warn(f"nothing was quantized: {len(rows)} operators stay in float, see report()")
         # The copy holds only what the graph reads, and nothing of the user's model.
@@ -159,7 +150,7 @@ def quantize(
         names = model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else None
         gm = copy_graph(gm)
         if shelf is None:
-            own_tensors(gm, stored_tensors(captured.module).values())
+            own_tensors(gm, session.shared())
         known = None if names is None else frozenset(name for name, _ in names)
         qmodel = QuantizedModel(
             *(gm, captured.signature, config, rows, records, source),
@@ -178,9 +169,9 @@ def quantize(
 
 
 def _transformed(
-    captured: Captured,
+    session: Session,
     context: Context,
-    batches: Iterable[Any],
+    shelf: Shelf | None,
     verify_inputs: tuple[Any, ...] | None,
     checkpoint: str | Path | None,
     memory: int | None,
@@ -189,18 +180,18 @@ def _transformed(
     """Run the passes of each stage, calibration and conversion between them; return the graph and what to report.
 
     Args:
-        captured: the model.
+        session: of the model.
         context: of the run.
-        batches: the calibration data, unless the context has it.
+        shelf: where tensors go.
         verify_inputs: what exact passes are held to.
         checkpoint: where finished blocks are kept.
         memory: that may be taken.
         disk: that may be taken.
     """
-    config, progress, ranks, shelf = context.config, context.progress, context.ranks, captured.module.meta["shelf"]
-    rewrites, others = divided(config.passes)
-    gm, records = run_passes(captured.module, rewrites, verify_inputs=verify_inputs, context=context)
-    learns = bool(context.batches)
+    config, progress, ranks = context.config, context.progress, context.ranks
+    gm, records = session.rewritten(context, shelf, verify_inputs)
+    _, others = divided(config.passes)
+    learns = reads_data_often(context, config) and bool(context.batches)
     if memory is not None or disk is not None or (learns and progress):
         expected = expect(gm, config, context, others, shelf=shelf is not None)
         if memory is not None or disk is not None:
@@ -211,39 +202,24 @@ def _transformed(
         if learns and progress:
             tqdm.write(str(expected), file=sys.stderr)
     if checkpoint is not None or not ranks.alone:
-        run = fingerprint(captured.module, context)
+        run = fingerprint(session.captured.module, context)
         ranks.require_same(run)
         context.keep_share()
         context.checkpoint = _shared_checkpoint(checkpoint, run, ranks) if checkpoint is not None else None
-    if not learns:
-        context.unread = flat_batches(captured, batches)
     floats = [p for p in others if pass_stage(p) is Stage.FLOAT]
     gm, rewritten = run_passes(gm, floats, verify_inputs=verify_inputs, context=context, in_place=True)
     gm, done = run_passes(gm, others[len(floats) :], context=context, in_place=True)
     rows = context.rows
-    if not rows and planned(context).plan.operators:
+    if not rows and context.planned.plan.operators:
         raise PassError("the pass of the settled stage made no report; call `quark_fx.passes.convert` in it")
     if any(pass_stage(p) is Stage.QUANTIZED for p in others):
         rows = _with_learned_weights(rows, gm, context)
     return gm, rows, [*records, *rewritten, *done]
 
 
-_OWN = (insert_observers, calibrate, convert)
-"""What runs at stages of a single pass, unless the configuration has another."""
-
-
-def divided(passes: Sequence[GraphPass]) -> tuple[list[GraphPass], list[GraphPass]]:
-    """Return all passes in the order of their stages: those before the first one that needs data, and the others."""
-    given = {pass_stage(p) for p in passes}
-    passes = [*passes, *(own for own in _OWN if pass_stage(own) not in given)]
-    ordered = sorted(passes, key=lambda p: list(Stage).index(pass_stage(p)))
-    rewrites = list(itertools.takewhile(lambda p: not needs_context(p), ordered))
-    return rewrites, ordered[len(rewrites) :]
-
-
 @isolated
 def predict(
-    model: nn.Module | ExportedProgram | str | Path,
+    model: nn.Module | ExportedProgram | str | Path | Session,
     config: str | QuantConfig | Mapping[str, Any] = "int8_static",
     calibration_data: Iterable[Any] | None = None,
     *,
@@ -272,17 +248,18 @@ def predict(
     require_resources(device, None)
     with tempfile.TemporaryDirectory() as folder:
         shelf = Shelf(folder) if streamed else None
-        if isinstance(model, str | Path):
-            model = open_checkpoint(model, scratch=folder)
-        first, batches = peek(calibration_data)
-        captured, context, batches = begun(model, config, first, batches, dynamic_shapes, device, None, shelf)
-        try:
-            shapes = [batch_shape(leaves) for leaves in flat_batches(captured, batches)]
-            rewrites, others = divided(config.passes)
-            gm, _ = run_passes(captured.module, rewrites, context=context)
-            return expect(gm, config, context, others, shelf=streamed, shapes=shapes)
-        finally:
-            context.cache.close()
+        if isinstance(model, Session):
+            require_of_session(
+                {"calibration_data": calibration_data, "dynamic_shapes": dynamic_shapes, "device": device}
+            )
+            session = model
+        else:
+            first, batches = peek(calibration_data)
+            session = Session.of_one_run(model, config, first, batches, dynamic_shapes, device, shelf=shelf)
+        with session.run(config, shelf) as context:
+            shapes = [] if context.batches else [batch_shape(leaves) for leaves in context.unread]
+            gm, _ = session.rewritten(context, shelf)
+            return expect(gm, config, context, divided(config.passes)[1], shelf=streamed, shapes=shapes)
 
 
 def needs_data(config: QuantConfig) -> bool:
@@ -291,16 +268,17 @@ def needs_data(config: QuantConfig) -> bool:
     >>> needs_data(preset("int8_static")), needs_data(preset("int8_dynamic"))
     (True, False)
     """
-    specs = [config.input, config.output, *(spec for o in config.overrides for spec in (o.input, o.output))]
+    read: tuple[QuantConfig | Override, ...] = (config, *config.overrides)
+    specs = [spec for some in read for spec in (some.input, some.output, some.kv_cache)]
     ranges = any(isinstance(spec, TensorSpec) and not spec.dynamic and not spec.is_cast for spec in specs)
     return ranges or any(map(learns_from_data, config.passes))
 
 
 @isolated
 def check(
-    model: nn.Module | str | Path,
+    model: nn.Module | str | Path | Session,
     config: str | QuantConfig | Mapping[str, Any],
-    calibration_data: Iterable[Any],
+    calibration_data: Iterable[Any] | None = None,
     *,
     export: str = "compressed-tensors",
     dynamic_shapes: Any = None,
@@ -315,7 +293,7 @@ def check(
         config: as for `quantize`.
         calibration_data: the first batch is used.
         export: `"compressed-tensors"`, `"gptq"`, `"gptq_v2"` or `"awq"` (`quark_fx.export.huggingface`), `"gguf"`, or
-            `"qdq"`, `"qoperator"`, `"matmul_nbits"` or `"vitis"` (`quark_fx.export.onnx`).
+            `"qdq"`, `"qoperator"`, `"matmul_nbits"` or `"vitis"` (`quark_fx.export.onnx`), or `"pt2e"`.
 
     Raises:
         ExportError: naming every layer that the format cannot hold, which can be left in float with `exclude`.
@@ -332,7 +310,7 @@ def check(
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(model, str | Path):
             model = open_checkpoint(model, scratch=folder)
-        batches = [] if first is None else [first]
+        batches = None if first is None else [first]
         qmodel = quantize(model, config, batches, dynamic_shapes=dynamic_shapes, progress=False)
         _EXPORTS[export](qmodel, Path(folder, "checked"))
 
@@ -341,66 +319,9 @@ _EXPORTS: dict[str, Callable[..., Any]] = {
     **{name: partial(huggingface, format=name) for name in ("compressed-tensors", "gptq", "gptq_v2", "awq")},
     "gguf": gguf,
     **{name: partial(onnx, format=name) for name in ("qdq", "qoperator", "matmul_nbits", "vitis")},
+    "pt2e": lambda qmodel, _: pt2e(qmodel),
 }
 """What writes a quantized model to a path, by the name of its format."""
-
-
-def begun(
-    model: nn.Module | ExportedProgram,
-    config: QuantConfig,
-    first: Any,
-    batches: Iterable[Any],
-    dynamic_shapes: Any,
-    device: str | torch.device | None = None,
-    cache: CacheBudget | None = None,
-    shelf: Shelf | None = None,
-    ranks: Ranks = ALONE,
-    *,
-    memory: int | None = None,
-    keep: bool = False,
-) -> tuple[Captured, Context, Iterable[Any]]:
-    """Capture the model; return it, the context, and the batches, unless they are read more than once and kept there.
-
-    Data may come from a generator, or in another order each time. With `keep` it is kept in any case.
-
-    Raises:
-        ConfigError: if the model is quantized already.
-        CalibrationError: if there is no batch, or one is unusable.
-    """
-    if isinstance(model, QuantizedModel):
-        raise ConfigError("the model is quantized already; quantize the float model it came from")
-    if isinstance(model, nn.Module) and is_eager(model):
-        raise ConfigError("the model is what eager() made of a quantized one; quantize the float model it came from")
-    if first is None and not isinstance(model, ExportedProgram):
-        raise CalibrationError(
-            "calibration_data is missing or empty; pass batches of real inputs, the first of which the model is "
-            "captured with (a generator that was read before has none left: make it anew)"
-        )
-    captured = capture_graph(model, first, dynamic_shapes=dynamic_shapes)
-    captured.module.meta["shelf"] = shelf
-    home = device_of(captured.module)
-    place = home if device is None else torch.empty(0, device=device, dtype=torch.float32).device  # with its index
-    if shelf is not None and home.type != "cpu":
-        raise ConfigError(
-            f"a run with output_dir reads weights from files of the host, and the model is on {home}; load it on the "
-            f'CPU and pass device="{home}", where its blocks then run'
-        )
-    by_block = place != home or shelf is not None
-    names = captured.signature.input_names
-    context = Context(config, ActivationCache(cache, place), place, names=names, ranks=ranks, by_block=by_block)
-    if shelf is not None and context.cache.budget.directory is None:
-        context.cache.budget = replace(context.cache.budget, directory=shelf.directory)
-    if memory is not None:
-        context.cache.limit_further(max(0, memory - occupied()) // 2)  # what data may take before the rest is known
-    parted = any(map(learns_from_data, config.passes)) and divisible(captured)
-    if keep or by_block or not ranks.alone or any(map(needs_context, config.passes)):
-        try:
-            context.add_batches(flat_batches(captured, batches), divisible=parted)
-        except BaseException:
-            context.cache.close()
-            raise
-        batches = ()
-    return captured, context, batches
 
 
 def _require_path(path: str | Path | None, name: str) -> None:
@@ -435,22 +356,12 @@ def _source(model: nn.Module, gm: GraphModule, kept: Mapping[str, Tensor]) -> nn
 
 def _with_learned_weights(rows: list[Row], gm: GraphModule, context: Context) -> list[Row]:
     """Return the rows with the scales and the noise of the weights as passes on the quantized graph left them."""
-    assert context.float_graph is not None
     now: dict[tuple[str, str], dict[str, float]] = {}
     for weight in quantized_weights(gm, context.plan):
         scale, real = weight.scale(gm), tensor_of(context.float_graph, weight.weight).detach()
         ends = {"scale_min": float(scale.min()), "scale_max": float(scale.max())}
         now[weight.name, weight.weight] = {"sqnr": weight.sqnr(gm, real), **ends}
     return [replace(row, **now.get((row.name, row.parameter), {})) for row in rows]  # type: ignore[arg-type]
-
-
-def divisible(captured: Captured) -> bool:
-    """Tell whether dimension 0 of every tensor input is the same one that varies: it then counts samples."""
-    values = [node.meta["val"] for node in placeholders(captured.module)]
-    sizes = [value.shape[0] if value.dim() else 1 for value in values if isinstance(value, torch.Tensor)]
-    alike = len({str(size) for size in sizes}) == 1 and all(static_size(size) is None for size in sizes)
-    # The parts of a batch need not be multiples of what the model takes.
-    return alike and not any(dim == 0 for _, dim, _ in captured.signature.input_multiples)
 
 
 def resolve(config: str | QuantConfig | Mapping[str, Any]) -> QuantConfig:
@@ -466,87 +377,3 @@ def resolve(config: str | QuantConfig | Mapping[str, Any]) -> QuantConfig:
     if not isinstance(config, Mapping):
         raise ConfigError(f"config is a preset's name, a QuantConfig or its dict, not {type(config).__name__}")
     return QuantConfig.from_dict(config)
-
-
-def peek(data: Any, purpose: str = "calibration") -> tuple[Any, Iterable[Any]]:
-    """Return the first batch (or `None`) and an iterable over all of them; messages name the purpose."""
-    if data is None:
-        return None, ()
-    several = isinstance(data, Iterable) or hasattr(data, "__getitem__")  # a dataset may have nothing else
-    if (
-        isinstance(data, torch.Tensor | Mapping | str)
-        or hasattr(data, "keys")
-        or hasattr(data, "__array__")
-        or not several
-    ):
-        remedy = "pass what it returns: call it" if callable(data) else "wrap a single batch in a list"
-        raise CalibrationError(f"{purpose}_data is an iterable of batches, not one {type(data).__name__}; {remedy}")
-    iterator = as_called(data)
-    for first in iterator:
-        if first is None:
-            raise CalibrationError(f"{purpose} batch 0 is None; pass tensors, tuples of inputs or dicts of keywords")
-        return first, data if isinstance(data, list | tuple) else itertools.chain([first], iterator)
-    return None, ()
-
-
-def flat_batches(captured: Captured, batches: Iterable[Any], purpose: str = "calibration") -> Iterator[list[Any]]:
-    """Yield the flat inputs of every batch.
-
-    Args:
-        captured: the model that reads them.
-        batches: as they were given.
-        purpose: what they are for, for messages.
-
-    Raises:
-        CalibrationError: if one does not fit, or holds an index no table has; the message names the batch's index.
-    """
-    rows = _rows_selected(captured.module)
-    for index, batch in enumerate(batches):
-        try:
-            leaves = _flatten(captured, batch)
-        except QuarkError as error:
-            several = (
-                "; a tuple is read as several batches: one batch of several inputs is [(x, y)]"
-                if isinstance(batches, tuple)
-                else ""
-            )
-            raise CalibrationError(f"{purpose} batch {index} does not fit: {error}{several}") from error
-        for name, leaf in zip(captured.signature.input_names, leaves, strict=True):
-            if isinstance(leaf, Tensor) and not leaf.numel():
-                raise CalibrationError(
-                    f"{purpose} batch {index}: input {name} is empty, shape {tuple(leaf.shape)}; leave it out"
-                )
-        for position, count in rows.items():
-            leaf = leaves[position]
-            if isinstance(leaf, Tensor) and leaf.numel() and not 0 <= int(leaf.min()) <= int(leaf.max()) < count:
-                raise CalibrationError(
-                    f"{purpose} batch {index}: input {captured.signature.input_names[position]} holds "
-                    f"{int(leaf.min())} to {int(leaf.max())} and selects from a table of {count} rows; tokenize with "
-                    "the model's own tokenizer, without marks for positions that are to be ignored"
-                )
-        yield leaves
-
-
-def _rows_selected(gm: GraphModule) -> dict[int, int]:
-    """Return how many rows the table has that an input selects from, as it is, by the position of the input."""
-    positions = {node: position for position, node in enumerate(placeholders(gm))}
-    found: dict[int, int] = {}
-    for node in gm.graph.nodes:
-        if target_name(node).partition(".default")[0] in _SAME_VALUES and node.args[0] in positions:
-            positions[node] = positions[node.args[0]]
-        if target_name(node) == EMBEDDING and node.args[1] in positions:
-            rows = int(value_of(gm, node.args[0]).shape[0])
-            position = positions[node.args[1]]
-            found[position] = min(rows, found.get(position, rows))
-    return found
-
-
-_SAME_VALUES = {
-    *(f"aten.{name}" for name in ("view", "reshape", "unsqueeze", "contiguous", "clone", "alias", "detach")),
-    *("aten.to.dtype", "aten.flatten.using_ints", "aten.squeeze.dim"),
-}
-"""Operators whose result holds the numbers of their first argument."""
-
-
-def _flatten(captured: Captured, batch: Any) -> list[Any]:
-    return captured.signature.flatten(*split_batch(batch))

@@ -41,7 +41,7 @@ The satellite lost contact with the ground shortly after it was launched.
 Children under twelve travel free with an adult.
 Sound travels faster in water than in air.
 This chair is lighter than it looks.
-Our neighbours complained about the noise of the party until well past midnight.
+Our neighbors complained about the noise of the party until well past midnight.
 Vaccines train the immune system without causing the disease.
 The novel begins with a funeral and ends with a wedding.
 Could you send me the slides before the meeting on Friday?

@@ -681,7 +681,7 @@ def test_a_stored_model_runs_without_the_code_of_its_target(tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (Target, {"adds_pairs": "no"}, "adds_pairs of Target must be True or False, not 'no'"),
+        (Target, {"limits_pairs": "no"}, "limits_pairs of Target must be True or False, not 'no'"),
         (Target, {"refuses": ["int4"]}, r"refuses of Target must be a tuple .* a Refusal"),
         (Target, {"placement": "anywhere"}, "placement of Target must be a Placement, not 'anywhere'"),
         (Target, {"nmae": "mine"}, r"Target has no field nmae; .*did you mean 'name'"),

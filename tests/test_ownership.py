@@ -176,7 +176,7 @@ def test_tokens_may_vary_in_number_under_per_token_scales() -> None:
         quantize(nn.Conv1d(4, 3, 1).eval(), INT8_DYNAMIC.replace(input=spec), [rand(2, 4, 5)])
 
 
-def test_a_normalised_weight_is_folded_and_quantized() -> None:
+def test_a_normalized_weight_is_folded_and_quantized() -> None:
     model = nn.Sequential(weight_norm(nn.Conv1d(4, 8, 3)), nn.ReLU(), weight_norm(nn.Linear(6, 2))).eval()
     rows = list(quantize(model, INT8_STATIC, [rand(3, 4, 8)]).report())
     assert [(row.kind, row.reason) for row in rows] == [("conv", ""), ("linear", "")]

@@ -116,7 +116,9 @@ def tokens(*sizes: int) -> list[Tensor]:
     return [torch.randint(0, 11, (n, 5), generator=generator) for n in (sizes or (4, 4))]
 
 
-def quantize(model: nn.Module, config: Any, data: Iterable[Any] | None, **options: Any) -> qfx.QuantizedModel:
+def quantize(
+    model: nn.Module | qfx.Session, config: Any, data: Iterable[Any] | None = None, **options: Any
+) -> qfx.QuantizedModel:
     """`qfx.quantize` without a progress bar; a pattern that selects nothing is the preset's business here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="pattern .* selects no operator")

@@ -12,7 +12,7 @@ Options of the job beside the common ones:
     equalize         default false
 
 `result.json` has the seconds of each phase, and for AdaRound what each layer took: `sampling`, running both networks up
-to the layer, and `steps`, the optimisation. Also written: `scales.safetensors`, the scales of weights by name, and
+to the layer, and `steps`, the optimization. Also written: `scales.safetensors`, the scales of weights by name, and
 `nearest.safetensors`, the weights rounded to nearest with these scales, whose errors are `errors_of_nearest`.
 """
 
@@ -145,10 +145,10 @@ def _adaround(
             default_config_file=_config(job),
         )
     names = [name for name, module in get_ordered_list_of_modules(model, dummy) if isinstance(module, jobs.MULTIPLIERS)]
-    # Before a layer's optimisation one batch is sampled; at its start, one and then all.
+    # Before a layer's optimization one batch is sampled; at its start, one and then all.
     width = 2 + len(batches)
     if len(names) != len(total) or len(sampling) != width * len(names):
-        raise RuntimeError(f"{len(names)} layers, {len(total)} optimised, {len(sampling)} samples of {width} each")
+        raise RuntimeError(f"{len(names)} layers, {len(total)} optimized, {len(sampling)} samples of {width} each")
     layers = {}
     for i, name in enumerate(names):
         first, *inside = sampling[width * i : width * (i + 1)]

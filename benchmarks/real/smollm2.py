@@ -25,11 +25,15 @@ _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @cache
-def load() -> RealModel:
-    """Return the model, 8 batches `{"input_ids": (4, 512)}` to calibrate on, and 8 batches of 2 windows to judge by.
+def load(calibration: int = CALIBRATION, judged: int = JUDGED) -> RealModel:
+    """Return the model, batches `{"input_ids": (4, 512)}` to calibrate on, and batches of 2 windows to judge by.
 
     The judge returns `perplexity` and `KL`, the mean divergence of the predictions from the float model's in nats per
-    token. Both read 16 * 511 predictions. Callers leave the model as it is.
+    token. Both read 511 predictions of each window. Callers leave the model as it is.
+
+    Args:
+        calibration: windows to calibrate on.
+        judged: windows to judge by.
 
     Raises:
         MissingPackageError: if the weights or the text are not installed.
@@ -40,12 +44,12 @@ def load() -> RealModel:
     model.config.use_cache = False
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=_FILE)
     documents = re.findall(r"<doc [^>]*>\n(.*?)</doc>", text.read_text(encoding="utf-8"), re.DOTALL)
-    calibration, judged = (
+    calibrating, judging = (
         text_windows("\n\n".join(part), tokenizer, length=WINDOW, count=count, batch_size=size)
-        for part, count, size in ((documents[0::2], CALIBRATION, 4), (documents[1::2], JUDGED, 2))
+        for part, count, size in ((documents[0::2], calibration, 4), (documents[1::2], judged, 2))
     )
     with torch.no_grad():
         # A window's logits take 100 MB, what the head makes them from takes one.
-        hidden = {id(batch["input_ids"]): model.model(**batch).last_hidden_state for batch in judged}
-    task = LanguageModeling(judged, reference=lambda input_ids: model.lm_head(hidden[id(input_ids)]))
-    return RealModel(model, calibration, judged, partial(qfx.evaluate, task=task))
+        hidden = {id(batch["input_ids"]): model.model(**batch).last_hidden_state for batch in judging}
+    task = LanguageModeling(judging, reference=lambda input_ids: model.lm_head(hidden[id(input_ids)]))
+    return RealModel(model, calibrating, judging, partial(qfx.evaluate, task=task))

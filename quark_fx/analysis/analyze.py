@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,12 @@ from quark_fx.analysis.remedies import Estimates
 from quark_fx.analysis.report import Analysis, Contribution
 from quark_fx.analysis.switches import RoundedValue, SwitchedGraph
 from quark_fx.analysis.trials import Trials, metric_of, parts_of, samples_in
-from quark_fx.checkpoints.open_checkpoint import open_checkpoint
 from quark_fx.config.named import PRESETS
 from quark_fx.config.quant_config import QuantConfig
-from quark_fx.errors import CalibrationError, ConfigError
+from quark_fx.errors import ConfigError
 from quark_fx.plan.placement import Plan
-from quark_fx.quantization import begun, divisible, peek, resolve
+from quark_fx.quantization import resolve
+from quark_fx.session import Session, divisible
 from quark_fx.system.isolation import isolated
 
 _NOTABLE = 0.02
@@ -35,7 +34,7 @@ _CULPRIT = 1.5
 
 @isolated
 def analyze(
-    model: nn.Module | ExportedProgram | str | Path,
+    model: nn.Module | ExportedProgram | str | Path | Session,
     config: str | QuantConfig | Mapping[str, Any] = "int8_static",
     calibration_data: Iterable[Any] | None = None,
     *,
@@ -82,18 +81,13 @@ def analyze(
             raise ConfigError(f"{name} is a number of at least 1, not {count!r}")
     preset = next((name for name in PRESETS if isinstance(config, str) and PRESETS[name] == resolve(config)), "")
     config = resolve(config)
-    with tempfile.TemporaryDirectory() as folder:
-        if isinstance(model, str | Path):
-            model = open_checkpoint(model, scratch=folder)
-        first, batches = peek(calibration_data)
-        if first is None:
-            raise CalibrationError("analyze compares outputs on data; pass calibration_data, real inputs")
-        captured, context, _ = begun(model, config, first, batches, dynamic_shapes, keep=True)
-        with closing(context.cache):
-            trials = Trials(captured, context, measure, *parts_of(context, samples, divisible=divisible(captured)))
-            start = time.perf_counter()
-            found = _analyzed(trials, config, top)
-            seconds = time.perf_counter() - start
+    lacking = "analyze compares outputs on data; pass calibration_data, real inputs"
+    session = Session.of(model, calibration_data, dynamic_shapes, lacking=lacking)
+    with session.run(config) as context:
+        trials = Trials(session, context, measure, *parts_of(context, samples, divisible=divisible(session.captured)))
+        start = time.perf_counter()
+        found = _analyzed(trials, config, top)
+        seconds = time.perf_counter() - start
     return replace(found, metric=metric, preset=preset, seconds=seconds, forward_seconds=trials.forward_seconds)
 
 

@@ -255,15 +255,13 @@ def _rounded(inputs: Sequence[Tensor], spec: TensorSpec | None, linear: Linear) 
     if spec.is_cast:
         return [x.to(spec.format.dtype).to(x.dtype) for x in inputs]
     if not spec.dynamic:
-        assert spec.observer is not None
-        observer = spec.observer
+        observer = spec.new_observer
         for x in inputs:
             observer = observer.observe(x.reshape(1, -1))
         found = observer.qparams(spec.scheme)
         scale, zero_point = found.scale.reshape(()), found.zero_point.reshape(())
         return [fake_quantize(x, scale, zero_point, str(spec.format)) for x in inputs]
-    rank = inputs[0].dim()
-    measurement = spec.measurement(rank, linear.channel_dim(rank))
+    measurement = spec.measurement(linear.channel_dim(inputs[0].dim()))
     fmt, _, axis, block, *_ = measurement
     return [fake_quantize(x, *dynamic_qparams(x, *measurement), fmt, axis, block) for x in inputs]
 

@@ -15,27 +15,18 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from quark_fx.analysis.switches import NO_FLOATS, SwitchedGraph
-from quark_fx.capture.capture import Captured
-from quark_fx.config.quant_config import QuantConfig, TensorSpec
+from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.block_walk import compute_weights, relative_error
-from quark_fx.engine.calibration import (
-    fast_layout,
-    observe_batches,
-    planned,
-    read_observers,
-    remove_watches,
-    watches_in,
-)
+from quark_fx.engine.calibration import fast_layout
 from quark_fx.engine.context import Context
+from quark_fx.engine.known import Known
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.evaluation.tasks import divergence_of
 from quark_fx.graph.nodes import named_nodes
 from quark_fx.graph.pass_manager import GraphPass, Stage, copy_graph, pass_stage, run_passes, takes_context
-from quark_fx.numbers.qparams import QParams
-from quark_fx.passes import calibrate
 from quark_fx.plan.placement import Plan
 from quark_fx.plan.report import Row
-from quark_fx.quantization import divided
+from quark_fx.session import Session, divided
 
 _AT_ONCE = 8
 """Samples that run together: a backward pass keeps what their forward pass made."""
@@ -96,38 +87,37 @@ class Trials:
     Float passes run again only where a configuration has others, and ranges are calibrated only where they are new.
 
     Attributes:
-        captured: the model.
-        context: with the calibration data.
+        session: the model and its data.
+        context: of a run.
         metric: see `METRICS`.
         parts: flat inputs of the samples that errors are measured on, a few at a time.
         names: of the batches that these are parts of, for messages.
         forward_seconds: of the float model on them.
     """
 
-    captured: Captured
+    session: Session
     context: Context
     metric: Callable[[Sequence[Any], Sequence[Any]], Tensor]
     parts: Sequence[list[Any]]
     names: Sequence[str]
     forward_seconds: float = 0.0
     _outputs: list[Sequence[Any]] = field(default_factory=list)
-    _floats: dict[tuple[GraphPass, ...], GraphModule] = field(default_factory=dict)
-    _known: dict[tuple[GraphPass, ...], dict[tuple[str, TensorSpec], QParams]] = field(default_factory=dict)
+    _floats: dict[tuple[GraphPass, ...], tuple[GraphModule, Known]] = field(default_factory=dict)
 
     def convert(self, config: QuantConfig) -> Converted:
         """Return the model as a configuration converts it; passes that learn codes are left out."""
         context = replace(self.context, config=config, rows=[], calibrated=None, changes=[])
         floats = tuple(p for p in config.passes if pass_stage(p) is Stage.FLOAT)
         if floats not in self._floats:
-            self._floats[floats], _ = run_passes(self.captured.module, floats, context=context)
-        gm, known = copy_graph(self._floats[floats]), self._known.setdefault(floats, {})
+            gm, records = self.session.rewritten(context)
+            gm, _ = run_passes(gm, floats[len(records) :], context=context, in_place=True)
+            self._floats[floats] = gm, self.session.known(context) or Known()
+        float_graph, context.known = self._floats[floats]
+        gm = copy_graph(float_graph, lazy=True)
         for p in single_passes(config):
-            if p is calibrate:
-                _calibrate(gm, context, known)
-            else:
-                p(gm, context=context) if takes_context(p) else p(gm)
+            p(gm, context=context) if takes_context(p) else p(gm)
         gm.recompile()
-        return Converted(self._floats[floats], gm, planned(context).plan, context.rows)
+        return Converted(float_graph, gm, context.planned.plan, context.rows)
 
     def compare(self, base: GraphModule, variants: Sequence[GraphModule]) -> list[float]:
         """Return the error of each variant of a graph; what comes before its first change runs once for all.
@@ -185,7 +175,7 @@ class Trials:
         """
         if not self._outputs:
             start = time.perf_counter()
-            gm = self.captured.module
+            gm = self.session.captured.module
             with torch.no_grad(), fast_layout(gm) as lay_out:
                 found = [gm(*map(lay_out, leaves)) for leaves in self.parts]
             for outputs, name in zip(found, self.names, strict=True):
@@ -289,18 +279,6 @@ def _split(leaves: list[Any], wanted: int) -> Iterator[list[Any]]:
 def samples_in(leaves: Sequence[Any]) -> int:
     """Return how many samples flat inputs hold."""
     return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
-
-
-def _calibrate(gm: GraphModule, context: Context, known: dict[tuple[str, TensorSpec], QParams]) -> None:
-    """Measure the ranges that no trial before measured."""
-    found, watches = planned(context), watches_in(gm)
-    old = [call for call, watch in watches.items() if (call.all_input_nodes[0].name, watch.spec) in known]
-    remove_watches(gm, old)
-    if len(old) < len(watches):
-        observe_batches(gm, context)
-        known |= {(node.name, spec): value for (node, spec), value in read_observers(gm, found.plan).items()}
-        remove_watches(gm, watches_in(gm))
-    found.values = {(node, spec): known[node.name, spec] for node, spec in found.plan.observed}
 
 
 __all__ = ["METRICS", "Converted", "Trials", "divergence", "metric_of", "parts_of", "samples_in", "single_passes"]

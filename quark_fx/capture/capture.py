@@ -1,6 +1,6 @@
-"""From any PyTorch model to one functional, normalised ATen graph.
+"""From any PyTorch model to one functional, normalized ATen graph.
 
-Normalised means: eval mode, no in-place operators, no asserts, no no-op casts, copies or dropout;
+Normalized means: eval mode, no in-place operators, no asserts, no no-op casts, copies or dropout;
 `linear`, `conv`, `scaled_dot_product_attention` whole; parameters are `get_attr` nodes under their
 original names; inputs and outputs flat (their structure is the `Signature`).
 """
@@ -30,7 +30,7 @@ from quark_fx.capture.capture_errors import (
     require_runs,
     warn_of_fixed_batch,
 )
-from quark_fx.capture.normalisation import Captured, normalise
+from quark_fx.capture.normalization import Captured, normalize
 from quark_fx.capture.symbolic_sizes import chunked_sizes
 from quark_fx.errors import CaptureError
 from quark_fx.graph.nodes import static_size, target_name
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 def capture_graph(
     model: nn.Module | ExportedProgram, example_batch: Any = None, *, dynamic_shapes: Any = None
 ) -> Captured:
-    """Capture `model` as a functional, normalised ATen graph. The model is left as it was.
+    """Capture `model` as a functional, normalized ATen graph. The model is left as it was.
 
     Args:
         model: a module in eval mode, a Hugging Face model, or an `ExportedProgram`.
@@ -59,7 +59,7 @@ def capture_graph(
             `torch.export` cannot trace it; the message names the user's source line and what to do.
     """
     if isinstance(model, ExportedProgram):
-        return normalise(model, tuple(str(name) for name in model.graph_signature.user_inputs))
+        return normalize(model, tuple(str(name) for name in model.graph_signature.user_inputs))
     require_capturable(model)
     args, kwargs = split_batch(example_batch)
     names = parameter_names(model.forward)
@@ -74,7 +74,7 @@ def capture_graph(
     program = _capture_program(model, args, kwargs, dynamic_shapes)
     if dynamic_shapes is None:
         warn_of_fixed_batch(program)
-    captured = normalise(program, names)
+    captured = normalize(program, names)
     fixed = {name: value for name, value in kwargs.items() if name not in captured.signature.keywords}
     return replace(captured, signature=replace(captured.signature, fixed_arguments=fixed))
 
@@ -84,7 +84,7 @@ def _capture_program(
 ) -> ExportedProgram:
     if dynamic_shapes is not None:
         return _export(model, args, kwargs, dynamic_shapes)
-    # torch.export specialises a dynamic dimension of size 1 in the example, so it is repeated: in every dynamic
+    # torch.export specializes a dynamic dimension of size 1 in the example, so it is repeated: in every dynamic
     # dimension, or, where the model does not take that (an only channel), in the batch alone.
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     for dimensions in (range(3), range(1)):

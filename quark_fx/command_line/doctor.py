@@ -21,6 +21,7 @@ EXTRAS = {
         ("transformers", "accelerate", "compressed-tensors", "gguf"),
     ),
     "openvino": ("verify(runtime='openvino')", ("openvino",)),
+    "executorch": ("programs of export.pt2e in ExecuTorch", ("executorch",)),
     "report": ("pages of figures: --html", ("matplotlib",)),
     "search": ("the integer program of search", ("scipy",)),
     "vision": ("folders of images, torchvision's models", ("torchvision", "pillow", "scikit-learn")),

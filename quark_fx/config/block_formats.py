@@ -1,8 +1,8 @@
 """Block number formats by name: codes of a small format times a scale per block, as plain `TensorSpec` values.
 
-None of them is more than that, so each is an element format, a block size and a kind of scale. Blocks lie along what a
+Each is an element format, a block size and a kind of scale. Blocks lie along what a
 product sums over. Give one to `QuantConfig(weight=...)`, and `.replace(dynamic=True)` of one to
-`QuantConfig(input=...)`: activations are scaled when they are known. `QuantConfig.target` is `"torch"` for all of them.
+`QuantConfig(input=...)`: activations are scaled when they are known.
 
 >>> str(MXFP4), str(NVFP4), str(MX6.replace(dynamic=True))
 ('fp4_e2m1 group 32 e8m0_even', 'fp4_e2m1 group 16 e4m3 scales', 'sm5 group 16/2 e8m0_floor dynamic')

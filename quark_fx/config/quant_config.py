@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
@@ -54,16 +54,18 @@ class Override:
         weight: `INHERIT` leaves it as it is, `None` keeps it in float.
         input: likewise.
         output: likewise.
+        kv_cache: likewise; an attention goes by the name of the module that computes it, and by `"op:attention"`.
     """
 
     pattern: str
     weight: SpecOrInherit = INHERIT
     input: SpecOrInherit = INHERIT
     output: SpecOrInherit = INHERIT
+    kv_cache: SpecOrInherit = INHERIT
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; inherited fields are left out."""
-        specs = {key: getattr(self, key) for key in ("weight", "input", "output")}
+        specs = {key: getattr(self, key) for key in _PER_OPERATOR}
         return {"pattern": self.pattern} | {k: v and v.to_dict() for k, v in specs.items() if v is not INHERIT}
 
     @classmethod
@@ -84,6 +86,11 @@ class OperatorSpecs:
     weight: TensorSpec | None
     input: TensorSpec | None
     output: TensorSpec | None
+    kv_cache: TensorSpec | None
+
+
+_PER_OPERATOR = tuple(f.name for f in fields(OperatorSpecs))
+"""The specs that overrides change."""
 
 
 @checked
@@ -98,6 +105,8 @@ class QuantConfig:
             operator wants it; `None` keeps outputs in float.
         bias: spec of the biases. INT32 takes the scale `input scale * weight scale`; any other format
             has a range of its own.
+        kv_cache: spec of the keys and values that attention reads, as a cache holds them; `None` keeps them in float.
+            `granularity="channel"` is one scale per head and channel, `"token"` one per token and head, at run time.
         passes: graph passes in order: those on the float graph run before calibration, those on the
             quantized graph after conversion.
         overrides: other specs for some operators; where several match, the last wins.
@@ -112,6 +121,7 @@ class QuantConfig:
     input: TensorSpec | None = None
     output: TensorSpec | None = None
     bias: TensorSpec | None = None
+    kv_cache: TensorSpec | None = None
     passes: tuple[GraphPass, ...] = ()
     overrides: tuple[Override, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -139,23 +149,24 @@ class QuantConfig:
                 )
 
     def _specs(self) -> OperatorSpecs:
-        return OperatorSpecs(weight=self.weight, input=self.input, output=self.output)
+        return OperatorSpecs(**{key: getattr(self, key) for key in _PER_OPERATOR})
 
     def _apply(self, override: Override, specs: OperatorSpecs | None = None) -> OperatorSpecs:
-        changes = {k: getattr(override, k) for k in ("weight", "input", "output")}
+        changes = {k: getattr(override, k) for k in _PER_OPERATOR}
         return replace(specs or self._specs(), **{k: v for k, v in changes.items() if v is not INHERIT})
 
     def _check(self, specs: OperatorSpecs, override: Override | None) -> None:
         where = f" (override {override.pattern!r})" if override else ""
-        weight, input, output = specs.weight, specs.input, specs.output
-        activations = [spec for spec in (input, output) if spec is not None]
+        weight, input, output, cache = specs.weight, specs.input, specs.output, specs.kv_cache
+        read = [spec for spec in (input, output) if spec is not None]
+        activations = read if cache is None else [*read, cache]
         for wrong, message in (
             (
                 weight is not None and weight.dynamic,
                 "weights are known beforehand; drop dynamic=True from `weight`",
             ),
             (
-                any(s.granularity is Granularity.CHANNEL for s in activations),
+                any(s.granularity is Granularity.CHANNEL for s in read),
                 "activations are quantized per tensor, token or group; per channel is for weights",
             ),
             (
@@ -179,10 +190,15 @@ class QuantConfig:
                 "reduce_range is for weights; what saturates is the sum of their products with activations",
             ),
             (output is not None and output.dynamic, "only inputs can be dynamic; set output=None"),
+            (
+                cache is not None and cache.dynamic and cache.granularity is Granularity.TENSOR,
+                "the range of a tensor that grows token by token changes what was rounded before; set "
+                "granularity='token' on `kv_cache`, or drop dynamic=True",
+            ),
         ):
             if wrong:
                 raise ConfigError(message + where)
-        for operand in (Operand.WEIGHT, Operand.INPUT, Operand.OUTPUT):
+        for operand in map(Operand, _PER_OPERATOR):
             if reason := self.target.refusal(getattr(specs, operand), operand):
                 raise ConfigError(reason + where)
 
@@ -223,7 +239,7 @@ class QuantConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON and YAML; fields at their default are left out."""
         data: dict[str, Any] = {}
-        for key in ("weight", "input", "output", "bias"):
+        for key in _SPECS:
             if (spec := getattr(self, key)) is not None:
                 data[key] = spec.to_dict()
         if self.passes:
@@ -266,7 +282,7 @@ class QuantConfig:
         data = dict(data)
         base = _preset(data.pop("preset")) if "preset" in data else None
         values = known_fields(cls, data)
-        for key in ("weight", "input", "output", "bias"):
+        for key in _SPECS:
             if (given := values.get(key)) is not None:
                 own: TensorSpec | None = getattr(base, key, None)
                 if own is not None and isinstance(given, Mapping):
@@ -304,6 +320,10 @@ class QuantConfig:
             hint = "; to read a file, pass Path(...)" if isinstance(source, str) else ""
             raise ConfigError(f"a configuration is a mapping, not {type(data).__name__}{hint}")
         return cls.from_dict(data)
+
+
+_SPECS = ("weight", "input", "output", "bias", "kv_cache")
+"""The fields of a configuration that hold a spec."""
 
 
 def _preset(name: Any) -> QuantConfig:

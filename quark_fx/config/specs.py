@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from quark_fx.errors import ConfigError
-from quark_fx.numbers.formats import UINT32, FloatFormat, Format
+from quark_fx.numbers.formats import FloatFormat, Format, IntFormat
 from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
 from quark_fx.observers import Adjusted, Distribution, MinMax, NonOverflow, Observer, Placeholder, PowerOfTwoMinMse
 from quark_fx.observers.base import observer_to_dict, stored_observer
@@ -21,12 +21,13 @@ class Granularity(StrEnum):
 
     TENSOR = "tensor"
     CHANNEL = "channel"
-    """One scale per output channel of a weight."""
+    """One scale per output channel of a weight, or per head and channel of a KV cache."""
     GROUP = "group"
     """One scale per `group_size` values along what a product sums over: the input channels of a weight; of an
     activation the last dimension, or the channels of a convolution's, measured at run time."""
     TOKEN = "token"
-    """One scale per row of the last dimension of an activation, measured at run time."""
+    """One scale per row of the last dimension of an activation, or per token and head of a KV cache, measured at run
+    time."""
 
 
 @checked
@@ -62,12 +63,9 @@ class TensorSpec:
     reduce_range: bool = False
 
     def __post_init__(self) -> None:
-        signed = isinstance(self.format, FloatFormat) or self.format.signed
-        cast = isinstance(self.format, FloatFormat) and not self.format.needs_scale
-        if self.symmetry is None:
-            object.__setattr__(self, "symmetry", Symmetry.SYMMETRIC if signed else Symmetry.ASYMMETRIC)
-        if self.observer is None:
-            object.__setattr__(self, "observer", Placeholder() if cast else MinMax())
+        cast = self.is_cast
+        object.__setattr__(self, "symmetry", self.scheme.symmetry)
+        object.__setattr__(self, "observer", self.new_observer)
         finder = self.observer.observer if isinstance(self.observer, Adjusted) else self.observer
         for wrong, message in (
             (
@@ -129,8 +127,8 @@ class TensorSpec:
                 "a dynamic range has float32 scales, or such of 8 bits; drop scale_type",
             ),
             (
-                self.format == UINT32,
-                "uint32 has zero points that int32 does not hold; use int32 or uint16",
+                isinstance(self.format, IntFormat) and not self.format.signed and self.format.bits > 16,
+                f"unsigned codes have at most 16 bits, as zero points are int32; use uint16 or int{self.format.bits}",
             ),
             (
                 self.reduce_range
@@ -149,13 +147,18 @@ class TensorSpec:
     @property
     def scheme(self) -> Scheme:
         """Format, symmetry and kind of scale: what the numerics need."""
-        assert self.symmetry is not None
+        signed = isinstance(self.format, FloatFormat) or self.format.signed
         return Scheme(
             format=self.format,
-            symmetry=self.symmetry,
+            symmetry=self.symmetry or (Symmetry.SYMMETRIC if signed else Symmetry.ASYMMETRIC),
             scale_type=self.scale_type,
             reduce_range=self.reduce_range,
         )
+
+    @property
+    def new_observer(self) -> Observer:
+        """What finds the range, before it saw a value."""
+        return self.observer or (Placeholder() if self.is_cast else MinMax())
 
     @property
     def is_cast(self) -> bool:
@@ -167,18 +170,17 @@ class TensorSpec:
         """Values per stored scale, for `Granularity.GROUP`."""
         return self.sub_group_size or self.group_size
 
-    def measurement(self, rank: int, reduced: int) -> tuple[str, str, int | None, int, str, int]:
+    def measurement(self, dim: int) -> tuple[str, str, int | None, int, str, int]:
         """Return the arguments of `quark_fx.numbers.ops.dynamic_qparams` behind the tensor, for a dynamic spec.
 
         Args:
-            rank: of the activation.
-            reduced: its dimension that is summed over.
+            dim: of the activation, that is summed over: a token's channels and groups lie along it.
         """
         axis, block = None, 0
         if self.granularity is Granularity.TOKEN:
-            axis, block = rank - 1, -1
+            axis, block = dim, -1
         elif self.block_size is not None:
-            axis, block = reduced, self.block_size
+            axis, block = dim, self.block_size
         group = self.group_size if self.sub_group_size and self.group_size else 0
         return str(self.format), str(self.symmetry), axis, block, str(self.scale_type), group
 

@@ -28,6 +28,7 @@ class Operand(StrEnum):
     INPUT = "input"
     OUTPUT = "output"
     BIAS = "bias"
+    KV_CACHE = "kv_cache"
 
 
 @checked
@@ -137,7 +138,7 @@ class Target:
         name: in configurations. Two targets of one name are equal.
         refuses: what `QuantConfig` refuses for it; the first that applies is the error.
         placement: where quantizers belong.
-        adds_pairs: products of 8 bits may be added in pairs in 16 bits, and the result has to be exact all the same
+        limits_pairs: weight codes are limited so that two products of 8 bits, added in 16 bits, never saturate
             (`quark_fx.plan.pair_sums`).
         onnx: how its ONNX files are written.
     """
@@ -145,7 +146,7 @@ class Target:
     name: str
     refuses: tuple[Refusal, ...] = field(default=(), compare=False)
     placement: Placement = field(default=Placement(), compare=False)
-    adds_pairs: bool = field(default=False, compare=False)
+    limits_pairs: bool = field(default=False, compare=False)
     onnx: OnnxFiles = field(default=OnnxFiles(), compare=False)
 
     ONNX: ClassVar[Target]
@@ -154,6 +155,8 @@ class Target:
     """ONNX Runtime on processors that add 8-bit products in 32 bits (x64 with VNNI, ARM): all codes of int8 weights."""
     OPENVINO: ClassVar[Target]
     """OpenVINO on any x64 or ARM processor, which reads ONNX files and sums in integers what is calibrated."""
+    EXECUTORCH: ClassVar[Target]
+    """ExecuTorch's XNNPACK kernels, which return quantized outputs; see `quark_fx.export.pt2e`."""
     TORCH: ClassVar[Target]
     """Anything the graph can express, to be run by PyTorch."""
     DPU: ClassVar[Target]

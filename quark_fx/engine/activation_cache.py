@@ -44,13 +44,27 @@ class ActivationCache:
         spilled_bytes: written to disk so far.
     """
 
-    def __init__(self, budget: CacheBudget | None = None, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        budget: CacheBudget | None = None,
+        device: torch.device | None = None,
+        *,
+        base: ActivationCache | None = None,
+    ) -> None:
+        """Make an empty cache.
+
+        Args:
+            budget: of this cache and its base together.
+            device: that values come from the cache on.
+            base: whose values can be read here as well, and stay as they are.
+        """
         self.budget = budget or CacheBudget()
         self.device = device or torch.device("cpu")
         self.peak_host_bytes = self.spilled_bytes = 0
+        self._base = base
         self._values: dict[Hashable, Any] = {}
         self._laid_out: dict[Hashable, tuple[torch.Size, tuple[int, ...]]] = {}
-        self._used = {"device": 0, "host": 0}
+        self._used: dict[str, int] = {"device": 0, "host": 0} if base is None else dict(base._used)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._files = 0
 
@@ -79,6 +93,8 @@ class ActivationCache:
 
     def get(self, key: Hashable) -> Any:
         """Return the value `key` stands for; a tensor on the device."""
+        if self._base is not None and key not in self._values:
+            return self._base.get(key)
         value = self._values[key]
         if isinstance(value, Path):
             # Which kernel runs, and so the bits, may depend on strides and on where memory starts.
@@ -88,6 +104,8 @@ class ActivationCache:
 
     def rows(self, key: Hashable) -> int:
         """Return the size of dimension 0 of what `key` stands for, without reading it; 0 if it has none."""
+        if self._base is not None and key not in self._values:
+            return self._base.rows(key)
         value = self._values[key]
         shape = self._laid_out[key][0] if isinstance(value, Path) else getattr(value, "shape", ())
         return shape[0] if shape else 0
@@ -108,7 +126,7 @@ class ActivationCache:
         self.budget = replace(self.budget, host_bytes=limit if given is None else min(limit, given))
 
     def __contains__(self, key: Hashable) -> bool:
-        return key in self._values
+        return key in self._values or (self._base is not None and key in self._base)
 
     def close(self) -> None:
         """Forget everything and remove the files."""

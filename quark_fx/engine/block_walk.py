@@ -283,7 +283,6 @@ def walk_blocks(
     Raises:
         CalibrationError: if there is no calibration data.
     """
-    assert context.float_graph is not None
     context.require_batches()
     reference = context.float_graph
     walk = context.next_walk()
@@ -312,8 +311,8 @@ def walk_blocks(
             yield run
             if known is None:
                 _exchange(run, context, before)
-            if context.checkpoint is not None and known is None and context.ranks.index == 0:
-                context.checkpoint.save(walk, index, run.learned, context.changes[before:])
+            if known is None:
+                context.keep_block(walk, index, run.learned, context.changes[before:])
             if index + 1 < len(blocks):
                 values = _with_weights(run.module)
                 streams.advance("quantized", block, values)

@@ -34,7 +34,7 @@ class Unit(StrEnum):
     """How finely a graph is cut."""
 
     BLOCK = "block"
-    """Where exactly one activation is live."""
+    """Where one activation is live, or, in a span of many operators, where the fewest are."""
     OPERATOR = "operator"
     """Before every weighted operator; those that read the same value stay together."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from tqdm.auto import tqdm
 
-from quark_fx.config.quant_config import TensorSpec
+from quark_fx.config.quant_config import Granularity, TensorSpec
 from quark_fx.engine.block_walk import run_blocks, running
-from quark_fx.engine.context import Calibrated, Context
-from quark_fx.errors import CalibrationError, PassError
+from quark_fx.engine.context import Context
+from quark_fx.engine.known import Known, Value
+from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import describe, device_of, is_parameter, parameter, placeholders, set_parameter, target_name
 from quark_fx.numbers.qparams import QParams
 from quark_fx.observers import Observer
@@ -31,14 +33,30 @@ class Watch(nn.Module):
     Attributes:
         spec: what the parameters of the value are for.
         observer: what it saw so far.
+        tokens: of a value that has a scale per channel, the dimension that counts tokens; the first one counts samples.
+        is_done: it saw all that it needs.
     """
 
-    def __init__(self, spec: TensorSpec) -> None:
+    def __init__(self, spec: TensorSpec, tokens: int | None = None) -> None:
         super().__init__()
-        assert spec.observer is not None
-        self.spec, self.observer = spec, spec.observer
+        self.spec, self.observer, self.is_done = spec, spec.new_observer, False
+        self.tokens = tokens if spec.granularity is Granularity.CHANNEL else None
+
+    def value(self, call: Node) -> Value:
+        """Return what it sees where `call` calls it."""
+        source = call.all_input_nodes[0]
+        return Value(source.name, self.tokens, source.meta["val"].dtype)
 
     def forward(self, x: Tensor) -> None:
+        if self.is_done:
+            return
+        if self.tokens is not None:
+            kept = [dim for dim in range(1, x.dim()) if dim != self.tokens]
+            rest = [0, self.tokens] if self.tokens else [0]
+            self.observer = self.observer.observe(
+                x.permute(*kept, *rest).reshape(math.prod(x.shape[d] for d in kept), -1)
+            )
+            return
         # The order of values does not matter, so they are taken as they lie in memory, without a copy.
         if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
             x = x.permute(0, 2, 3, 1)
@@ -82,20 +100,6 @@ def watches_in(gm: GraphModule) -> dict[Node, Watch]:
     return {node: watch for node, watch in calls.items() if isinstance(watch, Watch)}
 
 
-def planned(context: Context) -> Calibrated:
-    """Return the plan of a run.
-
-    Raises:
-        PassError: if the pass of the planned stage made none.
-    """
-    if context.calibrated is None:
-        raise PassError(
-            "there is no plan; a pass of the planned stage puts Calibrated(plan_quantization(gm, context.config)) into "
-            "context.calibrated, and a copy of the graph into context.float_graph, as `insert_observers` does"
-        )
-    return context.calibrated
-
-
 def observe_batches(gm: GraphModule, context: Context) -> None:
     """Run every batch through the observers in a graph, and merge what all ranks saw.
 
@@ -104,6 +108,13 @@ def observe_batches(gm: GraphModule, context: Context) -> None:
             the batch.
     """
     watches = watches_in(gm)
+    known = Known() if context.known is None else context.known
+    leaders = _leaders(watches, known, ahead=context.known is not None)
+    folds = [call for call, watch in watches.items() if leaders.get(watch) is watch]
+    for watch in watches.values():
+        watch.is_done = leaders.get(watch) is not watch
+    if not folds:
+        return
     places = placeholders(gm)
     quantized = [index for index, node in enumerate(places) if any(call.args[0] is node for call in watches)]
     finite: list[Tensor] = []
@@ -133,14 +144,47 @@ def observe_batches(gm: GraphModule, context: Context) -> None:
                 f"input {places[position].target} is all zeros in the calibration data, so its range cannot be "
                 "calibrated; pass batches of real inputs"
             )
-    sources = [call.all_input_nodes[0] for call in watches]
-    seen = context.ranks.fold([watch.observer for watch in watches.values()], partial(_merge, sources))
-    for watch, observer in zip(watches.values(), seen, strict=True):
-        watch.observer = observer
+    sources = [call.all_input_nodes[0] for call in folds]
+    seen = context.ranks.fold([watches[call].observer for call in folds], partial(_merge, sources))
+    for call, observer in zip(folds, seen, strict=True):
+        watches[call].observer = observer
+        known.seen.setdefault(watches[call].value(call), []).append(observer)
+    for watch, leader in leaders.items():
+        watch.observer = watch.spec.new_observer.reading(leader.observer) or leader.observer
 
 
-def read_observers(gm: GraphModule, plan: Plan) -> dict[tuple[Node, TensorSpec], QParams]:
+def _leaders(watches: Mapping[Node, Watch], known: Known, *, ahead: bool) -> dict[Watch, Watch]:
+    """Return which watch has to see the batches for each, itself or another of the same value.
+
+    Watches of what is known get it, and have none.
+
+    Args:
+        watches: by the node that calls each.
+        known: what was seen before.
+        ahead: fold what tells later runs more.
+    """
+    begun, leaders = dict[Value, list[Watch]](), dict[Watch, Watch]()
+    for call, watch in watches.items():
+        value = watch.value(call)
+        if (found := known.reading(value, watch.observer)) is not None:
+            watch.observer = found
+            continue
+        others = begun.setdefault(value, [])
+        sees = (other for other in others if value.reading(watch.observer, other.observer) is not None)
+        leaders[watch] = leader = next(sees, watch)
+        if leader is watch:
+            watch.observer = value.fold(watch.observer) if ahead else watch.observer
+            others.append(watch)
+    return leaders
+
+
+def read_observers(gm: GraphModule, plan: Plan, known: Known | None = None) -> dict[tuple[Node, TensorSpec], QParams]:
     """Return the parameters of every value that is observed, by its node and spec.
+
+    Args:
+        gm: the graph with observers.
+        plan: that they were made for.
+        known: what was read off before, and where to put what is read.
 
     Raises:
         CalibrationError: if a range is not finite; the message names the operator and the user's source line.
@@ -148,7 +192,7 @@ def read_observers(gm: GraphModule, plan: Plan) -> dict[tuple[Node, TensorSpec],
     home = device_of(gm)
     try:
         return {
-            (source := call.all_input_nodes[0], watch.spec): _qparams(source, watch, home)
+            (call.all_input_nodes[0], watch.spec): _qparams(call, watch, home, known)
             for call, watch in watches_in(gm).items()
         }
     except CalibrationError:
@@ -169,10 +213,11 @@ def histograms_of(gm: GraphModule, values: Mapping[tuple[Node, TensorSpec], QPar
     """
     found = []
     for call, watch in watches_in(gm).items():
-        if isinstance(watch.observer, HistogramObserver) and watch.observer.histogram is not None:
+        whole = watch.tokens is None
+        if whole and isinstance(watch.observer, HistogramObserver) and watch.observer.histogram is not None:
             source = call.all_input_nodes[0]
             bins = watch.observer.collected()
-            counts, middles = bins.counts[0].cpu(), bins.centres[0].cpu()
+            counts, middles = bins.counts[0].cpu(), bins.centers[0].cpu()
             used = middles[counts > 0]
             if not used.numel():
                 continue
@@ -257,10 +302,13 @@ def _merge(sources: Sequence[Node], ours: Sequence[Observer], theirs: Sequence[O
     return merged
 
 
-def _qparams(source: Node, watch: Watch, home: torch.device) -> QParams:
+def _qparams(call: Node, watch: Watch, home: torch.device, known: Known | None) -> QParams:
+    source = call.all_input_nodes[0]
     try:
-        found = watch.observer.qparams(watch.spec.scheme)
-        return QParams(found.scale.to(home), found.zero_point.to(home))
+        key, ranges = (watch.value(call), watch.spec), {} if known is None else known.ranges
+        found = ranges[key] = ranges.get(key) or watch.observer.qparams(watch.spec.scheme)
+        # What is known stays apart from the graph, whose tensors the user gets.
+        return QParams(*(part.to(home, copy=known is not None) for part in (found.scale, found.zero_point)))
     except ValueError as error:
         raise CalibrationError(
             f"{describe(source)} cannot be quantized: {error}; check the model's weights and the calibration data, or "

@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,9 @@ from torch.fx import GraphModule, Node
 
 from quark_fx.config.quant_config import QuantConfig, TensorSpec
 from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
+from quark_fx.engine.known import Known
 from quark_fx.engine.ranks import ALONE, Ranks
-from quark_fx.errors import CalibrationError, ConfigError
+from quark_fx.errors import CalibrationError, ConfigError, PassError
 from quark_fx.graph.nodes import stored_tensors, target_name
 from quark_fx.graph.pass_manager import Change, learns_from_data
 from quark_fx.graph.signature import BatchShape, batch_shape
@@ -59,14 +61,21 @@ class Calibrated:
 
     Attributes:
         plan: how the float graph will be quantized.
+        float_graph: a copy of that graph, for passes of the quantized stage.
         values: parameters of activations, by the node that was observed and its spec.
         constants: parameters of weights and biases that are settled before they are rounded, by operator and
             constant; the others are found by their observers.
     """
 
     plan: Plan
+    float_graph: GraphModule
     values: dict[tuple[Node, TensorSpec], QParams] = field(default_factory=dict)
     constants: dict[tuple[Node, Node], QParams] = field(default_factory=dict)
+
+    @cached_property
+    def by_node(self) -> Mapping[str, PlannedOperator]:
+        """The planned operators by the names of their nodes."""
+        return {op.node.name: op for op in self.plan.operators}
 
 
 @dataclass
@@ -81,8 +90,6 @@ class Context:
         by_block: the graph lies elsewhere, on another device or on disk: it is run block by block, never as a whole.
         progress: show progress bars.
         checkpoint: finished blocks, if the run can be resumed.
-        float_graph: the graph before conversion, for passes of the quantized stage.
-        plan: how each operator of it is quantized, by the name of its node.
         calibrated: the plan, once there is one, and its scales, once they are calibrated.
         all_samples_learned: a pass also learned from the validation samples, so the errors that later passes measure
             on them are not on unseen data.
@@ -96,6 +103,7 @@ class Context:
         first: number of the first of them among the batches of all ranks.
         shapes: of each batch's flat inputs.
         unread: the flat inputs of the batches where these are not kept, because they are read once.
+        known: what runs before found out about the same float graph on the same batches, where runs share that.
     """
 
     config: QuantConfig
@@ -103,8 +111,6 @@ class Context:
     device: torch.device
     progress: bool = False
     checkpoint: Checkpoint | None = None
-    float_graph: GraphModule | None = None
-    plan: Mapping[str, PlannedOperator] = field(default_factory=dict)
     batches: list[tuple[int, slice | None]] = field(default_factory=list)
     shapes: list[BatchShape] = field(default_factory=list)
     first: int = 0
@@ -119,18 +125,66 @@ class Context:
     changes: list[Change] = field(default_factory=list)
     remark: str = ""
     guidance: Guidance | None = None
+    known: Known | None = None
     _kept: dict[tuple[int, int], Positions | None] = field(default_factory=dict)
     _walks: int = 0
     _given: int = 0
     _judging: int = 0
 
+    @property
+    def planned(self) -> Calibrated:
+        """The plan of the run, the graph it is of, and what calibration found.
+
+        Raises:
+            PassError: if the pass of the planned stage made none.
+        """
+        if self.calibrated is None:
+            raise PassError(
+                "there is no plan; a pass of the planned stage puts Calibrated(plan_quantization(gm, context.config), "
+                "copy_graph(gm)) into context.calibrated, as `insert_observers` does"
+            )
+        return self.calibrated
+
+    @property
+    def plan(self) -> Mapping[str, PlannedOperator]:
+        """How each operator is quantized, by the name of its node; empty before anything is planned."""
+        return {} if self.calibrated is None else self.calibrated.by_node
+
+    @property
+    def float_graph(self) -> GraphModule:
+        """The graph before conversion."""
+        return self.planned.float_graph
+
+    def of(self, config: QuantConfig, *, divisible: bool) -> Context:
+        """Return the context of a run with another configuration, on these batches, which are whole.
+
+        What it keeps besides lies in a cache of its own.
+
+        Args:
+            config: of the run.
+            divisible: as for `add_batches`.
+        """
+        other = Context(config, ActivationCache(self.cache.budget, self.device, base=self.cache), self.device)
+        other.names, other.ranks, other.by_block = self.names, self.ranks, self.by_block
+        other.batches, other.shapes = [*self.batches], [*self.shapes]
+        other.divide(divisible=divisible)
+        return other
+
     def add_batches(self, batches: Iterable[Sequence[Any]], *, divisible: bool = False) -> None:
-        """Keep the flat inputs of calibration batches.
+        """Keep the flat inputs of calibration batches, and divide them (`divide`).
 
         Args:
             batches: the flat inputs of each.
-            divisible: dimension 0 of every tensor counts samples: the last eighth of these is held out, and a batch
-                that belongs to both parts is divided.
+            divisible: as for `divide`.
+
+        Raises:
+            CalibrationError: if a value is NaN; a mask may hold infinities.
+        """
+        self.keep_batches(batches)
+        self.divide(divisible=divisible)
+
+    def keep_batches(self, batches: Iterable[Sequence[Any]]) -> None:
+        """Keep the flat inputs of calibration batches, which are whole as yet.
 
         Raises:
             CalibrationError: if a value is NaN; a mask may hold infinities.
@@ -143,6 +197,17 @@ class Context:
                 self.cache.put(("batch", index, position), leaf.clone() if isinstance(leaf, Tensor) else leaf)
             self.batches.append((index, None))
             self.shapes.append(batch_shape(leaves))
+
+    def divide(self, *, divisible: bool) -> None:
+        """Divide the batches into those to learn from and those to judge by.
+
+        Args:
+            divisible: dimension 0 of every tensor counts samples: the last eighth of these is held out, and a batch
+                that belongs to both parts is divided.
+
+        Raises:
+            CalibrationError: if a mask leaves nothing.
+        """
         self._judging = min(len(self.batches), max(1, len(self.batches) // _ONE_IN))
         if divisible:
             self._keep_validation_samples()
@@ -278,6 +343,15 @@ class Context:
         changes, self.changes = self.changes, []
         return changes
 
+    def keep_block(self, walk: int, block: int, tensors: Mapping[str, Tensor], changes: Sequence[Change]) -> None:
+        """Write what a block learned to the checkpoint, if there is one, on the first rank.
+
+        Raises:
+            CalibrationError: in all ranks, if it cannot be written.
+        """
+        if (checkpoint := self.checkpoint) is not None:
+            self.ranks.first(lambda: checkpoint.save(walk, block, tensors, changes))
+
     def next_walk(self) -> int:
         """Return how many walks over the blocks were begun before: with the block, the name of a checkpoint."""
         self._walks += 1
@@ -386,7 +460,7 @@ def fingerprint(gm: GraphModule, context: Context) -> dict[str, str]:
         for position, leaf in enumerate(context.inputs(batch)):
             _update(data, f"batch {batch} {position}", leaf)
     digests = {"model": model, "configuration": configuration, "data": data}
-    ranks = {} if context.ranks.alone else {"number of ranks": str(context.ranks.count)}
+    ranks = {"number of ranks": str(context.ranks.count)}
     return {what: digest.hexdigest()[:32] for what, digest in digests.items()} | ranks
 
 

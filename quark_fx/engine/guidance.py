@@ -91,7 +91,6 @@ def guidance_of(context: Context) -> Guidance:
         CalibrationError: as `Guidance.measure`.
     """
     if context.guidance is None:
-        assert context.float_graph is not None
         context.guidance = Guidance.measure(context.float_graph, context)
     return context.guidance
 

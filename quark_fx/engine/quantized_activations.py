@@ -67,7 +67,7 @@ class QuantizedActivation:
 def quantized_activations(gm: GraphModule) -> list[QuantizedActivation]:
     """Return the activations of `gm` (a converted graph, or a block of one) with a static scale, in order.
 
-    Values that data movement lies between share a scale, and are one.
+    Values with data movement between them share a scale and count as one.
     """
     found: dict[str, QuantizedActivation] = {}
     for node in _quantizers(gm):
@@ -110,8 +110,9 @@ def scale_limits(
     least = dict.fromkeys(names, 0.0)
     for weight in quantized_weights(gm, plan):
         name = weight.input_scale
-        if weight.bias_scale_follows and name in least:
-            needed = weight.bias_value(gm).abs() / (weight.scale(gm).abs() * 0.99 * INT32.qmax)
+        if (bias := weight.int32_bias) is not None and name in least:
+            # Below the limit of `StoredBias.rescaled`, as learned scales are rounded after this.
+            needed = bias.value(gm).abs() / (weight.scale(gm).abs() * 0.99 * INT32.qmax)
             least[name] = max(least[name], float(needed.max()))
     activations = (activation for activation in quantized_activations(gm) if activation.scale_name in least)
     most = {activation.scale_name: activation.most(gm) for activation in activations}
@@ -135,13 +136,13 @@ def biases_at(
     tensors: dict[str, Tensor] = {}
     new = biases or {}
     for weight in quantized_weights(gm, plan):
-        follows = weight.bias_scale_follows and weight.input_scale in scales
-        if follows or weight.node.name in new:
+        follows = weight.int32_bias is not None and weight.input_scale in scales
+        if (bias := weight.bias) is not None and (follows or weight.node.name in new):
             # The graph may lie elsewhere than what was learned of one of its blocks.
             scale = weight.scale(gm)
             step = scales[str(weight.input_scale)].to(scale.device) * scale if follows else None
-            value = new[weight.node.name].to(scale.device) if weight.node.name in new else weight.bias_value(gm)
-            tensors |= weight.bias_tensors(gm, value, step)
+            value = new[weight.node.name].to(scale.device) if weight.node.name in new else bias.value(gm)
+            tensors |= bias.tensors(gm, value, step)
     return tensors
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -22,6 +21,67 @@ from quark_fx.numbers.layout import Layout
 from quark_fx.numbers.qparams import ScaleType, Scheme
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.plan.placement import Coded, PlannedOperator
+
+
+@dataclass(frozen=True)
+class StoredBias:
+    """A bias that is a parameter, or integer codes.
+
+    Attributes:
+        node: what gives it: a `get_attr` or a `dequantize`.
+    """
+
+    node: Node
+
+    @property
+    def name(self) -> str:
+        """Name of its tensor, or of that of its codes."""
+        return _name(self.node.args[0] if self.node.args else self.node)
+
+    @property
+    def is_int32(self) -> bool:
+        """Whether it is stored in int32, at the scale of input times weight."""
+        return target_name(self.node) == DEQUANTIZE and str(self.node.args[3]) == str(INT32)
+
+    def value(self, gm: GraphModule) -> Tensor:
+        """Return what the operator adds now, float32, one value per output channel."""
+        if self.node.op == "get_attr":
+            return parameter(gm, self.node).detach().float()
+        return stored_tensor(gm, self.node.args).dequantize()
+
+    def scale(self, gm: GraphModule) -> Tensor:
+        """Return the scales of its codes."""
+        return parameter(gm, self.node.args[1])  # type: ignore[arg-type]
+
+    def rescaled(self, gm: GraphModule, ratio: Tensor) -> dict[str, Tensor]:
+        """Return the tensors, by name, of codes of the same value at scales `ratio` times what they are.
+
+        Raises:
+            OverflowError: if they do not fit int32.
+        """
+        scale, value = self.scale(gm) * ratio, self.value(gm)
+        if bool(((value.double() / scale.double()).abs() > 0.999 * INT32.qmax).any()):
+            raise OverflowError("its int32 bias would overflow")
+        return self.tensors(gm, value, scale)
+
+    def tensors(self, gm: GraphModule, value: Tensor, scale: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the tensors, by name, that make the operator add `value`.
+
+        Args:
+            gm: the graph `node` is in.
+            value: float, one per output channel.
+            scale: of the codes, if it changes; float32.
+        """
+        if self.node.op == "get_attr":
+            return {self.name: value.to(parameter(gm, self.node).dtype)}
+        codes, scale_node, zero_point = self.node.args[:3]
+        old = self.scale(gm)
+        limits = Scheme(format=parse_format(str(self.node.args[3])))
+        scale = old if scale is None else scale.to(old)
+        points = parameter(gm, zero_point)  # type: ignore[arg-type]
+        rounded = (value.double() / scale.double()).round() + points
+        stored = rounded.clamp(limits.qmin, limits.qmax).to(parameter(gm, codes).dtype)  # type: ignore[arg-type]
+        return {self.name: stored, _name(scale_node): scale}
 
 
 @dataclass(frozen=True)
@@ -84,7 +144,8 @@ class QuantizedWeight:
         """Tell whether scales may change one by one: nothing else depends on them but an int32 bias that follows."""
         spec = self.operator.weight
         free = spec.sub_group_size is None and spec.scale_type is not ScaleType.POWER_OF_TWO
-        return free and self.bias_scale_shape(gm) in (None, self.scale(gm).shape)
+        bias = self.int32_bias
+        return free and (bias is None or bias.scale(gm).shape == self.scale(gm).shape)
 
     def layout(self, gm: GraphModule) -> Layout:
         """Return which scale is that of which code."""
@@ -112,19 +173,18 @@ class QuantizedWeight:
         return self.linear.channel_dim(output.dim())
 
     @property
-    def bias(self) -> Node | None:
-        """The node that gives a bias that can be replaced: a parameter, or a `dequantize` of integer codes."""
+    def bias(self) -> StoredBias | None:
+        """The bias it adds, if that can be replaced: a parameter, or integer codes."""
         node = self.linear.bias
         if node is None or node.op == "get_attr":
-            return node
+            return None if node is None else StoredBias(node)
         stored = target_name(node) == DEQUANTIZE and is_parameter(node.args[0])
-        return node if stored and isinstance(parse_format(str(node.args[3])), IntFormat) else None
+        return StoredBias(node) if stored and isinstance(parse_format(str(node.args[3])), IntFormat) else None
 
     @property
-    def bias_name(self) -> str:
-        """Name of the tensor of the bias, or of its codes."""
-        assert self.bias is not None
-        return _name(self.bias.args[0] if self.bias.args else self.bias)
+    def int32_bias(self) -> StoredBias | None:
+        """The bias if it is in int32, at the scale of input times weight: it changes with either."""
+        return self.bias if self.bias is not None and self.bias.is_int32 else None
 
     @property
     def is_plain(self) -> bool:
@@ -133,65 +193,11 @@ class QuantizedWeight:
         return known and not self.linear.has_factors
 
     @property
-    def bias_scale_follows(self) -> bool:
-        """Whether the bias is stored in int32 at the scale of input times weight."""
-        node = self.bias
-        return node is not None and target_name(node) == DEQUANTIZE and str(node.args[3]) == str(INT32)
-
-    def bias_value(self, gm: GraphModule) -> Tensor:
-        """Return the bias the operator adds now, float32, one value per output channel."""
-        node = self.bias
-        assert node is not None
-        if node.op == "get_attr":
-            return parameter(gm, node).detach().float()
-        return stored_tensor(gm, node.args).dequantize()
-
-    def bias_at(self, gm: GraphModule, ratio: Tensor) -> dict[str, Tensor]:
-        """Return the tensors, by name, of an int32 bias of the same value at scales `ratio` times what they are.
-
-        Raises:
-            OverflowError: if it does not fit int32 then.
-        """
-        node = self.bias
-        assert node is not None
-        scale = parameter(gm, node.args[1]) * ratio  # type: ignore[arg-type]
-        bias = self.bias_value(gm)
-        if bool(((bias.double() / scale.double()).abs() > 0.999 * INT32.qmax).any()):
-            raise OverflowError("its int32 bias would overflow")
-        return self.bias_tensors(gm, bias, scale)
-
-    def bias_scale_shape(self, gm: GraphModule) -> torch.Size | None:
-        """Return the shape of the scales of an int32 bias, `None` if there is none."""
-        node = self.bias if self.bias_scale_follows else None
-        return None if node is None else parameter(gm, node.args[1]).shape  # type: ignore[arg-type]
-
-    @property
     def input_scale(self) -> str | None:
         """Name of the scale its activation is quantized with, if that is a constant."""
         source = self.linear.activation
         scale = source.args[1] if target_name(source) == DEQUANTIZE else None
         return str(scale.target) if isinstance(scale, Node) and scale.op == "get_attr" else None
-
-    def bias_tensors(self, gm: GraphModule, bias: Tensor, scale: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the tensors, by name, that make the operator add `bias`.
-
-        Args:
-            gm: the graph `node` is in.
-            bias: float, one value per output channel.
-            scale: of the bias's codes, if it changes; float32.
-        """
-        node = self.bias
-        assert node is not None
-        if target_name(node) != DEQUANTIZE:
-            return {_name(node): bias.to(parameter(gm, node).dtype)}
-        codes, scale_node, zero_point = node.args[:3]
-        old = parameter(gm, scale_node)  # type: ignore[arg-type]
-        limits = Scheme(format=parse_format(str(node.args[3])))
-        scale = old if scale is None else scale.to(old)
-        points = parameter(gm, zero_point)  # type: ignore[arg-type]
-        rounded = (bias.double() / scale.double()).round() + points
-        stored = rounded.clamp(limits.qmin, limits.qmax).to(parameter(gm, codes).dtype)  # type: ignore[arg-type]
-        return {_name(codes): stored, _name(scale_node): scale}
 
 
 def stored_tensor(gm: GraphModule, dequantize: Sequence[Any]) -> QuantizedTensor:
@@ -282,6 +288,7 @@ def _name(node: object) -> str:
 
 __all__ = [
     "QuantizedWeight",
+    "StoredBias",
     "own_weights",
     "quantized_weights",
     "share_changed",

@@ -98,10 +98,10 @@ class Ranks:
         self.gather(None)
 
     def first(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns in the first process, while the others wait; what it raises, all raise.
+        """Return what `work` returns in the first process, while the others wait; where it fails, all fail.
 
         Raises:
-            QuarkError: of the first process.
+            QuarkError: of the first process; for any other exception there, what the others raise.
         """
         found: Any = None
         if self.index == 0:
@@ -109,6 +109,9 @@ class Ranks:
                 found = work()
             except QuarkError as error:
                 found = error
+            except Exception as error:
+                self.gather(QuarkError(f"rank 0 of {self.count} failed: {type(error).__name__}: {error}"))
+                raise
         found = self.gather(found)[0]
         if isinstance(found, QuarkError):
             raise found

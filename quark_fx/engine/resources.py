@@ -1,4 +1,4 @@
-"""What a run will take, foretold from shapes, and a budget that it keeps."""
+"""What a run will take, predicted from shapes, and the budget it is held to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graph to artefact, one file a target."""
+"""Graph to artifact, one file a target."""
 
 from quark_fx.export.checkpoints.to_gguf import gguf
 from quark_fx.export.checkpoints.to_huggingface import huggingface
@@ -9,6 +9,7 @@ from quark_fx.export.runtime.verification import Difference, Verification, verif
 from quark_fx.export.to_onnx.export_onnx import onnx
 from quark_fx.export.to_onnx.shared_weights import share_weights
 from quark_fx.export.to_onnx.table import lowers
+from quark_fx.export.to_pt2e import pt2e
 
 __all__ = [
     "CacheScales",
@@ -20,6 +21,7 @@ __all__ = [
     "huggingface",
     "lowers",
     "onnx",
+    "pt2e",
     "share_weights",
     "verify",
 ]

@@ -11,7 +11,7 @@ from quark_fx.numbers.formats import Format, IntFormat
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The output channel, of eight neighbours, in each nibble of a word."""
+"""The output channel, of eight neighbors, in each nibble of a word."""
 
 
 def matrix_of(constant: Constant) -> QuantizedTensor:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from quark_fx.errors import QuarkError
 from quark_fx.numbers.formats import Format, parse_format
+from quark_fx.numbers.ops import SHAPES
 
 _OWN_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
@@ -112,7 +113,8 @@ def get_attr(gm: GraphModule, name: str, value: Tensor) -> Node:
     name = fresh_name(gm, name)
     set_parameter(gm, name, value)
     node = gm.graph.get_attr(name)
-    node.meta["val"] = fake_mode(gm).from_tensor(value, static_shapes=True)
+    with fake_mode(gm):  # faster than `from_tensor`, which also describes storage, views and gradients
+        node.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     return node
 
 
@@ -132,7 +134,7 @@ def call(gm: GraphModule, target: Any, *args: Any, like: Node | None = None, **k
         node.meta |= {k: like.meta[k] for k in ("stack_trace", "nn_module_stack") if k in like.meta}
     # Torch's own rules for composite operators keep sizes that vary; the compiled ones ask for numbers, and fix them.
     with fake_mode(gm), enable_python_dispatcher():
-        node.meta["val"] = target(*(_values(gm, args)), **kwargs)
+        node.meta["val"] = SHAPES.get(target, target)(*(_values(gm, args)), **kwargs)
     return node
 
 
@@ -247,8 +249,7 @@ def source_line(node: Node) -> str:
 
 def describe(node: Node) -> str:
     """Return `operator at %name (file:line, module path)` for error messages."""
-    stack = node.meta.get("nn_module_stack") or {}
-    module = next((path for path, *_ in reversed(list(stack.values())) if path), "")
+    module = module_path(node)
     return f"{target_name(node)} at %{node.name} ({source_line(node)}{f', module {module}' if module else ''})"
 
 

@@ -69,7 +69,10 @@ _OPERATORS = {
 RECURRENT = frozenset(row.kind for row in _RECURRENT.values())
 """The families of recurrent layers."""
 
-KINDS = frozenset(row.kind for row in (*_OPERATORS.values(), _PRODUCT))
+ATTENTION = Operator(kind="attention", activations=(), by_default=False)
+"""What reads keys and values (`quark_fx.graph.attention`)."""
+
+KINDS = frozenset(row.kind for row in (*_OPERATORS.values(), _PRODUCT, ATTENTION))
 """Every operator family, as patterns name them."""
 
 TARGETS = frozenset(_OPERATORS)
@@ -164,7 +167,7 @@ def stored_weight(node: Node, row: Operator) -> StoredWeight | None:
     reader, value = node, argument(node, row.weight)
     order: tuple[int, ...] | None = None
     while isinstance(value, Node) and value.op == "call_function" and len(value.users) == 1:
-        step = _permutation(value)
+        step = permutation(value)
         if step is None:
             return None
         order = step if order is None else tuple(step[i] for i in order)
@@ -172,7 +175,7 @@ def stored_weight(node: Node, row: Operator) -> StoredWeight | None:
     return StoredWeight(value, row.weight, reader, order) if _is_weight(value) else None
 
 
-def _permutation(node: Node) -> tuple[int, ...] | None:
+def permutation(node: Node) -> tuple[int, ...] | None:
     """Return, for a transposition, the input's dimension for each dimension of the output."""
     value = node.meta.get("val")
     if value is None or isinstance(value, tuple | list):

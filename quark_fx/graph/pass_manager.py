@@ -20,6 +20,7 @@ from typing import Any, Self, TypeVar, cast, overload
 
 import torch
 from torch.fx import GraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils import _pytree as pytree
 
 from quark_fx.errors import ConfigError, PassError
@@ -96,7 +97,7 @@ class Change:
         name: module path, or the paths of a site's operators.
         what: in a few words.
         changed: whether it did anything.
-        before: relative squared error of what it minimises (0 is exact); `PassRecord.validated` says on which data.
+        before: relative squared error of what it minimizes (0 is exact); `PassRecord.validated` says on which data.
         after: the same with what was kept.
         seconds: what it took; NaN of a loaded model.
         all_samples: after it was accepted, it was learned again from all samples, those of validation included.
@@ -116,7 +117,7 @@ class PassRecord:
     """What one pass did: its name, the number of rewrites, seconds, and a row for each operator or site.
 
     Attributes:
-        seconds: what it took; NaN of a loaded model.
+        seconds: what it took, also where runs on a session share what it made; NaN of a loaded model.
         validated: the errors of the rows are on data that was not learned from: the pass judges by it
             (`Promise.validated`), there was more than a single sample, and no pass before learned from all of them.
         remark: what else could be done, in a few words.
@@ -392,7 +393,7 @@ def run_passes(
     """
     for p in passes:
         require_callable(p)
-    gm = gm if in_place else copy_graph(gm)
+    gm = gm if in_place else copy_graph(gm, lazy=True)
     records = []
     expected = _outputs(gm, verify_inputs) if verify_inputs is not None else None
     for p in passes:
@@ -407,7 +408,7 @@ def run_passes(
                     f"pass {name} learns from data; run it through `quantize`, or give `run_passes` a context"
                 )
             notes = None if promise.stage.is_single else Notes(gm)  # such passes leave the calls of modules as they are
-            weights = _Unwritten(gm, p, getattr(context, "float_graph", None))
+            weights = _Unwritten(gm, p, getattr(context, "calibrated", None))
             rewrites = p(gm, context=context) if takes_context(p) else p(gm)
             if type(rewrites) is not int or rewrites < 0:
                 raise PassError(f"pass {name} returned {rewrites!r}; a pass returns how often it rewrote the graph")
@@ -443,9 +444,9 @@ class _Unwritten:
     passes that are not part of this package: a gigabyte takes about a second.
     """
 
-    def __init__(self, gm: GraphModule, p: GraphPass, float_graph: GraphModule | None = None) -> None:
+    def __init__(self, gm: GraphModule, p: GraphPass, calibrated: Any = None) -> None:
         # Once there is a float graph, the caller's tensors are in it, and the other graph has codes of ours.
-        callers = stored_tensors(gm if float_graph is None else float_graph)
+        callers = stored_tensors(gm if calibrated is None else calibrated.float_graph)
         ours = {name: t for name, t in stored_tensors(gm).items() if t is not callers.get(name)}
         foreign = not str(p.__module__).startswith("quark_fx.")
         self.watched = [
@@ -478,13 +479,19 @@ def _lint(gm: GraphModule, name: str) -> None:
     gm.recompile()
 
 
-def copy_graph(gm: GraphModule) -> GraphModule:
-    """Return a copy of `gm` with its own graph and attribute containers, sharing every tensor."""
+def copy_graph(gm: GraphModule, *, lazy: bool = False) -> GraphModule:
+    """Return a copy of `gm` with its own graph and attribute containers, sharing every tensor.
+
+    Args:
+        gm: a graph.
+        lazy: generate its Python code on the first call, which a graph that is only rewritten never needs.
+    """
     graph = torch.fx.Graph()
     result = graph.graph_copy(gm.graph, {})
     old_output = output_node(gm)
     graph.output(result).meta = dict(old_output.meta)
-    copy = GraphModule(gm, graph, class_name=type(gm).__name__)
+    made_by = _LazyGraphModule if lazy else GraphModule
+    copy = made_by(gm, graph, class_name=type(gm).__name__)
     copy.meta.update(gm.meta)
     return copy
 

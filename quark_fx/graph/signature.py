@@ -59,6 +59,15 @@ class Signature:
         """The names of the inputs that were captured as keywords."""
         return list(_children(self.in_spec)[1].context or ())
 
+    @property
+    def positional_spec(self) -> pytree.TreeSpec:
+        """`in_spec`, with keywords by position if they are the first parameters of `forward`."""
+        names = self.keywords
+        if not names or tuple(names) != self.parameters[: len(names)]:
+            return self.in_spec
+        args, kwargs = pytree.tree_unflatten([0] * self.in_spec.num_leaves, self.in_spec)
+        return pytree.tree_structure(((*args, *(kwargs[name] for name in names)), {}))
+
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the flat inputs of a call, however its arguments were spelled.
 

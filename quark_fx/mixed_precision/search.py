@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from quark_fx.analysis.trials import Trials, metric_of, parts_of, samples_in
-from quark_fx.checkpoints.open_checkpoint import open_checkpoint
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.block_walk import compute_weights
 from quark_fx.engine.context import require_no_nan
@@ -27,7 +24,8 @@ from quark_fx.mixed_precision.program import choose, find_solver
 from quark_fx.mixed_precision.result import MIXED, Search, Verified
 from quark_fx.mixed_precision.space import Space
 from quark_fx.plan.report import stored_size
-from quark_fx.quantization import begun, divisible, flat_batches, peek, quantize
+from quark_fx.quantization import quantize
+from quark_fx.session import Session, divisible, flat_batches, peek
 from quark_fx.system.isolation import isolated
 
 _BETTER = 0.98
@@ -48,11 +46,11 @@ _Judge = Callable[[str, QuantConfig], Verified]
 
 @isolated
 def search(
-    model: nn.Module | ExportedProgram | str | Path,
+    model: nn.Module | ExportedProgram | str | Path | Session,
     candidates: Sequence[Any],
     *,
     budget: Budget,
-    data: Iterable[Any],
+    data: Iterable[Any] | None = None,
     validation_data: Iterable[Any] | None = None,
     metric: str = "error",
     samples: int = 32,
@@ -75,7 +73,7 @@ def search(
             weights' in the first configuration (default: `int8_weight_only`), or `"float"`. They have the same passes,
             biases and target.
         budget: what to keep.
-        data: as `calibration_data` of `quantize`.
+        data: as `calibration_data` of `quantize`; a `Session` has its own.
         validation_data: batches that calibrate nothing and decide among the configurations tried; default: the last
             quarter of `data`.
         metric: as for `analyze`.
@@ -96,36 +94,42 @@ def search(
         raise ConfigError(f"budget is Budget(bits=4.5), Budget(size='60MiB') or Budget(error=0.01), not {budget!r}")
     found = candidates_of(candidates)
     find_solver()
+    lacking = "search compares outputs on data; pass data, batches of real inputs"
     batches, held_out = _divided(data, validation_data)
-    with tempfile.TemporaryDirectory() as folder:
-        if isinstance(model, str | Path):
-            model = open_checkpoint(model, scratch=folder)
-        captured, context, _ = begun(model, found[0].config, batches[0], batches, dynamic_shapes, keep=True)
-        with closing(context.cache):
-            judging = [*flat_batches(captured, held_out, "validation")]
-            names = [f"validation batch {index}" for index in range(len(judging))]
-            for leaves, name in zip(judging, names, strict=True):
-                require_no_nan(leaves, captured.signature.input_names, name)
-            judge = Trials(captured, context, measure, judging, names)
-            judge.targets()  # what cannot be judged is said before anything takes long
-            parts, of_batches = parts_of(context, samples, divisible=divisible(captured))
-            space = Space.measure(Trials(captured, context, measure, parts, of_batches), found)
+    if not isinstance(model, Session) or data is not None:
+        data = batches
+    session = Session.of(model, data, dynamic_shapes, lacking=lacking)
+    if not held_out:
+        remedy = "pass two batches or more, or validation_data"
+        if isinstance(model, Session):
+            remedy = "all data of a Session calibrates, so pass validation_data"
+        raise CalibrationError(f"search judges by data that calibrates nothing; {remedy}")
+    captured = session.captured
+    judging = [*flat_batches(captured, held_out, "validation")]
+    names = [f"validation batch {index}" for index in range(len(judging))]
+    for leaves, name in zip(judging, names, strict=True):
+        require_no_nan(leaves, captured.signature.input_names, name)
+    with session.run(found[0].config) as context:
+        judge = Trials(session, context, measure, judging, names)
+        judge.targets()  # what cannot be judged is said before anything takes long
+        parts, of_batches = parts_of(context, samples, divisible=divisible(captured))
+        space = Space.measure(Trials(session, context, measure, parts, of_batches), found)
 
-            def judged(name: str, config: QuantConfig) -> Verified:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    qmodel = quantize(model, config, batches, dynamic_shapes=dynamic_shapes, progress=False)
-                gm, rows = copy_graph(qmodel.graph_module), qmodel.report().rows
-                compute_weights(gm)
-                (error,) = judge.compare(gm, [gm])
-                bits, size = space.bits_of(rows), stored_size(rows)
-                fits = math.isfinite(error) and all(
-                    limit is None or figure <= limit
-                    for figure, limit in ((bits, budget.bits), (size, budget.nbytes), (error, budget.error))
-                )
-                return Verified(name=name, bits=bits, size=size, error=error, fits=fits)
+        def judged(name: str, config: QuantConfig) -> Verified:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                qmodel = quantize(session, config, progress=False)
+            gm, rows = copy_graph(qmodel.graph_module), qmodel.report().rows
+            compute_weights(gm)
+            (error,) = judge.compare(gm, [gm])
+            bits, size = space.bits_of(rows), stored_size(rows)
+            fits = math.isfinite(error) and all(
+                limit is None or figure <= limit
+                for figure, limit in ((bits, budget.bits), (size, budget.nbytes), (error, budget.error))
+            )
+            return Verified(name=name, bits=bits, size=size, error=error, fits=fits)
 
-            tried = _by_error(space, budget.error, judged) if budget.error else _by_size(space, budget, judged)
+        tried = _by_error(space, budget.error, judged) if budget.error else _by_size(space, budget, judged)
     (winner, chosen), *_ = tried
     return Search(
         config=found[chosen[0]].config if winner.name != MIXED else space.config(chosen),
@@ -151,12 +155,6 @@ def _divided(data: Any, validation_data: Any) -> tuple[list[Any], list[Any]]:
     if validation_data is None and len(batches) > 1:
         judged = max(1, len(batches) // 4)
         batches, held_out = batches[:-judged], batches[-judged:]
-    if not batches:
-        raise CalibrationError("search compares outputs on data; pass data, batches of real inputs")
-    if not held_out:
-        raise CalibrationError(
-            "search judges by data that calibrates nothing; pass two batches or more, or validation_data"
-        )
     return batches, held_out
 
 

@@ -22,6 +22,7 @@ from quark_fx.graph.provenance import Folded, Kind, Rewrite, digest, rewrites
 from quark_fx.model.constants import Constant
 from quark_fx.model.float_view import FloatView
 from quark_fx.model.module_slices import ModuleCall, ModuleSlice, calls_without_parameters, slice_of
+from quark_fx.model.rounded_attention import RoundedAttention, place_attentions
 from quark_fx.model.rounded_modules import RoundedModules, place_rounding
 
 
@@ -34,12 +35,14 @@ class Correspondence:
         rounding: the modules that round what they read or make.
         identities: paths of modules that compute nothing any more, as batch norms that are folded into operators.
         slices: by the path of a module that a pass rewrote, what computes its call now.
+        attentions: by the path of a module, how the keys and values of its attention are rounded.
     """
 
     constants: dict[str, Constant] = field(default_factory=dict)
     rounding: RoundedModules = field(default_factory=RoundedModules)
     identities: set[str] = field(default_factory=set)
     slices: dict[str, tuple[ModuleCall, ModuleSlice]] = field(default_factory=dict)
+    attentions: dict[str, RoundedAttention] = field(default_factory=dict)
 
 
 def shell_of(model: nn.Module, gm: GraphModule, kept: Mapping[str, Tensor]) -> nn.Module:
@@ -79,7 +82,9 @@ def correspond(model: nn.Module, gm: GraphModule, kept: Mapping[str, Tensor]) ->
     _place_constants(model, view, kept, found)
     inside = {node: path for path, (call, _) in found.slices.items() for node in call.nodes}
     within = {edge for edge in view.rounded if edge[0] in inside and inside[edge[0]] == inside.get(edge[1])}
-    found.rounding = place_rounding(view.graph, {edge: a for edge, a in view.rounded.items() if edge not in within})
+    found.attentions, attended = place_attentions(view.graph, view.rounded)
+    rest = {edge: a for edge, a in view.rounded.items() if edge not in within | attended}
+    found.rounding = place_rounding(view.graph, rest)
     return found
 
 

@@ -19,9 +19,11 @@ from quark_fx.graph.nodes import describe, erase_dead, module_classes, stored_te
 from quark_fx.graph.straight_through import quantize_of, records_gradients, run_with_gradients
 from quark_fx.model.constants import Constant
 from quark_fx.model.correspondence import Correspondence, correspond, shell_of
+from quark_fx.model.eager_attention import AttentionRounding, RoundedArgument
 from quark_fx.model.fake_quantize import Cast, FakeQuantize, Trained, require_float32
 from quark_fx.model.module_slices import ModuleCall
 from quark_fx.model.quantized_model import QuantizedModel
+from quark_fx.model.rounded_attention import RoundedAttention, RoundedFactor
 from quark_fx.model.rounded_modules import Activation, Factor
 from quark_fx.system.isolation import isolated, warn
 from quark_fx.system.untrusted import brief
@@ -101,9 +103,9 @@ class Round(nn.Module):
         self.format, self.cast = activation.format, activation.cast
         self.layout, self.measurement = activation.layout, activation.measurement
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `x` rounded, in its dtype."""
-        for factor in self.factors:
+    def forward(self, x: Tensor, again: bool = False) -> Tensor:
+        """Return `x` rounded, in its dtype; `again`: what this already multiplied is only rounded."""
+        for factor in () if again else self.factors:
             x = factor(x)
         if not self.rounds:
             return x
@@ -222,7 +224,7 @@ def eager(qmodel: QuantizedModel, model: nn.Module | None = None, *, trained: Tr
             module.register_forward_pre_hook(_gather_weights)
             module.register_forward_hook(_forget_weights)
             _forget_weights(module)
-    _part({*found.slices, *found.rounding.inputs, *found.rounding.outputs}, result)
+    _part({*found.slices, *found.rounding.inputs, *found.rounding.outputs, *found.attentions}, result)
     scales = {id(tensor): name for name, tensor in stored_tensors(qmodel.graph_module).items()}
     quantizers = trained.activations if trained is not None else {}
     for path, (call, piece) in found.slices.items():
@@ -240,11 +242,36 @@ def eager(qmodel: QuantizedModel, model: nn.Module | None = None, *, trained: Tr
         quantizer = quantizers.get(scales.get(id(activation.scale), ""))
         module.add_module("round_output", rounding := Round(activation, quantizer))
         module.register_forward_hook(rounding.after)
+    for path, attention in found.attentions.items():
+        module = result.get_submodule(path)
+        module.add_module("round_attention", rounds := _attention_rounding(path, attention, scales, quantizers))
+        rounds.wrap(module)
     if missing := [name for name, p in result.named_parameters() if p.is_meta]:
         raise QuarkError(f"the quantized graph does not hold {', '.join(missing)}; pass eager(model)")
     if hasattr(result, "save_pretrained"):
         vars(result)["save_pretrained"] = _refuse_to_save  # it would write names that nothing reads back
     return result.eval()
+
+
+def _attention_rounding(
+    path: str, attention: RoundedAttention, scales: Mapping[int, str], quantizers: Mapping[str, FakeQuantize]
+) -> AttentionRounding:
+    """Return what rounds keys and values; the same modules round them on their way into a cache."""
+    made: dict[int, Round] = {}
+
+    def rounding(activation: Activation) -> Round:
+        quantizer = quantizers.get(scales.get(id(activation.scale), ""))
+        return made.setdefault(id(activation), Round(activation, quantizer))
+
+    def argument(factor: RoundedFactor) -> RoundedArgument:
+        scale = factor.activation.scale
+        heads = 0 if scale is None or scale.dim() < 3 else scale.shape[-3]
+        return RoundedArgument(rounding(factor.activation), factor.position, factor.transposed, factor.cached, heads)
+
+    products = [[argument(factor) for factor in product] for product in attention.products]
+    entering = attention.entering
+    entered = None if entering is None else (rounding(entering[0]), rounding(entering[1]))
+    return AttentionRounding(path, products, entered, attention.sizes)
 
 
 def is_eager(model: nn.Module) -> bool:

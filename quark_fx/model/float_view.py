@@ -26,6 +26,7 @@ from quark_fx.graph.nodes import (
     target_name,
     value_of,
 )
+from quark_fx.graph.operators import argument
 from quark_fx.graph.provenance import CONVERT
 from quark_fx.model.constants import Constant, constant_of, table_of
 from quark_fx.model.rounded_modules import Activation, Factor
@@ -130,6 +131,9 @@ class FloatView:
         self.constants[copy] = constant
         return copy
 
+    def _from_last(self, value: Node, axis: int | None) -> int | None:
+        return None if axis is None else axis - value_of(self._gm, value).dim()
+
     def _rounded(self, node: Node) -> tuple[Node, Activation]:
         """Return the value that a node rounds, in the view, and how."""
         inner = node.all_input_nodes[0]
@@ -139,12 +143,13 @@ class FloatView:
         else:
             scale, zero_point, fmt = cast(tuple[Node, Node, str], inner.args[1:4])
             if is_parameter(scale) and is_parameter(zero_point):
-                activation = Activation(fmt, parameter(self._gm, scale), parameter(self._gm, zero_point))
+                stored = parameter(self._gm, scale), parameter(self._gm, zero_point)
+                axis, block = argument(inner, 4), argument(inner, 5) or 0
+                activation = Activation(fmt, *stored, "", self._from_last(source, axis), block)
             else:
                 measured = scale.all_input_nodes[0]
                 _, _, symmetry, axis, *rest = cast(tuple[Any, ...], measured.args)
-                from_last = None if axis is None else axis - value_of(self._gm, source).dim()
-                activation = Activation(fmt, None, None, symmetry, from_last, *rest)
+                activation = Activation(fmt, None, None, symmetry, self._from_last(source, axis), *rest)
         value, before = self._values[source]
         for name, stack in inner.meta.get("absorbed", ()):
             if name not in self._named:

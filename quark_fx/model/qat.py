@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from quark_fx.config.specs import Granularity, TensorSpec
 from quark_fx.engine.quantized_weights import share_changed
-from quark_fx.errors import CalibrationError
+from quark_fx.errors import CalibrationError, QuarkError
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import (
     CAST,
@@ -68,9 +68,14 @@ def prepare_qat(qmodel: QuantizedModel, *, scales: bool = False) -> QATModel:
         scales: learn the scales of weights and of static activations, too, wherever any float32 is allowed. Their
             gradients are those of LSQ; they need a learning rate of their own, about a hundredth of their size.
 
+    Raises:
+        QuarkError: for anything but a quantized model.
+
     Source:
         Jacob et al. 2018, section 3; Esser et al. 2020 for scales.
     """
+    if not isinstance(qmodel, QuantizedModel):
+        raise QuarkError(f"expected what quantize() returned, not {type(qmodel).__name__}")
     return QATModel(qmodel, scales=scales)
 
 
@@ -283,7 +288,7 @@ class _Preparation:
         """Return the pairs that the target adds in 16 bits, by the name of the codes."""
         found: dict[str, PairBound] = {}
         known = self._by_parameter()
-        for node in self.gm.graph.nodes if self.config.target.adds_pairs else ():
+        for node in self.gm.graph.nodes if self.config.target.limits_pairs else ():
             row = operator_row(node)
             for read in stored_weights(node, row) if row is not None and row.activations else ():
                 weight = known.get(str(read.node.target))

@@ -52,10 +52,10 @@ class Activation:
 
     Attributes:
         format: name of the format, empty for a cast.
-        scale: static scale, shape `()`; `None` if it is measured at run time.
+        scale: static scale, shape `()`, or that of one per head and channel; `None` if it is measured at run time.
         zero_point: likewise.
         symmetry: of a range that is measured at run time.
-        axis: dimension that measured scales vary along, counted from the last (-1); `None` for one scale.
+        axis: dimension that scales vary along, counted from the last (-1); `None` for one scale.
         block_size: values per measured scale, see `quark_fx.numbers.ops`.
         scale_type: of measured scales.
         group_size: of them, see `quark_fx.numbers.ops.dynamic_qparams`.

@@ -67,7 +67,7 @@ _ATEN_BY_KIND = {
         rnn_relu_cell rnn_tanh.input rnn_tanh_cell _safe_softmax scaled_dot_product_attention
         _scaled_dot_product_attention_math _softmax softmax tensordot _trilinear vdot
     """,
-    "normalisation": """
+    "normalization": """
         alpha_dropout batch_norm dropout feature_alpha_dropout feature_dropout _fused_rms_norm group_norm
         instance_norm layer_norm native_dropout native_group_norm native_layer_norm norm_except_dim renorm rms_norm
     """,

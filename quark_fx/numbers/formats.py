@@ -6,6 +6,9 @@ range is found belongs to an observer.
 
 from __future__ import annotations
 
+import functools
+import math
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
@@ -33,6 +36,8 @@ class IntFormat:
     def __post_init__(self) -> None:
         if self.sign_magnitude and not self.signed:
             raise ConfigError("a format of sign and magnitude is signed; drop signed=False")
+        if self.sign_magnitude and self.bits > 8:
+            raise ConfigError(f"a format of sign and magnitude has at most 8 bits, not {self.bits}; use int{self.bits}")
 
     @property
     def qmin(self) -> int:
@@ -68,21 +73,34 @@ class Specials(StrEnum):
 class FloatFormat:
     """Sign, `exponent` and `mantissa` bits.
 
-    Codes are held as the values they stand for: in the torch dtype of the format, or, for those of less than 8 bits, in
-    `torch.float8_e4m3fn`, which has all of their values.
+    Codes are held as the values they stand for: in the torch dtype of the format, or in that of a wider float of 8 bits
+    that has all of its values.
 
     Args:
         exponent: exponent bits.
         mantissa: explicit mantissa bits.
-        specials: what the all-ones exponent stands for.
+
+    Raises:
+        ConfigError: if there is no such format, or no torch dtype of 8 or 16 bits holds its values.
 
     >>> FP8_E4M3.max, FP8_E5M2.max, FP16.max, FP4_E2M1.max
     (448.0, 57344.0, 65504.0, 6.0)
+    >>> str(FloatFormat(exponent=3, mantissa=3)), FloatFormat(3, 3).dtype
+    ('fp7_e3m3', torch.float8_e4m3fn)
     """
 
     exponent: Annotated[int, Interval("[1, 8]")]
     mantissa: Annotated[int, Interval("[0, 23]")]
-    specials: Specials = Specials.IEEE
+
+    def __post_init__(self) -> None:
+        _dtype_of(self)  # which refuses what none holds
+
+    @property
+    def specials(self) -> Specials:
+        """What the all-ones exponent stands for."""
+        if (self.exponent, self.mantissa) == (4, 3):
+            return Specials.NAN
+        return Specials.IEEE if self.bits >= 8 else Specials.NONE
 
     @property
     def bits(self) -> int:
@@ -106,7 +124,7 @@ class FloatFormat:
 
     @property
     def dtype(self) -> torch.dtype:
-        return _FLOAT_DTYPES[self]
+        return _dtype_of(self)
 
     @property
     def needs_scale(self) -> bool:
@@ -140,7 +158,29 @@ class FloatFormat:
         return x.add_(shift).sub_(shift)
 
     def __str__(self) -> str:
-        return _FLOAT_NAMES.get(self) or f"fp{self.bits}_e{self.exponent}m{self.mantissa}"
+        name = f"fp{self.bits}_e{self.exponent}m{self.mantissa}"
+        return _SHORT_NAMES.get(name, name)
+
+
+@functools.cache
+def _dtype_of(fmt: FloatFormat) -> torch.dtype:
+    """Return the torch dtype that holds the values of a format."""
+    if str(fmt) in _WIDE:
+        return _WIDE[str(fmt)]
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        wider = torch.finfo(dtype)
+        mantissa = -int(math.log2(wider.eps))
+        smallest = math.log2(wider.smallest_normal) - mantissa
+        if fmt.mantissa <= mantissa and fmt.max <= wider.max and fmt.min_exponent - fmt.mantissa >= smallest:
+            return dtype
+    raise ConfigError(
+        f"no torch dtype holds the values of {fmt}: choose fp16, bf16, or a float with values of fp8_e4m3 (3 bits of "
+        "mantissa, 2**-9 to 448) or fp8_e5m2 (2 bits, 2**-16 to 57344)"
+    )
+
+
+_SHORT_NAMES = {"fp16_e5m10": "fp16", "fp16_e8m7": "bf16"}
+_WIDE = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 Format = IntFormat | FloatFormat
@@ -151,20 +191,11 @@ UINT2, UINT3, UINT4, UINT5, UINT6, UINT7, UINT8, UINT16, UINT32 = (IntFormat(bit
 SM3, SM5, SM8 = (IntFormat(bits, sign_magnitude=True) for bits in (3, 5, 8))
 FP16 = FloatFormat(5, 10)
 BF16 = FloatFormat(8, 7)
-FP8_E4M3 = FloatFormat(4, 3, Specials.NAN)
+FP8_E4M3 = FloatFormat(4, 3)
 FP8_E5M2 = FloatFormat(5, 2)
-FP6_E3M2 = FloatFormat(3, 2, Specials.NONE)
-FP6_E2M3 = FloatFormat(2, 3, Specials.NONE)
-FP4_E2M1 = FloatFormat(2, 1, Specials.NONE)
-
-_FLOAT_NAMES = {FP16: "fp16", BF16: "bf16"}
-_FLOAT_DTYPES = {
-    FP16: torch.float16,
-    BF16: torch.bfloat16,
-    FP8_E4M3: torch.float8_e4m3fn,
-    FP8_E5M2: torch.float8_e5m2,
-    **dict.fromkeys((FP6_E3M2, FP6_E2M3, FP4_E2M1), torch.float8_e4m3fn),
-}
+FP6_E3M2 = FloatFormat(3, 2)
+FP6_E2M3 = FloatFormat(2, 3)
+FP4_E2M1 = FloatFormat(2, 1)
 
 FORMATS: dict[str, Format] = {
     str(fmt): fmt
@@ -174,7 +205,8 @@ FORMATS: dict[str, Format] = {
         *(FP16, BF16, FP8_E4M3, FP8_E5M2, FP6_E3M2, FP6_E2M3, FP4_E2M1),
     )
 }
-"""Every named format, by its name in configurations and graphs."""
+"""The formats this package uses, by their names in configurations and graphs. Others have names that say what they are,
+as `int12` and `fp7_e3m3`."""
 
 
 LONG_NAMES = {"float16": "fp16", "bfloat16": "bf16"}
@@ -184,7 +216,7 @@ LONG_NAMES = {"float16": "fp16", "bfloat16": "bf16"}
 def has_onnx_type(fmt: Format) -> bool:
     """Tell whether quantizers of ONNX have a type for the codes."""
     if isinstance(fmt, FloatFormat):
-        return fmt.bits >= 8
+        return fmt in (FP16, BF16, FP8_E4M3, FP8_E5M2)
     return fmt.bits in (2, 4, 8, 16, 32) and not fmt.sign_magnitude
 
 
@@ -212,13 +244,35 @@ def activation_container(fmt: Format) -> Format:
 def parse_format(name: str) -> Format:
     """Return the format called `name`, as printed by `str(format)` or, of 16-bit floats, as torch names it.
 
+    >>> parse_format("uint12"), parse_format("fp5_e2m2").max
+    (IntFormat(bits=12, signed=False, sign_magnitude=False), 7.0)
+
     Raises:
-        ConfigError: if there is none; the message lists those that exist.
+        ConfigError: if there is none; the message says which there are.
     """
     name = LONG_NAMES.get(name, name)
-    if name not in FORMATS:
-        raise ConfigError(f"unknown number format {name!r}; choose one of {', '.join(FORMATS)}{nearest(name, FORMATS)}")
-    return FORMATS[name]
+    fmt = FORMATS.get(name) or _described(name)
+    if fmt is None:
+        raise ConfigError(
+            f"unknown number format {name!r}; choose one of {', '.join(FORMATS)}, or another size as int12 or "
+            f"fp7_e3m3{nearest(name, FORMATS)}"
+        )
+    return fmt
+
+
+_INT_NAME = re.compile(r"(int|uint|sm)([1-9]\d?)")
+_FLOAT_NAME = re.compile(r"fp([1-9]\d?)_e(\d)m(\d\d?)")
+
+
+@functools.cache
+def _described(name: str) -> Format | None:
+    """Return the format whose parts the name gives."""
+    if found := _INT_NAME.fullmatch(name):
+        return IntFormat(int(found[2]), signed=found[1] != "uint", sign_magnitude=found[1] == "sm")
+    if found := _FLOAT_NAME.fullmatch(name):
+        bits, exponent, mantissa = map(int, found.groups())
+        return FloatFormat(exponent, mantissa) if bits == 1 + exponent + mantissa else None
+    return None
 
 
 for _format in (IntFormat, FloatFormat):

@@ -71,7 +71,7 @@ def _codes(
 
 
 @quantize.register_fake
-def _(
+def _quantized(
     x: Tensor, scale: Tensor, zero_point: Tensor, format: str, axis: int | None = None, block_size: int = 0
 ) -> Tensor:
     return torch.empty_like(x, dtype=parse_format(format).dtype)
@@ -104,7 +104,7 @@ def dequantize(
 
 
 @dequantize.register_fake
-def _(
+def _dequantized(
     codes: Tensor,
     scale: Tensor,
     zero_point: Tensor,
@@ -394,7 +394,14 @@ def _nonzero(scale: Tensor) -> Tensor:
     return torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
 
 
+SHAPES: dict[Any, Any] = {
+    torch.ops.quark_fx.quantize.default: _quantized,
+    torch.ops.quark_fx.dequantize.default: _dequantized,
+}
+"""What makes an empty result of an operator, in a third of the time that a call with fake tensors takes."""
+
 __all__ = [
+    "SHAPES",
     "dequantize",
     "dynamic_qparams",
     "encode",

@@ -54,6 +54,11 @@ class Adjusted(Observer):
             return other if self.seen is None else self
         return replace(self, seen=self.seen.merge(other.seen))
 
+    def reading(self, seen: Observer) -> Self | None:
+        """Change the range that the observer finds in what another one saw."""
+        inner = self.observer.reading(seen.seen or seen.observer if isinstance(seen, Adjusted) else seen)
+        return None if inner is None else replace(self, seen=inner)
+
     def range(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
         low, high = (bound.double() * self.ratio for bound in (self.seen or self.observer).range(scheme))
         if scheme.symmetric:

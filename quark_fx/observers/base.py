@@ -55,7 +55,7 @@ class Observer(ABC):
     def observe(self, x: Tensor) -> Self:
         """Return the observer after it saw `x`, shape `(channels, values)`, floating point, any device.
 
-        Never synchronises the device and never writes into `x`; `values` may differ between calls.
+        Never synchronizes the device and never writes into `x`; `values` may differ between calls.
         """
 
     @abstractmethod
@@ -77,6 +77,13 @@ class Observer(ABC):
             return affine_qparams(low, high, scheme)
         except ValueError as error:
             raise ValueError(f"{error} (observer {type(self).__name__})") from None
+
+    def reading(self, seen: Observer) -> Self | None:
+        """Return this observer as if it had seen what `seen` saw; `None` if `seen` does not hold all that it needs.
+
+        Observers that fold values alike share one fold: by default those of the same class and options.
+        """
+        return seen if type(seen) is type(self) and seen == self else None
 
     def of_constant(self, x: Tensor, scheme: Scheme) -> QParams:
         """Return the parameters of a tensor that is known as a whole, shapes as `observe` and `qparams` have them."""

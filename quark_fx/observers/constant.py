@@ -65,13 +65,13 @@ def _best_share(x: Tensor, scheme: Scheme, thresholds: _Thresholds, best: Tensor
         return best
     most = _WIDEST if isinstance(scheme.format, FloatFormat) else 1.0
     for width, count in _SIXTEENTHS:
-        centre = best
+        center = best
         for step in range(-count, count + 1):
-            share = centre + width * step / count
-            usable = (share > 0) & (share <= most) & (share != centre)
+            share = center + width * step / count
+            usable = (share > 0) & (share <= most) & (share != center)
             if not bool(usable.any()):
                 continue
-            found = _squared_error(x, scheme, *thresholds(torch.where(usable, share, centre)))
+            found = _squared_error(x, scheme, *thresholds(torch.where(usable, share, center)))
             better = usable & (found < error)
             best, error = torch.where(better, share, best), torch.where(better, found, error)
     return best

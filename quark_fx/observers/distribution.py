@@ -56,8 +56,8 @@ class Distribution(HistogramObserver):
         if not isinstance(scheme.format, FloatFormat) or not scheme.format.needs_scale:
             raise ValueError(f"a distribution is fitted to floats of 4 to 8 bits, not to {scheme.format}")
         bins = self.collected()
-        # The peer's centres, roots and squares are float32, its sums are not.
-        values = bins.centres if self.grid == "dyadic" else bins.centres.float()
+        # The peer's centers, roots and squares are float32, its sums are not.
+        values = bins.centers if self.grid == "dyadic" else bins.centers.float()
         if self.scenario == "p3":
             values = values.sign() * values.abs().pow(1 / 3)
         share = bins.counts / bins.counts.sum(1, keepdim=True)

@@ -1,6 +1,6 @@
 """The histogram every reading shares: bins whose width is a power of two.
 
-The width is `2**exponent` with the smallest exponent at which all data fits. When the range grows, neighbouring
+The width is `2**exponent` with the smallest exponent at which all data fits. When the range grows, neighboring
 bins join in pairs, which is exact: the histogram is a function of the values alone, whatever their order, their
 batches or the machine that saw them.
 """
@@ -43,7 +43,7 @@ class Histogram(NamedTuple):
     def of(
         cls, x: Tensor, bins: int, *, skip_zeros: bool = False, sums: bool = False, coarse: Tensor | None = None
     ) -> Histogram:
-        """Count `x`, shape `(channels, values)`, without synchronising its device.
+        """Count `x`, shape `(channels, values)`, without synchronizing its device.
 
         Args:
             x: floating point.
@@ -95,7 +95,7 @@ class Bins(NamedTuple):
     counts: Tensor
 
     @property
-    def centres(self) -> Tensor:
+    def centers(self) -> Tensor:
         return (self.edges[:, 1:] + self.edges[:, :-1]) / 2
 
 

@@ -23,7 +23,7 @@ _GROWTH = 1.01
 class Hqq(MinMax):
     """For asymmetric weights: scale and zero point of half-quadratic quantization.
 
-    It minimises the sum of `|w - q(w)| ** norm`, which forgives outliers, by turns: errors are shrunk, then scale and
+    It minimizes the sum of `|w - q(w)| ** norm`, which forgives outliers, by turns: errors are shrunk, then scale and
     zero point are those that fit the rest in the least squares. The paper fits the zero point alone and keeps it as a
     real number; here it is rounded, as files hold it, which the scale makes up for. What is best on the way is kept.
 

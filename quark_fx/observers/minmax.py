@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quark_fx.numbers.qparams import Scheme
 from quark_fx.observers.base import Observer, finite_range, observer, state
+from quark_fx.observers.reading import HistogramObserver
 from quark_fx.system.options import Interval
 
 
@@ -52,6 +53,17 @@ class MinMax(Observer):
         if other.low is None or other.high is None:
             return self
         return replace(self, low=torch.minimum(self.low, other.low), high=torch.maximum(self.high, other.high))
+
+    def reading(self, seen: Observer) -> Self | None:
+        """Read the extremes that a histogram on the dyadic grid has beside its counts, or those of another `MinMax`."""
+        if type(self).observe is not MinMax.observe:
+            return super().reading(seen)
+        if isinstance(seen, MinMax) and type(seen).observe is MinMax.observe:
+            return replace(self, low=seen.low, high=seen.high)
+        if not (isinstance(seen, HistogramObserver) and seen.grid == "dyadic" and seen.counts_as_all):
+            return None
+        extremes = seen.histogram
+        return self if extremes is None else replace(self, low=extremes.low, high=extremes.high)
 
     def range(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
         return finite_range(self.low, self.high)

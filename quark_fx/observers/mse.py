@@ -23,7 +23,7 @@ class Mse(HistogramObserver):
     """The clipping thresholds with the smallest mean squared error.
 
     Every `stride`-th bin from `start_bin` on is a candidate: its outer edge on the dyadic grid, whose last one is
-    the exact extreme, its centre on a peer's. A symmetric scheme tries them all. An asymmetric one first shrinks
+    the exact extreme, its center on a peer's. A symmetric scheme tries them all. An asymmetric one first shrinks
     the whole range, then tries every candidate for the upper end, then every one for the lower.
 
     Raises:
@@ -63,9 +63,9 @@ class Mse(HistogramObserver):
         if self.grid == "dyadic":
             outer = bins.edges[:, self.bins + 1 :][:, self.start_bin :: self.stride]
             return torch.cat((torch.minimum(outer, largest), largest), dim=1)
-        positive = bins.centres.shape[1] // 2 if self.grid == "onnxruntime" else 0
-        centres = bins.centres[:, positive:][:, self.start_bin :: self.stride]
-        return torch.where(centres > 0, torch.minimum(centres, largest), largest)
+        positive = bins.centers.shape[1] // 2 if self.grid == "onnxruntime" else 0
+        centers = bins.centers[:, positive:][:, self.start_bin :: self.stride]
+        return torch.where(centers > 0, torch.minimum(centers, largest), largest)
 
 
 @observer

@@ -78,7 +78,7 @@ class PowerOfTwoMinMse(Observer):
             of an asymmetric format those between the percentiles that leave out half of the rest on each side.
         percentile: for that mode; resolved to a bin.
         offsets: distances to try, in order; `(-2, -1, 0, 1, 2)` is Quark's for PyTorch.
-        bins: 0 for the exact error; otherwise the error of the centres of so many bins, as Quark 0.13 has it with
+        bins: 0 for the exact error; otherwise the error of the centers of so many bins, as Quark 0.13 has it with
             2048, symmetric formats only. Its grid is fixed by the first batch.
         vote: the format the batches of `"most_common"` vote for.
         vote_symmetry: its symmetry, `"symmetric"` or `"symmetric_full"`.
@@ -164,7 +164,7 @@ class PowerOfTwoMinMse(Observer):
             magnitudes = histogram.bins(absolute=True)
             last = _bin_of(magnitudes.counts, self.percentile / 100, torch.floor)
             limit = magnitudes.edges.gather(1, last + 1)
-            return bins.centres.abs() < limit
+            return bins.centers.abs() < limit
         cut = (100 - self.percentile) / 2
         first = _bin_of(bins.counts, cut / 100, torch.ceil)
         last = _bin_of(bins.counts, (100 - cut) / 100, torch.floor)
@@ -211,7 +211,7 @@ def _outermost(counts: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
 def _search(
     moments: Moments, low: Tensor, high: Tensor, scheme: Scheme, offsets: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Return the best exponent and the zero point, int32 `(channels,)`, without synchronising a symmetric search."""
+    """Return the best exponent and the zero point, int32 `(channels,)`, without synchronizing a symmetric search."""
     start, zero_point = nearest_exponent(low, high, scheme)
     tried = torch.stack([start - offset for offset in offsets], 1).clamp(-126, 127)
     qparams = QParams(power_of_two(tried), zero_point[:, None].expand_as(tried))

@@ -57,6 +57,13 @@ class HistogramObserver(Observer):
             return self
         return replace(self, histogram=self.histogram.merge(other.histogram))  # type: ignore[arg-type]
 
+    def reading(self, seen: Observer) -> Self | None:
+        """Read the histogram that another reading collected, if it has the same bins."""
+        if not (isinstance(seen, HistogramObserver) and self.counts_as_all and seen.counts_as_all):
+            return super().reading(seen)
+        same = (self.bins, self.grid, self.skip_zeros) == (seen.bins, seen.grid, seen.skip_zeros)
+        return replace(self, histogram=seen.histogram) if same else None
+
     def range(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
         histogram = self.histogram
         low, high = finite_range(*((None, None) if histogram is None else (histogram.low, histogram.high)))
@@ -69,6 +76,11 @@ class HistogramObserver(Observer):
     @abstractmethod
     def read(self, low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
         """Return the range the histogram suggests; `low` and `high` are the exact extremes, `(channels,)`."""
+
+    @property
+    def counts_as_all(self) -> bool:
+        """Whether no subclass changed how values are counted."""
+        return type(self).observe is HistogramObserver.observe
 
     @property
     def absolute(self) -> bool:

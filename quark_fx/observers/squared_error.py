@@ -19,7 +19,7 @@ def best_range(bins: Bins, low: Tensor, high: Tensor, scheme: Scheme) -> tuple[T
     """Return the first pair with the smallest squared error in each row.
 
     Args:
-        bins: `(channels, n)` bins; each stands for its centre.
+        bins: `(channels, n)` bins; each stands for its center.
         low: candidates `(channels, k)` or `(channels, 1)`.
         high: candidates likewise.
         scheme: what they will be quantized to.
@@ -50,10 +50,10 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, bins: Bins, sums: Tensor | None = None) -> Moments:
-        """Sum up the bins, each value standing at its bin's centre unless `sums` gives the values' sums."""
+        """Sum up the bins, each value standing at its bin's center unless `sums` gives the values' sums."""
         start, width = bins.edges[:, :1], (bins.edges[:, -1:] - bins.edges[:, :1]) / bins.counts.shape[1]
         if sums is None:
-            first, second = bins.counts * bins.centres, bins.counts * bins.centres**2
+            first, second = bins.counts * bins.centers, bins.counts * bins.centers**2
         else:
             first, second = sums, sums**2 / bins.counts.clamp(min=1) + bins.counts * width**2 / 12
         count, first, second = (
@@ -75,7 +75,7 @@ def squared_error(moments: Moments, qparams: QParams, scheme: Scheme) -> Tensor:
     room = count.shape[1] - 1
 
     def below(edge: Tensor) -> Tensor:
-        """The number of bins whose centre lies below `edge`, `(channels, any)`."""
+        """The number of bins whose center lies below `edge`, `(channels, any)`."""
         return ((edge - start) / width).sub_(0.5).ceil_().clamp_(0, room).long()
 
     if _level_count(scheme) > room:

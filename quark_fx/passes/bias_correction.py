@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.engine.context import Context
-from quark_fx.engine.quantized_weights import QuantizedWeight
+from quark_fx.engine.quantized_weights import QuantizedWeight, StoredBias
 from quark_fx.engine.sizes import Need, Sizes
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import is_parameter, named_nodes, parameter, set_parameter, target_name, tensor_of
@@ -63,8 +63,8 @@ class BiasCorrection(Solver):
         """Correct the biases of `gm`; return how many changed."""
         if self.means is Means.EMPIRICAL:
             return super().__call__(gm, context)
-        for weight in own_biases(gm, context, self):
-            _correct_analytically(gm, weight, context)
+        for weight, bias in own_biases(gm, context, self):
+            _correct_analytically(gm, weight, bias, context)
         return sum(change.changed for change in context.changes)
 
     def needs(self, sizes: Sizes) -> Need:
@@ -72,8 +72,7 @@ class BiasCorrection(Solver):
         return super().needs(sizes) if self.means is Means.EMPIRICAL else Need()
 
 
-def _correct_analytically(gm: GraphModule, weight: QuantizedWeight, context: Context) -> None:
-    assert context.float_graph is not None
+def _correct_analytically(gm: GraphModule, weight: QuantizedWeight, bias: StoredBias, context: Context) -> None:
     node = named_nodes(context.float_graph)[weight.node.name]
     linear = weight.linear.at(node)
     mean = _expected_input(context.float_graph, linear)
@@ -83,7 +82,7 @@ def _correct_analytically(gm: GraphModule, weight: QuantizedWeight, context: Con
         reason = "no batch norm (and at most a clamp) before it" if mean is None else "its response is not constant"
         context.note(Change(weight.name, f"skipped: {reason}", changed=False))
         return
-    for name, value in weight.bias_tensors(gm, weight.bias_value(gm) + shift).items():
+    for name, value in bias.tensors(gm, bias.value(gm) + shift).items():
         set_parameter(gm, name, value)
     context.note(Change(weight.name, f"corrected by up to {float(shift.abs().max()):.3g}"))
 

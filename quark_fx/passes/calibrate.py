@@ -7,7 +7,6 @@ from torch.fx import GraphModule
 from quark_fx.engine.calibration import (
     histograms_of,
     observe_batches,
-    planned,
     read_observers,
     remove_watches,
     watches_in,
@@ -20,7 +19,7 @@ from quark_fx.graph.pass_manager import Stage, graph_pass
 def calibrate(gm: GraphModule, context: Context) -> int:
     """Run the calibration data, read scales off the observers, take these out, and return how many there were.
 
-    Where nothing is observed, no data is read.
+    Where nothing is observed, or what is was seen before (`Session`), no data is read.
 
     Raises:
         CalibrationError: if there is no batch, a value is not finite, or an index beyond its table; the message
@@ -28,9 +27,9 @@ def calibrate(gm: GraphModule, context: Context) -> int:
     """
     watches = watches_in(gm)
     if watches:
-        found = planned(context)
+        found = context.planned
         observe_batches(gm, context)
-        found.values = read_observers(gm, found.plan)
+        found.values = read_observers(gm, found.plan, context.known)
         context.histograms = histograms_of(gm, found.values)
         remove_watches(gm, watches)
     return len(watches)

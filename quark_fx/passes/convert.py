@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.config.quant_config import TensorSpec
-from quark_fx.engine.calibration import planned, watches_in
+from quark_fx.engine.calibration import watches_in
 from quark_fx.engine.context import Context
 from quark_fx.errors import PassError
 from quark_fx.graph.nodes import erase_dead
@@ -31,7 +31,7 @@ def convert(gm: GraphModule, context: Context) -> int:
         CalibrationError: if a weight is not finite; the message names it.
         PassError: if a pass in the place of `calibrate` left something to do.
     """
-    found = planned(context)
+    found = context.planned
     plan = found.plan
     missing = [source.name for source, spec in plan.observed if (source, spec) not in found.values]
     left = [call.all_input_nodes[0].name for call in watches_in(gm)]
@@ -44,10 +44,10 @@ def convert(gm: GraphModule, context: Context) -> int:
         )
     coded = (op for op in plan.operators if isinstance(op, Coded))
     scales = {op.node: scale for op in coded if (scale := _input_scale(op, plan, found.values)) is not None}
-    before = set(gm.graph.nodes)
+    before, known = set(gm.graph.nodes), None if context.known is None else context.known.weights
     with torch.no_grad():
         quantize_values(gm, plan, found.values)
-        context.rows = quantize_constants(gm, plan, scales, context.config.bias, found.constants)
+        context.rows = quantize_constants(gm, plan, scales, context.config.bias, found.constants, known)
     erase_dead(gm)
     for node in gm.graph.nodes:
         if node not in before:

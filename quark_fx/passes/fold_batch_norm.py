@@ -1,4 +1,4 @@
-"""Fold batch normalisation into the convolution or linear operator next to it."""
+"""Fold batch normalization into the convolution or linear operator next to it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fold_batch_norm(gm: GraphModule) -> int:
     bias`; legal if the batch norm is the operator's only reader and its channels are the output channels.
     After: `W' = W * g` along the input channels, `b' = b + W @ (bias - mean * g)`; legal if the operator
     is the batch norm's only reader and does not pad (a padded zero would have been shifted). A batch norm
-    with neither neighbour stays. An operator a batch norm after it went into keeps, as `node.meta["batch_norm"]`, the
+    with neither neighbor stays. An operator a batch norm after it went into keeps, as `node.meta["batch_norm"]`, the
     mean and the deviation of its output per channel: float32, shape `(channels,)`.
 
     Source:

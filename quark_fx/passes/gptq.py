@@ -40,7 +40,7 @@ class GPTQ(Solver):
 
     Source:
         Frantar et al. 2023 (GPTQ); for `asymmetry` the objective of Li et al. 2025 (GPTAQ) and Zhang et al. 2025
-        (Qronos), minimised column by column; for `guided` Kim et al. 2025 (GuidedQuant).
+        (Qronos), minimized column by column; for `guided` Kim et al. 2025 (GuidedQuant).
     """
 
     damping: Annotated[float, Interval("(0, 1]")] = 0.01

@@ -14,17 +14,15 @@ from quark_fx.plan.placement import plan_quantization, require_finite_floats
 def insert_observers(gm: GraphModule, context: Context) -> int:
     """Plan the quantization of `gm`, put an observer at every value with a static range, and return how many.
 
-    The plan goes to `context.calibrated`, a copy of the graph to `context.float_graph`.
+    The plan goes to `context.calibrated`, with a copy of the graph.
 
     Raises:
         CalibrationError: if a weight that stays in float is not finite.
     """
     plan = plan_quantization(gm, context.config)
     require_finite_floats(gm, plan.operators)
-    context.calibrated = Calibrated(plan)
-    context.plan = {op.node.name: op for op in plan.operators}
-    context.float_graph = copy_graph(gm)
-    return len(insert_watches(gm, [(source, Watch(spec)) for source, spec in plan.observed]))
+    context.calibrated = Calibrated(plan, copy_graph(gm, lazy=True))
+    return len(insert_watches(gm, [(source, Watch(spec, dim)) for (source, spec), dim in plan.observed.items()]))
 
 
 __all__ = ["insert_observers"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -19,9 +20,9 @@ from quark_fx.numbers.formats import INT32, IntFormat
 from quark_fx.numbers.qparams import QParams, ScaleType
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.plan.pair_sums import PairBound
-from quark_fx.plan.placement import Coded, Plan, PlannedOperator, Quantized
+from quark_fx.plan.placement import Attending, Coded, Plan, PlannedOperator, Quantized
 from quark_fx.plan.report import Row
-from quark_fx.plan.weights import quantize_tensor, rescale_zeros
+from quark_fx.plan.weights import RoundedWeight, observe_tensor, quantize_tensor, rescale_zeros
 from quark_fx.system.memory import give_back
 
 ops = torch.ops.quark_fx
@@ -33,6 +34,7 @@ def quantize_constants(
     input_scales: Mapping[Node, Tensor],
     bias: TensorSpec | None,
     settled: Mapping[tuple[Node, Node], QParams] = MappingProxyType({}),
+    known: MutableMapping[tuple[str, str], RoundedWeight] | None = None,
 ) -> list[Row]:
     """Replace the weights and biases of the plan's operators by codes behind a `dequantize`.
 
@@ -46,6 +48,7 @@ def quantize_constants(
         input_scales: static scale, shape `()`, of the operators whose activation has one.
         bias: spec of the biases, `None` keeps them in float.
         settled: parameters of weights and biases that are known already, by operator and constant.
+        known: weights as they were rounded before, by the names of operator and constant; what is rounded is put there.
 
     Returns:
         One report row per operator of the plan.
@@ -64,7 +67,8 @@ def quantize_constants(
             continue
         give_back()
         op = replace(op, pairs=op.pairs or pairs.get(str(op.weight_node)))
-        rows.append(_quantize_operator(gm, op, input_scales.get(op.node), bias, stored, joint.get(op.node), settled))
+        amax = joint.get(op.node)
+        rows.append(_quantize_operator(gm, op, input_scales.get(op.node), bias, stored, amax, settled, known))
     return rows
 
 
@@ -95,11 +99,12 @@ _Key = tuple[str, TensorSpec, float | None, PairBound | None]
 
 @dataclass(frozen=True)
 class _Stored:
-    """A quantized constant, its spec, and the nodes that read its codes, scale and zero point."""
+    """A quantized constant, its spec, the nodes that read its codes, scale and zero point, and a weight's SQNR, dB."""
 
     tensor: QuantizedTensor
     spec: TensorSpec
     nodes: list[Node]
+    sqnr: float = math.nan
 
 
 def _quantize_operator(
@@ -110,6 +115,7 @@ def _quantize_operator(
     stored: dict[_Key, _Stored],
     amax: Tensor | None,
     settled: Mapping[tuple[Node, Node], QParams],
+    known: MutableMapping[tuple[str, str], RoundedWeight] | None,
 ) -> Row:
     weight = parameter(gm, op.weight_node)
     bias_node = op.linear.bias if op.linear is not None and bias_spec is not None else None
@@ -122,14 +128,14 @@ def _quantize_operator(
         smallest = magnitude / (0.999 * INT32.qmax)
         free = magnitude / _BIAS_STEPS
 
-    known = settled.get((op.node, op.weight_node))
-    key = (str(op.weight_node.target), op.weight, None if known is None else float(known.scale), op.pairs)
+    given = settled.get((op.node, op.weight_node))
+    key = (str(op.weight_node.target), op.weight, None if given is None else float(given.scale), op.pairs)
     found = stored.get(key)
-    if found is None or not _suits(found, smallest, free if known is None else None):
-        quantized = _quantize_weight(op, weight, smallest, amax, known)
-        if free is not None and known is None:
-            quantized = rescale_zeros(quantized, free, op.weight.scale_type)
-        found = stored[key] = _store(gm, op.weight_node, quantized, op.weight)
+    if found is None or not _suits(found, smallest, free if given is None else None):
+        quantized, sqnr = _quantize_weight(op, weight.detach(), smallest, amax, given, known)
+        if free is not None and given is None:
+            quantized = rescale_zeros(quantized, free, op.weight.scale_type)  # which changes no value
+        found = stored[key] = replace(_store(gm, op.weight_node, quantized, op.weight), sqnr=sqnr)
     _use_weight(gm, op, found)
     if is_parameter(bias_node) and bias_spec is not None and op.input is not None:
         own = settled.get((op.node, bias_node))
@@ -143,7 +149,7 @@ def _quantize_operator(
         original=weight,
         quantized=found.tensor,
         spec=op.weight,
-        sqnr=found.tensor.sqnr(weight.detach()),
+        sqnr=found.sqnr,
     )
 
 
@@ -165,25 +171,39 @@ def _takes_int32_bias(gm: GraphModule, op: Coded, bias: TensorSpec) -> bool:
 def _quantize_weight(
     op: Coded,
     weight: Tensor,
-    smallest_scale: Tensor | None,
+    smallest: Tensor | None,
     amax: Tensor | None,
-    qparams: QParams | None,
-) -> QuantizedTensor:
+    given: QParams | None,
+    known: MutableMapping[tuple[str, str], RoundedWeight] | None,
+) -> tuple[QuantizedTensor, float]:
+    """Return the codes of a weight, and their SQNR in dB."""
+    key, spec, largest = (op.node.name, op.weight_node.name), op.weight, None if amax is None else float(amax)
+    last = known.get(key) if known is not None and given is None else None
+    if last is not None and last.is_of(spec, largest, op.pairs, smallest):
+        return last.copied(), last.sqnr
     try:
-        return quantize_tensor(
-            weight.detach(),
-            op.weight,
+        observed = None if given is not None or spec.is_cast else observe_tensor(weight, spec, op.linear, amax)
+        codes = quantize_tensor(
+            weight,
+            spec,
             linear=op.linear,
-            smallest_scale=smallest_scale,
+            smallest_scale=smallest,
             amax=amax,
-            qparams=qparams,
+            qparams=given,
             pairs=op.pairs,
+            observed=observed,
         )
     except ValueError as error:
         remedy = "exclude the operator" if is_finite(weight) else "mend the checkpoint"
         raise CalibrationError(
             f"weight {op.weight_node.target} of {describe(op.node)} cannot be quantized: {error}; {remedy}"
         ) from error
+    sqnr = codes.sqnr(weight)
+    if known is not None and observed is not None:
+        made = RoundedWeight(spec, largest, op.pairs, observed, codes, sqnr)
+        if made.is_of(spec, largest, op.pairs, smallest):
+            known[key] = replace(made, tensor=made.copied())
+    return codes, sqnr
 
 
 def _use_weight(gm: GraphModule, op: Coded, stored: _Stored) -> None:
@@ -279,7 +299,7 @@ def _embed(gm: GraphModule, node: Node, stored: _Stored) -> Node:
 
 def _float_row(gm: GraphModule, op: PlannedOperator) -> Row:
     if isinstance(op, Quantized):
-        return Row(name=op.name, kind=op.kind, activation=str(op.input))
+        return Row(name=op.name, kind=op.kind, activation=str(op.cache if isinstance(op, Attending) else op.input))
     weight = op.weight_node
     size = 0 if weight is None else parameter(gm, weight).nbytes
     name = "" if weight is None else str(weight.target)

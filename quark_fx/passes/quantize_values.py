@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from quark_fx.config.quant_config import TensorSpec
+from quark_fx.config.quant_config import Granularity, TensorSpec
 from quark_fx.graph.nodes import call, cast, get_attr, value_of
 from quark_fx.graph.operators import clamp_bounds
 from quark_fx.numbers.qparams import QParams
@@ -63,12 +63,22 @@ def _parameters(gm: GraphModule, point: Point, qparams: QParams, stored: list[No
     """Return nodes that read the point's scale and zero point, stored once for all points of a source."""
     if stored is None:
         name = f"{point.source.name}_quantizer"
-        tensors = {"scale": qparams.scale, "zero_point": qparams.zero_point}
-        return [get_attr(gm, f"{name}_{part}", tensor.reshape(())) for part, tensor in tensors.items()]
+        # Copied, as the fake value of a view takes that of its base as well.
+        shape = _scale_shape(gm, point)
+        tensors = {part: getattr(qparams, part).reshape(shape).clone() for part in ("scale", "zero_point")}
+        return [get_attr(gm, f"{name}_{part}", tensor) for part, tensor in tensors.items()]
     again = [gm.graph.get_attr(str(node.target)) for node in stored]
     for node, first in zip(again, stored, strict=True):
         node.meta["val"] = first.meta["val"]
     return again
+
+
+def _scale_shape(gm: GraphModule, point: Point) -> list[int]:
+    """Return the shape of a point's scale: none of one scale, else that of the value without samples and tokens."""
+    if point.spec.granularity is not Granularity.CHANNEL:
+        return []
+    sizes = value_of(gm, point.value).shape
+    return [1 if dim in (0, point.reduced) else int(size) for dim, size in enumerate(sizes)]
 
 
 def _static(gm: GraphModule, point: Point, qparams: QParams, parameters: list[Node], dtype: torch.dtype) -> Node:
@@ -83,14 +93,15 @@ def _static(gm: GraphModule, point: Point, qparams: QParams, parameters: list[No
         absorbed.insert(0, (clamp.name, clamp.meta.get("nn_module_stack") or {}))
         source = clamp.args[0]  # type: ignore[assignment]
         rounding = replace(rounding, low=max(low, rounding.low), high=min(high, rounding.high))
-    codes = call(gm, ops.quantize.default, source, *parameters, fmt, like=point.value)
+    layout = (None, 0) if point.spec.granularity is not Granularity.CHANNEL else (point.reduced, -1)
+    codes = call(gm, ops.quantize.default, source, *parameters, fmt, *layout, like=point.value)
     codes.meta |= {"rounding": rounding, "absorbed": tuple(absorbed)}
-    return call(gm, ops.dequantize.default, codes, *parameters, fmt, None, 0, dtype, like=point.value)
+    return call(gm, ops.dequantize.default, codes, *parameters, fmt, *layout, dtype, like=point.value)
 
 
 def _dynamic(gm: GraphModule, point: Point, dtype: torch.dtype) -> Node:
     value, rank = point.value, value_of(gm, point.value).dim()
-    measurement = point.spec.measurement(rank, rank - 1 if point.reduced is None else point.reduced)
+    measurement = point.spec.measurement(rank - 1 if point.reduced is None else point.reduced)
     measured = call(gm, ops.dynamic_qparams.default, value, *measurement, like=value)
     scale, zero_point = (_getitem(gm, measured, i) for i in (0, 1))
     fmt, _, axis, block, *_ = measurement

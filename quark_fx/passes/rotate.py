@@ -13,7 +13,9 @@ from quark_fx.config.selection import NOT_SELECTED, Named, Selective
 from quark_fx.engine.context import Context
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.pass_manager import Change, graph_pass
-from quark_fx.plan.placement import Quantized, names_of, plan_quantization
+from quark_fx.numbers.rotation import Rotation
+from quark_fx.plan.placement import Attending, Quantized, names_of, plan_quantization
+from quark_fx.rescale.rotated_keys import channels_of_keys, rotate_keys
 from quark_fx.rescale.rotation_sites import RotationSite, apply_rotation, find_rotation_sites
 from quark_fx.system.options import Interval
 
@@ -29,17 +31,22 @@ class Rotate(Selective):
     of an MLP, the model multiplies at run time, by two factors of a Kronecker product. The graph's function stays what
     it is, up to rounding. Needs no data.
 
+    Where keys are quantized (`QuantConfig.kv_cache`), they and the queries that multiply them are rotated head by head
+    at run time, behind rotary embeddings.
+
     Args:
         overhead: multiplications at run time that a rotation may take, as a share of those of the operators that read
-            the rotated value. 0 rotates only where weights absorb everything.
+            the rotated value. 0 rotates only where weights absorb everything, and no keys.
+        keys: rotate quantized keys, and their queries.
         seed: of the random signs.
 
     Source:
-        Ashkboos et al. 2024 (QuaRot), of which these are R1, R2 and R4; Chee et al. 2023 for why. LayerNorm is kept,
-        by matrices that keep means, instead of being replaced by RMSNorm.
+        Ashkboos et al. 2024 (QuaRot), of which these are R1, R2, R3 (keys) and R4; Chee et al. 2023 for why. LayerNorm
+        is kept, by matrices that keep means, instead of being replaced by RMSNorm.
     """
 
     overhead: Annotated[float, Interval("[0, inf)")] = 0.5
+    keys: bool = True
     seed: Annotated[int, Interval("[0, 2147483647]")] = 0
 
     def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
@@ -69,10 +76,27 @@ class Rotate(Selective):
                 what = _said(site, share)
             name = readers[0].name + f" and {len(readers) - 1} more" * (len(readers) > 1)
             note(Change(name, what, what.startswith("rotated")))
+        if self.keys and self.overhead > 0:
+            attending = [op for op in names.values() if isinstance(op, Attending)]
+            changes = [self._rotate_keys(gm, op, generator) for op in attending]
+            rotated += sum(change.changed for change in changes)
+            at_run_time += 2 * sum(change.changed for change in changes)
+            for change in changes:
+                note(change)
         if context is not None and at_run_time:
             context.remark = f"{at_run_time} values are rotated at run time"
         gm.recompile()
         return rotated
+
+    def _rotate_keys(self, gm: GraphModule, op: Attending, generator: torch.Generator) -> Change:
+        """Rotate the keys and queries of an attention, unless there is a reason not to."""
+        if not self.selects(op):
+            return Change(op.name, NOT_SELECTED, changed=False)
+        size = channels_of_keys(gm, op.attention)
+        if isinstance(size, str):
+            return Change(op.name, f"skipped: {size}", changed=False)
+        rotate_keys(gm, op.attention, Rotation.random(size, generator))
+        return Change(op.name, f"rotated queries and keys by a matrix of size {size}, at run time")
 
 
 def _names(gm: GraphModule, context: Context | None) -> Mapping[Node, Named]:

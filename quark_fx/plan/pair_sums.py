@@ -5,8 +5,9 @@ summed dimension and saturates the sum at 16 bits. Activation codes go up to 255
 is exact as long as their magnitudes add up to at most `32767 // 255 = 128`; a pair of opposite signs always is.
 
 ONNX Runtime lays the weight of a matrix product out by inputs, and that of a convolution by kernel position, then
-input channel, and pairs positions 2k and 2k+1. Unsigned weights, signed activations, depthwise convolutions and
-`ConvInteger` are summed in 32 bits there, and so is everything on processors with VNNI and on ARM.
+input channel, and pairs positions 2k and 2k+1. Signed activations are stored from 0 to 255 when it loads a file.
+Unsigned weights, activations measured as signed codes, depthwise convolutions and `ConvInteger` are summed in 32 bits
+there, and so is everything on processors with VNNI and on ARM.
 
 Source: Intel SDM, PMADDUBSW; kernels of ONNX Runtime's MLAS.
 """

@@ -21,9 +21,23 @@ from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
 from quark_fx.config.selection import matches
 from quark_fx.config.target import TARGETS
 from quark_fx.errors import CalibrationError, ConfigError
+from quark_fx.graph.attention import Attention, find_attentions, is_pointwise
 from quark_fx.graph.linear import Linear
-from quark_fx.graph.nodes import CAST, describe, is_finite, is_floating, is_parameter, parameter, target_name, value_of
+from quark_fx.graph.nodes import (
+    CAST,
+    describe,
+    is_finite,
+    is_floating,
+    is_parameter,
+    module_path,
+    output_node,
+    parameter,
+    static_size,
+    target_name,
+    value_of,
+)
 from quark_fx.graph.operators import (
+    ATTENTION,
     KINDS,
     MOVING,
     Operator,
@@ -88,7 +102,7 @@ class LeftInFloat(_Operator):
 
 @dataclass(frozen=True, kw_only=True)
 class Quantized(_Operator):
-    """An operator that is quantized: a product of activations, or `Coded`.
+    """An operator that is quantized: a product of activations, `Coded` or `Attending`.
 
     Attributes:
         row: its row in the operator table.
@@ -119,6 +133,19 @@ class Coded(Quantized):
     pairs: PairBound | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Attending(Quantized):
+    """An attention whose keys and values are quantized.
+
+    Attributes:
+        cache: spec of both.
+        attention: where they are.
+    """
+
+    cache: TensorSpec
+    attention: Attention
+
+
 PlannedOperator = LeftInFloat | Quantized
 """What a plan says of an operator."""
 
@@ -134,7 +161,9 @@ class Point:
         readers: the operator arguments that read the quantized value; `None` means every reader does,
             because the value is produced in integers.
         absorbed: clamps between the operator and `value` that saturation may replace.
-        reduced: dimension that its readers sum over, for a spec per group.
+        reduced: dimension that scales do not vary along, or in groups: that its readers sum over, for a spec per group;
+            of keys and values that of tokens for one per channel, and that of channels for any other unless it is the
+            last.
     """
 
     value: Node
@@ -176,10 +205,10 @@ class Plan:
     outputs: dict[Node, Node] = field(default_factory=dict)
 
     @property
-    def observed(self) -> dict[tuple[Node, TensorSpec], None]:
-        """The (source, spec) pairs that need an observer, in graph order of discovery."""
+    def observed(self) -> dict[tuple[Node, TensorSpec], int | None]:
+        """The (source, spec) pairs that need an observer, in graph order of discovery, with `Point.reduced`."""
         return {
-            (point.source, point.spec): None
+            (point.source, point.spec): point.reduced
             for point in self.points.values()
             if not point.spec.dynamic and not point.spec.is_cast
         }
@@ -191,7 +220,7 @@ def plan_quantization(gm: GraphModule, config: QuantConfig, *, quiet: bool = Fal
     Warns about patterns of the configuration that select nothing, with the nearest names, unless it is `quiet`: for
     plans that are made once more later.
     """
-    operators = list(_operators(gm, config))
+    operators = [*_operators(gm, config), *_attentions(gm, config)]
     if not quiet:
         _warn_unmatched(config, operators)
     placement = _Placement(gm, config, operators)
@@ -204,8 +233,7 @@ def module_name(node: Node, weight: Node | str | None = None) -> str:
     A module that calls an operator on the weight of one inside of it goes by the inner one's name. A weight is given by
     the node that reads it, or by its name.
     """
-    stack = node.meta.get("nn_module_stack") or {}
-    caller = next((path for path, _ in reversed(list(stack.values())) if path), "")
+    caller = module_path(node)
     if weight is None:
         return caller or node.name
     weight = str(weight.target) if isinstance(weight, Node) else weight
@@ -262,6 +290,44 @@ def _operators(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperator
                 yield LeftInFloat(node=node, name=name, kind=kind, weight_node=weight, reason=reason)
 
 
+def _attentions(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperator]:
+    """Yield what becomes of every attention, if the configuration quantizes keys and values of any."""
+    if not any(isinstance(spec, TensorSpec) for spec in (config.kv_cache, *(o.kv_cache for o in config.overrides))):
+        return
+    for attention in find_attentions(gm.graph):
+        name, kind = module_name(attention.node), ATTENTION.kind
+        spec = config.specs_for(name, kind).kv_cache
+        if pattern := config.excluded_by(name, kind):
+            reason = f"excluded by {pattern!r}"
+        elif spec is None:
+            reason = "the configuration keeps its keys and values in float"
+        else:
+            reason = attention.reason or _without_scales(attention, spec)
+        if spec is None or reason:
+            yield LeftInFloat(node=attention.node, name=name, kind=kind, reason=reason)
+        else:
+            yield Attending(
+                node=attention.node,
+                name=name,
+                kind=kind,
+                row=ATTENTION,
+                input=None,
+                output=None,
+                cache=spec,
+                attention=attention,
+            )
+
+
+def _without_scales(attention: Attention, spec: TensorSpec) -> str:
+    """Return why keys or values have no scales of a spec; empty if they have."""
+    for cached in attention.cached or ():
+        shape = cached.value.meta["val"].shape
+        sizes = [static_size(size) for d, size in enumerate(shape) if d not in (0, cached.tokens)]
+        if spec.granularity is Granularity.CHANNEL and None in sizes:
+            return f"heads and channels of {cached.value.name} vary in number; give it one scale: granularity='tensor'"
+    return ""
+
+
 def _leads_to_row(node: Node) -> bool:
     """Tell whether `node` is a weighted operator, or transposes a weight on its way to one."""
     row = operator_row(node)
@@ -307,7 +373,7 @@ def _coded(config: QuantConfig, op: Quantized, weight: TensorSpec, weight_node: 
             f"{op.name} is a convolution, whose tokens are not rows of the last dimension: give it "
             f"Override(pattern={op.name!r}, input=...) with granularity='tensor', or None"
         )
-    pairs = pair_bound(op.kind, linear, weight, op.input) if config.target.adds_pairs else None
+    pairs = pair_bound(op.kind, linear, weight, op.input) if config.target.limits_pairs else None
     return Coded(**vars(op), weight=weight, weight_node=weight_node, linear=linear, pairs=pairs)
 
 
@@ -371,7 +437,7 @@ def _is_router(node: Node) -> bool:
             # Which are the largest, not only how large they are.
             if name in _PLACES or (name in _CHOOSING and any(result.args[1] == 1 for result in user.users)):
                 return True
-            if user not in seen and (name in MOVING | _CASTS | _SQUASHING or _is_pointwise(user)):
+            if user not in seen and (name in MOVING | _CASTS | _SQUASHING or is_pointwise(user)):
                 seen.add(user)
                 pending.append(user)
     return False
@@ -381,10 +447,6 @@ _PLACES = frozenset({"aten.argmax.default", "aten.argsort.default", "aten.argsor
 
 _CHOOSING = frozenset({"aten.topk.default", "aten.max.dim", "aten.sort.default", "aten.sort.stable"})
 """What returns values and their places."""
-
-
-def _is_pointwise(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def _is_head(node: Node) -> bool:
@@ -498,10 +560,26 @@ class _Placement:
                 if isinstance(value, Node) and not is_parameter(value):
                     grouped = spec.granularity is Granularity.GROUP
                     yield node, value, spec, self._reduced(node, position, value) if grouped else None
+        for op in self.quantized.values():
+            if isinstance(op, Attending):
+                yield from self._cached_reads(op)
         for node, spec in self.arithmetic.items():
             for value in node.all_input_nodes:
                 if is_floating(self.gm, value) and not self._goes_on(value, node):
                     yield node, value, spec, None
+
+    def _cached_reads(self, op: Attending) -> Iterator[tuple[Node, Node, TensorSpec, int | None]]:
+        """Yield what `_reads` does of keys and values; a cache that the model returns holds them rounded as well."""
+        result = output_node(self.gm)
+        for cached in op.attention.cached or ():
+            if op.cache.granularity is Granularity.CHANNEL:
+                dim: int | None = cached.tokens
+            else:
+                last = cached.channels == value_of(self.gm, cached.value).dim() - 1
+                dim = None if last and op.cache.granularity is not Granularity.GROUP else cached.channels
+            readers = [cached.reader] + [result] * (result in cached.value.users)
+            for reader in readers:
+                yield reader, cached.value, op.cache, dim
 
     def _reduced(self, node: Node, position: int, value: Node) -> int:
         """Return the dimension of an activation that groups lie along."""

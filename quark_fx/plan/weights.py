@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -44,6 +44,66 @@ def _scale_bytes(tensor: QuantizedTensor, spec: TensorSpec) -> int:
     return count * spec.scale_type.bits // 8 + 4 * (spec.scale_type is ScaleType.FP8_E4M3)
 
 
+@dataclass(frozen=True)
+class Observed:
+    """How the values of a constant share scales, and what its observer found.
+
+    Attributes:
+        axis: of `quark_fx.numbers.ops`.
+        block: likewise.
+        qparams: before anything else limits them.
+    """
+
+    axis: int | None
+    block: int
+    qparams: QParams
+
+
+@dataclass(frozen=True)
+class RoundedWeight:
+    """A weight as a spec rounds it where nothing else limits its scales.
+
+    Attributes:
+        spec: of the weight.
+        amax: see `quantize_tensor`.
+        pairs: likewise.
+        observed: what its observer found.
+        tensor: codes and scales.
+        sqnr: of them, in dB.
+    """
+
+    spec: TensorSpec
+    amax: float | None
+    pairs: PairBound | None
+    observed: Observed
+    tensor: QuantizedTensor
+    sqnr: float
+
+    def is_of(self, spec: TensorSpec, amax: float | None, pairs: PairBound | None, smallest: Tensor | None) -> bool:
+        """Tell whether `quantize_tensor` makes the same of these arguments."""
+        if (self.spec, self.amax, self.pairs) != (spec, amax, pairs):
+            return False
+        found = self.observed.qparams
+        return smallest is None or torch.equal(_raise_scale(found, smallest, spec).scale, found.scale)
+
+    def copied(self) -> QuantizedTensor:
+        """Return the codes and scales in memory of their own."""
+        tensor = self.tensor
+        return replace(
+            tensor, codes=tensor.codes.clone(), scale=tensor.scale.clone(), zero_point=tensor.zero_point.clone()
+        )
+
+
+def observe_tensor(x: Tensor, spec: TensorSpec, linear: Linear | None = None, amax: Tensor | None = None) -> Observed:
+    """Return what the observer of a spec finds in a constant; arguments are those of `quantize_tensor`."""
+    outputs, inputs = (0, min(1, x.dim() - 1)) if linear is None else (linear.output_axis, linear.input_axis)
+    groups = 1 if linear is None else linear.output_groups
+    if groups > 1 and spec.granularity is Granularity.CHANNEL:
+        return Observed(*_channels_of_groups(x, spec, outputs, inputs, groups))
+    axis, block = _layout(x, spec, outputs, inputs, linear is not None and linear.stacked)
+    return Observed(axis, block, _observed(x, spec, axis, block, amax))
+
+
 def quantize_tensor(
     x: Tensor,
     spec: TensorSpec,
@@ -53,6 +113,7 @@ def quantize_tensor(
     amax: Tensor | None = None,
     qparams: QParams | None = None,
     pairs: PairBound | None = None,
+    observed: Observed | None = None,
 ) -> QuantizedTensor:
     """Quantize the constant `x`.
 
@@ -68,6 +129,7 @@ def quantize_tensor(
         qparams: what to use instead of what the observer finds, shaped by the granularity.
         pairs: of codes that must not saturate in 16 bits: what the observer finds is widened where that costs less
             than limiting codes, and the pairs that still exceed the limit are lowered to it.
+        observed: what `observe_tensor` returns, if it is known.
 
     Raises:
         ValueError: if `x` holds NaN or infinity.
@@ -78,14 +140,13 @@ def quantize_tensor(
         if not torch.isfinite(x.to(spec.format.dtype)).all():
             raise ValueError(f"it overflows {spec.format}, whose largest value is {spec.scheme.largest:.6g}")
         return QuantizedTensor.cast(x, spec.format)
-    outputs, inputs = (0, min(1, x.dim() - 1)) if linear is None else (linear.output_axis, linear.input_axis)
-    axis, block = _layout(x, spec, outputs, inputs, linear is not None and linear.stacked)
     settled = qparams is not None
-    groups = 1 if linear is None else linear.output_groups
-    if groups > 1 and spec.granularity is Granularity.CHANNEL and qparams is None:
-        axis, block, qparams = _channels_of_groups(x, spec, outputs, inputs, groups)
-    if qparams is None:
-        qparams = _observed(x, spec, axis, block, amax)
+    if qparams is not None:
+        outputs, inputs = (0, min(1, x.dim() - 1)) if linear is None else (linear.output_axis, linear.input_axis)
+        axis, block = _layout(x, spec, outputs, inputs, linear is not None and linear.stacked)
+    else:
+        found = observed or observe_tensor(x, spec, linear, amax)
+        axis, block, qparams = found.axis, found.block, found.qparams
     if smallest_scale is not None:
         qparams = _raise_scale(qparams, smallest_scale, spec)
     if pairs is not None and not settled and spec.scheme.symmetric and pairs.has_own_scales(x, qparams.scale, axis):
@@ -184,8 +245,7 @@ def _block_qparams(x: Tensor, observe: Callable[[Tensor], QParams], axis: int, b
 
 
 def _row_qparams(rows: Tensor, spec: TensorSpec, scheme: Scheme) -> QParams:
-    assert spec.observer is not None
-    return spec.observer.of_constant(rows, scheme)
+    return spec.new_observer.of_constant(rows, scheme)
 
 
 def _raise_scale(qparams: QParams, smallest: Tensor, spec: TensorSpec) -> QParams:

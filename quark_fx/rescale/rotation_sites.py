@@ -435,10 +435,10 @@ def apply_rotation(gm: GraphModule, site: RotationSite, rotation: Rotation) -> N
     for value in site.made:
         keep = back.get(value, set())
         after = [user for user in value.users if user not in keep]
-        _insert(gm, value, rotation, after)
+        insert_rotation(gm, value, rotation, after)
     for value, users in site.read:
         if value not in site.made:
-            _insert(gm, value, rotation.inverse, list(users))
+            insert_rotation(gm, value, rotation.inverse, list(users))
 
 
 def _mixed(weight: Tensor, *, absorber: Rotated, rotation: Rotation) -> Tensor:
@@ -477,7 +477,7 @@ def _replace(gm: GraphModule, node: Node, change: Callable[[Tensor], Tensor]) ->
     replace_parameter(gm, node, change(old.to(wide)).to(old.dtype))
 
 
-def _insert(gm: GraphModule, value: Node, rotation: Rotation, users: list[Node]) -> None:
+def insert_rotation(gm: GraphModule, value: Node, rotation: Rotation, users: list[Node]) -> None:
     """Insert a rotation between a value and some of its users."""
     if not users:
         return
@@ -495,4 +495,7 @@ def _insert(gm: GraphModule, value: Node, rotation: Rotation, users: list[Node])
         user.replace_input_with(value, rotated)
 
 
-__all__ = ["Folded", "Rotated", "RotationAnalysis", "RotationSite", "apply_rotation", "find_rotation_sites"]
+__all__ = [
+    *("Folded", "Rotated", "RotationAnalysis", "RotationSite"),
+    *("apply_rotation", "find_rotation_sites", "insert_rotation"),
+]

@@ -260,7 +260,7 @@ def given_bounds(node: Node) -> tuple[Any, Any] | None:
     return clamp_bounds(node)
 
 
-def _normalise(walk: Walk, node: Node, *, weight: int, bias: int | None, dims: int = 0) -> None:
+def _normalize(walk: Walk, node: Node, *, weight: int, bias: int | None, dims: int = 0) -> None:
     """A norm's factor and offset make its output; what it reads is not scaled.
 
     Args:
@@ -410,11 +410,11 @@ RULES: dict[str, Rule] = {
         ),
         _clamp,
     ),
-    "aten.layer_norm.default": partial(_normalise, weight=2, bias=3, dims=1),
-    "aten.rms_norm.default": partial(_normalise, weight=2, bias=None, dims=1),
-    "aten.group_norm.default": partial(_normalise, weight=2, bias=3),
-    "aten.batch_norm.default": partial(_normalise, weight=1, bias=2),
-    "aten.instance_norm.default": partial(_normalise, weight=1, bias=2),
+    "aten.layer_norm.default": partial(_normalize, weight=2, bias=3, dims=1),
+    "aten.rms_norm.default": partial(_normalize, weight=2, bias=None, dims=1),
+    "aten.group_norm.default": partial(_normalize, weight=2, bias=3),
+    "aten.batch_norm.default": partial(_normalize, weight=1, bias=2),
+    "aten.instance_norm.default": partial(_normalize, weight=1, bias=2),
     **dict.fromkeys(("aten.mean.dim", "aten.sum.dim_IntList", "aten.amax.default", "aten.amin.default"), reduce),
     **{
         f"aten.{pool}{d}d.default": partial(_spatial, dims=d)

@@ -198,7 +198,10 @@ def _round_piece(
 
 
 def _round_columns(columns: Sequence[Tensor], feedback: Tensor, grid: Grid, first: int, last: int) -> None:
-    """Round the columns from `first` to before `last`, which know of all before them."""
+    """Round the columns from `first` to before `last`, in place; errors of those before are in `columns[0]` already.
+
+    `columns[0]` holds what is to be rounded and, of columns that were, the error; `columns[1]` the weight, then codes.
+    """
     wanted = columns[0]
     round_run, longest = _runs(wanted)
     if last - first > longest:

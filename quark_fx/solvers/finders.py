@@ -1,4 +1,4 @@
-"""What of a graph a solver may choose, block by block; what it may not is noted with the reason."""
+"""Which parts of a graph a solver may choose, block by block; for the others the reason is noted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from quark_fx.config.selection import NOT_SELECTED, Selective
 from quark_fx.engine.block_walk import BlockRun
 from quark_fx.engine.context import Context
 from quark_fx.engine.quantized_activations import quantized_activations
-from quark_fx.engine.quantized_weights import QuantizedWeight, own_weights, quantized_weights, shared_tensors
+from quark_fx.engine.quantized_weights import (
+    QuantizedWeight,
+    StoredBias,
+    own_weights,
+    quantized_weights,
+    shared_tensors,
+)
 from quark_fx.graph.nodes import named_nodes
 from quark_fx.graph.pass_manager import Change
 from quark_fx.numbers.qparams import ScaleType
@@ -50,28 +56,28 @@ def _weights(gm: GraphModule, context: Context, chooser: Selective) -> Find:
     return find
 
 
-def own_biases(gm: GraphModule, context: Context, chooser: Selective) -> list[QuantizedWeight]:
-    """Return the selected operators with a stored bias that no other operator adds; note the others."""
+def own_biases(gm: GraphModule, context: Context, chooser: Selective) -> list[tuple[QuantizedWeight, StoredBias]]:
+    """Return the selected operators with a stored bias that no other operator adds, and it; note the others."""
     shared, found = shared_tensors(gm), []
     for weight in quantized_weights(gm, context.plan):
         if not chooser.selects(weight.operator):
             context.note(Change(weight.name, NOT_SELECTED, changed=False))
-        elif weight.bias is None:
+        elif (bias := weight.bias) is None:
             context.note(Change(weight.name, "skipped: it has no bias that is stored", changed=False))
-        elif weight.bias_name in shared:
+        elif bias.name in shared:
             context.note(Change(weight.name, "skipped: several operators add its bias", changed=False))
         else:
-            found.append(weight)
+            found.append((weight, bias))
     return found
 
 
 def _biases(gm: GraphModule, context: Context, chooser: Selective) -> Find:
-    nodes = {weight.node.name for weight in own_biases(gm, context, chooser)}
+    nodes = {weight.node.name for weight, _ in own_biases(gm, context, chooser)}
 
     def find(run: BlockRun) -> Iterator[Sequence[Place]]:
         for weight in quantized_weights(run.module, context.plan):
-            if weight.node.name in nodes:
-                yield (BiasPlace(run, weight),)
+            if weight.node.name in nodes and weight.bias is not None:
+                yield (BiasPlace(run, weight, weight.bias),)
 
     return find
 

@@ -1,4 +1,4 @@
-"""The Hessian of an operator's squared error: the sum of `x x'` over what enters it."""
+"""Half the Hessian of an operator's squared error: the sum of `x x'` over what enters it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where what a solver chooses is stored, and the data it can be chosen from."""
+"""Where a solver's result is stored, and the data it can be chosen from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quark_fx.engine.block_walk import BlockRun, running
 from quark_fx.engine.blocks import extract
 from quark_fx.engine.context import Context
 from quark_fx.engine.quantized_activations import QuantizedActivation
-from quark_fx.engine.quantized_weights import QuantizedWeight
+from quark_fx.engine.quantized_weights import QuantizedWeight, StoredBias
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import named_nodes, placeholders
 from quark_fx.solvers.hessian import without_padding
@@ -89,14 +89,16 @@ class OperatorPlace(Place):
 class BiasPlace(OperatorPlace):
     """The bias of an operator, which no other operator adds."""
 
+    bias: StoredBias
+
     @property
     def now(self) -> Bias:
         """The bias it adds."""
-        return Bias(self.name, self.weight.bias_value(self.run.module))
+        return Bias(self.name, self.bias.value(self.run.module))
 
     def tensors(self, new: Bias) -> dict[str, Tensor]:
         """Return the bias, in int32 if it is stored so; what does not fit saturates."""
-        return self.weight.bias_tensors(self.run.module, new.value)
+        return self.bias.tensors(self.run.module, new.value)
 
     def changed(self, new: Bias) -> list[str]:
         """Say that it is."""

@@ -1,4 +1,4 @@
-"""The quantized operators of a block that multiply the same rows."""
+"""The quantized operators of a block that read the same input."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Part(OperatorPlace):
         weight, old, found = self.weight, self.weight.stored(self.run.module), dict[str, Tensor]()
         if new.stored.scale is not old.scale:
             found[weight.scale_name] = new.stored.scale
-            if weight.bias_scale_follows:
-                found |= weight.bias_at(self.run.module, new.stored.scale / old.scale)
+            if (bias := weight.int32_bias) is not None:
+                found |= bias.rescaled(self.run.module, new.stored.scale / old.scale)
         if new.stored.codes is not old.codes:
             found[weight.codes] = new.stored.codes
         return found

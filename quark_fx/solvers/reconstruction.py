@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from quark_fx.engine.block_walk import BlockRun
 from quark_fx.engine.context import Context
 from quark_fx.engine.quantized_activations import biases_at, scale_limits
-from quark_fx.engine.quantized_weights import QuantizedWeight, share_changed
+from quark_fx.engine.quantized_weights import QuantizedWeight, StoredBias, share_changed
 from quark_fx.graph.nodes import tensor_of
 from quark_fx.graph.pass_manager import Change
 from quark_fx.numbers.grid import Grid
@@ -99,7 +99,8 @@ class Reconstruction:
             parts = {
                 "scales": not torch.equal(original[weight.scale_name], now[weight.scale_name]),
                 # Where they are not learned, biases are at most rounded anew, to scales that are.
-                "bias": self._learns_bias(weight) and not torch.equal(original[weight.name], now[weight.name]),
+                "bias": self._learned_bias(weight) is not None
+                and not torch.equal(original[weight.name], now[weight.name]),
                 f"{count} activation scale{'s' * (count > 1)}": count > 0,
             }
             others = [what for what, changed in parts.items() if changed]
@@ -112,10 +113,11 @@ class Reconstruction:
         """Return what may be learned, as it is stored now: codes and scales by name, values of biases by module."""
         names = [name for weight in self.weights for name in (weight.codes, weight.scale_name)]
         tensors = {name: tensor_of(self.run.module, name) for name in (*names, *self.scales)}
-        return tensors | {w.name: w.bias_value(self.run.module) for w in self.weights if self._learns_bias(w)}
+        biases = {weight.name: self._learned_bias(weight) for weight in self.weights}
+        return tensors | {name: bias.value(self.run.module) for name, bias in biases.items() if bias is not None}
 
-    def _learns_bias(self, weight: QuantizedWeight) -> bool:
-        return self.schedule.bias_rate > 0 and weight.bias is not None
+    def _learned_bias(self, weight: QuantizedWeight) -> StoredBias | None:
+        return weight.bias if self.schedule.bias_rate > 0 else None
 
     @property
     def _seed(self) -> int:
@@ -142,7 +144,7 @@ class Reconstruction:
         starts = [tensor_of(module, weight.codes).float() for weight in self.weights]
         learned = Learned(
             [self.begin(*given) for given in zip(grids, near, starts, strict=True)],
-            [_leaf(w.bias_value(module)) if self._learns_bias(w) else None for w in self.weights],
+            [None if (bias := self._learned_bias(w)) is None else _leaf(bias.value(module)) for w in self.weights],
             {name: _leaf(tensor_of(module, name)) for name in self.scales},
         )
         block = trainable_block(run, self.weights, biases=schedule.bias_rate > 0, scales=self.scales)
@@ -180,8 +182,8 @@ class Reconstruction:
             tensors[weight.codes] = weight.storable(module, codes)
             if ratio is not None and grid.free is not None:
                 tensors[weight.scale_name] = scale = grid.free.times(ratio)
-                if weight.bias_scale_follows:
-                    tensors |= weight.bias_at(module, scale / grid.free.stored)
+                if (bias := weight.int32_bias) is not None:
+                    tensors |= bias.rescaled(module, scale / grid.free.stored)
         self.run.store_all(tensors)
         pairs = zip(self.weights, found.biases, strict=True)
         biases = {weight.node.name: bias for weight, bias in pairs if bias is not None}

@@ -72,7 +72,7 @@ def round_by_descent(
     sweeps: int = 8,
     damping: float = 0.1,
 ) -> Tensor:
-    """Choose codes that minimise the error of the output by cyclic coordinate descent.
+    """Choose codes that minimize the error of the output by cyclic coordinate descent.
 
     The first sweep starts at the float weight and rounds column by column, each column making up for those before it;
     the others move codes, column by column, to the best one given all others, until none moves.

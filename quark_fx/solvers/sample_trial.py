@@ -205,7 +205,7 @@ class _Operator:
             scaled, qparams = self._divided(x, divisors(fold)), ranges(fold)
             axis, block = None, 0
             if qparams is None:
-                measurement = spec.measurement(x.dim(), self.seen.axis)
+                measurement = spec.measurement(self.seen.axis)
                 _, _, axis, block, *_ = measurement
                 s, z = dynamic_qparams(scaled, *measurement)
                 codes = quantize(scaled, s, z, fmt, axis, block)
@@ -218,11 +218,10 @@ class _Operator:
     def _qparams(self, divisor: Tensor, without: int | None) -> QParams:
         """Return the parameters calibration would find for the divided activation, about."""
         spec = self.reader.how
-        assert spec.observer is not None
         if isinstance(spec.observer, MinMax):
             low, high = self.seen.range(without)
             return affine_qparams((low / divisor).min(), (high / divisor).max(), spec.scheme)
-        observer = spec.observer
+        observer = spec.new_observer
         for x in self.seen.calibration_samples(without):
             observer = observer.observe(self._divided(x, divisor).reshape(1, -1))
         found = observer.qparams(spec.scheme)

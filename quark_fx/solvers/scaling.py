@@ -144,9 +144,9 @@ class ScalingSolver(Selective, ABC):
                 apply_scale(gm, sites[number].site, scale)
             changed += change.changed
             context.note(change)
-            if index >= len(known) and context.checkpoint is not None and context.ranks.index == 0:
+            if index >= len(known):
                 learned = {str(number): torch.empty(0, dtype=torch.float32) if scale is None else scale}
-                context.checkpoint.save(walk, index, learned, [change])
+                context.keep_block(walk, index, learned, [change])
         return changed
 
     def needs(self, sizes: Sizes) -> Need:

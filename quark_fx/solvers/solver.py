@@ -1,7 +1,7 @@
-"""A solver proposes what should be stored; the engine decides, and does everything else.
+"""A solver proposes what should be stored; the framework decides, and does everything else.
 
 A solver says what it chooses (`chooses`: weights, biases or the scales of activations) and what it reads of the data
-(`reads`). The engine walks the blocks, measures that, on several ranks if there are any, shares it among operators
+(`reads`). The framework walks the blocks, measures that, on several ranks if there are any, shares it among operators
 that read one value, and judges every proposal on validation data (`judging.py`): what is no better there is dropped.
 Where data is scarce, weights that were accepted are then learned from all of it. It reports the errors, resumes, and
 predicts memory.

@@ -1,4 +1,4 @@
-"""The codes that gradient steps start from: each operator by itself, in order, on what those before it make."""
+"""The codes that gradient steps start from: each operator separately, in order, on its predecessors' output."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _output_error(
     real = tensor_of(run.reference, weight.weight)
     activation = extract(run.module, placeholders(run.module), [weight.linear.activation])
     output = extract(run.reference, placeholders(run.reference), [named_nodes(run.reference)[weight.node.name]])
-    bias = weight.bias_value(run.module) if weight.bias is not None else None
+    bias = None if weight.bias is None else weight.bias.value(run.module)
     total = QuadraticError.of_nothing(mapping.matrix(real))
     with torch.no_grad():
         for batch in context.calibration:

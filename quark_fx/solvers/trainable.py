@@ -111,7 +111,7 @@ def trainable_block(
             named[weight.dequantize.name].replace_all_uses_with(argument)
         for i, weight in enumerate(weights if biases else ()):
             if weight.bias is not None:
-                named[weight.node.name].replace_input_with(named[weight.bias.name], graph.placeholder(f"bias_{i}"))
+                named[weight.node.name].replace_input_with(named[weight.bias.node.name], graph.placeholder(f"bias_{i}"))
         places_of = {name: graph.placeholder(f"scale_{i}") for i, name in enumerate(scales)}
     for node in list(graph.nodes):
         if (source := quantize_of(node)) is not None:

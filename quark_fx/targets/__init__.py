@@ -11,15 +11,17 @@ from quark_fx.config.target import (
     register_target,
 )
 from quark_fx.targets.dpu import DPU
+from quark_fx.targets.executorch import EXECUTORCH
 from quark_fx.targets.onnxruntime import ONNX, ONNX_VNNI
 from quark_fx.targets.openvino import OPENVINO
 from quark_fx.targets.pytorch import TORCH
 
-for own in (ONNX, ONNX_VNNI, OPENVINO, TORCH, DPU):
+for own in (ONNX, ONNX_VNNI, OPENVINO, EXECUTORCH, TORCH, DPU):
     setattr(Target, own.name.upper(), register_target(own))
 
 __all__ = [
     "DPU",
+    "EXECUTORCH",
     "ONNX",
     "ONNX_VNNI",
     "OPENVINO",

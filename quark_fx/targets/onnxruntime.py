@@ -1,4 +1,4 @@
-"""ONNX Runtime's CPU provider, with and without processors that add 8-bit products in 16 bits."""
+"""ONNX Runtime's CPU provider: files that are exact on every processor, and files for processors with VNNI."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _has_no_type(spec: TensorSpec, operand: Operand) -> bool:
         return fmt.bits >= 32 and spec.symmetry is Symmetry.ASYMMETRIC
     if isinstance(fmt, IntFormat) and not fmt.sign_magnitude:
         # Codes of an activation are clipped, for which runtimes have kernels of whole bytes.
-        return not constant and activation_container(fmt).bits != 8
+        return fmt.bits > 16 or (not constant and activation_container(fmt).bits != 8)
     built = isinstance(fmt, FloatFormat) or fmt.sign_magnitude
     return not (built and (constant or spec.group_size is not None))
 
@@ -55,7 +55,7 @@ ARITHMETIC = frozenset(
     }
 )
 """Operators with integer kernels that are worth it only between quantized operators: a residual add of a
-convolutional network qualifies, that of a transformer (whose output is normalised in float) does not."""
+convolutional network qualifies, that of a transformer (whose output is normalized in float) does not."""
 
 
 def _is_convolution(linear: Linear) -> bool:
@@ -76,8 +76,8 @@ ONNX = Target(
     name="onnx",
     refuses=ONNX_TYPES,
     placement=PLACEMENT,
-    adds_pairs=True,
+    limits_pairs=True,
     onnx=OnnxFiles(runtime="onnxruntime"),
 )
 
-ONNX_VNNI = replace(ONNX, name="onnx_vnni", adds_pairs=False)
+ONNX_VNNI = replace(ONNX, name="onnx_vnni", limits_pairs=False)

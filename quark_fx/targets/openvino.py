@@ -66,6 +66,6 @@ OPENVINO = Target(
         arithmetic=ARITHMETIC - {"aten.add.Tensor", "aten.mul.Tensor"},
         in_float=RECURRENT,  # OpenVINO reads their weights as constants alone
     ),
-    adds_pairs=True,
+    limits_pairs=True,
     onnx=OnnxFiles(formats=("qdq",), runtime="openvino", check=_check),
 )

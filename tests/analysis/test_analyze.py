@@ -19,7 +19,7 @@ from quark_fx.analysis.trials import METRICS, Trials
 from quark_fx.engine.block_walk import relative_error
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
 from quark_fx.presets import PRESETS, preset
-from quark_fx.quantization import begun
+from quark_fx.session import Session
 
 FACTOR = 300.0
 """What one channel is scaled by: more than the steps of 8 bits."""
@@ -198,8 +198,9 @@ def test_a_divergence_of_classes_is_attributed_alike() -> None:
 @pytest.mark.parametrize("name", [n for n in PRESETS if "gptq" not in n and "best" not in n])
 def test_every_switch_off_is_float_and_every_switch_on_is_quantized(name: str) -> None:
     batches = images(4, 4)
-    captured, context, _ = begun(cnn(), preset(name), batches[0], batches, None, keep=True)
-    trials = Trials(captured, context, METRICS["error"], [context.inputs(0)], ["calibration batch 0"])
+    session = Session(cnn(), batches)
+    context = session.base.of(preset(name), divisible=False)
+    trials = Trials(session, context, METRICS["error"], [context.inputs(0)], ["calibration batch 0"])
     found = trials.convert(preset(name))
     graph = SwitchedGraph(found.float_graph, found.gm, found.plan)
     x, everything = batches[0], range(len(graph.rounded))
@@ -212,7 +213,6 @@ def test_every_switch_off_is_float_and_every_switch_on_is_quantized(name: str) -
         resumed = trials.compare(base, variants)
         assert resumed == pytest.approx([trials.compare(gm, [gm])[0] for gm in variants], rel=1e-5, abs=1e-12)
         assert len(set(resumed)) > 1 or len(resumed) < 2
-    context.cache.close()
 
 
 def test_the_table_names_culprits_and_remedies() -> None:

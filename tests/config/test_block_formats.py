@@ -215,7 +215,7 @@ def static(x: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def dynamic(x: Tensor, spec: TensorSpec) -> Tensor:
-    arguments = spec.replace(dynamic=True).measurement(x.dim(), x.dim() - 1)
+    arguments = spec.replace(dynamic=True).measurement(x.dim() - 1)
     fmt, _, axis, block, *_ = arguments
     scale, zero_point = dynamic_qparams(x, *arguments)
     value: Tensor = dequantize(quantize(x, scale, zero_point, fmt, axis, block), scale, zero_point, fmt, axis, block)

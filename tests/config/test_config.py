@@ -247,7 +247,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         "set granularity='group' and group_size",
     ),
     "dynamic cast": (spec(format=FP16, dynamic=True), "drop dynamic=True"),
-    "uint32": (spec(format=UINT32), "use int32 or uint16"),
+    "uint32": (spec(format=UINT32), "use uint16 or int32"),
     "dynamic weight": (config(weight=DYNAMIC), "drop dynamic=True from `weight`"),
     "activation per channel": (config(weight=PER_CHANNEL, input=PER_CHANNEL), "per tensor, token or group"),
     "activation per group": (config(weight=PER_CHANNEL, input=GROUPS), "set dynamic=True"),
@@ -324,7 +324,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown key": (lambda: QuantConfig.from_dict({"weigth": {}}), "QuantConfig has no field weigth"),
     "unknown spec key": (lambda: TensorSpec.from_dict({"format": "int8", "bits": 8}), "TensorSpec has no field bits"),
     "no format": (lambda: TensorSpec.from_dict({"symmetry": "symmetric"}), "a tensor spec needs a format"),
-    "unknown format": (lambda: TensorSpec.from_dict({"format": "int9"}), "unknown number format 'int9'; choose one of"),
+    "unknown format": (lambda: TensorSpec.from_dict({"format": "nt8"}), "unknown number format 'nt8'; choose one of"),
     "unknown granularity": (
         lambda: TensorSpec.from_dict({"format": "int8", "granularity": "row"}),
         "unknown Granularity 'row'; choose one of tensor, channel, group, token",
@@ -339,7 +339,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "unknown target": (
         lambda: QuantConfig.from_dict({"target": "tpu"}),
-        "unknown target 'tpu'; choose one of onnx, onnx_vnni, openvino, torch, dpu",
+        "unknown target 'tpu'; choose one of onnx, onnx_vnni, openvino, executorch, torch, dpu",
     ),
     "unknown observer": (
         lambda: TensorSpec.from_dict({"format": "int8", "observer": "minmix"}),

@@ -105,7 +105,6 @@ def losses(model: nn.Module, data: list[Tensor]) -> tuple[EndLoss, list[str]]:
     found: list[EndLoss] = []
 
     def look(_: GraphModule, context: Context) -> None:
-        assert context.float_graph is not None
         found.append(EndLoss.of(context.float_graph))
 
     config = INT8_WEIGHT_ONLY.replace(passes=(*INT8_WEIGHT_ONLY.passes, GPTQ(guided=True)))

@@ -207,7 +207,6 @@ def files(directory: Path) -> int:
 @of_all_cases
 def test_a_walk_sees_the_values_of_the_whole_graphs(name: str, config: QuantConfig, device: torch.device) -> None:
     def look(gm: GraphModule, context: Context) -> None:
-        assert context.float_graph is not None
         real, quantized = context.float_graph, copy_graph(gm)
         for unit in Unit:
             visited: list[Block] = []
@@ -266,7 +265,6 @@ def test_a_change_in_a_block_is_seen_by_those_after_it(name: str, unit: Unit, de
     changed: dict[str, Tensor] = {}
 
     def look(gm: GraphModule, context: Context) -> None:
-        assert context.float_graph is not None
         unchanged, shared = copy_graph(gm), shared_tensors(gm)
         seen = 0
         for run in walk_blocks(gm, context, unit=unit):
@@ -357,7 +355,6 @@ class Keep(nn.Module):
 @of_all_cases
 def test_every_value_is_watched_once_a_batch_also_block_by_block(name: str, device: torch.device) -> None:
     def look(_: GraphModule, context: Context) -> None:
-        assert context.float_graph is not None
         gm = context.float_graph
         watched = [node for node in gm.graph.nodes if isinstance(node.meta.get("val"), Tensor) and node.op != "output"]
         kept: list[list[list[Tensor]]] = []
@@ -448,7 +445,6 @@ def test_a_walk_leaves_nothing_in_the_cache(leave: bool, tmp_path: Path) -> None
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_only_the_block_whose_turn_it_is_is_on_the_device() -> None:
     def look(gm: GraphModule, context: Context) -> None:
-        assert context.float_graph is not None
         for run in walk_blocks(gm, context):
             for part in (run.reference, run.module):
                 assert all(tensor.is_cuda for tensor in stored_tensors(part).values())

@@ -270,6 +270,41 @@ def test_a_rank_that_dies_ends_the_job_which_continues(tmp_path: Path) -> None:
     assert sorted(file.name for file in out.iterdir()) == ["graph.json", tensor_file(out).name]
 
 
+def full_disk(folder: Path) -> None:
+    """Fail on the first rank alone, between collectives."""
+    saved, wrong = Checkpoint.save, CalibrationError("no room") if folder.name == "ours" else OSError("no room")
+
+    def fail(self: Checkpoint, *args: Any) -> None:
+        raise wrong
+
+    Checkpoint.save = fail  # type: ignore
+    first = Ranks.current().index == 0
+    kind = type(wrong) if first else qfx.QuarkError
+    try:
+        with pytest.raises(
+            kind, match=r"^no room" if first or folder.name == "ours" else "rank 0 of 2 failed: OSError: no"
+        ):
+            streamed(folder)
+    finally:
+        Checkpoint.save = saved  # type: ignore
+
+
+@pytest.mark.parametrize("kind", ["ours", "foreign"])
+def test_what_fails_on_one_rank_fails_on_all(kind: str, tmp_path: Path) -> None:
+    (tmp_path / kind).mkdir()
+    run(2, tmp_path / kind, full_disk)
+
+
+def other_number(folder: Path) -> None:
+    quantize(seeded(Twice()), CONFIGS["gptq"], batches(), checkpoint=folder / "blocks", distributed=True)
+
+
+def test_blocks_of_several_ranks_are_not_those_of_one(tmp_path: Path) -> None:
+    run(2, tmp_path, other_number)
+    with pytest.raises(qfx.ConfigError, match="holds blocks that another run finished, with other number of ranks"):
+        quantize(seeded(Twice()), CONFIGS["gptq"], batches(), checkpoint=tmp_path / "blocks")
+
+
 def refuse(folder: Path) -> None:
     @graph_pass(exact=False, stage=Stage.QUANTIZED)
     def guess(gm: GraphModule, context: Context) -> int:

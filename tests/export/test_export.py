@@ -23,7 +23,7 @@ from zoo import ZOO
 import quark_fx as qfx
 import quark_fx.export.to_onnx.lowering  # fills the table
 from quark_fx.config.quant_config import Granularity, QuantConfig, Target, TensorSpec
-from quark_fx.export.to_onnx.program import to_exported_program
+from quark_fx.export.program import to_exported_program
 from quark_fx.export.to_onnx.table import LOWERINGS, translation_table
 from quark_fx.numbers.formats import INT4, SM5, UINT4
 from quark_fx.presets import INT8_DYNAMIC, INT8_STATIC, PRESETS
@@ -331,7 +331,7 @@ def test_two_linears_of_one_input_measure_it_once(tmp_path: Path) -> None:
 
 
 class Residual(nn.Module):
-    """A normalisation of a sum."""
+    """A normalization of a sum."""
 
     def __init__(self) -> None:
         super().__init__()

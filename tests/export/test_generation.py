@@ -35,6 +35,7 @@ from transformers.exporters import ExportedModel, OnnxConfig, OnnxExporter
 from transformers.exporters.quantizers import ExportQuantizer
 
 import quark_fx as qfx
+from quark_fx.config.quant_config import Granularity, TensorSpec
 from quark_fx.errors import CalibrationError, ExportError
 from quark_fx.export import CacheScales, GenerationQuantizer, generator, share_weights
 from quark_fx.export.generation.generator import _options
@@ -42,7 +43,8 @@ from quark_fx.export.generation.int8_cache import use_int8_cache
 from quark_fx.export.generation.quantizer import _hook_into_transformers, _with_our_lowerings
 from quark_fx.export.generation.traced_weights import look_up_codes, split_fused_products
 from quark_fx.export.runtime.session import session_options
-from quark_fx.presets import INT4_WEIGHT_ONLY
+from quark_fx.numbers.formats import INT4, INT8
+from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_WEIGHT_ONLY
 
 SHARED: dict[str, Any] = {"vocab_size": 96, "max_position_embeddings": 96, "bos_token_id": 0, "eos_token_id": 0}
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 32, "min_new_tokens": 32}
@@ -72,7 +74,7 @@ def opt() -> PretrainedConfig:
     return OPTConfig(**SHARED, **sizes, word_embed_proj_dim=32, pad_token_id=1, init_std=0.2)
 
 
-def eager(config: Callable[[], PretrainedConfig], preset: str) -> Any:
+def eager(config: Callable[[], PretrainedConfig], preset: Any) -> Any:
     """Return a quantized model of random weights."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -285,6 +287,39 @@ def test_codes_are_appended_to_codes_and_looked_up_as_codes() -> None:
     require_same_codes(runs, model, scales)
     assert torch.equal(runs.generate(PROMPT[:1], **GREEDY), expected)
     assert not torch.equal(model.generate(PROMPT[:1], **GREEDY), expected), "else rounding is not seen"
+
+
+def test_an_int8_cache_has_the_scales_of_the_configuration() -> None:
+    spec = TensorSpec(format=INT8, granularity=Granularity.CHANNEL)
+    model = eager(llama, INT8_WEIGHT_ONLY.replace(kv_cache=spec))
+    scales = CacheScales.of(model)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        unrounded = AutoModelForCausalLM.from_config(llama()).eval()
+    measured = CacheScales.measure(unrounded, [{"input_ids": PROMPT}])
+    assert scales.scales.keys() == measured.scales.keys()
+    for name, scale in scales.scales.items():
+        torch.testing.assert_close(scale, measured.scales[name])
+    exported = export(model, GenerationQuantizer(cache=scales), "cpu")
+    inputs = exported.components["decode"].program.graph.inputs
+    assert [v.dtype for v in inputs if "past" in (v.name or "")] == [ir.DataType.INT8] * 4
+    runs = generator(exported, threads=1)
+    assert torch.equal(runs.generate(PROMPT, **GREEDY), model.generate(PROMPT, **GREEDY))
+
+
+def test_scales_of_other_caches_are_refused() -> None:
+    spec = TensorSpec(format=INT8, granularity=Granularity.CHANNEL)
+    for other, message in (
+        (spec.replace(format=INT4), "rounds its keys otherwise"),
+        (spec.replace(symmetry="asymmetric"), "symmetric and without rotated keys"),
+        (None, "rounds no keys"),
+    ):
+        with pytest.raises(ExportError, match=message):
+            CacheScales.of(eager(llama, INT8_WEIGHT_ONLY.replace(kv_cache=other)))
+    model = eager(llama, INT8_WEIGHT_ONLY.replace(kv_cache=spec))
+    model.model.layers[1].self_attn.layer_idx = None
+    with pytest.raises(ExportError, match="self_attn has no layer_idx"):
+        CacheScales.of(model)
 
 
 def test_a_padded_batch_generates_what_torch_generates() -> None:

@@ -24,6 +24,7 @@ from quark_fx.export.checkpoints.experts import as_saved
 from quark_fx.export.packing import pack, pack_awq, pack_columns, patterns
 from quark_fx.numbers.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, FP8_E5M2, INT4, INT8, UINT4, UINT8
 from quark_fx.numbers.qparams import ScaleType, Symmetry
+from quark_fx.passes import Rotate
 from quark_fx.presets import (
     BF16,
     FP8_DYNAMIC,
@@ -622,3 +623,50 @@ def test_check_says_what_of_a_speech_model_has_to_stay_in_float() -> None:
         qfx.check(model, config, [batch])
     remedy = str(caught.value).rpartition("To leave these weights in float: ")[2]
     qfx.check(model, eval(remedy, {"config": config}), [batch])
+
+
+FP8_CACHE = INT8_WEIGHT_ONLY.replace(kv_cache=TensorSpec(format=FP8_E4M3), exclude=("op:embedding", "op:head"))
+
+
+@pytest.mark.parametrize("format", [FP8_E4M3, INT8], ids=str)
+def test_a_checkpoint_has_the_scales_of_its_cache(format: Any, tmp_path: Path) -> None:
+    qmodel = quantized(FP8_CACHE.replace(kv_cache=TensorSpec(format=format)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        qfx.export.huggingface(qmodel, tmp_path)
+    assert any("vLLM has caches in fp8_e4m3 alone" in str(w.message) for w in caught) == (format is INT8)
+    tensors = load_file(tmp_path / "model.safetensors")
+    names = [f"model.layers.{i}.self_attn.{which}_scale" for i in (0, 1) for which in "kv"]
+    assert {name for name in tensors if "self_attn." in name and name.count(".") == 4} == {*names}
+    assert all(tensors[name].shape == (1,) and float(tensors[name]) > 0 for name in names)
+    scheme = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["kv_cache_scheme"]
+    kind = "float" if format is FP8_E4M3 else "int"
+    assert scheme == {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "tensor", "dynamic": False}
+    loaded = load(tmp_path)
+    torch.testing.assert_close(logits(loaded), logits(qmodel), rtol=0, atol=1e-6)
+    assert float((logits(qmodel) - logits(quantized(FP8_CACHE.replace(kv_cache=None)))).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_cache": TensorSpec(format=INT8, granularity=Granularity.CHANNEL)}, "self_attn: keys or values in int8;"),
+        ({"kv_cache": TensorSpec(format=INT4, granularity=Granularity.TOKEN, dynamic=True)}, "one static scale"),
+        ({"kv_cache": TensorSpec(format=FP8_E5M2)}, "keys or values in fp8_e5m2;"),
+        ({"overrides": (Override(pattern="*.1.self_attn", kv_cache=None),)}, "layers.1.self_attn: its keys and values"),
+        ({"overrides": (Override(pattern="*.1.self_attn", kv_cache=TensorSpec(format=INT8)),)}, "fp8_e4m3 and int8"),
+        ({"passes": (Rotate(only=("*.self_attn",)),)}, "a pass rotates its keys"),
+    ],
+)
+def test_caches_that_a_server_does_not_have_are_refused_by_name(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(qfx.ExportError, match=message):
+        qfx.export.huggingface(quantized(FP8_CACHE.replace(**changes)), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("format", ["gptq", "awq"])
+def test_formats_without_a_place_for_caches_say_so(format: str, tmp_path: Path) -> None:
+    with pytest.raises(qfx.ExportError, match=r"layers\.0\.self_attn: \w+ has no place for quantized keys and values"):
+        qfx.export.huggingface(quantized(FP8_CACHE), tmp_path, format=format)

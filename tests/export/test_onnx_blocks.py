@@ -58,7 +58,7 @@ class Rounded(nn.Module):
         self.spec, self.axis = spec.replace(dynamic=True), axis
 
     def forward(self, x: Tensor) -> Tensor:
-        fmt, symmetry, axis, block, *rest = self.spec.measurement(x.dim(), self.axis % x.dim())
+        fmt, symmetry, axis, block, *rest = self.spec.measurement(self.axis % x.dim())
         scale, zero_point = dynamic_qparams(x, fmt, symmetry, axis, block, *rest)
         value: Tensor = dequantize(
             to_codes(x, scale, zero_point, fmt, axis, block), scale, zero_point, fmt, axis, block
@@ -93,7 +93,7 @@ def assert_same(got: Tensor, expected: Tensor) -> None:
 
 
 def every_binade() -> Tensor:
-    """One block of 32 per bfloat16, and its two neighbours in float32: the largest magnitude first, less behind."""
+    """One block of 32 per bfloat16, and its two neighbors in float32: the largest magnitude first, less behind."""
     patterns = torch.arange(1 << 16, dtype=torch.int64) << 16
     patterns = torch.cat([patterns, patterns + 1, patterns - 1])
     largest = patterns[(patterns & 0x7F800000) != 0x7F800000].to(torch.int32).view(torch.float32)

@@ -634,7 +634,7 @@ def test_the_vendors_nodes_take_float_scales_and_half_precision(
     stored = onnx.load(path)
     assert "Cast" not in {node.op_type for node in stored.graph.node}
     assert all(len(node.input) == 3 for node in stored.graph.node if node.domain == domain)
-    # Sums in another order may round to the neighbouring code.
+    # Sums in another order may round to the neighboring code.
     assert qfx.verify(qmodel, path, images(3)).max_steps <= 1 + ROUNDING
     (x,) = images(3)
     evaluator = ReferenceEvaluator(stored, new_ops=vendor_kernels(domain))

@@ -24,7 +24,7 @@ formats = pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)
 
 
 def every_value_and_tie(fmt: FloatFormat) -> Tensor:
-    """Return each value of a 16-bit float, what lies half way to the next, and the neighbours of both in float32."""
+    """Return each value of a 16-bit float, what lies half way to the next, and the neighbors of both in float32."""
     values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(fmt.dtype).float()
     ordered = values[values.isfinite()].sort().values
     ties = (ordered[1:].double() + ordered[:-1].double()).div(2).float()

@@ -28,7 +28,7 @@ from quark_fx.mixed_precision.program import choose
 from quark_fx.mixed_precision.result import MIXED, Search
 from quark_fx.mixed_precision.space import Space
 from quark_fx.presets import preset
-from quark_fx.quantization import begun
+from quark_fx.session import Session
 
 INT8, INT4 = "int8_weight_only", "int4_weight_only"
 
@@ -235,8 +235,9 @@ def test_formats_by_kind_are_not_chosen_for_operators_that_only_their_kind_tells
 
 def test_estimates_are_near_what_operators_add_alone_even_at_two_bits() -> None:
     model, batches = spoiled()
-    captured, context, _ = begun(model, preset(INT8), batches[0], batches, None, keep=True)
-    trials = Trials(captured, context, METRICS["error"], *parts_of(context, 32, divisible=True))
+    session = Session(model, batches)
+    context = session.base.of(preset(INT8), divisible=False)
+    trials = Trials(session, context, METRICS["error"], *parts_of(context, 32, divisible=True))
     candidates = candidates_of([INT8, "int2"])
     space = Space.measure(trials, candidates)
     for i, candidate in enumerate(candidates):
@@ -246,15 +247,14 @@ def test_estimates_are_near_what_operators_add_alone_even_at_two_bits() -> None:
         # Each that matters, too: by the slope at the end of the way they are up to four times as large.
         for row, one in zip(space.errors, alone, strict=True):
             assert one < 0.1 * sum(alone) or one / 2.5 <= row[i] <= 2.5 * one
-    context.cache.close()
 
 
 def test_the_choice_is_the_one_of_least_estimated_error() -> None:
     model, batches = spoiled()
-    captured, context, _ = begun(model, preset(INT8), batches[0], batches, None, keep=True)
-    trials = Trials(captured, context, METRICS["error"], *parts_of(context, 32, divisible=True))
+    session = Session(model, batches)
+    context = session.base.of(preset(INT8), divisible=False)
+    trials = Trials(session, context, METRICS["error"], *parts_of(context, 32, divisible=True))
     space = Space.measure(trials, candidates_of([INT4, INT8, "float"]))
-    context.cache.close()
     for share in (0.2, 0.5, 0.9):
         limit = sum(map(min, space.sizes)) * (1 - share) + sum(map(max, space.sizes)) * share
         found = choose(space.errors, space.sizes, limit)

@@ -51,7 +51,7 @@ def grid_of(weight: Tensor, fmt: FloatFormat = FP4_E2M1) -> Grid:
 
 @on_devices
 @floats
-def test_neighbours_are_the_next_values(fmt: FloatFormat, device: torch.device) -> None:
+def test_neighbors_are_the_next_values(fmt: FloatFormat, device: torch.device) -> None:
     levels = fmt.levels().float().to(device)
     grid = grid_of(torch.ones(1, device=device), fmt)
     assert torch.equal(grid.above(levels)[:-1], levels[1:])
@@ -60,7 +60,7 @@ def test_neighbours_are_the_next_values(fmt: FloatFormat, device: torch.device) 
     assert float(grid.below(levels)[0]) < -fmt.max
 
 
-def test_neighbours_of_whole_numbers_are_one_away() -> None:
+def test_neighbors_of_whole_numbers_are_one_away() -> None:
     codes = torch.arange(-7.0, 8.0)
     grid = Grid(torch.ones(1), torch.zeros(1), (-7, 7))
     assert torch.equal(grid.above(codes), codes + 1)
@@ -198,7 +198,7 @@ def test_a_scale_that_may_not_be_stored_is_not_chosen() -> None:
 
 
 @floats
-def test_a_soft_code_begins_at_the_float_weight_and_ends_at_a_neighbour(fmt: FloatFormat) -> None:
+def test_a_soft_code_begins_at_the_float_weight_and_ends_at_a_neighbor(fmt: FloatFormat) -> None:
     weight = rand(200) * fmt.max / 4
     grid = replace(grid_of(torch.ones(1), fmt), scale=torch.ones(1))
     start = grid.round(weight)
@@ -215,7 +215,7 @@ def test_a_soft_code_begins_at_the_float_weight_and_ends_at_a_neighbour(fmt: Flo
 
 
 @floats
-def test_an_offset_of_half_a_step_reaches_the_neighbour(fmt: FloatFormat) -> None:
+def test_an_offset_of_half_a_step_reaches_the_neighbor(fmt: FloatFormat) -> None:
     # Between two codes of one binade, where half a step is half a step on either side.
     codes = fmt.levels().float()
     codes = codes[(codes > 0) & (codes < fmt.max)]

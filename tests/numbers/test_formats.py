@@ -15,6 +15,7 @@ from quark_fx.numbers.ops import quantize
 INTEGERS = [f for f in FORMATS.values() if isinstance(f, IntFormat)]
 FLOATS = [f for f in FORMATS.values() if isinstance(f, FloatFormat)]
 SMALL = [f for f in FLOATS if f.needs_scale]
+OTHERS = [parse_format(name) for name in ("fp3_e1m1", "fp5_e1m3", "fp5_e2m2", "fp7_e3m3", "fp6_e4m1", "fp5_e4m0")]
 ML_DTYPES = {
     "fp8_e4m3": ml_dtypes.float8_e4m3fn,
     "fp8_e5m2": ml_dtypes.float8_e5m2,
@@ -64,14 +65,40 @@ def test_the_levels_of_a_format_are_the_values_of_all_its_codes(fmt: FloatFormat
     assert fmt.levels().tolist() == sorted(set(codes[np.isfinite(codes)].tolist()))
 
 
-@pytest.mark.parametrize("fmt", SMALL, ids=str)
+@pytest.mark.parametrize("fmt", OTHERS, ids=str)
+def test_other_floats_have_the_levels_of_their_definition(fmt: FloatFormat) -> None:
+    assert isinstance(fmt, FloatFormat)
+    bias = 2 ** (fmt.exponent - 1) - 1
+    parts = [
+        mantissa / 2**fmt.mantissa * 2.0 ** (1 - bias)
+        if exponent == 0
+        else (1 + mantissa / 2**fmt.mantissa) * 2.0 ** (exponent - bias)
+        for exponent in range(2**fmt.exponent)
+        for mantissa in range(2**fmt.mantissa)
+    ]
+    assert fmt.levels().tolist() == sorted({sign * part for sign in (1, -1) for part in parts})
+    assert fmt.max == max(parts)
+
+
+@on_devices
+@pytest.mark.parametrize("fmt", OTHERS, ids=str)
+def test_other_floats_round_to_the_nearest_level(fmt: FloatFormat, device: torch.device) -> None:
+    levels, x = fmt.levels(), torch.linspace(-1.2, 1.2, 4001) * fmt.max
+    nearest = (x.clamp(-fmt.max, fmt.max).double()[:, None] - levels).abs().amin(1)
+    one, zero = torch.ones((), device=device), torch.zeros((), dtype=torch.int32, device=device)
+    codes = quantize(x.to(device), one, zero, str(fmt)).cpu().double()
+    assert bool(torch.isin(codes, levels).all())
+    assert torch.equal((x.clamp(-fmt.max, fmt.max).double() - codes).abs(), nearest)
+
+
+@pytest.mark.parametrize("fmt", [*SMALL, *OTHERS], ids=str)
 def test_codes_are_held_exactly(fmt: FloatFormat) -> None:
     levels = fmt.levels()
     assert torch.equal(levels.float().to(fmt.dtype).double(), levels)
 
 
 def probes(fmt: FloatFormat) -> torch.Tensor:
-    """Every value, every midpoint, their neighbours in float32, subnormals, values beyond the range, and noise."""
+    """Every value, every midpoint, their neighbors in float32, subnormals, values beyond the range, and noise."""
     levels = fmt.levels()
     known = torch.cat((levels, (levels[1:] + levels[:-1]) / 2)).float()
     generator = torch.Generator().manual_seed(0)
@@ -104,7 +131,7 @@ def test_rounding_keeps_nan(fmt: FloatFormat, device: torch.device) -> None:
 
 @on_devices
 @pytest.mark.parametrize("fmt", SMALL, ids=str)
-def test_the_step_is_the_distance_between_neighbours(fmt: FloatFormat, device: torch.device) -> None:
+def test_the_step_is_the_distance_between_neighbors(fmt: FloatFormat, device: torch.device) -> None:
     levels = fmt.levels().float()
     positive = levels[levels >= 0]
     steps = fmt.step(positive[:-1].to(device)).cpu()
@@ -124,8 +151,31 @@ def test_a_name_and_its_format_are_one(name: str, fmt: IntFormat | FloatFormat) 
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"unknown number format 'int9'; choose one of .*int8.*fp8_e4m3"):
-        parse_format("int9")
+    with pytest.raises(ConfigError, match=r"unknown number format 'itn8'; choose one of .*int8.*fp8_e4m3.*mean 'int8'"):
+        parse_format("itn8")
+
+
+@pytest.mark.parametrize("name", ["int9", "int12", "uint15", "int24", "sm4", *map(str, OTHERS)])
+def test_a_name_says_what_a_format_is(name: str) -> None:
+    assert str(parse_format(name)) == name
+    assert parse_format(name) == parse_format(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("int33", "bits of IntFormat must be a whole number from 2 to 32, not 33"),
+        ("fp8_e3m3", "unknown number format 'fp8_e3m3'"),
+        ("fp8_e3m4", "no torch dtype holds the values of fp8_e3m4"),
+        ("fp8_e5m2x", "unknown number format"),
+        ("fp6_e5m0", "no torch dtype holds the values of fp6_e5m0"),
+        ("fp32_e8m23", "no torch dtype holds the values of fp32_e8m23"),
+        ("sm9", "a format of sign and magnitude has at most 8 bits, not 9; use int9"),
+    ],
+)
+def test_a_format_that_nothing_holds_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_format(name)
 
 
 @pytest.mark.parametrize("bits", [-1, 0, 1, 33, 64])

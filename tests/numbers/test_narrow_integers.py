@@ -1,4 +1,4 @@
-"""Integers of 2 to 7 bits in ONNX files: activations in bytes, weights in the next wider type, codes as in torch."""
+"""Formats that ONNX has no type for in its files: activations in bytes, weights in a wider type, codes as in torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,19 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from quark_fx import Granularity, QuantConfig, ScaleType, Symmetry, Target, TensorSpec
 from quark_fx.errors import ConfigError
-from quark_fx.numbers.formats import INT3, INT4, INT6, INT7, UINT3, UINT5, UINT7, UINT8, IntFormat, onnx_container
+from quark_fx.numbers.formats import (
+    INT3,
+    INT4,
+    INT6,
+    INT7,
+    UINT3,
+    UINT5,
+    UINT7,
+    UINT8,
+    IntFormat,
+    onnx_container,
+    parse_format,
+)
 from quark_fx.presets import INT8_STATIC
 
 ANOTHER_ORDER = 0.01
@@ -96,6 +108,23 @@ def test_ranges_measured_at_run_time(fmt: IntFormat, granularity: Granularity, t
     assert qfx.verify(qmodel, written(qmodel, tmp_path), batches).max_steps < ANOTHER_ORDER
 
 
+@pytest.mark.parametrize(
+    ("weight", "activation"), [("int3", "int3"), ("int8", "uint4"), ("int5", "uint8"), ("int4", "int7")]
+)
+@pytest.mark.parametrize("model", ["linear", "conv"])
+def test_biases_in_float_stay_so(model: str, weight: str, activation: str, tmp_path: Path) -> None:
+    layers = {
+        "linear": [nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16)],
+        "conv": [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)],
+    }
+    shape = {"linear": (8, 32), "conv": (2, 3, 8, 8)}[model]
+    batches = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    rows = TensorSpec(format=parse_format(weight), granularity=Granularity.CHANNEL)
+    config = QuantConfig(weight=rows, input=TensorSpec(format=parse_format(activation)))
+    qmodel = quantize(seeded(nn.Sequential(*layers[model])), config, batches)
+    assert qfx.verify(qmodel, written(qmodel, tmp_path), batches).max_steps < ANOTHER_ORDER
+
+
 def test_the_vendors_nodes_hold_them_and_a_dpu_does_not(tmp_path: Path) -> None:
     shifts: dict[str, Any] = {"scale_type": ScaleType.POWER_OF_TWO, "symmetry": Symmetry.SYMMETRIC}
     spec = TensorSpec(format=INT6, **shifts)
@@ -104,6 +133,41 @@ def test_the_vendors_nodes_hold_them_and_a_dpu_does_not(tmp_path: Path) -> None:
     assert qfx.verify(qmodel, file, [*images(), *beyond()]).max_steps == 0
     with pytest.raises(ConfigError, match="a DPU multiplies by shifts"):
         QuantConfig(weight=spec, input=spec, output=spec, target=Target.DPU)
+
+
+OTHERS = ["int9", "uint12", "sm7", "fp3_e1m1", "fp5_e1m3", "fp7_e3m3", "fp6_e4m1"]
+
+
+@pytest.mark.parametrize("granularity", [Granularity.TENSOR, Granularity.CHANNEL, Granularity.GROUP])
+@pytest.mark.parametrize("fmt", OTHERS)
+def test_weights_of_any_format(fmt: str, granularity: Granularity, tmp_path: Path) -> None:
+    size = 16 if granularity is Granularity.GROUP else None
+    weight = TensorSpec(format=parse_format(fmt), granularity=granularity, group_size=size)
+    qmodel = quantize(mlp(), QuantConfig(weight=weight), tokens())
+    assert qfx.verify(qmodel, written(qmodel, tmp_path), tokens()).max_steps < ANOTHER_ORDER
+    qmodel.save(tmp_path / "saved")
+    assert all(torch.equal(qfx.load(tmp_path / "saved")(batch), qmodel(batch)) for batch in tokens())
+
+
+@pytest.mark.parametrize("fmt", ["int12", "uint9", "fp7_e3m3", "sm4"])
+def test_activations_of_formats_that_no_file_holds_are_refused(fmt: str) -> None:
+    config = {"weight": TensorSpec(format=INT7), "input": TensorSpec(format=parse_format(fmt))}
+    with pytest.raises(ConfigError, match=f"{fmt} has no ONNX type; use 2 to 8 or 16 bits, or target='torch'"):
+        QuantConfig(**config)  # type: ignore[arg-type]
+    quantize(mlp(), QuantConfig(**config, target=Target.TORCH), tokens())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fmt", ["int17", "int31"])
+def test_weights_of_more_than_16_bits_are_refused(fmt: str) -> None:
+    with pytest.raises(ConfigError, match=f"{fmt} has no ONNX type; use 2 to 8 or 16 bits, or target='torch'"):
+        QuantConfig(weight=TensorSpec(format=parse_format(fmt)))
+
+
+def test_zero_points_that_no_file_holds_are_refused() -> None:
+    with pytest.raises(ConfigError, match="int24 has no ONNX type"):
+        QuantConfig(weight=TensorSpec(format=IntFormat(24), symmetry=Symmetry.ASYMMETRIC))
+    with pytest.raises(ConfigError, match=r"unsigned codes have at most 16 bits, .*use uint16 or int20"):
+        TensorSpec(format=IntFormat(20, signed=False))
 
 
 def test_an_older_opset_holds_them(tmp_path: Path) -> None:

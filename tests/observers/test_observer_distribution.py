@@ -55,7 +55,7 @@ def test_scale_from_cube_roots_is_onnxruntimes_but_for_the_power_in_float32(seed
 def test_deviation_on_our_grid_is_that_of_the_values() -> None:
     x = torch.cat(sample(0), dim=1)
     scale = Distribution().observe(x).qparams(E4M3).scale
-    # Values are up to half a bin from its centre, and a bin is at most 1/1024 of the largest.
+    # Values are up to half a bin from its center, and a bin is at most 1/1024 of the largest.
     levels = FP8_E4M3.levels()
     deviation = torch.cat((levels, levels.new_zeros(1))).std(correction=0)
     assert abs(float(scale * deviation) - float(x.std(correction=0))) < float(x.abs().max()) / 2048

@@ -1,4 +1,4 @@
-"""What every observer promises: a fold over batches that merges, per row, without synchronising."""
+"""What every observer promises: a fold over batches that merges, per row, without synchronizing."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_narrow_floats_give_the_same_float32_parameters(observer: Observer, dtyp
 
 
 @pytest.mark.parametrize("observer", ALL, ids=name)
-def test_observing_never_synchronises(observer: Observer) -> None:
+def test_observing_never_synchronizes(observer: Observer) -> None:
     """Reading a fake tensor's value raises; the fake device is not the CPU, whose path may read freely."""
     with FakeTensorMode():
         x = torch.empty(3, 500, device="cuda")

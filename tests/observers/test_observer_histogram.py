@@ -58,7 +58,7 @@ def test_dyadic_bins_are_those_of_numpy(device: torch.device) -> None:
     assert torch.equal(magnitudes.edges[:, 0], torch.zeros_like(magnitudes.edges[:, 0]))
 
 
-def test_growth_joins_neighbours_exactly() -> None:
+def test_growth_joins_neighbors_exactly() -> None:
     fine = Histogram.of(torch.tensor([[-1.0, -0.26, -0.01, 0.0, 0.24, 0.26]]), 4)
     coarse = fine.merge(Histogram.of(torch.tensor([[3.0]]), 4))
     assert fine.exponent.item() == -1

@@ -31,16 +31,16 @@ def raw_error(x: Tensor, low: float, high: float, scheme: Scheme) -> float:
 
 @pytest.mark.parametrize("fmt", [INT4, INT8, UINT8, FP8_E4M3, FP8_E5M2], ids=str)
 @pytest.mark.parametrize("symmetry", [s for s in Symmetry if s is not Symmetry.SIGN_AWARE])
-def test_error_by_prefix_sums_is_the_error_of_every_centre(fmt: object, symmetry: Symmetry) -> None:
+def test_error_by_prefix_sums_is_the_error_of_every_center(fmt: object, symmetry: Symmetry) -> None:
     scheme = Scheme(format=fmt, symmetry=symmetry)  # type: ignore[arg-type]
     observer = Mse(bins=512).observe(torch.randn(1, 3000, generator=torch.Generator().manual_seed(0)))
     bins = observer.collected()
-    centres = bins.centres[0].repeat_interleave(bins.counts[0].long())
+    centers = bins.centers[0].repeat_interleave(bins.counts[0].long())
     tried = [(-3.0, 3.0), (-1.1, 1.1), (-0.4, 2.3), (0.0, 0.7)]
     low, high = (torch.tensor([side]) for side in zip(*tried, strict=True))
     found = squared_error(Moments.of(bins), affine_qparams(low, high, scheme), scheme)[0]
     for value, (a, b) in zip(found.tolist(), tried, strict=True):
-        assert value == pytest.approx(raw_error(centres, a, b, scheme), rel=1e-9)
+        assert value == pytest.approx(raw_error(centers, a, b, scheme), rel=1e-9)
 
 
 def test_error_of_levels_finer_than_bins_is_their_noise() -> None:
@@ -69,7 +69,7 @@ def test_symmetric_search_finds_the_best_of_all_thresholds(fmt: object, tail: st
     found = float(Mse().observe(x.to(device)).qparams(scheme).scale)
     largest = fmt.max if isinstance(fmt, FloatFormat) else scheme.qmax
     best = min(raw_error(x, -t, t, scheme) for t in torch.linspace(amax / 500, amax, 500).tolist())
-    # A float format's smallest steps are finer than the bins, whose centres then misjudge them.
+    # A float format's smallest steps are finer than the bins, whose centers then misjudge them.
     slack = 1.02 if isinstance(fmt, FloatFormat) else 1.003
     assert raw_error(x, -found * largest, found * largest, scheme) <= best * slack
 
@@ -84,7 +84,7 @@ def test_a_normal_tensor_is_clipped_where_theory_says() -> None:
 
 
 def test_the_search_starts_at_the_first_bin() -> None:
-    """Quark tries the last 3 of 2048 centres: 99.88 for an outlier of 100, where the whole sweep ends at 65.4."""
+    """Quark tries the last 3 of 2048 centers: 99.88 for an outlier of 100, where the whole sweep ends at 65.4."""
     scheme = Scheme(format=INT8, symmetry=Symmetry.SYMMETRIC_FULL)
     x = torch.randn(1, 100_000, generator=torch.Generator().manual_seed(0))
     x[0, 0] = 100.0
@@ -149,7 +149,7 @@ def test_a_cast_needs_no_search() -> None:
         Mse().observe(torch.randn(1, 9)).range(Scheme(format=FP16))
 
 
-def test_mse_is_never_worse_than_its_neighbours() -> None:
+def test_mse_is_never_worse_than_its_neighbors() -> None:
     x = torch.distributions.StudentT(3.0).sample((1, 20_000))
 
     def error(found: QParams) -> float:

@@ -237,7 +237,7 @@ def test_percentile_mode_cuts_each_side_of_an_asymmetric_format_by_itself() -> N
 
 
 def binned_reference(batches: list[Tensor], bins: int) -> float:
-    """Quark 0.13: first batch's extremes in `bins` bins, more of that width later; MinMSE of the centres."""
+    """Quark 0.13: first batch's extremes in `bins` bins, more of that width later; MinMSE of the centers."""
     first = batches[0].double().numpy()
     low, high = first.min(), first.max()
     width = (high - low) / bins
@@ -245,10 +245,10 @@ def binned_reference(batches: list[Tensor], bins: int) -> float:
     left, right = int(np.ceil(max(low - data.min(), 0) / width)), int(np.ceil(max(data.max() - high, 0) / width))
     edges = (low - left * width) + width * np.arange(left + bins + right + 1)
     counts, _ = np.histogram(data, edges)
-    centres = (edges[1:] + edges[:-1]) / 2
+    centers = (edges[1:] + edges[:-1]) / 2
     position, _ = quark_position(data, SYMMETRIC)
     scales = [2.0 ** -(position + offset) for offset in QUARK_OFFSETS]
-    errors = [((np.clip(np.round(centres / s), -127, 127) * s - centres) ** 2 * counts).sum() for s in scales]
+    errors = [((np.clip(np.round(centers / s), -127, 127) * s - centers) ** 2 * counts).sum() for s in scales]
     return scales[int(np.argmin(errors))]
 
 

@@ -9,14 +9,19 @@ import pytest
 import torch
 from tiny import quantize, rand, record_of, seeded
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import ZOO
 
 import quark_fx as qfx
 from quark_fx import Granularity, TensorSpec
-from quark_fx.numbers.formats import INT4
+from quark_fx.graph.attention import find_attentions
+from quark_fx.graph.nodes import target_name, value_of
+from quark_fx.numbers.formats import INT4, INT16
+from quark_fx.numbers.rotation import Rotation
 from quark_fx.passes import GPTQ, Rotate, SmoothQuant
 from quark_fx.presets import INT8_STATIC, W4A16_RTN, W8A8_DYNAMIC
+from quark_fx.rescale.rotated_keys import channels_of_keys, rotate_keys
 
 TOKENS = {"input_ids": torch.arange(48).reshape(4, 12) % 32}
 
@@ -59,6 +64,9 @@ def loss(model: nn.Module, config: qfx.QuantConfig) -> float:
     expected = logits(model)
     found = logits(quantize(model, config, [TOKENS]))
     return float((found - expected).square().sum() / expected.square().sum())
+
+
+KV4 = qfx.QuantConfig(kv_cache=TensorSpec(format=INT4, granularity=Granularity.TOKEN, dynamic=True))
 
 
 def rotating(config: qfx.QuantConfig, **options: Any) -> qfx.QuantConfig:
@@ -180,3 +188,105 @@ def test_gradients_flow_through_a_rotation() -> None:
     x = rand(3, 12).double().requires_grad_()
     left, right = rand(3, 3, seed=2).double().requires_grad_(), rand(4, 4, seed=3).double().requires_grad_()
     assert torch.autograd.gradcheck(torch.ops.quark_fx.rotate, (x, left, right))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_rotated_keys_leave_attention_what_it_is(fused: bool) -> None:
+    model: Any = llama()
+    model.set_attn_implementation("sdpa" if fused else "eager")
+    # The largest integers: what is left is what rotating adds.
+    exact = qfx.QuantConfig(kv_cache=TensorSpec(format=INT16, granularity=Granularity.TOKEN, dynamic=True))
+    qmodel = quantize(model, rotating(exact), [TOKENS])
+    assert [change.what for change in record_of(qmodel, "Rotate").changes] == [
+        "rotated queries and keys by a matrix of size 8, at run time"
+    ] * 2
+    rotations = [node for node in qmodel.graph_module.graph.nodes if target_name(node) == "quark_fx.rotate.default"]
+    assert len(rotations) == 4
+    torch.testing.assert_close(logits(qmodel), logits(quantize(model, exact, [TOKENS])), rtol=0, atol=2e-4)
+    # Queries of four heads, and keys of two, before they are repeated.
+    assert sorted(value_of(qmodel.graph_module, node).shape[1] for node in rotations) == [2, 2, 4, 4]
+
+
+def test_rotated_keys_are_exact_to_float_rounding() -> None:
+    model = llama()
+    captured = qfx.capture_graph(model, TOKENS).module
+    before, found = captured(TOKENS["input_ids"]), list(find_attentions(captured.graph))
+    for attention in found:
+        size = channels_of_keys(captured, attention)
+        assert size == 8
+        rotate_keys(captured, attention, Rotation.random(size, torch.Generator().manual_seed(0)))
+    captured.recompile()
+    after = captured(TOKENS["input_ids"])
+    assert not torch.equal(after[0], before[0])
+    torch.testing.assert_close(after[0], before[0], rtol=1e-5, atol=1e-5)
+
+
+def test_keys_are_rotated_only_where_they_are_quantized() -> None:
+    model = llama()
+
+    def changed(config: qfx.QuantConfig, **options: Any) -> list[str]:
+        changes = record_of(quantize(model, rotating(config, **options), [TOKENS]), "Rotate").changes
+        return [change.name for change in changes if change.changed]
+
+    names = [f"model.layers.{i}.self_attn" for i in (0, 1)]
+    assert changed(KV4) == names
+    assert changed(KV4, keys=False) == changed(KV4, overhead=0) == []
+    assert changed(KV4.replace(exclude=("*.0.self_attn",))) == names[1:]
+    assert changed(KV4, only=("*.0.*",)) == names[:1]
+    assert not {*names} & {*changed(W4A4)}
+
+
+def test_an_outlier_of_keys_is_spread() -> None:
+    model: Any = llama()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight *= 4
+            layer.self_attn.k_proj.weight[3::8] *= 30
+            layer.self_attn.q_proj.weight[3::8] /= 30
+    assert loss(model, rotating(KV4)) < 0.5 * loss(model, KV4)
+
+
+class Odd(nn.Module):
+    """An attention whose keys cannot be rotated."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.p, self.kind = nn.Linear(8, 8), kind
+        self.asked = nn.Parameter(torch.randn(3, 8))
+
+    def forward(self, x: Tensor) -> Any:
+        k = self.p(x)
+        if self.kind == "its keys are its values":
+            return F.scaled_dot_product_attention(x, k, k)
+        if self.kind == "its keys are its queries":
+            return F.scaled_dot_product_attention(k, k, x)
+        if self.kind == "its queries are constants of the model":
+            return F.scaled_dot_product_attention(self.asked, k, x)
+        if self.kind == "the model returns its keys":
+            return F.scaled_dot_product_attention(x, k, x), k
+        return x.mT @ (k @ x.mT).softmax(-2)
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "its keys are its values",
+        "its keys are its queries",
+        "its queries are constants of the model",
+        "the model returns its keys",
+        "the channels of its queries and keys are not their last dimension",
+    ],
+)
+def test_keys_that_stay_as_they_are_have_a_reason(reason: str) -> None:
+    qmodel = quantize(Odd(reason).eval(), rotating(KV4), [rand(2, 5, 8)])
+    assert [change.what for change in record_of(qmodel, "Rotate").changes] == [f"skipped: {reason}"]
+
+
+def test_rotated_keys_enter_a_cache_once() -> None:
+    qmodel = quantize(llama(), rotating(KV4), [TOKENS])
+    eager: Any = qmodel.eager()
+    ids, expected = TOKENS["input_ids"], logits(qmodel)
+    torch.testing.assert_close(eager(ids).logits, expected, rtol=1e-5, atol=1e-5)
+    begun = eager(ids[:, :7], use_cache=True).past_key_values
+    rest = eager(ids[:, 7:], past_key_values=begun, use_cache=True).logits
+    torch.testing.assert_close(rest, expected[:, 7:], rtol=1e-4, atol=1e-4)

@@ -463,7 +463,7 @@ STOPPED: dict[str, Callable[[Tensor], Tensor]] = {
     "plus one": lambda x: x + 1.0,
     "gated": F.silu,
     "excited": lambda x: x * torch.sigmoid(x.mean((2, 3), keepdim=True)),
-    "normalised": lambda x: x / (1 + x.abs()),
+    "normalized": lambda x: x / (1 + x.abs()),
     "norm beside it": lambda x: x + F.layer_norm(x, [4], ROW),
     "product": lambda x: x * x.roll(1, 3),
     "square": lambda x: x * x,

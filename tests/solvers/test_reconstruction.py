@@ -163,7 +163,7 @@ def test_a_trainable_block_depends_on_every_argument() -> None:
             block = trainable_block(run, weights, biases=True, scales=scales)
             given = (
                 [weight.value(run.module).requires_grad_() for weight in weights],
-                [weight.bias_value(run.module).requires_grad_() for weight in weights],
+                [bias.value(run.module).requires_grad_() for weight in weights if (bias := weight.bias) is not None],
                 [tensor_of(run.module, name).clone().requires_grad_() for name in scales],
             )
             made = block(run.inputs(0), *given)
@@ -439,8 +439,8 @@ def test_the_error_that_is_reported_is_that_of_what_is_stored(name: str) -> None
                 assert row.after is not None
                 assert row.before is not None
                 step = 0.0
-                if weight.bias_scale_follows and options.scale_rate:
-                    step = float(0.5 * parameter(run.module, weight.bias.args[1]).max() / size)  # type: ignore[union-attr, arg-type]
+                if (bias := weight.int32_bias) is not None and options.scale_rate:
+                    step = float(0.5 * bias.scale(run.module).max() / size)
                 assert found == pytest.approx(row.after, rel=1e-4, abs=2 * row.after**0.5 * step + step**2)
                 assert found <= row.before
                 seen += 1

@@ -130,7 +130,7 @@ def test_an_interval_holds_what_its_text_says(text: str, words: str, inside: Any
         (lambda: SmoothQuant(alphas=(0.5, 7)), r"items are each a number from 0 to 1, not \(0.5, 7\)"),
         (lambda: AWQ(20), r"AWQ takes its fields by name: write AWQ\(only=...\)"),  # type: ignore[arg-type,call-arg]
         (lambda: qfx.TensorSpec(), r"TensorSpec needs format: write TensorSpec\(format=...\)"),  # type: ignore[call-arg]
-        (lambda: qfx.TensorSpec(format="int9"), r"unknown number format 'int9'; .* did you mean 'int8'\?"),  # type: ignore[arg-type]
+        (lambda: qfx.TensorSpec(format="nt8"), r"unknown number format 'nt8'; .* did you mean 'int8'\?"),  # type: ignore[arg-type]
         (lambda: qfx.TensorSpec(format=5), "format of TensorSpec must be a number format or the name of one, not 5"),  # type: ignore[arg-type]
         (lambda: IntFormat(8, True, False, 3), "IntFormat has 3 field"),  # type: ignore[call-arg]
         (lambda: qfx.QuantConfig(exclude="head"), r"write exclude=\('head',\)"),  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quark_fx.errors import ExportError
-from quark_fx.export.checkpoints.values import Checkpoint, Layer, take_apart, unholdable
+from quark_fx.export.checkpoints.values import Checkpoint, Layer, refuse_caches, take_apart, unholdable
 from quark_fx.export.packing import group_size, half_scales, unsigned
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
@@ -59,6 +59,7 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
     except ImportError as error:
         raise ExportError("GGUF export needs the package gguf: pip install 'quark_fx[hf]'") from error
     checkpoint = take_apart(qmodel, model)
+    refuse_caches(checkpoint, "GGUF")
     reader = _Reader.of(checkpoint.shell, package)
     path = Path(path)
     partial = path.with_name(path.name + ".partial")

@@ -19,7 +19,14 @@ from quark_fx.checkpoints.files import GRAPH_FILE
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.errors import CheckpointError, ExportError
 from quark_fx.export.checkpoints.experts import as_saved, common_paths, literal, name_patterns
-from quark_fx.export.checkpoints.values import Checkpoint, Layer, each_layer, take_apart, unholdable
+from quark_fx.export.checkpoints.values import (
+    Checkpoint,
+    Layer,
+    each_layer,
+    refuse_caches,
+    take_apart,
+    unholdable,
+)
 from quark_fx.export.packing import (
     exponents,
     group_size,
@@ -193,7 +200,8 @@ def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
         targets += _patterns(mine, {*checkpoint.experts, *checkpoint.left_experts} - set(mine))
         groups[f"group_{index}"] = {"targets": targets, "output_activations": None, **schemes[key]}
     formats = {scheme["format"] for scheme in schemes.values()}
-    return tensors, {
+    scales, cache = _cache(checkpoint)
+    return tensors | scales, {
         "quant_method": "compressed-tensors",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
@@ -203,8 +211,47 @@ def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
             *_patterns(checkpoint.left_experts, checkpoint.experts),
             *(f"re:^{literal(path)}[.]" for path in checkpoint.left_stacks),
         ],
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": cache,
     }
+
+
+def _cache(checkpoint: Checkpoint) -> Written | tuple[dict[str, Tensor], None]:
+    """Return the scales of keys and values, called as vLLM and compressed-tensors do, and the scheme of all."""
+    if not checkpoint.caches:
+        return {}, None
+    tensors, formats, errors = dict[str, Tensor](), dict[str, None](), []
+    for path, attention in checkpoint.caches.items():
+        for name, activation in zip("kv", attention.entering or (), strict=False):
+            zero, scale = activation.zero_point, activation.scale
+            if activation.factors:
+                errors.append(f"{path}: a pass rotates its keys; quantize with Rotate(keys=False)")
+            elif scale is None or zero is None or scale.dim() or activation.format not in _CACHES or int(zero):
+                what = activation.format or activation.cast
+                errors.append(
+                    f"{path}: keys or values in {what}; a server's cache is {' or '.join(_CACHES)} with one static "
+                    "scale for keys and one for values: kv_cache=TensorSpec(format=FP8_E4M3)"
+                )
+            else:
+                formats[activation.format] = None
+                tensors[f"{path}.{name}_scale"] = scale.reshape(1)
+        if attention.entering is None:
+            errors.append(f"{path}: several attentions in one module, whose caches a checkpoint does not tell apart")
+    errors += [
+        f"{path}: its keys and values stay in float; a checkpoint has one cache for all"
+        for path in checkpoint.float_caches
+    ]
+    if len(formats) > 1:
+        errors.append(f"keys and values in {' and '.join(formats)}; a checkpoint has one format for all")
+    if errors:
+        raise unholdable(list(dict.fromkeys(errors)))
+    (fmt,) = formats
+    if fmt != str(FP8_E4M3):
+        warn(f"vLLM has caches in {FP8_E4M3} alone; this checkpoint's is in {fmt}, as compressed-tensors reads it")
+    return tensors, _arguments(8, fmt == str(FP8_E4M3), True, "tensor", False)
+
+
+_CACHES = (str(FP8_E4M3), str(INT8))
+"""Formats of keys and values that `kv_cache_scheme` has."""
 
 
 def _patterns(names: Iterable[str], others: Iterable[str]) -> list[str]:
@@ -380,6 +427,7 @@ def _uniform(layers: list[Layer], bits: tuple[int, ...], form: str, shelf: Shelf
 def _gptq(checkpoint: Checkpoint, shelf: Shelf, version: int = 1) -> Written:
     """The layout of AutoGPTQ and GPTQModel; version 1 stores the zero point less one."""
     layers = checkpoint.layers
+    refuse_caches(checkpoint, "GPTQ")
     bits, group = _uniform(layers, (2, 4, 8), "GPTQ", shelf)
 
     def write(layer: Layer) -> dict[str, Tensor]:
@@ -419,6 +467,7 @@ def _gptq_v2(checkpoint: Checkpoint, shelf: Shelf) -> Written:
 
 def _awq(checkpoint: Checkpoint, shelf: Shelf) -> Written:
     """The GEMM layout of AutoAWQ."""
+    refuse_caches(checkpoint, "AWQ")
     bits, group = _uniform(checkpoint.layers, (4,), "AWQ", shelf)
 
     def write(layer: Layer) -> dict[str, Tensor]:

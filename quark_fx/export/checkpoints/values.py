@@ -16,9 +16,11 @@ from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.errors import ExportError, QuarkError
 from quark_fx.export.checkpoints.experts import as_saved, matrices, taken_apart
 from quark_fx.export.packing import matrix_of
+from quark_fx.graph.operators import ATTENTION
 from quark_fx.model.correspondence import Correspondence
 from quark_fx.model.eager import placed
 from quark_fx.model.quantized_model import QuantizedModel
+from quark_fx.model.rounded_attention import RoundedAttention
 from quark_fx.model.rounded_modules import Activation
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 
@@ -64,12 +66,16 @@ class Checkpoint:
         layers: with quantized weights.
         tensors: the rest of the model's state by name, in float.
         stacks: names of the tensors that hold experts, and of the modules a checkpoint has instead.
+        caches: by the path of a module, how the keys and values of its attention are rounded.
+        float_caches: names of the modules whose attention has them in float, where some have not.
     """
 
     shell: Any
     layers: list[Layer]
     tensors: dict[str, Tensor]
     stacks: dict[str, list[str]]
+    caches: dict[str, RoundedAttention]
+    float_caches: list[str]
 
     @property
     def left(self) -> list[str]:
@@ -124,7 +130,15 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
     if any(layer.name in tied for layer in layers):
         shell.config.tie_word_embeddings = False
     apart = {name: list(taken_apart(shell, name, tensor)) for name, tensor in tensors.items()}
-    return Checkpoint(shell, layers, tensors, {name: names for name, names in apart.items() if names})
+    stacks = {name: names for name, names in apart.items() if names}
+    rows = (row for row in qmodel.report() if row.kind == ATTENTION.kind and row.reason)
+    return Checkpoint(shell, layers, tensors, stacks, found.attentions, [row.name for row in rows])
+
+
+def refuse_caches(checkpoint: Checkpoint, form: str) -> None:
+    """Raise `ExportError` if keys or values are rounded, for which a format has no place."""
+    if checkpoint.caches:
+        raise unholdable([f"{path}: {form} has no place for quantized keys and values" for path in checkpoint.caches])
 
 
 def _layers(model: nn.Module, found: Correspondence) -> list[Layer]:
@@ -171,7 +185,7 @@ def _layers(model: nn.Module, found: Correspondence) -> list[Layer]:
     ]
     errors += [f"{p or 'the model'}: its result is quantized" for p in found.rounding.outputs]
     errors += [f"{p}: a pass rewrote what it computes" for p in found.slices]
-    errors += [f"{p}: it is folded into its neighbour" for p in found.identities]
+    errors += [f"{p}: it is folded into its neighbor" for p in found.identities]
     errors += [
         f"{p}: a pass multiplies what it reads; quantize without explicit=True of that pass, or with Rotate(overhead=0)"
         for p, activation in found.rounding.inputs.items()
@@ -215,4 +229,4 @@ def each_layer(layers: list[Layer], write: Callable[[Layer], dict[str, Tensor]],
     return tensors
 
 
-__all__ = ["Checkpoint", "Layer", "each_layer", "take_apart"]
+__all__ = ["Checkpoint", "Layer", "each_layer", "refuse_caches", "take_apart"]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quark_fx.errors import CalibrationError, ExportError
+from quark_fx.numbers.formats import INT8
 
 PAST = "past_key_values"
 """What `transformers` calls a cache."""
@@ -55,6 +56,33 @@ class CacheScales:
             raise CalibrationError(f"values that are not finite in {', '.join(bad)}")
         return cls({name: torch.where(value > 0, value, 127.0) / 127 for name, value in largest.items()})
 
+    @classmethod
+    def of(cls, model: Any) -> CacheScales:
+        """Return the scales that keys and values have in a model that `eager()` gave back.
+
+        Args:
+            model: quantized with `kv_cache=TensorSpec(format=INT8, granularity="channel")`.
+
+        Raises:
+            ExportError: if it rounds no keys and values, or otherwise.
+        """
+        scales: dict[str, Tensor] = {}
+        for path, module in model.named_modules():
+            rounding = getattr(module, "round_attention", None)
+            for name, entering in zip(("keys", "values"), getattr(rounding, "entering", None) or (), strict=False):
+                layer = getattr(module, "layer_idx", None)
+                if not _is_of_a_cache(entering):
+                    raise ExportError(
+                        f"{path} rounds its {name} otherwise than an int8 cache does; set kv_cache=TensorSpec("
+                        "format=INT8, granularity='channel'), symmetric and without rotated keys"
+                    )
+                if layer is None:
+                    raise ExportError(f"{path} has no layer_idx, so its cache has no name; use CacheScales.measure")
+                scales[f"{PAST}.layers.{layer}.{name}"] = entering.scale
+        if not scales:
+            raise ExportError("the model rounds no keys and values; set kv_cache, or use CacheScales.measure")
+        return cls(scales)
+
     def quantize(self, name: str, x: Tensor) -> Tensor:
         """Return the int8 codes of keys or values, shape `(batch, heads, tokens, channels)`."""
         return (x / self.scales[name]).round().clamp(-128, 127).to(torch.int8)
@@ -62,6 +90,13 @@ class CacheScales:
     def round(self, name: str, x: Tensor) -> Tensor:
         """Return what the codes of `x` stand for."""
         return self.quantize(name, x) * self.scales[name]
+
+
+def _is_of_a_cache(rounding: Any) -> bool:
+    """Tell whether keys or values are rounded to int8 with a scale per head and channel, and to nothing else."""
+    if rounding.format != str(INT8) or rounding.scale is None or rounding.scale.dim() != 4 or len(rounding.factors):
+        return False
+    return rounding.zero_point is None or not bool(rounding.zero_point.any())
 
 
 __all__ = ["PAST", "CacheScales"]

@@ -55,6 +55,8 @@ class GenerationQuantizer:
     """The model has been calibrated already."""
 
     def __post_init__(self) -> None:
+        if self.cache is not None and not isinstance(self.cache, CacheScales):
+            raise ExportError(f"cache is what CacheScales.measure or CacheScales.of returns, not {self.cache!r}")
         _hook_into_transformers()
         self._chosen()
 

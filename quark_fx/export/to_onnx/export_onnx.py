@@ -15,8 +15,8 @@ from torch.fx import GraphModule, Node
 
 from quark_fx.config.target import OnnxFiles
 from quark_fx.errors import ExportError
+from quark_fx.export.program import to_exported_program
 from quark_fx.export.runtime.session import may_optimize, open_session, runtime_options
-from quark_fx.export.to_onnx.program import to_exported_program
 from quark_fx.export.to_onnx.respelling import respelled
 from quark_fx.export.to_onnx.table import translation_table
 from quark_fx.export.to_onnx.translation import translate
@@ -66,7 +66,7 @@ def onnx(
     """Write `qmodel` as an ONNX model with integer weights.
 
     The file is checked before it gets its name: it passes `onnx.checker`, and ONNX Runtime, where installed, loads and
-    optimises it. A file of that name is replaced whole or not at all.
+    optimizes it. A file of that name is replaced whole or not at all.
 
     Args:
         qmodel: from `quantize`.
@@ -286,7 +286,7 @@ def _is_built(node: Node, fmt: Format) -> bool:
 
     Narrow integers are held by wider ones, activations by those of 8 bits.
     """
-    if onnx_container(fmt) != fmt:
+    if (held := onnx_container(fmt)) != fmt and held.bits <= 16:
         return activation_container(fmt).bits == 8 or target_name(node) == DEQUANTIZE
     grouped = target_name(node) == QUANTIZE and len(node.args) > 5 and node.args[5]
     constant = target_name(node) == DEQUANTIZE

@@ -14,7 +14,7 @@ from quark_fx.export.to_onnx.table import translation_table
 
 
 def translate(program: ExportedProgram, input_names: Sequence[str], output_names: Sequence[str], *, opset: int) -> Any:
-    """Return the `onnx_ir.Model` of `program`, not optimised.
+    """Return the `onnx_ir.Model` of `program`, not optimized.
 
     `torch.onnx.export` builds its table of some 500 lowerings anew in every call, which takes longer than
     translating a ResNet. Where torch lets a table be handed over, it is built once per process.

@@ -60,7 +60,7 @@ class LinearHistogram(NamedTuple):
         return cls(_count(values, edges, size, skip_zeros), edges, size, low, high)
 
     def extend(self, x: Tensor, span: str, bins: int, *, skip_zeros: bool = False) -> LinearHistogram:
-        """Return the histogram after it saw `x` too; never synchronises the device."""
+        """Return the histogram after it saw `x` too; never synchronizes the device."""
         values = _values(x, span)
         room = CAPACITY * bins
         edges = torch.nn.functional.pad(self.edges, (0, room + 1 - self.edges.shape[1]), value=torch.inf)

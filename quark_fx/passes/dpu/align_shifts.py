@@ -189,8 +189,7 @@ class _Builder:
         value = parameter(self.gm, key[1]).detach()
         if not bool(torch.isfinite(value).all()):
             return False
-        assert spec.observer is not None
-        qparams = spec.observer.of_constant(value.reshape(1, -1), spec.scheme)
+        qparams = spec.new_observer.of_constant(value.reshape(1, -1), spec.scheme)
         self.constants[key] = QParams(qparams.scale.reshape(()), qparams.zero_point.reshape(()))
         self.system.positions[key] = _position(qparams.scale)
         return True

@@ -30,8 +30,8 @@ _INT32_MAX = np.iinfo(np.int32).max
 def keep_floats(model: ir.Model, node: ir.Node) -> bool:
     """Spell an operator with a float weight, or a bias that int32 does not hold, so that ONNX Runtime leaves it alone.
 
-    A float bias beside a weight in integers is left to ONNX Runtime where int32 holds it: at the scale of the product
-    its rounding is that of the sum.
+    A float bias beside a weight in integers is left to ONNX Runtime where int32 holds it and the codes have 8 bits: at
+    the scale of the product its rounding is that of the sum.
     """
     if node.op_type == "MatMul":
         return _vector_of_one_row(model, node)
@@ -52,8 +52,22 @@ def _is_at_risk(node: ir.Node) -> bool:
     scales = array_of(source.inputs[1]), array_of(weight.inputs[1])
     if node.op_type == "ConvTranspose" or any(scale is None for scale in scales):
         return True  # there is no integer kernel that would be lost
+    if _is_narrow(source) or _is_narrow(weight):
+        return True  # the scale of the product is too coarse for the bias
     step = np.asarray(scales[0], np.float64) * np.asarray(scales[1], np.float64)
     return step.size not in (1, bias.size) or bool((np.abs(bias / step.reshape(-1)) > _INT32_MAX).any())
+
+
+def _is_narrow(dequantizer: ir.Node) -> bool:
+    """Tell whether what is dequantized has codes of fewer than 8 bits, perhaps in bytes."""
+    codes = dequantizer.inputs[0]
+    stored = None if codes is None else codes.const_value
+    if stored is None:
+        return made_by(codes, "Clip") is not None
+    if stored.dtype.bitwidth < 8:
+        return True
+    values = stored.numpy()
+    return values.dtype.kind in "iu" and int(values.max(initial=0)) - int(values.min(initial=0)) < 128
 
 
 def _dequantizer(value: ir.Value | None) -> ir.Node | None:

@@ -1,4 +1,4 @@
-"""Sums before layer normalisations stay apart from them."""
+"""Sums before layer normalizations stay apart from them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quark_fx.export.to_onnx.rules.rule import onnx_rule
 
 @onnx_rule("LayerNormalization", runtime="onnxruntime")
 def keep_sum_from_norm(model: ir.Model, node: ir.Node) -> bool:
-    """Write the sum that only a layer normalisation reads as `Sum`, which ONNX Runtime does not fuse with it.
+    """Write the sum that only a layer normalization reads as `Sum`, which ONNX Runtime does not fuse with it.
 
     Its fused kernel, `SkipLayerNormalization`, takes six times as long on a processor as the two apart.
     """

@@ -1,9 +1,10 @@
-"""From a graph with attributes to the `ExportedProgram` that `torch.onnx.export` takes, without a retrace."""
+"""From a graph with attributes to an `ExportedProgram`, without a retrace."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
@@ -20,8 +21,10 @@ from torch.export.graph_signature import (
 )
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from quark_fx.graph.nodes import parameter, value_of
+from quark_fx.graph.signature import Signature
 
 
 class LoweredProgram(ExportedProgram):
@@ -32,12 +35,16 @@ class LoweredProgram(ExportedProgram):
         return self
 
 
-def to_exported_program(gm: GraphModule, *, decomposed: bool) -> ExportedProgram:
+def to_exported_program(
+    gm: GraphModule, *, decomposed: bool = False, signature: Signature | None = None
+) -> ExportedProgram:
     """Return `gm` (flat inputs, tuple of flat outputs) as an `ExportedProgram` that shares its tensors.
 
     Args:
         gm: a functional graph in which every node has a fake value.
         decomposed: every operator is known to have a lowering, so `run_decompositions` may do nothing.
+        signature: how the program is called, and what it returns; default: flat inputs, and the flat outputs that are
+            tensors.
     """
     graph = Graph()
     names: dict[Node, Node] = {}
@@ -62,20 +69,36 @@ def to_exported_program(gm: GraphModule, *, decomposed: bool) -> ExportedProgram
             inputs.append(InputSpec(InputKind.USER_INPUT, _argument(copied), None))
         elif node.op == "output":
             # A file holds tensors: constants in the result (None, numbers) are the signature's to restore.
-            results = tuple(r for r in copied.args[0] if isinstance(r, Node))  # type: ignore[union-attr]
+            whole: Any = copied.args[0]
+            results = tuple(r for r in whole if signature is not None or isinstance(r, Node))
             copied.args = (results,)
             outputs = [OutputSpec(OutputKind.USER_OUTPUT, _argument(r), None) for r in results]
-    arity = sum(spec.kind is InputKind.USER_INPUT for spec in inputs)
-    in_spec = pytree.tree_structure(((0,) * arity, {}))
-    out_spec = pytree.tree_structure((0,) * len(outputs))
+    if signature is None:
+        arity = sum(spec.kind is InputKind.USER_INPUT for spec in inputs)
+        in_spec, out_spec = pytree.tree_structure(((0,) * arity, {})), pytree.tree_structure((0,) * len(outputs))
+    else:
+        in_spec, out_spec = signature.positional_spec, signature.out_spec
     return (LoweredProgram if decomposed else ExportedProgram)(
         root=torch.nn.Module(),
         graph=graph,
         graph_signature=ExportGraphSignature(inputs, outputs),
         state_dict=state,
-        range_constraints={},
+        range_constraints=_ranges(graph),
         module_call_graph=[ModuleCallEntry("", ModuleCallSignature([], [], in_spec, out_spec))],
     )
+
+
+def _ranges(graph: Graph) -> dict[sympy.Symbol, ValueRanges[Any]]:
+    """Return the range of every size that varies."""
+    values = [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"]
+    sizes = [size for value in values if isinstance(value, Tensor) for size in value.shape]
+    found: dict[sympy.Symbol, ValueRanges[Any]] = {}
+    for size in sizes:
+        node: Any = getattr(size, "node", None)  # of sizes that vary
+        if node is not None:
+            known = node.shape_env.var_to_range
+            found |= {symbol: known[symbol] for symbol in node.expr.free_symbols if symbol in known}
+    return found
 
 
 def _argument(value: Any) -> Any:

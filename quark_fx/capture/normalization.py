@@ -47,7 +47,7 @@ class Captured:
     signature: Signature
 
 
-def normalise(program: ExportedProgram, parameters: tuple[str, ...]) -> Captured:
+def normalize(program: ExportedProgram, parameters: tuple[str, ...]) -> Captured:
     """Turn a fresh `ExportedProgram` into a `Captured`."""
     _require_operators(program)
     gm = _functional_module(program)

@@ -1,0 +1,195 @@
+"""int8 programs in ExecuTorch: accuracy beside torch, what is left outside of XNNPACK, time beside float.
+
+    pip install executorch
+    python -m benchmarks.in_executorch [--networks cnn vit …] [--rounds 30] [--write]
+
+`cnn`, `mobilenet` and `vit` are trained on digits (`tests/networks.py`); the others have random weights. Ours is
+`int8_static` with `target="executorch"`, by way of `quark_fx.export.pt2e`. *XNNPACKQuantizer* is ExecuTorch's own, with
+torchao's `prepare_pt2e` and `convert_pt2e` on the same batches. *torch* and *ExecuTorch* are the SQNR of the output
+against the float model, of the program in torch and of the `.pte` file, on inputs that were not calibrated on.
+*Steps* is the largest difference between these two in steps of the output's last quantizer. *Outside* counts the
+operators that XNNPACK did not take. *Time* is for one sample, the files in turn; a ratio is the median over the rounds.
+`--write` updates `docs/executorch.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+import quark_fx as qfx
+from benchmarks.common import environment, one_core, publish, sqnr, table
+from benchmarks.judged import Network, digits, random_weights, ratio
+from benchmarks.onnx_sessions import latencies
+from quark_fx.export.runtime.openvino_session import Named
+from quark_fx.presets import INT8_STATIC
+
+JUDGED = 64
+"""Samples; a program plans its memory for as many."""
+
+
+NETWORKS = {
+    **{name: digits(name, JUDGED) for name in ("cnn", "mobilenet", "vit")},
+    **{name: random_weights(name) for name in ("ResNet-18", "MobileNetV2")},
+}
+
+
+def ours(network: Network) -> ExportedProgram:
+    """Return the program of this package."""
+    batch = torch.export.Dim("batch", max=len(network.judged))
+    config = INT8_STATIC.replace(target="executorch")
+    shapes = {next(iter(inspect.signature(network.model.forward).parameters)): {0: batch}}
+    qmodel = qfx.quantize(network.model, config, network.calibration, dynamic_shapes=shapes, progress=False)
+    return qfx.export.pt2e(qmodel)
+
+
+def theirs(network: Network) -> ExportedProgram:
+    """Return the program of ExecuTorch's quantizer."""
+    from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
+        XNNPACKQuantizer,
+        get_symmetric_quantization_config,
+    )
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+    quantizer = XNNPACKQuantizer().set_global(get_symmetric_quantization_config(is_per_channel=True))
+    observed = prepare_pt2e(floats(network).module(), quantizer)
+    for batch in network.calibration:
+        observed(batch)
+    converted = convert_pt2e(observed)
+    return torch.export.export(converted, (network.calibration[0],), dynamic_shapes=_shapes(network))
+
+
+def floats(network: Network) -> ExportedProgram:
+    """Return the program of the model itself."""
+    return torch.export.export(network.model, (network.calibration[0],), dynamic_shapes=_shapes(network))
+
+
+def _shapes(network: Network) -> Any:
+    return ({0: torch.export.Dim("batch", max=len(network.judged))},)
+
+
+class ProgramSession:
+    """A `.pte` file, with the methods of a session that `latencies` calls."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        from executorch.runtime import Runtime
+
+        self._program = Runtime.get().load_program(path)  # the method reads it without owning it
+        self._method = self._program.load_method("forward")
+
+    def get_inputs(self) -> list[Named]:
+        """Return the one input."""
+        return [Named("x")]
+
+    def run(self, names: Sequence[str] | None, feeds: Mapping[str, Any]) -> list[Any]:
+        """Return the outputs, as arrays; `names` are not looked at."""
+        return [output.numpy() for output in self._method.execute([torch.from_numpy(feeds["x"])])]
+
+
+def _write(program: ExportedProgram, path: Path) -> int:
+    """Write the file of a program, and return how many operators XNNPACK did not take."""
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+
+    lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()]).to_executorch()
+    path.write_bytes(lowered.buffer)
+    names = [str(node.target) for node in lowered.exported_program().graph.nodes if node.op == "call_function"]
+    return sum(name.startswith(("aten.", "quantized_decomposed.")) for name in names)
+
+
+def measure(name: str, folder: Path, rounds: int) -> Iterator[list[str]]:
+    """Yield the rows of one network."""
+    network = NETWORKS[name]()
+    with torch.no_grad():
+        expected = network.model(network.judged)
+    programs = {row: make(network) for row, make in PROGRAMS.items()}
+    paths = {row: folder / f"{i}.pte" for i, row in enumerate(programs)}
+    outside = {row: _write(program, paths[row]) for row, program in programs.items()}
+    times = latencies(paths, [network.judged[:1]], 1, rounds, ProgramSession)  # see the page: one size for each method
+    for row in (QUANTIZED, PEER):
+        with torch.no_grad():
+            simulated = programs[row].module()(network.judged)
+        (array,) = ProgramSession(paths[row], 1).run(None, {"x": network.judged.numpy()})
+        found = torch.from_numpy(array)
+        yield [
+            name,
+            row,
+            str(outside[row]),
+            f"{sqnr(expected, simulated):.2f}",
+            f"{sqnr(expected, found):.2f}",
+            f"{float((found - simulated).abs().max()) / _step(programs[row]):.1f}",
+            *(ratio(times[row], times[other]) for other in ("float", PEER)),
+        ]
+
+
+QUANTIZED, PEER = "int8_static, target='executorch'", "XNNPACKQuantizer"
+
+PROGRAMS: dict[str, Callable[[Network], ExportedProgram]] = {QUANTIZED: ours, PEER: theirs, "float": floats}
+"""What makes the programs, by row."""
+
+
+def _step(program: ExportedProgram) -> float:
+    """Return the scale of the last activation that is rounded."""
+    scales = [node.args[1] for node in program.graph.nodes if "quantize_per_tensor.default" in str(node.target)]
+    return float(scales[-1])
+
+
+def main() -> None:
+    """Measure, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS), metavar="NETWORK")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--write", action="store_true", help="update docs/executorch.md")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    rows: list[list[str]] = []
+    with one_core():
+        for name in arguments.networks:
+            with tempfile.TemporaryDirectory() as folder:
+                for row in measure(name, Path(folder), arguments.rounds):
+                    print(*row, file=sys.stderr, flush=True)
+                    rows.append(row)
+    header = (
+        *("network", "program", "outside", "torch, dB", "ExecuTorch, dB", "steps", "time / float"),
+        "time / XNNPACKQuantizer",
+    )
+    publish(
+        f"""# In ExecuTorch
+
+`target="executorch"` puts quantizers where XNNPACK's integer kernels are, and `export.pt2e` returns a program in PT2E's
+operators, from which ExecuTorch makes a `.pte` file:
+
+``` {{.python}}
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir import to_edge_transform_and_lower
+
+batch = {{"x": {{0: torch.export.Dim("batch", max=32)}}}}  # memory is planned for the largest size
+qmodel = qfx.quantize(model, INT8_STATIC.replace(target="executorch"), batches, dynamic_shapes=batch)
+edge = to_edge_transform_and_lower(qfx.export.pt2e(qmodel), partitioner=[XnnpackPartitioner()])
+Path("model.pte").write_bytes(edge.to_executorch().buffer)
+```
+
+Load a method anew for another batch size, or capture with one size: in ExecuTorch 1.5.1, a method that ran a smaller
+batch computed wrong numbers for a larger one, in two networks that end in a pool, a flatten and a linear layer.
+
+Measured by `python -m benchmarks.in_executorch --write`, whose docstring says what the columns are:
+
+{table(header, rows)}
+
+{environment()}
+""",
+        "executorch.md" if arguments.write else None,
+    )
+
+
+if __name__ == "__main__":
+    main()

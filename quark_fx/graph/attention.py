@@ -1,0 +1,239 @@
+"""Attention in a graph: which values its keys and values are, as a KV cache holds them.
+
+Found by what is computed: the fused operator, or a softmax of a product of two activations that multiplies a third.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch.fx import Graph, Node
+
+from quark_fx.graph.nodes import CAST, is_parameter, target_name
+from quark_fx.graph.operators import argument, permutation
+
+
+@dataclass(frozen=True)
+class Cached:
+    """Keys or values, as a cache holds them: before their heads are repeated for groups of queries.
+
+    Attributes:
+        value: the node that makes them.
+        reader: what of the attention reads it: the product itself, or the first step of the data movement before it.
+        product: what multiplies by them.
+        position: of the argument of `product` that they become.
+        tokens: dimension of `value` that counts tokens, from 0.
+        channels: dimension of `value` that a head's channels lie along.
+        across: dimension of that argument that they lie along, counted from the last (-1).
+    """
+
+    value: Node
+    reader: Node
+    product: Node
+    position: int
+    tokens: int
+    channels: int
+    across: int
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention of a graph.
+
+    Attributes:
+        node: the fused operator, or the softmax.
+        scores: what multiplies queries by keys: the same fused operator, or a product.
+        query: position of the queries among its arguments.
+        keys: what a cache holds of it, or why nothing.
+        values: likewise.
+    """
+
+    node: Node
+    scores: Node
+    query: int
+    keys: Cached | str
+    values: Cached | str
+
+    @property
+    def cached(self) -> tuple[Cached, Cached] | None:
+        """Keys and values; `None` if a cache cannot hold both."""
+        keys, values = self.keys, self.values
+        return (keys, values) if isinstance(keys, Cached) and isinstance(values, Cached) else None
+
+    @property
+    def reason(self) -> str:
+        """Why a cache cannot hold its keys and values; empty if it can."""
+        return next((found for found in (self.keys, self.values) if isinstance(found, str)), "")
+
+
+FUSED = "aten.scaled_dot_product_attention.default"
+"""The fused operator, of queries, keys and values."""
+
+PRODUCTS = {
+    **dict.fromkeys(("aten.matmul.default", "aten.bmm.default", "aten.mm.default"), (0, 1)),
+    "aten.baddbmm.default": (1, 2),
+    "aten.einsum.default": (0, 1),
+}
+"""Products of two activations, with the positions of what they multiply."""
+
+_EINSUM = "aten.einsum.default"
+
+_SOFTMAX = frozenset({"aten.softmax.int", "aten._softmax.default", "aten._safe_softmax.default"})
+
+_REPEATING = frozenset({"aten.expand.default", "aten.repeat.default", "aten.repeat_interleave.self_int"})
+
+_RESHAPING = frozenset(
+    f"aten.{name}" for name in ("view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints")
+) | {"aten.unflatten.int"}
+
+_IN_PLACE = frozenset(
+    {*_REPEATING, *_RESHAPING, CAST, "aten.slice.Tensor", "aten.clone.default", "aten.contiguous.default"}
+)
+"""Data movement that leaves the last dimensions where they are, if their sizes stay."""
+
+_PADDING = frozenset({"aten.cat.default", "aten.slice.Tensor"})
+"""What adds places to attend to, and takes them away, as an attention sink."""
+
+
+def find_attentions(graph: Graph) -> Iterator[Attention]:
+    """Yield every attention of a graph, in order."""
+    for node in graph.nodes:
+        if target_name(node) == FUSED:
+            keys, values = (_cached(node, position, _NAMES[position - 1], -2, -1) for position in (1, 2))
+            yield Attention(node, node, 0, keys, values)
+        elif target_name(node) in _SOFTMAX and (found := _spelled_out(node)) is not None:
+            yield found
+
+
+def _spelled_out(softmax: Node) -> Attention | None:
+    """Return the attention that a softmax belongs to: there is a product before it, and one behind it."""
+    dim, rank = int(argument(softmax, 1)), len(_sizes(softmax))
+    axis = dim if dim < 0 else dim - rank
+    before, after = list(_scores(softmax.all_input_nodes[0], axis)), list(_mixes(softmax, axis))
+    if not before or not after or axis not in (-1, -2):
+        return None
+    (scores, summed), (mix, weights) = before[0], after[0]
+    why = ""
+    if _EINSUM in (target_name(scores), target_name(mix)):
+        why = "einsum is not supported; write it with torch.matmul"
+    elif len(before) > 1:
+        why = "its scores are a sum of several products"
+    if why:
+        return Attention(softmax, scores, 0, why, why)
+    # Where the softmax sums to one lie the tokens: columns of scores come from the right factor, rows from the left.
+    left, right = PRODUCTS[target_name(scores)]
+    key, query = (right, left) if summed == -1 else (left, right)
+    keys = _cached(scores, key, _NAMES[0], summed, -3 - summed)
+    left, right = PRODUCTS[target_name(mix)]
+    value = right if weights == -1 else left
+    values = _cached(mix, value, _NAMES[1], -3 - weights, weights)
+    return Attention(softmax, scores, query, keys, values)
+
+
+def _scores(value: Node, axis: int, seen: set[Node] | None = None) -> Iterator[tuple[Node, int]]:
+    """Yield the products that a value is computed from element by element, with the axis as they have it."""
+    seen = set() if seen is None else seen
+    if value in seen or value.op != "call_function":
+        return
+    seen.add(value)
+    if target_name(value) in PRODUCTS:
+        if all(not is_parameter(argument(value, i)) for i in PRODUCTS[target_name(value)]):
+            yield value, axis
+    elif is_pointwise(value) or target_name(value) in _PADDING:
+        for node in value.all_input_nodes:
+            yield from _scores(node, axis, seen)
+    elif (source := _before(value, (axis,))) is not None:
+        yield from _scores(source[0], source[1][0], seen)
+
+
+def _mixes(value: Node, axis: int) -> Iterator[tuple[Node, int]]:
+    """Yield the products that sum a value along the axis, with the axis as they have it."""
+    for user in value.users:
+        name = target_name(user)
+        if name in PRODUCTS:
+            left, right = (argument(user, i) for i in PRODUCTS[name])
+            if name == _EINSUM or (value is left and axis == -1) or (value is right and axis == -2):
+                yield user, axis
+        elif is_pointwise(user) or name in _PADDING:
+            yield from _mixes(user, axis)
+        else:
+            for there in (-1, -2):
+                if _before(user, (there,)) == (value, (axis,)):
+                    yield from _mixes(user, there)
+
+
+def is_pointwise(node: Node) -> bool:
+    """Tell whether a node computes each element from those at the same place."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def _cached(product: Node, position: int, what: str, tokens: int, channels: int) -> Cached | str:
+    """Return what a cache holds of a factor, whose dimensions are counted from the last (-1)."""
+    steps: list[tuple[Node, tuple[int, ...]]] = [(argument(product, position), (tokens, channels))]
+    while (before := _before(*steps[-1])) is not None:
+        steps.append(before)
+    if is_parameter(steps[-1][0]):
+        return f"its {what} are constants of the model"
+    # A step that something else reads as well stays in front.
+    alone = next((i for i, (node, _) in enumerate(steps) if sum(map(_is_tensor, node.users)) > 1), len(steps) - 1)
+    repeated = [i for i, ((a, _), (b, _)) in enumerate(pairwise(steps)) if i < alone and _repeats(a, b)]
+    chosen = repeated[-1] + 1 if repeated else 0
+    while repeated and chosen < alone and target_name(steps[chosen][0]) in _SPREADING:
+        chosen += 1
+    lasting = (i for i in range(chosen, alone + 1) if steps[i][1][1] == -1)
+    chosen = next(lasting, chosen)
+    value, dims = steps[chosen]
+    rank = len(_sizes(value))
+    reader = steps[chosen - 1][0] if chosen else product
+    return Cached(value, reader, product, position, dims[0] + rank, dims[1] + rank, channels)
+
+
+_NAMES = ("keys", "values")
+
+_SPREADING = frozenset({"aten.unsqueeze.default", "aten.slice.Tensor"})
+"""What is done to heads before they are repeated."""
+
+
+def _repeats(node: Node, source: Node) -> bool:
+    """Tell whether a step of data movement makes several of one value."""
+    ones = [[size for size in _sizes(n) if size != "1"] for n in (node, source)]
+    return target_name(node) in _REPEATING and ones[0] != ones[1]
+
+
+def _before(node: Node, dims: tuple[int, ...]) -> tuple[Node, tuple[int, ...]] | None:
+    """Return what a step of data movement moves, and where it has some dimensions; `None` for any other node.
+
+    Args:
+        node: the step.
+        dims: counted from the last (-1).
+    """
+    name, sources = target_name(node), [n for n in node.all_input_nodes if _sizes(n)]
+    if len(sources) != 1 or not _sizes(node):
+        return None
+    (source,), rank = sources, len(_sizes(node))
+    before = len(_sizes(source))
+    if (order := permutation(node)) is not None:
+        return source, tuple(order[d + rank] - before for d in dims)
+    if name == "aten.unsqueeze.default":
+        at = int(argument(node, 1)) % rank - rank
+        moved = tuple(d if d > at else d + 1 for d in dims)
+        return None if at in dims else (source, moved)
+    kept = name in _IN_PLACE and all(-d <= before for d in dims)
+    if name in _RESHAPING:  # only what lies behind all that is reshaped stays
+        kept = kept and _sizes(node)[min(dims) :] == _sizes(source)[min(dims) :]
+    return (source, dims) if kept and all(_sizes(node)[d] == _sizes(source)[d] for d in dims) else None
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _sizes(node: Node) -> tuple[str, ...]:
+    """Return the sizes of a value, as text that is equal where they are; empty if it is no tensor."""
+    return tuple(map(str, node.meta["val"].shape)) if _is_tensor(node) else ()
+
+
+__all__ = ["FUSED", "PRODUCTS", "Attention", "Cached", "find_attentions", "is_pointwise"]

@@ -1,0 +1,240 @@
+"""Modules that round keys and values of their attention: on their way into a cache, or where they are multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial, update_wrapper
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from quark_fx.errors import QuarkError
+from quark_fx.model.rounded_attention import Size
+
+_FACTORS: dict[Any, tuple[str, ...]] = {
+    F.scaled_dot_product_attention: ("query", "key", "value"),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), ("input", "other")),
+    **dict.fromkeys((torch.bmm, Tensor.bmm, torch.mm, Tensor.mm), ("input", "mat2")),
+    **dict.fromkeys((torch.baddbmm, Tensor.baddbmm), ("input", "batch1", "batch2")),
+    torch.einsum: (),
+}
+"""Functions that multiply activations, with the names of their arguments: those of `quark_fx.graph.attention`."""
+
+
+class RoundedArgument(nn.Module):
+    """Rounds what a product multiplies.
+
+    Args:
+        rounding: a module that rounds keys, values or queries as a cache holds them.
+        position: of the argument.
+        transposed: the product reads it with its last two dimensions exchanged.
+        cached: a cache may have rounded it.
+        heads: that have scales of their own, 0 for none: the product reads each once for every query of its group.
+    """
+
+    def __init__(self, rounding: nn.Module, position: int, transposed: bool, cached: bool, heads: int) -> None:
+        super().__init__()
+        self.rounding, self.position, self.transposed = rounding, position, transposed
+        self.cached, self.heads = cached, heads
+
+    def forward(self, x: Tensor, again: bool = False) -> Tensor:
+        """Return `x` rounded; `again`: without what it is multiplied by before, which happened on the way in."""
+        x = x.mT if self.transposed else x
+        repeated = self.heads and x.shape[-3] != self.heads
+        x_by_head = x.unflatten(-3, (self.heads, -1)).flatten(-3, -2) if repeated else x
+        rounded: Tensor = self.rounding(x_by_head, again)
+        rounded = rounded.reshape(x.shape)
+        return rounded.mT if self.transposed else rounded
+
+
+class AttentionRounding(nn.Module):
+    """What a module with attention rounds while its forward runs.
+
+    Args:
+        path: of the module.
+        products: what is rounded of each product that its code calls, in order.
+        entering: what rounds keys and values that enter a cache; `None`: they are rounded where they are multiplied.
+        sizes: heads and channels of keys, and of values, as they were captured; `None` for one that varies.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        products: Sequence[Sequence[RoundedArgument]],
+        entering: tuple[nn.Module, nn.Module] | None,
+        sizes: Sequence[Size],
+    ) -> None:
+        super().__init__()
+        self.path, self.sizes = path or "the model", tuple(sizes)
+        self.products = nn.ModuleList(nn.ModuleList(factors) for factors in products)
+        self.entering = None if entering is None else nn.ModuleList(entering)
+        self.trusts_cache = False
+        """Whether a call found that its products read from a cache what was rounded on its way in."""
+
+    def wrap(self, module: nn.Module) -> None:
+        """Make the forward of a module round: a hook would not end at an interrupt from the keyboard."""
+        module.forward = update_wrapper(partial(self._run, module.forward), module.forward)
+
+    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what `forward` computes of rounded keys and values."""
+        call = _Call(self, [] if self.entering is None else _caches((*args, *kwargs.values())))
+        with call:
+            result = forward(*args, **kwargs)
+        if call.count != len(self.products):
+            raise QuarkError(
+                f"{self.path} called {call.count} products of activations where the captured model has "
+                f"{len(self.products)}, so it is not known which of them read keys and values; use the implementation "
+                "of attention that the model was quantized with, or call the quantized model itself"
+            )
+        self._require_rounded(call.read)
+        return result
+
+    def enter(self, keys: Tensor, values: Tensor) -> list[Tensor]:
+        """Return keys and values rounded, as a cache of shape `(batch, heads, tokens, channels)` holds them.
+
+        Raises:
+            QuarkError: if these are not what was calibrated.
+        """
+        result = []
+        roundings: list[Any] = list(self.entering or ())
+        for x, rounding, (heads, channels) in zip((keys, values), roundings, self.sizes, strict=True):
+            per_head = getattr(rounding, "scale", None) is not None and rounding.scale.dim() > 2
+            expected = (heads if per_head else None, channels)
+            found = (x.shape[-3] if x.dim() > 2 else 1, x.shape[-1])
+            if any(size not in (None, there) for size, there in zip(expected, found, strict=True)):
+                self.refuse(
+                    f"caches {found[0]} heads of {found[1]} channels, and what was captured has {heads} of {channels}"
+                )
+            result.append(rounding(x))
+        return result
+
+    def _require_rounded(self, read: Sequence[tuple[RoundedArgument, Tensor]]) -> None:
+        """Refuse keys or values from a cache that rounding once more changes.
+
+        Raises:
+            QuarkError: if more than the dtype's own rounding differs.
+        """
+        for factor, x in read:
+            if torch.compiler.is_compiling() or isinstance(x, FakeTensor) or x.is_meta:
+                return
+            with torch.no_grad():
+                change = (factor(x, again=True).double() - x.double()).abs()
+            if bool((change > 4 * torch.finfo(x.dtype).eps * x.double().abs()).any()):
+                self.refuse("does not multiply by its keys and values as the cache returned them")
+        self.trusts_cache |= len(read) > 1
+
+    def refuse(self, why: str) -> NoReturn:
+        """Raise `QuarkError`: keys and values cannot be rounded where they enter the cache.
+
+        Args:
+            why: what the module does, behind its path.
+        """
+        raise QuarkError(
+            f"{self.path} {why}, so they cannot be rounded where they enter the cache; quantize this attention without "
+            f"kv_cache (Override(pattern={self.path!r}, kv_cache=None)), or run it without a cache (use_cache=False)"
+        )
+
+
+class _Call(TorchFunctionMode):
+    """A module's call while it runs."""
+
+    def __init__(self, owner: AttentionRounding, caches: list[Any]) -> None:
+        super().__init__()
+        self.owner, self.caches, self.count = owner, caches, 0
+        self.read: list[tuple[RoundedArgument, Tensor]] = []  # what came from a cache, until it is trusted
+        self.replaced: list[tuple[Any, Any]] = []
+        # What a cache holds was rounded when it entered, and so is all that is moved from there to a product.
+        self.held = WeakTensorKeyDictionary({x: None for cache in caches for x in _tensors(cache)})
+
+    def __enter__(self) -> _Call:
+        for cache in self.caches:
+            self.replaced.append((cache, vars(cache).get("update")))
+            cache.update = partial(self._update, cache.update)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        for cache, update in self.replaced:
+            if update is None:
+                del cache.update
+            else:
+                cache.update = update
+
+    def _update(self, update: Callable[..., Any], keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Write rounded keys and values to a cache."""
+        with torch._C.DisableTorchFunction():
+            keys, values = self.owner.enter(keys, values)
+        self._hold((keys, values))
+        result = update(keys, values, *args, **kwargs)
+        self._hold(result)
+        return result
+
+    def _hold(self, values: Any) -> None:
+        """Note what comes from a cache."""
+        for value in _flat(values):
+            self.held[value] = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        names = _FACTORS.get(func)
+        if names is None:
+            result = func(*args, **kwargs)
+            if self.held and any(x in self.held for x in _flat((*args, *kwargs.values()))):
+                self._hold(result)
+            return result
+        place, self.count = self.count, self.count + 1
+        factors: Any = self.owner.products[place] if place < len(self.owner.products) else ()
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        changed = {
+            names[f.position]: self._rounded(f, given[names[f.position]]) for f in factors if f.position < len(names)
+        }
+        args = [changed.pop(name, value) for name, value in zip(names, args, strict=False)] + list(args[len(names) :])
+        return func(*args, **{**kwargs, **changed})
+
+    def _rounded(self, factor: RoundedArgument, x: Tensor) -> Tensor:
+        """Return what a product reads in place of `x`."""
+        if not factor.cached or x not in self.held:
+            y: Tensor = factor(x)
+            return y
+        if not self.owner.trusts_cache:
+            self.read.append((factor, x))
+        return x
+
+
+def _flat(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an argument or a result."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _flat(value)
+
+
+def _caches(values: Sequence[Any]) -> list[Any]:
+    """Return the caches among the arguments of a module, and those that one consists of, each once."""
+    found: dict[int, Any] = {}
+
+    def add(values: Iterable[Any]) -> None:
+        for value in values:
+            is_cache = callable(getattr(value, "update", None)) and hasattr(value, "get_seq_length")
+            if is_cache and not isinstance(value, type) and id(value) not in found:
+                found[id(value)] = value
+                add(vars(value).values())
+
+    add(values)
+    return list(found.values())
+
+
+def _tensors(cache: Any) -> Iterator[Tensor]:
+    """Yield what a cache and its layers hold."""
+    for owner in (cache, *getattr(cache, "layers", ())):
+        yield from _flat(list(vars(owner).values()))
+
+
+__all__ = ["AttentionRounding", "RoundedArgument"]

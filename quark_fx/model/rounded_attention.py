@@ -1,0 +1,163 @@
+"""Which modules of the original model round the keys and values that their attention reads.
+
+No module has keys or values for its own input or result: they are on their way within one. So the modules round what
+they multiply, product by product, in the order in which their code calls them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+
+from quark_fx.errors import QuarkError
+from quark_fx.graph.attention import FUSED, PRODUCTS, Attention, Cached, find_attentions
+from quark_fx.graph.nodes import describe, module_calls, static_size, target_name
+from quark_fx.graph.operators import argument
+from quark_fx.model.rounded_modules import Activation, Rounded
+
+
+@dataclass(frozen=True)
+class RoundedFactor:
+    """What a product multiplies, and how it is rounded.
+
+    Attributes:
+        position: among the arguments.
+        activation: how.
+        transposed: it is rounded with its last two dimensions exchanged, as a cache holds it.
+        cached: whether a cache holds it.
+    """
+
+    position: int
+    activation: Activation
+    transposed: bool = False
+    cached: bool = False
+
+    def same_as(self, other: RoundedFactor) -> bool:
+        """Tell whether both are the same."""
+        own, theirs = ((f.position, f.transposed, f.cached) for f in (self, other))
+        return own == theirs and self.activation.same_as(other.activation)
+
+
+Size = tuple[int | None, int | None]
+"""Heads and channels; `None` for a number that varies, or is not known."""
+
+Entering = tuple[tuple[Activation, Activation], tuple[Size, Size]]
+"""How keys and values are rounded when they enter a cache, and their sizes."""
+
+Product = tuple[RoundedFactor, ...]
+"""What is rounded of a product of activations; empty for one that reads everything as it is."""
+
+
+@dataclass(frozen=True)
+class RoundedAttention:
+    """A module with attention.
+
+    Attributes:
+        products: fused attentions and products of activations, in the order in which its code calls them.
+        entering: how keys and values are rounded when they enter a cache; `None` for a module with several attentions.
+        sizes: heads and channels of keys, and of values; `None` for a number that varies, or is not known.
+    """
+
+    products: tuple[Product, ...]
+    entering: tuple[Activation, Activation] | None
+    sizes: tuple[Size, ...] = ()
+
+    def same_as(self, other: RoundedAttention) -> bool:
+        """Tell whether both round alike."""
+        if [len(product) for product in self.products] != [len(product) for product in other.products]:
+            return False
+        pairs = zip(sum(self.products, ()), sum(other.products, ()), strict=True)
+        return all(a.same_as(b) for a, b in pairs)
+
+
+def place_attentions(graph: Graph, rounded: Rounded) -> tuple[dict[str, RoundedAttention], set[tuple[Node, Node]]]:
+    """Return, by path, the modules that round keys and values, and which values and readers of `rounded` these are.
+
+    Raises:
+        QuarkError: if calls of a module differ, or round what a product reads in another layout than it has.
+    """
+    factors: dict[Node, list[RoundedFactor]] = {}
+    calls: dict[str, dict[str, list[Entering]]] = {}
+    attentions = [*find_attentions(graph)]
+    count = Counter(key for attention in attentions for key in list(module_calls(attention.scores))[-1:])
+    edges: set[tuple[Node, Node]] = set()
+    results = next(node for node in reversed(graph.nodes) if node.op == "output")
+    for attention in attentions:
+        found = [(c, rounded[c.value, c.reader]) for c in attention.cached or () if (c.value, c.reader) in rounded]
+        if len(found) != 2:
+            continue
+        for cached, activation in found:
+            factor = RoundedFactor(cached.position, activation, _is_transposed(cached, activation), cached=True)
+            factors.setdefault(cached.product, []).append(factor)
+            edges |= {(cached.value, reader) for reader in (cached.reader, results)}  # a cache that is returned
+        query = argument(attention.scores, attention.query)
+        if (turned := rounded.get((query, attention.scores))) is not None and not turned.rounds:
+            factors.setdefault(attention.scores, []).append(RoundedFactor(attention.query, turned))
+            edges.add((query, attention.scores))
+        key, path = _call_of(attention, found[1][0].product)
+        (held_keys, keys), (held_values, values) = found
+        sizes = _sizes(held_keys), _sizes(held_values)
+        calls.setdefault(path, {}).setdefault(key, []).append(((keys, values), sizes))
+    owners = {key: path for path, keys in calls.items() for key in keys}
+    products: dict[str, list[Product]] = {}
+    for node in graph.nodes:
+        inner = [key for key in module_calls(node) if key in owners]
+        if inner and target_name(node) in (FUSED, *PRODUCTS):
+            products.setdefault(inner[-1], []).append(tuple(factors.get(node, ())))
+    # What enters a cache is known where there is but one attention, those that stay in float included.
+    known = {path: {k: e if count[k] < 2 else [] for k, e in keys.items()} for path, keys in calls.items()}
+    return {path: _alike(path, keys, products, graph) for path, keys in known.items()}, edges
+
+
+def _alike(
+    path: str, calls: Mapping[str, list[Entering]], products: Mapping[str, list[Product]], graph: Graph
+) -> RoundedAttention:
+    """Return what all calls of a module round."""
+    first, *others = (
+        RoundedAttention(tuple(products[key]), *(entering[0] if len(entering) == 1 else (None, ())))
+        for key, entering in calls.items()
+    )
+    everywhere = {key for node in graph.nodes for key, other in module_calls(node).items() if other == path}
+    if everywhere != set(calls) or not all(first.same_as(other) for other in others):
+        raise QuarkError(
+            f"the calls of module {path or 'the model'} round keys and values in different ways; call the quantized "
+            "model itself, or give each call a module of its own"
+        )
+    return first
+
+
+def _call_of(attention: Attention, mix: Node) -> tuple[str, str]:
+    """Return the key and the path of the innermost call that both products of an attention are part of."""
+    there = module_calls(mix)
+    return next(((k, path) for k, path in reversed(module_calls(attention.scores).items()) if k in there), ("", ""))
+
+
+def _sizes(cached: Cached) -> Size:
+    """Return the heads and channels of keys or values."""
+    shape = cached.value.meta["val"].shape
+    heads = [static_size(n) for d, n in enumerate(shape) if d not in (0, cached.tokens, cached.channels)]
+    return heads[0] if len(heads) == 1 else None, static_size(shape[cached.channels])
+
+
+def _is_transposed(cached: Cached, activation: Activation) -> bool:
+    """Tell whether a product reads the value with its last two dimensions exchanged.
+
+    Raises:
+        QuarkError: if it reads it in yet another layout, and the rounding depends on it.
+    """
+    rank = cached.value.meta["val"].dim()
+    tokens, channels = cached.tokens - rank, cached.channels - rank
+    whole = activation.axis is None and not activation.factors
+    lasting = tokens == -3 - channels or (activation.axis == -1 and channels == -1)
+    if not whole and not lasting:
+        raise QuarkError(
+            f"{describe(cached.product)} reads keys or values whose tokens a module moves before it multiplies; call "
+            "the quantized model itself, or quantize them with granularity='tensor'"
+        )
+    return not whole and channels != cached.across
+
+
+__all__ = ["Product", "RoundedAttention", "RoundedFactor", "place_attentions"]

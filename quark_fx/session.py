@@ -1,0 +1,507 @@
+"""A model that is captured once and data that is read once, for as many configurations as one likes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import is_dataclass, replace
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
+from quark_fx.capture.capture import Captured, capture_graph
+from quark_fx.checkpoints.open_checkpoint import open_checkpoint
+from quark_fx.checkpoints.shelf import Shelf
+from quark_fx.config.quant_config import QuantConfig
+from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
+from quark_fx.engine.context import Context, require_resources
+from quark_fx.engine.known import Known
+from quark_fx.engine.ranks import ALONE, Ranks
+from quark_fx.errors import CalibrationError, ConfigError, QuarkError
+from quark_fx.graph.nodes import EMBEDDING, device_of, placeholders, static_size, stored_tensors, target_name, value_of
+from quark_fx.graph.pass_manager import (
+    GraphPass,
+    PassRecord,
+    Stage,
+    copy_graph,
+    learns_from_data,
+    needs_context,
+    pass_stage,
+    run_passes,
+    takes_context,
+)
+from quark_fx.graph.provenance import digest
+from quark_fx.graph.signature import split_batch
+from quark_fx.model.eager import is_eager
+from quark_fx.model.quantized_model import QuantizedModel
+from quark_fx.passes import calibrate, convert, insert_observers
+from quark_fx.system.isolation import as_called, isolated
+from quark_fx.system.memory import occupied
+
+
+class Session:
+    """A captured model and its calibration data, which `quantize` and its like take instead of both.
+
+    What runs on one session have in common is done once: capture, the passes that need no data, the forward pass over
+    the batches, weights that are rounded alike. Every result has the bits that it has without a session, and shares no
+    memory with another one. The first run that calibrates collects histograms; later runs read their observers from
+    them.
+
+    A session holds the batches, the graph that the last passes made and the weights as they were rounded last. It reads
+    the weights of the model itself, and refuses one that was changed since: runs compare checksums, which takes a
+    second for a gigabyte. A run that fails leaves the session as usable as it was. Several threads may use one; their
+    runs take turns.
+
+    >>> model = nn.Sequential(nn.Linear(8, 4)).eval()
+    >>> session = Session(model, [torch.randn(16, 8)])
+    >>> from quark_fx.quantization import quantize
+    >>> for name in ("int8_static", "int4_weight_only"):
+    ...     print(quantize(session, name, progress=False).report().rows[0].weight)
+    int8 channel
+    int4 group 32
+    """
+
+    @isolated
+    def __init__(
+        self,
+        model: nn.Module | ExportedProgram | str | Path,
+        calibration_data: Iterable[Any] | None = None,
+        *,
+        dynamic_shapes: Any = None,
+        device: str | torch.device | None = None,
+        cache: CacheBudget | None = None,
+    ) -> None:
+        """Capture a model, and read all of the data.
+
+        Args:
+            model: as for `quantize`.
+            calibration_data: likewise; it may be a generator.
+            dynamic_shapes: as for `quantize`.
+            device: likewise.
+            cache: memory that batches, and activations of a run, may take before they go to disk.
+
+        Raises:
+            ConfigError: for a device or a cache that cannot be used.
+            CaptureError: if the model cannot be captured.
+            CalibrationError: if the data is unusable.
+        """
+        require_resources(device, cache)
+        self._share(model, *peek(calibration_data), dynamic_shapes, device, cache)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise QuarkError("a Session is neither copied nor pickled; make one in each process")
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module | ExportedProgram | str | Path | Session,
+        data: Iterable[Any] | None,
+        dynamic_shapes: Any,
+        *,
+        lacking: str,
+    ) -> Session:
+        """Return a session of what a call was given, which may be one already.
+
+        Args:
+            model: as for `quantize`.
+            data: its calibration data.
+            dynamic_shapes: as for `quantize`.
+            lacking: what to say if there is no data.
+
+        Raises:
+            ConfigError: if data or shapes are given besides a session.
+            CalibrationError: if there is no data.
+        """
+        if isinstance(model, Session):
+            require_of_session({"calibration_data": data, "dynamic_shapes": dynamic_shapes})
+            if not model.base.batches:
+                raise CalibrationError(lacking)
+            return model
+        first, batches = peek(data)
+        if first is None:
+            raise CalibrationError(lacking)
+        self = cls.__new__(cls)
+        self._share(model, first, batches, dynamic_shapes)
+        return self
+
+    @classmethod
+    def of_one_run(
+        cls,
+        model: nn.Module | ExportedProgram | str | Path,
+        config: QuantConfig,
+        first: Any,
+        batches: Iterable[Any],
+        dynamic_shapes: Any,
+        device: str | torch.device | None = None,
+        cache: CacheBudget | None = None,
+        *,
+        shelf: Shelf | None = None,
+        ranks: Ranks = ALONE,
+        memory: int | None = None,
+    ) -> Session:
+        """Capture a model for a run that nothing follows: data that is read once is not kept.
+
+        Args:
+            model: as for `quantize`.
+            config: of the run.
+            first: the first batch, `None` if there is none.
+            batches: all of them.
+            dynamic_shapes: as for `quantize`.
+            device: likewise.
+            cache: likewise.
+            shelf: where tensors go, of a run with an output directory.
+            ranks: that share the data.
+            memory: what the process may take.
+
+        Raises:
+            ConfigError: if the model is quantized already.
+            CalibrationError: if there is no batch, or one is unusable.
+        """
+        self = cls.__new__(cls)
+        self._begin(model, first, batches, dynamic_shapes, device, cache, shelf, ranks)
+        if memory is not None:
+            # What data may take before the rest is known.
+            self.base.cache.limit_further(max(0, memory - occupied()) // 2)
+        if reads_data_often(self.base, config):
+            self._keep()
+        return self
+
+    def _share(self, model: nn.Module | ExportedProgram | str | Path, *of: Any) -> None:
+        self._begin(model, *of)
+        self._keep()
+        self.shares, self._first = True, None
+        self._sums = {} if isinstance(model, str | Path) else {key: _sum(t) for key, t in self._tensors().items()}
+
+    def _begin(
+        self,
+        model: nn.Module | ExportedProgram | str | Path,
+        first: Any,
+        batches: Iterable[Any],
+        dynamic_shapes: Any,
+        device: str | torch.device | None = None,
+        cache: CacheBudget | None = None,
+        shelf: Shelf | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        if isinstance(model, Session):
+            raise ConfigError("the model is a Session already; pass that to quantize, or make another one of its model")
+        if isinstance(model, str | Path):
+            model = open_checkpoint(model, scratch=shelf.directory if shelf is not None else None)
+        if isinstance(model, QuantizedModel):
+            raise ConfigError("the model is quantized already; quantize the float model it came from")
+        if isinstance(model, nn.Module) and is_eager(model):
+            raise ConfigError(
+                "the model is what eager() made of a quantized one; quantize the float model it came from"
+            )
+        if first is None and not isinstance(model, ExportedProgram):
+            raise CalibrationError(
+                "calibration_data is missing or empty; pass batches of real inputs, the first of which the model is "
+                "captured with (a generator can be read only once; create a new one)"
+            )
+        self.model, self.unread, self.shares, self._first = model, batches, False, first
+        self.captured = capture_graph(model, first, dynamic_shapes=dynamic_shapes)
+        self._graphs: dict[Hashable, tuple[GraphModule, list[PassRecord]]] = {}
+        self._known: dict[Hashable, Known] = {}
+        home = device_of(self.captured.module)
+        place = home if device is None else torch.empty(0, device=device, dtype=torch.float32).device  # with its index
+        names = self.captured.signature.input_names
+        self.base = Context(QuantConfig(), ActivationCache(cache, place), place, names=names, ranks=ranks)
+        self.base.by_block = place != home
+        self._place_on(shelf, self.base)
+
+    def _place_on(self, shelf: Shelf | None, context: Context) -> None:
+        """Let a run keep what it makes on a shelf."""
+        if shelf is None:
+            return
+        home = device_of(self.captured.module)
+        if home.type != "cpu":
+            raise ConfigError(
+                f"a run with output_dir reads weights from files of the host, and the model is on {home}; load it on "
+                f'the CPU and pass device="{home}", where its blocks then run'
+            )
+        context.by_block = True
+        if context.cache.budget.directory is None:
+            context.cache.budget = replace(context.cache.budget, directory=shelf.directory)
+
+    def _keep(self) -> None:
+        """Keep the batches."""
+        try:
+            self.base.keep_batches(flat_batches(self.captured, self.unread))
+        except BaseException:
+            self.base.cache.close()
+            raise
+        self.unread = ()
+
+    @contextmanager
+    def run(self, config: QuantConfig, shelf: Shelf | None = None) -> Iterator[Context]:
+        """Yield the context of a run; what it keeps there goes at its end.
+
+        A run that fails may have written into what runs share, which is dropped.
+
+        Args:
+            config: of the run.
+            shelf: where tensors go; nothing that other runs made is used then.
+
+        Raises:
+            QuarkError: if the model was changed since the session began; the message names what.
+        """
+        context = self._context(config, shelf)
+        try:
+            yield context
+        except BaseException:
+            self._graphs, self._known = {}, {}
+            raise
+        finally:
+            context.cache.close()
+
+    def _context(self, config: QuantConfig, shelf: Shelf | None) -> Context:
+        parted = any(map(learns_from_data, config.passes)) and divisible(self.captured)
+        if not self.shares:
+            self.base.config = config
+            self.base.divide(divisible=parted)
+            if not self.base.batches:
+                self.base.unread = flat_batches(self.captured, self.unread)
+            return self.base
+        self._require_unchanged()
+        context = self.base.of(config, divisible=parted)
+        self._place_on(shelf, context)
+        context.known = self.known(context) if shelf is None else None
+        return context
+
+    def known(self, context: Context) -> Known | None:
+        """Return what is known of the float graph of a run on its batches, `None` if that is its own."""
+        if not self.shares or (made_of := _made_of(context.config)) is None:
+            return None
+        found = self._known.setdefault((made_of, len(context.batches)), Known())
+        for other in self._known.values():
+            if other is not found:
+                other.weights.clear()
+        return found
+
+    def rewritten(
+        self, context: Context, shelf: Shelf | None = None, verify_inputs: tuple[Any, ...] | None = None
+    ) -> tuple[GraphModule, list[PassRecord]]:
+        """Return the captured graph after the passes that need no data, a copy of its own, and what they did.
+
+        Args:
+            context: of the run.
+            shelf: where tensors go.
+            verify_inputs: see `run_passes`; nothing that others made is used then.
+        """
+        rewrites, _ = divided(context.config.passes)
+        keys = _keys(rewrites, context.config)
+        if not self.shares or shelf is not None or verify_inputs is not None or keys is None:
+            gm = copy_graph(self.captured.module, lazy=True)
+            gm.meta["shelf"] = shelf
+            return run_passes(gm, rewrites, verify_inputs=verify_inputs, context=context, in_place=True)
+        gm, records, graphs = self.captured.module, list[PassRecord](), dict(self._graphs)
+        self._graphs = {}
+        for end, p in enumerate(rewrites, 1):
+            made = graphs.get(keys[:end]) or run_passes(gm, [p], context=context)
+            self._graphs[keys[:end]] = made
+            gm, record = made
+            records += record
+        return copy_graph(gm, lazy=True), records
+
+    def example(self) -> tuple[Any, ...] | None:
+        """Return the flat inputs of the first batch, `None` if there is none."""
+        if self.shares:
+            return tuple(self.base.inputs(0)) if self.base.batches else None
+        return None if self._first is None else tuple(flatten(self.captured, self._first))
+
+    def shared(self) -> list[Tensor]:
+        """Return the tensors that the model has, or that runs share."""
+        graphs = [self.captured.module, *(gm for gm, _ in self._graphs.values())]
+        return [tensor for gm in graphs for tensor in stored_tensors(gm).values()]
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the model that the captured graph reads, as the model has them now."""
+        found = {name: t for name, t in stored_tensors(self.captured.module).items() if not t.is_meta}
+        if not isinstance(self.model, nn.Module):
+            return found
+        own: dict[str, Tensor] = {**dict(self.model.named_parameters(remove_duplicate=False))}
+        own |= dict(self.model.named_buffers(remove_duplicate=False))
+        return {name: own.get(name, t) for name, t in found.items()}
+
+    def _require_unchanged(self) -> None:
+        now = self._tensors()
+        changed = [name for name, known in self._sums.items() if _sum(now[name]) != known]
+        if changed:
+            more = f" and {len(changed) - 3} more" * (len(changed) > 3)
+            raise QuarkError(
+                f"the model was changed since the session began, in {', '.join(changed[:3])}{more}; make a new Session "
+                "of it"
+            )
+
+
+def _sum(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, int]:
+    return tensor.shape, tensor.dtype, tensor.device, digest(tensor)
+
+
+def require_of_session(given: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for arguments of a run that a session has, or cannot have."""
+    if names := [name for name, value in given.items() if value is not None]:
+        raise ConfigError(
+            f"{', '.join(names)} cannot be given with a Session, which has one model, one set of data and one process; "
+            "make the Session with them, or pass the model itself"
+        )
+
+
+def _keys(passes: Sequence[GraphPass], config: QuantConfig) -> tuple[Hashable, ...] | None:
+    """Return what the graph after some passes depends on, pass by pass; `None` if that cannot be compared.
+
+    Only functions of their own module and frozen dataclasses cannot change between runs.
+    """
+    if not all(_is_constant(p) for p in passes):
+        return None
+    keys = tuple((p, config) if takes_context(p) else p for p in passes)
+    try:
+        hash(keys)
+    except TypeError:
+        return None
+    return keys
+
+
+def _is_constant(p: Any) -> bool:
+    if isinstance(p, FunctionType):
+        return p.__closure__ is None
+    return is_dataclass(p) and bool(getattr(type(p), "__dataclass_params__").frozen)  # noqa: B009
+
+
+def _made_of(config: QuantConfig) -> Hashable:
+    """Return what the float graph of a configuration depends on, `None` if that cannot be shared."""
+    rewrites, others = divided(config.passes)
+    ours = {Stage.PLANNED: insert_observers, Stage.OBSERVED: calibrate, Stage.SETTLED: convert}
+    if any(pass_stage(p) is Stage.FLOAT or ours.get(pass_stage(p), p) is not p for p in others):
+        return None
+    return _keys(rewrites, config)
+
+
+_OWN = (insert_observers, calibrate, convert)
+"""What runs at stages of a single pass, unless the configuration has another."""
+
+
+def divided(passes: Sequence[GraphPass]) -> tuple[list[GraphPass], list[GraphPass]]:
+    """Return all passes in the order of their stages: those before the first one that needs data, and the others."""
+    given = {pass_stage(p) for p in passes}
+    passes = [*passes, *(own for own in _OWN if pass_stage(own) not in given)]
+    ordered = sorted(passes, key=lambda p: list(Stage).index(pass_stage(p)))
+    rewrites = list(itertools.takewhile(lambda p: not needs_context(p), ordered))
+    return rewrites, ordered[len(rewrites) :]
+
+
+def reads_data_often(context: Context, config: QuantConfig) -> bool:
+    """Tell whether a run reads its data more than once, or in parts, so that it has to be kept."""
+    return context.by_block or not context.ranks.alone or any(map(needs_context, config.passes))
+
+
+def divisible(captured: Captured) -> bool:
+    """Tell whether dimension 0 of every tensor input is the same one that varies: it then counts samples."""
+    values = [node.meta["val"] for node in placeholders(captured.module)]
+    sizes = [value.shape[0] if value.dim() else 1 for value in values if isinstance(value, torch.Tensor)]
+    alike = len({str(size) for size in sizes}) == 1 and all(static_size(size) is None for size in sizes)
+    # The parts of a batch need not be multiples of what the model takes.
+    return alike and not any(dim == 0 for _, dim, _ in captured.signature.input_multiples)
+
+
+def peek(data: Any, purpose: str = "calibration") -> tuple[Any, Iterable[Any]]:
+    """Return the first batch (or `None`) and an iterable over all of them; messages name the purpose."""
+    if data is None:
+        return None, ()
+    several = isinstance(data, Iterable) or hasattr(data, "__getitem__")  # a dataset may have nothing else
+    if (
+        isinstance(data, torch.Tensor | Mapping | str)
+        or hasattr(data, "keys")
+        or hasattr(data, "__array__")
+        or not several
+    ):
+        remedy = "pass what it returns: call it" if callable(data) else "wrap a single batch in a list"
+        raise CalibrationError(f"{purpose}_data is an iterable of batches, not one {type(data).__name__}; {remedy}")
+    iterator = as_called(data)
+    for first in iterator:
+        if first is None:
+            raise CalibrationError(f"{purpose} batch 0 is None; pass tensors, tuples of inputs or dicts of keywords")
+        return first, data if isinstance(data, list | tuple) else itertools.chain([first], iterator)
+    return None, ()
+
+
+def flat_batches(captured: Captured, batches: Iterable[Any], purpose: str = "calibration") -> Iterator[list[Any]]:
+    """Yield the flat inputs of every batch.
+
+    Args:
+        captured: the model that reads them.
+        batches: as they were given.
+        purpose: what they are for, for messages.
+
+    Raises:
+        CalibrationError: if one does not fit, or holds an index no table has; the message names the batch's index.
+    """
+    rows = _rows_selected(captured.module)
+    for index, batch in enumerate(batches):
+        try:
+            leaves = flatten(captured, batch)
+        except QuarkError as error:
+            several = (
+                "; a tuple is read as several batches: one batch of several inputs is [(x, y)]"
+                if isinstance(batches, tuple)
+                else ""
+            )
+            raise CalibrationError(f"{purpose} batch {index} does not fit: {error}{several}") from error
+        for name, leaf in zip(captured.signature.input_names, leaves, strict=True):
+            if isinstance(leaf, Tensor) and not leaf.numel():
+                raise CalibrationError(
+                    f"{purpose} batch {index}: input {name} is empty, shape {tuple(leaf.shape)}; leave it out"
+                )
+        for position, count in rows.items():
+            leaf = leaves[position]
+            if isinstance(leaf, Tensor) and leaf.numel() and not 0 <= int(leaf.min()) <= int(leaf.max()) < count:
+                raise CalibrationError(
+                    f"{purpose} batch {index}: input {captured.signature.input_names[position]} holds "
+                    f"{int(leaf.min())} to {int(leaf.max())} and selects from a table of {count} rows; tokenize with "
+                    "the model's own tokenizer, without marks for positions that are to be ignored"
+                )
+        yield leaves
+
+
+def _rows_selected(gm: GraphModule) -> dict[int, int]:
+    """Return how many rows the table has that an input selects from, as it is, by the position of the input."""
+    positions = {node: position for position, node in enumerate(placeholders(gm))}
+    found: dict[int, int] = {}
+    for node in gm.graph.nodes:
+        if target_name(node).partition(".default")[0] in _SAME_VALUES and node.args[0] in positions:
+            positions[node] = positions[node.args[0]]
+        if target_name(node) == EMBEDDING and node.args[1] in positions:
+            rows = int(value_of(gm, node.args[0]).shape[0])
+            position = positions[node.args[1]]
+            found[position] = min(rows, found.get(position, rows))
+    return found
+
+
+_SAME_VALUES = {
+    *(f"aten.{name}" for name in ("view", "reshape", "unsqueeze", "contiguous", "clone", "alias", "detach")),
+    *("aten.to.dtype", "aten.flatten.using_ints", "aten.squeeze.dim"),
+}
+"""Operators whose result holds the numbers of their first argument."""
+
+
+def flatten(captured: Captured, batch: Any) -> list[Any]:
+    """Return the flat inputs of a batch."""
+    return captured.signature.flatten(*split_batch(batch))
+
+
+__all__ = [
+    "Session",
+    "divided",
+    "divisible",
+    "flat_batches",
+    "flatten",
+    "peek",
+    "reads_data_often",
+    "require_of_session",
+]

@@ -1,0 +1,84 @@
+"""ExecuTorch with XNNPACK, which reads the program of `quark_fx.export.pt2e`
+(https://docs.pytorch.org/executorch, "XNNPACK Quantization").
+
+Its integer kernels return quantized outputs: a convolution or product whose result is not rounded is computed in
+floats. It adds products of 8 bits in 32 bits on every processor.
+"""
+
+from __future__ import annotations
+
+from quark_fx.config.specs import Granularity, TensorSpec
+from quark_fx.config.target import Operand, Placement, Refusal, Target
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.operators import RECURRENT
+from quark_fx.numbers.formats import INT4, INT8, INT32, UINT8
+from quark_fx.numbers.qparams import ScaleType
+
+
+def _is_no_weight(spec: TensorSpec, operand: Operand) -> bool:
+    return operand is Operand.WEIGHT and (spec.format not in (INT4, INT8) or not spec.scheme.symmetric)
+
+
+def _is_no_activation(spec: TensorSpec, operand: Operand) -> bool:
+    return operand not in (Operand.WEIGHT, Operand.BIAS) and spec.format not in (INT8, UINT8)
+
+
+def _is_no_bias(spec: TensorSpec, operand: Operand) -> bool:
+    return operand is Operand.BIAS and spec.format != INT32
+
+
+def _has_small_scales(spec: TensorSpec, operand: Operand) -> bool:
+    return spec.scale_type not in (ScaleType.FLOAT32, ScaleType.POWER_OF_TWO)
+
+
+def _is_measured_symmetric(spec: TensorSpec, operand: Operand) -> bool:
+    return spec.dynamic and spec.scheme.symmetric
+
+
+def _is_cache_by_channel(spec: TensorSpec, operand: Operand) -> bool:
+    return operand is Operand.KV_CACHE and spec.granularity is Granularity.CHANNEL
+
+
+def _always(linear: Linear) -> bool:
+    return True
+
+
+EXECUTORCH = Target(
+    name="executorch",
+    refuses=(
+        Refusal(
+            _is_no_weight,
+            "XNNPACK's kernels take int8 and int4 weights without zero points, not {spec.symmetry} {spec.format}; use "
+            "those, or target='torch'",
+        ),
+        Refusal(
+            _is_no_activation,
+            "XNNPACK's kernels take activations in int8 or uint8, not {spec.format}; use those, or target='torch'",
+        ),
+        Refusal(
+            _is_no_bias, "XNNPACK's kernels take biases in int32, not {spec.format}; set format='int32' or bias=None"
+        ),
+        Refusal(_has_small_scales, "XNNPACK has scales in float32; drop scale_type, or use target='torch'"),
+        Refusal(
+            _is_measured_symmetric,
+            "XNNPACK measures ranges at run time with zero points; set symmetry='asymmetric', or use target='torch'",
+        ),
+        Refusal(
+            _is_cache_by_channel,
+            "PT2E has one scale for an activation, or one for each token; set granularity='tensor' of kv_cache, or use "
+            "target='torch'",
+        ),
+    ),
+    placement=Placement(
+        arithmetic=frozenset(
+            {
+                *("aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.mean.dim"),
+                *("aten.avg_pool2d.default", "aten.adaptive_avg_pool2d.default"),
+            }
+        ),
+        rounds_output=_always,
+        in_float=RECURRENT | {"embedding"},
+    ),
+)
+
+__all__ = ["EXECUTORCH"]
