@@ -245,7 +245,7 @@ X = torch.ones(4, 8)
         ([X.numpy()], "is a ndarray; convert it with torch.from_numpy"),
         (X.numpy(), "not one ndarray; wrap a single batch in a list"),
         (lambda: [X], "not one function; pass what it returns: call it"),
-        (iter([]), "missing or empty; .*a generator that was read before has none left"),
+        (iter([]), "missing or empty; .*a generator can be read only once; create a new one"),
         ([None], "calibration batch 0 is None"),
         ((X, torch.arange(4)), r"a tuple is read as several batches: one batch of several inputs is \[\(x, y\)\]"),
         ([X, torch.ones(2, 4, 8)], r"captured for \(any, 8\), 2 dimension\(s\): give every batch as many"),
