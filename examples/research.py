@@ -21,6 +21,7 @@ from pydoc_data.topics import topics
 from typing import Any, Self
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
@@ -138,26 +139,23 @@ def main(directory: Path, *, small: bool = False) -> None:
     print("\ncosine with int8 activations")
     for name, value in activations.items():
         print(f"{name:22}  uint8 {value:.4f}")
-    plot(weights, activations, directory / "sweep.png")
+
+    # The sweep in a figure.
+    figure = plot(weights, activations)
+    figure.savefig(directory / "sweep.png")
 
 
-def plot(weights: dict[str, dict[int, float]], activations: dict[str, float], path: Path) -> None:
-    """Draw the sweep; without matplotlib nothing is drawn."""
-    if importlib.util.find_spec("matplotlib") is None:
-        print('\nfor a plot: pip install -e ".[report]"')
-        return
-    from matplotlib.figure import Figure
-
+def plot(weights: dict[str, dict[int, float]], activations: dict[str, float]) -> Figure:
+    """Return a figure of the sweep."""
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     for name, found in weights.items():
         left.plot(list(found), list(found.values()), marker="o", label=name)
     left.set(title="weights", xlabel="bits", ylabel="cosine", xticks=list(next(iter(weights.values()))))
     left.legend()
-    right.bar(list(activations), list(activations.values()))
-    right.set(title="int8 activations", ylim=(min(activations.values()) - 0.01, 1))
-    figure.savefig(path)
-    print(f"\nwrote {path}")
+    right.barh(list(activations), list(activations.values()))
+    right.set(title="int8 activations", xlabel="cosine", xlim=(min(activations.values()) - 0.01, 1))
+    return figure
 
 
 if __name__ == "__main__":

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
+import ast
+import importlib
+import json
 import re
 import sys
+import types
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 import pytest
 
@@ -17,27 +21,58 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
-def printed(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> str:
-    """Return what an example prints; its page shows nothing that begins otherwise."""
-    name, options = request.param
-    monkeypatch.syspath_prepend(ROOT / "examples")  # where one that is run finds the others
+def examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let examples be imported, as where they are run, and leave no names of theirs behind."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.setattr("quark_fx.observers.base.OBSERVERS", dict(OBSERVERS))
     monkeypatch.setattr("quark_fx.graph.pass_manager.PASSES", dict(PASSES))
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    example: Any = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, example)  # where dataclasses look their annotations up
-    spec.loader.exec_module(example)
-    example.main(tmp_path, **options)
+
+
+@pytest.fixture
+def printed(
+    request: pytest.FixtureRequest,
+    examples: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> str:
+    """Return what an example's notebook prints; its page shows nothing that begins otherwise."""
+    name, options = request.param
+    notebook = json.loads((ROOT / "examples" / f"{name}.ipynb").read_text(encoding="utf-8"))
+    cells = []
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            cells += [line.rstrip("\n") for line in cell["source"] if not line.startswith("%")]
+        if "parameters" in cell["metadata"].get("tags", ()):
+            cells += [f"{key} = {value!r}" for key, value in options.items()]
+            cells.append(f"directory = Path({str(tmp_path)!r})")
+    module = types.ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, module)  # where dataclasses look their annotations up
+    exec(compile("\n".join(cells), f"{name}.ipynb", "exec"), vars(module))
     found = capsys.readouterr().out
     page = (ROOT / "docs" / f"journey_{name}.md").read_text(encoding="utf-8")
     shown = "".join(re.findall(r"^```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
     beginnings = {line.split()[0] for line in found.splitlines() if line.split()}
     assert {line.split()[0] for line in shown.splitlines() if re.match(r"[a-z]", line, re.IGNORECASE)} <= beginnings
     return found
+
+
+def is_main(statement: ast.stmt) -> TypeGuard[ast.FunctionDef]:
+    return isinstance(statement, ast.FunctionDef) and statement.name == "main"
+
+
+def test_notebooks_are_the_scripts_in_cells(examples: None) -> None:
+    writer = importlib.import_module("notebooks")
+    for name in writer.NAMES:
+        script = ROOT / "examples" / f"{name}.py"
+        stored = json.loads(script.with_suffix(".ipynb").read_text(encoding="utf-8"))
+        assert writer.without_outputs(stored) == writer.notebook(script), "run python examples/notebooks.py"
+        # Each statement of the script is in one cell, and `main`'s in their order.
+        code = ["".join(cell["source"]) for cell in stored["cells"] if cell["cell_type"] == "code"]
+        statements = ast.parse(script.read_text(encoding="utf-8")).body[1:-1]
+        expected = [part for s in statements for part in (s.body if is_main(s) else [s])]
+        there = Counter(ast.unparse(s) for text in code for s in ast.parse(text.replace("%matplotlib", "#")).body)
+        assert Counter(map(ast.unparse, expected)) <= there
 
 
 @pytest.mark.parametrize("printed", [("huggingface", {"small": True})], indirect=True, ids=["small"])
