@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tomllib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ import pytest
 import sentences
 import torch
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantize_dynamic, quantize_static
+from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 from PIL import Image
 from safetensors.torch import save_file
 from tiny import rand
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from torch import nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
@@ -57,6 +59,11 @@ def number():
 
 
 SIZE = 8
+
+
+class First(nn.Module):
+    def forward(self, pair):
+        return pair[0]
 """
 
 
@@ -136,7 +143,7 @@ def test_a_checkpoint_becomes_a_verified_file_a_saved_model_and_a_checkpoint_by_
     for path, kind in (
         ("a.onnx", "ONNX file"),
         ("q", "quantized model of quark_fx"),
-        ("ct", "checkpoint (compressed-tensors)"),
+        ("ct", "checkpoint (compressed-tensors, pack-quantized)"),
     ):
         seen = answer("inspect", path)
         assert seen["kind"] == kind
@@ -208,12 +215,35 @@ class Reader(CalibrationDataReader):  # type: ignore[misc]
         return next(self.batches, None)
 
 
+def test_sizes_are_those_of_all_that_an_operator_holds(folder: Path) -> None:
+    """Of recurrent weights, and of scales and zero points, wherever an operator has them."""
+    import factories  # type: ignore[import-not-found]
+
+    network = nn.Sequential(nn.LSTM(16, 16), factories.First(), nn.Linear(16, 32))
+    with warnings.catch_warnings(action="ignore"):
+        torch.onnx.export(network.eval(), (rand(2, 2, 16),), "float.onnx", dynamo=False, input_names=["x"])
+    quantize_dynamic("float.onnx", "dynamic.onnx", per_channel=True)
+    blocks = MatMulNBitsQuantizer("float.onnx", bits=4, block_size=16, is_symmetric=False)
+    blocks.process()
+    blocks.model.save_model_to_file("blocks.onnx")
+    sizes = {
+        path: [p["bytes"] for p in answer("inspect", path)["operators"]] for path in ("float.onnx", "dynamic.onnx")
+    }
+    recurrent, linear = 2 * 4 * 16 * 16, 16 * 32
+    assert sizes["float.onnx"] == [4 * recurrent, 4 * linear]
+    # A scale and a zero point for each output: 4 bytes and 1.
+    assert sizes["dynamic.onnx"] == [recurrent + 2 * 4 * 16 * 5, linear + 32 * 5]
+    assert formats_in("dynamic.onnx") == [("int8 channel", "uint8 dynamic")] * 2
+    (_, packed) = answer("inspect", "blocks.onnx")["operators"]
+    assert (packed["weight"], packed["bytes"]) == ("uint4 group 16", linear // 2 + 32 * 4 + 32)
+
+
 def formats_in(path: str) -> list[tuple[str, str]]:
     return [(part["weight"], part["activation"]) for part in answer("inspect", path)["operators"]]
 
 
 def test_files_of_onnx_runtimes_own_quantizer_are_read(folder: Path) -> None:
-    import factories  # type: ignore[import-not-found]
+    import factories
 
     with warnings.catch_warnings(action="ignore"):
         torch.onnx.export(factories.cnn().eval(), (rand(12, 3, 8, 8),), "float.onnx", dynamo=False, input_names=["x"])
@@ -253,7 +283,154 @@ def test_checkpoints_of_other_layouts_are_read(format: str, checkpoint: Path) ->
     spelled = () if format == "gguf" else ("--format", format)
     call("quantize", checkpoint, "--preset", "w4a16_rtn", "--group-size", 32, *spelled, "-o", path)
     seen = answer("inspect", path)["bytes_by_format"]
-    assert seen.keys() == ({"Q4_0", "F32"} if format == "gguf" else {"int4 group 32", "float32"})
+    assert (
+        seen.keys()
+        == {
+            "gptq": {"int4 group 32", "float32"},
+            "awq": {"uint4 group 32", "float32"},  # it has zero points, whatever they are
+            "gguf": {"Q4_0", "F32"},
+        }[format]
+    )
+
+
+GROUP = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}
+TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "group_size": None, "dynamic": True}
+NVFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+BLOCKS = FP8 | {"strategy": "block", "block_structure": [128, 128]}
+E4M3 = torch.float8_e4m3fn
+Stored = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def compressed(spelled: str, weights: object, inputs: object = None, **said: object) -> dict[str, object]:
+    """Return what llm-compressor writes of one group of layers."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": spelled}
+    kept = {"ignore": ["lm_head"], "kv_cache_scheme": None, "quant_method": "compressed-tensors", "format": spelled}
+    return {"config_groups": {"group_0": group}, **kept, **said}
+
+
+def gptq(**said: object) -> dict[str, object]:
+    """Return what GPTQModel writes."""
+    return {
+        "quant_method": "gptq",
+        "format": "gptq",
+        "bits": 4,
+        "group_size": 32,
+        "sym": True,
+        "lm_head": False,
+        **said,
+    }
+
+
+def packed(bits: int, groups: int) -> Stored:
+    """Return the tensors of a layer of GPTQ, 128 to 64 features."""
+    return {
+        "qweight": (torch.int32, (128 * bits // 32, 64)),
+        "qzeros": (torch.int32, (groups, 64 * bits // 32)),
+        "scales": (torch.float16, (groups, 64)),
+        "g_idx": (torch.int32, (128,)),
+    }
+
+
+BYTES: Stored = {"weight": (E4M3, (64, 128))}
+CODES: Stored = {"weight_packed": (torch.uint8, (64, 64)), "weight_scale": (E4M3, (64, 8))}
+
+OTHERS: dict[str, tuple[dict[str, object], Stored, str, str, str]] = {
+    "W4A16": (
+        compressed("pack-quantized", GROUP),
+        {"weight_packed": (torch.int32, (64, 16)), "weight_scale": (torch.bfloat16, (64, 4))},
+        "compressed-tensors, pack-quantized",
+        "int4 group 32",
+        "float",
+    ),
+    "W8A8": (
+        compressed("int-quantized", TOKEN | {"strategy": "channel", "dynamic": False}, TOKEN),
+        {"weight": (torch.int8, (64, 128)), "weight_scale": (torch.bfloat16, (64, 1))},
+        "compressed-tensors, int-quantized",
+        "int8 channel",
+        "int8 token dynamic",
+    ),
+    "NVFP4": (
+        compressed("nvfp4-pack-quantized", NVFP4, NVFP4 | {"scale_dtype": "torch.float8_e4m3fn", "dynamic": "local"}),
+        CODES,
+        "compressed-tensors, nvfp4-pack-quantized",
+        "fp4_e2m1 group 16 e4m3 scales",
+        "fp4_e2m1 group 16 e4m3 scales dynamic",
+    ),
+    "MXFP4A16": (
+        compressed("mxfp4-pack-quantized", MXFP4),
+        {"weight_packed": (torch.uint8, (64, 64)), "weight_scale": (torch.uint8, (64, 4))},
+        "compressed-tensors, mxfp4-pack-quantized",
+        "fp4_e2m1 group 32 e8m0 scales",
+        "float",
+    ),
+    "FP8_BLOCK": (
+        compressed("float-quantized", BLOCKS),
+        {**BYTES, "weight_scale": (torch.bfloat16, (1, 1))},
+        "compressed-tensors, float-quantized",
+        "fp8_e4m3 block 128x128",
+        "float",
+    ),
+    "GPTQ": (gptq(), packed(4, 4), "gptq", "int4 group 32", "float"),
+    "GPTQ, asymmetric": (gptq(sym=False, group_size=-1), packed(4, 1), "gptq", "uint4 channel", "float"),
+    "GPTQ v2, 3 bits": (gptq(format="gptq_v2", bits=3), packed(3, 4), "gptq, gptq_v2", "int3 group 32", "float"),
+    "GPTQ, bits of a layer": (
+        gptq(dynamic={"-:.*other.*": {}, r"+:.*\.proj": {"bits": 8, "group_size": 64, "sym": False}}),
+        packed(8, 2),
+        "gptq",
+        "uint8 group 64",
+        "float",
+    ),
+    "AWQ": (
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "modules_to_not_convert": ["lm_head"]},
+        {**packed(4, 4), "qweight": (torch.int32, (128, 8))},
+        "awq",
+        "uint4 group 32",
+        "float",
+    ),
+}
+"""What a tool writes: its configuration, the tensors of a layer, and what is reported of them."""
+
+
+def others(said: dict[str, object], tensors: Stored) -> str:
+    """Write a checkpoint of one layer and a head in float."""
+    Path("other").mkdir()
+    layer = {f"model.layers.0.proj.{name}": torch.zeros(shape).to(dtype) for name, (dtype, shape) in tensors.items()}
+    head = {"lm_head.weight": torch.zeros(8, 64), "model.layers.0.self_attn.k_scale": torch.zeros(1)}
+    save_file(layer | head, "other/model.safetensors")
+    configured(said)
+    return "other"
+
+
+def configured(said: dict[str, object]) -> None:
+    known = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    Path("other/config.json").write_text(json.dumps(known | {"quantization_config": said}))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_checkpoints_of_llm_compressor_and_gptqmodel_are_read(name: str) -> None:
+    said, tensors, kind, weight, activation = OTHERS[name]
+    seen = answer("inspect", others(said, tensors))
+    layer, head = sorted(seen["operators"], key=lambda part: part["name"], reverse=True)
+    assert seen["kind"] == f"checkpoint ({kind})"
+    assert (layer["weight"], layer["activation"], layer["reason"]) == (weight, activation, "")
+    assert layer["bytes"] == sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in tensors.values())
+    assert (head["weight"], head["bytes"]) == ("float32", 2048)
+    assert head["reason"].endswith("its config.json")
+
+
+def test_rounded_keys_and_values_and_layers_that_were_left_out_are_reported() -> None:
+    said = compressed("float-quantized", FP8, FP8, kv_cache_scheme=FP8)
+    parts = answer("inspect", others(said, {**BYTES, "weight_scale": (torch.float32, (1,))}))["operators"]
+    assert [(p["name"], p["kind"], p["weight"], p["activation"]) for p in parts] == [
+        ("lm_head", "layer", "float32", "float"),
+        ("model.layers.0.proj", "layer", "fp8_e4m3", "fp8_e4m3"),
+        ("model.layers.0.self_attn", "attention", "none", "fp8_e4m3"),
+    ]
+    configured(gptq(dynamic={"-:lm_.*": {}}, lm_head=True))
+    (head, *_) = answer("inspect", "other")["operators"]
+    assert head["reason"] == "left out by dynamic in its config.json"
 
 
 def test_yaml_starts_from_a_preset_and_options_change_it(folder: Path) -> None:
@@ -397,6 +574,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "nothing to inspect": (lambda _: ("inspect", "gone.onnx"), r"gone.onnx does not exist"),
     "no ONNX": (lambda _: ("inspect", written("text.onnx", "hello")), r"text.onnx cannot be read as an ONNX file"),
+    "damaged settings": (
+        lambda _: ("inspect", others(gptq(dynamic={"+:(": {}}), packed(4, 4))),
+        r"other: what config.json says in quantization_config does not fit the tensors",
+    ),
     "no GGUF": (lambda _: ("inspect", written("text.gguf", "hello")), r"text.gguf cannot be read as a GGUF file"),
     "no quantized model": (
         lambda llm: ("verify", "a.onnx", llm, "--data", "text.txt"),

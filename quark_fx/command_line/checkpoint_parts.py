@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ from safetensors import safe_open
 
 from quark_fx.checkpoints.files import CheckpointFiles
 from quark_fx.checkpoints.open_checkpoint import quantized_by, read_configuration
-from quark_fx.command_line.contents import Part
-from quark_fx.errors import ExportError
+from quark_fx.command_line.contents import NO_WEIGHT, Part
+from quark_fx.errors import CheckpointError, ExportError
 
 _CODES = ("weight_packed", "qweight", "weight")
 """What the codes of a layer are called, in compressed-tensors, in GPTQ and AWQ, and where they take whole bytes."""
@@ -34,9 +34,22 @@ _BESIDE = frozenset(
 )
 """What a quantized layer has besides its codes."""
 
+_CACHED = frozenset({"k_scale", "v_scale", "k_zero_point", "v_zero_point"})
+"""What an attention has for the keys and values that are cached."""
+
+_Tensors = Mapping[str, tuple[str, list[int]]]
+"""The dtype and shape of each tensor of a layer."""
+
 _BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
 
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "fp16", "BF16": "bf16", "F8_E4M3": "fp8_e4m3", "I8": "int8"}
+
+
+_FLOATS = {"8": "fp8_e4m3", "4": "fp4_e2m1"}
+"""Floats of compressed-tensors by their bits."""
+
+_SCALES = {"F8_E4M3": "e4m3 scales", "float8_e4m3fn": "e4m3 scales", "U8": "e8m0 scales", "uint8": "e8m0 scales"}
+"""What scales of blocks are stored in, as safetensors and torch name it."""
 
 
 def checkpoint_parts(path: Path) -> tuple[list[Part], Mapping[str, Any]]:
@@ -52,12 +65,17 @@ def checkpoint_parts(path: Path) -> tuple[list[Part], Mapping[str, Any]]:
     for step in key.split(".") if key else ():
         method = method[step]
     said: Mapping[str, Any] = method if key else {}
-    headers = _headers(files)
     layers: dict[str, dict[str, tuple[str, list[int]]]] = {}
-    for name, header in headers.items():
+    for name, header in _headers(files).items():
         layer, _, leaf = name.rpartition(".")
         layers.setdefault(layer, {})[leaf] = header
-    return [part for name, tensors in layers.items() for part in _parts(name, tensors, said)], said
+    try:
+        parts = [part for name, tensors in layers.items() for part in _parts(name, tensors, said)]
+        return [*parts, *_cached(layers, said)], said
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, re.error) as error:
+        raise CheckpointError(
+            f"{path}: what config.json says in {key} does not fit the tensors, or is no form that is known: {error!r}"
+        ) from error
 
 
 def _headers(files: CheckpointFiles) -> dict[str, tuple[str, list[int]]]:
@@ -69,29 +87,63 @@ def _headers(files: CheckpointFiles) -> dict[str, tuple[str, list[int]]]:
     return found
 
 
-def _parts(name: str, tensors: Mapping[str, tuple[str, list[int]]], said: Mapping[str, Any]) -> list[Part]:
+def _parts(name: str, tensors: _Tensors, said: Mapping[str, Any]) -> Iterator[Part]:
     beside = _BESIDE & tensors.keys()
     if beside:
         codes = next((leaf for leaf in _CODES if leaf in tensors), "")
         own = {codes, *beside} - {""}
         scheme = _scheme(name, said)
-        weight = (
-            _spec(scheme.get("weights")) or _plain(said) or _NAMES.get(tensors[codes][0], tensors[codes][0].lower())
-        )
-        activation = _spec(scheme.get("input_activations")) or "float"
-        whole = sum(_size(*tensors[leaf]) for leaf in own)
-        return [Part(name=name, kind="layer", weight=weight, activation=activation, bytes=whole)]
-    return [
-        Part(
-            name=f"{name}.{leaf}".removesuffix(".weight"),
+        scales, _ = tensors.get("weight_scale", ("", []))
+        dtype, _ = tensors[codes] if codes else ("codes that are missing", [])
+        yield Part(
+            name=name,
             kind="layer",
-            weight=_NAMES.get(dtype, dtype.lower()),
-            activation="float",
-            bytes=_size(dtype, shape),
+            weight=_spec(scheme.get("weights"), scales)
+            or _plain(name, tensors, said)
+            or _NAMES.get(dtype, dtype.lower()),
+            activation=_spec(scheme.get("input_activations")) or "float",
+            bytes=sum(_size(*tensors[leaf]) for leaf in own),
         )
-        for leaf, (dtype, shape) in tensors.items()
-        if len(shape) > 1
-    ]
+        return
+    for leaf, (dtype, shape) in tensors.items():
+        if len(shape) > 1:
+            yield Part(
+                name=f"{name}.{leaf}".removesuffix(".weight"),
+                kind="layer",
+                weight=_NAMES.get(dtype, dtype.lower()),
+                activation="float",
+                bytes=_size(dtype, shape),
+                reason=_left_out(name, said),
+            )
+
+
+def _cached(layers: Mapping[str, _Tensors], said: Mapping[str, Any]) -> Iterator[Part]:
+    """Yield what keys and values are rounded to before they are cached, for each attention with scales of its own."""
+    if not (spec := _spec(said.get("kv_cache_scheme"))):
+        return
+    scales = {name: [header for leaf, header in tensors.items() if leaf in _CACHED] for name, tensors in layers.items()}
+    found = {name: headers for name, headers in scales.items() if headers}
+    for name, headers in (found or {"every attention": []}).items():
+        whole = sum(_size(*header) for header in headers)
+        yield Part(name=name, kind="attention", weight=NO_WEIGHT, activation=spec, bytes=whole)
+
+
+def _left_out(layer: str, said: Mapping[str, Any]) -> str:
+    """Return what in the configuration says that a layer has no codes, empty if nothing does."""
+    if any(_names(target, layer) for target in said.get("ignore") or ()):
+        return "in ignore of its config.json"
+    if any(str(part) in layer for part in said.get("modules_to_not_convert") or ()):
+        return "in modules_to_not_convert of its config.json"
+    if any(pattern.startswith("-:") and re.match(pattern[2:], layer) for pattern in said.get("dynamic") or ()):
+        return "left out by dynamic in its config.json"
+    if layer == "lm_head" and said.get("lm_head") is False:
+        return "lm_head is false in its config.json"
+    return ""
+
+
+def _names(target: Any, layer: str) -> bool:
+    """Tell whether a name or pattern of compressed-tensors is that of a layer."""
+    return target == layer or (str(target).startswith("re:") and re.match(str(target)[3:], layer) is not None)
 
 
 def _size(dtype: str, shape: list[int]) -> int:
@@ -106,28 +158,45 @@ def _scheme(layer: str, said: Mapping[str, Any]) -> Mapping[str, Any]:
     groups = [group for group in (said.get("config_groups") or {}).values() if isinstance(group, dict)]
     for group in groups:
         for target in group.get("targets", ()):
-            if target == layer or (str(target).startswith("re:") and re.match(str(target)[3:], layer)):
+            if _names(target, layer):
                 return group
     return next((group for group in groups if "Linear" in group.get("targets", ())), groups[0] if groups else {})
 
 
-def _spec(said: Any) -> str:
-    """Return a format of compressed-tensors as the reports of quark_fx write it."""
+def _spec(said: Any, scales: str = "") -> str:
+    """Return a format of compressed-tensors as the reports of quark_fx write it.
+
+    Args:
+        said: of the configuration.
+        scales: dtype that they are stored in, where the configuration does not say it.
+    """
     if not isinstance(said, dict):
         return ""
-    bits, kind = said.get("num_bits"), said.get("type")
-    name = f"fp{bits}" if kind == "float" else f"{'' if said.get('symmetric', True) else 'u'}int{bits}"
-    strategy = said.get("strategy") or ""
-    shared = f"group {said.get('group_size')}" if "group" in strategy else "" if strategy == "tensor" else strategy
-    return " ".join(word for word in (name, shared, "dynamic" if said.get("dynamic") else "") if word)
+    bits, kind = str(said.get("num_bits")), said.get("type")
+    name = (
+        _FLOATS.get(bits, f"fp{bits}") if kind == "float" else f"{'' if said.get('symmetric', True) else 'u'}int{bits}"
+    )
+    strategy = str(said.get("strategy") or "")
+    shared = {"tensor": "", "block": f"block {'x'.join(map(str, said.get('block_structure') or ()))}".strip()}
+    group = f"group {said.get('group_size')}" if "group" in strategy else strategy
+    scaled = _SCALES.get(str(said.get("scale_dtype") or scales).removeprefix("torch."), "")
+    words = (name, shared.get(strategy, group), scaled, "dynamic" if said.get("dynamic") else "")
+    return " ".join(word for word in words if word)
 
 
-def _plain(said: Mapping[str, Any]) -> str:
-    """Return a format of GPTQ and AWQ."""
-    bits, group = said.get("bits"), said.get("group_size")
-    if not isinstance(bits, int):
+def _plain(layer: str, tensors: _Tensors, said: Mapping[str, Any]) -> str:
+    """Return a format of GPTQ and AWQ: shapes say bits and groups, which the configuration may set for each layer."""
+    if not {"qweight", "qzeros", "scales"} <= tensors.keys():
         return ""
-    return f"int{bits} group {group}" if isinstance(group, int) and group > 0 else f"int{bits} channel"
+    (_, codes), (_, zeros), (_, (groups, outputs)) = (tensors[leaf] for leaf in ("qweight", "qzeros", "scales"))
+    bits = 32 * zeros[1] // outputs
+    inputs = codes[0] if codes[1] == zeros[1] else 32 * codes[0] // bits  # AWQ packs outputs, GPTQ inputs
+    own: Mapping[str, Any] = next(
+        (v for k, v in (said.get("dynamic") or {}).items() if re.match(k.removeprefix("+:"), layer)), {}
+    )
+    symmetric = own.get("sym", said.get("sym", not said.get("zero_point")))
+    name = f"{'' if symmetric else 'u'}int{bits}"
+    return f"{name} group {inputs // groups}" if groups > 1 else f"{name} channel"
 
 
 def gguf_parts(path: Path) -> list[Part]:

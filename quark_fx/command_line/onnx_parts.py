@@ -23,6 +23,26 @@ _OPERANDS = {
 }
 """Where the activation and the weight of an operator are among its inputs."""
 
+_BESIDE = {
+    **dict.fromkeys(("QLinearConv", "QLinearMatMul", "QGemm"), (4, 5)),
+    **dict.fromkeys(("DynamicQuantizeMatMul", "GatherBlockQuantized"), (2, 3)),
+    **dict.fromkeys(("MatMulInteger", "ConvInteger"), (3,)),
+    **dict.fromkeys(("LSTM", "GRU", "RNN"), (2,)),
+    "MatMulNBits": (2, 3, 4),
+    "MatMulIntegerToFloat": (3, 5),
+    "QAttention": (4, 7),
+    "DynamicQuantizeLSTM": (2, 8, 9, 10, 11),
+}
+"""Where scales and zero points of a weight are among the inputs, and recurrent weights."""
+
+_SCALE = {
+    **dict.fromkeys(("QLinearConv", "QLinearMatMul", "QGemm", "QAttention"), 4),
+    "DynamicQuantizeMatMul": 2,
+    "MatMulIntegerToFloat": 3,
+    "DynamicQuantizeLSTM": 8,
+}
+"""Where the scale of a weight in codes is among the inputs."""
+
 _MOVES = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Slice", "Concat", "Pad"})
 """Operators that pass values on."""
 
@@ -70,8 +90,16 @@ def _part(node: ir.Node) -> Part | None:
         kind=node.op_type,
         weight=_format(node, weight, leaves) if leaves else NO_WEIGHT,
         activation="-" if selects else _activation(node, activation),
-        bytes=sum(leaf.const_value.nbytes for leaf in leaves if leaf.const_value is not None),
+        bytes=_bytes(node, leaves),
     )
+
+
+def _bytes(node: ir.Node, leaves: tuple[ir.Value, ...]) -> int:
+    """Return the size of a weight, of its scales and zero points, and of other weights that the operator has."""
+    beside = [_leaves(node.inputs[i]) for i in _BESIDE.get(node.op_type, ()) if i < len(node.inputs)]
+    after = _scales_after(node) if node.op_type in _SCALED_AFTER else ()
+    found = {id(leaf): leaf for part in (leaves, *beside, after) for leaf in part} if leaves else {}
+    return sum(leaf.const_value.nbytes for leaf in found.values() if leaf.const_value is not None)
 
 
 def _is_index(leaf: ir.Value) -> bool:
@@ -121,8 +149,8 @@ def _format(node: ir.Node, weight: ir.Value | None, leaves: tuple[ir.Value, ...]
         return f"{name} group {group}"
     if node.op_type in _SCALED_AFTER:
         scales = _scales_after(node)
-    elif node.op_type in ("QLinearConv", "QLinearMatMul", "QGemm"):
-        scales = tuple(scale for scale in node.inputs[4:5] if scale is not None)
+    elif (place := _SCALE.get(node.op_type)) is not None:
+        scales = tuple(scale for scale in node.inputs[place : place + 1] if scale is not None)
     numbers = max(map(_length, scales), default=1)
     if numbers == 1:
         return name

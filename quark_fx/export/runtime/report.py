@@ -264,7 +264,8 @@ def _reason(node: ir.Node) -> str:
         return "nothing it reads is quantized"
     wide = [d.inputs[0].dtype for d in dequantized if d is not None and d.inputs[0] is not None]
     if any(not _is_eight_bit(dtype) for dtype in wide):
-        return f"there is no kernel for {', '.join(sorted({str(dtype).lower() for dtype in wide}))}"
+        known = ", ".join(sorted({str(dtype).lower() for dtype in wide if dtype is not None}))
+        return f"there is no kernel for {known or 'codes of unknown type'}"
     if not all(dequantized):
         return "not all it reads is quantized"
     readers = [use.node.op_type for output in node.outputs for use in output.uses()]
