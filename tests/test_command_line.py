@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -191,6 +192,21 @@ def test_a_streamed_run_writes_a_saved_model_with_its_tokenizer(checkpoint: Path
     call("quantize", checkpoint, *options, "-o", "q", "--resume", "blocks")
     (logits,) = answer("compare", "streamed", "q", "--data", "text.txt", "--length", 16)["outputs"]
     assert logits["max_abs"] == 0
+
+
+def test_conversations_and_texts_of_installed_packages_are_data(checkpoint: Path, folder: Path) -> None:
+    shutil.copytree(checkpoint, "chat")
+    Path("chat/chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    messages = [{"role": "user", "content": sentence} for sentence in sentences.CALIBRATION]
+    (folder / "chats.jsonl").write_text(json.dumps({"messages": messages}))
+    (folder / "package_of_text").mkdir()
+    (folder / "package_of_text" / "text.txt").write_text("\n".join(sentences.CALIBRATION))
+    dry = ("--preset", "w4a16_gptq", "--group-size", 32, "--length", 16, "--samples", 8, "-o", "q", "--dry-run")
+    for data in ("chats.jsonl", "package_of_text:text.txt"):
+        made = answer("quantize", "chat", *dry, "--data", data)
+        assert made["data"] == {"batches": 1, "first": "input_ids (8, 16)"}
+    judged = answer("evaluate", "chat", "--data", "package_of_text:text.txt", "--length", 16, "--samples", 4)
+    assert judged["figures"].keys() == {"perplexity"}
 
 
 @pytest.mark.parametrize("data", ["x.npy", "images", "x.safetensors", ""])
@@ -574,6 +590,19 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "nothing to inspect": (lambda _: ("inspect", "gone.onnx"), r"gone.onnx does not exist"),
     "no ONNX": (lambda _: ("inspect", written("text.onnx", "hello")), r"text.onnx cannot be read as an ONNX file"),
+    "no chat template": (
+        lambda checkpoint: (
+            "quantize",
+            checkpoint,
+            *("--preset", "w4a16_rtn", "-o", "q"),
+            *("--data", written("chats.jsonl", '{"messages": [{"role": "user", "content": "a"}]}')),
+        ),
+        r"the tokenizer has no chat template",
+    ),
+    "no such package": (
+        lambda checkpoint: ("quantize", checkpoint, "--preset", "w4a16_rtn", "-o", "q", "--data", "not_here.at:all"),
+        r"no file not_here.at:all, and no installed package not_here.at",
+    ),
     "damaged settings": (
         lambda _: ("inspect", others(gptq(dynamic={"+:(": {}}), packed(4, 4))),
         r"other: what config.json says in quantization_config does not fit the tensors",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny import Mlp, cnn, images, quantize, rand, seeded, tokens
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import quark_fx as qfx
 from quark_fx.evaluation import Classification, Embedding, LanguageModeling, compare
@@ -233,6 +235,78 @@ def test_windows_are_packed_and_spread_over_the_text() -> None:
     assert documents["input_ids"].tolist() == [[1, 2, 9, 3, 9]]
     with pytest.raises(qfx.CalibrationError, match="the text has 2 tokens, and a window 5"):
         qfx.data.text_windows("1 2", Words(), length=5)
+
+
+TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}\n{% endfor %}"
+
+
+def chat_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """A word a token, in the order of `words`."""
+    words = ["?", "user", "assistant", "a", "b", "c"]
+    plain = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    made = PreTrainedTokenizerFast(tokenizer_object=plain)
+    made.chat_template = template
+    return made
+
+
+def test_conversations_are_packed_in_the_tokenizers_template() -> None:
+    first = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]
+    (windows,) = qfx.data.chat_windows([first, [{"role": "user", "content": "c"}]], chat_tokenizer(), length=3)
+    assert windows["input_ids"].tolist() == [[1, 3, 2], [4, 5, 1]]  # the last token fills no window
+    with pytest.raises(qfx.CalibrationError, match=r"no chat template; set its chat_template"):
+        qfx.data.chat_windows([first], chat_tokenizer(None), length=3)
+    refusing = chat_tokenizer("{{ raise_exception('roles have to alternate') }}")
+    with pytest.raises(qfx.CalibrationError, match=r"refuses conversation 0: roles have to alternate"):
+        qfx.data.chat_windows([first], refusing, length=3)
+
+
+def test_text_is_read_by_the_name_of_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "texts_of_a_test"
+    (package / "folder").mkdir(parents=True)
+    (package / "__init__.py").write_text("ONE, SEVERAL, NUMBER = 'a b', {1: 'a', 2: 'b'}, 3")
+    (package / "folder" / "text.txt").write_text("c")
+    (tmp_path / "outside.txt").write_text("no text of the package")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert qfx.data.read_text("texts_of_a_test:folder/text.txt") == "c"
+    assert "texts_of_a_test" not in sys.modules  # a file is read without running the package
+    assert qfx.data.read_text("texts_of_a_test:ONE") == "a b"
+    assert qfx.data.read_text("texts_of_a_test:SEVERAL") == ["a", "b"]
+    sys.modules.pop("texts_of_a_test")
+    for name, message in {
+        "texts_of_a_test:../outside.txt": "neither a file",
+        "texts_of_a_test:NUMBER": "neither a file NUMBER nor a text",
+        "not_installed_here:text": "no installed package not_installed_here",
+        "gone.txt": "gone.txt cannot be read as text",
+    }.items():
+        with pytest.raises(qfx.CalibrationError, match=message):
+            qfx.data.read_text(name)
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (['{"text": "a"}', "", '"b"'], ["a", "b"]),
+        (['{"messages": [{"role": "user", "content": "a"}]}'], [[{"role": "user", "content": "a"}]]),
+        (
+            ['{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}'],
+            [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]],
+        ),
+        (["{"], "line 1 of .* is no JSON"),
+        (['"a"', '{"answer": 1}'], "line 2 of .* has neither `text` nor `messages`"),
+        (['"a"', '{"messages": [{"role": "user", "content": "a"}]}'], "texts and conversations"),
+        ([""], "holds nothing"),
+    ],
+    ids=["texts", "messages", "ShareGPT", "no JSON", "neither", "both", "nothing"],
+)
+def test_lines_of_json_are_texts_or_conversations(lines: list[str], expected: object, tmp_path: Path) -> None:
+    file = tmp_path / "samples.jsonl"
+    file.write_text("\n".join(lines))
+    if isinstance(expected, str):
+        with pytest.raises(qfx.CalibrationError, match=expected):
+            qfx.data.read_text(file)
+    else:
+        assert qfx.data.read_text(file) == expected
 
 
 def test_a_model_writes_its_own_calibration_data() -> None:

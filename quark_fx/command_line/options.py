@@ -72,7 +72,10 @@ class Reading:
 
     data: Annotated[
         Path | None,
-        typer.Option(help="A text file, a folder of images, or a .npy, .npz or .safetensors file of model inputs."),
+        typer.Option(
+            help="A text file; a .jsonl file of texts or conversations; a text of an installed package, as "
+            "pydoc_data.topics:topics; a folder of images; or a .npy, .npz or .safetensors file of model inputs."
+        ),
     ] = None
     samples: Annotated[
         int, typer.Option(min=1, help="Samples that are taken, spread evenly over the data: windows, lines, images.")

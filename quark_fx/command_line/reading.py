@@ -10,9 +10,10 @@ import torch
 
 from quark_fx.command_line.options import Reading
 from quark_fx.command_line.subjects import Subject, has_tokenizer
-from quark_fx.data import image_folder, labeled_images, read_arrays, text_lines, text_windows
+from quark_fx.data import chat_windows, image_folder, labeled_images, read_arrays, read_text, text_lines, text_windows
 from quark_fx.data.arrays import ARRAY_SUFFIXES
 from quark_fx.data.images import MEAN, STD
+from quark_fx.data.sources import is_installed_name
 from quark_fx.errors import CalibrationError
 
 
@@ -77,9 +78,9 @@ def has_labels(reading: Reading) -> bool:
 
 
 def is_text(reading: Reading) -> bool:
-    """Tell whether the data is a file of text."""
+    """Tell whether the data is text."""
     path = _existing(reading)
-    return path.is_file() and path.suffix not in ARRAY_SUFFIXES
+    return not path.is_dir() and path.suffix not in ARRAY_SUFFIXES
 
 
 def find_tokenizer(reading: Reading, subject: Subject) -> Any:
@@ -109,7 +110,7 @@ def _existing(reading: Reading) -> Path:
         raise CalibrationError(
             "there is no data; give --data: a text file, a folder of images, or a .npy, .npz or .safetensors file"
         )
-    if not reading.data.exists():
+    if not reading.data.exists() and not is_installed_name(reading.data):
         raise CalibrationError(f"the data {reading.data} does not exist")
     return reading.data
 
@@ -122,20 +123,23 @@ def _text(path: Path, reading: Reading, subject: Subject) -> list[Any]:
             "--tokenizer DIRECTORY, or token ids as an array `input_ids` of an .npz file"
         )
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CalibrationError(
-            f"{path} cannot be read as text: {error}; other data is a folder of images or a file that ends with "
-            f"{', '.join(ARRAY_SUFFIXES)}"
-        ) from error
+        text = read_text(path)
+    except CalibrationError as error:
+        error.add_note(f"Other data is a folder of images or a file that ends with {', '.join(ARRAY_SUFFIXES)}.")
+        raise
     options: dict[str, Any] = {
         "length": min(reading.length, subject.longest or reading.length),
         "count": reading.samples,
         "batch_size": reading.batch_size,
     }
-    if not (subject.reads_lines if reading.lines is None else reading.lines):
+    lines = subject.reads_lines if reading.lines is None else reading.lines
+    if not isinstance(text, str) and not isinstance(text[0], str):
+        if lines:
+            raise CalibrationError(f"{path} holds conversations, which are no lines; give --windows, or lines of text")
+        return chat_windows(text, tokenizer, **options)
+    if not lines:
         return text_windows(text, tokenizer, **options)
-    batches = text_lines(text.splitlines(), tokenizer, **options)
+    batches = text_lines(text.splitlines() if isinstance(text, str) else text, tokenizer, **options)
     if subject.inputs is None:
         return batches
     return [{name: value for name, value in batch.items() if name in subject.inputs} for batch in batches]

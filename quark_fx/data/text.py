@@ -1,8 +1,8 @@
-"""Text as tokens: windows packed from one row of them, or a line a sample."""
+"""Text and conversations as tokens: windows packed from one row of them, or a line a sample."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,51 @@ def text_windows(
         end = getattr(tokenizer, "eos_token_id", None)
         ends = () if end is None else (end,)
         tokens = [token for document in text for token in (*_tokens(document, tokenizer), *ends)]
+    return _windows(tokens, length, count, batch_size)
+
+
+@checked_call
+def chat_windows(
+    conversations: Iterable[Sequence[Mapping[str, Any]]],
+    tokenizer: Any,
+    *,
+    length: PositiveInt = 512,
+    count: PositiveInt | None = None,
+    batch_size: PositiveInt = 8,
+) -> list[dict[str, Tensor]]:
+    """Return windows of conversations in the tokenizer's chat template, packed as `text_windows` packs documents.
+
+    What a model reads in use is not plain text: its template puts roles and special tokens around every message.
+
+    Args:
+        conversations: lists of messages, `{"role": "user", "content": "..."}`, as the template takes them.
+        tokenizer: of transformers, with a chat template.
+        length: tokens of a window.
+        count: windows, spread evenly over all; default: all.
+        batch_size: windows of a batch.
+
+    Returns:
+        Batches `{"input_ids": (batch_size, length)}` in int64; the last one may have fewer windows.
+
+    Raises:
+        CalibrationError: if the tokenizer has no chat template, the template refuses a conversation, or there are fewer
+            tokens than one window.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise CalibrationError(
+            "the tokenizer has no chat template; set its chat_template, or pass the messages' texts to text_windows"
+        )
+    tokens: list[int] = []
+    for index, conversation in enumerate(conversations):
+        try:
+            made = tokenizer.apply_chat_template(list(conversation), tokenize=True, return_dict=True)
+        except Exception as error:  # whatever a template raises
+            raise CalibrationError(f"the chat template refuses conversation {index}: {error}") from error
+        tokens += made["input_ids"]
+    return _windows(tokens, length, count, batch_size)
+
+
+def _windows(tokens: list[int], length: int, count: int | None, batch_size: int) -> list[dict[str, Tensor]]:
     if len(tokens) < length:
         raise CalibrationError(
             f"the text has {len(tokens)} tokens, and a window {length}; give more text, or windows of fewer tokens"
@@ -93,4 +138,4 @@ def _tokens(text: str, tokenizer: Any) -> Iterable[int]:
     return tokens
 
 
-__all__ = ["text_lines", "text_windows"]
+__all__ = ["chat_windows", "text_lines", "text_windows"]

@@ -1,0 +1,117 @@
+"""Texts and conversations from files, and from installed packages by name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from quark_fx.errors import CalibrationError
+from quark_fx.system.options import checked_call
+from quark_fx.system.untrusted import parse_json
+
+Conversation = list[dict[str, Any]]
+"""Messages of a chat, `{"role": "user", "content": "..."}` each."""
+
+_INSTALLED = re.compile(r"([A-Za-z_][\w.]*):([\w./-]+)")
+
+_ROLES = {"human": "user", "gpt": "assistant"}
+"""What ShareGPT calls those who speak."""
+
+
+def is_installed_name(source: str | Path) -> bool:
+    """Tell whether a source is the name of something in a package, and no file.
+
+    >>> is_installed_name("pydoc_data.topics:topics")
+    True
+    """
+    return _INSTALLED.fullmatch(str(source)) is not None and not Path(source).exists()
+
+
+@checked_call
+def read_text(source: str | Path) -> str | list[str] | list[Conversation]:
+    """Return the text of a file or of an installed package: whole, as documents, or as conversations.
+
+    >>> texts = read_text("pydoc_data.topics:topics")  # Python's language reference, which comes with Python
+
+    Args:
+        source: a file; or `package.module:name`, a file in the folder of a package or else a variable of a module: a
+            text, texts, or a mapping to texts. Each line of a `.jsonl` file is an object with a `text`, or with
+            `messages` (`role`, `content`) or `conversations` (`from`, `value`).
+
+    Raises:
+        CalibrationError: if it is not there, or holds something else.
+    """
+    if is_installed_name(source):
+        found = _installed(str(source))
+        if not isinstance(found, Path):
+            return found
+        source = found
+    path = Path(source)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CalibrationError(f"{path} cannot be read as text: {error}") from error
+    return text if path.suffix != ".jsonl" else _samples(path, text)
+
+
+def _installed(name: str) -> Path | str | list[str]:
+    package, part = name.split(":")
+    try:
+        spec = importlib.util.find_spec(package)
+    except ImportError:
+        spec = None  # of a parent
+    if spec is None:
+        raise CalibrationError(
+            f"there is no file {name}, and no installed package {package}; install it, or give a file"
+        )
+    for folder in map(Path, spec.submodule_search_locations or ()):
+        file = (folder / part).resolve()
+        if file.is_file() and file.is_relative_to(folder.resolve()):
+            return file
+    value = getattr(importlib.import_module(package), part, None)
+    texts = list(value.values()) if isinstance(value, Mapping) else value
+    if isinstance(texts, Iterable) and not isinstance(texts, str | bytes):
+        texts = list(texts)
+    if isinstance(texts, str) or (isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)):
+        return texts
+    raise CalibrationError(
+        f"{package} has neither a file {part} nor a text of that name; name a file in its folder, or a variable that "
+        "holds a text, texts, or a mapping to texts"
+    )
+
+
+def _samples(path: Path, text: str) -> list[str] | list[Conversation]:
+    texts, conversations = list[str](), list[Conversation]()
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            sample = parse_json(line)
+        except ValueError as error:
+            raise CalibrationError(f"line {number} of {path} is no JSON: {error}") from error
+        found = sample if isinstance(sample, dict) else {"text": sample}
+        if isinstance(found.get("text"), str):
+            texts.append(found["text"])
+            continue
+        messages = found.get("messages") or found.get("conversations")
+        if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+            raise CalibrationError(f"line {number} of {path} has neither `text` nor `messages`, a list of objects")
+        conversations.append([_message(one) for one in messages])
+    if texts and conversations:
+        raise CalibrationError(f"{path} has texts and conversations; put them into two files")
+    if not texts and not conversations:
+        raise CalibrationError(f"{path} holds nothing; give a sample a line")
+    return conversations or texts
+
+
+def _message(one: dict[str, Any]) -> dict[str, Any]:
+    if "from" not in one:
+        return one
+    return {"role": _ROLES.get(one["from"], one["from"]), "content": one.get("value")}
+
+
+__all__ = ["Conversation", "is_installed_name", "read_text"]
