@@ -18,20 +18,23 @@ from quark_fx.engine.block_walk import Streams, lift, release
 from quark_fx.engine.blocks import Block
 from quark_fx.engine.context import Context
 from quark_fx.errors import CalibrationError
-from quark_fx.graph.nodes import results_of
+from quark_fx.graph.nodes import results_of, set_parameter, stored_tensors, tensor_of
+from quark_fx.graph.straight_through import run_with_gradients
 from quark_fx.system.memory import give_back
 
 
 @dataclass
 class BackWalk:
-    """A float graph on its way forward and back, one batch at a time.
+    """A graph on its way forward and back, one batch at a time.
 
     Attributes:
-        gm: the graph.
+        gm: the graph, float or quantized.
         blocks: of it, in order.
         nodes: its nodes, by the names that the blocks use.
         context: with the batches.
         watched: names of operators, for the gradients of what they make.
+        tensors: names of tensors of the graph, for their gradients; a tensor has one from each block that reads it.
+        stream: name of the values in the cache.
     """
 
     gm: GraphModule
@@ -39,21 +42,23 @@ class BackWalk:
     nodes: Mapping[str, Node]
     context: Context
     watched: frozenset[str] = frozenset()
+    tensors: frozenset[str] = frozenset()
+    stream: str = "float"
     _streams: Streams = field(init=False)
 
     def forward(self, batch: int) -> list[Any]:
         """Return what the graph makes of a batch, and keep what enters each block."""
-        self._streams = streams = Streams(self.gm, self.context, [batch])
+        self._streams = streams = Streams(self.gm, self.context, [batch], (self.stream,))
         for block in self.blocks:
             part = lift(self.gm, block, self.nodes, self.context.device)
-            streams.advance("float", block, part)
+            streams.advance(self.stream, block, part)
             release(part)
-        results = [node if name is None else streams.value("float", name, batch) for name, node in self._results()]
+        results = [node if name is None else streams.value(self.stream, name, batch) for name, node in self._results()]
         streams.forget(set(self.blocks[-1].outputs) - set(self.blocks[-1].inputs))
         return results
 
     def backward(self, gradients: Sequence[Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the gradients of watched values by name, those of the last block first.
+        """Yield the gradients of watched values and of tensors by name, those of the last block first.
 
         Args:
             gradients: of the loss with respect to what `forward` returned; `None` for none.
@@ -69,7 +74,7 @@ class BackWalk:
         for index in reversed(range(len(self.blocks))):
             give_back()
             block, before = self.blocks[index], self.blocks[index - 1].inputs if index else ()
-            entering = streams.values("float", block.inputs, batch)
+            entering = streams.values(self.stream, block.inputs, batch)
             streams.forget(set(block.inputs) - set(before))
             if pending:
                 pending, found = self._through(block, entering, pending)
@@ -87,12 +92,13 @@ class BackWalk:
         also = [name for name in block.operators if name in self.watched]
         part = lift(self.gm, block, self.nodes, self.context.device, also=also)
         leaves = {n: _leaf(v) for n, v in zip(block.inputs, entering, strict=True)}
+        tensors = {name: _own_leaf(part, name) for name in stored_tensors(part) if name in self.tensors}
         with torch.enable_grad():
-            made = part(*leaves.values())
+            made = run_with_gradients(part, *leaves.values())
         results = dict(zip((*block.outputs, *also), made, strict=True))
         ends = [(results[n], gradients[n]) for n in block.outputs if n in gradients and _has_gradient(results[n])]
         wanted = {n: v for n, v in leaves.items() if _has_gradient(v)}
-        wanted |= {n: results[n] for n in also if _has_gradient(results[n])}
+        wanted |= {n: results[n] for n in also if _has_gradient(results[n])} | tensors
         found: dict[str, Tensor] = {}
         if ends and wanted:
             try:
@@ -115,6 +121,12 @@ class BackWalk:
 def _leaf(value: Any) -> Any:
     floating = isinstance(value, Tensor) and value.is_floating_point()
     return value.detach().requires_grad_() if floating else value
+
+
+def _own_leaf(part: GraphModule, name: str) -> Tensor:
+    """Give a part a tensor of its own that has a gradient; the memory is that of the whole graph's."""
+    set_parameter(part, name, tensor_of(part, name))
+    return tensor_of(part, name).requires_grad_()
 
 
 def _has_gradient(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -223,11 +224,18 @@ class Streams:
         gm: the graph, whose inputs are read where the calibration data lies.
         context: with the cache.
         batches: which.
+        names: of the streams.
     """
 
-    def __init__(self, gm: GraphModule, context: Context, batches: Sequence[int]) -> None:
+    def __init__(
+        self,
+        gm: GraphModule,
+        context: Context,
+        batches: Sequence[int],
+        names: tuple[str, ...] = ("float", "quantized"),
+    ) -> None:
         self.context, self.cache = context, context.cache
-        self.batches = batches
+        self.batches, self.names = batches, names
         # The inputs of a quantized graph are those of the float one, and in the cache already.
         self.inputs = {node.name: position for position, node in enumerate(placeholders(gm))}
         self.shared = set(self.inputs)
@@ -255,11 +263,9 @@ class Streams:
                         self.cache.put((stream, name, batch), value)
 
     def forget(self, names: set[str]) -> None:
-        """Let go of values of both streams."""
-        for batch in self.batches:
-            for name in names:
-                self.cache.drop(("float", name, batch))
-                self.cache.drop(("quantized", name, batch))
+        """Let go of values of all streams."""
+        for key in itertools.product(self.names, names, self.batches):
+            self.cache.drop(key)
 
 
 def walk_blocks(

@@ -68,12 +68,51 @@ class EndLoss:
             gradient = torch.empty_like(value, dtype=torch.float32, memory_format=torch.contiguous_format)
             for rows, out in _pieces(value, gradient):
                 out.copy_(_of_drawn_labels(rows, generator) if logits else _signs(rows, generator))
-            _leave_out_padding(gradient, kept)
+            if (counted := _counted(kept, gradient.shape[:-1], gradient.device)) is not None:
+                gradient *= counted[..., None]
             if not logits:
                 gradient.masked_fill_(~(value.abs() < _MASKED), 0)  # a model may mask what it returns
                 gradient /= _root_mean_square(value, gradient != 0)
             found.append(gradient)
         return found
+
+    def divergence(
+        self, results: Sequence[Any], wanted: Sequence[Any], kept: Positions | None
+    ) -> tuple[Tensor, list[Any]]:
+        """Return the loss of results against those of the float graph, summed over rows, and the gradients of the sum.
+
+        Of logits, the divergence of each row; of other values, half the squared error of each row, over the mean square
+        of what is wanted.
+
+        Args:
+            results: of a batch.
+            wanted: what the float graph makes of it.
+            kept: positions that are no padding.
+
+        Returns:
+            The sum and the number of rows of the first result, float32, shape (2,), and gradients as `sampled` has
+            them.
+        """
+        totals, found = list[Tensor](), list[Any]()
+        for logits, value, aim in zip(self.predictions, results, wanted, strict=True):
+            if logits is None:
+                found.append(None)
+                continue
+            gradient = torch.empty_like(value, dtype=torch.float32, memory_format=torch.contiguous_format)
+            losses = [
+                (_divergence if logits else _half_square)(y, t, out)
+                for (y, out), (t, _) in zip(_pieces(value, gradient), _pieces(aim, gradient), strict=True)
+            ]
+            loss = torch.cat(losses)
+            if not logits:
+                square = _root_mean_square(aim, aim.abs() < _MASKED).square()
+                loss, gradient = loss / square, gradient / square
+            counted = _counted(kept, gradient.shape[:-1], gradient.device)
+            weights = torch.ones_like(loss) if counted is None else counted.flatten()
+            totals.append(torch.stack(((loss * weights).sum(), weights.sum())))
+            found.append(gradient if counted is None else gradient.mul_(counted[..., None]))
+        sums, rows = torch.stack(totals).unbind(1)
+        return torch.stack((sums.sum(), rows[0])), found
 
 
 def _holds_logits(gm: GraphModule, node: Any) -> bool | None:
@@ -112,10 +151,26 @@ def _root_mean_square(value: Tensor, counted: Tensor) -> Tensor:
     return (squares / counted.sum().clamp_min(1)).sqrt().clamp_min(1e-12)
 
 
-def _leave_out_padding(gradient: Tensor, kept: Positions | None) -> None:
-    if kept is not None and gradient.shape[:-1] == kept.shape:
-        counted = torch.zeros(kept.shape.numel(), dtype=torch.float32, device=gradient.device)
-        gradient *= counted.index_fill_(0, kept.rows, 1.0).view(kept.shape)[..., None]
+def _divergence(logits: Tensor, wanted: Tensor, gradient: Tensor) -> Tensor:
+    """Return the divergence of each row in nats, of what is wanted from what there is; fill in the gradient."""
+    now, aim = logits.log_softmax(-1), wanted.log_softmax(-1)
+    probabilities = aim.exp()
+    torch.sub(now.exp(), probabilities, out=gradient)
+    return torch.where(probabilities > 0, probabilities * (aim - now), 0.0).sum(-1)  # a model may mask what it returns
+
+
+def _half_square(values: Tensor, wanted: Tensor, gradient: Tensor) -> Tensor:
+    """Return half the squared error of each row, without masked values; fill in the gradient."""
+    gradient.copy_(torch.where(wanted.abs() < _MASKED, values - wanted, 0.0))
+    return gradient.square().sum(-1) / 2
+
+
+def _counted(kept: Positions | None, shape: torch.Size, device: torch.device) -> Tensor | None:
+    """Return 1 for rows that count and 0 for padding, float32; `None` if all count, or rows are no positions."""
+    if kept is None or shape != kept.shape:
+        return None
+    counted = torch.zeros(kept.shape.numel(), dtype=torch.float32, device=device)
+    return counted.index_fill_(0, kept.rows, 1.0).view(kept.shape)
 
 
 __all__ = ["EndLoss"]

@@ -27,6 +27,7 @@ from quark_fx.passes.rotate import Rotate
 from quark_fx.passes.smooth_quant import SmoothQuant
 from quark_fx.passes.split_to_slice import slice_splits
 from quark_fx.passes.swish import spell_out_swish
+from quark_fx.passes.tune_scales import TuneScales
 
 __all__ = [
     "AWQ",
@@ -42,6 +43,7 @@ __all__ = [
     "Rotate",
     "SmoothQuant",
     "SplitLargePools",
+    "TuneScales",
     "calibrate",
     "convert",
     "fold_batch_norm",

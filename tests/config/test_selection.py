@@ -29,13 +29,17 @@ from quark_fx.passes import (
     FitScales,
     Rotate,
     SmoothQuant,
+    TuneScales,
     fold_batch_norm,
 )
 
 CODES = TensorSpec(format=INT4, granularity=Granularity.CHANNEL)
 INTEGERS = QuantConfig(weight=CODES, input=TensorSpec(format=UINT8), passes=(fold_batch_norm,))
-STEPS: dict[str, Any] = {"iterations": 5, "patience": 20}
-ROUNDING: list[Any] = [GPTQ, FitScales, AdaRound, AdaQuant, AutoRound, BiasCorrection]
+STEPS: dict[Any, dict[str, Any]] = {
+    **{learner: {"iterations": 5, "patience": 20} for learner in (AdaRound, AdaQuant, AutoRound)},
+    TuneScales: {"iterations": 16},
+}
+ROUNDING: list[Any] = [GPTQ, FitScales, AdaRound, AdaQuant, AutoRound, BiasCorrection, TuneScales]
 SCALING: list[Any] = [AWQ, SmoothQuant, CrossLayerEqualization, AbsorbHighBias]
 
 
@@ -71,8 +75,7 @@ def data() -> list[Tensor]:
 
 
 def made(p: type[Any], **options: Any) -> Any:
-    learns = p in (AdaRound, AdaQuant, AutoRound)
-    return p(**options, **(STEPS if learns else {}))
+    return p(**options, **STEPS.get(p, {}))
 
 
 def run(*passes: Any) -> qfx.QuantizedModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.fx import GraphModule
 from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
 from quark_fx.engine.back_walk import BackWalk
 from quark_fx.engine.blocks import Unit, find_blocks
-from quark_fx.engine.context import Context
+from quark_fx.engine.context import Context, Positions
 from quark_fx.engine.end_loss import EndLoss
 from quark_fx.engine.guidance import guidance_of
 from quark_fx.graph.nodes import named_nodes, stored_tensors
@@ -171,6 +172,35 @@ def test_mean_outer_product_is_the_second_derivative_of_the_loss(device: torch.d
         whole = torch.autograd.functional.hessian(of, value)
         for row in range(len(value)):
             torch.testing.assert_close(found[row], whole[row, :, row], rtol=0.02, atol=0.01)
+
+
+@on_devices
+def test_the_loss_and_its_gradient_are_those_of_the_formulas(device: torch.device) -> None:
+    shape = torch.Size((2, 700))
+    logits, values = (rand(*shape, 5, seed=i).to(device) * 3 for i in range(2))
+    aims = [logits + rand(*shape, 5, seed=2).to(device), values + 0.1 * rand(*shape, 5, seed=3).to(device)]
+    aims[0][..., 2] = -math.inf  # a model may mask classes
+    aims[1][0, 3] = -1e30
+    masked = [logits.clone(), values.clone()]
+    masked[0][..., 2] = -math.inf
+    kept = torch.arange(1390, device=device)
+    total, gradients = EndLoss((True, None, False)).divergence(
+        [masked[0], 7, masked[1]], [aims[0], 7, aims[1]], Positions(shape, kept)
+    )
+    rows = [x.flatten(0, 1).double()[:1390].requires_grad_() for x in masked]
+    p, t = aims[0].flatten(0, 1).double()[:1390], aims[1].flatten(0, 1).double()
+    known = [0, 1, 3, 4]
+    divergence = (p.softmax(-1) * (p.log_softmax(-1) - rows[0].log_softmax(-1)))[:, known].sum()
+    counts = t.abs() < 1e18
+    square = (t[counts].square().sum() / counts.sum()).detach()
+    squares = (torch.where(counts[:1390], rows[1] - t[:1390], 0.0).square() / square / 2).sum()
+    assert total.tolist() == pytest.approx([float(divergence + squares), 1390], rel=1e-5)
+    expected = torch.autograd.grad(divergence + squares, rows)
+    assert gradients[1] is None
+    for gradient, wanted, aside in zip((gradients[0], gradients[2]), expected, (known, range(5)), strict=True):
+        found = gradient.flatten(0, 1)[:, list(aside)]
+        torch.testing.assert_close(found[:1390].double(), wanted[:, list(aside)], rtol=1e-4, atol=1e-6)
+        assert not found[1390:].any()
 
 
 def test_weights_of_rows() -> None:

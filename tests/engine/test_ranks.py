@@ -36,7 +36,7 @@ from quark_fx.model.model_directory import tensor_file
 from quark_fx.numbers.formats import INT4, UINT4, UINT8
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.observers import Percentile
-from quark_fx.passes import GPTQ, AdaQuant, AdaRound, AutoRound, BiasCorrection, FitScales, SmoothQuant
+from quark_fx.passes import GPTQ, AdaQuant, AdaRound, AutoRound, BiasCorrection, FitScales, SmoothQuant, TuneScales
 from quark_fx.presets import INT8_STATIC, W4A16_AWQ, W4A16_GPTQ
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
@@ -116,6 +116,7 @@ CONFIGS: dict[str, QuantConfig] = {
     # With a full range the largest weight of a group lies between two codes, which the last bits of a sum decide.
     "awq": in_groups(W4A16_AWQ, symmetry=Symmetry.SYMMETRIC),
     "fitted scales": in_groups(W4A16_GPTQ).replace(passes=(FitScales(),)),
+    "tuned scales": in_groups(W4A16_GPTQ).replace(passes=(TuneScales(iterations=3, batches=3),)),
     "refitted scales": in_groups(W4A16_GPTQ).replace(passes=(RefitScales(),)),
     "clipped activations": FOUR_BITS.replace(passes=(*FOUR_BITS.passes, ClipActivations())),
     "corrected biases": FOUR_BITS.replace(passes=(*FOUR_BITS.passes, BiasCorrection())),

@@ -43,7 +43,7 @@ from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.graph.nodes import stored_tensors
 from quark_fx.graph.pass_manager import Change, PassRecord, Promise, Stage
 from quark_fx.numbers.formats import INT4, UINT4
-from quark_fx.passes import AWQ, SmoothQuant
+from quark_fx.passes import AWQ, GPTQ, SmoothQuant, TuneScales
 from quark_fx.passes.adaquant import AdaQuant
 from quark_fx.passes.adaround import AdaRound
 from quark_fx.passes.bias_correction import BiasCorrection
@@ -127,6 +127,11 @@ RUNS: dict[str, Run] = {
     "smooth": lambda: scaling(INT8_STATIC, SmoothQuant(explicit=True)),
     "deviations": lambda: scaling(INT8_STATIC, DeviationScales()),
     "shifted channels": lambda: (cnn(), learning(ShiftChannels(iterations=20, batch_size=2)), images(4, 4)),
+    "tuned scales": lambda: (
+        mlp(),
+        INT4_WEIGHT_ONLY.replace(exclude=(), passes=(GPTQ(), TuneScales(iterations=6))),
+        tokens(4, 4),
+    ),
     "refitted scales": lambda: (mlp(), INT4_WEIGHT_ONLY.replace(exclude=(), passes=(RefitScales(),)), tokens(4, 4)),
 }
 

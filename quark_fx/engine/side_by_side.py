@@ -1,0 +1,80 @@
+"""A quantized graph beside the float one it was made of, from their inputs to what they return."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Self
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from quark_fx.engine.back_walk import BackWalk
+from quark_fx.engine.block_walk import walk_float_blocks
+from quark_fx.engine.blocks import Unit, carriers, find_blocks
+from quark_fx.engine.context import Context
+from quark_fx.engine.end_loss import EndLoss
+from quark_fx.graph.nodes import named_nodes
+
+_LAST = "what enters the last block"
+"""The stream of float values that are kept. They are few beside predictions, which are made of them again each time."""
+
+
+class SideBySide:
+    """How far what a quantized graph returns is from what the float graph does, and the gradients of that.
+
+    One block's values at a time are in memory, as in `BackWalk`.
+
+    Args:
+        gm: the quantized graph. It may change its tensors from one call to the next.
+        context: with `float_graph`, of which `gm` is the conversion.
+        tensors: names of tensors of `gm`, for their gradients.
+
+    Raises:
+        CalibrationError: if there is no calibration data.
+    """
+
+    def __init__(self, gm: GraphModule, context: Context, tensors: Collection[str] = ()) -> None:
+        reference = context.float_graph
+        blocks, nodes = find_blocks(reference, Unit.BLOCK), named_nodes(reference)
+        self._context, self._loss = context, EndLoss.of(reference)
+        self._float = BackWalk(reference, blocks[-1:], nodes, context, stream=_LAST)
+        self._quantized = BackWalk(gm, blocks, carriers(gm), context, tensors=frozenset(tensors), stream="quantized")
+        self._keys = [(_LAST, name, batch) for name in blocks[-1].inputs for batch in range(len(context.batches))]
+        for run in walk_float_blocks(reference, context, label="predictions"):
+            if run.block.inputs == blocks[-1].inputs:
+                for batch in range(len(context.batches)):
+                    for name, value in zip(run.block.inputs, run.inputs(batch), strict=True):
+                        context.cache.put((_LAST, name, batch), value)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for key in self._keys:
+            self._context.cache.drop(key)
+
+    def divergence(self, batch: int) -> Tensor:
+        """Return the loss of a batch, summed over its rows, and their number (`EndLoss.divergence`)."""
+        loss, gradients = self._compared(batch)
+        for _ in self._quantized.backward([None] * len(gradients)):
+            pass
+        return loss
+
+    def gradients(self, batch: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return what `divergence` does, and the gradients of the loss with respect to the tensors it depends on.
+
+        Raises:
+            CalibrationError: if an operator has no gradient; the message names its block.
+        """
+        loss, gradients = self._compared(batch)
+        found: dict[str, Tensor] = {}
+        for name, gradient in self._quantized.backward(gradients):
+            found[name] = found[name] + gradient if name in found else gradient
+        return loss, found
+
+    def _compared(self, batch: int) -> tuple[Tensor, list[Any]]:
+        results, wanted = self._quantized.forward(batch), self._float.forward(batch)
+        return self._loss.divergence(results, wanted, self._context.kept_positions(batch))
+
+
+__all__ = ["SideBySide"]

@@ -1,0 +1,167 @@
+"""Scales follow the gradient of what the whole model predicts; codes stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from devices import on_devices
+from tiny import cnn, images, quantize, rand, record_of, seeded
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+import quark_fx as qfx
+from quark_fx.config.quant_config import Granularity, QuantConfig, Target, TensorSpec
+from quark_fx.engine.context import Context
+from quark_fx.engine.quantized_weights import quantized_weights
+from quark_fx.engine.side_by_side import SideBySide
+from quark_fx.graph.nodes import stored_tensors, tensor_of
+from quark_fx.graph.pass_manager import Stage, graph_pass
+from quark_fx.graph.straight_through import run_with_gradients
+from quark_fx.numbers.formats import INT3, INT4, INT8, UINT8
+from quark_fx.numbers.qparams import ScaleType, Symmetry
+from quark_fx.passes import GPTQ, TuneScales
+from quark_fx.presets import INT8_STATIC, MXFP4_WEIGHT_ONLY
+
+GROUPS = TensorSpec(format=INT3, granularity=Granularity.GROUP, group_size=8)
+TUNED = QuantConfig(weight=GROUPS, passes=(TuneScales(iterations=24, learning_rate=0.01),))
+
+
+class Deep(nn.Module):
+    """Residual blocks, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3))
+        self.head = nn.Linear(16, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def deep() -> Deep:
+    model = seeded(Deep())
+    with torch.no_grad():
+        model.head.weight *= 3
+    return model
+
+
+def batches(device: torch.device | None = None) -> list[Tensor]:
+    return [rand(32, 5, 16, seed=i).to(device) for i in range(8)]
+
+
+def divergence(model: nn.Module, qmodel: Any) -> float:
+    x = rand(64, 5, 16, seed=99)
+    with torch.no_grad():
+        p, q = (m(x).log_softmax(-1) for m in (model, qmodel))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def of_passes(*passes: Any) -> qfx.QuantizedModel:
+    return quantize(deep(), TUNED.replace(passes=passes), batches())
+
+
+CODES = QuantConfig(
+    weight=TensorSpec(format=INT4, granularity=Granularity.CHANNEL), input=TensorSpec(format=UINT8), target=Target.TORCH
+)
+DYNAMIC = CODES.replace(
+    input=TensorSpec(format=INT8, granularity=Granularity.TOKEN, dynamic=True, symmetry=Symmetry.SYMMETRIC)
+)
+
+
+@on_devices
+@pytest.mark.parametrize("config", [TUNED, CODES, DYNAMIC], ids=["weights", "static", "dynamic"])
+def test_gradients_of_scales_are_those_of_the_whole_graph(config: QuantConfig, device: torch.device) -> None:
+    seen: list[str] = []
+
+    @graph_pass(exact=False, stage=Stage.QUANTIZED)
+    def look(gm: GraphModule, context: Context) -> int:
+        names = [weight.scale_name for weight in quantized_weights(gm, context.plan)]
+        with SideBySide(gm, context, names) as both:
+            (loss, rows), found = both.gradients(0)
+            again, _ = both.divergence(0)
+        for name in names:
+            tensor_of(gm, name).requires_grad_()
+        with torch.enable_grad():
+            (q,), (p,) = run_with_gradients(gm, *context.inputs(0)), context.float_graph(*context.inputs(0))
+            expected = (p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum()
+            gradients = torch.autograd.grad(expected, [tensor_of(gm, name) for name in names])
+        torch.testing.assert_close(loss, expected.detach())
+        assert float(again) == float(loss)
+        assert int(rows) == 32 * 5
+        for name, gradient in zip(names, gradients, strict=True):
+            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)
+            tensor_of(gm, name).requires_grad_(False)
+        seen.extend(names)
+        return 0
+
+    quantize(deep().to(device), config.replace(passes=(look,)), batches(device))
+    assert len(seen) == 7
+
+
+def test_predictions_on_unseen_data_come_nearer_and_codes_stay() -> None:
+    plain, tuned = of_passes(GPTQ()), of_passes(GPTQ(), *TUNED.passes)
+    assert divergence(deep(), tuned) < 0.9 * divergence(deep(), plain)
+    before, after = stored_tensors(plain.graph_module), stored_tensors(tuned.graph_module)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert len(moved) == 7
+    assert all(name.endswith("_scale") for name in moved)
+
+
+def test_the_report_has_the_loss_of_the_stored_model() -> None:
+    plain, tuned = of_passes(), of_passes(*TUNED.passes)
+    record = record_of(tuned, "TuneScales")
+    validation = batches()[7]
+    model = deep()
+    with torch.no_grad():
+        p = model(validation).log_softmax(-1)
+        now, before = (float((p.exp() * (p - q(validation).log_softmax(-1))).sum(-1).mean()) for q in (tuned, plain))
+    for change in record.changes:
+        assert (change.before, change.after) == (pytest.approx(before, rel=1e-4), pytest.approx(now, rel=1e-4))
+    assert record.validated
+    assert now < before
+
+
+def test_what_is_no_better_on_validation_data_is_left_out() -> None:
+    plain, tuned = of_passes(), of_passes(TuneScales(iterations=2, learning_rate=0.9, looks=1))
+    assert {c.what for c in record_of(tuned, "TuneScales").changes} == {"skipped: no better on validation data"}
+    for name, tensor in stored_tensors(plain.graph_module).items():
+        assert torch.equal(tensor, stored_tensors(tuned.graph_module)[name])
+
+
+def test_biases_in_integers_follow_their_scales() -> None:
+    config = INT8_STATIC.replace(weight=TensorSpec(format=INT4, granularity=Granularity.CHANNEL))
+    configs = config, config.replace(passes=(*config.passes, TuneScales(iterations=8, learning_rate=0.01)))
+    plain, tuned = (quantize(cnn(), c, images(8, 8, 8, 8)) for c in configs)
+    assert any(c.changed for c in record_of(tuned, "TuneScales").changes)
+    before, after = stored_tensors(plain.graph_module), stored_tensors(tuned.graph_module)
+    biases = [name for name in before if before[name].dtype == torch.int32 and before[name].dim()]
+    assert biases
+    for name in biases:
+        old, new = (t[f"{name.removesuffix('codes')}scale"] for t in (before, after))
+        assert not torch.equal(old, new)
+        values = (before[name].double() * old, after[name].double() * new)
+        assert ((values[0] - values[1]).abs() <= new).all()
+
+
+def test_scales_stay_of_their_type() -> None:
+    qmodel = quantize(deep(), TUNED.replace(weight=GROUPS.replace(scale_type=ScaleType.FLOAT16)), batches())
+    assert any(c.changed for c in record_of(qmodel, "TuneScales").changes)
+    scales = [t for name, t in stored_tensors(qmodel.graph_module).items() if name.endswith("_scale")]
+    assert scales
+    assert all(torch.equal(scale, scale.half().float()) for scale in scales)
+    coarse = quantize(deep(), MXFP4_WEIGHT_ONLY.replace(passes=TUNED.passes, exclude=()), batches())
+    whats = {c.what for c in record_of(coarse, "TuneScales").changes}
+    assert whats == {"skipped: its scales have 8 bits, too few for small steps"}
+
+
+def test_a_loss_that_is_not_finite_is_named() -> None:
+    model = deep()
+    with torch.no_grad():
+        model.head.weight *= 1e38
+    with pytest.raises(qfx.CalibrationError, match="the end loss of the quantized model is nan; check what the float"):
+        quantize(model, TUNED, batches())
