@@ -62,7 +62,7 @@ def candidates_of(given: Sequence[Any]) -> list[Candidate]:
     whole = {i: _configuration(one) for i, one in enumerate(given)}
     first = next((config for config in whole.values() if config is not None), PRESETS["int8_weight_only"])
     found = [_candidate(one, whole[i], first) for i, one in enumerate(given)]
-    for key in ("passes", "bias", "target"):
+    for key in ("passes", "bias", "target", "kv_cache"):
         values = [getattr(candidate.config, key) for candidate in found]
         for other, value in zip(found, values, strict=True):
             if value != values[0]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -217,12 +217,14 @@ class Plan:
 def plan_quantization(gm: GraphModule, config: QuantConfig, *, quiet: bool = False) -> Plan:
     """Decide, for every weighted operator, how it is quantized, and list the values to quantize.
 
-    Warns about patterns of the configuration that select nothing, with the nearest names, unless it is `quiet`: for
-    plans that are made once more later.
+    Warns about patterns of the configuration that select nothing, with the nearest names, and about a `kv_cache` that
+    no attention has, unless it is `quiet`: for plans that are made once more later.
     """
-    operators = [*_operators(gm, config), *_attentions(gm, config)]
+    attentions = list(_attentions(gm, config))
+    operators = [*_operators(gm, config), *attentions]
     if not quiet:
         _warn_unmatched(config, operators)
+        _warn_without_cache(config, attentions)
     placement = _Placement(gm, config, operators)
     return Plan(operators, placement.points(), placement.outputs)
 
@@ -292,7 +294,7 @@ def _operators(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperator
 
 def _attentions(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperator]:
     """Yield what becomes of every attention, if the configuration quantizes keys and values of any."""
-    if not any(isinstance(spec, TensorSpec) for spec in (config.kv_cache, *(o.kv_cache for o in config.overrides))):
+    if not _asks_for_cache(config):
         return
     for attention in find_attentions(gm.graph):
         name, kind = module_name(attention.node), ATTENTION.kind
@@ -316,6 +318,10 @@ def _attentions(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperato
                 cache=spec,
                 attention=attention,
             )
+
+
+def _asks_for_cache(config: QuantConfig) -> bool:
+    return any(isinstance(spec, TensorSpec) for spec in (config.kv_cache, *(o.kv_cache for o in config.overrides)))
 
 
 def _without_scales(attention: Attention, spec: TensorSpec) -> str:
@@ -660,6 +666,14 @@ def _clamped_per_channel(value: Node) -> Node:
     while len(value.users) == 1 and target_name(user := next(iter(value.users))) == "aten.clamp.Tensor":
         value = user
     return value
+
+
+def _warn_without_cache(config: QuantConfig, attentions: Sequence[PlannedOperator]) -> None:
+    if not _asks_for_cache(config) or any(isinstance(op, Attending) for op in attentions):
+        return
+    reasons = dict.fromkeys(op.reason for op in attentions if isinstance(op, LeftInFloat))
+    why = "; ".join(reasons) or "no attention was found: neither the fused operator nor a softmax between two products"
+    warn(f"kv_cache quantizes nothing: {why}")
 
 
 def _warn_unmatched(config: QuantConfig, operators: list[PlannedOperator]) -> None:

@@ -494,6 +494,11 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ConfigError,
         "differ in `target`",
     ),
+    "another cache": (
+        lambda: candidates_of([INT4, preset(INT8).replace(kv_cache=qfx.TensorSpec(format="int8"))]),
+        ConfigError,
+        "differ in `kv_cache`",
+    ),
     "one candidate": (lambda: candidates_of([INT8]), ConfigError, "at least two"),
     "twice the same": (lambda: candidates_of([INT8, preset(INT8)]), ConfigError, "there twice"),
     "no list": (lambda: candidates_of(INT8), ConfigError, "candidates is a list"),

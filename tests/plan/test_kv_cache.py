@@ -153,6 +153,20 @@ class Shared(nn.Module):
         return (q @ q.mT).softmax(-1) @ self.v(x), q
 
 
+@pytest.mark.parametrize(
+    ("model", "options", "why"),
+    [
+        (lambda: nn.Sequential(nn.Linear(WIDTH, 8)), {}, "no attention was found"),
+        (Attend, {"exclude": ("op:attention",)}, "excluded by 'op:attention'"),
+    ],
+    ids=["no attention", "excluded"],
+)
+def test_a_cache_that_nothing_has_is_named(model: Any, options: dict[str, Any], why: str) -> None:
+    config = QuantConfig(weight=TensorSpec(format=INT8), kv_cache=TOKEN, **options)
+    with pytest.warns(UserWarning, match=f"kv_cache quantizes nothing: {why}"):
+        qfx.quantize(seeded(model()), config, [rand(2, 5, WIDTH)], progress=False)
+
+
 def test_queries_stay_in_float_where_they_are_the_keys_and_a_returned_cache_is_rounded() -> None:
     model, x = seeded(Shared()), rand(2, 5, WIDTH)
     spec = SPECS["int8 per token"]
