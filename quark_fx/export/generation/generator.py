@@ -76,13 +76,13 @@ def _run(exported: Any, inputs: dict[str, Any]) -> Any:
 
 def _options(exported: Any, threads: int | None) -> Any:
     programs = [component.program for component in exported.components.values()]
-    options = session_options(optimize=not any(_fuses_wrongly(node) for p in programs for node in p.graph))
+    options = session_options(optimize=not any(fuses_wrongly(node) for p in programs for node in p.graph))
     if threads is not None:
         options.intra_op_num_threads = threads
     return options
 
 
-def _fuses_wrongly(node: ir.Node) -> bool:
+def fuses_wrongly(node: ir.Node) -> bool:
     """Tell whether ONNX Runtime fuses the node to kernels it does not implement: 8-bit floats, 4-bit activations."""
     if node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
         return False
@@ -91,4 +91,4 @@ def _fuses_wrongly(node: ir.Node) -> bool:
     return dtype is not None and (dtype.is_floating_point() or (node.op_type[0] == "Q" and dtype.itemsize < 1))
 
 
-__all__ = ["generator"]
+__all__ = ["fuses_wrongly", "generator"]

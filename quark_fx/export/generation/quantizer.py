@@ -134,6 +134,7 @@ def _with_our_lowerings(export: Callable[..., Any]) -> Callable[..., Any]:
                 **(options.get("custom_translation_table") or {}),
             }
             options["opset_version"] = options.get("opset_version") or _OPSET
+            options.setdefault("verbose", False)  # else it prints its steps
         return export(program, *args, **options)
 
     return patched

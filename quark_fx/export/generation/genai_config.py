@@ -1,0 +1,141 @@
+"""What ONNX Runtime GenAI has to know about a graph with a KV cache: `genai_config.json`.
+
+Source: https://onnxruntime.ai/docs/genai/reference/config.html, and `src/config.cpp` of onnxruntime-genai for what the
+page leaves out.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from quark_fx.errors import ExportError
+from quark_fx.export.generation.cache_scales import PAST
+from quark_fx.export.generation.generator import fuses_wrongly
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+_TRACED = re.compile(rf"(input|output)\.{PAST}\.layers\.(\d+)\.(key|value)s")
+"""How `transformers` calls what a layer's cache takes and gives."""
+
+_CACHE = {"input": f"{PAST}.%d.", "output": "present.%d."}
+_FED = ("input_ids", "attention_mask", "position_ids")
+"""What GenAI feeds beside the cache, where the graph reads it."""
+
+_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
+"""What it reads of a `GenerationConfig`, under the same names."""
+
+
+def name_cache(graph: ir.Graph) -> int:
+    """Call what the cache takes and gives what GenAI calls it; return how many layers there are.
+
+    Raises:
+        ExportError: if the graph reads what GenAI does not feed, or has another cache than keys and values of one size.
+    """
+    found: dict[tuple[str, int], dict[str, ir.Value]] = {}
+    unknown = []
+    for value in (*graph.inputs, *graph.outputs):
+        match = _TRACED.fullmatch(value.name or "")
+        if match is not None:
+            side, layer, kind = match.groups()
+            found.setdefault((side, int(layer)), {})[kind] = value
+        elif value.name not in (*_FED, "logits"):
+            unknown.append(value.name)
+    layers = sorted({layer for _, layer in found})
+    halves = [("input", layer) for layer in layers] + [("output", layer) for layer in layers]
+    odd = [f"layer {layer}" for side, layer in halves if not _one_size(found.get((side, layer), {}))]
+    if unknown or odd or not layers:
+        what = ", ".join([*map(str, unknown), *dict.fromkeys(odd)]) or "no cache"
+        raise ExportError(
+            f"GenAI generates with tokens and with keys and values of one size for each layer; this model has {what}; "
+            "use GenerationQuantizer and generator"
+        )
+    for (side, layer), pair in found.items():
+        for kind, value in pair.items():
+            value.name = _CACHE[side] % layer + kind
+            value.shape = _with_sizes(value.shape)
+    return len(layers)
+
+
+def _with_sizes(shape: ir.Shape | None) -> ir.Shape:
+    """Return a shape with numbers where a dimension is a symbol called like one, as torch writes some fixed sizes."""
+    import onnx_ir as ir
+
+    assert shape is not None
+    names = [dim if isinstance(dim, int) else dim.value for dim in shape]
+    return ir.Shape([int(name) if str(name).isdigit() else name for name in names])
+
+
+def _one_size(pair: dict[str, ir.Value]) -> bool:
+    """Tell whether keys and values are there, of one shape `(batch, heads, tokens, channels)`."""
+    shapes = [value.shape for value in pair.values()]
+    return len(shapes) == 2 and shapes[0] is not None and len(shapes[0]) == 4 and shapes[0] == shapes[1]
+
+
+def genai_config(graph: ir.Graph, filename: str, model: Any) -> dict[str, Any]:
+    """Return the configuration of a graph after `name_cache`.
+
+    Args:
+        graph: of one sequence.
+        filename: of the graph.
+        model: of `transformers`, whose configurations say how it generates.
+    """
+    text = model.config.get_text_config(decoder=True)
+    asked, names = model.generation_config, [value.name or "" for value in graph.inputs]
+    keys = next(value for value in graph.inputs if (value.name or "").startswith(PAST))
+    logits = next(value for value in graph.outputs if value.name == "logits")
+    assert keys.shape is not None
+    assert logits.shape is not None
+    tokens = {name: _first(asked, text, name) for name in ("bos_token_id", "eos_token_id")}
+    context = int(text.max_position_embeddings)
+    return {
+        "model": {
+            # The one type of GenAI that stands for no architecture: of the others, some have rules of their own.
+            "type": "decoder",
+            "context_length": context,
+            "vocab_size": logits.shape[2],
+            **{name: token for name, token in tokens.items() if token is not None},
+            # GenAI takes tokens of this number at the end of a prompt for padding and skips them. One sequence has
+            # none, but may well end in the token that a tokenizer pads with, which often is that of its end.
+            "pad_token_id": -1,
+            "decoder": {
+                "filename": filename,
+                "hidden_size": text.hidden_size,
+                "num_attention_heads": text.num_attention_heads,
+                "num_hidden_layers": sum(name.endswith(".key") for name in names),
+                "num_key_value_heads": keys.shape[1],
+                "head_size": keys.shape[3],
+                "session_options": _session_options(graph),
+                "inputs": {name: name for name in _FED if name in names} | _templates("past", "input"),
+                "outputs": {"logits": "logits"} | _templates("present", "output"),
+            },
+        },
+        "search": {
+            # A cache of its full length from the beginning would be mistaken for one that is full.
+            "past_present_share_buffer": False,
+            "max_length": context,
+            **{name: value for name in _SAMPLING if (value := getattr(asked, name, None)) is not None},
+        },
+    }
+
+
+def _first(asked: Any, text: Any, name: str) -> Any:
+    """Return a token, or several, that the model was told to begin or to end with."""
+    found = getattr(asked, name, None)
+    return getattr(text, name, None) if found is None else found
+
+
+def _templates(prefix: str, side: str) -> dict[str, str]:
+    return {f"{prefix}_{kind}_names": f"{_CACHE[side]}{kind}" for kind in ("key", "value")}
+
+
+def _session_options(graph: ir.Graph) -> dict[str, Any]:
+    """Return what keeps ONNX Runtime to the arithmetic of the graph, as `runtime.session.session_options` does."""
+    options: dict[str, Any] = {"provider_options": [], "session.qdq_matmulnbits_accuracy_level": "0"}
+    if any(fuses_wrongly(node) for node in graph):
+        options["graph_optimization_level"] = "ORT_DISABLE_ALL"
+    return options
+
+
+__all__ = ["genai_config", "name_cache"]

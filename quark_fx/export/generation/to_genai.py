@@ -1,0 +1,148 @@
+"""Write a quantized language model as a folder that ONNX Runtime GenAI loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from quark_fx.checkpoints.files import GRAPH_FILE
+from quark_fx.errors import ExportError, QuarkError
+from quark_fx.export.generation.cache_scales import CacheScales
+from quark_fx.export.generation.quantizer import GenerationQuantizer
+from quark_fx.model.quantized_model import QuantizedModel
+from quark_fx.system.isolation import isolated, quiet
+from quark_fx.system.options import checked_call
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+CONFIG, GRAPH = "genai_config.json", "model.onnx"
+
+_PROMPT = 4
+"""Tokens of the prompt that is traced; the graph takes any number."""
+
+
+@checked_call
+@isolated
+def genai(
+    qmodel: QuantizedModel,
+    directory: str | Path,
+    *,
+    format: str = "matmul_nbits",
+    accuracy_level: int | None = None,
+    cache: CacheScales | None = None,
+    tokenizer: Any = None,
+    model: nn.Module | None = None,
+) -> Path:
+    """Write `qmodel`, made of a Hugging Face language model, as a folder for `onnxruntime_genai.Model`.
+
+    It holds one graph for prompts and for single tokens, with a KV cache that grows, and `genai_config.json`. The graph
+    takes one sequence at a time: ONNX Runtime's `GroupQueryAttention` takes several tokens of one only.
+
+    Args:
+        qmodel: from `quantize`.
+        directory: made if it does not exist; a graph and a configuration that are there are replaced.
+        format: as in `quark_fx.export.onnx`: `"matmul_nbits"`, `"qdq"` or `"qoperator"`.
+        accuracy_level: of `"matmul_nbits"`: 0 to 3 compute in float, 4 rounds activations to int8, which is faster.
+        cache: scales of an int8 KV cache, as `CacheScales.measure` returns them; default: keys and values in float.
+        tokenizer: saved beside it; without one, `Generator.append_tokens` takes tokens.
+        model: a float model of the same architecture, if `qmodel` was loaded.
+
+    Returns:
+        The directory.
+
+    Raises:
+        ExportError: if the model does not generate from tokens alone, its cache is not made of keys and values of all
+            tokens (sliding windows, recurrent states), the format cannot hold it, or the directory cannot be written.
+    """
+    directory = Path(directory)
+    if directory.exists() and not directory.is_dir():
+        raise ExportError(f"{directory} is a file; choose another directory")
+    if (directory / GRAPH_FILE).exists():
+        raise ExportError(f"{directory} holds a model that qmodel.save wrote; choose another one")
+    quantizer = GenerationQuantizer(format, accuracy_level, cache)
+    if (source := qmodel.source if model is None else model) is not None:
+        require_generator(source)
+    try:
+        generating: Any = qmodel.eager(model)
+    except QuarkError as error:
+        raise ExportError(str(error)) from error
+    return write_folder(generating, directory, quantizer, tokenizer)
+
+
+def require_generator(model: nn.Module) -> None:
+    """Raise `ExportError` if GenAI cannot generate with a model, as far as its configuration says."""
+    from transformers import DynamicCache, PreTrainedModel
+    from transformers.cache_utils import DynamicLayer
+    from transformers.exporters.utils import is_multimodal
+
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise ExportError(f"{name} is no model of transformers; use export.onnx")
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        raise ExportError(f"{name} is no language model that generates from its own tokens; use export.onnx")
+    if is_multimodal(model):
+        raise ExportError(f"{name} reads more than tokens; use GenerationQuantizer, which writes a graph for each part")
+    try:
+        layers = DynamicCache(config=model.config).layers
+    except (KeyError, AttributeError, ValueError) as error:
+        raise ExportError(f"{name} has a cache that is not known here ({error!r})") from error
+    kinds = [type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer]
+    if kinds or not layers:
+        found = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) or "no layers"
+        raise ExportError(
+            f"{name} has a cache of other layers than keys and values of all tokens: {found} of {len(layers)}; use "
+            "GenerationQuantizer and generator"
+        )
+
+
+def write_folder(model: Any, directory: Path, quantizer: GenerationQuantizer | None, tokenizer: Any = None) -> Path:
+    """Write a model of transformers, whose graph `quantizer` puts into its format, and return the folder."""
+    import onnx_ir as ir
+
+    from quark_fx.export.generation.genai_config import genai_config, name_cache
+    from quark_fx.export.to_onnx.whole_files import put_in_place
+
+    program = _traced(model, quantizer)
+    name_cache(program.graph)
+    config = json.dumps(genai_config(program.graph, GRAPH, model), indent=2)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory, prefix=f".{GRAPH}-") as beside:
+            written, text = Path(beside, GRAPH), Path(beside, CONFIG)
+            ir.save(program, written, external_data=f"{GRAPH}.data")
+            text.write_text(config, encoding="utf-8")
+            put_in_place(written, directory / GRAPH)
+            os.replace(text, directory / CONFIG)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+    except OSError as error:
+        raise ExportError(f"{directory} cannot be written: {error}; choose another directory") from error
+    return directory
+
+
+def _traced(model: Any, quantizer: GenerationQuantizer | None) -> ir.Model:
+    """Return one graph that takes any number of tokens of one sequence, after any number, which may be none."""
+    from transformers import GenerationConfig
+    from transformers.exporters import OnnxConfig, OnnxExporter
+    from transformers.exporters.utils import decompose_for_generation
+
+    prompt = {"input_ids": torch.arange(1, 1 + _PROMPT)[None] % model.config.get_text_config(decoder=True).vocab_size}
+    # Models are asked to generate without a cache while they are calibrated, and some to search with beams.
+    asked = {name: getattr(model.generation_config, name, None) for name in ("eos_token_id", "pad_token_id")}
+    greedy = GenerationConfig(do_sample=False, num_beams=1, use_cache=True, **asked)
+    with quiet():
+        parts = decompose_for_generation(model, prompt, generation_config=greedy, multi_token_decode=True)
+        decoding, inputs = parts["decode"]
+        config = OnnxConfig(dynamic=True, ort_fusions="cpu", quantizer=quantizer)
+        program: ir.Model = OnnxExporter().export(decoding, inputs, config).program
+    return program
+
+
+__all__ = ["genai"]
