@@ -155,6 +155,8 @@ class Target:
     """ONNX Runtime on processors that add 8-bit products in 32 bits (x64 with VNNI, ARM): all codes of int8 weights."""
     OPENVINO: ClassVar[Target]
     """OpenVINO on any x64 or ARM processor, which reads ONNX files and sums in integers what is calibrated."""
+    TENSORRT: ClassVar[Target]
+    """TensorRT: ONNX files in int8 without zero points; its `onnx.check` holds any file to the documentation."""
     EXECUTORCH: ClassVar[Target]
     """ExecuTorch's XNNPACK kernels, which return quantized outputs; see `quark_fx.export.pt2e`."""
     TORCH: ClassVar[Target]

@@ -15,8 +15,9 @@ from quark_fx.targets.executorch import EXECUTORCH
 from quark_fx.targets.onnxruntime import ONNX, ONNX_VNNI
 from quark_fx.targets.openvino import OPENVINO
 from quark_fx.targets.pytorch import TORCH
+from quark_fx.targets.tensorrt import TENSORRT
 
-for own in (ONNX, ONNX_VNNI, OPENVINO, EXECUTORCH, TORCH, DPU):
+for own in (ONNX, ONNX_VNNI, OPENVINO, TENSORRT, EXECUTORCH, TORCH, DPU):
     setattr(Target, own.name.upper(), register_target(own))
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "ONNX_VNNI",
     "OPENVINO",
     "TARGETS",
+    "TENSORRT",
     "TORCH",
     "OnnxFiles",
     "Operand",

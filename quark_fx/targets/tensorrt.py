@@ -1,0 +1,273 @@
+"""TensorRT on GPUs of NVIDIA, which reads pairs of an ONNX file: int8 without zero points.
+
+No GPU took part: the rules are those of the documentation, and `check` holds a file to them.
+
+Source: "Working with Quantized Types" (https://docs.nvidia.com/deeplearning/tensorrt); `docs/operators.md` of
+onnx-tensorrt 10.15 for operators and their restrictions; `IQuantizeLayer` and `IDequantizeLayer` for scales;
+https://github.com/NVIDIA/TensorRT/issues/2380 for the axis of transposed convolutions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from quark_fx.config.specs import Granularity, TensorSpec
+from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Target
+from quark_fx.errors import ExportError
+from quark_fx.graph.operators import RECURRENT
+from quark_fx.numbers.formats import INT8
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+_READ = """
+Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh Attention AveragePool BatchNormalization BlackmanWindow
+Cast CastLike Ceil Celu Clip Concat Constant ConstantOfShape Conv ConvTranspose Cos Cosh CumSum DeformConv
+DepthToSpace DequantizeLinear Div Dropout Einsum Elu Equal Erf Exp Expand EyeLike Flatten Floor GRU Gather
+GatherElements GatherND Gelu Gemm GlobalAveragePool GlobalLpPool GlobalMaxPool Greater GreaterOrEqual GridSample
+GroupNormalization HammingWindow HannWindow HardSigmoid HardSwish Hardmax Identity If ImageScaler
+InstanceNormalization IsInf IsNaN LRN LSTM LayerNormalization LeakyRelu Less LessOrEqual Log LogSoftmax Loop
+LpNormalization LpPool MatMul Max MaxPool Mean MeanVarianceNormalization Min Mish Mod Mul Neg NonMaxSuppression
+NonZero Not OneHot Or PRelu Pad ParametricSoftplus Pow QuantizeLinear RMSNormalization RNN RandomNormal
+RandomNormalLike RandomUniform RandomUniformLike Range Reciprocal ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp
+ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Reshape Resize ReverseSequence RoiAlign
+RotaryEmbedding Round STFT ScaledTanh Scan Scatter ScatterElements ScatterND Selu Shape Shrink Sigmoid Sign Sin Sinh
+Size Slice Softmax Softplus Softsign SpaceToDepth Split Sqrt Squeeze Sub Sum Tan Tanh TensorScatter ThresholdedRelu
+Tile TopK Transpose Trilu Unsqueeze Upsample Where Xor
+"""
+
+OPERATORS = frozenset(_READ.split())
+"""Operators of ONNX that its parser reads."""
+
+OPSETS = (9, 24)
+"""The oldest and the newest opset it reads."""
+
+_CODES = ("INT8", "INT4", "FLOAT8E4M3FN", "FLOAT4E2M1")
+_BLOCKS = ("INT4", "FLOAT4E2M1")
+"""Types of codes, and those that may have a scale for each block."""
+
+_ATTRIBUTES: dict[tuple[str, str], tuple[Any, ...]] = {
+    ("LSTM", "input_forget"): (0,),
+    ("LSTM", "layout"): (0,),
+    ("Resize", "antialias"): (0,),
+    ("Resize", "keep_aspect_ratio_policy"): ("stretch",),
+    ("Resize", "mode"): ("nearest", "linear"),
+    ("ScatterND", "reduction"): ("none",),
+    ("TopK", "sorted"): (1,),
+}
+"""Values it takes of attributes; an attribute that is not there has one of them."""
+
+_DILATED, _ONE_OUTPUT = ("AveragePool", "LpPool", "MaxPool"), ("LayerNormalization", "MaxPool")
+"""Operators that it reads without dilations, and with their first output alone."""
+
+_PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+
+
+def check(model: ir.Model) -> None:
+    """Raise `ExportError` for a model that TensorRT does not read, according to its documentation.
+
+        Target.TENSORRT.onnx.check(onnx_ir.load("model.onnx"))
+
+    Args:
+        model: of any tool.
+
+    Raises:
+        ExportError: naming every node that it does not read, and why.
+    """
+    if found := list(offenses(model)):
+        raise ExportError(
+            "TensorRT does not read\n  " + "\n  ".join(found) + "\nQuantize with target='tensorrt', and leave what it "
+            "has no kernel for in float by an override."
+        )
+
+
+def offenses(model: ir.Model) -> Iterator[str]:
+    """Yield a line for each node of a model that breaks a rule of the documentation."""
+    opset = model.opset_imports.get("")
+    if opset is not None and not OPSETS[0] <= opset <= OPSETS[1]:
+        yield f"opset {opset}: it reads {OPSETS[0]} to {OPSETS[1]}"
+    functions = {(function.domain, function.name) for function in model.functions.values()}
+    for owner in (model.graph, *model.functions.values()):
+        for node in owner.all_nodes():
+            if (node.domain, node.op_type) not in functions and (why := _offense(node)):
+                yield f"{node.op_type} {node.name or node.outputs[0].name}: {why}"
+
+
+def _offense(node: ir.Node) -> str | None:
+    """Return the first rule that a node breaks."""
+    if node.domain not in ("", "ai.onnx"):
+        return f"no operator of ONNX, but of {node.domain}"
+    if node.op_type not in OPERATORS:
+        return "an operator that its parser does not have"
+    for (operator, name), allowed in _ATTRIBUTES.items():
+        if operator == node.op_type and name in node.attributes and _value(node, name) not in allowed:
+            return f"{name}={_value(node, name)}; it reads {' or '.join(map(str, allowed))}"
+    if node.op_type in _DILATED and any(size != 1 for size in node.attributes.get_ints("dilations", [])):
+        return "a pool with dilations"
+    if node.op_type in _ONE_OUTPUT and any(_is_read(output) for output in node.outputs[1:]):
+        return "an output after the first"
+    if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+        return _pair(node)
+    return _product(node) if node.op_type in _PRODUCTS else None
+
+
+def _value(node: ir.Node, name: str) -> Any:
+    value = node.attributes[name].value
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _is_read(value: ir.Value) -> bool:
+    return bool(value.uses()) or value.is_graph_output()
+
+
+# Pairs ---------------------------------------------------------------------------------------------------------------
+
+
+def _pair(node: ir.Node) -> str | None:
+    """Return what is wrong with a quantizer or dequantizer: its type, zero points, or scales."""
+    codes, scale = _code_type(node), _array(_input(node, 1))
+    if codes not in _CODES:
+        return f"codes of {codes}; it has {', '.join(_CODES)}"
+    if (points := _input(node, 2)) is not None:
+        zeros = _array(points)
+        if zeros is None or zeros.astype("f4").any():
+            return "zero points that are not constants of 0"
+    if scale is None:
+        return "a scale that is no constant"
+    if not (scale.astype("f4") > 0).all():
+        return "scales that are not positive"
+    if scale.ndim > 1 or node.attributes.get_int("block_size", 0):
+        return None if codes in _BLOCKS else f"{codes} in blocks; it has {' and '.join(_BLOCKS)} in blocks"
+    if scale.size > 1 and _array(_input(node, 0)) is None and not _is_of_weight(node):
+        return "an activation with a scale for each channel; it has one for the tensor"
+    return None
+
+
+def _code_type(node: ir.Node) -> str:
+    """Return the name of the type of the codes that a node makes or reads."""
+    import onnx_ir as ir
+
+    points = _input(node, 2)
+    if node.op_type == "DequantizeLinear" and (read := _input(node, 0)) is not None and read.dtype is not None:
+        return str(read.dtype.name)
+    if points is not None and points.dtype is not None:
+        return str(points.dtype.name)
+    # TensorRT makes int8 where ONNX says uint8, and so would compute something else than the file says.
+    return str(ir.DataType(node.attributes.get_int("output_dtype", 0) or ir.DataType.UINT8).name)
+
+
+def _is_of_weight(node: ir.Node) -> bool:
+    """Tell whether a dequantizer reads what a quantizer makes of a constant."""
+    made = _producer(_input(node, 0), "QuantizeLinear")
+    return made is not None and _array(_input(made, 0)) is not None
+
+
+def _input(node: ir.Node, index: int) -> ir.Value | None:
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def _producer(value: ir.Value | None, operator: str) -> ir.Node | None:
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.op_type == operator else None
+
+
+def _array(value: ir.Value | None) -> Any:
+    """Return a constant, or `None`."""
+    if value is None:
+        return None
+    if value.const_value is not None:
+        return value.const_value.numpy()
+    if (node := _producer(value, "Constant")) is None:
+        return None
+    (attribute,) = node.attributes.values()
+    held = attribute.value
+    import numpy as np
+
+    return held.numpy() if hasattr(held, "numpy") else np.array(held)
+
+
+# Products ------------------------------------------------------------------------------------------------------------
+
+
+def _product(node: ir.Node) -> str | None:
+    """Return what is wrong with a product whose weight is dequantized: what it reads, or the axis of its scales."""
+    weight, order = _input(node, 1), None
+    if (turned := _producer(weight, "Transpose")) is not None:
+        weight, order = _input(turned, 0), turned.attributes.get_ints("perm", [])
+    codes = _producer(weight, "DequantizeLinear")
+    if codes is None or (_array(_input(codes, 0)) is None and not _is_of_weight(codes)):
+        return None
+    if _code_type(codes) == "INT8" and _producer(_input(node, 0), "DequantizeLinear") is None:
+        return "an int8 weight beside an activation in float; weights alone are int4"
+    scale, shape = _array(_input(codes, 1)), weight.shape if weight is not None else None
+    if scale is None or scale.size < 2 or scale.ndim != 1 or codes.attributes.get_int("block_size", 0):
+        return None
+    rank = len(shape) if shape is not None else 2
+    axis = codes.attributes.get_int("axis", 1) % rank
+    axis = list(order or range(rank)[::-1]).index(axis) if order is not None else axis
+    expected = _axis(node, rank)
+    if axis == expected:
+        return None
+    kind = "input" if node.op_type == "ConvTranspose" else "output"
+    return (
+        f"a weight with scales along axis {axis}; its kernels have one for each {kind} channel, along axis {expected} "
+        "(granularity='tensor' has one)"
+    )
+
+
+def _axis(node: ir.Node, rank: int) -> int:
+    """Return the dimension of a weight along which TensorRT takes scales."""
+    if node.op_type == "MatMul":
+        return rank - 1
+    if node.op_type == "Gemm":
+        return 0 if node.attributes.get_int("transB", 0) else 1
+    return 0
+
+
+# Configurations ------------------------------------------------------------------------------------------------------
+
+
+def _is_bias(spec: TensorSpec, operand: Operand) -> bool:
+    return operand is Operand.BIAS
+
+
+def _is_not_int8(spec: TensorSpec, operand: Operand) -> bool:
+    return spec.format != INT8 or spec.scale_type.is_8_bit
+
+
+def _has_zero_points(spec: TensorSpec, operand: Operand) -> bool:
+    return not spec.scheme.symmetric
+
+
+def _has_other_scales(spec: TensorSpec, operand: Operand) -> bool:
+    taken = (Granularity.TENSOR, Granularity.CHANNEL) if operand is Operand.WEIGHT else (Granularity.TENSOR,)
+    return spec.granularity not in taken
+
+
+def _is_measured(spec: TensorSpec, operand: Operand) -> bool:
+    return spec.dynamic
+
+
+TENSORRT = Target(
+    name="tensorrt",
+    refuses=(
+        Refusal(_is_bias, "TensorRT adds biases in float; set bias=None"),
+        Refusal(_is_not_int8, "this target is TensorRT's int8, not {spec.format}; set format='int8'"),
+        Refusal(_has_zero_points, "TensorRT takes no zero points; set symmetry='symmetric'"),
+        Refusal(
+            _has_other_scales,
+            "TensorRT has one int8 scale for an activation, and one for a weight or each of its channels, not per "
+            "{spec.granularity}; set granularity='tensor', or 'channel' for weights",
+        ),
+        Refusal(_is_measured, "TensorRT reads scales in the file; calibrate them (drop dynamic=True)"),
+    ),
+    placement=Placement(
+        arithmetic=frozenset({"aten.add.Tensor", "aten.avg_pool2d.default", "aten.adaptive_avg_pool2d.default"}),
+        in_float=RECURRENT | {"embedding"},
+    ),
+    # Opset 20 is read by every release of TensorRT 10.
+    onnx=OnnxFiles(formats=("qdq",), opset=20, opsets=(14, OPSETS[1]), check=check),
+)
+
+__all__ = ["OPERATORS", "OPSETS", "TENSORRT", "check", "offenses"]
