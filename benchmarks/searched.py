@@ -1,12 +1,17 @@
 """What `search` finds at 4.5 bits per weight, beside 4 bits for all operators at the same size.
 
-    python -m benchmarks.searched [--models llama smollm2] [--write]
+    python -m benchmarks.searched [--models llama smollm2] [--auto-round ar/bin/python] [--write]
 
 The Llama is that of `benchmarks.language_models`, judged on 40,800 tokens of files that nothing else is taken from;
 SmolLM2-135M is that of `benchmarks.real`, judged on 8,176 tokens of other documents. The search sees none of these: it
 estimates errors on windows of the calibration text, and measures on others of it: validation data, which calibrates
 nothing and decides among the configurations tried. Embedding and head stay in float. Goal: less divergence than any
-uniform candidate of that size, or the uniform one returned.
+uniform candidate of that size, or the uniform one returned; and no more than what auto-round's AutoScheme chooses from
+the same formats, on the same windows, where it keeps together what servers fuse.
+
+With `--auto-round`, the Python of an environment that has auto-round, AutoScheme chooses formats for the Llama in a
+process of its own. It counts scales in 16 bits and zero points, we count scales in 32: it is asked for several sizes,
+and what counts is the largest that fits ours. All choices are then rounded alike.
 
 `--write` updates the models of `docs/searched.md` that were measured, after each.
 """
@@ -14,10 +19,16 @@ uniform candidate of that size, or the uniform one returned.
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -49,6 +60,7 @@ class Subject:
         judge: returns `perplexity` and `KL` of what it is given.
         samples: windows that errors are estimated on.
         passes: that learn, by the name of the section.
+        tokenizer: of the model, where AutoScheme can choose its formats.
     """
 
     title: str
@@ -57,13 +69,16 @@ class Subject:
     judge: Callable[[Any], Mapping[str, float]]
     samples: int
     passes: Mapping[str, tuple[Any, ...]]
+    tokenizer: Any = None
 
 
 def llama() -> Subject:
     """Return the small Llama, calibrated on 64 windows of 256 tokens."""
     trained = language_models.load("llama")
     passes = {"rounded to nearest": (), "rounded by GPTQ": (GPTQ(),)}
-    return Subject("Llama, 3.7 M parameters", trained.model, trained.calibration, trained.figures, 16, passes)
+    return Subject(
+        "Llama, 3.7 M parameters", trained.model, trained.calibration, trained.figures, 16, passes, trained.tokenizer
+    )
 
 
 def smollm2() -> Subject:
@@ -79,9 +94,76 @@ MODELS: dict[str, Callable[[], Subject]] = {"llama": llama, "smollm2": smollm2}
 
 _Row = tuple[str, ...]
 
+_OPTIONS = [{"bits": bits, "group_size": size} for bits, size in ((3, 128), (4, 128), (4, 64), (8, 128))]
+"""What `search` chooses from, as auto-round spells it."""
 
-def searched(subject: Subject, passes: tuple[Any, ...]) -> tuple[qfx.Search, list[_Row]]:
-    """Return what was found, and the figures of it and of uniform candidates on text that the search did not see."""
+_TARGETS = (4.31, 4.33, 4.34, 4.35, 4.36, 4.37)
+"""Bits that AutoScheme is asked for."""
+
+_SHARED = {"as servers fuse": [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]], "each apart": []}
+"""Operators that AutoScheme keeps together, by the name of the row."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What AutoScheme chose.
+
+    Attributes:
+        configs: by the names of rows.
+        seconds: on the clock, of the first choice.
+    """
+
+    configs: Mapping[str, qfx.QuantConfig]
+    seconds: float
+
+
+def _spec(bits: int, group_size: int) -> qfx.TensorSpec:
+    """Return a format that `search` chooses from."""
+    assert _FOUR.weight is not None
+    return _FOUR.weight.replace(format=qfx.formats.IntFormat(bits), group_size=group_size)
+
+
+@cache
+def by_auto_scheme(name: str, python: Path) -> Chosen:
+    """Return the largest choices of AutoScheme that fit the budget."""
+    subject = MODELS[name]()
+    windows = [row for batch in subject.batches for row in batch["input_ids"]][: subject.samples]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        subject.model.save_pretrained(folder / "model")  # type: ignore[operator]
+        subject.tokenizer.save_pretrained(folder / "model")
+        lines = (json.dumps({"text": subject.tokenizer.decode(window)}) for window in windows)
+        (folder / "text.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        # Text that is cut into tokens again may have a few less, and auto-round leaves out what is too short.
+        job = {"model": "model", "text": "text.jsonl", "length": len(windows[0]) - 8, "samples": len(windows)}
+        job |= {"options": _OPTIONS, "targets": _TARGETS, "shared": _SHARED}
+        (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+        command = [str(python), "-m", "benchmarks.peers.auto_scheme", str(folder / "job.json")]
+        root = Path(__file__).resolve().parent.parent
+        subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, check=True)
+        found = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    counts = {
+        name: module.weight.numel() for name, module in subject.model.named_modules() if hasattr(module, "weight")
+    }
+    configs = {}
+    for name, choices in found["chosen"].items():
+        fitting = {}
+        for target, layers in zip(_TARGETS, choices, strict=True):
+            stored = sum(counts[layer] * (own["bits"] + 32 / own["group_size"]) for layer, own in layers.items())
+            bits = stored / sum(counts[layer] for layer in layers)
+            print(f"AutoScheme, {name}, asked for {target}: {bits:.3f} bits", flush=True)
+            if bits <= BITS:
+                fitting[bits] = layers
+        overrides = [qfx.Override(pattern=layer, weight=_spec(**own)) for layer, own in fitting[max(fitting)].items()]
+        row = f"AutoScheme (auto-round {found['version']}), {name}"
+        configs[row] = _FOUR.replace(overrides=(*_FOUR.overrides, *overrides))
+    return Chosen(configs, found["seconds"])
+
+
+def searched(
+    subject: Subject, passes: tuple[Any, ...], others: Mapping[str, qfx.QuantConfig]
+) -> tuple[qfx.Search, list[_Row]]:
+    """Return what was found, and the figures of it, of others and of uniform candidates on text that none has seen."""
     four, fine = (config.replace(passes=(*config.passes, *passes)) for config in (_FOUR, _FOUR_FINE))
     found = qfx.search(
         subject.model,
@@ -93,7 +175,9 @@ def searched(subject: Subject, passes: tuple[Any, ...]) -> tuple[qfx.Search, lis
     )
     print(found, flush=True)
     rows: list[_Row] = []
-    for name, config in (("search", found.config), (str(fine.weight), fine), (str(four.weight), four)):
+    also = {name: config.replace(passes=(*config.passes, *passes)) for name, config in others.items()}
+    uniform = {str(fine.weight): fine, str(four.weight): four}
+    for name, config in ({"search": found.config} | also | uniform).items():
         qmodel = qfx.quantize(subject.model, config, subject.batches, progress=False)
         figures = subject.judge(qmodel)
         coded = [row for row in qmodel.report() if row.weight]
@@ -103,16 +187,20 @@ def searched(subject: Subject, passes: tuple[Any, ...]) -> tuple[qfx.Search, lis
     return found, rows
 
 
-def section(subject: Subject) -> Iterator[str]:
+def section(name: str, auto_round: Path | None) -> Iterator[str]:
     """Yield the tables of a model."""
+    subject = MODELS[name]()
+    peer = by_auto_scheme(name, auto_round) if auto_round is not None and subject.tokenizer is not None else None
+    others = peer.configs if peer is not None else {}
     for title, passes in subject.passes.items():
-        found, rows = searched(subject, passes)
+        found, rows = searched(subject, passes, others)
         ours, *uniform = (float(row[-1]) for row in rows if float(row[1]) <= BITS)
         formats = Counter[str]()
         for choice in found:
             formats[choice.weight] += len(choice.operators)
         got = ", ".join(f"{count} in {name}" for name, count in sorted(formats.items()))
         measured = ((v.name, f"{v.bits:.3f}", f"{v.error:.5f}") for v in found.verified)
+        theirs = f"AutoScheme took {peer.seconds:.0f} s.\n" if peer is not None else ""
         winner = found.winner if found.uniform else "a mixture"
         yield f"""## {subject.title}, {title}
 
@@ -120,7 +208,7 @@ def section(subject: Subject) -> Iterator[str]:
 
 `search` took {found.seconds:.0f} s, estimated errors on {found.samples} windows and returned {winner}:
 {got}.
-Its KL is {ours / min(uniform):.2f} times that of the best of the others that fit. What it measured itself, on
+{theirs}Its KL is {ours / min(uniform):.2f} times that of the best of the others that fit. What it measured itself, on
 {found.verified_on} windows of validation data, which calibrates nothing and decides among the configurations tried:
 
 {table(("weights", "bits", "KL"), measured)}
@@ -142,8 +230,11 @@ def page(sections: Mapping[str, str]) -> str:
 (symmetric, scales in float32), beside int4 for all operators; perplexity and the mean divergence (KL, nats per token)
 from the float model on text that the search did not see. Embedding and head stay in float and are not counted.
 Perplexity says less than KL: on the Llama, rounding moves it by less than it differs from text to text. The weights of
-SmolLM2 are what 4-bit codes in blocks of 32 decode to. Seconds are those of the clock, beside other work. Reproduce
-with `python -m benchmarks.searched`.
+SmolLM2 are what 4-bit codes in blocks of 32 decode to. AutoScheme chooses from the same formats on the same windows:
+like `search`, with one format for what servers fuse (queries, keys and values; gate and up), and with one for each
+operator; the largest of its choices that fits the budget is rounded as ours. Seconds are those of the clock, beside
+other work; AutoScheme's include loading the model and rounding it to nearest. Reproduce with
+`python -m benchmarks.searched --auto-round PYTHON`.
 
 {chr(10).join(text for _, text in sorted(sections.items()))}
 {environment()}
@@ -154,14 +245,16 @@ def main() -> None:
     """Measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--auto-round", type=Path, help="Python of an environment that has auto-round")
     parser.add_argument("--write", action="store_true", help="update docs/searched.md")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
     sections = kept() if arguments.write else {}
     with one_thread():
         for name in arguments.models:
-            sections |= {text.partition("\n")[0].removeprefix("## "): text for text in section(MODELS[name]())}
-            publish(page(sections), PAGE.name if arguments.write else None)
+            for text in section(name, arguments.auto_round):
+                sections[text.partition("\n")[0].removeprefix("## ")] = text
+                publish(page(sections), PAGE.name if arguments.write else None)
 
 
 if __name__ == "__main__":
