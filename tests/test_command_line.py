@@ -537,6 +537,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
         lambda _: factory("broken"),
         r"factories:broken raised ValueError: no weights here at .*:16",
     ),
+    "an opset": (
+        lambda _: ("quantize", "gone", "--preset", "fp16", "-o", "q.onnx", "--opset", 99),
+        r"opset 99 cannot be written for target='onnx'; choose one from 14 to 25",
+    ),
     "a factory of nothing": (lambda _: factory("number"), r"factories:number returned a int; return a module"),
     "no factory": (lambda _: factory("cnnn"), r"factories has no 'cnnn'; did you mean 'cnn'\?"),
     "no function": (lambda _: factory("SIZE"), r"factories:SIZE is a int; name a function"),
@@ -701,6 +705,7 @@ USAGE = {
         ("quantize", "a:b", "--preset", "fp16", "-o", "q", "--format", "awq", "--format", "gptq"),
         "both formats of",
     ),
+    "an opset of a directory": (("quantize", "a:b", "--preset", "fp16", "-o", "q", "--opset", "21"), "ends with .onnx"),
     "streams to a file": (("quantize", "a:b", "--preset", "fp16", "-o", "a.onnx", "--stream"), "--stream writes a dir"),
     "a dtype": (
         ("quantize", "factories:with_example", "--preset", "fp16", "-o", "q", "--dtype", "float8"),

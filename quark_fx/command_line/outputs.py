@@ -11,6 +11,7 @@ import typer
 
 from quark_fx import export
 from quark_fx.checkpoints.files import GRAPH_FILE
+from quark_fx.config.target import Target
 from quark_fx.errors import ExportError
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.system.options import nearest
@@ -65,6 +66,22 @@ def outputs_of(paths: Sequence[Path], formats: Sequence[str]) -> list[Output]:
         hint = "name a file that ends with .onnx" if unused[0] in _FORMATS["ONNX"] else "name a directory"
         raise typer.BadParameter(f"no output can have the format {', '.join(unused)}; {hint}")
     return found
+
+
+def require_opset(opset: int | None, outputs: Sequence[Output], target: Target) -> None:
+    """Raise for an opset that no output has, or that the target does not read.
+
+    Raises:
+        typer.BadParameter: if no output is an ONNX file.
+        ExportError: if files cannot be written in it.
+    """
+    if opset is None:
+        return
+    if all(output.kind != "ONNX" for output in outputs):
+        raise typer.BadParameter("--opset is of ONNX files; name a file that ends with .onnx")
+    from quark_fx.export.to_onnx.opset import require_known
+
+    require_known(opset, target)
 
 
 def _output(path: Path, chosen: dict[str, str]) -> Output:
