@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,14 @@ def llama(**options: Any) -> Any:
     return seeded(transformers.LlamaForCausalLM(config))
 
 
+@cache
+def captured() -> qfx.Session:
+    """Capture the model that most tests quantize; that takes longer than the rest."""
+    return qfx.Session(llama(), [{"input_ids": IDS}])
+
+
 def quantized(config: QuantConfig, model: Any = None) -> qfx.QuantizedModel:
-    return quantize(llama() if model is None else model, config, [{"input_ids": IDS}])
+    return quantize(captured(), config) if model is None else quantize(model, config, [{"input_ids": IDS}])
 
 
 def logits(model: Any) -> Tensor:

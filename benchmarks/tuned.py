@@ -1,0 +1,97 @@
+"""What learning scales from the whole model's predictions adds to error feedback: divergence, and processor time.
+
+    python -m benchmarks.tuned [--models llama gpt2 smollm2] [--bits 4 3 2] [--write]
+
+`w4a16_best`, and the same with `TuneScales` after it. `llama` and the others are the trained models of
+`benchmarks.language_models`: groups of 128, 64 windows of 256 tokens in batches of 4, which learn four times each.
+`smollm2` has real weights (`benchmarks.real.smollm2`): groups of 64, 64 windows of 512 tokens in batches of 4, which
+learn twice. Goal at 4 bits there: a divergence of at most 0.06. Time is that of `quantize`, of one thread, in processor
+seconds. `--write` updates `docs/tuned.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import quark_fx as qfx
+from benchmarks import language_models
+from benchmarks.common import environment, one_thread, publish, table
+from quark_fx.passes import TuneScales
+from quark_fx.presets import W4A16_BEST
+
+REAL = "smollm2"
+"""The model with real weights."""
+
+WINDOWS = 64
+"""Windows that calibrate it."""
+
+SMALL = "trained for these measurements, groups of 128, four times 64 windows of 256 tokens"
+REAL_WEIGHTS = "SmolLM2-135M, groups of 64, twice 64 windows of 512 tokens"
+
+Judged = tuple[Any, list[Any], Any, int, int]
+"""A model, its calibration batches, what judges it, the size of groups, and how often a batch is learned from."""
+
+
+def judged(name: str) -> Judged:
+    """Return a model with its data, and how it is measured."""
+    if name == REAL:
+        from benchmarks.real import smollm2
+
+        real = smollm2.load(calibration=WINDOWS)
+        return real.model, real.calibration, real.judge, 64, 2
+    trained = language_models.load(name)
+    batches = [{"input_ids": ids} for batch in trained.calibration for ids in batch["input_ids"].split(4)]
+    return trained.model, batches, trained.figures, 128, 4
+
+
+def rows(name: str, bits: Sequence[int]) -> list[tuple[object, ...]]:
+    """Return a row for each width, without and with the scales learned."""
+    model, batches, judge, group, epochs = judged(name)
+    found = list[tuple[object, ...]]()
+    for width in bits:
+        best = W4A16_BEST.replace(weight=W4A16_BEST.weight.replace(format=f"int{width}", group_size=group))
+        steps = epochs * (len(batches) - max(1, len(batches) // 8))
+        for tuned in ((), (TuneScales(iterations=steps),)):
+            config = best.replace(passes=(*best.passes, *tuned))
+            start = time.process_time()
+            qmodel = qfx.quantize(model, config, batches, progress=False)
+            seconds, figures = time.process_time() - start, judge(qmodel)
+            method = "TuneScales after it" if tuned else "w4a16_best"
+            found.append((width, method, f"{figures['perplexity']:.2f}", f"{figures['KL']:.5f}", f"{seconds:.0f}"))
+            print(name, *found[-1], flush=True)
+    return found
+
+
+def main() -> None:
+    """Measure, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = (*language_models.MODELS, REAL)
+    parser.add_argument("--models", nargs="+", default=["llama", REAL], choices=names)
+    parser.add_argument("--bits", nargs="+", type=int, default=[4, 3, 2])
+    parser.add_argument("--write", action="store_true", help="update docs/tuned.md")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore", UserWarning)
+    header = ("bits", "method", "perplexity", "KL", "quantize, CPU s")
+    with one_thread():
+        parts = [
+            f"## `{name}`: {SMALL if name != REAL else REAL_WEIGHTS}\n\n{table(header, rows(name, arguments.bits))}\n"
+            for name in arguments.models
+        ]
+    page = f"""# Scales learned from the whole model's predictions
+
+`w4a16_best` chooses codes operator by operator; [`TuneScales`](algorithms.md#tunescales) then learns scales, and codes
+stay. Perplexity of held-out text, and the mean divergence (KL, nats per token) of the predictions from the float
+model's. One thread. Reproduce with `python -m benchmarks.tuned`.
+
+{chr(10).join(parts)}
+{environment()}
+"""
+    publish(page, "tuned.md" if arguments.write else None)
+
+
+if __name__ == "__main__":
+    main()
