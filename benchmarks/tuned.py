@@ -51,9 +51,10 @@ def judged(name: str) -> Judged:
 def rows(name: str, bits: Sequence[int]) -> list[tuple[object, ...]]:
     """Return a row for each width, without and with the scales learned."""
     model, batches, judge, group, epochs = judged(name)
-    found = list[tuple[object, ...]]()
+    found, weight = list[tuple[object, ...]](), W4A16_BEST.weight
+    assert weight is not None
     for width in bits:
-        best = W4A16_BEST.replace(weight=W4A16_BEST.weight.replace(format=f"int{width}", group_size=group))
+        best = W4A16_BEST.replace(weight=weight.replace(format=f"int{width}", group_size=group))
         steps = epochs * (len(batches) - max(1, len(batches) // 8))
         for tuned in ((), (TuneScales(iterations=steps),)):
             config = best.replace(passes=(*best.passes, *tuned))

@@ -57,7 +57,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     model.config.use_cache = model.generation_config.use_cache = False  # as models are often calibrated
     qmodel = quantize(model, "int8_weight_only", [{"input_ids": PROMPT}])
     folder = qfx.export.genai(qmodel, tmp_path_factory.mktemp("genai") / "new", format="qdq")
-    expected = qmodel.eager().generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **GREEDY)[0].tolist()
+    eager: Any = qmodel.eager()
+    expected = eager.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **GREEDY)[0].tolist()
     assert len(set(expected)) > 6, "a sequence that repeats itself proves little"
     return SimpleNamespace(
         folder=folder, expected=expected, config=json.loads((folder / "genai_config.json").read_text())
@@ -145,7 +146,8 @@ REFUSED = {
 
 def _of(config: PretrainedConfig) -> Any:
     """Return a model of which only the configuration is read."""
-    model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=8))
+    make: Any = GPT2LMHeadModel
+    model = make(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=8))
     model.config = config
     return model
 

@@ -495,7 +495,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "differ in `target`",
     ),
     "another cache": (
-        lambda: candidates_of([INT4, preset(INT8).replace(kv_cache=qfx.TensorSpec(format="int8"))]),
+        lambda: candidates_of([INT4, preset(INT8).replace(kv_cache=qfx.TensorSpec(format=qfx.formats.INT8))]),
         ConfigError,
         "differ in `kv_cache`",
     ),
