@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,7 +129,7 @@ def _llava() -> Any:
     )
 
 
-REFUSED = {
+REFUSED: dict[str, Callable[[], Any]] = {
     "is no model of transformers": mlp,
     "BertModel is no language model": lambda: BertModel(BertConfig(**_TINY)),
     "T5ForConditionalGeneration is no language model": lambda: T5ForConditionalGeneration(
