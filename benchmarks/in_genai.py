@@ -235,8 +235,8 @@ def main() -> None:
 
 By `python -m benchmarks.in_genai --models {" ".join(options.models)} --prompts {options.prompts} --rounds \
 {options.rounds} --write`, on one thread. *Equal prompts*
-are those after which GenAI chooses the 64 tokens that torch does; *tokens* counts the ones before the first that differs; *lead* is by how much torch's logit for its own token is
-larger there. *Times float32* is the median of the ratios of each round. Level 4 rounds activations to int8, which
+are those after which GenAI chooses the 64 tokens that torch does; *tokens* counts the ones before the first that
+differs; *lead* is by how much torch's logit for its own token is larger there. *Times float32* is the median of the ratios of each round. Level 4 rounds activations to int8, which
 `eager()` does not.
 
 {table(header, rows)}
@@ -272,12 +272,13 @@ print(og.Tokenizer(model).decode(generator.get_sequence(0)))
   ONNX Runtime's fused operators: `MatMulNBits`, `GroupQueryAttention`. `format` and `accuracy_level` are those of
   [onnx.md](onnx.md), `cache=CacheScales.measure(qmodel.eager(), token_batches)` keeps keys and values in int8.
 - It takes one sequence at a time, because `GroupQueryAttention` takes several tokens after a cache of one sequence
-  only. Batches and beams are refused by ONNX Runtime.
+  only.
 - Without a tokenizer, `append_tokens` takes tokens and `get_sequence` returns them.
 - `"type"` is `"decoder"`, GenAI's type of no architecture in particular. `"pad_token_id"` is -1: GenAI skips tokens of
   that number at the end of a prompt, and a prompt without padding may end in any token.
-- Refused by name before anything is traced: encoders, encoder-decoders, models that read images or audio, and caches
-  that hold something else than keys and values of all tokens (sliding windows, recurrent states).
+- Refused by name before anything is traced: encoders, encoder-decoders, models that read images or audio, those whose
+  configuration has no `eos_token_id` or length of the context, and caches that hold something else than keys and values
+  of all tokens (sliding windows, recurrent states).
 """
 
 if __name__ == "__main__":

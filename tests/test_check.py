@@ -67,7 +67,7 @@ def test_what_can_be_exported_is_let_pass_and_nothing_is_left_behind(
 
 def test_a_format_that_does_not_hold_the_configuration_is_refused() -> None:
     model = nn.Sequential(nn.Linear(8, 4)).eval()
-    with pytest.raises(qfx.ExportError, match="no model of transformers"):
+    with pytest.raises(qfx.ExportError, match="not a Transformers model"):
         qfx.check(model, "int8_weight_only", [rand(2, 8)], export="gptq")
     with pytest.raises(qfx.ConfigError, match=r"unknown export 'gguff'; choose one of .*gguf"):
         qfx.check(model, "int8_weight_only", [rand(2, 8)], export="gguff")

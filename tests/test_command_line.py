@@ -609,7 +609,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "damaged settings": (
         lambda _: ("inspect", others(gptq(dynamic={"+:(": {}}), packed(4, 4))),
-        r"other: what config.json says in quantization_config does not fit the tensors",
+        r"other: what config.json says in quantization_config does not match the tensors",
     ),
     "no GGUF": (lambda _: ("inspect", written("text.gguf", "hello")), r"text.gguf cannot be read as a GGUF file"),
     "no quantized model": (

@@ -267,6 +267,7 @@ def test_text_is_read_by_the_name_of_what_is_installed(tmp_path: Path, monkeypat
     (package / "__init__.py").write_text("ONE, SEVERAL, NUMBER = 'a b', {1: 'a', 2: 'b'}, 3")
     (package / "folder" / "text.txt").write_text("c")
     (tmp_path / "outside.txt").write_text("no text of the package")
+    (tmp_path / "breaks_when_imported.py").write_text("raise SystemExit(3)")
     monkeypatch.syspath_prepend(tmp_path)
     assert qfx.data.read_text("texts_of_a_test:folder/text.txt") == "c"
     assert "texts_of_a_test" not in sys.modules  # a file is read without running the package
@@ -277,6 +278,8 @@ def test_text_is_read_by_the_name_of_what_is_installed(tmp_path: Path, monkeypat
         "texts_of_a_test:../outside.txt": "neither a file",
         "texts_of_a_test:NUMBER": "neither a file NUMBER nor a text",
         "not_installed_here:text": "no installed package not_installed_here",
+        "__main__:text": "neither a file|no installed package",
+        "breaks_when_imported:text": "importing breaks_when_imported raised SystemExit: 3",
         "gone.txt": "gone.txt cannot be read as text",
     }.items():
         with pytest.raises(qfx.CalibrationError, match=message):
@@ -292,12 +295,13 @@ def test_text_is_read_by_the_name_of_what_is_installed(tmp_path: Path, monkeypat
             ['{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}'],
             [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]],
         ),
-        (["{"], "line 1 of .* is no JSON"),
+        (['{"text": "a\u2028b"}'], ["a\u2028b"]),
+        (["{"], "line 1 of .* is not valid JSON"),
         (['"a"', '{"answer": 1}'], "line 2 of .* has neither `text` nor `messages`"),
         (['"a"', '{"messages": [{"role": "user", "content": "a"}]}'], "texts and conversations"),
-        ([""], "holds nothing"),
+        ([""], "is empty; write one JSON object per line"),
     ],
-    ids=["texts", "messages", "ShareGPT", "no JSON", "neither", "both", "nothing"],
+    ids=["texts", "messages", "ShareGPT", "separator", "no JSON", "neither", "both", "nothing"],
 )
 def test_lines_of_json_are_texts_or_conversations(lines: list[str], expected: object, tmp_path: Path) -> None:
     file = tmp_path / "samples.jsonl"

@@ -73,8 +73,9 @@ def checkpoint_parts(path: Path) -> tuple[list[Part], Mapping[str, Any]]:
         parts = [part for name, tensors in layers.items() for part in _parts(name, tensors, said)]
         return [*parts, *_cached(layers, said)], said
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, re.error) as error:
+        where = f" in {key}" if key else ""
         raise CheckpointError(
-            f"{path}: what config.json says in {key} does not fit the tensors, or is no form that is known: {error!r}"
+            f"{path}: what config.json says{where} does not match the tensors, or is not a supported format: {error!r}"
         ) from error
 
 
@@ -156,9 +157,9 @@ def _size(dtype: str, shape: list[int]) -> int:
 def _scheme(layer: str, said: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the group of compressed-tensors that a layer is in."""
     groups = [group for group in (said.get("config_groups") or {}).values() if isinstance(group, dict)]
-    for group in groups:
-        for target in group.get("targets", ()):
-            if _names(target, layer):
+    for fits in (layer.__eq__, lambda target: _names(target, layer)):  # a name goes before a pattern
+        for group in groups:
+            if any(map(fits, group.get("targets", ()))):
                 return group
     return next((group for group in groups if "Linear" in group.get("targets", ())), groups[0] if groups else {})
 

@@ -64,7 +64,7 @@ def _contents(path: Path) -> tuple[str, list[Part], dict[str, Any] | None]:
         return "quantized model of quark_fx", parts_of(qfx.load(path).report()), None
     parts, said = checkpoint_parts(path)
     method = said.get("quant_method") or ("quantized" if said else "float")
-    spelled = said.get("format", method)
+    spelled = next((said[key] for key in ("checkpoint_format", "format") if said.get(key)), method)
     return f"checkpoint ({method if spelled == method else f'{method}, {spelled}'})", parts, None
 
 

@@ -78,7 +78,7 @@ def require_opset(opset: int | None, outputs: Sequence[Output], target: Target) 
     if opset is None:
         return
     if all(output.kind != "ONNX" for output in outputs):
-        raise typer.BadParameter("--opset is of ONNX files; name a file that ends with .onnx")
+        raise typer.BadParameter("--opset applies only to ONNX files; name a file that ends with .onnx")
     from quark_fx.export.to_onnx.opset import require_known
 
     require_known(opset, target)

@@ -108,7 +108,8 @@ def _apart(batch: Any) -> tuple[Any, torch.Tensor | None]:
 def _existing(reading: Reading) -> Path:
     if reading.data is None:
         raise CalibrationError(
-            "there is no data; give --data: a text file, a folder of images, or a .npy, .npz or .safetensors file"
+            "there is no data; give --data: a text or .jsonl file, text of an installed package (package:name), a "
+            "folder of images, or a .npy, .npz or .safetensors file"
         )
     if not reading.data.exists() and not is_installed_name(reading.data):
         raise CalibrationError(f"the data {reading.data} does not exist")

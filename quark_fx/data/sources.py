@@ -62,8 +62,8 @@ def _installed(name: str) -> Path | str | list[str]:
     package, part = name.split(":")
     try:
         spec = importlib.util.find_spec(package)
-    except ImportError:
-        spec = None  # of a parent
+    except (ImportError, ValueError):
+        spec = None  # of a parent, or of a module without one
     if spec is None:
         raise CalibrationError(
             f"there is no file {name}, and no installed package {package}; install it, or give a file"
@@ -72,7 +72,10 @@ def _installed(name: str) -> Path | str | list[str]:
         file = (folder / part).resolve()
         if file.is_file() and file.is_relative_to(folder.resolve()):
             return file
-    value = getattr(importlib.import_module(package), part, None)
+    try:
+        value = getattr(importlib.import_module(package), part, None)
+    except (Exception, SystemExit) as error:  # the package's own code
+        raise CalibrationError(f"importing {package} raised {type(error).__name__}: {error}") from error
     texts = list(value.values()) if isinstance(value, Mapping) else value
     if isinstance(texts, Iterable) and not isinstance(texts, str | bytes):
         texts = list(texts)
@@ -86,13 +89,13 @@ def _installed(name: str) -> Path | str | list[str]:
 
 def _samples(path: Path, text: str) -> list[str] | list[Conversation]:
     texts, conversations = list[str](), list[Conversation]()
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # a string of JSON may hold other separators
         if not line.strip():
             continue
         try:
             sample = parse_json(line)
         except ValueError as error:
-            raise CalibrationError(f"line {number} of {path} is no JSON: {error}") from error
+            raise CalibrationError(f"line {number} of {path} is not valid JSON: {error}") from error
         found = sample if isinstance(sample, dict) else {"text": sample}
         if isinstance(found.get("text"), str):
             texts.append(found["text"])
@@ -104,14 +107,14 @@ def _samples(path: Path, text: str) -> list[str] | list[Conversation]:
     if texts and conversations:
         raise CalibrationError(f"{path} has texts and conversations; put them into two files")
     if not texts and not conversations:
-        raise CalibrationError(f"{path} holds nothing; give a sample a line")
+        raise CalibrationError(f"{path} is empty; write one JSON object per line")
     return conversations or texts
 
 
 def _message(one: dict[str, Any]) -> dict[str, Any]:
     if "from" not in one:
         return one
-    return {"role": _ROLES.get(one["from"], one["from"]), "content": one.get("value")}
+    return {"role": _ROLES.get(str(one["from"]), one["from"]), "content": one.get("value")}
 
 
 __all__ = ["Conversation", "is_installed_name", "read_text"]

@@ -46,15 +46,17 @@ class BackWalk:
     stream: str = "float"
     _streams: Streams = field(init=False)
 
-    def forward(self, batch: int) -> list[Any]:
-        """Return what the graph makes of a batch, and keep what enters each block."""
+    def forward(self, batch: int, *, keep: bool = True) -> list[Any]:
+        """Return what the graph makes of a batch; keep what enters each block, unless nothing is to go back."""
         self._streams = streams = Streams(self.gm, self.context, [batch], (self.stream,))
         for block in self.blocks:
             part = lift(self.gm, block, self.nodes, self.context.device)
             streams.advance(self.stream, block, part)
             release(part)
+            if not keep:
+                streams.forget(set(block.inputs) - set(block.outputs))
         results = [node if name is None else streams.value(self.stream, name, batch) for name, node in self._results()]
-        streams.forget(set(self.blocks[-1].outputs) - set(self.blocks[-1].inputs))
+        streams.forget(set(self.blocks[-1].outputs) - (set(self.blocks[-1].inputs) if keep else set()))
         return results
 
     def backward(self, gradients: Sequence[Tensor | None]) -> Iterator[tuple[str, Tensor]]:

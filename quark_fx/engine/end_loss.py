@@ -26,6 +26,9 @@ _SCALING = frozenset({CAST, *(f"aten.{n}" for n in ("tanh.default", "mul.Tensor"
 _MASKED = 1e18
 """A value of at least this magnitude is a mask."""
 
+_NOTHING = 1e-12
+"""What sums are divided by at least."""
+
 _ROWS = 512
 """Predictions at a time: a vocabulary's probabilities in float32 are large."""
 
@@ -76,13 +79,14 @@ class EndLoss:
             found.append(gradient)
         return found
 
-    def divergence(
+    def compared(
         self, results: Sequence[Any], wanted: Sequence[Any], kept: Positions | None
     ) -> tuple[Tensor, list[Any]]:
-        """Return the loss of results against those of the float graph, summed over rows, and the gradients of the sum.
+        """Return the loss of results against those of the float graph, and its gradients.
 
-        Of logits, the divergence of each row; of other values, half the squared error of each row, over the mean square
-        of what is wanted.
+        The loss is the sum, over results, of the first column over the second, and so it is of several batches, of
+        which these are added first: of logits, KL divergences and their number; of other values, squared errors and
+        the squares of what is wanted. Padding does not count, nor what a model masks.
 
         Args:
             results: of a batch.
@@ -90,29 +94,23 @@ class EndLoss:
             kept: positions that are no padding.
 
         Returns:
-            The sum and the number of rows of the first result, float32, shape (2,), and gradients as `sampled` has
-            them.
+            Float32, shape (results, 2), and gradients, as `sampled` has them, of the loss of this batch.
         """
-        totals, found = list[Tensor](), list[Any]()
+        sums, found = list[Tensor](), list[Any]()
         for logits, value, aim in zip(self.predictions, results, wanted, strict=True):
             if logits is None:
                 found.append(None)
                 continue
             gradient = torch.empty_like(value, dtype=torch.float32, memory_format=torch.contiguous_format)
-            losses = [
-                (_divergence if logits else _half_square)(y, t, out)
-                for (y, out), (t, _) in zip(_pieces(value, gradient), _pieces(aim, gradient), strict=True)
-            ]
-            loss = torch.cat(losses)
-            if not logits:
-                square = _root_mean_square(aim, aim.abs() < _MASKED).square()
-                loss, gradient = loss / square, gradient / square
-            counted = _counted(kept, gradient.shape[:-1], gradient.device)
-            weights = torch.ones_like(loss) if counted is None else counted.flatten()
-            totals.append(torch.stack(((loss * weights).sum(), weights.sum())))
-            found.append(gradient if counted is None else gradient.mul_(counted[..., None]))
-        sums, rows = torch.stack(totals).unbind(1)
-        return torch.stack((sums.sum(), rows[0])), found
+            pieces = zip(_pieces(value, gradient), _pieces(aim, gradient), strict=True)
+            compare = _divergence if logits else _squares
+            rows = torch.cat([compare(y, t, out) for (y, out), (t, _) in pieces])
+            if (counted := _counted(kept, gradient.shape[:-1], gradient.device)) is not None:
+                rows *= counted.view(-1, 1)
+                gradient *= counted[..., None]
+            sums.append(rows.sum(0))
+            found.append(gradient.div_(sums[-1][1].clamp_min(_NOTHING)))
+        return torch.stack(sums), found
 
 
 def _holds_logits(gm: GraphModule, node: Any) -> bool | None:
@@ -152,17 +150,20 @@ def _root_mean_square(value: Tensor, counted: Tensor) -> Tensor:
 
 
 def _divergence(logits: Tensor, wanted: Tensor, gradient: Tensor) -> Tensor:
-    """Return the divergence of each row in nats, of what is wanted from what there is; fill in the gradient."""
+    """Return the KL divergence of each row from what is wanted, in nats, beside ones; fill in the gradient."""
     now, aim = logits.log_softmax(-1), wanted.log_softmax(-1)
     probabilities = aim.exp()
     torch.sub(now.exp(), probabilities, out=gradient)
-    return torch.where(probabilities > 0, probabilities * (aim - now), 0.0).sum(-1)  # a model may mask what it returns
+    lost = torch.where(aim.isneginf(), 0.0, probabilities * (aim - now)).sum(-1)  # a model may mask classes
+    return torch.stack((lost, torch.ones_like(lost)), -1)
 
 
-def _half_square(values: Tensor, wanted: Tensor, gradient: Tensor) -> Tensor:
-    """Return half the squared error of each row, without masked values; fill in the gradient."""
-    gradient.copy_(torch.where(wanted.abs() < _MASKED, values - wanted, 0.0))
-    return gradient.square().sum(-1) / 2
+def _squares(values: Tensor, wanted: Tensor, gradient: Tensor) -> Tensor:
+    """Return the squared error of each row beside the squares of what is wanted; fill in the gradient."""
+    known = wanted.abs() < _MASKED
+    lost = torch.where(known, values - wanted, 0.0)
+    torch.mul(lost, 2, out=gradient)
+    return torch.stack((lost.square().sum(-1), torch.where(known, wanted, 0.0).square().sum(-1)), -1)
 
 
 def _counted(kept: Positions | None, shape: torch.Size, device: torch.device) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""A quantized graph beside the float one it was made of, from their inputs to what they return."""
+"""Run the quantized and the float graph on the same batch, and compare what they return."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from quark_fx.engine.block_walk import walk_float_blocks
 from quark_fx.engine.blocks import Unit, carriers, find_blocks
 from quark_fx.engine.context import Context
 from quark_fx.engine.end_loss import EndLoss
-from quark_fx.graph.nodes import named_nodes
+from quark_fx.errors import CalibrationError
+from quark_fx.graph.nodes import named_nodes, placeholders
 
 _LAST = "what enters the last block"
 """The stream of float values that are kept. They are few beside predictions, which are made of them again each time."""
@@ -30,21 +31,29 @@ class SideBySide:
         tensors: names of tensors of `gm`, for their gradients.
 
     Raises:
-        CalibrationError: if there is no calibration data.
+        CalibrationError: if there is no calibration data, or the model returns no floating-point tensor.
     """
 
     def __init__(self, gm: GraphModule, context: Context, tensors: Collection[str] = ()) -> None:
         reference = context.float_graph
         blocks, nodes = find_blocks(reference, Unit.BLOCK), named_nodes(reference)
         self._context, self._loss = context, EndLoss.of(reference)
+        if all(logits is None for logits in self._loss.predictions):
+            raise CalibrationError(
+                "the model returns no floating-point tensor, so there is no end loss to learn from; return logits, or "
+                "leave out the pass"
+            )
         self._float = BackWalk(reference, blocks[-1:], nodes, context, stream=_LAST)
         self._quantized = BackWalk(gm, blocks, carriers(gm), context, tensors=frozenset(tensors), stream="quantized")
-        self._keys = [(_LAST, name, batch) for name in blocks[-1].inputs for batch in range(len(context.batches))]
+        given = {node.name for node in placeholders(reference)}  # which the cache has anyway
+        kept = [name for name in blocks[-1].inputs if name not in given]
+        self._keys = [(_LAST, name, batch) for name in kept for batch in range(len(context.batches))]
         for run in walk_float_blocks(reference, context, label="predictions"):
             if run.block.inputs == blocks[-1].inputs:
                 for batch in range(len(context.batches)):
                     for name, value in zip(run.block.inputs, run.inputs(batch), strict=True):
-                        context.cache.put((_LAST, name, batch), value)
+                        if name not in given:
+                            context.cache.put((_LAST, name, batch), value)
 
     def __enter__(self) -> Self:
         return self
@@ -53,28 +62,30 @@ class SideBySide:
         for key in self._keys:
             self._context.cache.drop(key)
 
-    def divergence(self, batch: int) -> Tensor:
-        """Return the loss of a batch, summed over its rows, and their number (`EndLoss.divergence`)."""
-        loss, gradients = self._compared(batch)
-        for _ in self._quantized.backward([None] * len(gradients)):
-            pass
-        return loss
+    def loss(self, batch: int) -> Tensor:
+        """Return the sums that the end loss of some batches is computed from (`EndLoss.compared`)."""
+        return self._compared(batch, keep=False)[0]
 
     def gradients(self, batch: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return what `divergence` does, and the gradients of the loss with respect to the tensors it depends on.
+        """Return what `loss` does, and the gradients of this batch's loss with respect to the tensors it depends on.
 
         Raises:
             CalibrationError: if an operator has no gradient; the message names its block.
         """
-        loss, gradients = self._compared(batch)
+        sums, gradients = self._compared(batch, keep=True)
         found: dict[str, Tensor] = {}
         for name, gradient in self._quantized.backward(gradients):
             found[name] = found[name] + gradient if name in found else gradient
-        return loss, found
+        return sums, found
 
-    def _compared(self, batch: int) -> tuple[Tensor, list[Any]]:
-        results, wanted = self._quantized.forward(batch), self._float.forward(batch)
-        return self._loss.divergence(results, wanted, self._context.kept_positions(batch))
+    def _compared(self, batch: int, *, keep: bool) -> tuple[Tensor, list[Any]]:
+        wanted, results = self._float.forward(batch, keep=True), self._quantized.forward(batch, keep=keep)
+        return self._loss.compared(results, wanted, self._context.kept_positions(batch))
+
+    @property
+    def count(self) -> int:
+        """How many results have a loss: rows of what `loss` returns."""
+        return sum(logits is not None for logits in self._loss.predictions)
 
 
 __all__ = ["SideBySide"]

@@ -97,7 +97,8 @@ class Change:
         name: module path, or the paths of a site's operators.
         what: in a few words.
         changed: whether it did anything.
-        before: relative squared error of what it minimizes (0 is exact); `PassRecord.validated` says on which data.
+        before: what it minimizes, a relative squared error unless the pass says otherwise (0 is exact);
+            `PassRecord.validated` says on which data.
         after: the same with what was kept.
         seconds: what it took; NaN of a loaded model.
         all_samples: after it was accepted, it was learned again from all samples, those of validation included.

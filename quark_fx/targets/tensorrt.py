@@ -157,6 +157,9 @@ def _code_type(node: ir.Node) -> str:
     return str(ir.DataType(node.attributes.get_int("output_dtype", 0) or ir.DataType.UINT8).name)
 
 
+_MOVING = frozenset({"Flatten", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
+
+
 def _is_of_weight(node: ir.Node) -> bool:
     """Tell whether a dequantizer reads what a quantizer makes of a constant."""
     made = _producer(_input(node, 0), "QuantizeLinear")
@@ -170,6 +173,13 @@ def _input(node: ir.Node, index: int) -> ir.Value | None:
 def _producer(value: ir.Value | None, operator: str) -> ir.Node | None:
     node = value.producer() if value is not None else None
     return node if node is not None and node.op_type == operator else None
+
+
+def _moved(value: ir.Value | None) -> ir.Value | None:
+    """Return what a value was before operators that only move or select values, which quantizers pass."""
+    while value is not None and (node := value.producer()) is not None and node.op_type in _MOVING:
+        value = _input(node, 0)
+    return value
 
 
 def _array(value: ir.Value | None) -> Any:
@@ -198,7 +208,7 @@ def _product(node: ir.Node) -> str | None:
     codes = _producer(weight, "DequantizeLinear")
     if codes is None or (_array(_input(codes, 0)) is None and not _is_of_weight(codes)):
         return None
-    if _code_type(codes) == "INT8" and _producer(_input(node, 0), "DequantizeLinear") is None:
+    if _code_type(codes) == "INT8" and _producer(_moved(_input(node, 0)), "DequantizeLinear") is None:
         return "an int8 weight beside an activation in float; weights alone are int4"
     scale, shape = _array(_input(codes, 1)), weight.shape if weight is not None else None
     if scale is None or scale.size < 2 or scale.ndim != 1 or codes.attributes.get_int("block_size", 0):

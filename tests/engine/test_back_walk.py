@@ -184,22 +184,22 @@ def test_the_loss_and_its_gradient_are_those_of_the_formulas(device: torch.devic
     masked = [logits.clone(), values.clone()]
     masked[0][..., 2] = -math.inf
     kept = torch.arange(1390, device=device)
-    total, gradients = EndLoss((True, None, False)).divergence(
+    sums, gradients = EndLoss((True, None, False)).compared(
         [masked[0], 7, masked[1]], [aims[0], 7, aims[1]], Positions(shape, kept)
     )
     rows = [x.flatten(0, 1).double()[:1390].requires_grad_() for x in masked]
-    p, t = aims[0].flatten(0, 1).double()[:1390], aims[1].flatten(0, 1).double()
+    p, t = (aim.flatten(0, 1).double()[:1390] for aim in aims)
     known = [0, 1, 3, 4]
     divergence = (p.softmax(-1) * (p.log_softmax(-1) - rows[0].log_softmax(-1)))[:, known].sum()
     counts = t.abs() < 1e18
-    square = (t[counts].square().sum() / counts.sum()).detach()
-    squares = (torch.where(counts[:1390], rows[1] - t[:1390], 0.0).square() / square / 2).sum()
-    assert total.tolist() == pytest.approx([float(divergence + squares), 1390], rel=1e-5)
-    expected = torch.autograd.grad(divergence + squares, rows)
+    squares, whole = torch.where(counts, rows[1] - t, 0.0).square().sum(), t[counts].square().sum()
+    expected_sums = torch.stack([divergence, torch.tensor(1390.0), squares, whole]).float().detach().view(2, 2)
+    torch.testing.assert_close(sums.cpu(), expected_sums.cpu(), rtol=1e-5, atol=0)
+    expected = torch.autograd.grad(divergence / 1390 + squares / whole, rows)
     assert gradients[1] is None
     for gradient, wanted, aside in zip((gradients[0], gradients[2]), expected, (known, range(5)), strict=True):
         found = gradient.flatten(0, 1)[:, list(aside)]
-        torch.testing.assert_close(found[:1390].double(), wanted[:, list(aside)], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found[:1390].double(), wanted[:, list(aside)], rtol=1e-4, atol=1e-8)
         assert not found[1390:].any()
 
 

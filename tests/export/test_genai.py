@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertModel,
+    BloomConfig,
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
@@ -130,26 +131,30 @@ def _llava() -> Any:
 
 
 REFUSED: dict[str, Callable[[], Any]] = {
-    "is no model of transformers": mlp,
-    "BertModel is no language model": lambda: BertModel(BertConfig(**_TINY)),
-    "T5ForConditionalGeneration is no language model": lambda: T5ForConditionalGeneration(
+    "is not a Transformers model": mlp,
+    "BertModel is not a decoder-only language model": lambda: BertModel(BertConfig(**_TINY)),
+    "T5ForConditionalGeneration is not a decoder-only language model": lambda: T5ForConditionalGeneration(
         T5Config(d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2, vocab_size=16)
     ),
     "LlavaForConditionalGeneration reads more than tokens": _llava,
     "2 DynamicSlidingWindowLayer of 2": lambda: MistralForCausalLM(
         MistralConfig(**_TINY, num_key_value_heads=1, sliding_window=8)
     ),
+    "GPT2LMHeadModel has no eos_token_id": lambda: _of(GPT2Config(n_layer=1, eos_token_id=None), eos_token_id=None),
+    "GPT2LMHeadModel does not say how many tokens": lambda: _of(BloomConfig(hidden_size=8, n_layer=1, n_head=1)),
     "1 LinearAttentionLayer of 2": lambda: _of(
         Qwen3NextConfig(**_TINY, num_key_value_heads=1, layer_types=["linear_attention", "full_attention"])
     ),
 }
 
 
-def _of(config: PretrainedConfig) -> Any:
-    """Return a model of which only the configuration is read."""
+def _of(config: PretrainedConfig, **asked: Any) -> Any:
+    """Return a model of which only the configuration is read, and what it is asked to generate."""
     make: Any = GPT2LMHeadModel
     model = make(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=8))
     model.config = config
+    for name, value in asked.items():
+        setattr(model.generation_config, name, value)
     return model
 
 
@@ -162,7 +167,7 @@ def test_models_that_genai_does_not_run_are_refused_by_name(message: str) -> Non
 def test_nothing_is_done_before_a_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     qmodel = quantize(mlp(), "int8_weight_only", tokens())
     monkeypatch.setattr(qfx.QuantizedModel, "eager", None)
-    with pytest.raises(ExportError, match=r"Mlp is no model of transformers; use export\.onnx"):
+    with pytest.raises(ExportError, match=r"Mlp is not a Transformers model; use export\.onnx"):
         qfx.export.genai(qmodel, tmp_path / "new")
     assert not (tmp_path / "new").exists()
     with pytest.raises(ExportError, match="no kernels for format='vitis'"):

@@ -157,7 +157,7 @@ def test_quantized_activations_and_unknown_architectures_are_refused(tmp_path: P
     scaled = llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0})
     with pytest.raises(ExportError, match=r"positions are scaled .rope_type 'linear'"):
         qfx.export.gguf(quantized(config(EXACT["Q8_0"]), scaled), tmp_path / "model.gguf")
-    with pytest.raises(ExportError, match="Linear is no model of transformers"):
+    with pytest.raises(ExportError, match="Linear is not a Transformers model"):
         qfx.export.gguf(
             quantize(seeded(nn.Linear(32, 4)), config(EXACT["Q8_0"]), [rand(2, 32)]), tmp_path / "model.gguf"
         )

@@ -233,7 +233,7 @@ def test_what_a_format_cannot_hold_is_refused_by_name(name: str, tmp_path: Path)
 
 def test_other_models_and_formats_are_refused(tmp_path: Path) -> None:
     qmodel = quantize(nn.Linear(8, 8).eval(), INT8_WEIGHT_ONLY, [rand(2, 8)])
-    with pytest.raises(qfx.ExportError, match="no model of transformers"):
+    with pytest.raises(qfx.ExportError, match="not a Transformers model"):
         qfx.export.huggingface(qmodel, tmp_path)
     with pytest.raises(qfx.ExportError, match="choose one of compressed-tensors, gptq"):
         qfx.export.huggingface(qmodel, tmp_path, format="gguf")

@@ -146,8 +146,15 @@ def turned(of_weight: ir.Node) -> list[ir.Node]:
     return [*before, of_weight, turn, ir.node("MatMul", [before[-1].outputs[0], turn.outputs[0]], name="product")]
 
 
+def flattened() -> list[ir.Node]:
+    """Return a quantized activation that is flattened."""
+    nodes = pair(value("x", 2, 3, 4, 4))
+    return [*nodes, ir.node("Flatten", nodes[-1].outputs, name="flat")]
+
+
 X = value("x", 2, 3, 4, 4)
 KEPT: dict[str, Callable[[], list[ir.Node]]] = {
+    "codes that are flattened": lambda: product("Gemm", weight(4, 48, axis=0), flattened(), transB=1),
     "a pair": lambda: pair(value("x", 2, 3)),
     "a convolution": lambda: product("Conv", weight(4, 3, 1, 1, axis=0)),
     "a transposed convolution": lambda: product("ConvTranspose", weight(3, 4, 1, 1, axis=0)),

@@ -118,7 +118,7 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
     try:
         source, found = placed(qmodel, model)
         if not hasattr(source, "save_pretrained"):
-            raise ExportError(f"{type(source).__name__} is no model of transformers; use qmodel.save(directory)")
+            raise ExportError(f"{type(source).__name__} is not a Transformers model; use qmodel.save(directory)")
     except QuarkError as error:
         raise ExportError(str(error)) from error
     layers = _layers(source, found)

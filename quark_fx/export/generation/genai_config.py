@@ -87,8 +87,8 @@ def genai_config(graph: ir.Graph, filename: str, model: Any) -> dict[str, Any]:
     logits = next(value for value in graph.outputs if value.name == "logits")
     assert keys.shape is not None
     assert logits.shape is not None
-    tokens = {name: _first(asked, text, name) for name in ("bos_token_id", "eos_token_id")}
-    context = int(text.max_position_embeddings)
+    tokens = {name: token_of(model, name) for name in ("bos_token_id", "eos_token_id")}
+    context = context_length(model)
     return {
         "model": {
             # The one type of GenAI that stands for no architecture: of the others, some have rules of their own.
@@ -120,10 +120,26 @@ def genai_config(graph: ir.Graph, filename: str, model: Any) -> dict[str, Any]:
     }
 
 
-def _first(asked: Any, text: Any, name: str) -> Any:
-    """Return a token, or several, that the model was told to begin or to end with."""
-    found = getattr(asked, name, None)
-    return getattr(text, name, None) if found is None else found
+def token_of(model: Any, name: str) -> Any:
+    """Return a token, or several, that a model was told to begin or to end with; `None` if it was not."""
+    found = getattr(model.generation_config, name, None)
+    return getattr(model.config.get_text_config(decoder=True), name, None) if found is None else found
+
+
+def context_length(model: Any) -> int:
+    """Return how many tokens a model reads at most.
+
+    Raises:
+        ExportError: if its configuration does not say.
+    """
+    text = model.config.get_text_config(decoder=True)
+    for name in ("max_position_embeddings", "max_seq_len", "seq_length"):
+        if isinstance(found := getattr(text, name, None), int):
+            return found
+    raise ExportError(
+        f"the configuration of {type(model).__name__} does not say how many tokens it reads; set "
+        "model.config.max_position_embeddings"
+    )
 
 
 def _templates(prefix: str, side: str) -> dict[str, str]:

@@ -66,6 +66,8 @@ def genai(
         raise ExportError(f"{directory} is a file; choose another directory")
     if (directory / GRAPH_FILE).exists():
         raise ExportError(f"{directory} holds a model that qmodel.save wrote; choose another one")
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise ExportError(f"tokenizer is a {type(tokenizer).__name__}; pass a tokenizer of transformers")
     quantizer = GenerationQuantizer(format, accuracy_level, cache)
     if (source := qmodel.source if model is None else model) is not None:
         require_generator(source)
@@ -82,13 +84,18 @@ def require_generator(model: nn.Module) -> None:
     from transformers.cache_utils import DynamicLayer
     from transformers.exporters.utils import is_multimodal
 
+    from quark_fx.export.generation.genai_config import context_length, token_of
+
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        raise ExportError(f"{name} is no model of transformers; use export.onnx")
+        raise ExportError(f"{name} is not a Transformers model; use export.onnx")
     if not model.can_generate() or model.config.is_encoder_decoder:
-        raise ExportError(f"{name} is no language model that generates from its own tokens; use export.onnx")
+        raise ExportError(f"{name} is not a decoder-only language model; use export.onnx")
     if is_multimodal(model):
         raise ExportError(f"{name} reads more than tokens; use GenerationQuantizer, which writes a graph for each part")
+    context_length(model)
+    if token_of(model, "eos_token_id") is None:
+        raise ExportError(f"{name} has no eos_token_id, which GenAI needs to end; set it in model.generation_config")
     try:
         layers = DynamicCache(config=model.config).layers
     except (KeyError, AttributeError, ValueError) as error:
