@@ -236,8 +236,8 @@ def main() -> None:
 By `python -m benchmarks.in_genai --models {" ".join(options.models)} --prompts {options.prompts} --rounds \
 {options.rounds} --write`, on one thread. *Equal prompts*
 are those after which GenAI chooses the 64 tokens that torch does; *tokens* counts the ones before the first that
-differs; *lead* is by how much torch's logit for its own token is larger there. *Times float32* is the median of the ratios of each round. Level 4 rounds activations to int8, which
-`eager()` does not.
+differs; *lead* is by how much torch's logit for its own token is larger there. *Times float32* is the median of the
+ratios of each round. Level 4 rounds activations to int8, which `eager()` does not.
 
 {table(header, rows)}
 

@@ -71,8 +71,8 @@ def without_outputs(stored: dict[str, Any]) -> dict[str, Any]:
 
 def run(made: dict[str, Any]) -> dict[str, Any]:
     """Return a notebook with its outputs, cell by cell."""
-    import nbformat
-    from nbclient import NotebookClient
+    import nbformat  # pyright: ignore[reportMissingImports]
+    from nbclient import NotebookClient  # pyright: ignore[reportMissingImports]
 
     document = nbformat.reads(json.dumps(made), as_version=4)
     NotebookClient(document, timeout=None, resources={"metadata": {"path": str(HERE)}}, record_timing=False).execute()

@@ -123,6 +123,7 @@ def _text(path: Path, reading: Reading, subject: Subject) -> list[Any]:
             f"{path} is text, and there is no tokenizer{f' in {subject.folder}' if subject.folder else ''}; give "
             "--tokenizer DIRECTORY, or token ids as an array `input_ids` of an .npz file"
         )
+    text: Any
     try:
         text = read_text(path)
     except CalibrationError as error:

