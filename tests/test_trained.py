@@ -86,11 +86,18 @@ SIMILARITY = {
 more presets."""
 
 
+@cache
+def captured() -> tuple[nn.Module, qfx.Session, Embedding]:
+    """Return the encoder, it as all presets quantize it, and what judges it."""
+    model, tokenizer = encoder()
+    session = qfx.Session(model, token_batches(tokenizer, sentences.CALIBRATION))
+    return model, session, Embedding(token_batches(tokenizer, sentences.HELD_OUT), reference=model)
+
+
 @pytest.mark.parametrize("preset", SIMILARITY)
 def test_sentence_embeddings_keep_their_direction(preset: str, tmp_path: Path) -> None:
-    model, tokenizer = encoder()
-    task = Embedding(token_batches(tokenizer, sentences.HELD_OUT), reference=model)
-    qmodel = qfx.quantize(model, preset, token_batches(tokenizer, sentences.CALIBRATION), progress=False)
+    model, session, task = captured()
+    qmodel = qfx.quantize(session, preset, progress=False)
     assert qfx.evaluate(qmodel, task)["cosine"] >= SIMILARITY[preset]
     file = qfx.export.onnx(qmodel, tmp_path / "model.onnx")
     assert qfx.evaluate(file, task)["cosine"] >= SIMILARITY[preset]

@@ -50,7 +50,7 @@ class TuneScales(Selective):
 
     iterations: PositiveInt = 32
     batches: PositiveInt = 1
-    learning_rate: Annotated[float, Interval("(0, 1)")] = 2e-3
+    learning_rate: Annotated[float, Interval("(0, 1)")] = 4e-3
     validation_checks: PositiveInt = 4
     seed: Annotated[int, Interval("[0, 2147483647]")] = 0
 
