@@ -86,7 +86,8 @@ def main() -> None:
 
 `w4a16_best` chooses codes operator by operator; [`TuneScales`](algorithms.md#tunescales) then learns scales, and codes
 stay. Perplexity of held-out text, and the mean divergence (KL, nats per token) of the predictions from the float
-model's. One thread. Reproduce with `python -m benchmarks.tuned`.
+model's. One thread. Reproduce with
+`python -m benchmarks.tuned --models {" ".join(arguments.models)}`.
 
 {chr(10).join(parts)}
 {environment()}
