@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,12 @@ def llama(*, tied: bool = True) -> nn.Module:
     config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=32, use_cache=False, tie_word_embeddings=tied)
     model: nn.Module = LlamaForCausalLM(config)
     return seeded(model)
+
+
+@cache
+def tied_llama() -> qfx.Session:
+    """Capture the model that several tests quantize as it is."""
+    return qfx.Session(llama(), [TOKENS])
 
 
 def with_outliers(model: Any) -> nn.Module:
@@ -134,8 +141,7 @@ def test_what_no_module_can_multiply_is_said_so() -> None:
 
 
 def test_the_report_says_what_runs_when() -> None:
-    model = llama()
-    qmodel = quantize(model, rotating(W4A4, overhead=0), [TOKENS])
+    qmodel = quantize(tied_llama(), rotating(W4A4, overhead=0))
     record = record_of(qmodel, "Rotate")
     rows = {change.name: change for change in record.changes}
     assert record.rewrites == 2
@@ -144,12 +150,12 @@ def test_the_report_says_what_runs_when() -> None:
     refused = rows["model.layers.0.mlp.down_proj"]
     assert not refused.changed
     assert refused.what.startswith("skipped: rotating at run time would cost")
-    record = record_of(quantize(model, rotating(W4A4, overhead=9), [TOKENS]), "Rotate")
+    record = record_of(quantize(tied_llama(), rotating(W4A4, overhead=9)), "Rotate")
     assert record.remark == "4 values are rotated at run time"
 
 
 def test_operators_are_chosen_by_pattern() -> None:
-    record = record_of(quantize(llama(), rotating(W4A4, only=("*.o_proj",)), [TOKENS]), "Rotate")
+    record = record_of(quantize(tied_llama(), rotating(W4A4, only=("*.o_proj",))), "Rotate")
     assert {change.name for change in record.changes if change.changed} == {
         "model.layers.0.self_attn.o_proj",
         "model.layers.1.self_attn.o_proj",
@@ -158,13 +164,13 @@ def test_operators_are_chosen_by_pattern() -> None:
 
 def test_what_is_left_in_float_is_not_rotated() -> None:
     config = rotating(W4A4.replace(exclude=(*W4A4.exclude, "*.down_proj")), overhead=9)
-    record = record_of(quantize(llama(), config, [TOKENS]), "Rotate")
+    record = record_of(quantize(tied_llama(), config), "Rotate")
     assert not any("down_proj" in change.name for change in record.changes)
 
 
 def test_seeds_draw_other_matrices() -> None:
     config = W4A4.replace(input=None)
-    first, again, other = (logits(quantize(llama(), rotating(config, seed=s), [TOKENS])) for s in (0, 0, 1))
+    first, again, other = (logits(quantize(tied_llama(), rotating(config, seed=s))) for s in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
@@ -222,10 +228,8 @@ def test_rotated_keys_are_exact_to_float_rounding() -> None:
 
 
 def test_keys_are_rotated_only_where_they_are_quantized() -> None:
-    model = llama()
-
     def changed(config: qfx.QuantConfig, **options: Any) -> list[str]:
-        changes = record_of(quantize(model, rotating(config, **options), [TOKENS]), "Rotate").changes
+        changes = record_of(quantize(tied_llama(), rotating(config, **options)), "Rotate").changes
         return [change.name for change in changes if change.changed]
 
     names = [f"model.layers.{i}.self_attn" for i in (0, 1)]
@@ -283,7 +287,7 @@ def test_keys_that_stay_as_they_are_have_a_reason(reason: str) -> None:
 
 
 def test_rotated_keys_enter_a_cache_once() -> None:
-    qmodel = quantize(llama(), rotating(KV4), [TOKENS])
+    qmodel = quantize(tied_llama(), rotating(KV4))
     eager: Any = qmodel.eager()
     ids, expected = TOKENS["input_ids"], logits(qmodel)
     torch.testing.assert_close(eager(ids).logits, expected, rtol=1e-5, atol=1e-5)
