@@ -137,7 +137,7 @@ def _text(path: Path, reading: Reading, subject: Subject) -> list[Any]:
     lines = subject.reads_lines if reading.lines is None else reading.lines
     if not isinstance(text, str) and not isinstance(text[0], str):
         if lines:
-            raise CalibrationError(f"{path} holds conversations, which are no lines; give --windows, or lines of text")
+            raise CalibrationError(f"{path} holds conversations, not lines of text; pass --windows")
         return chat_windows(text, tokenizer, **options)
     if not lines:
         return text_windows(text, tokenizer, **options)

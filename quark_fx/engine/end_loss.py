@@ -102,9 +102,8 @@ class EndLoss:
                 found.append(None)
                 continue
             gradient = torch.empty_like(value, dtype=torch.float32, memory_format=torch.contiguous_format)
-            pieces = zip(_pieces(value, gradient), _pieces(aim, gradient), strict=True)
             compare = _divergence if logits else _squares
-            rows = torch.cat([compare(y, t, out) for (y, out), (t, _) in pieces])
+            rows = torch.cat([compare(*pieces) for pieces in _pieces(value, aim, gradient)])
             if (counted := _counted(kept, gradient.shape[:-1], gradient.device)) is not None:
                 rows *= counted.view(-1, 1)
                 gradient *= counted[..., None]
@@ -125,11 +124,12 @@ def _holds_logits(gm: GraphModule, node: Any) -> bool | None:
     return linear is not None and not linear.kernel and linear.shape[linear.output_axis] > 1
 
 
-def _pieces(value: Tensor, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield rows of a value in float32, and where their gradient goes."""
+def _pieces(value: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield rows of a value and of others of its shape, as float32; of a contiguous float32 one, views to fill in."""
     columns = value.shape[-1] if value.dim() else 1
-    for rows, out in zip(value.reshape(-1, columns).split(_ROWS), gradient.view(-1, columns).split(_ROWS), strict=True):
-        yield rows.float(), out
+    pieces = (tensor.reshape(-1, columns).split(_ROWS) for tensor in (value, *others))
+    for rows in zip(*pieces, strict=True):
+        yield tuple(part.float() for part in rows)
 
 
 def _of_drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:

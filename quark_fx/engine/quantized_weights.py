@@ -23,6 +23,11 @@ from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.plan.placement import Coded, PlannedOperator
 
 
+def least_bias_scale(bias: Tensor) -> Tensor:
+    """Return, for each value of a bias, the smallest scale at which its code fits int32, with room for rounding."""
+    return bias.abs() / (0.999 * INT32.qmax)
+
+
 @dataclass(frozen=True)
 class StoredBias:
     """A bias that is a parameter, or integer codes.
@@ -60,7 +65,7 @@ class StoredBias:
             OverflowError: if they do not fit int32.
         """
         scale, value = self.scale(gm) * ratio, self.value(gm)
-        if bool(((value.double() / scale.double()).abs() > 0.999 * INT32.qmax).any()):
+        if bool((scale.double().abs() < least_bias_scale(value.double())).any()):
             raise OverflowError("its int32 bias would overflow")
         return self.tensors(gm, value, scale)
 
@@ -289,6 +294,7 @@ def _name(node: object) -> str:
 __all__ = [
     "QuantizedWeight",
     "StoredBias",
+    "least_bias_scale",
     "own_weights",
     "quantized_weights",
     "share_changed",

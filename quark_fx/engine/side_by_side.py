@@ -45,7 +45,7 @@ class SideBySide:
             )
         self._float = BackWalk(reference, blocks[-1:], nodes, context, stream=_LAST)
         self._quantized = BackWalk(gm, blocks, carriers(gm), context, tensors=frozenset(tensors), stream="quantized")
-        given = {node.name for node in placeholders(reference)}  # which the cache has anyway
+        given = {node.name for node in placeholders(reference)}  # the cache holds these already
         kept = [name for name in blocks[-1].inputs if name not in given]
         self._keys = [(_LAST, name, batch) for name in kept for batch in range(len(context.batches))]
         for run in walk_float_blocks(reference, context, label="predictions"):

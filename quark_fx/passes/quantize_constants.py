@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.config.quant_config import Granularity, TensorSpec
+from quark_fx.engine.quantized_weights import least_bias_scale
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import call, cast, describe, get_attr, is_finite, is_parameter, parameter, value_of
 from quark_fx.graph.operators import argument
@@ -125,7 +126,7 @@ def _quantize_operator(
     if is_parameter(bias_node) and int32_scale is not None:
         magnitude = parameter(gm, bias_node).detach().abs().float() / int32_scale
         # Below this scale the int32 bias would overflow (a channel of nearly zero weights with a large bias).
-        smallest = magnitude / (0.999 * INT32.qmax)
+        smallest = least_bias_scale(magnitude)
         free = magnitude / _BIAS_STEPS
 
     given = settled.get((op.node, op.weight_node))

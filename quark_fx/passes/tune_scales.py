@@ -14,13 +14,12 @@ from torch.fx import GraphModule
 from quark_fx.config.selection import Selective
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Context
-from quark_fx.engine.quantized_weights import QuantizedWeight, StoredBias, own_weights
+from quark_fx.engine.quantized_weights import QuantizedWeight, StoredBias, least_bias_scale, own_weights
 from quark_fx.engine.side_by_side import SideBySide
 from quark_fx.engine.sizes import Need, Sizes
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import set_parameter, tensor_of
 from quark_fx.graph.pass_manager import Change, Stage, graph_pass
-from quark_fx.numbers.formats import INT32
 from quark_fx.numbers.grid import FreeScales
 from quark_fx.system.options import Interval, PositiveInt
 
@@ -128,7 +127,9 @@ class TuneScales(Selective):
             scales.offset = offset
             stored |= scales.store(gm)
             changed = bool(offset.any())
-            what = "scales" if changed else f"skipped: no better on {context.judged_on}"
+            unused, worse = "what the model returns does not depend on it", f"no better on {context.judged_on}"
+            reason = worse if best == first else unused
+            what = "scales" if changed else f"skipped: {reason}"
             context.note(Change(scales.weight.name, what, changed, first, best))
         return stored
 
@@ -218,7 +219,7 @@ class _Scales:
         ratio = self.offset.exp()
         if self.bias is not None:  # which has to fit int32
             bias, value, units = self.bias
-            ratio = ratio.maximum(value.abs() / (units.abs() * (0.999 * INT32.qmax)))
+            ratio = ratio.maximum(least_bias_scale(value) / units.abs())
         self.now = self.free.times(ratio)
         found = {self.weight.scale_name: self.now}
         if self.bias is not None:

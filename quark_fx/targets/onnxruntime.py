@@ -11,6 +11,9 @@ from quark_fx.graph.operators import RECURRENT
 from quark_fx.numbers.formats import UINT8, FloatFormat, IntFormat, activation_container, has_onnx_type
 from quark_fx.numbers.qparams import Symmetry
 
+MOVES = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "MaxPool", "Slice"})
+"""Operators of ONNX that runtimes move quantizers past: their output values are input values."""
+
 
 def _has_no_type(spec: TensorSpec, operand: Operand) -> bool:
     """Tell whether ONNX has no type for the format, and the export builds none, as it does for weights and groups."""

@@ -1,6 +1,6 @@
-"""TensorRT on GPUs of NVIDIA, which reads pairs of an ONNX file: int8 without zero points.
+"""TensorRT on NVIDIA GPUs, which reads the quantize and dequantize pairs of an ONNX file: int8 without zero points.
 
-No GPU took part: the rules are those of the documentation, and `check` holds a file to them.
+This was not run in TensorRT: the rules come from its documentation, and `check` tests a file against them.
 
 Source: "Working with Quantized Types" (https://docs.nvidia.com/deeplearning/tensorrt); `docs/operators.md` of
 onnx-tensorrt 10.15 for operators and their restrictions; `IQuantizeLayer` and `IDequantizeLayer` for scales;
@@ -17,6 +17,7 @@ from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Targe
 from quark_fx.errors import ExportError
 from quark_fx.graph.operators import RECURRENT
 from quark_fx.numbers.formats import INT8
+from quark_fx.targets.onnxruntime import MOVES
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -97,9 +98,9 @@ def offenses(model: ir.Model) -> Iterator[str]:
 def _offense(node: ir.Node) -> str | None:
     """Return the first rule that a node breaks."""
     if node.domain not in ("", "ai.onnx"):
-        return f"no operator of ONNX, but of {node.domain}"
+        return f"an operator of {node.domain}, not of ONNX"
     if node.op_type not in OPERATORS:
-        return "an operator that its parser does not have"
+        return "its parser does not have this operator"
     for (operator, name), allowed in _ATTRIBUTES.items():
         if operator == node.op_type and name in node.attributes and _value(node, name) not in allowed:
             return f"{name}={_value(node, name)}; it reads {' or '.join(map(str, allowed))}"
@@ -132,9 +133,9 @@ def _pair(node: ir.Node) -> str | None:
     if (points := _input(node, 2)) is not None:
         zeros = _array(points)
         if zeros is None or zeros.astype("f4").any():
-            return "zero points that are not constants of 0"
+            return "zero points that are not constant zeros"
     if scale is None:
-        return "a scale that is no constant"
+        return "a scale that is not a constant"
     if not (scale.astype("f4") > 0).all():
         return "scales that are not positive"
     if scale.ndim > 1 or node.attributes.get_int("block_size", 0):
@@ -157,9 +158,6 @@ def _code_type(node: ir.Node) -> str:
     return str(ir.DataType(node.attributes.get_int("output_dtype", 0) or ir.DataType.UINT8).name)
 
 
-_MOVING = frozenset({"Flatten", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
-
-
 def _is_of_weight(node: ir.Node) -> bool:
     """Tell whether a dequantizer reads what a quantizer makes of a constant."""
     made = _producer(_input(node, 0), "QuantizeLinear")
@@ -177,24 +175,17 @@ def _producer(value: ir.Value | None, operator: str) -> ir.Node | None:
 
 def _moved(value: ir.Value | None) -> ir.Value | None:
     """Return what a value was before operators that only move or select values, which quantizers pass."""
-    while value is not None and (node := value.producer()) is not None and node.op_type in _MOVING:
+    while value is not None and (node := value.producer()) is not None and node.op_type in MOVES:
         value = _input(node, 0)
     return value
 
 
 def _array(value: ir.Value | None) -> Any:
-    """Return a constant, or `None`."""
-    if value is None:
-        return None
-    if value.const_value is not None:
-        return value.const_value.numpy()
-    if (node := _producer(value, "Constant")) is None:
-        return None
-    (attribute,) = node.attributes.values()
-    held = attribute.value
-    import numpy as np
+    """Return the array of a value that is stored or that a `Constant` makes, `None` for any other."""
+    import onnx_ir as ir
 
-    return held.numpy() if hasattr(held, "numpy") else np.array(held)
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    return None if tensor is None else tensor.numpy()
 
 
 # Products ------------------------------------------------------------------------------------------------------------

@@ -171,8 +171,8 @@ def test_what_the_documentation_allows_is_no_offense(name: str) -> None:
 
 
 BROKEN: dict[str, Callable[[], list[ir.Node]]] = {
-    "QLinearConv bad: an operator that its parser": lambda: [ir.node("QLinearConv", [X], name="bad")],
-    "MatMulNBits bad: no operator of ONNX, but of com.microsoft": lambda: [
+    "QLinearConv bad: its parser does not have this operator": lambda: [ir.node("QLinearConv", [X], name="bad")],
+    "MatMulNBits bad: an operator of com.microsoft, not of ONNX": lambda: [
         ir.node("MatMulNBits", [X], domain="com.microsoft", name="bad")
     ],
     "TopK bad: sorted=0; it reads 1": lambda: [ir.node("TopK", [X], {"sorted": 0}, name="bad")],
@@ -186,7 +186,7 @@ BROKEN: dict[str, Callable[[], list[ir.Node]]] = {
     ],
     "QuantizeLinear q: zero points that are not": lambda: pair(value("x", 2), zeros=1),
     "QuantizeLinear q: scales that are not positive": lambda: pair(value("x", 2), 0.0),
-    "QuantizeLinear bad: a scale that is no constant": lambda: [
+    "QuantizeLinear bad: a scale that is not a constant": lambda: [
         ir.node("QuantizeLinear", [X, value("scale"), constant(np.int8(0))], name="bad")
     ],
     "QuantizeLinear bad: codes of UINT8; ": lambda: [

@@ -137,6 +137,20 @@ def test_what_is_no_better_on_validation_data_is_left_out() -> None:
         assert torch.equal(tensor, stored_tensors(tuned.graph_module)[name])
 
 
+def test_a_weight_that_nothing_depends_on_is_named() -> None:
+    class Dead(Deep):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dead = nn.Linear(16, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + torch.relu(self.dead(x) - 1e6)
+
+    whats = {c.name: c.what for c in record_of(quantize(seeded(Dead()), TUNED, batches()), "TuneScales").changes}
+    assert whats.pop("dead") == "skipped: what the model returns does not depend on it"
+    assert {*whats.values()} == {"scales"}
+
+
 def test_biases_in_integers_follow_their_scales() -> None:
     config = INT8_STATIC.replace(weight=TensorSpec(format=INT4, granularity=Granularity.CHANNEL))
     configs = config, config.replace(passes=(*config.passes, TuneScales(iterations=8, learning_rate=0.01)))

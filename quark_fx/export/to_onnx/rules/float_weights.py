@@ -17,11 +17,9 @@ import onnx_ir as ir
 
 from quark_fx.export.to_onnx.edit import add_array, array_of, constant_of, made_by, only_reader
 from quark_fx.export.to_onnx.rules.rule import onnx_rule
+from quark_fx.targets.onnxruntime import MOVES
 
 _CONVOLUTIONS = ("Conv", "ConvTranspose")
-
-MOVES = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "MaxPool", "Slice"})
-"""Operators that ONNX Runtime moves quantizers past: their output values are input values."""
 
 _INT32_MAX = np.iinfo(np.int32).max
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from quark_fx.export.to_onnx.rules.float_weights import MOVES
 from quark_fx.export.to_onnx.rules.rule import onnx_rule
+from quark_fx.targets.onnxruntime import MOVES
 
 _SIGNED = frozenset({ir.DataType.INT4, ir.DataType.INT8, ir.DataType.INT16})
 
