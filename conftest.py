@@ -1,6 +1,7 @@
 """The root names `passes`, `observers` and `export` are links into the package: collect it once, nested."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,3 +15,14 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Draw the same weights in every run, whatever ran before."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def only_the_known_passes() -> Iterator[None]:
+    """Forget the passes that a test defines: names are unique, and the tests of other modules may use the same one."""
+    from quark_fx.graph.pass_manager import PASSES
+
+    before = dict(PASSES)
+    yield
+    PASSES.clear()
+    PASSES.update(before)

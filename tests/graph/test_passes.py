@@ -26,14 +26,6 @@ TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3
 NORM = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 
 
-@pytest.fixture(autouse=True)
-def only_the_real_passes() -> Any:
-    before = dict(PASSES)
-    yield
-    PASSES.clear()
-    PASSES.update(before)
-
-
 def capture(model: nn.Module, *inputs: Tensor) -> GraphModule:
     return qfx.capture_graph(model.eval(), inputs).module
 
