@@ -17,12 +17,13 @@ from extensions.clip_activations import ClipActivations
 from extensions.deviation_scales import DeviationScales
 from extensions.refit_scales import RefitScales
 from extensions.shift_channels import ShiftChannels
+from forked import start_method
 from safetensors.torch import load_file
 from test_resume import assert_same, outcome
 from tiny import quantize, seeded
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.multiprocessing.spawn import ProcessExitedException, spawn
+from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 import quark_fx as qfx
 from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
@@ -162,7 +163,7 @@ def job(rank: int, count: int, folder: Path, work: Callable[[Path], Any]) -> Non
 
 def run(count: int, folder: Path, work: Callable[[Path], Any]) -> None:
     (folder / "meet").unlink(missing_ok=True)
-    spawn(job, (count, folder, work), nprocs=count)
+    start_processes(job, (count, folder, work), nprocs=count, start_method=start_method())
 
 
 def quantize_all(folder: Path) -> None:

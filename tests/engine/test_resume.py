@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import atexit
 import json
-import multiprocessing
 import os
 import random
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -27,6 +25,7 @@ from extensions.clip_activations import ClipActivations
 from extensions.deviation_scales import DeviationScales
 from extensions.refit_scales import RefitScales
 from extensions.shift_channels import ShiftChannels
+from forked import FORKS, processes
 from safetensors.torch import save_file
 from tiny import Residual, cnn, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
@@ -450,19 +449,11 @@ def starve(name: str, directory: Path, result: Path) -> None:
         result.write_text(str(error))
 
 
-@cache
-def server() -> Any:
-    """Return a context whose processes start quickly."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["quark_fx", "torch._dynamo", "torch.export"])
-    return context
-
-
-on_posix = pytest.mark.skipif(sys.platform == "win32", reason="no forks, and no signal that cannot be caught")
+on_posix = pytest.mark.skipif(not FORKS, reason="no forks, and no signal that cannot be caught")
 
 
 def start(target: Callable[[str, Path, Path], None], name: str, directory: Path, result: Path) -> Any:
-    process = server().Process(target=target, args=(name, directory, result))
+    process = processes().Process(target=target, args=(name, directory, result))
     process.start()
     return process
 
