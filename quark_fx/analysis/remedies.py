@@ -13,9 +13,11 @@ from torch.fx import GraphModule, Node
 
 from quark_fx.analysis.report import Remedy
 from quark_fx.analysis.switches import RoundedValue
+from quark_fx.analysis.trials import without_padded
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, TensorSpec
 from quark_fx.engine.block_walk import relative_error
 from quark_fx.engine.blocks import extract
+from quark_fx.engine.context import Positions
 from quark_fx.errors import ConfigError
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import named_nodes, parameter, placeholders
@@ -43,14 +45,16 @@ class Estimates:
         config: of the conversion.
         rounded: all that is rounded.
         errors: what each of these adds to the error.
-        parts: flat inputs of a few samples.
+        leaves: flat inputs of a few samples.
+        kept: positions of these that are no padding; `None` for all.
     """
 
     gm: GraphModule
     config: QuantConfig
     rounded: Sequence[RoundedValue]
     errors: Sequence[float]
-    parts: Sequence[list[Any]]
+    leaves: list[Any]
+    kept: Positions | None
 
     @cached_property
     def plan(self) -> Plan:
@@ -184,14 +188,15 @@ class Estimates:
 
 @dataclass(frozen=True, eq=False)
 class _OperatorTrial:
-    """One operator with samples of what it reads."""
+    """One operator with samples of what it reads, and of what it makes where that is of no padding."""
 
     op: Coded
     linear: Linear
     module: GraphModule
-    inputs: list[Tensor]
+    x: Tensor
     weight: Tensor
-    outputs: list[Tensor]
+    kept: Positions | None
+    output: Tensor
 
     @classmethod
     def of(cls, estimates: Estimates, op: Coded) -> _OperatorTrial:
@@ -201,23 +206,21 @@ class _OperatorTrial:
         module = extract(gm, [value, op.weight_node], [op.node])
         weight = parameter(gm, op.weight_node).detach()
         with torch.no_grad():
-            inputs = [before(*leaves)[0] for leaves in estimates.parts]
-            return cls(op, op.linear, module, inputs, weight, [module(x, weight)[0] for x in inputs])
+            (x,) = before(*estimates.leaves)
+            return cls(op, op.linear, module, x, weight, estimates.kept, module(x, weight)[0])
 
     def error(self, activation: TensorSpec | None, weight: TensorSpec) -> float:
         """Return the squared error of the operator's output with other specs, over its square."""
-        return self._error(_rounded(self.inputs, activation, self.linear), self._coded(self.weight, weight))
+        return self._error(_rounded(self.x, activation, self.linear), self._coded(self.weight, weight))
 
     def smoothed(self) -> float:
         """Return the error with channels scaled as SmoothQuant does half way."""
-        largest = torch.stack([self._by_channel(x) for x in self.inputs]).amax(0)
+        largest = self._by_channel(self.x)
         reach = self.weight.float().abs().movedim(self.linear.input_axis, 0).flatten(1).amax(1)
         scale = torch.where((largest > 0) & (reach > 0), (largest / reach.clamp_min(1e-12)).sqrt(), 1.0)
-        of_weight, of_inputs = self.linear.of_inputs(scale), self._along(scale, self.inputs[0])
-        inputs = _rounded([x / of_inputs for x in self.inputs], self.op.input, self.linear)
-        return self._error(
-            [x * of_inputs for x in inputs], self._coded(self.weight * of_weight, self.op.weight) / of_weight
-        )
+        of_weight, of_inputs = self.linear.of_inputs(scale), self._along(scale, self.x)
+        x = _rounded(self.x / of_inputs, self.op.input, self.linear)
+        return self._error(x * of_inputs, self._coded(self.weight * of_weight, self.op.weight) / of_weight)
 
     def rotated(self, rotation: Rotation) -> float:
         """Return the error with a rotated activation and weight."""
@@ -226,17 +229,18 @@ class _OperatorTrial:
             return how.apply(x.double().movedim(axis, -1)).movedim(-1, axis).to(x)
 
         axis, back = self.linear.input_axis, rotation.inverse
-        inputs = _rounded([turn(x, -1, rotation) for x in self.inputs], self.op.input, self.linear)
+        x = _rounded(turn(self.x, -1, rotation), self.op.input, self.linear)
         weight = self._coded(turn(self.weight, axis, rotation), self.op.weight)
-        return self._error([turn(x, -1, back) for x in inputs], turn(weight, axis, back))
+        return self._error(turn(x, -1, back), turn(weight, axis, back))
 
     def _coded(self, weight: Tensor, spec: TensorSpec) -> Tensor:
         return quantize_tensor(weight, spec, linear=self.linear, pairs=self.op.pairs).dequantize().to(weight)
 
-    def _error(self, inputs: Sequence[Tensor], weight: Tensor) -> float:
+    def _error(self, x: Tensor, weight: Tensor) -> float:
         with torch.no_grad():
-            made = [self.module(x.to(y), weight.to(y))[0] for x, y in zip(inputs, self.outputs, strict=True)]
-        return float(relative_error([torch.cat(made)], [torch.cat(self.outputs)]))
+            made = self.module(x.to(self.output), weight.to(self.output))
+        made, wanted = (without_padded(values, self.kept) for values in (made, [self.output]))
+        return float(relative_error(made, wanted))
 
     def _by_channel(self, x: Tensor) -> Tensor:
         axis = self.linear.channel_dim(x.dim())
@@ -248,22 +252,18 @@ class _OperatorTrial:
         return scale.reshape(shape)
 
 
-def _rounded(inputs: Sequence[Tensor], spec: TensorSpec | None, linear: Linear) -> list[Tensor]:
-    """Return activations in the values that their codes stand for, in a range that these samples have."""
+def _rounded(x: Tensor, spec: TensorSpec | None, linear: Linear) -> Tensor:
+    """Return an activation in the values that its codes stand for, in a range that these samples have."""
     if spec is None:
-        return list(inputs)
+        return x
     if spec.is_cast:
-        return [x.to(spec.format.dtype).to(x.dtype) for x in inputs]
+        return x.to(spec.format.dtype).to(x.dtype)
     if not spec.dynamic:
-        observer = spec.new_observer
-        for x in inputs:
-            observer = observer.observe(x.reshape(1, -1))
-        found = observer.qparams(spec.scheme)
-        scale, zero_point = found.scale.reshape(()), found.zero_point.reshape(())
-        return [fake_quantize(x, scale, zero_point, str(spec.format)) for x in inputs]
-    measurement = spec.measurement(linear.channel_dim(inputs[0].dim()))
+        found = spec.new_observer.observe(x.reshape(1, -1)).qparams(spec.scheme)
+        return fake_quantize(x, found.scale.reshape(()), found.zero_point.reshape(()), str(spec.format))
+    measurement = spec.measurement(linear.channel_dim(x.dim()))
     fmt, _, axis, block, *_ = measurement
-    return [fake_quantize(x, *dynamic_qparams(x, *measurement), fmt, axis, block) for x in inputs]
+    return fake_quantize(x, *dynamic_qparams(x, *measurement), fmt, axis, block)
 
 
 def _other_activations(spec: TensorSpec) -> Iterator[tuple[str, TensorSpec, bool]]:

@@ -18,7 +18,7 @@ from quark_fx.analysis.switches import NO_FLOATS, SwitchedGraph
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.block_walk import compute_weights, relative_error
 from quark_fx.engine.calibration import fast_layout
-from quark_fx.engine.context import Context
+from quark_fx.engine.context import Context, Positions, without_padding
 from quark_fx.engine.known import Known
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.evaluation.tasks import divergence_of
@@ -139,7 +139,7 @@ class Trials:
                 for variant, start, total in zip(variants, starts, totals, strict=True):
                     known = {node: values.get(node.name) for node in start}  # what nothing reads is not computed
                     outputs = Interpreter(variant).run(*inputs, initial_env=known)
-                    total.append(_finite_or_infinite(self.metric(outputs, targets)))
+                    total.append(_finite_or_infinite(self._loss(outputs, targets, leaves)))
         return [self.mean(total) for total in totals]
 
     def error(self, config: QuantConfig) -> float:
@@ -160,7 +160,7 @@ class Trials:
         """
         slopes, found = torch.zeros(len(graph.rounded), dtype=torch.float64), list[float]()
         for leaves, targets in zip(self.parts, self.targets(), strict=True):
-            loss = self.metric(graph.run(leaves, share), targets)
+            loss = self._loss(graph.run(leaves, share), targets, leaves)
             slopes += graph.gradients(loss) * samples_in(leaves)
             found.append(_finite_or_infinite(loss.detach()))
         return self.mean(found), slopes / sum(map(samples_in, self.parts))
@@ -178,17 +178,26 @@ class Trials:
             gm = self.session.captured.module
             with torch.no_grad(), fast_layout(gm) as lay_out:
                 found = [gm(*map(lay_out, leaves)) for leaves in self.parts]
-            for outputs, name in zip(found, self.names, strict=True):
-                self._require_comparable(outputs, name)
+            for outputs, leaves, name in zip(found, self.parts, self.names, strict=True):
+                self._require_comparable(outputs, leaves, name)
             self._outputs = found
             self.forward_seconds = time.perf_counter() - start
         return self._outputs
 
-    def _require_comparable(self, outputs: Sequence[Any], batch: str) -> None:
-        floats = [*filter(_holds_floats, outputs)]
+    def _loss(self, outputs: Sequence[Any], targets: Sequence[Any], leaves: Sequence[Any]) -> Tensor:
+        """Return how far outputs are from the float model's; what is made of padding does not count."""
+        kept = self.positions(leaves)
+        return self.metric(without_padded(outputs, kept), without_padded(targets, kept))
+
+    def positions(self, leaves: Sequence[Any]) -> Positions | None:
+        """Return which positions of a part are no padding, or `None` if the data does not say."""
+        return Positions.of(self.context.names, leaves)
+
+    def _require_comparable(self, outputs: Sequence[Any], leaves: Sequence[Any], batch: str) -> None:
+        floats = [*filter(_holds_floats, without_padded(outputs, self.positions(leaves)))]
         if not floats:
             raise ConfigError(NO_FLOATS)
-        if not (all(map(_is_comparable, floats)) and bool(self.metric(outputs, outputs).isfinite())):
+        if not (all(map(_is_comparable, floats)) and bool(self._loss(outputs, outputs, leaves).isfinite())):
             raise CalibrationError(
                 f"the float model's output is not finite on {batch}, or too large to square; remove such samples or "
                 "check the model"
@@ -198,6 +207,13 @@ class Trials:
         """Return the mean over samples of a figure of each part."""
         sizes = [samples_in(leaves) for leaves in self.parts]
         return sum(value * size for value, size in zip(found, sizes, strict=True)) / sum(sizes)
+
+
+def without_padded(values: Sequence[Any], kept: Positions | None) -> Sequence[Any]:
+    """Return floating-point values by rows, those at positions that are padding left out; other values as they are."""
+    if kept is None:
+        return values
+    return [without_padding(x, kept) if _holds_floats(x) and x.dim() else x for x in values]
 
 
 def _finite_or_infinite(error: Tensor) -> float:
@@ -281,4 +297,14 @@ def samples_in(leaves: Sequence[Any]) -> int:
     return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
-__all__ = ["METRICS", "Converted", "Trials", "divergence", "metric_of", "parts_of", "samples_in", "single_passes"]
+__all__ = [
+    "METRICS",
+    "Converted",
+    "Trials",
+    "divergence",
+    "metric_of",
+    "parts_of",
+    "samples_in",
+    "single_passes",
+    "without_padded",
+]

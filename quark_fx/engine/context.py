@@ -54,6 +54,32 @@ class Positions:
     shape: torch.Size
     rows: Tensor
 
+    @classmethod
+    def of(cls, names: Sequence[str], leaves: Sequence[Any]) -> Positions | None:
+        """Return those that a mask among the flat inputs of a batch leaves, or `None` if none does; waits for it.
+
+        Args:
+            names: of the inputs.
+            leaves: one for each name.
+        """
+        mask = leaves[names.index(_MASK)] if _MASK in names else None
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            return None
+        return cls(mask.shape, mask.flatten().nonzero().flatten())
+
+
+def without_padding(x: Tensor, kept: Positions | None) -> Tensor:
+    """Return the rows of `x`, shape (rows, last dimension), but for those at positions that are padding.
+
+    Args:
+        x: at least one dimension.
+        kept: which positions count; of values with other positions all do.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    # Flattened positions are in the order of the mask; those of any other shape may not be.
+    fits = kept is not None and (kept.shape == x.shape[:-1] or (x.dim() == 2 and kept.shape.numel() == len(rows)))
+    return rows[kept.rows] if kept is not None and fits else rows
+
 
 @dataclass
 class Calibrated:
@@ -294,14 +320,10 @@ class Context:
 
         They are looked up once, as the device is waited for then.
         """
-        if _MASK not in self.names:
-            return None
         index, part = self.batches[batch]
         key = index, 0 if part is None else part.start
         if key not in self._kept:
-            mask = self.input(batch, self.names.index(_MASK))
-            known = isinstance(mask, Tensor) and mask.dim() == 2
-            self._kept[key] = Positions(mask.shape, mask.flatten().nonzero().flatten()) if known else None
+            self._kept[key] = Positions.of(self.names, self.inputs(batch))
         return self._kept[key]
 
     def flat_batches(self, device: torch.device) -> Iterator[list[Any]]:
@@ -504,4 +526,5 @@ __all__ = [
     "fingerprint",
     "require_no_nan",
     "require_resources",
+    "without_padding",
 ]

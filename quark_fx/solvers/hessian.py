@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from quark_fx.engine.block_walk import running
 from quark_fx.engine.blocks import extract
-from quark_fx.engine.context import Context, Positions
+from quark_fx.engine.context import Context, Positions, without_padding
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import placeholders
@@ -209,19 +209,6 @@ class Entering:
             yield without_padding(x, self.kept)
 
 
-def without_padding(x: Tensor, kept: Positions | None) -> Tensor:
-    """Return the rows of `x`, shape (rows, last dimension), but for those at positions that are padding.
-
-    Args:
-        x: at least one dimension.
-        kept: which positions count; of values with other positions all do.
-    """
-    rows = x.reshape(-1, x.shape[-1])
-    # Flattened positions are in the order of the mask; those of any other shape may not be.
-    fits = kept is not None and (kept.shape == x.shape[:-1] or (x.dim() == 2 and kept.shape.numel() == len(rows)))
-    return rows[kept.rows] if kept is not None and fits else rows
-
-
 class Entrance:
     """Where rows enter an operator of a block.
 
@@ -267,4 +254,4 @@ def _add_upper(h: Tensor, x: Tensor) -> None:
         h[start : start + _TILE, start:].addmm_(x[:, start : start + _TILE].T, x[:, start:])
 
 
-__all__ = ["Entering", "Entrance", "Hessian", "without_padding"]
+__all__ = ["Entering", "Entrance", "Hessian"]

@@ -13,12 +13,11 @@ from torch.fx import GraphModule
 
 from quark_fx.engine.block_walk import BlockRun, running
 from quark_fx.engine.blocks import extract
-from quark_fx.engine.context import Context
+from quark_fx.engine.context import Context, without_padding
 from quark_fx.engine.quantized_activations import QuantizedActivation
 from quark_fx.engine.quantized_weights import QuantizedWeight, StoredBias
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import named_nodes, placeholders
-from quark_fx.solvers.hessian import without_padding
 from quark_fx.solvers.proposals import Activation, Bias
 
 

@@ -284,3 +284,27 @@ def test_nothing_quantized_has_no_error() -> None:
     assert len(found) == 0
     assert found.error < 1e-12  # the rounding of folded batch norms
     assert str(found).count("0.0%") == 3
+
+
+class Padded(Tokens):
+    """`Tokens` with a mask that says which are padding; nothing reads it."""
+
+    def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        logits: Tensor = super().forward(ids)
+        return logits
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_what_is_made_of_padding_does_not_count(metric: str) -> None:
+    """Whatever tokens stand there: here one that makes the largest values, and the largest errors."""
+    (ids,), mask = tokens(4), (torch.arange(5) < torch.tensor([[5], [4], [3], [1]])).long()
+    model = seeded(Padded())
+    with torch.no_grad():
+        model.get_submodule("0").weight[10] *= 100  # type: ignore[operator, index]
+    ids = ids.clamp_max(9)
+    first, second = (
+        analyze(model, "int8_weight_only", [(torch.where(mask > 0, ids, other), mask)] * 2, metric=metric)
+        for other in (0, 10)
+    )
+    assert first == second
+    assert first.error > 0
