@@ -258,12 +258,15 @@ def _rounded(x: Tensor, spec: TensorSpec | None, linear: Linear) -> Tensor:
         return x
     if spec.is_cast:
         return x.to(spec.format.dtype).to(x.dtype)
-    if not spec.dynamic:
+    rounded: Tensor
+    if spec.dynamic:
+        measurement = spec.measurement(linear.channel_dim(x.dim()))
+        fmt, _, axis, block, *_ = measurement
+        rounded = fake_quantize(x, *dynamic_qparams(x, *measurement), fmt, axis, block)
+    else:
         found = spec.new_observer.observe(x.reshape(1, -1)).qparams(spec.scheme)
-        return fake_quantize(x, found.scale.reshape(()), found.zero_point.reshape(()), str(spec.format))
-    measurement = spec.measurement(linear.channel_dim(x.dim()))
-    fmt, _, axis, block, *_ = measurement
-    return fake_quantize(x, *dynamic_qparams(x, *measurement), fmt, axis, block)
+        rounded = fake_quantize(x, found.scale.reshape(()), found.zero_point.reshape(()), str(spec.format))
+    return rounded
 
 
 def _other_activations(spec: TensorSpec) -> Iterator[tuple[str, TensorSpec, bool]]:
