@@ -19,7 +19,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def only_the_known_passes() -> Iterator[None]:
-    """Forget the passes that a test defines: names are unique, and the tests of other modules may use the same one."""
+    """Unregister the passes that a test defines, so that a test in another module can use the same name."""
     from quark_fx.graph.pass_manager import PASSES
 
     before = dict(PASSES)

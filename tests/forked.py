@@ -1,4 +1,4 @@
-"""Processes that start quickly: where the system has forks, from a server that imported the package once."""
+"""Processes that start quickly: forked from a server that has imported the package, where the system can fork."""
 
 from __future__ import annotations
 
@@ -12,24 +12,13 @@ FORKS = sys.platform != "win32"
 
 @cache
 def start_method() -> str:
-    """Return how processes start; the server imports when the first one does."""
+    """Return the start method; the fork server imports these modules when the first process starts."""
     if not FORKS:
         return "spawn"
-    multiprocessing.set_forkserver_preload(
-        [
-            "quark_fx",
-            "quark_fx.passes",
-            "quark_fx.export",
-            "torch._dynamo",
-            "torch._inductor.decomposition",
-            "torch.export",
-            "torch.testing",
-            "pytest",
-        ]
-    )
+    multiprocessing.set_forkserver_preload(["quark_fx", "torch._dynamo", "torch.export"])
     return "forkserver"
 
 
 def processes() -> Any:
-    """Return what `multiprocessing` is to its callers."""
+    """Return the `multiprocessing` context to start processes with."""
     return multiprocessing.get_context(start_method())

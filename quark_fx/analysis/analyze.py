@@ -97,8 +97,7 @@ def _analyzed(trials: Trials, config: QuantConfig, top: int) -> Analysis:
     graph = SwitchedGraph(base.float_graph, base.gm, base.plan)
     error, errors = _estimated(trials, graph)
     rows = _rows(base.plan, graph.rounded, errors)
-    first, *_ = trials.parts
-    estimates = Estimates(base.float_graph, config, graph.rounded, errors, first, trials.positions(first))
+    estimates = Estimates(base.float_graph, config, graph.rounded, errors, trials.parts[0], trials.kept[0])
     looked_at = [row for row in rows[:top] if row[0].error >= _NOTABLE * error]
     found = [estimates.remedies(operators, row.name) for row, operators, _ in looked_at]
     everything = set(range(len(graph.rounded)))

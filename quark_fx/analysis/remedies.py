@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from quark_fx.analysis.report import Remedy
 from quark_fx.analysis.switches import RoundedValue
-from quark_fx.analysis.trials import without_padded
+from quark_fx.analysis.trials import unpadded
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, TensorSpec
 from quark_fx.engine.block_walk import relative_error
 from quark_fx.engine.blocks import extract
@@ -46,7 +46,7 @@ class Estimates:
         rounded: all that is rounded.
         errors: what each of these adds to the error.
         leaves: flat inputs of a few samples.
-        kept: positions of these that are no padding; `None` for all.
+        kept: the positions in them that are not padding; `None` for all.
     """
 
     gm: GraphModule
@@ -188,7 +188,7 @@ class Estimates:
 
 @dataclass(frozen=True, eq=False)
 class _OperatorTrial:
-    """One operator with samples of what it reads, and of what it makes where that is of no padding."""
+    """One operator with samples of its input and its output."""
 
     op: Coded
     linear: Linear
@@ -239,8 +239,7 @@ class _OperatorTrial:
     def _error(self, x: Tensor, weight: Tensor) -> float:
         with torch.no_grad():
             made = self.module(x.to(self.output), weight.to(self.output))
-        made, wanted = (without_padded(values, self.kept) for values in (made, [self.output]))
-        return float(relative_error(made, wanted))
+        return float(relative_error(unpadded(made, self.kept), unpadded([self.output], self.kept)))
 
     def _by_channel(self, x: Tensor) -> Tensor:
         axis = self.linear.channel_dim(x.dim())

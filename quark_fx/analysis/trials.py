@@ -90,8 +90,10 @@ class Trials:
         session: the model and its data.
         context: of a run.
         metric: see `METRICS`.
-        parts: flat inputs of the samples that errors are measured on, a few at a time.
+        parts: flat inputs of the samples that errors are measured on, a few at a time. Parts that are all padding are
+            dropped.
         names: of the batches that these are parts of, for messages.
+        kept: for each part, the positions that are not padding; `None` if the data does not say.
         forward_seconds: of the float model on them.
     """
 
@@ -100,9 +102,26 @@ class Trials:
     metric: Callable[[Sequence[Any], Sequence[Any]], Tensor]
     parts: Sequence[list[Any]]
     names: Sequence[str]
+    kept: Sequence[Positions | None] = field(init=False)
     forward_seconds: float = 0.0
     _outputs: list[Sequence[Any]] = field(default_factory=list)
     _floats: dict[tuple[GraphPass, ...], tuple[GraphModule, Known]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Drop parts that are all padding.
+
+        Raises:
+            CalibrationError: if no part is left.
+        """
+        positions = map(self.context.positions_in, self.parts)
+        parts = zip(self.parts, self.names, positions, strict=True)
+        found = [part for part in parts if part[2] is None or len(part[2].rows)]
+        if not found:
+            raise CalibrationError(
+                f"the samples that errors are measured on, the last of {self.names[-1]}, are all padding "
+                "(attention_mask is 0); pass samples with tokens there, or measure on more samples"
+            )
+        self.parts, self.names, self.kept = zip(*found, strict=True)
 
     def convert(self, config: QuantConfig) -> Converted:
         """Return the model as a configuration converts it; passes that learn codes are left out."""
@@ -131,7 +150,7 @@ class Trials:
         starts = [_shared(base, variant) if variant is not base else {} for variant in variants]
         kept = {node.name for start in starts for node, is_read in start.items() if is_read}
         totals = [list[float]() for _ in variants]
-        for leaves, targets in zip(self.parts, self.targets(), strict=True):
+        for leaves, targets, positions in zip(self.parts, self.targets(), self.kept, strict=True):
             with torch.no_grad(), ExitStack() as stack:
                 lay_out, *_ = [stack.enter_context(fast_layout(gm)) for gm in (base, *variants)]
                 inputs = [*map(lay_out, leaves)]
@@ -139,7 +158,7 @@ class Trials:
                 for variant, start, total in zip(variants, starts, totals, strict=True):
                     known = {node: values.get(node.name) for node in start}  # what nothing reads is not computed
                     outputs = Interpreter(variant).run(*inputs, initial_env=known)
-                    total.append(_finite_or_infinite(self._loss(outputs, targets, leaves)))
+                    total.append(_finite_or_infinite(self.metric(unpadded(outputs, positions), targets)))
         return [self.mean(total) for total in totals]
 
     def error(self, config: QuantConfig) -> float:
@@ -159,14 +178,14 @@ class Trials:
                 over twice the share.
         """
         slopes, found = torch.zeros(len(graph.rounded), dtype=torch.float64), list[float]()
-        for leaves, targets in zip(self.parts, self.targets(), strict=True):
-            loss = self._loss(graph.run(leaves, share), targets, leaves)
+        for leaves, targets, positions in zip(self.parts, self.targets(), self.kept, strict=True):
+            loss = self.metric(unpadded(graph.run(leaves, share), positions), targets)
             slopes += graph.gradients(loss) * samples_in(leaves)
             found.append(_finite_or_infinite(loss.detach()))
         return self.mean(found), slopes / sum(map(samples_in, self.parts))
 
     def targets(self) -> list[Sequence[Any]]:
-        """Return what the float model makes of each part.
+        """Return what the float model makes of each part, without what it makes of padding.
 
         Raises:
             CalibrationError: if nothing can be compared with that: it is NaN, infinite, or too large to square. Minus
@@ -177,27 +196,21 @@ class Trials:
             start = time.perf_counter()
             gm = self.session.captured.module
             with torch.no_grad(), fast_layout(gm) as lay_out:
-                found = [gm(*map(lay_out, leaves)) for leaves in self.parts]
-            for outputs, leaves, name in zip(found, self.parts, self.names, strict=True):
-                self._require_comparable(outputs, leaves, name)
+                found = [
+                    unpadded(gm(*map(lay_out, leaves)), positions)
+                    for leaves, positions in zip(self.parts, self.kept, strict=True)
+                ]
+            for outputs, name in zip(found, self.names, strict=True):
+                self._require_comparable(outputs, name)
             self._outputs = found
             self.forward_seconds = time.perf_counter() - start
         return self._outputs
 
-    def _loss(self, outputs: Sequence[Any], targets: Sequence[Any], leaves: Sequence[Any]) -> Tensor:
-        """Return how far outputs are from the float model's; what is made of padding does not count."""
-        kept = self.positions(leaves)
-        return self.metric(without_padded(outputs, kept), without_padded(targets, kept))
-
-    def positions(self, leaves: Sequence[Any]) -> Positions | None:
-        """Return which positions of a part are no padding, or `None` if the data does not say."""
-        return Positions.of(self.context.names, leaves)
-
-    def _require_comparable(self, outputs: Sequence[Any], leaves: Sequence[Any], batch: str) -> None:
-        floats = [*filter(_holds_floats, without_padded(outputs, self.positions(leaves)))]
+    def _require_comparable(self, outputs: Sequence[Any], batch: str) -> None:
+        floats = [*filter(_holds_floats, outputs)]
         if not floats:
             raise ConfigError(NO_FLOATS)
-        if not (all(map(_is_comparable, floats)) and bool(self._loss(outputs, outputs, leaves).isfinite())):
+        if not (all(map(_is_comparable, floats)) and bool(self.metric(outputs, outputs).isfinite())):
             raise CalibrationError(
                 f"the float model's output is not finite on {batch}, or too large to square; remove such samples or "
                 "check the model"
@@ -209,8 +222,8 @@ class Trials:
         return sum(value * size for value, size in zip(found, sizes, strict=True)) / sum(sizes)
 
 
-def without_padded(values: Sequence[Any], kept: Positions | None) -> Sequence[Any]:
-    """Return floating-point values by rows, those at positions that are padding left out; other values as they are."""
+def unpadded(values: Sequence[Any], kept: Positions | None) -> Sequence[Any]:
+    """Return `values` with the rows at padding removed from floating-point tensors; the others stay as they are."""
     if kept is None:
         return values
     return [without_padding(x, kept) if _holds_floats(x) and x.dim() else x for x in values]
@@ -306,5 +319,5 @@ __all__ = [
     "parts_of",
     "samples_in",
     "single_passes",
-    "without_padded",
+    "unpadded",
 ]

@@ -55,14 +55,8 @@ class Positions:
     rows: Tensor
 
     @classmethod
-    def of(cls, names: Sequence[str], leaves: Sequence[Any]) -> Positions | None:
-        """Return those that a mask among the flat inputs of a batch leaves, or `None` if none does; waits for it.
-
-        Args:
-            names: of the inputs.
-            leaves: one for each name.
-        """
-        mask = leaves[names.index(_MASK)] if _MASK in names else None
+    def of(cls, mask: Any) -> Positions | None:
+        """Return the positions that an attention mask keeps, or `None` if it is not (batch, tokens); waits for it."""
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             return None
         return cls(mask.shape, mask.flatten().nonzero().flatten())
@@ -320,11 +314,17 @@ class Context:
 
         They are looked up once, as the device is waited for then.
         """
+        if _MASK not in self.names:
+            return None
         index, part = self.batches[batch]
         key = index, 0 if part is None else part.start
         if key not in self._kept:
-            self._kept[key] = Positions.of(self.names, self.inputs(batch))
+            self._kept[key] = Positions.of(self.input(batch, self.names.index(_MASK)))
         return self._kept[key]
+
+    def positions_in(self, leaves: Sequence[Any]) -> Positions | None:
+        """Return which positions of flat inputs are not padding, or `None` if the data does not say."""
+        return Positions.of(leaves[self.names.index(_MASK)]) if _MASK in self.names else None
 
     def flat_batches(self, device: torch.device) -> Iterator[list[Any]]:
         """Yield the flat inputs of every batch, tensors on `device`; once, if they are not kept."""

@@ -300,7 +300,7 @@ class Padded(nn.Module):
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_what_is_made_of_padding_does_not_count(metric: str) -> None:
-    """Whatever tokens stand there: here one that makes the largest values, and the largest errors."""
+    """A padding token that makes large values and large errors changes nothing."""
     (ids,), mask = tokens(4), (torch.arange(5) < torch.tensor([[5], [4], [3], [1]])).long()
     model = seeded(Padded())
     with torch.no_grad():
@@ -312,3 +312,13 @@ def test_what_is_made_of_padding_does_not_count(metric: str) -> None:
     )
     assert first == second
     assert first.error > 0
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_samples_that_are_all_padding_are_dropped(metric: str) -> None:
+    (ids,), model = tokens(4), seeded(Padded())
+    whole, empty = (ids, torch.ones_like(ids)), (ids, torch.zeros_like(ids))
+    alone, beside = (analyze(model, "int8_weight_only", data, metric=metric) for data in ([whole], [whole, empty]))
+    assert alone == beside
+    with pytest.raises(CalibrationError, match="the last of calibration batch 1, are all padding"):
+        analyze(model, "int8_weight_only", [whole, empty], metric=metric, samples=4)
