@@ -12,7 +12,7 @@ from quark_fx.analysis.analyze import analyze
 from quark_fx.analysis.report import Analysis
 from quark_fx.capture.capture import capture_graph
 from quark_fx.checkpoints.open_checkpoint import open_checkpoint
-from quark_fx.config import block_formats
+from quark_fx.config import block_formats, gguf_types
 from quark_fx.config.quant_config import INHERIT, Granularity, Override, QuantConfig, Target, TensorSpec
 from quark_fx.engine.activation_cache import CacheBudget
 from quark_fx.engine.resources import Resources
@@ -74,6 +74,7 @@ __all__ = [
     "evaluation",
     "export",
     "formats",
+    "gguf_types",
     "graph_pass",
     "load",
     "observers",

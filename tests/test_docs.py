@@ -251,7 +251,7 @@ def test_options_of_an_algorithm_exist_and_their_defaults_are_those_shown(name: 
 def test_the_reference_has_every_public_name() -> None:
     reference = (DOCS / "api.md").read_text("utf-8")
     named = set(re.findall(r"^::: quark_fx\.(\w+)$", reference, re.MULTILINE))
-    values = {"INHERIT", "block_formats", "formats", "ops", "presets", "targets"}
+    values = {"INHERIT", "block_formats", "formats", "gguf_types", "ops", "presets", "targets"}
     assert named | values == set(qfx.__all__)
 
 

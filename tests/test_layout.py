@@ -169,6 +169,7 @@ def test_the_public_list_is_pinned() -> None:
         "evaluation",
         "export",
         "formats",
+        "gguf_types",
         "graph_pass",
         "load",
         "observers",

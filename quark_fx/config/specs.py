@@ -40,7 +40,8 @@ class TensorSpec:
         granularity: what shares a scale.
         group_size: values per group, for `Granularity.GROUP` (the last group may be shorter).
         sub_group_size: values per sub-group, each with its own scale: that of its group or, where it needs no more,
-            half of it (the shared microexponents of MX4, MX6 and MX9).
+            half of it (the shared microexponents of MX4, MX6 and MX9); or, with scales of two levels, a whole number
+            times that of its group (llama.cpp's K-quants).
         symmetry: default: symmetric for signed formats, asymmetric for unsigned ones.
         scale_type: which scales are allowed.
         observer: how the range is found; default `MinMax`, or `Placeholder` for 16-bit floats.
@@ -77,8 +78,34 @@ class TensorSpec:
                 f"sub_group_size={self.sub_group_size} must divide group_size={self.group_size}",
             ),
             (
-                self.sub_group_size is not None and not self.scale_type.is_e8m0,
-                "sub-groups halve a power-of-two scale: set scale_type='e8m0_floor'",
+                self.sub_group_size is not None and not self.scale_type.is_e8m0 and self.scale_type.multiples is None,
+                "sub-groups halve a power-of-two scale, or multiply one of two levels: set scale_type='e8m0_floor', or "
+                "'uint6_float16'",
+            ),
+            (
+                self.scale_type.multiples is not None and (self.sub_group_size is None or self.dynamic),
+                f"scale_type='{self.scale_type}' is for scales of sub-groups of weights: set sub_group_size",
+            ),
+            (
+                self.symmetry is Symmetry.OFFSET
+                and (isinstance(self.format, FloatFormat) or self.format.signed or self.dynamic or not self.group_size),
+                "symmetry='offset' is for weights in unsigned integers, in groups: set format='uint4' and group_size",
+            ),
+            (
+                self.symmetry is Symmetry.OFFSET and self.observer != MinMax(),
+                "offsets begin at the smallest value; drop the observer, or use a pass that fits them (FitScales)",
+            ),
+            (
+                self.symmetry is Symmetry.OFFSET
+                and self.scale_type not in (ScaleType.FLOAT32, ScaleType.FLOAT16)
+                and (self.scale_type.multiples is None or self.scale_type.multiples.signed),
+                f"scale_type='{self.scale_type}' has no offsets; use 'float16' or 'uint6_float16', or another symmetry",
+            ),
+            (
+                self.scale_type.multiples is not None
+                and self.symmetry is not (Symmetry.SIGN_AWARE if self.scale_type.multiples.signed else Symmetry.OFFSET),
+                f"scale_type='{self.scale_type}' is for offsets, if its name begins with u, or scales of either sign: "
+                "set symmetry='offset' or 'sign_aware'",
             ),
             (
                 self.scale_type.is_8_bit and self.symmetry not in (Symmetry.SYMMETRIC, Symmetry.SYMMETRIC_FULL),
@@ -201,12 +228,14 @@ class TensorSpec:
         group = f"group {self.group_size}" + (f"/{self.sub_group_size}" if self.sub_group_size else "")
         shared = {Granularity.TENSOR: "", Granularity.GROUP: group}
         scales = {ScaleType.POWER_OF_TWO: "pow2", ScaleType.FP8_E4M3: "e4m3 scales"}
+        two = self.scale_type.is_e8m0 or self.scale_type.multiples is not None
         return " ".join(
             word
             for word in (
                 str(self.format),
                 shared.get(self.granularity, str(self.granularity)),
-                scales.get(self.scale_type, str(self.scale_type) if self.scale_type.is_e8m0 else ""),
+                scales.get(self.scale_type, str(self.scale_type) if two else ""),
+                "offset" if self.symmetry is Symmetry.OFFSET else "",
                 "dynamic" if self.dynamic else "",
                 "reduced range" if self.reduce_range else "",
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -18,9 +19,10 @@ from quark_fx.graph.pass_manager import Change
 from quark_fx.numbers.formats import INT32, IntFormat, parse_format
 from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.layout import Layout
-from quark_fx.numbers.qparams import ScaleType, Scheme
+from quark_fx.numbers.qparams import QParams, ScaleType, Scheme, Symmetry
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.plan.placement import Coded, PlannedOperator
+from quark_fx.plan.weights import storable
 
 
 def least_bias_scale(bias: Tensor) -> Tensor:
@@ -148,13 +150,27 @@ class QuantizedWeight:
     def movable(self, gm: GraphModule) -> bool:
         """Tell whether scales may change one by one: nothing else depends on them but an int32 bias that follows."""
         spec = self.operator.weight
-        free = spec.sub_group_size is None and spec.scale_type is not ScaleType.POWER_OF_TWO
+        alone = spec.sub_group_size is None and spec.symmetry is not Symmetry.OFFSET
+        free = alone and spec.scale_type is not ScaleType.POWER_OF_TWO
         bias = self.int32_bias
         return free and (bias is None or bias.scale(gm).shape == self.scale(gm).shape)
+
+    def storable_ranges(self, gm: GraphModule) -> Callable[[QParams], QParams] | None:
+        """Return what rounds scales that change together, with offsets, or of two levels; `None` for other scales."""
+        spec, axis = self.operator.weight, self.layout(gm).axis
+        together = spec.scale_type.multiples is not None or spec.symmetry is Symmetry.OFFSET
+        if not together or axis is None or self.int32_bias is not None:
+            return None
+        return partial(storable, spec=spec, axis=axis)
 
     def layout(self, gm: GraphModule) -> Layout:
         """Return which scale is that of which code."""
         return self.stored(gm).layout
+
+    @property
+    def zero_point_name(self) -> str:
+        """Name of the tensor of zero points, or offsets."""
+        return _name(self.dequantize.args[2])
 
     @property
     def scale_name(self) -> str:

@@ -18,8 +18,8 @@ def matrix_of(constant: Constant) -> QuantizedTensor:
     """Return a quantized weight in the one form that all checkpoint formats start from.
 
     Returns:
-        Codes of shape (outputs, inputs): signed integers as int8, or floats of at most 8 bits. Scales and zero points
-        have the shape (outputs, groups), or (1, 1) for one scale.
+        Codes of shape (outputs, inputs): signed integers as int8, unsigned ones with offsets as uint8, or floats of at
+        most 8 bits. Scales and zero points have the shape (outputs, groups), or (1, 1) for one scale.
 
     Raises:
         ExportError: if the formats have no place for it; the message says what to change.
@@ -59,7 +59,13 @@ def exponents(weight: QuantizedTensor) -> Tensor:
 
 
 def unsigned(weight: QuantizedTensor) -> tuple[Tensor, Tensor]:
-    """Return codes (outputs, inputs) and zero points (outputs, groups) counted from the smallest code, int32."""
+    """Return codes (outputs, inputs) and zero points (outputs, groups) counted from the smallest code, int32.
+
+    Raises:
+        ExportError: for offsets.
+    """
+    if weight.has_offsets:
+        raise ExportError("its offsets lie between codes, for which only GGUF has a place; use symmetry='asymmetric'")
     half = 1 << (weight.format.bits - 1)
     zero_point = weight.zero_point.int().expand(len(weight.codes), -1)
     return weight.codes.int() + half, zero_point + half

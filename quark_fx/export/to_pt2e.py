@@ -150,6 +150,8 @@ class _Lowering:
         weight, name = constant.quantized, constant.names[0]
         if weight is None or weight.format == INT32:
             return self._constant(f"{name}_values", constant.value())
+        if weight.has_offsets:
+            raise _UnsupportedError("offsets between codes")
         fmt, axis = _integers(weight.format), weight.axis
         if axis is not None and weight.block_size and weight.codes.shape[axis] % weight.block_size:
             raise _UnsupportedError(f"groups of {weight.block_size} of {weight.codes.shape[axis]} values")

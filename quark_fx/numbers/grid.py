@@ -49,7 +49,7 @@ class Grid:
 
     Attributes:
         scale: float32, broadcastable to the weight.
-        zero_point: likewise.
+        zero_point: likewise, in steps; where there are offsets, between codes.
         limits: smallest and largest code.
         free: the stored scales if they may change, for `times`.
         format: whose values the codes are, `None` for whole numbers.
@@ -64,11 +64,11 @@ class Grid:
     @classmethod
     def of(cls, tensor: QuantizedTensor, scheme: Scheme, *, movable: bool = False) -> Grid:
         """Return what the codes of a tensor can be, with a scale and zero point for each."""
-        zero_point = tensor.zero_point
+        zero_point = tensor.points
         if scheme.symmetric:  # one number for all, which takes no memory when it is spread
             zero_point = zero_point.flatten()[:1].reshape(())
         spread = tensor.layout.spread
-        scale, zero_point = (spread(p.float()).expand_as(tensor.codes) for p in (tensor.scale, zero_point))
+        scale, zero_point = (spread(p).expand_as(tensor.codes) for p in (tensor.scale.float(), zero_point))
         fmt = tensor.format if isinstance(tensor.format, FloatFormat) else None
         free = FreeScales(tensor.scale, tensor.layout, scheme.scale_type) if movable else None
         return cls(scale, zero_point, scheme.limits, free, fmt)

@@ -16,6 +16,9 @@ Granularity is the pair (`axis`, `block_size`), for every operator here:
 * `axis=k, block_size=b`: one scale per block of `b` values along dimension `k`; the scale has the rank
   of `x` and `ceil(x.shape[k] / b)` entries along `k` (the last block may be shorter).
 
+A zero point in float32 is an offset, what code 0 stands for: `dequantize` returns `codes * scale + offset`, which ONNX
+has no operator for.
+
 Source: https://onnx.ai/onnx/operators/onnx__QuantizeLinear.html.
 """
 
@@ -61,13 +64,21 @@ def _codes(
     limits: tuple[float, float] | None = None,
 ) -> Tensor:
     """Return the codes of `x` in a type that computes; saturates at `limits`, by default those of the format."""
-    y = x.float() / spread(scale, x, axis, block_size)
+    x, zero_point = _without_offset(x.float(), zero_point, axis, block_size)
+    y = x / spread(scale, x, axis, block_size)
     if isinstance(fmt, FloatFormat):
         # Of 8 bits, the dtype rounds by itself.
         return fmt.round_(y) if fmt.bits < 8 else y.clamp_(-fmt.max, fmt.max)
     low, high = limits or (fmt.qmin, fmt.qmax)
     y = y.double() if fmt.bits > 24 else y
     return y.round_().add_(spread(zero_point, x, axis, block_size)).nan_to_num_(nan=low).clamp_(low, high)
+
+
+def _without_offset(x: Tensor, zero_point: Tensor, axis: int | None, block_size: int) -> tuple[Tensor, Tensor]:
+    """Return `x` less the offset and a zero point of zero, if there is an offset."""
+    if not zero_point.is_floating_point():
+        return x, zero_point
+    return x - spread(zero_point, x, axis, block_size), torch.zeros_like(zero_point, dtype=torch.int32)
 
 
 @quantize.register_fake
@@ -127,7 +138,7 @@ def _gradient_of_dequantize(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, 
         return (None,) * 7
     codes, scale, zero_point = ctx.saved_tensors
     slope = codes.float()
-    if isinstance(parse_format(ctx.format), IntFormat):
+    if isinstance(parse_format(ctx.format), IntFormat) and not zero_point.is_floating_point():
         slope = slope - spread(zero_point, codes, *ctx.layout)
     return None, Layout.of(codes.shape, *ctx.layout).total(slope * gradient, scale.shape), *(None,) * 5
 
@@ -169,6 +180,12 @@ def fake_quantize(
     y = _codes(x, scale, zero_point, fmt, axis, block_size, _limits(fmt, low, high))
     y = (y.to(fmt.dtype) if isinstance(fmt, FloatFormat) else y).float()
     points = None if isinstance(fmt, FloatFormat) else spread(zero_point, x, axis, block_size)
+    if zero_point.is_floating_point():
+        return (
+            decode(y, spread(scale, x, axis, block_size), out=y)
+            .add_(spread(zero_point, x, axis, block_size))
+            .to(x.dtype)
+        )
     return decode(y, spread(scale, x, axis, block_size), points, out=y).to(x.dtype)
 
 
@@ -202,7 +219,8 @@ def _keep_values(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradient_of_fake_quantize(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     x, scale, zero_point = ctx.saved_tensors
     fmt, (low, high) = ctx.format, ctx.limits
-    position = x.float() / spread(scale, x, *ctx.layout)
+    x, zero_point = _without_offset(x.float(), zero_point, *ctx.layout)
+    position = x / spread(scale, x, *ctx.layout)
     if isinstance(fmt, FloatFormat):
         rounded, reach = position, 2.0 ** (fmt.max_exponent - fmt.mantissa) / 2
         low, high, least, most = low - reach, high + reach, low, high
@@ -385,7 +403,8 @@ def _encode(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, axis: 
         codes: Tensor = quantize(x, scale, zero_point, str(scheme.format), axis, block_size)
         return codes
     wide = torch.float64 if scheme.format.bits > 16 else torch.float32  # float32 holds every code of 16 bits
-    y = x.to(wide) / spread(scale, x, axis, block_size)
+    x, zero_point = _without_offset(x.to(wide), zero_point, axis, block_size)
+    y = x / spread(scale, x, axis, block_size)
     y = y.round_().add_(spread(zero_point, x, axis, block_size))
     return y.clamp_(scheme.qmin, scheme.qmax)
 

@@ -28,6 +28,9 @@ class Symmetry(StrEnum):
     SIGN_AWARE = "sign_aware"
     """Zero point 0 and every code used, for weights: the scale is `amax / 128` for int8, and negative where the largest
     magnitude is a positive value, so that it falls on -128, which has no counterpart."""
+    OFFSET = "offset"
+    """For weights in unsigned integers: every code is used, and code 0 stands for a real number of its own kind of
+    scale, the offset, instead of a whole number of steps."""
 
 
 class ScaleType(StrEnum):
@@ -49,6 +52,20 @@ class ScaleType(StrEnum):
     FP8_E4M3 = "fp8_e4m3"
     """Two levels: an E4M3 float per group, times one float32 per tensor that maps the largest magnitude of the tensor
     to the largest E4M3 float (NVIDIA NVFP4)."""
+    UINT4_FLOAT16 = "uint4_float16"
+    """Two levels: a whole number of 4 bits, from 0, per sub-group, times one float16 per group (`Q2_K`). Offsets
+    likewise, with a float16 of their own."""
+    UINT6_FLOAT16 = "uint6_float16"
+    """The same with 6 bits (`Q4_K`, `Q5_K`)."""
+    INT6_FLOAT16 = "int6_float16"
+    """The same with 6 bits and a sign (`Q3_K`)."""
+    INT8_FLOAT16 = "int8_float16"
+    """The same with 8 bits and a sign (`Q6_K`)."""
+
+    @property
+    def multiples(self) -> IntFormat | None:
+        """The whole numbers that one float16 per group is multiplied by; `None` for other kinds."""
+        return _MULTIPLES.get(self)
 
     @property
     def is_e8m0(self) -> bool:
@@ -62,8 +79,18 @@ class ScaleType(StrEnum):
 
     @property
     def bits(self) -> int:
-        """Of a scale when stored."""
+        """Of a scale when stored; of two levels, that of a sub-group."""
+        if self.multiples is not None:
+            return self.multiples.bits
         return 8 if self.is_8_bit else 32
+
+
+_MULTIPLES = {
+    ScaleType.UINT4_FLOAT16: IntFormat(4, signed=False),
+    ScaleType.UINT6_FLOAT16: IntFormat(6, signed=False),
+    ScaleType.INT6_FLOAT16: IntFormat(6),
+    ScaleType.INT8_FLOAT16: IntFormat(8),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +116,7 @@ class Scheme:
 
     @property
     def symmetric(self) -> bool:
-        return isinstance(self.format, FloatFormat) or self.symmetry is not Symmetry.ASYMMETRIC
+        return isinstance(self.format, FloatFormat) or self.symmetry not in (Symmetry.ASYMMETRIC, Symmetry.OFFSET)
 
     @property
     def qmin(self) -> int:
@@ -156,7 +183,8 @@ class QParams:
 
     Attributes:
         scale: float32, one per channel or group, positive; of either sign for `Symmetry.SIGN_AWARE`.
-        zero_point: int32, the shape of `scale`; all zero for a float format.
+        zero_point: int32, the shape of `scale`; all zero for a float format. For `Symmetry.OFFSET`, in float32, what
+            code 0 stands for.
     """
 
     scale: Tensor
@@ -204,6 +232,8 @@ def affine_qparams(low: Tensor, high: Tensor, scheme: Scheme) -> QParams:
     steps = scheme.qmax - scheme.qmin
     ideal = (high - low) / steps
     scale = constrain_scale(ideal, scheme.scale_type)
+    if scheme.symmetry is Symmetry.OFFSET:
+        return QParams(scale, constrain_offset(low, scheme.scale_type))
     # A float32 scale is the ideal one but for rounding, which must not decide a zero point that lies on a tie.
     exact = (scheme.scale_type is ScaleType.FLOAT32) & (ideal >= torch.finfo(torch.float32).tiny)
     zero_point = (scheme.qmin - low / torch.where(exact, ideal, scale.double())).round().clamp(scheme.qmin, scheme.qmax)
@@ -228,7 +258,8 @@ def symmetric_qparams(amax: Tensor, scheme: Scheme, high: Tensor | None = None) 
 def constrain_scale(ideal: Tensor, scale_type: ScaleType, global_scale: Tensor | float | None = None) -> Tensor:
     """Return the float32 scale of kind `scale_type` for an `ideal` one (float64, non-negative).
 
-    A scale too small for a normal float32 is that of a tensor of zeros, and becomes 1 (one global scale).
+    A scale too small for a normal float32 is that of a tensor of zeros, and becomes 1 (one global scale). Those of two
+    levels are left for `two_levels` to round, and such a one becomes the smallest, not the largest of its group.
 
     Args:
         ideal: any shape.
@@ -242,7 +273,8 @@ def constrain_scale(ideal: Tensor, scale_type: ScaleType, global_scale: Tensor |
     if scale_type.is_e8m0:
         scale = torch.where(ideal == 0, 1.0, ideal.clamp(2.0**-127, 2.0**127))
     else:
-        scale = torch.where(ideal < torch.finfo(torch.float32).tiny, 1.0, ideal)
+        smallest = torch.finfo(torch.float32).tiny
+        scale = torch.where(ideal < smallest, 1.0 if scale_type.multiples is None else smallest, ideal)
     if scale_type is ScaleType.POWER_OF_TWO or scale_type.is_e8m0:
         mantissa, exponent = torch.frexp(scale)
         scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).to(exponent.dtype))
@@ -250,6 +282,14 @@ def constrain_scale(ideal: Tensor, scale_type: ScaleType, global_scale: Tensor |
         half = torch.finfo(torch.float16)
         scale = scale.clamp(half.smallest_normal, half.max).half().double()
     return scale.float()
+
+
+def constrain_offset(ideal: Tensor, scale_type: ScaleType) -> Tensor:
+    """Return the float32 offset of kind `scale_type` nearest to an `ideal` one (float64); of two levels, the first."""
+    if scale_type is ScaleType.FLOAT16:
+        largest = torch.finfo(torch.float16).max
+        ideal = ideal.clamp(-largest, largest).half()
+    return ideal.float()
 
 
 def allowed_scales(scale: Tensor, scale_type: ScaleType) -> Callable[[Tensor], Tensor]:

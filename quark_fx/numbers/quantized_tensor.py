@@ -33,12 +33,13 @@ def decode(codes: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, ou
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """Codes with their scales: `(codes - zero_point) * scale`.
+    """Codes with their scales: `(codes - zero_point) * scale`, or `codes * scale + offset`.
 
     Attributes:
         codes: in the format's dtype (sub-byte codes in one byte each), any shape.
         scale: of shape `layout.scale_shape`.
-        zero_point: whole numbers of the shape of `scale`, or `()`; zero for floats.
+        zero_point: of the shape of `scale`, or `()`. Whole numbers, in an integer dtype, zero for floats; or, in
+            float32, offsets: what code 0 stands for (`Symmetry.OFFSET`).
         format: of the codes.
         layout: which scale belongs to which code.
     """
@@ -88,8 +89,21 @@ class QuantizedTensor:
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether every zero point is zero."""
-        return self.is_float or not bool(self.zero_point.any())
+        """Whether every zero point is zero, and no offset."""
+        return self.is_float or not (self.has_offsets or bool(self.zero_point.any()))
+
+    @property
+    def has_offsets(self) -> bool:
+        """Whether code 0 stands for a number of its own, which `zero_point` holds."""
+        return self.zero_point.is_floating_point()
+
+    @property
+    def points(self) -> Tensor:
+        """The zero points, float32, in steps: that of an offset may lie between codes.
+
+        What they make of codes is what the tensor stands for but for float32 rounding.
+        """
+        return -self.zero_point / self.scale if self.has_offsets else self.zero_point.float()
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return what the codes stand for, computed in float32."""
@@ -101,8 +115,10 @@ class QuantizedTensor:
 
     def decoded(self) -> Tensor:
         """Return what the codes stand for, float32, all at once: `dequantize` does it in pieces."""
-        zero_point = None if self.is_float else self.layout.spread(self.zero_point)
-        return decode(self.codes.to(torch.float32), self.layout.spread(self.scale), zero_point)
+        codes, scale = self.codes.to(torch.float32), self.layout.spread(self.scale)
+        if self.has_offsets:
+            return decode(codes, scale).add_(self.layout.spread(self.zero_point))
+        return decode(codes, scale, None if self.is_float else self.layout.spread(self.zero_point))
 
     def pieces(self) -> Iterator[tuple[slice | EllipsisType, QuantizedTensor]]:
         """Yield some rows (of dimension 0) at a time, as an index and what they are quantized to."""
@@ -123,8 +139,8 @@ class QuantizedTensor:
         return replace(self, **parts)
 
     def signed(self) -> QuantizedTensor:
-        """Return the same values in codes of the signed format of as many bits."""
-        if not isinstance(self.format, IntFormat) or self.format.signed:
+        """Return the same values in codes of the signed format of as many bits; what has offsets, as it is."""
+        if not isinstance(self.format, IntFormat) or self.format.signed or self.has_offsets:
             return self
         half, bits = 1 << (self.format.bits - 1), self.format.bits
         codes = self.codes.to(torch.int16 if bits <= 8 else torch.int32) - half

@@ -1,4 +1,4 @@
-"""Shrink scales to where rounding to nearest changes the outputs of operators least."""
+"""Fit scales to where rounding to nearest changes the outputs of operators least."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from quark_fx.engine.sizes import Matrices
 from quark_fx.solvers.error_feedback import at_once, working_bytes
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
+from quark_fx.solvers.range_search import fit_ranges
 from quark_fx.solvers.scale_search import fit_scales
 from quark_fx.solvers.solver import Proposal, Skip, Solver, solver
 
@@ -19,24 +20,34 @@ from quark_fx.solvers.solver import Proposal, Skip, Solver, solver
 class FitScales(Solver):
     """Shrink each scale of a weight to the one that rounding to nearest changes its operator's output least at.
 
-    After `AWQ` this is the clip search of that paper; `GPTQ(fit_scales=True)` begins with it. Every operator sees
-    inputs that everything before it, quantized, makes of the data, in one forward pass over it. Scales per tensor,
-    powers of two and those of sub-groups stay, and so does what is no better on validation data.
+    After `AWQ` this is the clip search of that paper; `GPTQ(fit_scales=True)` begins with it. Scales with offsets and
+    those of two levels (`quark_fx.gguf_types`) are fitted by least squares instead, inputs weighted by the mean of
+    their squares: llama.cpp's importance matrix. Every operator sees inputs that everything before it, quantized, makes
+    of the data, in one forward pass over it. Scales per tensor, powers of two and those of blocks with microexponents
+    stay, and so does what is no better on validation data.
 
     Source:
-        Lin et al. 2024 (AWQ), the clip search of its reference code, with the sum over tokens taken beforehand.
+        Lin et al. 2024 (AWQ), the clip search of its reference code, with the sum over tokens taken beforehand;
+        `fit_ranges` for offsets.
     """
 
     def solve(self, weight: QuantizedMatrix, seen: Hessian) -> Proposal | Skip:
         """Fit the scales and round to nearest."""
         if weight.columns is None:
-            return Skip("its scales are not free to change")
+            return self._with_ranges(weight, seen)
         columns, allowed = weight.columns, weight.allowed
         ratio = [
             fit_scales(weight.real[some].float(), seen.h[some], weight.grid(some), columns, allowed)
             for some in at_once(seen.h)
         ]
         return Proposal(weight.with_scales(torch.cat(ratio)).nearest())
+
+    def _with_ranges(self, weight: QuantizedMatrix, seen: Hessian) -> Proposal | Skip:
+        if weight.ranged_columns is None:
+            return Skip("its scales are not free to change")
+        importance = seen.h.diagonal(dim1=-2, dim2=-1)
+        found = fit_ranges(weight.real, importance, weight.scheme, weight.ranged_columns)
+        return Proposal(weight.with_ranges(*found).nearest())
 
     def working_bytes(self, matrices: Matrices) -> int:
         """Return the bytes of a piece of a weight at work."""

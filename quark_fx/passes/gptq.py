@@ -8,7 +8,7 @@ from typing import Annotated
 
 from quark_fx.engine.sizes import Matrices
 from quark_fx.solvers.error_feedback import working_bytes
-from quark_fx.solvers.feedback import fitted_to_feedback, rounded_with_feedback
+from quark_fx.solvers.feedback import can_fit, fitted_to_feedback, rounded_with_feedback
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.solver import InputHessian, Proposal, Solver, solver
@@ -58,7 +58,7 @@ class GPTQ(Solver):
         """Round the weight with error feedback."""
         factors = partial(seen.factors, damping=self.damping, by_activation=self.by_activation)
         target = seen.target(weight.real, self.asymmetry, factors())
-        fits = self.fit_scales and weight.columns is not None
+        fits = self.fit_scales and can_fit(weight)
         if fits:
             weight = fitted_to_feedback(weight, target, factors())
         weight, damping = rounded_with_feedback(weight, target, factors())

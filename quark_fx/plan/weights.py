@@ -13,8 +13,18 @@ from quark_fx.config.quant_config import Granularity, TensorSpec
 from quark_fx.graph.linear import Linear
 from quark_fx.numbers.formats import IntFormat
 from quark_fx.numbers.ops import encode, spread
-from quark_fx.numbers.qparams import QParams, ScaleType, Scheme, constrain_scale, global_scale_of, share_scale
+from quark_fx.numbers.qparams import (
+    QParams,
+    ScaleType,
+    Scheme,
+    Symmetry,
+    constrain_offset,
+    constrain_scale,
+    global_scale_of,
+    share_scale,
+)
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.numbers.two_levels import two_levels
 from quark_fx.plan.pair_sums import PairBound
 
 _ROWS_AT_ONCE = 8192
@@ -30,6 +40,8 @@ def stored_bytes(tensor: QuantizedTensor, spec: TensorSpec) -> int:
     total = (tensor.codes.numel() * spec.format.bits + 7) // 8
     if spec.is_cast:
         return total
+    if tensor.has_offsets:
+        return total + 2 * _scale_bytes(tensor, spec)
     stored = isinstance(spec.format, IntFormat) and not spec.scheme.symmetric
     points = (tensor.zero_point.numel() * spec.format.bits + 7) // 8 if stored else 0
     return total + _scale_bytes(tensor, spec) + points
@@ -40,6 +52,8 @@ def _scale_bytes(tensor: QuantizedTensor, spec: TensorSpec) -> int:
     if spec.sub_group_size and spec.group_size and tensor.axis is not None:
         blocks = tensor.scale.shape[tensor.axis]
         groups = count // blocks * -(-tensor.codes.shape[tensor.axis] // spec.group_size)
+        if spec.scale_type.multiples is not None:
+            return 2 * groups + (count * spec.scale_type.bits + 7) // 8
         return groups + (count + 7) // 8  # a byte per group, and a bit per sub-group
     return count * spec.scale_type.bits // 8 + 4 * (spec.scale_type is ScaleType.FP8_E4M3)
 
@@ -180,7 +194,9 @@ def _observed(x: Tensor, spec: TensorSpec, axis: int | None, block: int, amax: T
     observe = partial(_row_qparams, spec=spec, scheme=scheme)
     if block:
         qparams = _block_qparams(x, observe, axis or 0, block)
-        if spec.sub_group_size and spec.group_size:
+        if spec.scale_type.multiples is not None:
+            qparams = storable(qparams, spec, axis or 0)
+        elif spec.sub_group_size and spec.group_size:
             group = spread(
                 _block_qparams(x, observe, axis or 0, spec.group_size).scale,
                 qparams.scale,
@@ -194,6 +210,25 @@ def _observed(x: Tensor, spec: TensorSpec, axis: int | None, block: int, amax: T
         if axis is None:
             qparams = QParams(qparams.scale.reshape(()), qparams.zero_point.reshape(()))
     return qparams
+
+
+def storable(qparams: QParams, spec: TensorSpec, axis: int) -> QParams:
+    """Return scales of groups, and offsets, rounded to ones that can be stored.
+
+    Args:
+        qparams: with ideal scales, float32, as the granularity shapes them.
+        spec: of the weight, with scales in float or of two levels.
+        axis: dimension that groups lie along.
+    """
+    if spec.scale_type.multiples is not None:
+        assert spec.group_size is not None
+        assert spec.sub_group_size is not None
+        return two_levels(qparams, spec.scale_type, axis, spec.group_size // spec.sub_group_size)
+    scale, zero_point = qparams.scale, qparams.zero_point
+    scale = constrain_scale(scale.abs().double(), spec.scale_type).copysign(scale)
+    if spec.symmetry is Symmetry.OFFSET:
+        zero_point = constrain_offset(zero_point.double(), spec.scale_type)
+    return QParams(scale, zero_point)
 
 
 def _layout(x: Tensor, spec: TensorSpec, output_axis: int, input_axis: int, stacked: bool) -> tuple[int | None, int]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quark_fx.solvers.error_feedback import Factor, made_up_for, round_with_feedback
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
+from quark_fx.solvers.range_search import fit_ranges
 from quark_fx.solvers.scale_search import fit_scales_to_feedback
 
 Factors = Iterable[tuple[slice, Factor]]
@@ -33,14 +34,31 @@ def rounded_with_feedback(weight: QuantizedMatrix, target: Tensor, factors: Fact
 def fitted_to_feedback(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> QuantizedMatrix:
     """Return `weight` with the scales that `rounded_with_feedback` is expected to lose least with.
 
-    Its scales have to be free to change: `weight.columns` is not `None`.
+    Its scales have to be free to change, one by one or with offsets: `can_fit`. Those with offsets, or of two levels,
+    are fitted to the weights by the curvature of each input.
     """
+    if weight.columns is None:
+        return _fitted_ranges(weight, target, factors)
     columns, allowed, ratio = weight.columns, weight.allowed, []
-    assert columns is not None
     for matrices, found in factors:
         grid, real = weight.grid(matrices), target[matrices].float()
         ratio.append(fit_scales_to_feedback(real, found, grid, columns, allowed))
     return weight.with_scales(torch.cat(ratio))
+
+
+def can_fit(weight: QuantizedMatrix) -> bool:
+    """Tell whether `fitted_to_feedback` takes a weight."""
+    return weight.columns is not None or weight.ranged_columns is not None
+
+
+def _fitted_ranges(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> QuantizedMatrix:
+    columns, found = weight.ranged_columns, []
+    assert columns is not None
+    for matrices, factor in factors:
+        curvature = torch.empty_like(factor.curvature).scatter_(-1, factor.order, factor.curvature)
+        found.append(fit_ranges(target[matrices].float(), curvature, weight.scheme, columns))
+    scale, offset = zip(*found, strict=True)
+    return weight.with_ranges(torch.cat(scale), None if offset[0] is None else torch.cat(offset))
 
 
 def compensated(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> Tensor:
@@ -52,4 +70,4 @@ def compensated(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> Te
     return wanted
 
 
-__all__ = ["Factors", "compensated", "fitted_to_feedback", "rounded_with_feedback"]
+__all__ = ["Factors", "can_fit", "compensated", "fitted_to_feedback", "rounded_with_feedback"]

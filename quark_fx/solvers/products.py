@@ -38,10 +38,11 @@ class Part(OperatorPlace):
         """The weight as it is quantized now."""
         weight, module = self.weight, self.run.module
         stored, real, storable = weight.stored(module), self.mapping.matrix(self.real), partial(weight.storable, module)
-        return QuantizedMatrix(weight.name, real, stored, weight.scheme, self.mapping, weight.movable(module), storable)
+        movable, ranges = weight.movable(module), weight.storable_ranges(module)
+        return QuantizedMatrix(weight.name, real, stored, weight.scheme, self.mapping, movable, storable, ranges)
 
     def tensors(self, new: QuantizedMatrix) -> dict[str, Tensor]:
-        """Return the codes and scales that are new; an int32 bias follows its scales.
+        """Return the codes, scales and offsets that are new; an int32 bias follows its scales.
 
         Raises:
             OverflowError: if that bias does not fit its type at the new scales.
@@ -51,6 +52,8 @@ class Part(OperatorPlace):
             found[weight.scale_name] = new.stored.scale
             if (bias := weight.int32_bias) is not None:
                 found |= bias.rescaled(self.run.module, new.stored.scale / old.scale)
+        if new.stored.zero_point is not old.zero_point:
+            found[weight.zero_point_name] = new.stored.zero_point
         if new.stored.codes is not old.codes:
             found[weight.codes] = new.stored.codes
         return found

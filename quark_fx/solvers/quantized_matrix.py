@@ -11,7 +11,7 @@ from torch import Tensor
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.numbers.grid import FreeScales, Grid
 from quark_fx.numbers.layout import Columns
-from quark_fx.numbers.qparams import Scheme, allowed_scales
+from quark_fx.numbers.qparams import QParams, Scheme, allowed_scales
 from quark_fx.numbers.quantized_tensor import QuantizedTensor, decode
 
 _AT_ONCE = 1 << 21
@@ -33,6 +33,8 @@ class QuantizedMatrix:
         mapping: how the operator multiplies.
         movable: scales may change, one by one.
         storable: makes codes those that the target can store (`Coded.pairs`), in the shape of `stored`.
+        ranges: rounds scales that have offsets, or two levels, to ones that can be stored, in the shape of those of
+            `stored`; `None` for other scales.
     """
 
     name: str
@@ -42,6 +44,7 @@ class QuantizedMatrix:
     mapping: LinearMap
     movable: bool
     storable: Callable[[Tensor], Tensor]
+    ranges: Callable[[QParams], QParams] | None = None
 
     @property
     def codes(self) -> Tensor:
@@ -79,6 +82,22 @@ class QuantizedMatrix:
         scales = FreeScales(self.stored.scale, self.stored.layout, self.scheme.scale_type)
         scale = scales.times(scales.layout.restore(ratio, self.mapping))
         return replace(self, stored=replace(self.stored, scale=scale))
+
+    @property
+    def ranged_columns(self) -> Columns | None:
+        """Which inputs share a scale and an offset, in the order of `with_ranges`; `None` if it takes none."""
+        return None if self.ranges is None else self.stored.layout.columns(self.mapping)
+
+    def with_ranges(self, scale: Tensor, offset: Tensor | None) -> QuantizedMatrix:
+        """Return it with other scales, and offsets if it has them, rounded to ones that can be stored.
+
+        Shapes are (groups, outputs, scales of a row).
+        """
+        assert self.ranges is not None
+        old, layout = self.stored, self.stored.layout
+        zero_point = old.zero_point if offset is None else layout.restore(offset, self.mapping)
+        found = self.ranges(QParams(layout.restore(scale, self.mapping), zero_point))
+        return replace(self, stored=replace(old, scale=found.scale, zero_point=found.zero_point))
 
     def nearest(self) -> QuantizedMatrix:
         """Return it with the float weight rounded to nearest."""

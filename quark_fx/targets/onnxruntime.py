@@ -38,7 +38,12 @@ def _groups_with_zero_points(spec: TensorSpec, operand: Operand) -> bool:
     return operand is not Operand.WEIGHT and spec.group_size is not None and not spec.scheme.symmetric
 
 
+def _has_offsets(spec: TensorSpec, operand: Operand) -> bool:
+    return spec.symmetry is Symmetry.OFFSET
+
+
 ONNX_TYPES = (
+    Refusal(_has_offsets, "offsets between codes have no place in ONNX; set symmetry='asymmetric', or target='torch'"),
     Refusal(_has_no_type, "{spec.format} has no ONNX type; use 2 to 8 or 16 bits, or target='torch'"),
     Refusal(
         _measures_lone_8_bit_scales,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import quark_fx as qfx
 from quark_fx.config.block_formats import MX9, MXFP4, MXINT8, NVFP4
+from quark_fx.config.gguf_types import GGUF_TYPES
 from quark_fx.config.quant_config import INHERIT, Granularity, Override, QuantConfig, Target, TensorSpec, matches
 from quark_fx.errors import ConfigError
 from quark_fx.numbers.formats import (
@@ -82,6 +83,8 @@ def specs(draw: st.DrawFn, *, weight: bool = False, target: Target = Target.ONNX
         narrow = draw(st.sampled_from([INT8, UINT8]))
         return TensorSpec(format=narrow, symmetry=symmetry, scale_type=ScaleType.POWER_OF_TWO)
     any_format, onnx = FORMATS.values(), target in (Target.ONNX, Target.ONNX_VNNI)
+    if weight and not onnx and draw(st.booleans()):
+        return draw(st.sampled_from(list(GGUF_TYPES.values())))
     held = [f for f in any_format if f.bits in (4, 8, 16) and str(f) not in ("sm8", "fp4_e2m1")]
     in_blocks = draw(st.booleans())
     if onnx and (weight or in_blocks):
@@ -94,9 +97,11 @@ def specs(draw: st.DrawFn, *, weight: bool = False, target: Target = Target.ONNX
     options: dict[str, Any] = {"format": fmt}
     if str(fmt)[:2] != "fp":
         signed = weight and str(fmt).startswith("int")
-        symmetries = [symmetry for symmetry in Symmetry if signed or symmetry is not Symmetry.SIGN_AWARE]
+        symmetries = [Symmetry.ASYMMETRIC, Symmetry.SYMMETRIC, Symmetry.SYMMETRIC_FULL]
+        symmetries += [Symmetry.SIGN_AWARE] * signed
         options["symmetry"] = draw(st.sampled_from([None, *symmetries]))
-    options["scale_type"] = draw(st.sampled_from([kind for kind in ScaleType if not kind.is_8_bit]))
+    kinds = [kind for kind in ScaleType if not kind.is_8_bit and kind.multiples is None]
+    options["scale_type"] = draw(st.sampled_from(kinds))
     if options["scale_type"] is ScaleType.POWER_OF_TWO and draw(st.booleans()):
         options["observer"] = draw(st.sampled_from([NonOverflow(), PowerOfTwoMinMse(mode="most_common")]))
     else:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,17 +13,20 @@ import transformers
 from test_huggingface import FLOAT_ENDS, llama, logits, quantized
 from tiny import quantize, rand, seeded
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from torch import nn
+from torch import Tensor, nn
 
 import quark_fx as qfx
-from quark_fx.config.quant_config import Granularity, QuantConfig, Target, TensorSpec
-from quark_fx.errors import ExportError
-from quark_fx.export.checkpoints.to_gguf import blocks
+from quark_fx.config.quant_config import Granularity, Override, QuantConfig, Target, TensorSpec
+from quark_fx.errors import ConfigError, ExportError
+from quark_fx.export.checkpoints.gguf_blocks import blocks
 from quark_fx.export.packing import matrix_of
 from quark_fx.model.constants import Constant
+from quark_fx.numbers import ops
 from quark_fx.numbers.formats import FP8_E4M3, INT3, INT4, INT8, UINT4, UINT8, Format
-from quark_fx.numbers.qparams import ScaleType, Symmetry
+from quark_fx.numbers.qparams import QParams, ScaleType, Symmetry
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.passes import FitScales
+from quark_fx.plan.weights import quantize_tensor
 from quark_fx.presets import INT8_DYNAMIC
 
 package = pytest.importorskip("gguf")
@@ -114,6 +119,106 @@ def test_blocks_are_what_the_package_dequantizes(weight: TensorSpec) -> None:
     assert (torch.from_numpy(found) - matrix.dequantize()).abs().max() <= bound
 
 
+@pytest.mark.parametrize("name", qfx.gguf_types.GGUF_TYPES)
+def test_the_package_reads_the_values_of_every_type_bit_for_bit(name: str) -> None:
+    kind, x = qfx.gguf_types.GGUF_TYPES[name], rand(24, 768)
+    x[3, 32:64], x[4], x[5, :256], x[6, :16] = 0, 0, 1e-9, 20.0
+    stored = quantize_tensor(x, kind)
+    if name.endswith("_K"):  # values of the outer bits of every field
+        spread = torch.arange(24 * stored.scale.shape[1]).reshape(24, -1) % 61 + 1.0
+        low = 0 if stored.has_offsets else 30
+        limit = (kind.scale_type.multiples or INT8).qmax
+        unit = 1025 * 2.0**-19  # of all bits of a float16
+        scale = (spread - low).clamp(-limit, limit) * unit
+        scale = torch.where(scale == 0, unit, scale)
+        zero = -spread.flip(1).clamp(max=limit) * 4 * unit if stored.has_offsets else stored.zero_point
+        stored = replace(stored, scale=scale, zero_point=zero)
+        stored = replace(stored, codes=ops.encode(x, QParams(scale, zero), kind.scheme, 1, stored.block_size))
+    matrix = matrix_of(Constant(("",), stored, torch.float32))
+    data, found = blocks(matrix)
+    assert found == name
+    assert data.numel() == sum(package.quant_shape_to_byte_shape(x.shape, package.GGMLQuantizationType[name])[1:]) * 24
+    read = package.quants.dequantize(data.numpy(), package.GGMLQuantizationType[name])
+    assert torch.equal(torch.from_numpy(read), stored.dequantize())
+    assert len(stored.codes.unique()) > 0.9 * 2**kind.format.bits
+
+
+def tied_model() -> Any:
+    """Return a model whose rows K-quants divide, with the embedding for its head."""
+    sizes = {**SMALL, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+    return seeded(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=True)))
+
+
+def test_a_mixed_file_holds_the_weights_of_the_graph(tmp_path: Path) -> None:
+    """The tied embedding is one tensor; transformers computes what the graph does with what it reads."""
+    types = qfx.gguf_types
+    config = QuantConfig(
+        weight=types.Q4_K,
+        overrides=(
+            Override(pattern="op:embedding", weight=types.Q6_K),
+            Override(pattern="op:head", weight=types.Q6_K),
+            Override(pattern="*.v_proj", weight=types.Q5_K),
+            Override(pattern="*.o_proj", weight=types.Q5_1),
+        ),
+        passes=(FitScales(),),
+        target=Target.TORCH,
+    )
+    qmodel = quantized(config, tied_model())
+    path = qfx.export.gguf(qmodel, tmp_path / "model.gguf")
+    tensors = {t.name: t for t in package.GGUFReader(path).tensors}
+    kinds = {name: t.tensor_type.name for name, t in tensors.items() if len(t.shape) > 1}
+    assert kinds == {
+        "token_embd.weight": "Q6_K",
+        **{f"blk.0.{name}.weight": "Q4_K" for name in ("attn_q", "attn_k", "ffn_gate", "ffn_up", "ffn_down")},
+        "blk.0.attn_v.weight": "Q5_K",
+        "blk.0.attn_output.weight": "Q5_1",
+    }
+    layer = qmodel.eager().get_submodule("model.layers.0")
+    names = {"attn_v": "self_attn.v_proj", "ffn_down": "mlp.down_proj", "attn_output": "self_attn.o_proj"}
+    for theirs, ours in names.items():
+        stored = tensors[f"blk.0.{theirs}.weight"]
+        read = torch.from_numpy(package.quants.dequantize(stored.data, stored.tensor_type))
+        assert torch.equal(read, cast(Tensor, layer.get_submodule(ours).weight))
+    torch.testing.assert_close(logits(load(path)), logits(qmodel), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (qfx.gguf_types.Q4_K, "Q4_K has blocks of 256 inputs, which do not divide 64; use Q5_0"),
+        (qfx.gguf_types.Q6_K, "Q6_K has blocks of 256 inputs, which do not divide 64; use Q8_0"),
+        (qfx.gguf_types.Q4_1.replace(scale_type=ScaleType.FLOAT32), "Q4_K has blocks of 256 inputs"),
+    ],
+)
+def test_rows_that_no_block_divides_are_refused_with_what_takes_them(
+    weight: TensorSpec, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ExportError, match=message):
+        qfx.export.gguf(quantized(config(weight)), tmp_path / "model.gguf")
+
+
+def test_other_files_have_no_place_for_offsets(tmp_path: Path) -> None:
+    qmodel = quantized(config(qfx.gguf_types.Q4_1))
+    for form in ("compressed-tensors", "gptq", "awq"):
+        with pytest.raises(ExportError, match=r"zero points of weights|offsets lie between codes"):
+            qfx.export.huggingface(qmodel, tmp_path / form, format=form)
+    with pytest.raises(ExportError, match="uint4 with offsets between codes"):
+        qfx.export.onnx(qmodel, tmp_path / "model.onnx")
+    with pytest.raises(ExportError, match="offsets between codes"):
+        qfx.export.pt2e(qmodel)
+    with pytest.raises(ConfigError, match="offsets between codes have no place in ONNX"):
+        QuantConfig(weight=qfx.gguf_types.Q4_1)
+
+
+def test_compiled_products_take_offsets() -> None:
+    weight = qfx.gguf_types.Q4_1.replace(group_size=16)
+    qmodel = quantize(seeded(nn.Linear(32, 8)), QuantConfig(weight=weight, target=Target.TORCH), [rand(4, 32)])
+    graph = qmodel.compile().graph_module  # before torch.compile, which is not asked
+    assert any("code_product" in str(node.target) for node in graph.graph.nodes)
+    (found,) = graph(rand(4, 32))
+    torch.testing.assert_close(found, qmodel(rand(4, 32)), rtol=1e-4, atol=1e-5)
+
+
 def test_a_tokenizer_goes_into_the_file(tmp_path: Path) -> None:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -134,9 +239,9 @@ def test_a_tokenizer_goes_into_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        (spec(INT3), "GGUF holds int4, uint4 and int8"),
-        (spec(UINT8), "GGUF holds int4, uint4 and int8"),
-        (TensorSpec(format=FP8_E4M3, granularity=Granularity.CHANNEL), "GGUF holds int4, uint4 and int8"),
+        (spec(INT3), "GGUF holds int4, int5, int8"),
+        (spec(UINT8), "GGUF holds int4, int5, int8"),
+        (TensorSpec(format=FP8_E4M3, granularity=Granularity.CHANNEL), "GGUF holds int4, int5, int8"),
         (spec(INT4, 16), "blocks have 32 inputs, which do not divide a group of 16"),
     ],
 )
@@ -179,3 +284,36 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert path.read_bytes() == b"old"
     assert qfx.export.gguf(qmodel, path) == path
     assert list(tmp_path.iterdir()) == [path]
+
+
+def of_weight(config: QuantConfig, name: str) -> TensorSpec | None:
+    """Return the spec of a module's weight."""
+    found = [o.weight for o in config.overrides if fnmatch(name, o.pattern)]
+    return cast("TensorSpec | None", found[-1] if found else config.weight)
+
+
+def test_the_mixture_is_llama_cpps() -> None:
+    """The types are those `llama_tensor_get_type_impl` chooses for 12 layers with rows of 256 and 96."""
+    sizes = {**SMALL, "hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 12}
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+        small = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**{**sizes, "hidden_size": 40, "num_attention_heads": 2}, tie_word_embeddings=True)
+        )
+    types, layers = qfx.gguf_types, [f"model.layers.{i}" for i in range(12)]
+    found = types.mixed(model, "Q4_K_M")
+    more = [i in (0, 3, 6, 9, 10, 11) for i in range(12)]
+    values = [of_weight(found, f"{layer}.self_attn.v_proj") for layer in layers]
+    assert values == [types.Q6_K if wide else types.Q4_K for wide in more]
+    down = [of_weight(found, f"{layer}.mlp.down_proj") for layer in layers]
+    assert down == [types.Q8_0 if wide else types.Q5_0 for wide in more]
+    assert of_weight(found, "model.layers.3.self_attn.q_proj") == types.Q4_K
+    assert of_weight(found, "model.embed_tokens") == types.Q4_K
+    assert of_weight(found, "lm_head") == types.Q6_K
+    larger = types.mixed(model, "Q5_K_M")
+    assert of_weight(larger, "model.layers.1.mlp.down_proj") == types.Q5_1
+    assert of_weight(larger, "model.layers.1.mlp.up_proj") == types.Q5_K
+    tied = types.mixed(small, "Q4_K_M")
+    assert of_weight(tied, "model.layers.0.self_attn.q_proj") is of_weight(tied, "model.embed_tokens") is None
+    assert of_weight(tied, "model.layers.1.mlp.down_proj") == types.Q5_0
+    assert of_weight(types.mixed(tied_model(), "Q4_K_M"), "model.embed_tokens") == types.Q6_K

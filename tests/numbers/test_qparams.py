@@ -18,7 +18,7 @@ from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry, affine_qparams
 
 NUMPY = {name: np.dtype(name) for name in ("int8", "uint8", "int16", "uint16")}
 NARROW = (Symmetry.ASYMMETRIC, Symmetry.SYMMETRIC)
-POSITIVE = tuple(symmetry for symmetry in Symmetry if symmetry is not Symmetry.SIGN_AWARE)
+POSITIVE = tuple(symmetry for symmetry in Symmetry if symmetry not in (Symmetry.SIGN_AWARE, Symmetry.OFFSET))
 bounds = st.floats(-(2.0**100), 2.0**100, width=32)
 TINY = float(torch.finfo(torch.float32).tiny)
 
@@ -117,7 +117,7 @@ def test_a_bound_that_is_not_finite_is_refused(bad: float, position: int, device
 @on_devices
 @pytest.mark.parametrize("name", [n for n in FORMATS if n != "uint32"])  # refused by `TensorSpec`
 @pytest.mark.parametrize("symmetry", POSITIVE)
-@pytest.mark.parametrize("scale_type", ScaleType)
+@pytest.mark.parametrize("scale_type", [kind for kind in ScaleType if kind.multiples is None])
 def test_the_range_of_zero_alone_has_scale_one(
     name: str, symmetry: Symmetry, scale_type: ScaleType, device: torch.device
 ) -> None:
@@ -182,7 +182,8 @@ def test_parameters_have_the_shape_and_device_of_the_range(device: torch.device)
     for symmetry in Symmetry:
         p = affine_qparams(low, high, Scheme(format=FORMATS["int8"], symmetry=symmetry))
         assert p.scale.shape == p.zero_point.shape == (2, 3)
-        assert (p.scale.dtype, p.zero_point.dtype) == (torch.float32, torch.int32)
+        point = torch.float32 if symmetry is Symmetry.OFFSET else torch.int32
+        assert (p.scale.dtype, p.zero_point.dtype) == (torch.float32, point)
         assert p.scale.device.type == p.zero_point.device.type == device.type
 
 

@@ -14,15 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from quark_fx.errors import ExportError
+from quark_fx.export.checkpoints.gguf_blocks import blocks
 from quark_fx.export.checkpoints.values import Checkpoint, Layer, refuse_caches, take_apart, unholdable
-from quark_fx.export.packing import group_size, half_scales, unsigned
 from quark_fx.model.quantized_model import QuantizedModel
-from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.system.isolation import isolated
 from quark_fx.system.options import checked_call
-
-_BLOCK = 32
-"""Inputs that share a scale in every type that is written."""
 
 Array = np.ndarray[Any, Any]
 
@@ -32,10 +28,11 @@ Array = np.ndarray[Any, Any]
 def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, model: nn.Module | None = None) -> Path:
     """Write `qmodel`, made of a Hugging Face language model, as a GGUF file.
 
-    Weights of 4 bits become Q4_0, or Q4_1 with zero points, those of 8 bits Q8_0: blocks of 32 inputs with a float16
-    scale, so that groups are 32 or a multiple, or the whole row. Everything else is stored in float32. Names of tensors
-    are those of the `gguf` package; what readers do to a tensor (llama.cpp keeps the rows of queries and keys in
-    another order) is what transformers' reader does, undone.
+    Weights in one of `quark_fx.gguf_types` are stored as that type, and llama.cpp reads the values that `qmodel`
+    computes with. Other weights of 4 bits become Q4_0, or Q4_1 with zero points, those of 5 bits Q5_0 or Q5_1, those of
+    8 bits Q8_0: blocks of 32 inputs with a float16 scale, so that groups are 32 or a multiple, or the whole row.
+    Everything else is stored in float32. Names of tensors are those of the `gguf` package; what readers do to a tensor
+    (llama.cpp keeps the rows of queries and keys in another order) is what transformers' reader does, undone.
 
     Args:
         qmodel: from `quantize`. Scales that float16 does not hold are rounded to it; `scale_type="float16"` is exact.
@@ -60,7 +57,7 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
         raise ExportError("GGUF export needs the package gguf: pip install 'quark_fx[hf]'") from error
     checkpoint = take_apart(qmodel, model)
     refuse_caches(checkpoint, "GGUF")
-    reader = _Reader.of(checkpoint.shell, package)
+    reader = Reader.of(checkpoint.shell, package)
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
     try:
@@ -85,7 +82,7 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
 
 
 @dataclass(frozen=True)
-class _Reader:
+class Reader:
     """What transformers' reader of GGUF knows of an architecture.
 
     Attributes:
@@ -103,7 +100,7 @@ class _Reader:
     processor: Any
 
     @classmethod
-    def of(cls, model: Any, package: Any) -> _Reader:
+    def of(cls, model: Any, package: Any) -> Reader:
         """Look the model's architecture up.
 
         Raises:
@@ -173,12 +170,13 @@ def _plain(name: str) -> str:
     return name.removesuffix("_text").replace("-", "").replace("_", "")
 
 
-def _tensors(checkpoint: Checkpoint, reader: _Reader, package: Any) -> dict[str, tuple[Array, Any]]:
+def _tensors(checkpoint: Checkpoint, reader: Reader, package: Any) -> dict[str, tuple[Array, Any]]:
     """Return data and type of every tensor by its name in the file, or one error about all that has no place."""
     layers = {f"{layer.name}.weight": layer for layer in checkpoint.layers}
     names = {theirs: ours for ours, theirs in reader.names.items()}
     tied = checkpoint.shell.config.tie_word_embeddings
-    skipped = set(checkpoint.shell._tied_weights_keys or ()) if tied else set()
+    repeats = dict(checkpoint.shell._tied_weights_keys or {})
+    skipped = {theirs for theirs, first in repeats.items() if tied or _are_equal(layers, theirs, first)}
     tensors, errors = {}, dict[str, None]()
     for theirs in (*checkpoint.tensors, *layers):
         ours = names.get(theirs)
@@ -202,44 +200,19 @@ def _tensors(checkpoint: Checkpoint, reader: _Reader, package: Any) -> dict[str,
     return tensors
 
 
-def _quantized(layer: Layer, reader: _Reader, name: str, kinds: Any) -> tuple[Array, Any]:
+def _are_equal(layers: dict[str, Layer], one: str, other: str) -> bool:
+    """Tell whether two layers have the same codes: one tensor serves both."""
+    if not (one in layers and other in layers):
+        return False
+    a, b = layers[one].weight, layers[other].weight
+    return all(torch.equal(getattr(a, part), getattr(b, part)) for part in ("codes", "scale", "zero_point"))
+
+
+def _quantized(layer: Layer, reader: Reader, name: str, kinds: Any) -> tuple[Array, Any]:
     if layer.input is not None:
         raise ExportError("GGUF has no place for quantized activations")
     data, kind = blocks(layer.weight)
     return data[reader.rows(name, layer.weight.codes)].numpy(), kinds[kind]
-
-
-def blocks(weight: QuantizedTensor) -> tuple[Tensor, str]:
-    """Return the blocks of a weight, uint8 of shape (outputs, bytes), and the name of their type.
-
-    A block is its scale, for Q4_1 also its smallest value, both float16, and its codes: of 4 bits the first sixteen in
-    the lower halves of sixteen bytes.
-
-    Raises:
-        ExportError: if no type holds the weight.
-    """
-    inputs, bits = weight.codes.shape[1], weight.format.bits
-    group = group_size(weight) or inputs
-    if weight.is_float or bits not in (4, 8) or (bits == 8 and not weight.is_symmetric):
-        raise ExportError("GGUF holds int4, uint4 and int8 without zero points here")
-    if group % _BLOCK or inputs % group:
-        raise ExportError(f"blocks have {_BLOCK} inputs, which do not divide a group of {group}")
-    scale = half_scales(weight).repeat_interleave(group // _BLOCK, 1).unsqueeze(-1)
-    if bits == 8:
-        codes = weight.codes.unflatten(1, (-1, _BLOCK))
-        return _joined(scale, codes), "Q8_0"
-    codes, zeros = unsigned(weight)
-    low, high = codes.to(torch.uint8).unflatten(1, (-1, 2, _BLOCK // 2)).unbind(2)
-    halves = low | high << 4
-    if weight.is_symmetric:
-        return _joined(scale, halves), "Q4_0"
-    smallest = -zeros.repeat_interleave(group // _BLOCK, 1).unsqueeze(-1) * scale.float()
-    return _joined(scale, smallest.half(), halves), "Q4_1"
-
-
-def _joined(*parts: Tensor) -> Tensor:
-    """Return the bytes of the parts of each block, shape (outputs, bytes)."""
-    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1).flatten(1)
 
 
 def _add(writer: Any, package: Any, key: str, value: Any) -> None:
@@ -273,4 +246,4 @@ def _add_tokenizer(writer: Any, package: Any, tokenizer: Any, size: int) -> None
     special.add_to_gguf(writer, quiet=True)
 
 
-__all__ = ["blocks", "gguf"]
+__all__ = ["Reader", "gguf"]

@@ -275,6 +275,8 @@ def _require_onnx_types(gm: GraphModule, *, wide: bool) -> None:
             continue
         if fmt is not None and not has_onnx_type(fmt) and not _is_built(node, fmt):
             bad.append(f"  {fmt}: {describe(node)}")
+        elif target_name(node) == DEQUANTIZE and node.args[2].meta["val"].is_floating_point():
+            bad.append(f"  {fmt} with offsets between codes: {describe(node)}")
         elif target_name(node) == "quark_fx.dynamic_qparams.default" and not _is_measured(node):
             bad.append(f"  {node.args[1]} with zero points, or 8-bit scales, at run time: {describe(node)}")
     if bad:

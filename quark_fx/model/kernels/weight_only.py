@@ -68,7 +68,7 @@ def _groups(weight: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor]:
         raise NoKernelError("its scales do not lie along outputs or groups of inputs")
     scale, zero_point = (
         p.float().reshape(-1, groups if p.numel() > 1 else 1).expand(outputs, groups).contiguous()
-        for p in (weight.scale, weight.zero_point + shift)
+        for p in (weight.scale, weight.points + shift)
     )
     return codes.reshape(outputs, groups, -1).contiguous(), scale, zero_point
 

@@ -1,0 +1,139 @@
+"""The types of llama.cpp's weights as plain `TensorSpec` values, under its own names, and its mixtures of them.
+
+What a graph computes with one is what llama.cpp reads of the file, bit for bit: scales and offsets are those a block
+holds, before codes are chosen. Rows are multiples of 256 inputs for types whose names end in K, else of 32.
+
+>>> str(Q4_K), str(Q6_K)
+('uint4 group 256/32 uint6_float16 offset', 'int6 group 256/16 int8_float16')
+
+Source:
+    `ggml-common.h` and `dequantize_row_*` of `ggml-quants.c`, https://github.com/ggml-org/llama.cpp.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Literal
+
+from torch import nn
+
+from quark_fx.config.quant_config import Override, QuantConfig, Target
+from quark_fx.config.specs import Granularity, TensorSpec
+from quark_fx.numbers.formats import INT3, INT4, INT5, INT6, INT8, UINT2, UINT4, UINT5
+from quark_fx.numbers.qparams import ScaleType, Symmetry
+
+Q8_0 = TensorSpec(format=INT8, granularity=Granularity.GROUP, group_size=32, scale_type=ScaleType.FLOAT16)
+"""8-bit integers, blocks of 32 with a float16 scale: 8.5 bits a weight."""
+
+Q5_0 = Q8_0.replace(format=INT5, symmetry=Symmetry.SIGN_AWARE)
+"""5-bit integers, otherwise as `Q8_0`, with scales of either sign: 5.5 bits."""
+
+Q4_0 = Q5_0.replace(format=INT4)
+"""4-bit integers, otherwise as `Q5_0`: 4.5 bits."""
+
+Q5_1 = Q8_0.replace(format=UINT5, symmetry=Symmetry.OFFSET)
+"""5-bit codes of blocks of 32 with a float16 scale and offset: 6 bits."""
+
+Q4_1 = Q5_1.replace(format=UINT4)
+"""4-bit codes, otherwise as `Q5_1`: 5 bits."""
+
+Q4_K = TensorSpec(
+    format=UINT4,
+    granularity=Granularity.GROUP,
+    group_size=256,
+    sub_group_size=32,
+    symmetry=Symmetry.OFFSET,
+    scale_type=ScaleType.UINT6_FLOAT16,
+)
+"""4-bit codes; each 32 of 256 have a scale and an offset of 6 bits, which count steps of float16: 4.5 bits."""
+
+Q5_K = Q4_K.replace(format=UINT5, symmetry=Symmetry.OFFSET)
+"""5-bit codes, otherwise as `Q4_K`: 5.5 bits."""
+
+Q2_K = Q4_K.replace(format=UINT2, symmetry=Symmetry.OFFSET, sub_group_size=16, scale_type=ScaleType.UINT4_FLOAT16)
+"""2-bit codes; each 16 of 256 have a scale and an offset of 4 bits: 2.625 bits."""
+
+Q6_K = TensorSpec(
+    format=INT6,
+    granularity=Granularity.GROUP,
+    group_size=256,
+    sub_group_size=16,
+    symmetry=Symmetry.SIGN_AWARE,
+    scale_type=ScaleType.INT8_FLOAT16,
+)
+"""6-bit integers; each 16 of 256 have a scale of 8 bits, either sign: 6.5625 bits."""
+
+Q3_K = Q6_K.replace(format=INT3, symmetry=Symmetry.SIGN_AWARE, scale_type=ScaleType.INT6_FLOAT16)
+"""3-bit integers; each 16 of 256 have a scale of 6 bits, either sign: 3.4375 bits."""
+
+GGUF_TYPES: dict[str, TensorSpec] = {
+    name: value for name, value in list(globals().items()) if isinstance(value, TensorSpec)
+}
+"""Every spec above by its name."""
+
+_MIXTURES = {"Q4_K_M": Q4_K, "Q5_K_M": Q5_K}
+
+_SMALLER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+"""What llama.cpp takes where 256 does not divide a row."""
+
+_MORE_BITS = frozenset({"v_proj", "down_proj"})
+"""The matrices that have more bits in some layers."""
+
+_IN_LAYER = re.compile(r"\.(\d+)\.(?:.*\.)?(\w+)$")
+
+
+def mixed(model: nn.Module, name: Literal["Q4_K_M", "Q5_K_M"]) -> QuantConfig:
+    """Return the configuration of llama.cpp's mixture of types for a dense language model of transformers.
+
+    Weights are Q4_K (or Q5_K), the head Q6_K, as the embedding if it is the head's; so are values and the second matrix
+    of the MLP in the first and last eighth of the layers, and in each third between. Rows that 256 does not divide
+    have types of blocks of 32, those that 32 does not divide stay in float. No pass is listed: `.replace(passes=...)`.
+
+    Args:
+        model: with layers that are numbered, and linear layers named as Llama's.
+        name: as llama.cpp calls it.
+
+    Source:
+        `llama_tensor_get_type_impl` of llama.cpp's `llama-quant.cpp`.
+    """
+    base = _MIXTURES[name]
+    found = {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
+    places = {path: _IN_LAYER.search(path) for path in found}
+    layers = 1 + max((int(place[1]) for place in places.values() if place), default=0)
+    tied = len({id(found[path].weight) for path, place in places.items() if not place}) == 1
+    specs: dict[str, dict[str, TensorSpec | None]] = {}
+    for path, module in found.items():
+        place = places[path]
+        if place is None:
+            spec = Q6_K if tied or isinstance(module, nn.Linear) else base
+        else:
+            spec = Q6_K if place[2] in _MORE_BITS and _has_more_bits(int(place[1]), layers) else base
+        pattern = f"*.{place[2]}" if place else path
+        specs.setdefault(pattern, {})[path] = _dividing(spec, module.weight.shape[1])
+    overrides = []
+    for pattern, members in specs.items():
+        usual = Counter(map(_key, members.values())).most_common(1)[0][0]
+        first = next(spec for spec in members.values() if _key(spec) == usual)
+        overrides += [Override(pattern=pattern, weight=first)] if first != base else []
+        overrides += [Override(pattern=path, weight=spec) for path, spec in members.items() if spec != first]
+    return QuantConfig(weight=base, overrides=tuple(overrides), exclude=("op:router",), target=Target.TORCH)
+
+
+def _has_more_bits(layer: int, layers: int) -> bool:
+    return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+
+
+def _dividing(spec: TensorSpec, inputs: int) -> TensorSpec | None:
+    """Return the type for rows of so many inputs, `None` for float."""
+    name = next(name for name, value in GGUF_TYPES.items() if value == spec)
+    if inputs % 256 == 0:
+        return spec
+    return GGUF_TYPES[_SMALLER[name]] if inputs % 32 == 0 else None
+
+
+def _key(spec: TensorSpec | None) -> str:
+    return str(spec)
+
+
+__all__ = ["GGUF_TYPES", "Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "mixed"]

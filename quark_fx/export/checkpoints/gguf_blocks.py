@@ -1,0 +1,194 @@
+"""The bytes of GGUF's blocks: codes with scales of one level, or of two (K-quants)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quark_fx.errors import ExportError
+from quark_fx.export.packing import group_size, half_scales, unsigned
+from quark_fx.numbers.formats import IntFormat
+from quark_fx.numbers.qparams import ScaleType
+from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.numbers.two_levels import units
+
+_BLOCK, _SUPER = 32, 256
+"""Inputs of a block whose scale has one level, and of one whose scales have two."""
+
+_HELD = "int4, int5, int8, uint4 and uint5 in groups of 32, and the types of quark_fx.gguf_types"
+
+
+def blocks(weight: QuantizedTensor) -> tuple[Tensor, str]:
+    """Return the blocks of a weight, uint8 of shape (outputs, bytes), and the name of their type.
+
+    What they stand for is what the weight does, bit for bit, but for scales that float16 does not hold, and zero
+    points: of Q4_1 and Q5_1, the smallest value of a block is rounded to float16. Offsets are never rounded.
+
+    Args:
+        weight: of `matrix_of`.
+
+    Raises:
+        ExportError: if no type holds the weight.
+    """
+    inputs, fmt = weight.codes.shape[1], weight.format
+    group = group_size(weight) or inputs
+    kind = _kind(weight, group)
+    if kind not in _TWO_LEVELS:
+        if group % _BLOCK or inputs % group:
+            raise ExportError(f"blocks have {_BLOCK} inputs, which do not divide a group of {group}")
+        return _one_level(weight, group, kind), kind
+    if inputs % _SUPER:
+        raise ExportError(f"{kind} has blocks of {_SUPER} inputs, which do not divide {inputs}; {_SMALLER[kind]}")
+    scale_type = _TWO_LEVELS[kind]
+    try:
+        return _K_BLOCKS[kind](weight, *_levels(weight, scale_type)), kind
+    except ValueError as error:
+        raise ExportError(f"{kind} cannot hold {fmt} with these scales: {error}; use a type of gguf_types") from error
+
+
+_TWO_LEVELS = {
+    "Q2_K": ScaleType.UINT4_FLOAT16,
+    "Q3_K": ScaleType.INT6_FLOAT16,
+    "Q4_K": ScaleType.UINT6_FLOAT16,
+    "Q5_K": ScaleType.UINT6_FLOAT16,
+    "Q6_K": ScaleType.INT8_FLOAT16,
+}
+
+_SMALLER = {
+    "Q2_K": "use Q4_0",
+    "Q3_K": "use Q4_0",
+    "Q4_K": "use Q5_0",
+    "Q5_K": "use Q5_1",
+    "Q6_K": "use Q8_0",
+}
+"""What llama.cpp has for such rows."""
+
+
+def _kind(weight: QuantizedTensor, group: int) -> str:
+    """Return the name of the type for codes in such groups.
+
+    Raises:
+        ExportError: if there is none.
+    """
+    fmt, held = weight.format, None
+    if isinstance(fmt, IntFormat) and not fmt.sign_magnitude:
+        if not weight.has_offsets:
+            zeros = not weight.is_symmetric
+            held = {4: "Q4_1" if zeros else "Q4_0", 5: "Q5_1" if zeros else "Q5_0"}.get(fmt.bits)
+            if not zeros:
+                held = held or {(8, group): "Q8_0", (3, 16): "Q3_K", (6, 16): "Q6_K"}.get((fmt.bits, group))
+        elif (fmt.bits, group) == (2, 16):
+            held = "Q2_K"
+        elif fmt.bits in (4, 5):
+            halves = all(torch.equal(p.half().float(), p) for p in (weight.scale, weight.zero_point))
+            held = f"Q{fmt.bits}_{'1' if halves else 'K'}"
+            if held.endswith("K") and group != _BLOCK:
+                held = None
+    if held is None:
+        raise ExportError(f"GGUF holds {_HELD}, not {fmt} in groups of {group}")
+    return held
+
+
+def _one_level(weight: QuantizedTensor, group: int, kind: str) -> Tensor:
+    def each(parameter: Tensor) -> Tensor:
+        return parameter.repeat_interleave(group // _BLOCK, 1).unsqueeze(-1)
+
+    scale, bits = each(half_scales(weight)), weight.format.bits
+    if bits == 8:
+        return _joined(scale, weight.codes.unflatten(1, (-1, _BLOCK)))
+    smallest = []
+    if weight.has_offsets:
+        codes, smallest = weight.codes.int(), [each(weight.zero_point.half())]
+    else:
+        codes, zeros = unsigned(weight)
+        if kind.endswith("1"):
+            smallest = [(-each(zeros) * scale.float()).half()]
+    high = [_packed(codes >> 4, 4, 8, 1, bits=1)] if bits == 5 else []
+    return _joined(scale, *smallest, *high, _packed(codes & 15, 1, 2, 16, bits=4))
+
+
+def _levels(weight: QuantizedTensor, scale_type: ScaleType) -> list[Tensor]:
+    """Return the float16 factors and whole numbers of the scales, and of the offsets below zero if there are any.
+
+    Shapes (outputs, groups, 1) and (outputs, groups, sub-groups).
+
+    Raises:
+        ValueError: if there are none.
+    """
+    count, fmt = _SUPER // weight.layout.block, scale_type.multiples
+    assert fmt is not None
+    found = []
+    for values in (weight.scale, -weight.zero_point)[: 1 + weight.has_offsets]:
+        unit, whole = units(values.expand(len(weight.codes), -1), fmt, count)
+        found += [unit.unsqueeze(-1), whole.int()]
+    return found
+
+
+def _q2_k(weight: QuantizedTensor, d: Tensor, scale: Tensor, smallest: Tensor, offset: Tensor) -> Tensor:
+    return _joined((scale | offset << 4).to(torch.uint8), _packed(weight.codes.int(), 2, 4, 32, bits=2), d, smallest)
+
+
+def _q3_k(weight: QuantizedTensor, d: Tensor, scale: Tensor) -> Tensor:
+    codes, scale = unsigned(weight)[0], scale + 32
+    low, high = _packed(codes & 3, 2, 4, 32, bits=2), _packed(codes >> 2, 1, 8, 32, bits=1)
+    scales = _packed((scale & 15).flatten(1), 1, 2, 8, bits=4), _packed((scale >> 4).flatten(1), 1, 4, 4, bits=2)
+    return _joined(high, low, *scales, d)
+
+
+def _q4_k(weight: QuantizedTensor, d: Tensor, scale: Tensor, smallest: Tensor, offset: Tensor) -> Tensor:
+    return _joined(d, smallest, _six_bits(scale, offset), _packed(weight.codes.int(), 4, 2, 32, bits=4))
+
+
+def _q5_k(weight: QuantizedTensor, d: Tensor, scale: Tensor, smallest: Tensor, offset: Tensor) -> Tensor:
+    codes = weight.codes.int()
+    high, low = _packed(codes >> 4, 1, 8, 32, bits=1), _packed(codes & 15, 4, 2, 32, bits=4)
+    return _joined(d, smallest, _six_bits(scale, offset), high, low)
+
+
+def _q6_k(weight: QuantizedTensor, d: Tensor, scale: Tensor) -> Tensor:
+    codes, _ = unsigned(weight)
+    low, high = _packed(codes & 15, 2, 2, 64, bits=4), _packed(codes >> 4, 2, 4, 32, bits=2)
+    return _joined(low, high, scale.to(torch.int8), d)
+
+
+_K_BLOCKS: dict[str, Callable[..., Tensor]] = {
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
+
+
+def _six_bits(scale: Tensor, offset: Tensor) -> Tensor:
+    """Return twelve bytes of eight scales and eight offsets: the first four of each whole, then halves of the rest."""
+    whole = [p[..., :4] | p[..., 4:] >> 4 << 6 for p in (scale, offset)]
+    return torch.cat([*whole, scale[..., 4:] & 15 | (offset[..., 4:] & 15) << 4], -1).to(torch.uint8)
+
+
+def _packed(values: Tensor, runs: int, parts: int, size: int, *, bits: int) -> Tensor:
+    """Return bytes that hold `parts` values each, `size` apart, the first in the lowest bits.
+
+    Args:
+        values: whole numbers from 0 of so many bits, shape (outputs, values), a block after the other.
+        runs: of `parts * size` values in a block.
+        parts: values in a byte.
+        size: bytes of a run.
+        bits: of a value.
+
+    Returns:
+        uint8, shape (outputs, blocks, runs * size).
+    """
+    shifts = torch.arange(0, parts * bits, bits, device=values.device).unsqueeze(-1)
+    cut: Tensor = values.int().unflatten(1, (-1, runs, parts, size))
+    return (cut << shifts).sum(-2).flatten(-2).to(torch.uint8)
+
+
+def _joined(*parts: Tensor) -> Tensor:
+    """Return the bytes of the parts of each block, shape (outputs, bytes)."""
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1).flatten(1)
+
+
+__all__ = ["blocks"]
