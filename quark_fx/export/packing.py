@@ -14,6 +14,10 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output channel, of eight neighbors, in each nibble of a word."""
 
 
+NO_OFFSETS = "offsets between codes, for which only GGUF has a place; use symmetry='symmetric' or 'asymmetric'"
+"""Why other files refuse `Symmetry.OFFSET`."""
+
+
 def matrix_of(constant: Constant) -> QuantizedTensor:
     """Return a quantized weight in the one form that all checkpoint formats start from.
 
@@ -65,7 +69,7 @@ def unsigned(weight: QuantizedTensor) -> tuple[Tensor, Tensor]:
         ExportError: for offsets.
     """
     if weight.has_offsets:
-        raise ExportError("its offsets lie between codes, for which only GGUF has a place; use symmetry='asymmetric'")
+        raise ExportError(NO_OFFSETS)
     half = 1 << (weight.format.bits - 1)
     zero_point = weight.zero_point.int().expand(len(weight.codes), -1)
     return weight.codes.int() + half, zero_point + half
@@ -143,6 +147,7 @@ def pack_awq(codes: Tensor) -> Tensor:
 
 
 __all__ = [
+    "NO_OFFSETS",
     "exponents",
     "group_size",
     "half_scales",

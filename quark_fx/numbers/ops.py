@@ -179,14 +179,10 @@ def fake_quantize(
     fmt = parse_format(format)
     y = _codes(x, scale, zero_point, fmt, axis, block_size, _limits(fmt, low, high))
     y = (y.to(fmt.dtype) if isinstance(fmt, FloatFormat) else y).float()
-    points = None if isinstance(fmt, FloatFormat) else spread(zero_point, x, axis, block_size)
+    scale, points = spread(scale, x, axis, block_size), spread(zero_point, x, axis, block_size)
     if zero_point.is_floating_point():
-        return (
-            decode(y, spread(scale, x, axis, block_size), out=y)
-            .add_(spread(zero_point, x, axis, block_size))
-            .to(x.dtype)
-        )
-    return decode(y, spread(scale, x, axis, block_size), points, out=y).to(x.dtype)
+        return decode(y, scale, out=y).add_(points).to(x.dtype)
+    return decode(y, scale, None if isinstance(fmt, FloatFormat) else points, out=y).to(x.dtype)
 
 
 @fake_quantize.register_fake

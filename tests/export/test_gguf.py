@@ -200,7 +200,7 @@ def test_rows_that_no_block_divides_are_refused_with_what_takes_them(
 def test_other_files_have_no_place_for_offsets(tmp_path: Path) -> None:
     qmodel = quantized(config(qfx.gguf_types.Q4_1))
     for form in ("compressed-tensors", "gptq", "awq"):
-        with pytest.raises(ExportError, match=r"zero points of weights|offsets lie between codes"):
+        with pytest.raises(ExportError, match="offsets between codes"):
             qfx.export.huggingface(qmodel, tmp_path / form, format=form)
     with pytest.raises(ExportError, match="uint4 with offsets between codes"):
         qfx.export.onnx(qmodel, tmp_path / "model.onnx")

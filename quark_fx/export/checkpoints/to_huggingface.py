@@ -28,6 +28,7 @@ from quark_fx.export.checkpoints.values import (
     unholdable,
 )
 from quark_fx.export.packing import (
+    NO_OFFSETS,
     exponents,
     group_size,
     half_scales,
@@ -276,6 +277,8 @@ def _divides_by_127(layer: Layer) -> bool:
 
 def _scheme(layer: Layer) -> dict[str, Any]:
     weight, activation = layer.weight, layer.input
+    if weight.has_offsets:
+        raise ExportError(NO_OFFSETS)
     if not weight.is_symmetric:
         raise ExportError(
             "zero points of weights, which transformers does not load; use symmetry='symmetric', or export "
