@@ -6,7 +6,7 @@ name. Nothing asks which target it is: configurations, placement, training and e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, ClassVar, Final
@@ -67,6 +67,10 @@ def _yes(*_: object) -> bool:
     return True
 
 
+def _taken(*_: object) -> str:
+    return ""
+
+
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Placement:
@@ -77,11 +81,15 @@ class Placement:
         anywhere: they do so wherever their inputs are in integers; otherwise only between quantized operators.
         rounds_output: whether what an operator with a weight makes is rounded, whatever reads it; otherwise it is where
             everything that reads it does so in integers.
-        in_float: kinds of operators whose weights stay in float, such as `"lstm"`.
+        in_float: kinds (such as `"lstm"`) and roles (such as `"router"`) of operators whose weights stay in float.
         rounds_input: whether an operator of a kind whose weight gets codes reads its activation as a spec says;
             otherwise it reads it in float.
         continues: whether a node works on the value it reads before that is rounded, as the activation function does
             that a kernel applies to its sums.
+        refuses: says why the backend cannot run a kind of operator with a spec of its weight and one of its input
+            (`None`: float), and what to do instead; empty if it can.
+        fuses: whether the backend runs siblings (`quark_fx.plan.siblings`) as one kernel, so that all have the same
+            specs, or all stay in float.
     """
 
     arithmetic: frozenset[str] = frozenset()
@@ -90,6 +98,8 @@ class Placement:
     in_float: frozenset[str] = frozenset()
     rounds_input: Callable[[str, TensorSpec], bool] = _yes
     continues: Callable[[Node, Node], bool] = _no
+    refuses: Callable[[str, TensorSpec, TensorSpec | None], str] = _taken
+    fuses: bool = False
 
 
 @checked
@@ -130,6 +140,22 @@ class OnnxFiles:
 
 
 @checked
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFiles:
+    """How a graph is written as a checkpoint.
+
+    Attributes:
+        refuses: says why the backend does not read a format of `quark_fx.export.huggingface` with a
+            `quantization_config`, and what to do instead; empty if it does.
+        stacks: whether compressed-tensors stores experts that stay in float as stacks, where transformers looks for
+            them beside quantized layers; otherwise each expert has its own matrices, as in a float checkpoint.
+    """
+
+    refuses: Callable[[str, Mapping[str, Any]], str] = _taken
+    stacks: bool = True
+
+
+@checked
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Target:
     """A backend: what it accepts, where it rounds, how it counts and how its files are spelled.
@@ -141,6 +167,7 @@ class Target:
         limits_pairs: weight codes are limited so that two products of 8 bits, added in 16 bits, never saturate
             (`quark_fx.plan.pair_sums`).
         onnx: how its ONNX files are written.
+        checkpoints: how those of `quark_fx.export.huggingface` are written.
     """
 
     name: str
@@ -148,6 +175,7 @@ class Target:
     placement: Placement = field(default=Placement(), compare=False)
     limits_pairs: bool = field(default=False, compare=False)
     onnx: OnnxFiles = field(default=OnnxFiles(), compare=False)
+    checkpoints: CheckpointFiles = field(default=CheckpointFiles(), compare=False)
 
     ONNX: ClassVar[Target]
     """ONNX Runtime on any x64 or ARM processor: int8 weights whose products may be added in pairs in 16 bits."""
@@ -159,6 +187,8 @@ class Target:
     """TensorRT: ONNX files in int8 without zero points; its `onnx.check` holds any file to the documentation."""
     EXECUTORCH: ClassVar[Target]
     """ExecuTorch's XNNPACK kernels, which return quantized outputs; see `quark_fx.export.pt2e`."""
+    VLLM: ClassVar[Target]
+    """vLLM, which reads the checkpoints of `quark_fx.export.huggingface` and fuses layers that read one value."""
     TORCH: ClassVar[Target]
     """Anything the graph can express, to be run by PyTorch."""
     DPU: ClassVar[Target]
@@ -226,7 +256,7 @@ class StoredTarget(Target):
         return super().__getattribute__(name)
 
 
-_ASKED = frozenset(f.name for f in fields(Target)) - {"name", "refuses"}
+_ASKED = frozenset(f.name for f in fields(Target)) - {"name", "refuses", "checkpoints"}
 
 
 def stored_target(name: str) -> Target:
@@ -237,6 +267,16 @@ def stored_target(name: str) -> Target:
 parsed(Target, ("a Target", "its name"), str, find_target)
 
 __all__ = [
-    *("DEFAULT", "TARGETS", "OnnxFiles", "Operand", "Placement", "Refusal", "StoredTarget", "Target"),
+    *(
+        "DEFAULT",
+        "TARGETS",
+        "CheckpointFiles",
+        "OnnxFiles",
+        "Operand",
+        "Placement",
+        "Refusal",
+        "StoredTarget",
+        "Target",
+    ),
     *("find_target", "register_target", "stored_target"),
 ]

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from quark_fx.config.quant_config import QuantConfig
-from quark_fx.graph.linear import Linear
-from quark_fx.graph.nodes import target_name, value_of
+from quark_fx.graph.nodes import value_of
 from quark_fx.plan.placement import PlannedOperator, plan_quantization
 from quark_fx.plan.report import Row, stored_size
-
-_SHAPING = frozenset({"aten.reshape.default", "aten.view.default", "aten._unsafe_view.default"})
-"""Operators that change the shape of a value, and nothing else."""
+from quark_fx.plan.siblings import value_read
 
 
 @dataclass(frozen=True)
@@ -71,15 +68,8 @@ def _shared(op: PlannedOperator) -> Iterator[Hashable]:
     weight = getattr(op, "weight_node", None)
     if weight is not None:
         yield "weight", str(weight.target)
-    linear = Linear.of(op.node)
-    if linear is not None and not linear.kernel:
-        yield "value", _whole(linear.activation), op.name.rpartition(".")[0]
-
-
-def _whole(value: Node) -> Node:
-    while target_name(value) in _SHAPING:
-        (value,) = value.all_input_nodes[:1]
-    return value
+    if (value := value_read(op)) is not None:
+        yield value
 
 
 def _group(gm: GraphModule, operators: Sequence[PlannedOperator], places: Sequence[int]) -> Group:

@@ -49,6 +49,7 @@ from quark_fx.graph.operators import (
     unsupported_weight,
 )
 from quark_fx.plan.pair_sums import PairBound, pair_bound
+from quark_fx.plan.siblings import siblings
 from quark_fx.system.isolation import warn
 
 _CASTS = frozenset({CAST, "aten.to.dtype"})
@@ -219,9 +220,13 @@ def plan_quantization(gm: GraphModule, config: QuantConfig, *, quiet: bool = Fal
 
     Warns about patterns of the configuration that select nothing, with the nearest names, and about a `kv_cache` that
     no attention has, unless it is `quiet`: for plans that are made once more later.
+
+    Raises:
+        ConfigError: if the target cannot run operators as they are configured; all are named.
     """
     attentions = list(_attentions(gm, config))
     operators = [*_operators(gm, config), *attentions]
+    _require_kernels(config, operators)
     if not quiet:
         _warn_unmatched(config, operators)
         _warn_without_cache(config, attentions)
@@ -355,8 +360,8 @@ def _plan_operator(config: QuantConfig, node: Node, row: Operator, stored: Store
         reason = "its weight is not the operand the table has a row for"
     elif pattern := config.excluded_by(name, *kinds):
         reason = f"excluded by {pattern!r}"
-    elif row.kind in config.target.placement.in_float:
-        reason = f"target={str(config.target)!r} has no {row.kind} with weights in codes"
+    elif without := next((kind for kind in kinds if kind in config.target.placement.in_float), None):
+        reason = f"target={str(config.target)!r} has no {without} with weights in codes"
     elif not row.by_default and not any(matches(o.pattern, name, *kinds) for o in config.overrides):
         reason = "products of activations stay in float unless an override selects them"
     elif spec is None:
@@ -381,6 +386,33 @@ def _coded(config: QuantConfig, op: Quantized, weight: TensorSpec, weight_node: 
         )
     pairs = pair_bound(op.kind, linear, weight, op.input) if config.target.limits_pairs else None
     return Coded(**vars(op), weight=weight, weight_node=weight_node, linear=linear, pairs=pairs)
+
+
+def _require_kernels(config: QuantConfig, operators: Sequence[PlannedOperator]) -> None:
+    """Raise `ConfigError` for weights that the target refuses beside their activations, and siblings that differ."""
+    rules, found = config.target.placement, dict[str, None]()
+    for op in operators:
+        if isinstance(op, Coded) and (why := rules.refuses(op.kind, op.weight, op.input)):
+            found[f"{op.name}: {why}"] = None
+    for group in siblings(operators) if rules.fuses else ():
+        ways = {op.name: _way(op) for op in group}
+        if len(set(ways.values())) > 1:
+            listed = "; ".join(f"{name}: {way}" for name, way in ways.items())
+            found[f"{listed} (they are one kernel; give all the same specs)"] = None
+    if found:
+        raise ConfigError(
+            f"target={str(config.target)!r} cannot run these operators as configured:\n  "
+            + "\n  ".join(found)
+            + "\nExclude them (exclude=), or give them other specs with an Override."
+        )
+
+
+def _way(op: PlannedOperator) -> str:
+    """Say how an operator is quantized, as a kernel sees it."""
+    if not isinstance(op, Coded):
+        return "float"
+    specs = (spec for spec in (op.weight, op.input) if spec is not None)
+    return ", reads ".join(f"{spec}{'' if spec.scheme.symmetric else ' with zero points'}" for spec in specs)
 
 
 def require_finite_weights(gm: GraphModule, operators: Iterable[PlannedOperator]) -> None:

@@ -2,6 +2,7 @@
 
 from quark_fx.config.target import (
     TARGETS,
+    CheckpointFiles,
     OnnxFiles,
     Operand,
     Placement,
@@ -16,8 +17,9 @@ from quark_fx.targets.onnxruntime import ONNX, ONNX_VNNI
 from quark_fx.targets.openvino import OPENVINO
 from quark_fx.targets.pytorch import TORCH
 from quark_fx.targets.tensorrt import TENSORRT
+from quark_fx.targets.vllm import VLLM
 
-for own in (ONNX, ONNX_VNNI, OPENVINO, TENSORRT, EXECUTORCH, TORCH, DPU):
+for own in (ONNX, ONNX_VNNI, OPENVINO, TENSORRT, EXECUTORCH, VLLM, TORCH, DPU):
     setattr(Target, own.name.upper(), register_target(own))
 
 __all__ = [
@@ -29,6 +31,8 @@ __all__ = [
     "TARGETS",
     "TENSORRT",
     "TORCH",
+    "VLLM",
+    "CheckpointFiles",
     "OnnxFiles",
     "Operand",
     "Placement",

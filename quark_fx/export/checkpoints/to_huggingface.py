@@ -64,8 +64,9 @@ def huggingface(
     run time the checkpoint says only that: transformers divides its largest magnitude by 127.5
     (`symmetry="symmetric_full"`), other readers by 127. Small floats in groups are read in bfloat16. Weights of experts
     lie apart, a matrix for each projection of each, which transformers 5.23 dequantizes as it reads them; those that
-    stay in float lie in their stacks, as it would not find them beside quantized layers otherwise. GPTQModel reads zero
-    points of GPTQ in `"gptq_v2"`, in `"gptq"` only what it wrote itself.
+    stay in float lie in their stacks, as it would not find them beside quantized layers otherwise; `target="vllm"` has
+    them apart, where vLLM finds them. GPTQModel reads zero points of GPTQ in `"gptq_v2"`, in `"gptq"` only what it
+    wrote itself.
 
     Args:
         qmodel: from `quantize`.
@@ -80,8 +81,9 @@ def huggingface(
         The directory.
 
     Raises:
-        ExportError: if the format cannot hold how an operator is quantized (all are listed), the model is none of
-            transformers, the directory cannot be written, or transformers does not load what was written.
+        ExportError: if the format cannot hold how an operator is quantized (all are listed), the target does not read
+            it, the model is none of transformers, the directory cannot be written, or transformers does not load what
+            was written.
     """
     if format not in _WRITERS:
         raise ExportError(f"unknown checkpoint format {format!r}; choose one of {', '.join(_WRITERS)}")
@@ -96,8 +98,11 @@ def huggingface(
         stored, shell.config.quantization_config = _WRITERS[format](checkpoint, Shelf(directory))
     except CheckpointError as error:
         raise ExportError(str(error)) from error
+    target = qmodel.config.target
+    if refused := target.checkpoints.refuses(format, shell.config.quantization_config):
+        raise ExportError(f"target={str(target)!r} reads no {refused}")
     apart = {layer.name for layer in checkpoint.layers if layer.stack}  # named as in the checkpoint already
-    whole = set(checkpoint.stacks) if format == _DEFAULT else set()
+    whole = set(checkpoint.stacks) if format == _DEFAULT and target.checkpoints.stacks else set()
     every = checkpoint.tensors | stored
     final = {name for name in every if name in whole or name.rpartition(".")[0] in apart}
     rest = {name: tensor for name, tensor in every.items() if name not in final}
@@ -111,7 +116,7 @@ def huggingface(
             tokenizer.save_pretrained(directory)
     except OSError as error:
         raise ExportError(f"{directory} cannot be written: {error}; choose another directory") from error
-    if format == _DEFAULT:
+    if format == _DEFAULT and (whole or not checkpoint.stacks):
         _require_found(shell, directory)
     return directory
 
@@ -193,9 +198,10 @@ def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
     common = Counter(key for key, some in members.items() for layer in some if isinstance(layer.module, nn.Linear))
     # Readers that fuse layers want the class; transformers takes the first group for that of all but experts
     # (`get_dense_scheme`).
-    usual = [key for key, _ in common.most_common(1)]
+    usual, head = [key for key, _ in common.most_common(1)], checkpoint.head
     for index, key in enumerate([*usual, *(key for key in members if key not in usual)]):
-        rest = members[key] if key not in usual else [layer for layer in members[key] if not layer.is_linear]
+        # In vLLM a head is no linear layer: it has to be named.
+        rest = [x for x in members[key] if key not in usual or not x.is_linear or x.name == head]
         targets = ["Linear"] * (key in usual) + [layer.name for layer in rest if not layer.stack]
         mine = [layer.name for layer in rest if layer.stack]
         targets += _patterns(mine, {*checkpoint.experts, *checkpoint.left_experts} - set(mine))
@@ -449,7 +455,10 @@ def _gptq(checkpoint: Checkpoint, shelf: Shelf, version: int = 1) -> Written:
             "g_idx": (torch.arange(inputs) // size).to(torch.int32),
         }
 
-    left = [f"^{re.escape(name)}$" for name in checkpoint.left if name != "lm_head"]
+    head = checkpoint.head
+    left = [f"^{re.escape(name)}$" for name in checkpoint.left if name != head]
+    # vLLM has one module for all experts of a layer, GPTQModel one for each projection of each: both names match.
+    experts = [rf"^{literal(path)}\b" for path in common_paths(checkpoint.left_experts)]
     return each_layer(layers, write, shelf), {
         "quant_method": "gptq",
         "bits": bits,
@@ -458,8 +467,8 @@ def _gptq(checkpoint: Checkpoint, shelf: Shelf, version: int = 1) -> Written:
         "sym": all(layer.weight.is_symmetric for layer in layers),
         "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
         "pack_dtype": "int32",
-        "lm_head": any(layer.name == "lm_head" for layer in layers),
-        "dynamic": {f"-:{pattern}": {} for pattern in [*left, *name_patterns(checkpoint.left_experts)]},
+        "lm_head": any(layer.name == head for layer in layers),
+        "dynamic": {f"-:{pattern}": {} for pattern in [*left, *experts]},
         "meta": {"quantizer": ["quark_fx"]},
     }
 
@@ -489,6 +498,7 @@ def _awq(checkpoint: Checkpoint, shelf: Shelf) -> Written:
         "group_size": group,
         "zero_point": True,
         "version": "gemm",
+        "lm_head": checkpoint.head in {layer.name for layer in checkpoint.layers},
         "modules_to_not_convert": checkpoint.left + common_paths(checkpoint.left_experts) or None,
     }
 

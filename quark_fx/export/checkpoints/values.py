@@ -78,6 +78,12 @@ class Checkpoint:
     float_caches: list[str]
 
     @property
+    def head(self) -> str:
+        """The module that projects to the vocabulary; empty if there is none."""
+        head = self.shell.get_output_embeddings()
+        return next((name for name, module in self.shell.named_modules() if module is head), "")
+
+    @property
     def left(self) -> list[str]:
         """The modules that stay in float and may be linear layers to a reader, beside experts, by all their names."""
         quantized, found = {layer.name for layer in self.layers}, dict[str, Tensor]()

@@ -1,0 +1,52 @@
+"""Operators that servers run as one kernel, as query, key and value: they read one value in one module."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import TYPE_CHECKING
+
+from torch.fx import Node
+
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.nodes import target_name
+
+if TYPE_CHECKING:
+    from quark_fx.plan.placement import PlannedOperator
+
+_SHAPING = frozenset({"aten.reshape.default", "aten.view.default", "aten._unsafe_view.default"})
+"""Operators that change the shape of a value, and nothing else."""
+
+_EXPERTS = "experts"
+
+
+def siblings(operators: Iterable[PlannedOperator]) -> list[list[PlannedOperator]]:
+    """Return each group of siblings, in graph order.
+
+    Siblings are matrix products of one module that read the same value, without routers and heads, and the stacks of
+    experts of one module.
+    """
+    found: dict[Hashable, list[PlannedOperator]] = {}
+    for op in operators:
+        key: Hashable = (_EXPERTS, _owner(op)) if op.kind == _EXPERTS else value_read(op)
+        if key is not None and not op.role:
+            found.setdefault(key, []).append(op)
+    return [group for group in found.values() if len(group) > 1]
+
+
+def value_read(op: PlannedOperator) -> Hashable:
+    """Return what a matrix product shares with those of its module that read the same value; `None` for others."""
+    linear = Linear.of(op.node)
+    return None if linear is None or linear.kernel else ("value", _whole(linear.activation), _owner(op))
+
+
+def _owner(op: PlannedOperator) -> str:
+    return op.name.rpartition(".")[0]
+
+
+def _whole(value: Node) -> Node:
+    while target_name(value) in _SHAPING:
+        (value,) = value.all_input_nodes[:1]
+    return value
+
+
+__all__ = ["siblings", "value_read"]

@@ -1,0 +1,262 @@
+"""`target="vllm"` refuses what vLLM cannot read before a checkpoint is written, and writes what it looks for.
+
+These tests look at rules and files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tiny import quantize, seeded
+from torch import Tensor, nn
+
+import quark_fx as qfx
+from quark_fx.config.block_formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3, NVFP4
+from quark_fx.config.gguf_types import Q4_1
+from quark_fx.config.quant_config import Granularity, Override, QuantConfig, TensorSpec
+from quark_fx.config.target import stored_target
+from quark_fx.numbers.formats import FP8_E4M3, FP8_E5M2, INT4, INT8, INT16, UINT4
+from quark_fx.numbers.qparams import ScaleType
+from quark_fx.presets import FP8_DYNAMIC, FP8_STATIC, INT8_STATIC, W4A4_DYNAMIC, W4A16_RTN, W8A8_DYNAMIC
+from quark_fx.targets import VLLM
+
+W4 = W4A16_RTN.replace(target="vllm", group_size=16)
+CHANNEL = TensorSpec(format=INT8, granularity=Granularity.CHANNEL)
+TOKEN = TensorSpec(format=INT8, granularity=Granularity.TOKEN, dynamic=True)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.o(nn.functional.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x)))
+        return made
+
+
+class Mixed(nn.Module):
+    """An MLP whose result is scaled by a score that is looked up, as experts' are; all read the same value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.gate = nn.Linear(32, 4, bias=False), nn.Linear(32, 64, bias=False)
+        self.up, self.down = nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        score, place = self.router(x).softmax(-1).max(-1, keepdim=True)
+        made = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        result: Tensor = made * score * (place + 1)
+        return result
+
+
+class Block(nn.Module):
+    """Both halves read one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.attention, self.mlp = nn.Embedding(16, 32), Attention(), Mixed()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        return (self.attention(x) + self.mlp(x)).tanh() + x  # type: ignore[no-any-return]
+
+
+@cache
+def block() -> qfx.Session:
+    return qfx.Session(seeded(Block()), [torch.arange(8).reshape(1, 8)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (
+            {"exclude": ("*.k",)},
+            r"attention\.q: int4 group 16; attention\.k: float; attention\.v: int4 group 16 \(they are one kernel",
+        ),
+        (
+            {"overrides": (Override(pattern="*.up", weight=CHANNEL),)},
+            r"mlp\.gate: int4 group 16; mlp\.up: int8 channel \(they are one kernel",
+        ),
+        (
+            {"overrides": (Override(pattern="*.gate", weight=CHANNEL, input=TOKEN),)},
+            r"mlp\.gate: int8 channel, reads int8 token dynamic; mlp\.up: int4",
+        ),
+        (
+            {"overrides": (Override(pattern="*.v", weight=W4.weight.replace(format=UINT4, symmetry="asymmetric")),)},  # type: ignore[union-attr]
+            r"attention\.q: int4 .*; attention\.k: int4 .*; attention\.v: uint4 group 16 with zero points",
+        ),
+    ],
+    ids=["one in float", "two formats", "one activation", "zero points"],
+)
+def test_operators_that_vllm_fuses_are_named_where_they_differ(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(qfx.ConfigError, match=f"target='vllm' cannot run these operators as configured:\n  {named}"):
+        quantize(block(), W4.replace(**changes))
+    quantize(block(), W4.replace(**changes, target="torch"))
+
+
+def test_what_reads_one_value_in_another_module_or_decides_is_apart() -> None:
+    quantize(block(), W4.replace(exclude=("attention.*",)))
+    reasons = {row.name: row.reason for row in quantize(block(), W4.replace(exclude=("*.down",))).report()}
+    assert reasons["mlp.router"] == "target='vllm' has no router with weights in codes"
+    assert reasons["table"] == "target='vllm' has no embedding with weights in codes"
+    assert reasons["mlp.down"] == "excluded by '*.down'"
+    assert not reasons["mlp.gate"]
+    assert not reasons["attention.q"]
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (QuantConfig(weight=TensorSpec(format=INT8)), r"q: vLLM has integer weights per channel or group"),
+        (FP8_STATIC.replace(weight=TensorSpec(format=FP8_E4M3)), r"down: vLLM rounds FP8 weights per tensor again"),
+        (
+            QuantConfig(weight=W4.weight, input=TOKEN),
+            r"o: a checkpoint holds no int4 weight per group beside int8 activations",
+        ),
+        (
+            QuantConfig(weight=CHANNEL, input=TOKEN.replace(format=FP8_E4M3)),
+            r"o: a checkpoint holds no int8 weight per channel beside fp8_e4m3 activations",
+        ),
+        (
+            QuantConfig(weight=CHANNEL.replace(symmetry="asymmetric"), input=TOKEN),
+            r"o: weights beside integer activations have no zero points; set symmetry='symmetric'",
+        ),
+    ],
+    ids=["int8 per tensor", "fp8 per tensor", "W4A8", "int8 and fp8", "zero points"],
+)
+def test_weights_without_a_kernel_beside_their_activations_are_named(config: QuantConfig, why: str) -> None:
+    with pytest.raises(qfx.ConfigError, match=why):
+        quantize(block(), config.replace(target="vllm"))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "5 and 2": ({"weight": TensorSpec(format=FP8_E5M2)}, "no weights in fp8_e5m2"),
+    "MXFP6": ({"weight": MXFP6_E2M3}, "no weights in fp6_e2m3"),
+    "16 bits": ({"weight": TensorSpec(format=INT16)}, "no weights in int16"),
+    "blocks of 64": ({"weight": MXFP4.replace(group_size=64)}, "no weights in fp4_e2m1 with such scales or offsets"),
+    "offsets": ({"weight": Q4_1}, "no weights in uint4 with such scales or offsets"),
+    "int16 read": ({"weight": CHANNEL, "input": TensorSpec(format=INT16)}, "no activations in int16"),
+    "measured for all": ({"weight": CHANNEL, "input": TensorSpec(format=INT8, dynamic=True)}, "one calibrated scale"),
+    "rounded results": (
+        {"weight": CHANNEL, "input": TensorSpec(format=INT8), "output": TensorSpec(format=INT8)},
+        "neither outputs nor biases",
+    ),
+    "a cache in int8": (
+        {"weight": CHANNEL, "kv_cache": TensorSpec(format=INT8)},
+        "cache in vLLM is fp8_e4m3 .* not int8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_specs_that_vllm_does_not_have_are_refused(name: str) -> None:
+    fields, message = REFUSED[name]
+    with pytest.raises(qfx.ConfigError, match=message):
+        QuantConfig(**fields, target=VLLM)
+    QuantConfig(**fields, target="torch")  # type: ignore[arg-type]
+
+
+def test_what_vllm_has_is_taken() -> None:
+    for preset in (W4A16_RTN, W8A8_DYNAMIC, FP8_DYNAMIC, FP8_STATIC, INT8_STATIC.replace(output=None, bias=None)):
+        assert preset.replace(target="vllm").target is VLLM
+    for weight in (MXFP4, MXFP8_E4M3, NVFP4, TensorSpec(format=FP8_E4M3)):
+        assert QuantConfig(weight=weight, target=VLLM, kv_cache=TensorSpec(format=FP8_E4M3))
+    with pytest.raises(qfx.ConfigError, match="no activations in int4"):
+        W4A4_DYNAMIC.replace(target="vllm")
+
+
+@cache
+def mixtral() -> qfx.Session:
+    config = transformers.MixtralConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=64, max_position_embeddings=64, num_local_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+    return qfx.Session(seeded(transformers.MixtralForCausalLM(config)), [{"input_ids": torch.arange(8)[None]}])
+
+
+HALF = W4.replace(weight=W4.weight.replace(scale_type=ScaleType.FLOAT16, group_size=32))  # type: ignore[union-attr]
+ZEROS = HALF.weight.replace(format=UINT4, symmetry="asymmetric")  # type: ignore[union-attr]
+
+
+def written(folder: Path, config: QuantConfig, form: str = "compressed-tensors") -> dict[str, Any]:
+    qfx.export.huggingface(quantize(mixtral(), config), folder, format=form)
+    return json.loads((folder / "config.json").read_text())["quantization_config"]  # type: ignore[no-any-return]
+
+
+def test_a_quantized_head_is_named_as_servers_look_for_it(tmp_path: Path) -> None:
+    """A head is no linear layer to vLLM: it has it in codes only where it is named, or where `lm_head` says so."""
+    config = HALF.replace(exclude=("op:experts",))
+    (group,) = written(tmp_path / "ct", config)["config_groups"].values()
+    assert group["targets"] == ["Linear", "lm_head"]
+    (group,) = written(tmp_path / "ct2", HALF)["config_groups"].values()
+    assert group["targets"] == ["Linear"]
+    for form in ("awq", "gptq"):
+        assert written(tmp_path / form, config, form)["lm_head"] is True
+        left = HALF.replace(exclude=("op:head", "op:experts"))
+        assert written(tmp_path / f"{form}2", left, form)["lm_head"] is False
+
+
+def test_experts_in_float_lie_where_vllm_looks_for_them(tmp_path: Path) -> None:
+    config = HALF.replace(exclude=("op:experts", "op:head"))
+    ignored = written(tmp_path / "vllm", config)["ignore"]
+    written(tmp_path / "torch", config.replace(target="torch", exclude=(*config.exclude, "op:router", "op:embedding")))
+    stored, stacked = (load_file(tmp_path / name / "model.safetensors") for name in ("vllm", "torch"))
+    apart = {f"model.layers.0.block_sparse_moe.experts.{i}.w{j}" for i in range(2) for j in (1, 2, 3)}
+    assert {name.removesuffix(".weight") for name in stored if ".experts." in name} == apart
+    assert {name.rpartition(".")[2] for name in stacked if ".experts." in name} == {"gate_up_proj", "down_proj"}
+    assert all(any(re.match(p.removeprefix("re:"), name) for p in ignored if "re:" in p) for name in apart)
+    # Of vLLM's modules one has all experts; its name is looked for.
+    told = written(tmp_path / "gptq", config, "gptq")["dynamic"]
+    names = [*apart, "model.layers.0.block_sparse_moe.experts"]
+    assert all(any(re.match(p.removeprefix("-:"), name) for p in told) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("weight", "form", "message"),
+    [
+        (ZEROS, "gptq", "GPTQ with zero points; use format='awq'"),
+        (ZEROS, "gptq_v2", "GPTQ with zero points"),
+        (HALF.weight.replace(group_size=16), "gptq", "GPTQ in groups of 16; use 32, 64 or 128"),  # type: ignore[union-attr]
+    ],
+    ids=["zero points", "zero points 2", "groups of 16"],
+)
+def test_layouts_that_vllm_does_not_read_are_refused_and_not_written(
+    weight: TensorSpec, form: str, message: str, tmp_path: Path
+) -> None:
+    config = HALF.replace(weight=weight, exclude=("op:experts", "op:head"))
+    with pytest.raises(qfx.ExportError, match=f"target='vllm' reads no {message}"):
+        written(tmp_path / "folder", config, form)
+    assert not list(tmp_path.glob("folder/*.json"))
+    written(tmp_path / "awq", config, "awq")
+
+
+def test_experts_share_a_scheme() -> None:
+    with pytest.raises(qfx.ConfigError, match=r"experts\.gate_up_proj: float; .*experts\.down_proj: int4 .*one kernel"):
+        quantize(mixtral(), HALF.replace(exclude=("*.gate_up_proj",)))
+    told = Override(pattern="op:experts", weight=CHANNEL, input=TOKEN)
+    with pytest.raises(qfx.ConfigError, match=r"gate_up_proj: experts of a checkpoint read float activations"):
+        quantize(mixtral(), HALF.replace(overrides=(told,)))
+    assert VLLM.checkpoints.refuses("gptq", {"sym": True, "bits": 2, "group_size": 32}).startswith("GPTQ in 2 bits")
+
+
+def test_groups_of_int4_may_be_any() -> None:
+    assert not VLLM.checkpoints.refuses("compressed-tensors", {})
+    assert (
+        VLLM.refusal(TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=16), qfx.targets.Operand.WEIGHT)
+        is None
+    )
+
+
+def test_a_stored_model_whose_target_nobody_registered_is_written_without_its_rules() -> None:
+    with pytest.raises(qfx.ConfigError, match="known from a stored model only"):
+        _ = stored_target("nowhere").onnx
+    assert stored_target("nowhere").checkpoints.stacks
