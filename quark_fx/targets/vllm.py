@@ -2,7 +2,7 @@
 
 The rules are those of vLLM 0.32: its configuration parsers (`CompressedTensorsConfig`, `AutoGPTQConfig`,
 `AutoAWQConfig`) and the layers that it builds. Which format has a kernel on which processor, its documentation says
-(https://docs.vllm.ai, "Quantization").
+(https://docs.vllm.ai, "Quantization"). `benchmarks.in_vllm` runs it on a CPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`target="vllm"` refuses what vLLM cannot read before a checkpoint is written, and writes what it looks for.
 
-These tests look at rules and files.
+These tests look at rules and files; `benchmarks.in_vllm` runs vLLM.
 """
 
 from __future__ import annotations

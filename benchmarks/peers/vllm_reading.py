@@ -1,0 +1,144 @@
+"""vLLM reads checkpoints in a process of its own; started by `benchmarks.in_vllm`.
+
+    vllm/bin/python -m benchmarks.peers.vllm_reading job.json
+
+Its environment needs vLLM, not quark_fx. A job is a JSON object; checkpoints and results lie in its folder. Each result
+is written as soon as it is known, so that a crash leaves the earlier ones.
+
+    checkpoints  list of `{"name": …, "dtype": …}`; the folder has that name
+    windows      token ids whose log probabilities are asked for, `(windows, length)`
+    prompts      token ids that are continued greedily, `(prompts, length)`
+    generate     how many tokens; the token 0 is never chosen
+    likeliest    how many log probabilities at a position
+    cache        whether to write `cache.json`, what `cache_rounding` returns (default: no)
+
+Results are `name.dtype.json`: `error`, or `kernels`, `logprobs` (pairs of token and log probability at each position of
+each window but the first), `tokens`, and `seconds` that all prompts took together.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.worker import work
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+def read(folder: Path, dtype: str, job: dict[str, Any]) -> dict[str, Any]:
+    """Load a checkpoint and return its result."""
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+
+    lengths = (*(len(row) + 1 for row in job["windows"]), *(len(row) + job["generate"] for row in job["prompts"]))
+    model = LLM(
+        model=str(folder),
+        dtype=dtype,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=max(lengths),
+        max_num_seqs=len(job["prompts"]),
+        max_logprobs=job["likeliest"],
+        enable_prefix_caching=False,
+    )
+    try:
+        asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=job["likeliest"], detokenize=False)
+        answers = model.generate([{"prompt_token_ids": row} for row in job["windows"]], asked, use_tqdm=False)
+        greedy = SamplingParams(
+            temperature=0, max_tokens=job["generate"], ignore_eos=True, logit_bias={0: -100.0}, detokenize=False
+        )
+        prompts = [{"prompt_token_ids": row} for row in job["prompts"]]
+        model.generate(prompts, greedy, use_tqdm=False)
+        start = time.perf_counter()
+        continued = model.generate(prompts, greedy, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        return {
+            "kernels": model.apply_model(_kernels)[0],
+            "logprobs": [[_pairs(place) for place in answer.prompt_logprobs[1:]] for answer in answers],
+            "tokens": [list(answer.outputs[0].token_ids) for answer in continued],
+            "seconds": seconds,
+        }
+    finally:
+        model.llm_engine.engine_core.shutdown()
+
+
+def cache_rounding() -> dict[str, float]:
+    """Return the shares of keys that the CPU kernel of an FP8 cache stores as the nearest code, and toward zero."""
+    import torch
+    import vllm._custom_ops as ops  # type: ignore[import-not-found]
+
+    keys = torch.randn(16, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    stored, other = (torch.zeros(1, 2, 16, 64, dtype=torch.uint8) for _ in range(2))
+    places = torch.arange(16)
+    ops.cpu_attn_reshape_and_cache(
+        keys, keys, stored, other, places, "vec", k_scale=2**-6, v_scale=2**-6, kv_cache_dtype="fp8_e4m3"
+    )
+    exact = keys.float() * 2**6
+    nearest = exact.to(torch.float8_e4m3fn)
+    # One code less is one step toward zero, whatever the sign.
+    below = (nearest.view(torch.uint8) - 1).view(torch.float8_e4m3fn)
+    inward = torch.where(nearest.float().abs() > exact.abs(), below.float(), nearest.float())
+    # The kernel orders keys in a way of its own, which rounding keeps: the sorted ones are compared.
+    found = stored.view(torch.float8_e4m3fn).float().flatten().sort().values
+    wanted = {"nearest": nearest.float(), "toward zero": inward}
+    return {name: float((found == codes.flatten().sort().values).float().mean()) for name, codes in wanted.items()}
+
+
+def _pairs(place: dict[int, Any]) -> list[tuple[int, float]]:
+    return [(token, found.logprob) for token, found in place.items()]
+
+
+def _kernels(model: Any) -> list[str]:
+    """Return the names of the kernels that multiply by quantized weights."""
+    names = set()
+    for module in model.modules():
+        for owner in (getattr(module, "scheme", None), getattr(module, "quant_method", None)):
+            kernel = getattr(owner, "kernel", None) or getattr(owner, "fp8_linear", None)
+            if kernel is not None:
+                names.add(type(kernel).__name__)
+    return sorted(names)
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first cause of an error, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # A validation error says what is wrong in its second line.
+    said = (
+        lines[1].partition(" [type=")[0] if lines and "validation error" in lines[0] and lines[1:] else " ".join(lines)
+    )
+    return f"{type(error).__name__}: {said.partition(' Reasons:')[0]}".rstrip(": ")
+
+
+def run(path: Path) -> None:
+    """Do the job of the JSON file at `path`."""
+    from vllm.distributed import cleanup_dist_env_and_memory  # type: ignore[import-not-found]
+
+    job = json.loads(path.read_text(encoding="utf-8"))
+    if job.get("cache"):
+        (path.parent / "cache.json").write_text(json.dumps(cache_rounding()), encoding="utf-8")
+    for checkpoint in job["checkpoints"]:
+        name, dtype = checkpoint["name"], checkpoint["dtype"]
+        try:
+            found = read(path.parent / name, dtype, job)
+        except Exception as error:  # whatever it does not read is a result
+            found = {"error": _reason(error)}
+        gc.collect()
+        cleanup_dist_env_and_memory()
+        partial = path.parent / f"{name}.{dtype}.partial"
+        partial.write_text(json.dumps(found), encoding="utf-8")
+        partial.replace(path.parent / f"{name}.{dtype}.json")
+
+
+if __name__ == "__main__":
+    work(__doc__, run)
