@@ -2,14 +2,37 @@
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
 
 collect_ignore = ["passes", "observers", "export"]
 
+
+def _share_processor(workers: int) -> None:
+    """Give each of so many processes its share of the cores; threads that spin while they wait slow others down."""
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    torch.set_num_threads(threads)
+    if find_spec("onnxruntime") is None:
+        return
+    import onnxruntime
+
+    class SessionOptions(onnxruntime.SessionOptions):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.intra_op_num_threads = threads
+
+    class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
+        def __init__(self, model: Any, sess_options: Any = None, *args: Any, **kwargs: Any) -> None:
+            super().__init__(model, sess_options or SessionOptions(), *args, **kwargs)
+
+    onnxruntime.SessionOptions, onnxruntime.InferenceSession = SessionOptions, InferenceSession
+
+
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+    _share_processor(workers)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -6,6 +6,7 @@ import ast
 import pkgutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,7 @@ ROOMS = (
 FLOOR = {name: floor for floor, name in enumerate(ROOMS)}
 
 
+@cache
 def parts() -> dict[str, set[str]]:
     """Return, for every part of the package, the other parts it imports when it is imported."""
     found: dict[str, set[str]] = {}

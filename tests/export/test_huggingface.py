@@ -56,7 +56,8 @@ def captured() -> qfx.Session:
 
 
 def quantized(config: QuantConfig, model: Any = None) -> qfx.QuantizedModel:
-    return quantize(captured(), config) if model is None else quantize(model, config, [{"input_ids": IDS}])
+    session = captured() if model is None else model
+    return quantize(session, config, None if isinstance(session, qfx.Session) else [{"input_ids": IDS}])
 
 
 def logits(model: Any) -> Tensor:
@@ -270,7 +271,7 @@ def test_transposed_weights_and_experts_are_named(tmp_path: Path) -> None:
     with pytest.raises(qfx.ExportError, match=r"c_attn\.weight.*Conv1D"):
         qfx.export.huggingface(qmodel, tmp_path)
     with pytest.raises(qfx.ExportError, match=r"mlp\.gate\.weight.*MixtralTopKRouter"):
-        qfx.export.huggingface(quantized(INT8_WEIGHT_ONLY, mixture()), tmp_path)
+        qfx.export.huggingface(quantized(INT8_WEIGHT_ONLY, captured_mixture("Mixtral")), tmp_path)
 
 
 def mixture(name: str = "Mixtral", *, width: int = 128, experts: int = 3) -> Any:
@@ -281,6 +282,11 @@ def mixture(name: str = "Mixtral", *, width: int = 128, experts: int = 3) -> Any
         num_key_value_heads=2, head_dim=16, vocab_size=64, pad_token_id=None,
     )  # fmt: skip
     return seeded(getattr(transformers, f"{name}ForCausalLM")(config))
+
+
+@cache
+def captured_mixture(name: str, **sizes: int) -> qfx.Session:
+    return qfx.Session(mixture(name, **sizes), [{"input_ids": IDS}])
 
 
 ROUTED = (*FLOAT_ENDS, "op:router")
@@ -305,7 +311,7 @@ def test_experts_lie_apart_and_are_read_back(name: str, model: str, dequantized:
     if dequantized and name == "int4, int8 embedding":
         pytest.skip("transformers dequantizes all but experts by the first of the schemes")
     config, tolerance = EXPERTS[name]
-    qmodel = quantized(config, mixture(model))
+    qmodel = quantized(config, captured_mixture(model))
     qfx.export.huggingface(qmodel, tmp_path / "quantized")
     options = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if dequantized else {}
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "quantized", dtype="auto", **options)
@@ -321,7 +327,7 @@ def test_experts_lie_apart_and_are_read_back(name: str, model: str, dequantized:
 def test_experts_of_any_width_are_read_back(group: int, width: int, experts: int, tmp_path: Path) -> None:
     """Where a row of one of the projections is one group, or a stack holds one expert."""
     config = INT4_WEIGHT_ONLY.replace(group_size=group, exclude=ROUTED)
-    qmodel = quantized(config, mixture("Qwen3Moe", width=width, experts=experts))
+    qmodel = quantized(config, captured_mixture("Qwen3Moe", width=width, experts=experts))
     qfx.export.huggingface(qmodel, tmp_path)
     torch.testing.assert_close(logits(load(tmp_path)), logits(qmodel), rtol=0, atol=2e-6)
 
@@ -329,7 +335,7 @@ def test_experts_of_any_width_are_read_back(group: int, width: int, experts: int
 def test_codes_that_would_be_torn_from_their_scales_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    qmodel = quantized(INT4_WEIGHT_ONLY.replace(group_size=32, exclude=ROUTED), mixture())
+    qmodel = quantized(INT4_WEIGHT_ONLY.replace(group_size=32, exclude=ROUTED), captured_mixture("Mixtral"))
 
     def turned(model: Any, tensors: Any) -> Any:
         return as_saved(model, {name: tensor.flip(-1) for name, tensor in tensors.items()})
@@ -344,18 +350,20 @@ def test_experts_that_would_not_be_read_back_are_refused(tmp_path: Path) -> None
         group_size=32, exclude=ROUTED, overrides=(Override(pattern="*.0.*experts*", weight=INT8_EXPERTS.weight),)
     )
     with pytest.raises(qfx.ExportError, match=r"0\.mlp\.experts\.down_proj: .*\[8, .*all experts .* have the same"):
-        qfx.export.huggingface(quantized(mixed, mixture()), tmp_path)
+        qfx.export.huggingface(quantized(mixed, captured_mixture("Mixtral")), tmp_path)
     groups = Override(pattern="*.0.*experts*", weight=FOURS.replace(group_size=16))
     config = INT4_WEIGHT_ONLY.replace(group_size=32, exclude=ROUTED, overrides=(groups,))
     with pytest.raises(qfx.ExportError, match=r"0\.mlp\.experts\.down_proj: .*, 16\]; all experts .* have the same"):
-        qfx.export.huggingface(quantized(config, mixture()), tmp_path)
+        qfx.export.huggingface(quantized(config, captured_mixture("Mixtral")), tmp_path)
     for spec in (NVFP4, MXFP8_E4M3):
         config = QuantConfig(weight=spec, exclude=ROUTED, target=Target.TORCH)
         with pytest.raises(qfx.ExportError, match=r"experts in \w+.*transformers reads wrongly") as refused:
-            qfx.export.huggingface(quantized(config, mixture()), tmp_path)
+            qfx.export.huggingface(quantized(config, captured_mixture("Mixtral")), tmp_path)
         assert str(refused.value).count("experts in") == 4  # a line for each stack, not for each expert
     with pytest.raises(qfx.ExportError, match=r"experts\.down_proj: GPTQ holds .* no experts"):
-        qfx.export.huggingface(quantized(EXPERTS["int4 in groups"][0], mixture()), tmp_path, format="gptq")
+        qfx.export.huggingface(
+            quantized(EXPERTS["int4 in groups"][0], captured_mixture("Mixtral")), tmp_path, format="gptq"
+        )
     one_scale = Override(pattern="*.experts*", weight=TensorSpec(format=INT8))
     with pytest.raises(qfx.ExportError, match=r"experts\.down_proj: a stack whose scales are not"):
         qfx.export.huggingface(quantized(QuantConfig(overrides=(one_scale,)), mixture()), tmp_path)
@@ -366,7 +374,7 @@ def test_experts_that_would_not_be_read_back_are_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize("model", ["Mixtral", "Qwen3Moe"])
 def test_experts_in_float_are_read_back_and_servers_told(model: str, left: str, tmp_path: Path) -> None:
     config = INT4_WEIGHT_ONLY.replace(group_size=32, exclude=(*ROUTED, left))
-    qmodel = quantized(config, mixture(model))
+    qmodel = quantized(config, captured_mixture(model))
     qfx.export.huggingface(qmodel, tmp_path / "quantized")
     torch.testing.assert_close(logits(load(tmp_path / "quantized")), logits(qmodel), rtol=0, atol=2e-6)
     ignored = quantization(tmp_path / "quantized")["ignore"]
@@ -384,7 +392,7 @@ def test_experts_in_float_are_read_back_and_servers_told(model: str, left: str, 
 @pytest.mark.parametrize("form", ["gptq", "awq"])
 def test_other_forms_name_experts_in_float_their_way(form: str, tmp_path: Path) -> None:
     config = QuantConfig(weight=FOURS.replace(scale_type=ScaleType.FLOAT16), exclude=(*ROUTED, "op:experts"))
-    qfx.export.huggingface(quantized(config, mixture("Qwen3Moe")), tmp_path, format=form)
+    qfx.export.huggingface(quantized(config, captured_mixture("Qwen3Moe")), tmp_path, format=form)
     names = [name.removesuffix(".weight") for name in load_file(tmp_path / "model.safetensors")]
     told = quantization(tmp_path)["dynamic" if form == "gptq" else "modules_to_not_convert"]
     for name in names:
@@ -420,7 +428,7 @@ def test_an_eager_model_is_neither_saved_nor_quantized_again(tmp_path: Path) -> 
 def test_rounded_activations_of_experts_are_named_with_what_leaves_them(tmp_path: Path) -> None:
     config = FP8_DYNAMIC.replace(exclude=ROUTED)
     with pytest.raises(qfx.ExportError, match=r"pattern='model\.layers\.\*\.mlp\.experts\*', input=None"):
-        qfx.export.huggingface(quantized(config, mixture()), tmp_path)
+        qfx.export.huggingface(quantized(config, captured_mixture("Mixtral")), tmp_path)
     told = Override(pattern="model.layers.*.mlp.experts*", input=None, output=None)
     qmodel = quantized(config.replace(overrides=(*config.overrides, told)), mixture())
     qfx.export.huggingface(qmodel, tmp_path)

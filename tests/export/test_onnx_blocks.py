@@ -93,8 +93,8 @@ def assert_same(got: Tensor, expected: Tensor) -> None:
 
 
 def every_binade() -> Tensor:
-    """One block of 32 per bfloat16, and its two neighbors in float32: the largest magnitude first, less behind."""
-    patterns = torch.arange(1 << 16, dtype=torch.int64) << 16
+    """One block of 32 per float of 4 mantissa bits, and its neighbors in float32: the largest first, less behind."""
+    patterns = torch.arange(1 << 13, dtype=torch.int64) << 19
     patterns = torch.cat([patterns, patterns + 1, patterns - 1])
     largest = patterns[(patterns & 0x7F800000) != 0x7F800000].to(torch.int32).view(torch.float32)
     largest = largest[torch.isfinite(largest)]
