@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 import transformers
-from test_huggingface import FLOAT_ENDS, llama, logits, quantized
+from test_huggingface import FLOAT_ENDS, IDS, llama, logits, quantized
 from tiny import quantize, rand, seeded
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
@@ -59,11 +60,16 @@ EXACT = {
 }
 
 
+@cache
+def wide_llama() -> qfx.Session:
+    sizes = {**SMALL, "intermediate_size": 128}
+    return qfx.Session(seeded(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))), [{"input_ids": IDS}])
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_transformers_reads_the_same_model(name: str, tmp_path: Path) -> None:
     """Rows of queries and keys lie in another order in the file; scales are in float16 here already."""
-    sizes = {**SMALL, "intermediate_size": 128}
-    qmodel = quantized(config(EXACT[name]), seeded(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))))
+    qmodel = quantized(config(EXACT[name]), wide_llama())
     path = qfx.export.gguf(qmodel, tmp_path / "model.gguf")
     kinds = {t.name: t.tensor_type.name for t in package.GGUFReader(path).tensors}
     assert kinds["blk.1.attn_k.weight"] == name[:4]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,11 @@ def llama(implementation: str = "sdpa") -> Any:
     return seeded(transformers.LlamaForCausalLM(config))
 
 
+@cache
+def captured(implementation: str) -> qfx.Session:
+    return qfx.Session(llama(implementation), [{"input_ids": IDS}])
+
+
 def t5() -> Any:
     config = transformers.T5Config(
         vocab_size=64,
@@ -67,10 +73,9 @@ def t5() -> Any:
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_model_with_its_cache_computes_what_the_graph_does(spec: str, implementation: str) -> None:
-    model = llama(implementation)
-    qmodel = quantize(model, QuantConfig(kv_cache=SPECS[spec]), [{"input_ids": IDS}])
+    qmodel = quantize(captured(implementation), QuantConfig(kv_cache=SPECS[spec]))
     expected, eager = qmodel(input_ids=IDS).logits, qmodel.eager()
-    assert not torch.allclose(expected, model(IDS).logits, atol=1e-3)
+    assert not torch.allclose(expected, llama(implementation)(IDS).logits, atol=1e-3)
     for use_cache in (True, False):
         torch.testing.assert_close(eager(IDS, use_cache=use_cache).logits, expected, rtol=0, atol=0)
     begun = eager(IDS[:, :5])
@@ -79,7 +84,7 @@ def test_a_model_with_its_cache_computes_what_the_graph_does(spec: str, implemen
 
 
 def test_what_enters_the_cache_is_rounded_and_stays_as_it_is() -> None:
-    qmodel = quantize(llama(), QuantConfig(kv_cache=TOKEN), [{"input_ids": IDS}])
+    qmodel = quantize(captured("sdpa"), QuantConfig(kv_cache=TOKEN))
     eager: Any = copy.deepcopy(qmodel.eager())
     cache = eager(IDS[:, :5]).past_key_values
     layer = cache.layers[0]
@@ -103,7 +108,7 @@ def generated(qmodel: Any, start: Tensor, **inputs: Tensor) -> Tensor:
 
 
 def test_generate_continues_as_the_graph_does() -> None:
-    qmodel = quantize(llama(), QuantConfig(kv_cache=TOKEN), [{"input_ids": IDS}])
+    qmodel = quantize(captured("sdpa"), QuantConfig(kv_cache=TOKEN))
     eager: Any = qmodel.eager()
     found = eager.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=6, do_sample=False)
     assert torch.equal(found, generated(qmodel, IDS)[:, : found.shape[1]])
@@ -121,15 +126,14 @@ def test_cross_attention_reads_a_cache_that_was_rounded_once() -> None:
 
 
 def test_a_stored_model_rounds_in_a_model_that_is_passed(tmp_path: Path) -> None:
-    model = llama()
-    qmodel = quantize(model, QuantConfig(kv_cache=SPECS["int8 per head and channel"]), [{"input_ids": IDS}])
+    qmodel = quantize(captured("sdpa"), QuantConfig(kv_cache=SPECS["int8 per head and channel"]))
     qmodel.save(tmp_path / "saved")
-    eager = qfx.load(tmp_path / "saved").eager(model)
+    eager = qfx.load(tmp_path / "saved").eager(llama())
     torch.testing.assert_close(eager(IDS).logits, qmodel(input_ids=IDS).logits, rtol=0, atol=0)
 
 
 def test_another_implementation_of_attention_is_refused() -> None:
-    eager: Any = quantize(llama(), QuantConfig(kv_cache=TOKEN), [{"input_ids": IDS}]).eager()
+    eager: Any = quantize(captured("sdpa"), QuantConfig(kv_cache=TOKEN)).eager()
     eager.set_attn_implementation("eager")
     with pytest.raises(QuarkError, match="2 products of activations where the captured model has 1"):
         eager(IDS)
@@ -197,7 +201,7 @@ def test_calls_with_scales_of_their_own_are_refused_and_measured_ones_are_not() 
 
 
 def test_gradients_reach_what_makes_keys_and_values() -> None:
-    qmodel = quantize(llama(), QuantConfig(kv_cache=SPECS["int8 per head and channel"]), [{"input_ids": IDS}])
+    qmodel = quantize(captured("sdpa"), QuantConfig(kv_cache=SPECS["int8 per head and channel"]))
     eager: Any = qmodel.eager()
     eager.train()
     eager(IDS).logits.square().mean().backward()
