@@ -78,6 +78,14 @@ def test_transformers_reads_the_same_model(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(load(path)), logits(qmodel), rtol=1e-5, atol=1e-5)
 
 
+def test_a_model_that_was_read_from_a_file_becomes_a_checkpoint(tmp_path: Path) -> None:
+    read = load(qfx.export.gguf(quantized(config(EXACT["Q8_0"]), wide_llama()), tmp_path / "model.gguf"))
+    qmodel = quantized(config(EXACT["Q4_0"]), read)
+    qfx.export.huggingface(qmodel, tmp_path / "checkpoint")
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
+    torch.testing.assert_close(logits(found), logits(qmodel), rtol=1e-5, atol=1e-5)
+
+
 def test_scales_and_smallest_values_are_rounded_to_float16(tmp_path: Path) -> None:
     for weight in (spec(INT4, symmetry=Symmetry.SIGN_AWARE, scale_type=ScaleType.FLOAT32), spec(UINT4)):
         qmodel = quantized(config(weight))
