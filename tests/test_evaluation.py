@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from tiny import Mlp, cnn, images, quantize, rand, seeded, tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import quark_fx as qfx
+from quark_fx.data.context import context_length
 from quark_fx.evaluation import Classification, Embedding, LanguageModeling, compare
 
 
@@ -347,6 +348,21 @@ def test_a_model_writes_its_own_calibration_data() -> None:
     nn.init.constant_(broken.lm_head.weight, float("nan"))
     with pytest.raises(qfx.CalibrationError, match="the LlamaForCausalLM does not generate: "):
         qfx.data.generated_windows(broken, length=16, count=1)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LlamaConfig(max_position_embeddings=48), 48),
+        (GPT2Config(n_positions=32), 32),
+        ({"n_positions": 32}, 32),
+        ({"text_config": {"max_position_embeddings": 24}, "max_position_embeddings": 8}, 24),
+        ({"max_position_embeddings": None}, None),
+    ],
+    ids=["object", "other name", "JSON", "part for text", "silent"],
+)
+def test_a_configuration_says_how_many_tokens_are_read(config: Any, expected: int | None) -> None:
+    assert context_length(config) == expected
 
 
 def test_images_are_scaled_cut_and_normalized(tmp_path: Path) -> None:

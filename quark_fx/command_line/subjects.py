@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from quark_fx.checkpoints.files import GRAPH_FILE
 from quark_fx.checkpoints.open_checkpoint import quantized_by, read_configuration
+from quark_fx.data.context import context_length
 from quark_fx.errors import CaptureError, CheckpointError, ConfigError
 from quark_fx.evaluation.runs import OnnxModel, open_model
 from quark_fx.model.quantized_model import QuantizedModel
@@ -62,8 +63,7 @@ class Subject:
     @property
     def longest(self) -> int | None:
         """The most tokens that it reads, where a checkpoint says that."""
-        found = [(self.config or {}).get(key) for key in ("max_position_embeddings", "n_positions")]
-        return next((length for length in found if isinstance(length, int)), None)
+        return context_length(self.config or {})
 
     @property
     def dtype(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quark_fx.data.context import context_length
 from quark_fx.errors import CalibrationError
 from quark_fx.system.options import PositiveInt, checked_call
 
@@ -47,9 +48,9 @@ def generated_windows(
         raise CalibrationError(
             f"the {type(model).__name__} has modules in training mode, {training[0] or 'itself'} first; call eval()"
         )
-    config = config.get_text_config()
-    if length > (longest := getattr(config, "max_position_embeddings", None) or length):
+    if length > (longest := context_length(config) or length):
         raise CalibrationError(f"length={length} is more than the {longest} positions that the model has")
+    config = config.get_text_config()
     begin = () if config.bos_token_id is None else (config.bos_token_id,)
     if length < len(begin) + 2 + _GREEDY:
         raise CalibrationError(f"length={length} is too short; generate at least {len(begin) + 2 + _GREEDY} tokens")

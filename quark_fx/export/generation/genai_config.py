@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from quark_fx.data.context import context_length
 from quark_fx.errors import ExportError
 from quark_fx.export.generation.cache_scales import PAST
 from quark_fx.export.generation.generator import fuses_wrongly
@@ -88,7 +89,7 @@ def genai_config(graph: ir.Graph, filename: str, model: Any) -> dict[str, Any]:
     assert keys.shape is not None
     assert logits.shape is not None
     tokens = {name: token_of(model, name) for name in ("bos_token_id", "eos_token_id")}
-    context = context_length(model)
+    context = require_context_length(model)
     return {
         "model": {
             # The one type of GenAI that stands for no architecture: of the others, some have rules of their own.
@@ -126,20 +127,19 @@ def token_of(model: Any, name: str) -> Any:
     return getattr(model.config.get_text_config(decoder=True), name, None) if found is None else found
 
 
-def context_length(model: Any) -> int:
+def require_context_length(model: Any) -> int:
     """Return how many tokens a model reads at most.
 
     Raises:
         ExportError: if its configuration does not say.
     """
-    text = model.config.get_text_config(decoder=True)
-    for name in ("max_position_embeddings", "max_seq_len", "seq_length"):
-        if isinstance(found := getattr(text, name, None), int):
-            return found
-    raise ExportError(
-        f"the configuration of {type(model).__name__} does not say how many tokens it reads; set "
-        "model.config.max_position_embeddings"
-    )
+    found = context_length(model.config)
+    if found is None:
+        raise ExportError(
+            f"the configuration of {type(model).__name__} does not say how many tokens it reads; set "
+            "model.config.max_position_embeddings"
+        )
+    return found
 
 
 def _templates(prefix: str, side: str) -> dict[str, str]:

@@ -84,7 +84,7 @@ def require_generator(model: nn.Module) -> None:
     from transformers.cache_utils import DynamicLayer
     from transformers.exporters.utils import is_multimodal
 
-    from quark_fx.export.generation.genai_config import context_length, token_of
+    from quark_fx.export.generation.genai_config import require_context_length, token_of
 
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
@@ -93,7 +93,7 @@ def require_generator(model: nn.Module) -> None:
         raise ExportError(f"{name} is not a decoder-only language model; use export.onnx")
     if is_multimodal(model):
         raise ExportError(f"{name} reads more than tokens; use GenerationQuantizer, which writes a graph for each part")
-    context_length(model)
+    require_context_length(model)
     if token_of(model, "eos_token_id") is None:
         raise ExportError(f"{name} has no eos_token_id, which GenAI needs to end; set it in model.generation_config")
     try:
