@@ -94,6 +94,7 @@ class Trials:
             dropped.
         names: of the batches that these are parts of, for messages.
         kept: for each part, the positions that are not padding; `None` if the data does not say.
+        counts: for each part, how many of these, or samples, there are: what its figures weigh.
         forward_seconds: of the float model on them.
     """
 
@@ -103,6 +104,7 @@ class Trials:
     parts: Sequence[list[Any]]
     names: Sequence[str]
     kept: Sequence[Positions | None] = field(init=False)
+    counts: Sequence[int] = field(init=False)
     forward_seconds: float = 0.0
     _outputs: list[Sequence[Any]] = field(default_factory=list)
     _floats: dict[tuple[GraphPass, ...], tuple[GraphModule, Known]] = field(default_factory=dict)
@@ -122,6 +124,7 @@ class Trials:
                 "(attention_mask is 0); pass samples with tokens there, or measure on more samples"
             )
         self.parts, self.names, self.kept = zip(*found, strict=True)
+        self.counts = [samples_in(part) if kept is None else len(kept.rows) for part, _, kept in found]
 
     def convert(self, config: QuantConfig) -> Converted:
         """Return the model as a configuration converts it; passes that learn codes are left out."""
@@ -178,11 +181,12 @@ class Trials:
                 over twice the share.
         """
         slopes, found = torch.zeros(len(graph.rounded), dtype=torch.float64), list[float]()
-        for leaves, targets, positions in zip(self.parts, self.targets(), self.kept, strict=True):
+        parts = zip(self.parts, self.targets(), self.kept, self.counts, strict=True)
+        for leaves, targets, positions, count in parts:
             loss = self.metric(unpadded(graph.run(leaves, share), positions), targets)
-            slopes += graph.gradients(loss) * samples_in(leaves)
+            slopes += graph.gradients(loss) * count
             found.append(_finite_or_infinite(loss.detach()))
-        return self.mean(found), slopes / sum(map(samples_in, self.parts))
+        return self.mean(found), slopes / sum(self.counts)
 
     def targets(self) -> list[Sequence[Any]]:
         """Return what the float model makes of each part, without what it makes of padding.
@@ -217,9 +221,8 @@ class Trials:
             )
 
     def mean(self, found: Sequence[float]) -> float:
-        """Return the mean over samples of a figure of each part."""
-        sizes = [samples_in(leaves) for leaves in self.parts]
-        return sum(value * size for value, size in zip(found, sizes, strict=True)) / sum(sizes)
+        """Return the mean of a figure of each part, over positions that are not padding, or samples."""
+        return sum(value * count for value, count in zip(found, self.counts, strict=True)) / sum(self.counts)
 
 
 def unpadded(values: Sequence[Any], kept: Positions | None) -> Sequence[Any]:

@@ -314,6 +314,18 @@ def test_what_is_made_of_padding_does_not_count(metric: str) -> None:
     assert first.error > 0
 
 
+def test_batches_count_by_their_tokens() -> None:
+    """Of two batches with as many samples, the one with more tokens counts more."""
+    (ids,), model = tokens(4), seeded(Padded())
+    masks = torch.ones_like(ids), (torch.arange(5) < 1).long().expand(4, -1)
+    batches = [(ids, masks[0]), (ids.flip(0), masks[1])]
+    both, long, short = (
+        analyze(model, "int8_weight_only", data, metric="kl").error for data in (batches, batches[:1], batches[1:])
+    )
+    assert both == pytest.approx((20 * long + 4 * short) / 24)
+    assert both != pytest.approx((long + short) / 2, rel=1e-2)
+
+
 @pytest.mark.parametrize("metric", METRICS)
 def test_samples_that_are_all_padding_are_dropped(metric: str) -> None:
     (ids,), model = tokens(4), seeded(Padded())
