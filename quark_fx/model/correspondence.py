@@ -36,6 +36,7 @@ class Correspondence:
         identities: paths of modules that compute nothing any more, as batch norms that are folded into operators.
         slices: by the path of a module that a pass rewrote, what computes its call now.
         attentions: by the path of a module, how the keys and values of its attention are rounded.
+        borrowed: names of parameters that operators outside of their module read.
     """
 
     constants: dict[str, Constant] = field(default_factory=dict)
@@ -43,6 +44,7 @@ class Correspondence:
     identities: set[str] = field(default_factory=set)
     slices: dict[str, tuple[ModuleCall, ModuleSlice]] = field(default_factory=dict)
     attentions: dict[str, RoundedAttention] = field(default_factory=dict)
+    borrowed: set[str] = field(default_factory=set)
 
 
 def shell_of(model: nn.Module, gm: GraphModule, kept: Mapping[str, Tensor]) -> nn.Module:
@@ -182,12 +184,15 @@ def _place_constants(model: nn.Module, view: FloatView, kept: Mapping[str, Tenso
                 )
             tensors[name] = None
         aliases = [n for n, t in tensors.items() if n == name or (t is tensors[name] is not None)]
+        if {module_path(reader) for reader in given} - {alias.rpartition(".")[0] for alias in aliases}:
+            found.borrowed.update(aliases)
         alike = len({constant.names for constant in given.values()}) == 1
         for reader, constant in given.items():
             constant = _shaped(constant, tensors[name], reader)
             for alias in aliases if alike else [_alias(aliases, reader)]:
                 _put(found, alias, constant, reader)
     for node, reader, constant in folded:
+        found.borrowed.update(node.meta["folded"].tensors)
         for name, one in _unfolded(node, reader, constant, kept).items():
             known = found.constants.get(name)
             same = known is not None and known.is_float and torch.equal(known.tensor, one.tensor)

@@ -20,7 +20,9 @@ from quark_fx.graph.straight_through import quantize_of, records_gradients, run_
 from quark_fx.model.constants import Constant
 from quark_fx.model.correspondence import Correspondence, correspond, shell_of
 from quark_fx.model.eager_attention import AttentionRounding, RoundedArgument
+from quark_fx.model.eager_kernels import kernel_modules
 from quark_fx.model.fake_quantize import Cast, FakeQuantize, Trained, require_float32
+from quark_fx.model.kernels.modules import KernelLinear, KernelModule
 from quark_fx.model.module_slices import ModuleCall
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.model.rounded_attention import RoundedAttention, RoundedFactor
@@ -182,7 +184,13 @@ def _floating(leaves: Sequence[Any], expected: str) -> int:
 
 
 @isolated
-def eager(qmodel: QuantizedModel, model: nn.Module | None = None, *, trained: Trained | None = None) -> nn.Module:
+def eager(
+    qmodel: QuantizedModel,
+    model: nn.Module | None = None,
+    *,
+    trained: Trained | None = None,
+    kernels: bool = False,
+) -> nn.Module:
     """Return the model `qmodel` was made of, of the same class, that computes what `qmodel` computes.
 
     Its quantized parameters are parametrizations of codes, its rounded activations hooks of the modules that read or
@@ -194,6 +202,8 @@ def eager(qmodel: QuantizedModel, model: nn.Module | None = None, *, trained: Tr
         model: a float model of the same class and configuration, for a `qmodel` that was loaded or made of an
             `ExportedProgram`; its parameters do not matter, and stay as they are.
         trained: the parameters of `qmodel` while it is trained, and what rounds them; they become those of the result.
+        kernels: replace linear layers by modules that run what `compile()` would run, and embeddings by modules that
+            look codes up. The result has a `kernel_report`, and is for inference on a CPU.
 
     Raises:
         QuarkError: if no module computes what the graph does; the message names the operator.
@@ -204,10 +214,16 @@ def eager(qmodel: QuantizedModel, model: nn.Module | None = None, *, trained: Tr
     for path in found.identities:
         owner, _, leaf = path.rpartition(".")
         setattr(result.get_submodule(owner), leaf, nn.Identity().eval())
+    replaced, report = kernel_modules(qmodel.graph_module, source, found) if kernels else ({}, None)
+    for path, kernel in replaced.items():
+        owner, _, leaf = path.rpartition(".")
+        setattr(result.get_submodule(owner), leaf, kernel)
     installed: dict[tuple[int, str], tuple[str, ...]] = {}
     fixed: list[str] = []
     for name, constant in found.constants.items():
         owner, _, leaf = name.rpartition(".")
+        if owner in replaced:
+            continue
         module = result.get_submodule(owner)
         if installed.setdefault((id(module), leaf), constant.names) != constant.names:
             raise QuarkError(f"{name} is stored in several ways; give all operators that read it the same specs")
@@ -234,6 +250,10 @@ def eager(qmodel: QuantizedModel, model: nn.Module | None = None, *, trained: Tr
         setattr(result.get_submodule(owner), leaf, Rewritten(rewritten))
     for path, activation in found.rounding.inputs.items():
         module = result.get_submodule(path)
+        if isinstance(module, KernelLinear) and module.rounds:
+            activation = Activation(factors=activation.factors)
+            if not activation.factors:
+                continue
         quantizer = quantizers.get(scales.get(id(activation.scale), ""))
         module.add_module("round_input", rounding := Round(activation, quantizer))
         module.register_forward_pre_hook(rounding.before, with_kwargs=True)
@@ -250,6 +270,9 @@ def eager(qmodel: QuantizedModel, model: nn.Module | None = None, *, trained: Tr
         raise QuarkError(f"the quantized graph does not hold {', '.join(missing)}; pass eager(model)")
     if hasattr(result, "save_pretrained"):
         vars(result)["save_pretrained"] = _refuse_to_save  # it would write names that nothing reads back
+    if report is not None:
+        vars(result)["kernel_report"] = report
+        result.requires_grad_(False)
     return result.eval()
 
 
@@ -276,7 +299,10 @@ def _attention_rounding(
 
 def is_eager(model: nn.Module) -> bool:
     """Tell whether `eager` made the model."""
-    return any(isinstance(module, Dequantize | FakeQuantize | Cast | Round | Rewritten) for module in model.modules())
+    return any(isinstance(module, _EAGER) for module in model.modules())
+
+
+_EAGER = (Dequantize, FakeQuantize, Cast, Round, Rewritten, KernelModule)
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:

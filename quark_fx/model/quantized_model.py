@@ -97,18 +97,22 @@ class QuantizedModel(nn.Module):
 
         save_model(self, Path(directory))
 
-    def eager(self, model: nn.Module | None = None) -> nn.Module:
+    def eager(self, model: nn.Module | None = None, *, kernels: bool = False) -> nn.Module:
         """Return the original model, of its own class, computing what this one does: `generate` works on it.
 
         Args:
             model: a float model of the same class and configuration, with any weights, where this one was loaded.
+            kernels: run linear layers on the kernels that `compile()` uses, and look codes of embeddings up. The
+                result is for inference on a CPU; its attribute `kernel_report` has one row per operator, as the report
+                of a compiled model: its kernel, or why it is simulated. Results differ from the simulated ones by the
+                order of sums. The first call with one row, a decoding step, compiles; `torch.compile` works on it.
 
         Raises:
             QuarkError: if no module computes what the graph does; the message names the operator.
         """
         from quark_fx.model.eager import eager
 
-        return eager(self, model)
+        return eager(self, model, kernels=kernels)
 
     @checked_call
     def compile(  # type: ignore[override]

@@ -194,7 +194,7 @@ def test_weights_beside_integer_kernels_are_floats() -> None:
 
 
 def test_without_vnni_only_weights_whose_pairs_fit_have_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integers, "adds_pairs", lambda: True)
+    monkeypatch.setattr(integers, "adds_pairs", lambda packed=True: True)
     free = STATIC.replace(target="onnx_vnni")
     for build, x in ((flat, ROWS), (conv, IMAGE)):
         assert [row.integer for row in quantized(build, STATIC.replace(target="onnx"), x).compile().report()] == [True]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from quark_fx.model.kernels.integers import Unsigned, channel_codes, require_exact, signed_codes
 from quark_fx.model.kernels.product import NoKernelError, Product, Rounded
@@ -21,6 +22,8 @@ def integer_linear(product: Product) -> str:
     codes, scale = channel_codes(product.matrix())
     require_exact(product, codes)
     bias, read = product.bias(), Unsigned.of(product)
+    if not product.packs:
+        return _multiply_plain(product, read, codes, scale, bias)
     packed = onednn.qlinear_prepack.default(codes, None)
     _multiply(product, onednn.qlinear_pointwise, read, packed, scale, bias)
     return "onednn.qlinear_pointwise"
@@ -51,6 +54,8 @@ def token_linear(product: Product) -> str:
     if not rounded.is_symmetric:
         raise NoKernelError("its activation has a zero point for each token")
     bias, read = product.bias(), Unsigned.of(product)
+    if not product.packs:
+        return _multiply_plain(product, read, codes, scale, bias)
     packed = onednn.qlinear_prepack.default(codes, None)
     zero = torch.zeros_like(scale, dtype=torch.int32)
     result = product.insert(
@@ -65,12 +70,47 @@ def token_linear(product: Product) -> str:
     return "onednn.qlinear_pointwise"
 
 
+def _multiply_plain(product: Product, read: Unsigned, codes: Tensor, scale: Tensor, bias: Tensor | None) -> str:
+    """Replace a product by `torch._int_mm`, and what turns its sums into values."""
+    _require_dtype(product)
+    point, step = (
+        given if isinstance(given, Node) else product.number_node(given, dtype)
+        for given, dtype in ((read.zero_point, torch.int32), (read.scale, torch.float32))
+    )
+    sums = codes.sum(1, dtype=torch.int32)
+    made = product.insert(integer_product, read.codes, step, point, codes, scale, sums)
+    if bias is not None:
+        made = product.insert(aten.add.Tensor, made, bias)
+    product.node.replace_all_uses_with(product.insert(aten._to_copy.default, made, dtype=product.dtype))
+    return "aten._int_mm"
+
+
+def integer_product(
+    x: Tensor, scale: Tensor, zero_point: Tensor, codes: Tensor, weight_scale: Tensor, sums: Tensor
+) -> Tensor:
+    """Return `((x - zero_point) * scale) @ (codes * weight_scale).T`, float32, of sums that are exact.
+
+    Args:
+        x: uint8, `(rows, inputs)`.
+        scale, zero_point: float32 and int32, one or one for each row.
+        codes: int8, `(outputs, inputs)`.
+        weight_scale: float32, `(outputs,)`.
+        sums: int32, `(outputs,)`, those of codes over inputs.
+    """
+    total = torch._int_mm((x.to(torch.int16) - 128).to(torch.int8), codes.t())
+    return (total - (zero_point - 128) * sums).float() * scale * weight_scale
+
+
+def _require_dtype(product: Product) -> None:
+    if product.dtype not in (torch.float32, torch.bfloat16):
+        raise NoKernelError(f"it computes in {str(product.dtype).removeprefix('torch.')}")
+
+
 def _multiply(
     product: Product, kernel: Any, read: Unsigned, packed: Tensor, scale: Tensor, bias: Tensor | None, *geometry: Any
 ) -> None:
     """Replace a product, and the quantizers that alone read it, by a kernel."""
-    if product.dtype not in (torch.float32, torch.bfloat16):
-        raise NoKernelError(f"it computes in {str(product.dtype).removeprefix('torch.')}")
+    _require_dtype(product)
     quantizers = product.quantizers_after()
     after = Rounded.of(quantizers[0]) if quantizers else None
     signed = after is not None and after.format.dtype is torch.int8

@@ -93,16 +93,22 @@ def has_kernels() -> bool:
 
 
 @cache
-def adds_pairs() -> bool:
+def adds_pairs(packed: bool = True) -> bool:
     """Tell whether the kernels add pairs of products in 16 bits, which saturate; asks one of them.
 
     They do on x64 processors without VNNI, and where `ONEDNN_MAX_CPU_ISA` says so.
+
+    Args:
+        packed: ask kernels of packed weights; else `torch._int_mm`, which may be another of oneDNN's.
     """
+    if not packed:
+        codes = torch.full((64, 64), 127, dtype=torch.int8)
+        return any(bool((torch._int_mm(codes[:rows], codes.t()) != 64 * 127 * 127).any()) for rows in (1, 32))
     x = torch.full((1, 64), 255, dtype=torch.uint8)
     weight = torch.full((16, 64), 127, dtype=torch.int8)
     one, zero = torch.ones(16, dtype=torch.float32), torch.zeros(16, dtype=torch.int32)
-    packed = onednn.qlinear_prepack(weight, None)
-    y = onednn.qlinear_pointwise(x, 1.0, 0, packed, one, zero, None, 1.0, 0, torch.float32, "none", [], "")
+    prepacked = onednn.qlinear_prepack(weight, None)
+    y = onednn.qlinear_pointwise(x, 1.0, 0, prepacked, one, zero, None, 1.0, 0, torch.float32, "none", [], "")
     return bool((y != 64 * 255 * 127).any())
 
 
@@ -123,10 +129,11 @@ def require_exact(product: Product, codes: Tensor, groups: int = 1) -> None:
     if rank < 2 or (codes.dim() > 2 and rank != codes.dim()):
         raise NoKernelError("its activation has no batch")
     inputs, kernel = codes.shape[1], tuple(range(2, codes.dim()))
-    if not adds_pairs() or (kernel and inputs == 1 and groups == codes.shape[0]):
+    if not adds_pairs(product.packs) or (kernel and inputs == 1 and groups == codes.shape[0]):
         return
     assert product.rounded is not None
-    limit = LARGEST_SUM // ((1 << min(product.rounded.format.bits, 8)) - 1)
+    # To the signed codes of products that are not packed, oneDNN adds 128, whatever their bits.
+    limit = LARGEST_SUM // ((1 << (min(product.rounded.format.bits, 8) if product.packs else 8)) - 1)
     if kernel and inputs % 2:
         # Which codes are neighbors there differs from kernel to kernel.
         exact = 2 * int(codes.short().abs().max()) <= limit

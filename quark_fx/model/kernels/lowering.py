@@ -13,7 +13,7 @@ from quark_fx.graph.nodes import describe, own_tensors
 from quark_fx.graph.pass_manager import copy_graph
 from quark_fx.model.kernels.integer_products import integer_convolution, integer_linear, token_linear
 from quark_fx.model.kernels.product import Activation, NoKernelError, Product
-from quark_fx.model.kernels.spelling import spell_out
+from quark_fx.model.kernels.spelling import Traced, spell_out
 from quark_fx.model.kernels.weight_only import weight_only_linear
 from quark_fx.plan.report import aligned
 from quark_fx.system.isolation import isolated
@@ -55,7 +55,7 @@ class KernelRow:
     @property
     def integer(self) -> bool:
         """Whether it multiplies integers."""
-        return self.kernel.startswith("onednn.")
+        return self.kernel.startswith(("onednn.", "aten._int_mm"))
 
 
 @dataclass(frozen=True)
@@ -76,31 +76,45 @@ class KernelReport:
 
 
 @isolated
-def use_kernels(gm: GraphModule) -> tuple[GraphModule, KernelReport]:
+def use_kernels(
+    gm: GraphModule, traced: Traced | None = None, *, packs: bool = True
+) -> tuple[GraphModule, KernelReport]:
     """Return a copy of a quantized graph in operators of torch alone, and which kernels it has.
 
     The copy is a snapshot: it has its own tensors, and later changes of `gm` do not reach it.
+
+    Args:
+        gm: the quantized graph.
+        traced: see `spell_out`.
+        packs: whether weights may be packed, which `torch.compile` takes only for frozen constants.
     """
     gm = own_tensors(copy_graph(gm))
-    products = [product for node in gm.graph.nodes if (product := Product.of(gm, node)) is not None]
+    products = [product for node in gm.graph.nodes if (product := Product.of(gm, node, packs=packs)) is not None]
     rows: dict[str, KernelRow] = {}
     for product in sorted(products, key=lambda product: product.rounding is Activation.FLOAT):
         name, kernel, reason = product.node.name, "", ""
         try:
             if product.rounding is Activation.FLOAT and any(row.kernel for row in rows.values() if row.integer):
                 raise NoKernelError(_FOLDED)
-            kernel = _rule(product)(product)
+            kernel = rule_of(product)(product)
         except NoKernelError as error:
             reason = str(error)
             logger.debug("no kernel for %s: %s", describe(product.node), reason)
         rows[name] = KernelRow(product.name, product.row.kind, kernel, reason)
-    spell_out(gm)
+    spell_out(gm, traced)
     gm.graph.lint()
     # Without the tensors that kernels replaced.
     return copy_graph(gm), KernelReport(tuple(rows[product.node.name] for product in products))
 
 
-def _rule(product: Product) -> Rule:
+def rule_of(product: Product) -> Rule:
+    """Return the rule for a product.
+
+    Raises:
+        NoKernelError: if there is none.
+    """
+    if (device := product.weight.codes.device).type != "cpu":
+        raise NoKernelError(f"its weight is on {device}; there are kernels for CPUs")
     found = RULES.get((product.row.kind, product.rounding))
     if found is None:
         raise NoKernelError(f"torch has no kernel for {product.row.kind} with {_WORDS[product.rounding]}")
@@ -115,4 +129,4 @@ _WORDS = {
     Activation.OTHER: "scales of groups or channels of the activation",
 }
 
-__all__ = ["RULES", "KernelReport", "KernelRow", "Rule", "use_kernels"]
+__all__ = ["RULES", "KernelReport", "KernelRow", "Rule", "rule_of", "use_kernels"]

@@ -92,6 +92,7 @@ class Product:
         row: of the table of operators.
         weight: its weight, of a matrix with rows for outputs.
         name: module path, as in `QuantizedModel.report`.
+        packs: whether weights may be packed, for kernels that read them as constants of a graph.
     """
 
     gm: GraphModule
@@ -99,9 +100,10 @@ class Product:
     row: Operator
     weight: QuantizedTensor
     name: str
+    packs: bool = True
 
     @classmethod
-    def of(cls, gm: GraphModule, node: Node) -> Product | None:
+    def of(cls, gm: GraphModule, node: Node, *, packs: bool = True) -> Product | None:
         """Return the view of a node; `None` for one that multiplies an activation by no weight in codes."""
         row = row_by_target(node)
         if row is None or row.weight is None or not row.activations:
@@ -111,7 +113,7 @@ class Product:
         if constant is None or constant.quantized is None:
             return None
         name = module_name(node, parameter_name(gm, constant.names[0]))
-        return cls(gm, node, row, constant.quantized, name)
+        return cls(gm, node, row, constant.quantized, name, packs)
 
     @property
     def activation(self) -> Node:
@@ -214,6 +216,11 @@ class Product:
     def number(self, node: Node) -> float:
         """Return the number that a constant of one element is."""
         return parameter(self.gm, node).item()
+
+    def number_node(self, value: float, dtype: torch.dtype) -> Node:
+        """Insert a constant of one element, which graphs that are alike otherwise may share code with."""
+        with self.gm.graph.inserting_before(self.node):
+            return get_attr(self.gm, "kernel_constant", torch.tensor(value, dtype=dtype))
 
     def insert(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """Insert a call before the operator, with its notes and value; tensors become constants of the graph."""

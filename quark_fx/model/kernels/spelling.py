@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, erase_dead, fake_mode, get_attr, target_name, value_of
@@ -15,9 +15,18 @@ from quark_fx.model.constants import constant_of
 from quark_fx.numbers import ops
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 
+Traced = dict[Any, Graph]
+"""What functions call, by their arguments: shapes, which symbols tell apart, and constants."""
 
-def spell_out(gm: GraphModule) -> None:
-    """Replace the operators on codes by those that compute them; constants in codes become floats."""
+
+def spell_out(gm: GraphModule, traced: Traced | None = None) -> None:
+    """Replace the operators on codes by those that compute them; constants in codes become floats.
+
+    Args:
+        gm: a quantized graph.
+        traced: of graphs before, whose fake values are of the same mode.
+    """
+    traced = {} if traced is None else traced
     erase_dead(gm)
     for node in list(gm.graph.nodes):
         if node.op != "call_function":
@@ -27,11 +36,11 @@ def spell_out(gm: GraphModule) -> None:
             if constant is not None:
                 node.replace_all_uses_with(get_attr(gm, constant.names[0], constant.value()))
             elif (function := _FUNCTIONS.get(target_name(node))) is not None:
-                _inline(gm, node, function)
+                _inline(gm, node, function, traced)
     erase_dead(gm)
 
 
-def _inline(gm: GraphModule, node: Node, function: Any) -> None:
+def _inline(gm: GraphModule, node: Node, function: Any, known: Traced) -> None:
     """Replace a call by the operators that a function of its arguments calls."""
     given = [argument for argument in node.args if isinstance(argument, Node)]
 
@@ -39,11 +48,17 @@ def _inline(gm: GraphModule, node: Node, function: Any) -> None:
         named = dict(zip(given, tensors, strict=True))
         return function(*(named[a] if isinstance(a, Node) else a for a in node.args), **node.kwargs)
 
-    # Without torch's rules for composite operators, sizes that vary are fixed, in the graph this is a copy of, too.
-    with fake_mode(gm), enable_python_dispatcher():
-        traced = make_fx(of_tensors)(*(value_of(gm, argument) for argument in given))
-    inputs = (n for n in traced.graph.nodes if n.op == "placeholder")
-    result: Any = gm.graph.graph_copy(traced.graph, dict(zip(inputs, given, strict=True)))
+    values = [value_of(gm, argument) for argument in given]
+    constants = [None if isinstance(a, Node) else a for a in node.args]
+    shapes = [(str(tuple(v.shape)), str(v.stride()), v.dtype, v.device) for v in values]
+    same = [given.index(argument) for argument in given]  # an argument that is given twice is traced as one
+    key = (function, repr(constants), repr(node.kwargs), *same, *shapes)
+    if key not in known:
+        # Without torch's rules for composite operators, sizes that vary are fixed, in what this is a copy of, too.
+        with fake_mode(gm), enable_python_dispatcher():
+            known[key] = make_fx(of_tensors)(*values).graph
+    inputs = (n for n in known[key].nodes if n.op == "placeholder")
+    result: Any = gm.graph.graph_copy(known[key], dict(zip(inputs, given, strict=True)))
     if isinstance(result, tuple | list):
         for reader in list(node.users):
             index: Any = reader.args[1]
@@ -65,4 +80,4 @@ _FUNCTIONS = {
     "quark_fx.dynamic_qparams.default": ops.dynamic_qparams._init_fn,
 }
 
-__all__ = ["spell_out"]
+__all__ = ["Traced", "spell_out"]

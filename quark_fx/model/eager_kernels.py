@@ -1,0 +1,90 @@
+"""Which modules of the original model run kernels: linear layers that compute one product each, and embeddings."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import nn
+from torch.fx import GraphModule
+from torch.nn.utils import parametrize
+
+from quark_fx.graph.nodes import module_path
+from quark_fx.model.correspondence import Correspondence
+from quark_fx.model.kernels.lowering import KernelReport, KernelRow
+from quark_fx.model.kernels.modules import CodeEmbedding, KernelLinear, KernelModule
+from quark_fx.model.kernels.product import Product
+from quark_fx.model.kernels.row_graphs import RowGraphs
+
+
+def kernel_modules(
+    gm: GraphModule, model: nn.Module, found: Correspondence
+) -> tuple[dict[str, KernelModule], KernelReport]:
+    """Return what replaces modules, by path, and one row for each operator whose weight is in codes.
+
+    Args:
+        gm: the quantized graph.
+        model: the original one.
+        found: what corresponds to what.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    names = Counter(map(id, modules.values()))
+    products = [product for node in gm.graph.nodes if (product := Product.of(gm, node)) is not None]
+    calls = Counter(module_path(product.node) for product in products)
+    graphs, made = RowGraphs(), dict[str, KernelModule]()
+    rows = []
+    for product in products:
+        path = module_path(product.node)
+        module = modules.get(path)
+        reason = ""
+        if not _is_linear(module):
+            reason = f"a module of class {type(module).__name__} computes it among other things"
+        elif calls[path] > 1 or names[id(module)] > 1:
+            reason = "its module is called in several places"
+        elif _has_hooks(module):
+            reason = "hooks are registered on its module"
+        elif path in found.slices or product.name != path:
+            reason = "its module computes something else by now"
+        elif not found.borrowed.isdisjoint((f"{path}.weight", f"{path}.bias")):
+            reason = "its weight or bias is read outside of its module"
+        row = KernelRow(product.name, product.row.kind, "", reason)
+        if not reason:
+            graph, row = graphs.of(product)
+            if graph is not None:
+                assert module is not None
+                made[path] = KernelLinear(product, graph, module)
+        rows.append(row)
+    for path, module in modules.items():
+        name = f"{path}.weight"
+        constant = found.constants.get(name)
+        table = None if constant is None else constant.quantized
+        if constant is None or table is None or name in found.borrowed or names[id(module)] > 1 or _has_hooks(module):
+            continue
+        if _is_embedding(module) and CodeEmbedding.takes(table):
+            made[path] = CodeEmbedding(table, constant.dtype, module)
+    return made, KernelReport(tuple(rows))
+
+
+def _is_linear(module: nn.Module | None) -> bool:
+    """Tell whether a module multiplies its input by its weight, adds its bias and does nothing else."""
+    kind = type(module)
+    if module is None or parametrize.is_parametrized(module):
+        return False
+    own = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+    return own or getattr(kind, "forward", None) is nn.Linear.forward
+
+
+def _has_hooks(module: nn.Module | None) -> bool:
+    """Tell whether calls of a module call something else, as hooks of torch, or those of accelerate."""
+    if module is None:
+        return False
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    """Tell whether a module looks rows up and does nothing else."""
+    if not isinstance(module, nn.Embedding) or parametrize.is_parametrized(module):
+        return False
+    return module.max_norm is None and type(module).forward is nn.Embedding.forward
+
+
+__all__ = ["kernel_modules"]

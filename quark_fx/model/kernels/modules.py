@@ -1,0 +1,194 @@
+"""Modules that stand in for linear layers and embeddings: kernels for products, codes that are looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from quark_fx.errors import QuarkError
+from quark_fx.model.kernels.one_row import Computation
+from quark_fx.model.kernels.product import Product
+from quark_fx.numbers.quantized_tensor import QuantizedTensor
+
+
+class KernelModule(nn.Module):
+    """A module for inference, whose tensors are laid out for kernels: they stay where and as they are.
+
+    Attributes:
+        dtype: what it computes in.
+    """
+
+    dtype: torch.dtype
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        for dtype in {torch.float32, self.dtype}:
+            before = torch.zeros((), dtype=dtype)
+            after = fn(before)
+            if (after.dtype, after.device) != (before.dtype, before.device):
+                raise RuntimeError(
+                    "a model with kernels keeps its dtypes and stays on the CPU; convert the model before quantizing "
+                    "it, and call eager(kernels=True) again"
+                )
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        """Stay in eval mode.
+
+        Raises:
+            QuarkError: for `mode=True`.
+        """
+        if mode:
+            raise QuarkError(
+                "a model with kernels is for inference; to train it, call quark_fx.prepare_qat(qmodel), whose eager() "
+                "has parameters that learn"
+            )
+        return super().train(False)
+
+    def _save_to_state_dict(self, *_: Any) -> None:
+        raise _no_state()
+
+    def _load_from_state_dict(self, *_: Any) -> None:
+        raise _no_state()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made = type(self).__new__(type(self))  # sharing tensors, which never change
+        vars(made).update(vars(self))
+        for name, value in vars(self).items():
+            if isinstance(value, dict):
+                vars(made)[name] = dict(value)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise QuarkError(
+            "weights for kernels are not pickled; save the quantized model, and call eager(kernels=True) where it is "
+            "loaded"
+        )
+
+
+class ShapeOnly(Tensor):
+    """The shape, dtype and device of a parameter, for code that asks for them; computing with it is refused."""
+
+    @classmethod
+    def of(cls, parameter: Tensor, dtype: torch.dtype) -> ShapeOnly:
+        """Return what stands in for a parameter that a kernel reads in another form."""
+        return torch.empty((), dtype=dtype).expand(parameter.shape).as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _FACTS:
+            raise QuarkError(
+                "a model with kernels has no weights to compute with, as kernels read codes; use qmodel.eager()"
+            )
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+_FACTS = {
+    *(getattr(Tensor, name).__get__ for name in ("device", "dtype", "ndim", "requires_grad", "shape")),
+    *(Tensor.dim, Tensor.is_floating_point, Tensor.numel, Tensor.size),
+}
+
+
+class KernelLinear(KernelModule):
+    """Multiplies by a weight in codes, with the kernel that `compile()` would use.
+
+    Attributes:
+        weight, bias: their shape and dtype.
+        rounds: whether it rounds its input itself.
+
+    Args:
+        product: of a quantized graph, in a module that computes nothing else.
+        graph_module: what computes it, of `RowGraphs`.
+        module: the float layer.
+    """
+
+    def __init__(self, product: Product, graph_module: GraphModule, module: nn.Module) -> None:
+        super().__init__()
+        self.out_features, self.in_features = product.matrix().codes.shape
+        self.dtype, self.rounds = product.dtype, product.rounded is not None
+        weight, bias = (getattr(module, name) for name in ("weight", "bias"))
+        self.weight = ShapeOnly.of(weight, self.dtype)
+        self.bias = None if bias is None else ShapeOnly.of(bias, self.dtype)
+        self._computation, tensors = Computation.of(graph_module, self.in_features)
+        self._count = len(tensors)
+        for i, tensor in enumerate(tensors):
+            self.register_buffer(f"constant{i}", tensor, persistent=False)
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product.
+
+        Raises:
+            QuarkError: for another dtype than that of the model or another size than that of a row, and where a
+                gradient is asked for.
+        """
+        if x.dtype != self.dtype:
+            raise QuarkError(
+                f"this layer computes in {self.dtype}, and its input is {x.dtype}; kernels convert nothing"
+            )
+        if x.shape[-1] != self.in_features:
+            raise QuarkError(f"this layer reads rows of {self.in_features} values, and its input has {x.shape[-1]}")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise QuarkError("kernels have no gradients; call the model under torch.no_grad(), or use qmodel.eager()")
+        constants = [getattr(self, f"constant{i}") for i in range(self._count)]
+        rows = x.reshape(-1, self.in_features).contiguous()
+        return self._computation(rows, *constants).reshape(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+class CodeEmbedding(KernelModule):
+    """Looks codes up and dequantizes the rows it found, where a parametrization would dequantize the whole table.
+
+    Args:
+        table: rows for tokens.
+        dtype: of what it returns.
+        module: the float embedding.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor
+
+    def __init__(self, table: QuantizedTensor, dtype: torch.dtype, module: nn.Embedding) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.num_embeddings, self.embedding_dim = table.codes.shape
+        self.padding_idx = module.padding_idx
+        self.weight = ShapeOnly.of(module.weight, dtype)
+        self.register_buffer("codes", table.codes.detach().clone(), persistent=False)
+        self.register_buffer("scale", table.scale.detach().clone(), persistent=False)
+        self.register_buffer("zero_point", table.zero_point.detach().clone(), persistent=False)
+        self._format, self._layout = table.format, (table.axis, table.block_size)
+        shared = table.layout.flat and table.axis != 0
+        self._by_row = tuple(p.numel() > 1 and not shared for p in (table.scale, table.zero_point))
+        self.eval()
+
+    @staticmethod
+    def takes(table: QuantizedTensor) -> bool:
+        """Tell whether a row is dequantized alone: scales of blocks of rows are not."""
+        return not (table.axis == 0 and table.layout.block > 1)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the rows of `input`, whole numbers of any shape."""
+        rows = input.reshape(-1)
+        scale, zero_point = (
+            parameter.index_select(0, rows) if by_row else parameter
+            for parameter, by_row in zip((self.scale, self.zero_point), self._by_row, strict=True)
+        )
+        found = QuantizedTensor.of(self.codes.index_select(0, rows), scale, zero_point, self._format, *self._layout)
+        return found.decoded().to(self.dtype).reshape(*input.shape, self.embedding_dim)
+
+
+def _no_state() -> QuarkError:
+    return QuarkError(
+        "a model with kernels holds weights as kernels read them and has no state_dict; save the quantized model, or "
+        "take the state_dict of qmodel.eager()"
+    )
+
+
+__all__ = ["CodeEmbedding", "KernelLinear", "KernelModule", "ShapeOnly"]

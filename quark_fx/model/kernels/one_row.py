@@ -1,0 +1,136 @@
+"""What a layer computes, shared by layers that compute alike; that of one row is compiled."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, MutableMapping
+from functools import cache
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from quark_fx.graph.nodes import parameter, placeholders, results_of
+
+logger = logging.getLogger(__name__)
+
+
+class Computation:
+    """A function of rows and constants.
+
+    Calls of several rows run it operator by operator. One row takes the time that its weight takes to be read, and what
+    is around the product then costs as much as the product: Inductor compiles it all into few loops, for each shape of
+    constants once in a process. Inside of `torch.compile` it is traced as it is.
+
+    Args:
+        graph_module: of `(rows, *constants)`, without tensors of its own.
+    """
+
+    _known: ClassVar[MutableMapping[Any, Computation]] = WeakValueDictionary()
+
+    def __init__(self, graph_module: GraphModule) -> None:
+        self.graph_module = graph_module
+        self._one_row = Compiled(graph_module)
+
+    @classmethod
+    def of(cls, graph_module: GraphModule, inputs: int) -> tuple[Computation, list[Tensor]]:
+        """Return the function of a graph of rows, and its constants.
+
+        Args:
+            graph_module: of one input, `(rows, inputs)`, and one result.
+            inputs: values of a row.
+        """
+        graph = Graph()
+        (rows,) = placeholders(graph_module)
+        read = [node for node in graph_module.graph.nodes if node.op == "get_attr"]
+        copies = {node: graph.placeholder(f"given{i}") for i, node in enumerate((rows, *read))}
+        for node in graph_module.graph.nodes:
+            if node.op == "call_function":
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+                copies[node].meta = {}
+        (result,) = results_of(graph_module)
+        graph.output(copies[result])
+        tensors = [parameter(graph_module, node).detach() for node in read]
+        lifted = GraphModule(torch.nn.Module(), graph, class_name="Rows")
+        key = (lifted.code, inputs, *_layouts(tensors))
+        found = cls._known.get(key)
+        if found is None:
+            found = cls._known[key] = cls(lifted)
+        return found, tensors
+
+    def __call__(self, rows: Tensor, *constants: Tensor) -> Tensor:
+        """Return the result for rows, contiguous, `(rows, inputs)`."""
+        if torch.compiler.is_compiling() or rows.shape[0] != 1 or not finds_compiler():
+            result: Tensor = self.graph_module(rows, *constants)
+            return result
+        return self._one_row(rows, *constants)
+
+
+class Compiled:
+    """A function that Inductor compiles at its first call, for tensors laid out as those.
+
+    Loops are compiled for a number of threads: it compiles again where `torch.set_num_threads` set another.
+    """
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self._function = function
+        self._by_threads: dict[int, Callable[..., Tensor]] = {}
+
+    def __call__(self, *given: Tensor) -> Tensor:
+        threads = torch.get_num_threads()
+        run = self._by_threads.get(threads)
+        if run is None:
+            with _TRACING:
+                if threads not in self._by_threads:
+                    self._by_threads[threads] = _compile(self._function, given)
+                run = self._by_threads[threads]
+        return run(*given)
+
+
+_TRACING = threading.Lock()
+"""`make_fx` patches torch for all threads."""
+
+
+def compiled(function: Callable[..., Tensor], *options: Any) -> Callable[..., Tensor]:
+    """Return a function of tensors that is compiled for each of their shapes once in a process; `options` come last."""
+
+    def run(*given: Tensor) -> Tensor:
+        key = (function, options, *_layouts(given))
+        return _COMPILED.setdefault(key, Compiled(lambda *tensors: function(*tensors, *options)))(*given)
+
+    return run
+
+
+_COMPILED: dict[Any, Compiled] = {}
+"""Code, and no tensors."""
+
+
+def _layouts(tensors: Iterable[Tensor]) -> list[Any]:
+    """Return what tells apart tensors that compiled code tells apart."""
+    return [(tuple(t.shape), t.stride(), t.dtype) for t in tensors]
+
+
+def _compile(function: Callable[..., Tensor], given: tuple[Tensor, ...]) -> Callable[..., Tensor]:
+    with torch.no_grad():
+        run = torch._inductor.compile(make_fx(lambda *tensors: (function(*tensors),))(*given), list(given))
+    return lambda *tensors: run(*tensors)[0]
+
+
+@cache
+def finds_compiler() -> bool:
+    """Tell whether Inductor finds a C++ compiler."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception as error:  # whatever looking for one raises
+        logger.debug("no C++ compiler: %s", error)
+        return False
+    return True
+
+
+__all__ = ["Compiled", "Computation", "compiled", "finds_compiler"]
