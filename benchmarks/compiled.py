@@ -1,11 +1,13 @@
 """Time of quantized models in PyTorch: by `qmodel.compile()`, beside float ones, eager and by `torch.compile`.
 
-    python -m benchmarks.compiled [--rounds 15] [--write]
+    python -m benchmarks.compiled [--rounds 15] [--generation] [--write]
 
 torchvision's ResNet-50 at 3 x 224 x 224, a BERT of base size at 128 tokens and a Llama of 135M parameters at one token,
 with seeded random weights: time does not depend on values. Every case runs in a process of its own on one thread, its
 models in turn; a row gives the median over the rounds and the quartiles of the ratios within a round. The networks of
-`tests/networks.py`, trained on digits, show the accuracy. `--write` updates `docs/compiled.md`.
+`tests/networks.py`, trained on digits, show the accuracy. The last table is of `generate` by the Llama, as a model of
+transformers: in float, simulated by `eager()`, and with `eager(kernels=True)`; `--generation` measures it alone.
+`--write` updates `docs/compiled.md`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,18 @@ from torch._inductor import config as inductor
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import quark_fx as qfx
-from benchmarks.common import apart_from_others, environment, estimate_batch_norm, images, publish, sqnr, table, timed
+from benchmarks.common import (
+    DOCS,
+    apart_from_others,
+    environment,
+    estimate_batch_norm,
+    images,
+    publish,
+    spread,
+    sqnr,
+    table,
+    timed,
+)
 from quark_fx.evaluation.runs import main_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -166,17 +179,91 @@ def _accuracy() -> str:
     return f"## Trained networks, `int8_static`\n\n{table(header, rows)}"
 
 
+GENERATED = ("int4_weight_only", "int8_weight_only", "int8_dynamic")
+FLOAT, SIMULATED, KERNELS = "float", "eager()", "eager(kernels=True)"
+PROMPT, NEW, ROUNDS = 32, 32, 5
+
+
+def generate(preset: str) -> dict[str, Any]:
+    """Return seconds of greedy generation by model, which tokens are those of the simulated one, and kernels."""
+    model, data = _llama()
+    qmodel = qfx.quantize(model, preset, data, progress=False)
+    models: dict[str, Any] = {FLOAT: model, SIMULATED: qmodel.eager(), KERNELS: qmodel.eager(kernels=True)}
+    prompt = _tokens(1, PROMPT, 49152)["input_ids"]
+    tokens: dict[str, Tensor] = {}
+
+    def run(name: str) -> None:
+        tokens[name] = models[name].generate(
+            prompt, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0
+        )
+
+    for name in models:
+        run(name)
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(ROUNDS):
+        for name in models:
+            times[name].append(timed(partial(run, name)).wall)
+    same = (tokens[SIMULATED] == tokens[KERNELS])[:, PROMPT:]
+    return {
+        "times": times,
+        "same": int(same.sum()),
+        "kernels": str(models[KERNELS].kernel_report).splitlines()[-1],
+    }
+
+
+def _generation() -> str:
+    """Return the section of generation."""
+    rows, notes = [], []
+    for preset in GENERATED:
+        found = apart_from_others("benchmarks.compiled", "--generate", preset)
+        for name, own in found["times"].items():
+            speeds = [NEW / seconds for seconds in own]
+            ratios = (spread([b / a for a, b in zip(own, found["times"][o], strict=True)]) for o in (FLOAT, SIMULATED))
+            rows.append((preset, name, f"{statistics.median(speeds):.1f}", *ratios))
+        notes.append(
+            f"`{preset}`: {found['kernels']}; {found['same']} of {NEW} tokens are those of the simulated model."
+        )
+    header = ("preset", "model", "tokens a second", "speed over float", "over eager()")
+    text = f"""## Llama 135M, generation
+
+`generate` with its cache, greedy, {NEW} tokens after {PROMPT}, batch 1, the prompt's time among them; not compiled as a
+whole. Models in turn in one process; medians of {ROUNDS} rounds, smallest and largest ratio of a round in parentheses.
+What is compiled was compiled before. Reproduce with `python -m benchmarks.compiled --generation`."""
+    return "\n\n".join([text, table(header, rows), "  \n".join(notes), environment()])
+
+
+def _with_section(page: str, section: str) -> str:
+    """Return a page with a section in the place of the one of that title, or at its end."""
+    start = page.find(section.splitlines()[0])
+    if start < 0:
+        return f"{page.rstrip()}\n\n{section}\n"
+    end = page.find("\n## ", start + 1)
+    return page[:start] + section + "\n" + (page[end:] if end >= 0 else "")
+
+
 def main() -> None:
     """Run and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="rounds of one run of each model at batch 1")
     parser.add_argument("--case", choices=CASES, help="run one case in this process and print its figures")
+    parser.add_argument("--generate", choices=GENERATED, help="generate in this process and print the figures")
+    parser.add_argument("--generation", action="store_true", help="measure generation alone")
     parser.add_argument("--write", action="store_true", help="update docs/compiled.md")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     if arguments.case:
         print(json.dumps(measure(CASES[arguments.case], arguments.rounds)))
+        return
+    if arguments.generate:
+        print(json.dumps(generate(arguments.generate)))
+        return
+    if arguments.generation:
+        section = _generation()
+        print(section)
+        if arguments.write:
+            path = DOCS / "compiled.md"
+            path.write_text(_with_section(path.read_text(encoding="utf-8"), section), encoding="utf-8")
         return
     own = ("benchmarks.compiled", "--rounds", str(arguments.rounds), "--case")
     text = "\n\n".join(_section(case, apart_from_others(*own, name)) for name, case in CASES.items())
@@ -193,6 +280,8 @@ classified correctly. Reproduce with `python -m benchmarks.compiled`.
 {text}
 
 {environment()}
+
+{_generation()}
 """
     publish(page, "compiled.md" if arguments.write else None)
 
