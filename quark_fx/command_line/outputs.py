@@ -45,6 +45,11 @@ class Output:
         """What `quark_fx.check` calls the format, `None` for what holds everything."""
         return {"ONNX": self.format or "qdq", "GGUF": "gguf", "checkpoint": self.format}.get(self.kind)
 
+    @property
+    def can_be_verified(self) -> bool:
+        """Whether `quark_fx.verify` reads it without packages for kernels, as those of GPTQ and AWQ."""
+        return self.kind in ("ONNX", "GGUF") or self.format == "compressed-tensors"
+
 
 def outputs_of(paths: Sequence[Path], formats: Sequence[str]) -> list[Output]:
     """Return what is to be written.

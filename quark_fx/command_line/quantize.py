@@ -67,7 +67,7 @@ def quantize(
     resume: Annotated[
         Path | None, typer.Option(help="A directory for finished blocks: the same call continues where it stopped.")
     ] = None,
-    verify: Annotated[bool, typer.Option(help="Compare ONNX files with torch on the first batch.")] = True,
+    verify: Annotated[bool, typer.Option(help="Compare files and checkpoints with torch on the first batch.")] = True,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan, and the memory and time it is expected to take.")
     ] = False,
@@ -188,7 +188,7 @@ def _require_formats(model: Any, config: QuantConfig, batches: list[Any], output
 def _finished(
     qmodel: qfx.QuantizedModel, output: Output, tokenizer: Any, stream: bool, opset: int | None, batch: Any
 ) -> dict[str, Any]:
-    """Write an output; return where it lies, its size and, of an ONNX file, how far it is from torch."""
+    """Write an output; return where it lies, its size, and how far it is from torch."""
     path = output.path
     if not stream:
         say(f"writing {output}")
@@ -196,7 +196,7 @@ def _finished(
     elif tokenizer is not None:
         tokenizer.save_pretrained(path)
     steps = None
-    if batch is not None and output.kind == "ONNX":
+    if batch is not None and output.can_be_verified and not stream:
         steps = qfx.verify(qmodel, path, [batch]).max_steps
     return {"path": str(path), "kind": output.kind, "bytes": written_bytes(path), "max_steps": steps}
 

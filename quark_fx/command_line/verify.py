@@ -1,4 +1,4 @@
-"""`quark-fx verify`: an exported file against the model it was made of."""
+"""`quark-fx verify`: an exported file or checkpoint against the model it was made of."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quark_fx.model.quantized_model import QuantizedModel
 
 @reads_data
 def verify(
-    file: Annotated[Path, typer.Argument(help="The .onnx file.")],
+    file: Annotated[Path, typer.Argument(help="The .onnx or .gguf file, or the directory of a checkpoint.")],
     model: Annotated[str, typer.Argument(help="The directory of the quantized model it was exported from.")],
     reading: Reading,
     per_node: Annotated[
@@ -30,7 +30,7 @@ def verify(
     ] = 1.0,
     json: Json = False,
 ) -> None:
-    """Run the same data in torch and in ONNX Runtime, and compare the outputs in quantization steps."""
+    """Run the same data in torch and in ONNX Runtime or transformers, and compare outputs in quantization steps."""
     made_of = subject(model)
     if not isinstance(made_of.model, QuantizedModel):
         raise ExportError(f"{model} is no quantized model of quark_fx; give the directory that quantize wrote")

@@ -1,4 +1,4 @@
-"""Compare a quantized model with the file it was exported to, output by output or node by node."""
+"""Compare a quantized model with what it was exported to, output by output or node by node."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.fx import Interpreter, Node
 
 from quark_fx.errors import ExportError
+from quark_fx.export.runtime.checkpoint_process import named_tensors
+from quark_fx.export.runtime.checkpoint_verification import checkpoint_answers, is_checkpoint
 from quark_fx.export.runtime.openvino_session import OpenVinoSession
 from quark_fx.export.runtime.session import adds_pairs_in_16_bits, may_optimize, open_session, runtime_options
 from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, parameter, results_of, target_name
@@ -114,9 +116,9 @@ def verify(
     per_node: bool = False,
     optimize: bool | None = None,
     session_options: Any = None,
-    runtime: Literal["onnxruntime", "openvino"] = "onnxruntime",
+    runtime: Literal["onnxruntime", "openvino", "transformers"] | None = None,
 ) -> Verification:
-    """Run the same batches in torch and in ONNX Runtime, or in OpenVINO, and compare.
+    """Run the same batches in torch and in what reads the file, and compare.
 
     Two correct kernels may round a value that lies between two codes differently, and a deep network
     carries such a flip along: the difference of an output then says little about the operators. Values that are NaN in
@@ -125,32 +127,38 @@ def verify(
     ONNX Runtime computed before it, so each kernel is held to its own arithmetic. The others are `skipped`. The file as
     it is runs, too: outputs that it makes otherwise than with its codes shown are in `shipped`, and count.
 
+    A checkpoint, or a GGUF file, is loaded by transformers in a process of its own.
+
     Args:
         qmodel: what was exported.
-        path: the ONNX file.
+        path: the ONNX file, the directory of a checkpoint, or the GGUF file.
         batches: as calibration data.
         per_node: compare every quantized value, and the outputs, each computed from the same codes.
         optimize: let ONNX Runtime fuse integer kernels; default: yes, except for 8-bit floats and
             32-bit activations, whose fusions its CPU kernels do not implement.
         session_options: `onnxruntime.SessionOptions` to use instead.
-        runtime: what runs the file, on the CPU: `"onnxruntime"` or `"openvino"`, which takes no options and shows no
-            codes.
+        runtime: what runs the file, on the CPU: `"onnxruntime"`; or `"openvino"` or `"transformers"`, which take no
+            options and show no codes. Default: transformers for directories and GGUF files, else ONNX Runtime.
 
     Raises:
         ConfigError: for another runtime.
         ExportError: if the options do not go with the runtime, there is no batch, or an empty one, or the file cannot
-            be loaded or has not the model's inputs.
+            be loaded or has not the model's inputs and outputs.
     """
     if not isinstance(qmodel, QuantizedModel):
         raise ExportError(f"expected what quantize() returned, not {type(qmodel).__name__}")
     if isinstance(batches, Tensor | Mapping):
         raise ExportError(f"batches is an iterable of batches, not one {type(batches).__name__}; wrap it in a list")
-    _require_file(path)
-    quantizers, shown = _quantizers(qmodel) if per_node else [], set[str]()
-    if runtime == "openvino" and (per_node or optimize is not None or session_options is not None):
+    if runtime is None:
+        runtime = "transformers" if is_checkpoint(Path(path)) else "onnxruntime"
+    if runtime != "onnxruntime" and (per_node or optimize is not None or session_options is not None):
         raise ExportError(
             "per_node, optimize and session_options only apply to ONNX Runtime; drop them, or use runtime='onnxruntime'"
         )
+    if runtime == "transformers":
+        return _verify_checkpoint(qmodel, Path(path), [*as_called(batches)])
+    _require_file(path)
+    quantizers, shown = _quantizers(qmodel) if per_node else [], set[str]()
     try:
         if runtime == "openvino":
             session = as_it_is = OpenVinoSession(Path(path))
@@ -194,7 +202,7 @@ def verify(
                 shipped.add(name, own, torch.from_numpy(np.asarray(own_run[name])))
         count += 1
     if not count:
-        raise ExportError("no batch to verify with; pass at least one")
+        raise ExportError(_NO_BATCH)
     differences = compared.differences()
     result = Verification(
         differences,
@@ -206,6 +214,19 @@ def verify(
     if unsaid := {d.name: d.uncompared for d in result.differences if d.uncompared}:
         warn(f"values that are NaN in torch and in the file were not compared: {unsaid}")
     return result
+
+
+def _verify_checkpoint(qmodel: QuantizedModel, path: Path, batches: list[Any]) -> Verification:
+    """Compare every output with that of the model that transformers loads."""
+    if not batches:
+        raise ExportError(_NO_BATCH)
+    compared = _Comparison(qmodel, ())
+    for batch, found in zip(batches, checkpoint_answers(path, [split_batch(b) for b in batches]), strict=True):
+        for name, own in named_tensors(qmodel.run_batch(batch)):
+            if name not in found:
+                raise ExportError(f"the model of {path} returns no {name}: it was made of another model")
+            compared.add(name, own, found[name])
+    return Verification(compared.differences())
 
 
 def _open(
@@ -255,6 +276,7 @@ def _run(session: Any, feeds: dict[str, Any], path: str | os.PathLike[str], batc
 
 
 _AGAIN = "write it with qfx.export.onnx again"
+_NO_BATCH = "no batch to verify with; pass at least one"
 
 
 def _require_file(path: str | os.PathLike[str]) -> None:

@@ -1,0 +1,60 @@
+"""A process of its own that loads a checkpoint with transformers and runs batches: it imports nothing of this package.
+
+What this package does to transformers in the process that quantized cannot reach it, and its memory ends with it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a model's output with their names: keys, and numbers in sequences."""
+    if isinstance(value, Tensor):
+        yield name or "output", value
+    elif isinstance(value, Mapping | tuple | list):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from named_tensors(item, f"{name}.{key}" if name else str(key))
+
+
+def answers(path: Path, batches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[dict[str, Tensor]]:
+    """Return what the model of a checkpoint makes of each batch, by name.
+
+    Args:
+        path: of a directory, or a GGUF file.
+        batches: positional and keyword arguments.
+    """
+    model = _load(path).eval()
+    with torch.no_grad():
+        return [dict(named_tensors(model(*args, **kwargs))) for args, kwargs in batches]
+
+
+def _load(path: Path) -> Any:
+    import transformers
+
+    if path.is_file():
+        return transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    architecture = json.loads((path / "config.json").read_text())["architectures"][0]
+    return getattr(transformers, architecture).from_pretrained(path, dtype="auto")
+
+
+def main(path: str, given: str, made: str) -> None:
+    """Run the batches in the file `given`, and write what the model makes of them to the file `made`."""
+    torch.save(answers(Path(path), torch.load(given, map_location="cpu", weights_only=True)), made)
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except Exception as error:  # whatever the reader's own code raises, for the process that asked
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+__all__ = ["answers", "named_tensors"]

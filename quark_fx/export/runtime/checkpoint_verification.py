@@ -1,0 +1,58 @@
+"""Run a checkpoint in transformers, in a process of its own, for the comparison with the model it was made of."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quark_fx.errors import ExportError
+from quark_fx.export.runtime import checkpoint_process
+
+_LAST_LINES = 5
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Tell whether transformers is what reads it: a directory, or a GGUF file."""
+    return os.path.isdir(path) or path.suffix == ".gguf"  # of a name that no file can have, False
+
+
+def checkpoint_answers(
+    path: Path, batches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+) -> list[dict[str, Tensor]]:
+    """Return what transformers makes of each batch with a checkpoint, by name of the output.
+
+    Args:
+        path: of what `quark_fx.export.huggingface` or `gguf` wrote.
+        batches: positional and keyword arguments.
+
+    Raises:
+        ExportError: if there is no checkpoint, or transformers does not load or run it.
+    """
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ExportError(f"{path} has no config.json; give the directory that qfx.export.huggingface wrote, or a file")
+    with tempfile.TemporaryDirectory() as folder:
+        given, made = Path(folder) / "given.pt", Path(folder) / "made.pt"
+        torch.save([*batches], given)
+        # -P: what lies beside the script is not to be found by names of other packages.
+        command = [sys.executable, "-P", checkpoint_process.__file__, str(path.absolute()), str(given), str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = [line for line in done.stderr.splitlines() if line.strip()][-_LAST_LINES:]
+            raise ExportError(
+                f"transformers does not load or run {path}:\n"
+                + "\n".join(said)
+                + "\nInstall what the message names; compressed-tensors and GGUF need no package for kernels."
+            )
+        found: list[dict[str, Tensor]] = torch.load(made, weights_only=True)
+    return found
+
+
+__all__ = ["checkpoint_answers", "is_checkpoint"]

@@ -1,0 +1,85 @@
+"""`verify` of checkpoints: transformers loads what was written, and its outputs are compared with the graph's."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_huggingface import FLOAT_ENDS, IDS, quantized
+from tiny import quantize, rand
+from torch import nn
+
+import quark_fx as qfx
+from quark_fx.config.quant_config import QuantConfig
+from quark_fx.errors import ExportError
+from quark_fx.export.runtime import checkpoint_process
+from quark_fx.presets import INT4_WEIGHT_ONLY
+
+CONFIG: QuantConfig = INT4_WEIGHT_ONLY.replace(group_size=32, exclude=FLOAT_ENDS)
+BATCHES = [{"input_ids": IDS}, {"input_ids": IDS[:1, :7]}]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load checkpoints in this process, which takes a tenth of the time; the command line's tests start one."""
+
+    def run(command: list[str], **_: Any) -> CompletedProcess[str]:
+        assert command[:3] == [sys.executable, "-P", checkpoint_process.__file__]
+        try:
+            checkpoint_process.main(*command[3:])
+        except Exception as error:
+            return CompletedProcess(command, 1, "", f"a warning\n{type(error).__name__}: {error}\n")
+        return CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr("subprocess.run", run)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return qfx.export.huggingface(quantized(CONFIG), tmp_path / "checkpoint")
+
+
+def test_a_checkpoint_computes_what_the_graph_computes(here: None, checkpoint: Path) -> None:
+    found = qfx.verify(quantized(CONFIG), checkpoint, BATCHES)
+    assert [d.name for d in found.differences] == ["logits"]
+    assert found.max_steps < 0.01
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["model.layers.1.self_attn.o_proj.weight_scale"][:5] *= 2
+    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    assert qfx.verify(quantized(CONFIG), checkpoint, BATCHES).max_steps > 1
+
+
+def test_a_gguf_file_computes_what_the_graph_computes(here: None, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    path = qfx.export.gguf(quantized(CONFIG), tmp_path / "model.gguf")
+    assert qfx.verify(quantized(CONFIG), path, BATCHES).max_steps < 0.1
+
+
+def test_what_cannot_be_compared_is_named(here: None, checkpoint: Path, tmp_path: Path) -> None:
+    qmodel = quantized(CONFIG)
+    with pytest.raises(ExportError, match=r"has no config\.json; give the directory that qfx\.export\.huggingface"):
+        qfx.verify(qmodel, tmp_path, BATCHES)
+    with pytest.raises(ExportError, match="no batch to verify with"):
+        qfx.verify(qmodel, checkpoint, [])
+    with pytest.raises(ExportError, match="only apply to ONNX Runtime"):
+        qfx.verify(qmodel, checkpoint, BATCHES, per_node=True)
+    with pytest.raises(ExportError, match="returns no output: it was made of another model"):
+        qfx.verify(quantize(nn.Embedding(64, 8).eval(), "int8_weight_only", [IDS]), checkpoint, [IDS])
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForNobody"]}))
+    with pytest.raises(ExportError, match=r"does not load or run .*\n.*\n?AttributeError: .*LlamaForNobody"):
+        qfx.verify(qmodel, checkpoint, BATCHES)
+
+
+def test_outputs_have_names() -> None:
+    x, y = rand(2, 3), rand(2)
+    found = dict(checkpoint_process.named_tensors({"a": (x, [y, 3]), "b": None}))
+    assert found.keys() == {"a.0", "a.1.0"}
+    assert torch.equal(found["a.1.0"], y)
+    assert [name for name, _ in checkpoint_process.named_tensors(x)] == ["output"]
