@@ -22,7 +22,7 @@ from quark_fx.model.correspondence import Correspondence, correspond, shell_of
 from quark_fx.model.eager_attention import AttentionRounding, RoundedArgument
 from quark_fx.model.eager_kernels import kernel_modules
 from quark_fx.model.fake_quantize import Cast, FakeQuantize, Trained, require_float32
-from quark_fx.model.kernels.modules import KernelLinear, KernelModule
+from quark_fx.model.kernels.modules import KernelLinear, KernelModule, keep_as_it_is
 from quark_fx.model.module_slices import ModuleCall
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.model.rounded_attention import RoundedAttention, RoundedFactor
@@ -272,6 +272,7 @@ def eager(
         vars(result)["save_pretrained"] = _refuse_to_save  # it would write names that nothing reads back
     if report is not None:
         vars(result)["kernel_report"] = report
+        keep_as_it_is(result)
         result.requires_grad_(False)
     return result.eval()
 

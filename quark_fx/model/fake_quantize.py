@@ -21,7 +21,7 @@ class FakeQuantize(nn.Module):
 
     Args:
         scale: float32, shaped by the granularity of `quark_fx.numbers.ops`; a parameter is learned.
-        zero_point: int32, the shape of `scale` or `()`; it stays.
+        zero_point: int32, or offsets in float32, the shape of `scale` or `()`; it stays.
         scheme: which codes are in use.
         axis: see `quark_fx.numbers.ops`.
         block_size: see `quark_fx.numbers.ops`.

@@ -482,6 +482,29 @@ def test_it_keeps_its_dtypes_and_stays_on_the_cpu() -> None:
         halves.float()
 
 
+def test_a_refusal_leaves_what_comes_before_the_kernels_as_it_was() -> None:
+    model = seeded(nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 64)))
+    kernels: Any = quantize(model, INT8_WEIGHT_ONLY, [ROWS]).eager(kernels=True)
+    expected = kernels(ROWS)
+    for one in (kernels, copy.deepcopy(kernels)):
+        with pytest.raises(RuntimeError, match="keeps its dtypes"):
+            one.half()
+        assert torch.equal(one(ROWS), expected)
+
+
+def test_models_of_two_dtypes_share_no_compiled_code() -> None:
+    """Code for float32 rows would read bfloat16 ones as it reads its own."""
+    group = QuantConfig(weight=CHANNEL.replace(granularity=Granularity.GROUP, group_size=32), target=qfx.Target.TORCH)
+    made = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = seeded(nn.Sequential(nn.Linear(64, 48))).to(dtype)
+        made.append(quantize(model, group, [rand(2, 64).to(dtype)]).eager(kernels=True))
+    first, second = (model.get_submodule("0") for model in made)
+    assert isinstance(first, KernelLinear)
+    assert isinstance(second, KernelLinear)
+    assert first._computation is not second._computation
+
+
 def test_its_state_is_that_of_the_quantized_model(tmp_path: Path) -> None:
     _, simulated, kernels = quantized("int4")
     for call in (kernels.state_dict, lambda: kernels.load_state_dict(simulated.state_dict(), strict=False)):

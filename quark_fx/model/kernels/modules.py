@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -25,14 +26,7 @@ class KernelModule(nn.Module):
     dtype: torch.dtype
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        for dtype in {torch.float32, self.dtype}:
-            before = torch.zeros((), dtype=dtype)
-            after = fn(before)
-            if (after.dtype, after.device) != (before.dtype, before.device):
-                raise RuntimeError(
-                    "a model with kernels keeps its dtypes and stays on the CPU; convert the model before quantizing "
-                    "it, and call eager(kernels=True) again"
-                )
+        _require_unchanged(fn, {torch.float32, self.dtype})
         return self
 
     def train(self, mode: bool = True) -> Self:
@@ -90,6 +84,31 @@ _FACTS = {
     *(getattr(Tensor, name).__get__ for name in ("device", "dtype", "ndim", "requires_grad", "shape")),
     *(Tensor.dim, Tensor.is_floating_point, Tensor.numel, Tensor.size),
 }
+
+
+def keep_as_it_is(model: nn.Module) -> None:
+    """Let a model with kernels refuse another dtype or device before any of its modules has changed."""
+    dtypes = {torch.float32, *(m.dtype for m in model.modules() if isinstance(m, KernelModule))}
+    vars(model)["_apply"] = partial(_apply_if_unchanged, model, dtypes)
+
+
+def _apply_if_unchanged(
+    model: nn.Module, dtypes: set[torch.dtype], fn: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
+    _require_unchanged(fn, dtypes)
+    converted: nn.Module = type(model)._apply(model, fn, recurse)
+    return converted
+
+
+def _require_unchanged(fn: Callable[[Tensor], Tensor], dtypes: set[torch.dtype]) -> None:
+    for dtype in dtypes:
+        before = torch.zeros((), dtype=dtype)
+        after = fn(before)
+        if (after.dtype, after.device) != (before.dtype, before.device):
+            raise RuntimeError(
+                "a model with kernels keeps its dtypes and stays on the CPU; convert the model before quantizing it, "
+                "and call eager(kernels=True) again"
+            )
 
 
 class KernelLinear(KernelModule):
@@ -191,4 +210,4 @@ def _no_state() -> QuarkError:
     )
 
 
-__all__ = ["CodeEmbedding", "KernelLinear", "KernelModule", "ShapeOnly"]
+__all__ = ["CodeEmbedding", "KernelLinear", "KernelModule", "ShapeOnly", "keep_as_it_is"]

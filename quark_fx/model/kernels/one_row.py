@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, MutableMapping
 from functools import cache
 from typing import Any, ClassVar
@@ -15,6 +14,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from quark_fx.graph.nodes import parameter, placeholders, results_of
+from quark_fx.system.isolation import isolated
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Computation:
         graph.output(copies[result])
         tensors = [parameter(graph_module, node).detach() for node in read]
         lifted = GraphModule(torch.nn.Module(), graph, class_name="Rows")
-        key = (lifted.code, inputs, *_layouts(tensors))
+        key = (lifted.code, inputs, rows.meta["val"].dtype, *_layouts(tensors))
         found = cls._known.get(key)
         if found is None:
             found = cls._known[key] = cls(lifted)
@@ -82,17 +82,13 @@ class Compiled:
 
     def __call__(self, *given: Tensor) -> Tensor:
         threads = torch.get_num_threads()
-        run = self._by_threads.get(threads)
-        if run is None:
-            with _TRACING:
-                if threads not in self._by_threads:
-                    self._by_threads[threads] = _compile(self._function, given)
-                run = self._by_threads[threads]
-        return run(*given)
+        return (self._by_threads.get(threads) or self._for_threads(threads, given))(*given)
 
-
-_TRACING = threading.Lock()
-"""`make_fx` patches torch for all threads."""
+    @isolated  # tracing patches torch for all threads
+    def _for_threads(self, threads: int, given: tuple[Tensor, ...]) -> Callable[..., Tensor]:
+        if threads not in self._by_threads:
+            self._by_threads[threads] = _compile(self._function, given)
+        return self._by_threads[threads]
 
 
 def compiled(function: Callable[..., Tensor], *options: Any) -> Callable[..., Tensor]:

@@ -29,7 +29,7 @@ class RowGraphs:
     def __init__(self) -> None:
         self._mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False), allow_non_fake_inputs=True)
         context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])  # type: ignore[var-annotated]
-        (self._rows,) = self._mode.from_tensor(torch.empty(3), symbolic_context=context).shape
+        (self._rows,) = self._mode.from_tensor(torch.empty(3, dtype=torch.float32), symbolic_context=context).shape
         self._traced: Traced = {}
 
     def of(self, product: Product) -> tuple[GraphModule | None, KernelRow]:
