@@ -22,12 +22,14 @@ from quark_fx.errors import ConfigError
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import named_nodes, parameter, placeholders
 from quark_fx.graph.pass_manager import pass_name
-from quark_fx.numbers.formats import INT8, INT16, IntFormat
+from quark_fx.numbers.formats import INT8, INT16, UINT8, IntFormat
 from quark_fx.numbers.ops import dynamic_qparams, fake_quantize
+from quark_fx.numbers.qparams import Symmetry
 from quark_fx.numbers.rotation import Rotation
 from quark_fx.observers import MinMax, Mse, Percentile
 from quark_fx.passes import Rotate, SmoothQuant
 from quark_fx.plan.placement import Coded, Plan, Quantized, names_of, plan_quantization
+from quark_fx.plan.siblings import siblings
 from quark_fx.plan.weights import quantize_tensor
 from quark_fx.rescale.rotation_sites import RotationAnalysis, find_rotation_sites
 from quark_fx.rescale.scale_sites import SiteAnalysis, find_scale_sites
@@ -67,6 +69,12 @@ class Estimates:
         return {op.node.name: op for op in self.plan.operators if isinstance(op, Quantized)}
 
     @cached_property
+    def fused(self) -> dict[str, tuple[str, ...]]:
+        """The operators that the target runs as one kernel, by the name of each; they have the same specs."""
+        groups = siblings(self.plan.operators) if self.config.target.placement.fuses else ()
+        return {op.name: tuple(other.name for other in group) for group in groups for op in group}
+
+    @cached_property
     def scale_sites(self) -> SiteAnalysis:
         """Where channels can be scaled."""
         return find_scale_sites(self.gm)
@@ -100,7 +108,7 @@ class Estimates:
         readers = [self._pattern(nodes[name]) for v in values.values() for name in v.operators]
         tried = []
         for beside in ([], makers, [*makers, *readers]):
-            exclude = tuple(dict.fromkeys([module, *beside]))
+            exclude = tuple(dict.fromkeys(o for name in (module, *beside) for o in (name, *self.fused.get(name, ()))))
             others = exclude[1:] if len(exclude) == 2 else (f"{len(exclude) - 1} more",) * (len(exclude) > 2)
             what = "float" + "".join(f" with {other}" for other in others)
             gain = sum(self.errors[place] for place in self.ended(exclude))
@@ -146,7 +154,7 @@ class Estimates:
                 specs.append((what, partial(trial.error, spec, op.weight), overrides, wider))
         else:
             for what, spec, wider in _other_weights(op.weight):
-                overrides = (Override(pattern=op.name, weight=spec),)
+                overrides = tuple(Override(pattern=o, weight=spec) for o in self.fused.get(op.name, (op.name,)))
                 specs.append((what, partial(trial.error, op.input, spec), overrides, wider))
         for bits in (False, True):
             for what, local, overrides, wider in specs:
@@ -279,12 +287,13 @@ def _other_activations(spec: TensorSpec) -> Iterator[tuple[str, TensorSpec, bool
 
 def _other_weights(spec: TensorSpec) -> Iterator[tuple[str, TensorSpec, bool]]:
     """Yield what else a weight could be quantized as, and whether that takes more bits."""
-    if spec.observer == MinMax():
+    offsets = spec.symmetry is Symmetry.OFFSET  # for unsigned codes, and ranges that begin at the smallest value
+    if spec.observer == MinMax() and not offsets:
         yield "weight observer Mse", spec.replace(observer=Mse()), False
     if spec.granularity is Granularity.TENSOR and not spec.is_cast:
         yield "a weight scale per channel", spec.replace(granularity=Granularity.CHANNEL), False
-    if isinstance(spec.format, IntFormat) and spec.format.bits < 16:
-        fmt = INT8 if spec.format.bits < 8 else INT16
+    if isinstance(spec.format, IntFormat) and spec.format.bits < (8 if offsets else 16):
+        fmt = UINT8 if offsets else INT8 if spec.format.bits < 8 else INT16
         yield f"{fmt} weight", spec.replace(format=fmt), True
 
 

@@ -11,7 +11,7 @@ from quark_fx.config.quant_config import QuantConfig
 from quark_fx.graph.nodes import value_of
 from quark_fx.plan.placement import PlannedOperator, plan_quantization
 from quark_fx.plan.report import Row, stored_size
-from quark_fx.plan.siblings import value_read
+from quark_fx.plan.siblings import shared_with_siblings
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def groups_of(gm: GraphModule) -> tuple[list[PlannedOperator], list[Group]]:
     """Return the operators of a float graph, and its groups, in graph order.
 
     A group holds operators that have the same name, so that patterns cannot tell them apart; operators that share a
-    weight; and matrix products of one module that read the same value, as query, key and value, which servers fuse.
+    weight; and siblings, which servers fuse, as query, key and value, or the stacks of experts of one module.
     """
     operators = plan_quantization(gm, QuantConfig(), quiet=True).operators
     owner = list(range(len(operators)))
@@ -68,8 +68,8 @@ def _shared(op: PlannedOperator) -> Iterator[Hashable]:
     weight = getattr(op, "weight_node", None)
     if weight is not None:
         yield "weight", str(weight.target)
-    if (value := value_read(op)) is not None:
-        yield value
+    if (shared := shared_with_siblings(op)) is not None:
+        yield shared
 
 
 def _group(gm: GraphModule, operators: Sequence[PlannedOperator], places: Sequence[int]) -> Group:

@@ -60,7 +60,7 @@ def search(
 
     One forward and backward pass for each candidate estimates what every operator's roundings would add to the error,
     as in `analyze`; an integer program chooses. Operators that servers fuse, those of one module that read the same
-    value, get the same candidate, and so does what shares a weight; a stack of experts is one operator. The result is
+    value, get the same candidate, and so do the stacks of experts of one module and what shares a weight. The result is
     quantized as `quantize` does it, with the passes that learn codes, and measured on validation data, which calibrates
     nothing and decides among the configurations tried: the mixture and the candidates that keep the budget for all
     operators. If one of these is within 2 % of the mixture, it is returned instead. With a budget of the error,

@@ -23,6 +23,7 @@ from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.plan.pair_sums import PairBound
 from quark_fx.plan.placement import Attending, Coded, Plan, PlannedOperator, Quantized
 from quark_fx.plan.report import Row
+from quark_fx.plan.siblings import value_read
 from quark_fx.plan.weights import RoundedWeight, observe_tensor, quantize_tensor, rescale_zeros
 from quark_fx.system.memory import give_back
 
@@ -81,7 +82,7 @@ def _joint_magnitudes(gm: GraphModule, plan: Plan) -> dict[Node, Tensor]:
     groups: dict[object, list[Coded]] = {}
     for op in plan.operators:
         if isinstance(op, Coded) and op.linear and op.kind == "linear" and op.weight.scale_type is ScaleType.FP8_E4M3:
-            groups.setdefault((op.linear.activation, op.weight), []).append(op)
+            groups.setdefault((value_read(op), op.weight), []).append(op)
     found: dict[Node, Tensor] = {}
     for group in groups.values():
         weights = [parameter(gm, op.weight_node).detach() for op in group]

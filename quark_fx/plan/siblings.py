@@ -27,10 +27,15 @@ def siblings(operators: Iterable[PlannedOperator]) -> list[list[PlannedOperator]
     """
     found: dict[Hashable, list[PlannedOperator]] = {}
     for op in operators:
-        key: Hashable = (_EXPERTS, _owner(op)) if op.kind == _EXPERTS else value_read(op)
+        key = shared_with_siblings(op)
         if key is not None and not op.role:
             found.setdefault(key, []).append(op)
     return [group for group in found.values() if len(group) > 1]
+
+
+def shared_with_siblings(op: PlannedOperator) -> Hashable:
+    """Return what siblings have in common, and no others; `None` for an operator that can have none."""
+    return (_EXPERTS, _owner(op)) if op.kind == _EXPERTS else value_read(op)
 
 
 def value_read(op: PlannedOperator) -> Hashable:
@@ -49,4 +54,4 @@ def _whole(value: Node) -> Node:
     return value
 
 
-__all__ = ["siblings", "value_read"]
+__all__ = ["shared_with_siblings", "siblings", "value_read"]

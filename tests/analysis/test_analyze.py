@@ -12,12 +12,14 @@ from tiny import cnn, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 
 import quark_fx as qfx
+from quark_fx import Granularity, QuantConfig, TensorSpec
 from quark_fx.analysis.analyze import analyze
 from quark_fx.analysis.report import Analysis, Remedy
 from quark_fx.analysis.switches import SwitchedGraph
 from quark_fx.analysis.trials import METRICS, Trials
 from quark_fx.engine.block_walk import relative_error
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
+from quark_fx.numbers.formats import INT4
 from quark_fx.presets import PRESETS, preset
 from quark_fx.session import Session
 
@@ -312,6 +314,36 @@ def test_what_is_made_of_padding_does_not_count(metric: str) -> None:
     )
     assert first == second
     assert first.error > 0
+
+
+class Fused(nn.Module):
+    """Two linears that read one value, and one that reads another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.down = nn.Linear(32, 16), nn.Linear(32, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.left(x) * self.right(x))
+        return out
+
+
+def test_what_a_server_fuses_is_changed_together() -> None:
+    weight = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=16)
+    config = QuantConfig(weight=weight, target=qfx.Target.VLLM)
+    found = analyze(seeded(Fused()), config, [rand(64, 32)])
+    remedies = [r for row in found.rows if row.name in ("left", "right") for r in row.remedies]
+    excluded = [{*r.exclude} for r in remedies if r.exclude]
+    changed = [{o.pattern for o in r.overrides} for r in remedies if r.overrides]
+    assert excluded
+    assert changed
+    assert all({"left", "right"} <= names for names in (*excluded, *changed))
+
+
+def test_weights_with_offsets_have_remedies() -> None:
+    config = QuantConfig(weight=qfx.gguf_types.Q4_1, target=qfx.Target.TORCH)
+    found = analyze(seeded(Fused()), config, [rand(64, 32)])
+    assert "uint8 weight" in [remedy.what for row in found.rows for remedy in row.remedies]
 
 
 def test_batches_count_by_their_tokens() -> None:

@@ -23,6 +23,7 @@ from quark_fx.config.block_formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3, NVFP4
 from quark_fx.config.gguf_types import Q4_1
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, TensorSpec
 from quark_fx.config.target import stored_target
+from quark_fx.mixed_precision.groups import groups_of
 from quark_fx.numbers.formats import FP8_E4M3, FP8_E5M2, INT4, INT8, INT16, UINT4
 from quark_fx.numbers.qparams import ScaleType
 from quark_fx.presets import FP8_DYNAMIC, FP8_STATIC, INT8_STATIC, W4A4_DYNAMIC, W4A16_RTN, W8A8_DYNAMIC
@@ -246,6 +247,14 @@ def test_experts_share_a_scheme() -> None:
     with pytest.raises(qfx.ConfigError, match=r"gate_up_proj: experts of a checkpoint read float activations"):
         quantize(mixtral(), HALF.replace(overrides=(told,)))
     assert VLLM.checkpoints.refuses("gptq", {"sym": True, "bits": 2, "group_size": 32}).startswith("GPTQ in 2 bits")
+
+
+def test_a_search_gives_fused_operators_one_candidate() -> None:
+    _, groups = groups_of(mixtral().captured.module)
+    layer = "model.layers.0."
+    together = [set(group.names) for group in groups if len(group.names) > 1]
+    assert {f"{layer}self_attn.{name}_proj" for name in "qkv"} in together
+    assert {f"{layer}mlp.experts.{name}_proj" for name in ("gate_up", "down")} in together
 
 
 def test_groups_of_int4_may_be_any() -> None:
