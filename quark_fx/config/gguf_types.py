@@ -20,6 +20,7 @@ from torch import nn
 
 from quark_fx.config.quant_config import Override, QuantConfig, Target
 from quark_fx.config.specs import Granularity, TensorSpec
+from quark_fx.errors import ConfigError
 from quark_fx.numbers.formats import INT3, INT4, INT5, INT6, INT8, UINT2, UINT4, UINT5
 from quark_fx.numbers.qparams import ScaleType, Symmetry
 
@@ -86,17 +87,23 @@ _IN_LAYER = re.compile(r"\.(\d+)\.(?:.*\.)?(\w+)$")
 def mixed(model: nn.Module, name: Literal["Q4_K_M", "Q5_K_M"]) -> QuantConfig:
     """Return the configuration of llama.cpp's mixture of types for a dense language model of transformers.
 
-    Weights are Q4_K (or Q5_K), the head Q6_K, as the embedding if it is the head's; so are values and the second matrix
-    of the MLP in the first and last eighth of the layers, and in each third between. Rows that 256 does not divide
-    have types of blocks of 32, those that 32 does not divide stay in float. No pass is listed: `.replace(passes=...)`.
+    Linear layers are Q4_K (or Q5_K). The head is Q6_K, and so is an embedding tied to it. The value and down
+    projections are Q6_K in the first and last eighth of the layers, and in every third layer between. Rows that 256
+    does not divide have types of blocks of 32, those that 32 does not divide stay in float. llama.cpp's exceptions for
+    models of 70B parameters are left out. No pass is listed: `.replace(passes=...)`.
 
     Args:
         model: with layers that are numbered, and linear layers named as Llama's.
         name: as llama.cpp calls it.
 
+    Raises:
+        ConfigError: for another name.
+
     Source:
         `llama_tensor_get_type_impl` of llama.cpp's `llama-quant.cpp`.
     """
+    if name not in _MIXTURES:
+        raise ConfigError(f"no mixture {name!r}; choose one of {', '.join(_MIXTURES)}")
     base = _MIXTURES[name]
     found = {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
     places = {path: _IN_LAYER.search(path) for path in found}

@@ -102,10 +102,8 @@ class TensorSpec:
                 f"scale_type='{self.scale_type}' has no offsets; use 'float16' or 'uint6_float16', or another symmetry",
             ),
             (
-                self.scale_type.multiples is not None
-                and self.symmetry is not (Symmetry.SIGN_AWARE if self.scale_type.multiples.signed else Symmetry.OFFSET),
-                f"scale_type='{self.scale_type}' is for offsets, if its name begins with u, or scales of either sign: "
-                "set symmetry='offset' or 'sign_aware'",
+                self.scale_type.multiples is not None and self.symmetry is not self._symmetry_of_levels,
+                f"scale_type='{self.scale_type}' needs symmetry='{self._symmetry_of_levels}'",
             ),
             (
                 self.scale_type.is_8_bit and self.symmetry not in (Symmetry.SYMMETRIC, Symmetry.SYMMETRIC_FULL),
@@ -170,6 +168,12 @@ class TensorSpec:
         ):
             if wrong:
                 raise ConfigError(message)
+
+    @property
+    def _symmetry_of_levels(self) -> Symmetry | None:
+        """The symmetry that scales of two levels go with; `None` for other scales."""
+        multiples = self.scale_type.multiples
+        return None if multiples is None else Symmetry.SIGN_AWARE if multiples.signed else Symmetry.OFFSET
 
     @property
     def scheme(self) -> Scheme:

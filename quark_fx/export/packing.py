@@ -82,8 +82,9 @@ def half_scales(weight: QuantizedTensor) -> Tensor:
         ExportError: if one is too small or too large for it.
     """
     half = weight.scale.expand(len(weight.codes), -1).half()
-    magnitude = half.abs()
-    if not bool(((magnitude >= torch.finfo(torch.float16).smallest_normal) & magnitude.isfinite()).all()):
+    magnitude, exact = half.abs(), half.float() == weight.scale
+    fits = magnitude.isfinite() & (exact | (magnitude >= torch.finfo(torch.float16).smallest_normal))
+    if not bool(fits.all()):
         raise ExportError("a scale does not fit float16; quantize with scale_type='float16', or leave it in float")
     return half
 

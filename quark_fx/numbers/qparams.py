@@ -82,7 +82,7 @@ class ScaleType(StrEnum):
         """Of a scale when stored; of two levels, that of a sub-group."""
         if self.multiples is not None:
             return self.multiples.bits
-        return 8 if self.is_8_bit else 32
+        return 8 if self.is_8_bit else 16 if self is ScaleType.FLOAT16 else 32
 
 
 _MULTIPLES = {
@@ -258,8 +258,9 @@ def symmetric_qparams(amax: Tensor, scheme: Scheme, high: Tensor | None = None) 
 def constrain_scale(ideal: Tensor, scale_type: ScaleType, global_scale: Tensor | float | None = None) -> Tensor:
     """Return the float32 scale of kind `scale_type` for an `ideal` one (float64, non-negative).
 
-    A scale too small for a normal float32 is that of a tensor of zeros, and becomes 1 (one global scale). Those of two
-    levels are left for `two_levels` to round, and such a one becomes the smallest, not the largest of its group.
+    A scale too small for a normal float32 is that of a tensor of zeros, and becomes 1 (one global scale). Scales of two
+    levels are rounded by `two_levels`; of these, one that is too small becomes the smallest float32 instead of 1, which
+    would be the largest of its group.
 
     Args:
         ideal: any shape.

@@ -12,7 +12,7 @@ _AT_ONCE = 1 << 20
 """Weights, about, that are looked at together."""
 
 _MORE = tuple(0.1 * step for step in range(-9, 10))
-"""How many more steps than there are codes the range of a block is first cut into."""
+"""Added to the number of steps that a block's range is first divided into."""
 
 _ROUNDS = 2
 """How often the best codes and their scales are improved in turn."""

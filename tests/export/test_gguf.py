@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -209,6 +210,17 @@ def test_rows_that_no_block_divides_are_refused_with_what_takes_them(
 ) -> None:
     with pytest.raises(ExportError, match=message):
         qfx.export.gguf(quantized(config(weight)), tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("name", qfx.gguf_types.GGUF_TYPES)
+def test_weights_of_zeros_are_held_by_every_type(name: str) -> None:
+    """And so are those whose scales float16 holds as subnormal numbers alone."""
+    for x in (torch.zeros(4, 256), rand(4, 256) * 1e-6):
+        stored = quantize_tensor(x, qfx.gguf_types.GGUF_TYPES[name])
+        matrix = matrix_of(Constant(("w",), stored, torch.float32))
+        data, kind = blocks(matrix)
+        read = package.quants.dequantize(data.numpy(), package.GGMLQuantizationType[kind])
+        np.testing.assert_array_equal(read, matrix.dequantize().numpy())
 
 
 def test_other_files_have_no_place_for_offsets(tmp_path: Path) -> None:

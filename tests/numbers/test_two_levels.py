@@ -14,6 +14,10 @@ from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.numbers.two_levels import two_levels, units
 from quark_fx.plan.weights import quantize_tensor, stored_bytes
 
+BITS = {
+    "Q2_K": 2.625, "Q3_K": 3.4375, "Q4_K": 4.5, "Q5_K": 5.5, "Q6_K": 6.5625,
+    "Q4_0": 4.5, "Q4_1": 5, "Q5_0": 5.5, "Q5_1": 6, "Q8_0": 8.5,
+}  # fmt: skip
 KINDS = [kind for kind in ScaleType if kind.multiples is not None]
 
 
@@ -98,9 +102,7 @@ def test_a_type_has_the_bytes_and_rounds_as_well_as_its_bits_allow(name: str) ->
     assert not stored.dequantize()[1].any()
     assert not stored.dequantize()[2, :64].any()
     assert stored.sqnr(x) > 6 * spec.format.bits - 6
-    if spec.scale_type.multiples is not None:
-        bits = {"Q2_K": 2.625, "Q3_K": 3.4375, "Q4_K": 4.5, "Q5_K": 5.5, "Q6_K": 6.5625}[name]
-        assert stored_bytes(stored, spec) == x.numel() * bits / 8
+    assert stored_bytes(stored, spec) == x.numel() * BITS[name] / 8
     assert TensorSpec.from_dict(spec.to_dict()) == spec
     assert isinstance(stored[2:4], QuantizedTensor)
     assert torch.equal(stored[2:4].dequantize(), stored.dequantize()[2:4])
@@ -110,8 +112,8 @@ def test_a_type_has_the_bytes_and_rounds_as_well_as_its_bits_allow(name: str) ->
     ("base", "changes", "message"),
     [
         ("Q4_K", {"sub_group_size": None}, "set sub_group_size"),
-        ("Q4_K", {"symmetry": "asymmetric"}, "set symmetry='offset' or 'sign_aware'"),
-        ("Q6_K", {"symmetry": "symmetric"}, "set symmetry='offset' or 'sign_aware'"),
+        ("Q4_K", {"symmetry": "asymmetric"}, "needs symmetry='offset'"),
+        ("Q6_K", {"symmetry": "symmetric"}, "needs symmetry='sign_aware'"),
         ("Q4_1", {"format": "int4", "symmetry": "offset"}, "weights in unsigned integers, in groups"),
         ("Q4_1", {"granularity": "channel", "group_size": None}, "weights in unsigned integers, in groups"),
         ("Q4_1", {"observer": "mse"}, "drop the observer"),
