@@ -16,7 +16,8 @@ def context_length(config: Any) -> int | None:
             its text.
     """
     if isinstance(config, Mapping):
-        config = config.get("text_config") or config
+        text = config.get("text_config")
+        config = text if isinstance(text, Mapping) else config
         found = [config.get(name) for name in _NAMES]
     else:
         text = config.get_text_config(decoder=True)

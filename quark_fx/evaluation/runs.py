@@ -6,7 +6,7 @@ import importlib
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from quark_fx.checkpoints.files import GRAPH_FILE, CheckpointFiles
 from quark_fx.checkpoints.open_checkpoint import class_of, open_checkpoint, quantized_by, read_configuration, stage
 from quark_fx.errors import CheckpointError, ExportError, QuarkError
+from quark_fx.export.runtime.checkpoint_process import named_tensors
 from quark_fx.export.runtime.session import file_may_optimize, open_session, session_options
 from quark_fx.graph.signature import split_batch
 from quark_fx.model.quantized_model import QuantizedModel
@@ -145,23 +146,6 @@ def _quantized_checkpoint(path: Path) -> nn.Module:
             why = str(error).replace(str(checked), str(path))
             raise CheckpointError(f"transformers does not load {path}: {why}") from error
     return model.eval()
-
-
-def named_tensors(output: Any) -> dict[str, Tensor]:
-    """Return the tensors of a model's result by name, `""` for a lone one, numbers where there are no names."""
-    return dict(_named(output, ""))
-
-
-def _named(output: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(output, Tensor):
-        yield prefix, output
-    entries: Any = ()
-    if isinstance(output, Mapping):
-        entries = output.items()
-    elif isinstance(output, tuple | list):
-        entries = enumerate(output)
-    for key, value in entries:
-        yield from _named(value, f"{prefix}.{key}" if prefix else str(key))
 
 
 def main_tensor(output: Any, *names: str) -> Tensor:

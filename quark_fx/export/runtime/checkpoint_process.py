@@ -15,13 +15,17 @@ import torch
 from torch import Tensor
 
 
-def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a model's output with their names: keys, and numbers in sequences."""
+def named_tensors(output: Any) -> dict[str, Tensor]:
+    """Return the tensors of a model's result by name, `""` for a lone one, numbers where there are no names."""
+    return dict(_named(output, ""))
+
+
+def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
-        yield name or "output", value
+        yield name, value
     elif isinstance(value, Mapping | tuple | list):
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from named_tensors(item, f"{name}.{key}" if name else str(key))
+            yield from _named(item, f"{name}.{key}" if name else str(key))
 
 
 def answers(path: Path, batches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[dict[str, Tensor]]:
@@ -33,16 +37,18 @@ def answers(path: Path, batches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]
     """
     model = _load(path).eval()
     with torch.no_grad():
-        return [dict(named_tensors(model(*args, **kwargs))) for args, kwargs in batches]
+        return [named_tensors(model(*args, **kwargs)) for args, kwargs in batches]
 
 
 def _load(path: Path) -> Any:
     import transformers
 
     if path.is_file():
-        return transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        options = {"gguf_file": path.name, "dtype": torch.float32, "local_files_only": True}
+        return transformers.AutoModelForCausalLM.from_pretrained(path.parent, **options)
     architecture = json.loads((path / "config.json").read_text())["architectures"][0]
-    return getattr(transformers, architecture).from_pretrained(path, dtype="auto")
+    options = {"dtype": "auto", "local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
+    return getattr(transformers, architecture).from_pretrained(path, **options)
 
 
 def main(path: str, given: str, made: str) -> None:

@@ -36,6 +36,8 @@ def checkpoint_answers(
     Raises:
         ExportError: if there is no checkpoint, or transformers does not load or run it.
     """
+    if not path.exists():
+        raise ExportError(f"{path} does not exist; write it with qfx.export.gguf or qfx.export.huggingface first")
     if path.is_dir() and not (path / "config.json").is_file():
         raise ExportError(f"{path} has no config.json; give the directory that qfx.export.huggingface wrote, or a file")
     with tempfile.TemporaryDirectory() as folder:
@@ -46,11 +48,11 @@ def checkpoint_answers(
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             said = [line for line in done.stderr.splitlines() if line.strip()][-_LAST_LINES:]
-            raise ExportError(
-                f"transformers does not load or run {path}:\n"
-                + "\n".join(said)
-                + "\nInstall what the message names; compressed-tensors and GGUF need no package for kernels."
-            )
+            missing = bool(said) and said[-1].startswith(("ImportError", "ModuleNotFoundError"))
+            hint = [
+                "Install what the message names; compressed-tensors and GGUF need no package for kernels."
+            ] * missing
+            raise ExportError("\n".join([f"transformers does not load or run {path}:", *said, *hint]))
         found: list[dict[str, Tensor]] = torch.load(made, weights_only=True)
     return found
 

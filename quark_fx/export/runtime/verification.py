@@ -222,10 +222,12 @@ def _verify_checkpoint(qmodel: QuantizedModel, path: Path, batches: list[Any]) -
         raise ExportError(_NO_BATCH)
     compared = _Comparison(qmodel, ())
     for batch, found in zip(batches, checkpoint_answers(path, [split_batch(b) for b in batches]), strict=True):
-        for name, own in named_tensors(qmodel.run_batch(batch)):
+        for name, own in named_tensors(qmodel.run_batch(batch)).items():
             if name not in found:
-                raise ExportError(f"the model of {path} returns no {name}: it was made of another model")
-            compared.add(name, own, found[name])
+                raise ExportError(
+                    f"the model of {path} returns no {name or 'lone tensor'}: it was made of another model"
+                )
+            compared.add(name or "output", own, found[name])
     return Verification(compared.differences())
 
 
