@@ -228,7 +228,7 @@ def _generation() -> str:
 
 `generate` with its cache, greedy, {NEW} tokens after {PROMPT}, batch 1, the prompt's time among them; not compiled as a
 whole. Models in turn in one process; medians of {ROUNDS} rounds, smallest and largest ratio of a round in parentheses.
-What is compiled was compiled before. Reproduce with `python -m benchmarks.compiled --generation`."""
+Compilation is not timed. Reproduce with `python -m benchmarks.compiled --generation`."""
     return "\n\n".join([text, table(header, rows), "  \n".join(notes), environment()])
 
 

@@ -245,9 +245,9 @@ def page(lines: list[list[str]]) -> str:
     return f"""# In llama.cpp
 
 Files of the types of {MIXTURE}, tensor by tensor the same, made by llama.cpp's own quantizer and by quark_fx, and read
-by llama.cpp (llama-cpp-python). Both see the same text. Perplexity, and KL, the divergence from the float model in
-nats per token, are of held-out windows: 32 of 256 tokens of the Llama's, 8 of 512 of SmolLM2's. "KL in torch" is that
-of the quantized graph: the weights are equal bit for bit, and llama.cpp rounds activations to 8 bits in groups. "CPU s"
+by llama.cpp (llama-cpp-python). Both see the same text. Perplexity and KL (divergence from the float model, nats per
+token) are measured on held-out windows: 32 of 256 tokens for the Llama, 8 of 512 for SmolLM2. "KL in torch" is that of
+the quantized graph: the weights are equal bit for bit, and llama.cpp rounds activations to 8 bits in groups. "CPU s"
 is the time of `quantize` on one thread, without capture and what earlier runs of the same session have made.
 
 {table(HEADER, lines)}

@@ -378,7 +378,7 @@ def page(
     return f"""# In vLLM
 
 vLLM runs the checkpoints of `export.huggingface`. With `target="vllm"`, `quantize` and the export refuse what vLLM
-would refuse, before anything is written:
+would refuse, before a checkpoint is written:
 
 ``` {{.python}}
 config = qfx.presets.W4A16_GPTQ.replace(target="vllm")
