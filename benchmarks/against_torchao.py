@@ -1,0 +1,188 @@
+"""Time and accuracy beside torchao, which quantizes PyTorch models for Inductor: int8 graphs and int4 weights.
+
+    pip install --no-deps --target /tmp/torchao torchao
+    PYTHONPATH=/tmp/torchao python -m benchmarks.against_torchao [--rounds 15] [--write]
+
+The networks of `benchmarks.compiled` at batch 1: ResNet-50 and BERT-base in int8, calibrated on the same batches, and a
+Llama of 135M parameters with int4 weights in groups of 32, at one token. Each case runs in a process of its own on one
+thread, its models in turn; torchao's are compiled with frozen weights, as its documentation does. Of the Llama both
+quantize the head, and leave the embedding in float. Accuracy is that of the networks of `tests/networks.py`, trained on
+digits. `--write` updates `docs/against_torchao.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import logging
+import statistics
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor import config as inductor
+
+import quark_fx as qfx
+from benchmarks.common import apart_from_others, environment, publish, spread, sqnr, table, timed
+from benchmarks.compiled import CASES, Batch, Case
+from benchmarks.peers import torchao_models
+from quark_fx.evaluation.runs import main_tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from networks import trained
+
+FLOAT, THEIRS, OURS = "float, torch.compile", "torchao", "quark_fx"
+
+GROUP = 32
+
+
+def _compiled(model: Any) -> Callable[..., Any]:
+    """Return a model for `torch.compile` with frozen weights."""
+    made: Callable[..., Any] = torch.compile(model)
+
+    def run(**batch: Tensor) -> Any:
+        with inductor.patch(freezing=True):
+            return made(**batch)
+
+    return run
+
+
+def _models(case: Case) -> tuple[dict[str, Callable[..., Any]], Callable[..., Any]]:
+    """Return what is timed, by name, and the float model."""
+    model, data = case.build()
+    model.requires_grad_(False)
+    if case.preset == "int8_static":
+        data = [{name: x[i : i + 1] for name, x in batch.items()} for batch in data for i in range(2)]
+        theirs = torchao_models.int8_static(model, data)
+        ours = qfx.quantize(model, case.preset, data, progress=False)
+        return {FLOAT: _compiled(model), THEIRS: _compiled(theirs), OURS: ours.compile()}, model
+    found = {FLOAT: _compiled(model)}
+    config = _int4()
+    for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
+        own = case.build()[0].to(dtype).requires_grad_(False)
+        found[f"{THEIRS}, {name}"] = _compiled(torchao_models.int4_weights(own, GROUP, "tinygemm"))
+        found[f"{OURS}, {name}"] = qfx.quantize(own, config, data, progress=False).compile()
+    return found, model
+
+
+def _int4() -> qfx.QuantConfig:
+    config = qfx.presets.INT4_WEIGHT_ONLY
+    assert config.weight is not None
+    return config.replace(weight=config.weight.replace(group_size=GROUP), overrides=(), exclude=("op:embedding",))
+
+
+def measure(name: str, rounds: int) -> dict[str, Any]:
+    """Return milliseconds of each round by model, and how far each is from the float one, dB."""
+    case = CASES[name]
+    runs, model = _models(case)
+    batch: Batch = case.batch(1)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    with torch.no_grad():
+        expected = main_tensor(model(**batch))
+        apart = {name: sqnr(expected, main_tensor(run(**batch)).float()) for name, run in runs.items() if name != FLOAT}
+        for _ in range(rounds):
+            for name, run in runs.items():
+                run(**batch)  # what others left in the caches is theirs
+                times[name].append(1e3 * timed(partial(run, **batch)).wall)
+    return {"times": times, "apart": apart}
+
+
+def _speed(rounds: int) -> str:
+    rows = []
+    for key in ("resnet", "bert", "llama"):
+        found = apart_from_others("benchmarks.against_torchao", "--rounds", str(rounds), "--case", key)
+        times = found["times"]
+        for name, own in times.items():
+            over = [a / b for a, b in zip(times[FLOAT], own, strict=True)]
+            peer = name.replace(OURS, THEIRS)
+            ratio = [a / b for a, b in zip(times[peer], own, strict=True)] if name.startswith(OURS) else []
+            apart = f"{found['apart'][name]:.1f}" if name in found["apart"] else "–"
+            cells = f"{statistics.median(own):.1f}", spread(over), spread(ratio) if ratio else "–", apart
+            rows.append((CASES[key].name, name, *cells))
+    header = ("network", "model", "ms", "float's time over it", "torchao's time over it", "dB from float")
+    return table(header, rows)
+
+
+def _digits() -> str:
+    """Return the table of trained networks in int8."""
+    rows = []
+    for name in ("cnn", "mobilenet", "vit"):
+        network = trained(name)
+        network.model.requires_grad_(False)
+        (taken,) = inspect.signature(network.model.forward).parameters
+        theirs = torchao_models.int8_static(network.model, [{taken: batch} for batch in network.calibration])
+        ours = qfx.quantize(network.model, "int8_static", network.calibration, progress=False)
+        size = len(network.calibration[0])
+        with torch.no_grad():
+            expected = network.model(network.images)
+            made = torch.cat(
+                [theirs(**{taken: _filled(part, size)})[: len(part)] for part in network.images.split(size)]
+            )
+            own = ours(network.images)
+        figures = ((f"{sqnr(expected, y):.2f}", f"{_right(network, y):.2f}") for y in (made, own))
+        rows.append((name, f"{_right(network, expected):.2f}", *(cell for pair in figures for cell in pair)))
+    header = ("network", "right, float", "torchao, dB", "right", "quark_fx, dB", "right")
+    return table(header, rows)
+
+
+def _filled(part: Tensor, size: int) -> Tensor:
+    return part if len(part) == size else torch.cat([part, part[:1].expand(size - len(part), *part.shape[1:])])
+
+
+def _right(network: Any, logits: Tensor) -> float:
+    return float(network.accuracy(lambda _: logits))
+
+
+def page(rounds: int) -> str:
+    """Measure, and return the page."""
+    return f"""# Beside torchao
+
+torchao {version("torchao")} quantizes PyTorch models for Inductor on CPUs: int8 graphs (`X86InductorQuantizer`, PT2E),
+and linear layers with int4 weights and offsets in torch's packed form. Its models run by `torch.compile` with frozen
+weights, those of quark_fx by `qmodel.compile()`. Reproduce with `python -m benchmarks.against_torchao`.
+
+## Time
+
+Batch 1 on one thread, seeded random weights, models in turn in one process; medians of {rounds} rounds, smallest and
+largest ratio of a round in parentheses. ResNet-50 and BERT-base are in int8, calibrated on the same batches; the Llama
+has int4 weights in groups of {GROUP}, torchao's with offsets, those of quark_fx symmetric. dB are those of the outputs of
+random weights, which amplify errors.
+
+{_speed(rounds)}
+
+## Accuracy in int8
+
+Networks trained on digits, calibrated on the same images: SQNR of the logits against the float model's, and the
+percentage of 897 images that are classified correctly.
+
+{_digits()}
+
+{environment()}
+"""
+
+
+def main() -> None:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of one run of each model")
+    parser.add_argument("--case", choices=CASES, help="run one case in this process and print its figures")
+    parser.add_argument("--write", action="store_true", help="update docs/against_torchao.md")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    if arguments.case:
+        print(json.dumps(measure(arguments.case, arguments.rounds)))
+        return
+    publish(page(arguments.rounds), "against_torchao.md" if arguments.write else None)
+
+
+if __name__ == "__main__":
+    main()
