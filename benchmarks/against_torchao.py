@@ -153,8 +153,8 @@ weights, those of quark_fx by `qmodel.compile()`. Reproduce with `python -m benc
 
 Batch 1 on one thread, seeded random weights, models in turn in one process; medians of {rounds} rounds, smallest and
 largest ratio of a round in parentheses. ResNet-50 and BERT-base are in int8, calibrated on the same batches; the Llama
-has int4 weights in groups of {GROUP}, torchao's with offsets, those of quark_fx symmetric. dB are those of the outputs of
-random weights, which amplify errors.
+has int4 weights in groups of {GROUP}, torchao's with offsets, those of quark_fx symmetric. dB are those of the outputs
+of random weights, which amplify errors.
 
 {_speed(rounds)}
 
