@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import TypeGuard
 
 from torch import nn
 from torch.fx import GraphModule
@@ -80,7 +81,7 @@ def _has_hooks(module: nn.Module | None) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
-def _is_embedding(module: nn.Module) -> bool:
+def _is_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
     """Tell whether a module looks rows up and does nothing else."""
     if not isinstance(module, nn.Embedding) or parametrize.is_parametrized(module):
         return False

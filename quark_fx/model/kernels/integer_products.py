@@ -97,7 +97,7 @@ def integer_product(
         weight_scale: float32, `(outputs,)`.
         sums: int32, `(outputs,)`, those of codes over inputs.
     """
-    total = torch._int_mm((x.to(torch.int16) - 128).to(torch.int8), codes.t())
+    total: Tensor = torch.ops.aten._int_mm((x.to(torch.int16) - 128).to(torch.int8), codes.t())
     return (total - (zero_point - 128) * sums).float() * scale * weight_scale
 
 

@@ -103,7 +103,7 @@ def adds_pairs(packed: bool = True) -> bool:
     """
     if not packed:
         codes = torch.full((64, 64), 127, dtype=torch.int8)
-        return any(bool((torch._int_mm(codes[:rows], codes.t()) != 64 * 127 * 127).any()) for rows in (1, 32))
+        return any(bool((torch.ops.aten._int_mm(codes[:rows], codes.t()) != 64 * 127 * 127).any()) for rows in (1, 32))
     x = torch.full((1, 64), 255, dtype=torch.uint8)
     weight = torch.full((16, 64), 127, dtype=torch.int8)
     one, zero = torch.ones(16, dtype=torch.float32), torch.zeros(16, dtype=torch.int32)

@@ -112,7 +112,7 @@ def _layouts(tensors: Iterable[Tensor]) -> list[Any]:
 
 def _compile(function: Callable[..., Tensor], given: tuple[Tensor, ...]) -> Callable[..., Tensor]:
     with torch.no_grad():
-        run = torch._inductor.compile(make_fx(lambda *tensors: (function(*tensors),))(*given), list(given))
+        run: Any = torch._inductor.compile(make_fx(lambda *tensors: (function(*tensors),))(*given), list(given))
     return lambda *tensors: run(*tensors)[0]
 
 
