@@ -87,7 +87,8 @@ def _bert() -> tuple[nn.Module, list[Batch]]:
     return BertModel(BertConfig(), add_pooling_layer=False).eval(), [_masked(2), _masked(3)]
 
 
-def _llama() -> tuple[nn.Module, list[Batch]]:
+def llama_135m() -> tuple[nn.Module, list[Batch]]:
+    """Return a Llama of 135M parameters with seeded random weights, and a batch of tokens."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=576,
@@ -108,7 +109,7 @@ def _images(rows: int) -> Batch:
 CASES = {
     "resnet": Case("ResNet-50", _resnet, "int8_static", _images, (1, 32)),
     "bert": Case("BERT-base, 128 tokens", _bert, "int8_static", _masked, (1, 32)),
-    "llama": Case("Llama 135M, one token", _llama, "int4_weight_only", lambda rows: _tokens(rows, 1, 49152), (1,)),
+    "llama": Case("Llama 135M, one token", llama_135m, "int4_weight_only", lambda rows: _tokens(rows, 1, 49152), (1,)),
 }
 
 
@@ -186,7 +187,7 @@ PROMPT, NEW, ROUNDS = 32, 32, 5
 
 def generate(preset: str) -> dict[str, Any]:
     """Return seconds of greedy generation by model, which tokens are those of the simulated one, and kernels."""
-    model, data = _llama()
+    model, data = llama_135m()
     qmodel = qfx.quantize(model, preset, data, progress=False)
     models: dict[str, Any] = {FLOAT: model, SIMULATED: qmodel.eager(), KERNELS: qmodel.eager(kernels=True)}
     prompt = _tokens(1, PROMPT, 49152)["input_ids"]

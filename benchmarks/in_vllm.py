@@ -35,7 +35,7 @@ import quark_fx as qfx
 from benchmarks import language_models
 from benchmarks.checkpoints import ASYMMETRIC, BYTES, SYMMETRIC
 from benchmarks.common import environment, one_thread, publish, spread, table
-from benchmarks.compiled import _llama as llama_135m
+from benchmarks.compiled import llama_135m
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, TensorSpec
 from quark_fx.numbers.formats import FP8_E4M3, INT8, UINT8
 from quark_fx.numbers.qparams import ScaleType

@@ -55,14 +55,7 @@ Q5_K = Q4_K.replace(format=UINT5, symmetry=Symmetry.OFFSET)
 Q2_K = Q4_K.replace(format=UINT2, symmetry=Symmetry.OFFSET, sub_group_size=16, scale_type=ScaleType.UINT4_FLOAT16)
 """2-bit codes; each 16 of 256 have a scale and an offset of 4 bits: 2.625 bits."""
 
-Q6_K = TensorSpec(
-    format=INT6,
-    granularity=Granularity.GROUP,
-    group_size=256,
-    sub_group_size=16,
-    symmetry=Symmetry.SIGN_AWARE,
-    scale_type=ScaleType.INT8_FLOAT16,
-)
+Q6_K = Q2_K.replace(format=INT6, symmetry=Symmetry.SIGN_AWARE, scale_type=ScaleType.INT8_FLOAT16)
 """6-bit integers; each 16 of 256 have a scale of 8 bits, either sign: 6.5625 bits."""
 
 Q3_K = Q6_K.replace(format=INT3, symmetry=Symmetry.SIGN_AWARE, scale_type=ScaleType.INT6_FLOAT16)

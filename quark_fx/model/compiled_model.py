@@ -13,6 +13,7 @@ from quark_fx.errors import QuarkError
 from quark_fx.graph.nodes import device_of
 from quark_fx.graph.signature import Signature
 from quark_fx.model.kernels.lowering import KernelReport, use_kernels
+from quark_fx.model.kernels.modules import require_unchanged
 
 if TYPE_CHECKING:
     from quark_fx.model.quantized_model import QuantizedModel
@@ -67,14 +68,8 @@ class CompiledModel(nn.Module):
         raise QuarkError("this model is compiled already; for other options, compile the quantized model again")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CompiledModel:
-        for dtype in {torch.float32, *(tensor.dtype for tensor in self.buffers())}:
-            before = torch.zeros((), dtype=dtype)
-            after = fn(before)
-            if (after.dtype, after.device) != (before.dtype, before.device):
-                raise RuntimeError(
-                    "a compiled model keeps its dtypes and stays on the CPU; convert the model before quantizing it, "
-                    "and compile the quantized model again"
-                )
+        dtypes = {torch.float32, *(tensor.dtype for tensor in self.buffers())}
+        require_unchanged(fn, dtypes, "a compiled model", "compile the quantized model again")
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:

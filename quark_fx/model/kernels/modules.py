@@ -26,7 +26,7 @@ class KernelModule(nn.Module):
     dtype: torch.dtype
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        _require_unchanged(fn, {torch.float32, self.dtype})
+        require_unchanged(fn, {torch.float32, self.dtype}, *_CONVERTED)
         return self
 
     def train(self, mode: bool = True) -> Self:
@@ -95,19 +95,32 @@ def keep_as_it_is(model: nn.Module) -> None:
 def _apply_if_unchanged(
     model: nn.Module, dtypes: set[torch.dtype], fn: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
-    _require_unchanged(fn, dtypes)
+    require_unchanged(fn, dtypes, *_CONVERTED)
     converted: nn.Module = type(model)._apply(model, fn, recurse)
     return converted
 
 
-def _require_unchanged(fn: Callable[[Tensor], Tensor], dtypes: set[torch.dtype]) -> None:
+_CONVERTED = "a model with kernels", "call eager(kernels=True) again"
+
+
+def require_unchanged(fn: Callable[[Tensor], Tensor], dtypes: set[torch.dtype], what: str, again: str) -> None:
+    """Raise if a conversion changes tensors on the CPU.
+
+    Args:
+        fn: as `nn.Module._apply` takes it.
+        dtypes: of the tensors.
+        what: is converted, for the message.
+        again: what to do once the model is converted, for the message.
+
+    Raises:
+        RuntimeError: if it changes a dtype or the device.
+    """
     for dtype in dtypes:
         before = torch.zeros((), dtype=dtype)
         after = fn(before)
         if (after.dtype, after.device) != (before.dtype, before.device):
             raise RuntimeError(
-                "a model with kernels keeps its dtypes and stays on the CPU; convert the model before quantizing it, "
-                "and call eager(kernels=True) again"
+                f"{what} keeps its dtypes and stays on the CPU; convert the model before quantizing it, and {again}"
             )
 
 
@@ -210,4 +223,4 @@ def _no_state() -> QuarkError:
     )
 
 
-__all__ = ["CodeEmbedding", "KernelLinear", "KernelModule", "ShapeOnly", "keep_as_it_is"]
+__all__ = ["CodeEmbedding", "KernelLinear", "KernelModule", "ShapeOnly", "keep_as_it_is", "require_unchanged"]

@@ -71,7 +71,7 @@ class Computation:
 
 
 class Compiled:
-    """A function that Inductor compiles at its first call, for tensors laid out as those.
+    """A function that Inductor compiles at its first call, for tensors of the same layout.
 
     Loops are compiled for a number of threads: it compiles again where `torch.set_num_threads` set another.
     """
