@@ -12,7 +12,7 @@ collect_ignore = ["passes", "observers", "export"]
 
 
 def _share_processor(workers: int) -> None:
-    """Give each of so many processes its share of the cores; threads that spin while they wait slow others down."""
+    """Limit this worker to its share of the cores: threads that spin while they wait slow the other workers down."""
     threads = max(1, (os.cpu_count() or 1) // workers)
     torch.set_num_threads(threads)
     if find_spec("onnxruntime") is None:

@@ -94,7 +94,7 @@ class Trials:
             dropped.
         names: of the batches that these are parts of, for messages.
         kept: for each part, the positions that are not padding; `None` if the data does not say.
-        counts: for each part, how many of these, or samples, there are: what its figures weigh.
+        counts: for each part, the number of these positions, or of samples: its weight in a mean.
         forward_seconds: of the float model on them.
     """
 

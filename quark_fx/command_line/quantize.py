@@ -202,9 +202,9 @@ def _finished(
 
 
 def _has_a_reader(qmodel: qfx.QuantizedModel, output: Output) -> bool:
-    """Tell whether transformers reads what is written: not float experts that lie apart, as servers find them."""
-    apart = not qmodel.config.target.checkpoints.stacks and any(row.kind == "experts" for row in qmodel.report())
-    return output.kind != "checkpoint" or not apart
+    """Tell whether transformers can read an output: it does not find float experts that are stored one by one."""
+    in_float = any(row.kind == "experts" and row.reason for row in qmodel.report())
+    return output.kind != "checkpoint" or qmodel.config.target.checkpoints.stacks or not in_float
 
 
 def _line(written: dict[str, Any]) -> str:

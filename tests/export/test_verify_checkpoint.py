@@ -69,6 +69,10 @@ def test_what_cannot_be_compared_is_named(here: None, checkpoint: Path, tmp_path
         qfx.verify(qmodel, tmp_path / "gone.gguf", BATCHES)
     with pytest.raises(ExportError, match="no batch to verify with"):
         qfx.verify(qmodel, checkpoint, [])
+    with pytest.raises(ExportError, match="input 0 is empty"):
+        qfx.verify(qmodel, checkpoint, [{"input_ids": IDS[:0]}])
+    with pytest.raises(qfx.QuarkError, match="input_ids"):
+        qfx.verify(qmodel, checkpoint, [{"ids": IDS}])
     with pytest.raises(ExportError, match="only apply to ONNX Runtime"):
         qfx.verify(qmodel, checkpoint, BATCHES, per_node=True)
     with pytest.raises(ExportError, match="returns no lone tensor: it was made of another model"):

@@ -109,7 +109,7 @@ def huggingface(
     tensors = as_saved(shell, rest) | {name: every[name] for name in final}
     if set(_forms(shell.config.quantization_config)) & _BLOCK_FORMS:
         shell.to(torch.bfloat16)  # what readers decompress these to, and then take for the dtype of the model
-    vars(shell).pop("hf_quantizer", None)  # of the file that a float model was read from, as GGUF; it refuses to save
+    vars(shell).pop("hf_quantizer", None)  # left by the reader of a float model (GGUF), and refuses to save
     try:
         tensors = {n: t.detach().contiguous() for n, t in tensors.items()}
         shell.save_pretrained(directory, state_dict=tensors, save_original_format=False)

@@ -48,6 +48,8 @@ def checkpoint_answers(
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             said = [line for line in done.stderr.splitlines() if line.strip()][-_LAST_LINES:]
+            if done.returncode < 0:  # a signal, of which the process says nothing
+                said.append(f"the process was killed by signal {-done.returncode}, often for want of memory")
             missing = bool(said) and said[-1].startswith(("ImportError", "ModuleNotFoundError"))
             hint = [
                 "Install what the message names; compressed-tensors and GGUF need no package for kernels."

@@ -220,8 +220,12 @@ def _verify_checkpoint(qmodel: QuantizedModel, path: Path, batches: list[Any]) -
     """Compare every output with that of the model that transformers loads."""
     if not batches:
         raise ExportError(_NO_BATCH)
+    calls = [split_batch(batch) for batch in batches]
+    for number, (args, kwargs) in enumerate(calls):  # before a process is started
+        leaves = qmodel.signature.flatten(args, kwargs)
+        _require_elements([leaf for leaf in leaves if isinstance(leaf, Tensor)], number)
     compared = _Comparison(qmodel, ())
-    for batch, found in zip(batches, checkpoint_answers(path, [split_batch(b) for b in batches]), strict=True):
+    for batch, found in zip(batches, checkpoint_answers(path, calls), strict=True):
         for name, own in named_tensors(qmodel.run_batch(batch)).items():
             if name not in found:
                 raise ExportError(
