@@ -994,6 +994,16 @@ def test_a_convolution_in_float_has_its_reason(config: QuantConfig, kernel: str,
     assert reason in floating[0].reason
 
 
+def test_the_report_lists_what_onnx_runtime_makes_of_functions(tmp_path: Path) -> None:
+    """It writes no types for those values, and a node of unknown type is still a kernel that runs."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Hardswish(), nn.Conv2d(8, 4, 1))
+    report = qfx.export.onnx(quantize(seeded(model), INT8_STATIC, images()), tmp_path / "model.onnx").report()
+    kernels = Counter(node.kernel for node in report.floating)
+    assert kernels["HardSigmoid"] + kernels["HardSwish"] == 1
+    assert kernels["Sqrt"] + kernels["InstanceNormalization"] + kernels["GroupNormalization"] == 1
+    assert kernels["Shape"] == kernels["Gather"] == 0
+
+
 def test_weights_beside_the_file_count(tmp_path: Path) -> None:
     qmodel = quantize(seeded(nn.Linear(512, 64)), INT8_STATIC, [rand(4, 512)])
     path = qfx.export.onnx(qmodel, tmp_path / "model.onnx", format="qoperator", external_data=True)

@@ -6,6 +6,7 @@ Both are read from the graph that ONNX Runtime writes after fusion.
 from __future__ import annotations
 
 import importlib.util
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import onnx
+import onnx.defs
 import onnx_ir as ir
 import torch
 
@@ -165,34 +168,52 @@ _HAVE_INTEGER_KERNELS = frozenset(
 )
 
 
-_KEEP_TYPE = frozenset(
-    {"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Expand", "Gather", "MaxPool"}
-)
+_CODES_OF_FIRST = frozenset({"QGemm", "Clip"})
+"""Kernels on codes whose result has the type of what they read first; `QLinear...` are the others."""
 
 
 def _infer_types(model: ir.Model) -> None:
-    """Give the values of codes their type where ONNX Runtime wrote none."""
+    """Give values their type where ONNX Runtime wrote none: it writes none of what it takes functions apart into."""
     for node in model.graph:
-        output, source = node.outputs[0], node.inputs[0] if node.inputs else None
-        if output.dtype is not None or source is None:
-            continue
-        dtype = None
-        if node.op_type == "QuantizeLinear":
-            dtype = code_type(node)
-        elif node.op_type == "QLinearConcat":
-            dtype = node.inputs[1].dtype if node.inputs[1] is not None else ir.DataType.UINT8
-        elif node.op_type in _KEEP_TYPE or node.op_type.startswith("QLinear") or node.op_type in ("QGemm", "Clip"):
-            dtype = source.dtype
-        if dtype is not None:
-            output.dtype = dtype
+        for index, output in enumerate(node.outputs):
+            if output.dtype is None and (dtype := _type_of(model, node, index)) is not None:
+                output.dtype = dtype
+
+
+def _type_of(model: ir.Model, node: ir.Node, index: int) -> ir.DataType | None:
+    """Return the type of an output, as the definition of its operator says it; `None` if that is not known."""
+    source = node.inputs[0].dtype if node.inputs and node.inputs[0] is not None else None
+    if node.op_type == "QuantizeLinear":
+        return code_type(node)
+    if node.op_type == "QLinearConcat":
+        return node.inputs[1].dtype if node.inputs[1] is not None else ir.DataType.UINT8
+    if node.op_type.startswith("QLinear") or (node.op_type in _CODES_OF_FIRST and source is not None):
+        return source
+    if node.op_type == "Cast":
+        return ir.DataType(node.attributes["to"].as_int())
+    if node.domain:  # fused, or laid out in another way: floats stay floats
+        return source if source is not None and source.is_floating_point() else None
+    try:
+        schema = onnx.defs.get_schema(node.op_type, model.opset_imports.get("", 1))
+    except onnx.defs.SchemaError:
+        return None
+    name = schema.outputs[min(index, len(schema.outputs) - 1)].type_str
+    for position, value in enumerate(node.inputs):
+        declared = schema.inputs[min(position, len(schema.inputs) - 1)]
+        if value is not None and value.dtype is not None and declared.type_str == name:
+            return value.dtype
+    allowed = next((c.allowed_type_strs for c in schema.type_constraints if c.type_param_str == name), [name])
+    only = re.fullmatch(r"tensor\((\w+)\)", allowed[0]) if len(allowed) == 1 else None
+    return ir.DataType[only[1].upper()] if only and only[1].upper() in ir.DataType.__members__ else None
 
 
 def _is_plumbing(node: ir.Node) -> bool:
     """Tell whether the node only converts types or computes shapes."""
     if node.op_type in _CONVERSIONS or node.op_type in ("Constant", "Shape"):
         return True
-    values = [v for v in (*node.inputs, *node.outputs) if v is not None and v.dtype is not None]
-    return all(not v.dtype.is_floating_point() and not _is_code(v) for v in values if v.dtype is not None)
+    types = [v.dtype for v in (*node.inputs, *node.outputs) if v is not None and v.dtype is not None]
+    numbers = any(dtype.is_floating_point() for dtype in types) or any(map(_is_code, (*node.inputs, *node.outputs)))
+    return bool(types) and not numbers
 
 
 def _is_code(value: ir.Value | None) -> bool:
