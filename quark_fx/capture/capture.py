@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -157,7 +158,7 @@ def _widen_ones(
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
     hugging_face, given = _is_hugging_face(model) and not args, dynamic_shapes
     try:
-        with torch.no_grad(), quiet(), chunked_sizes(), _no_cache_within(model, kwargs):
+        with torch.no_grad(), quiet(), _silent(), chunked_sizes(), _no_cache_within(model, kwargs):
             if hugging_face and (program := _export_hugging_face(model, kwargs, dynamic_shapes)) is not None:
                 return program
             if dynamic_shapes is None:
@@ -170,6 +171,22 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
         require_runs(model, args, kwargs)
         asked = given is not None and explain_dynamic_shapes(error, model, args, kwargs)
         raise CaptureError(asked or explain(error, model) + dtype_hint(model, (args, kwargs))) from error
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Keep `torch.export` from printing the graph of a model it cannot trace, whose line `explain` names.
+
+    It also warns of the list in which recurrent layers keep their parameters, which is no state.
+    """
+    names = vars(importlib.import_module("torch.export._trace"))
+    names["print"] = lambda *_, **__: None  # instead of the built-in one, in that module alone
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"The tensor attributes? \S*_flat_weights\[")
+            yield
+    finally:
+        names.pop("print", None)
 
 
 def _is_hugging_face(model: nn.Module) -> bool:

@@ -664,7 +664,7 @@ class Inner(nn.Module):
         return -x
 
 
-def test_data_dependent_control_flow_is_named_with_module_file_and_line() -> None:
+def test_data_dependent_control_flow_is_named_with_module_file_and_line(capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Sequential(OrderedDict(first=nn.Linear(4, 4), decide=Inner())).eval()
     line = Inner.forward.__code__.co_firstlineno + 1
     with pytest.raises(qfx.CaptureError) as caught:
@@ -673,6 +673,14 @@ def test_data_dependent_control_flow_is_named_with_module_file_and_line() -> Non
     assert f"{__file__}:{line} in forward" in message
     assert "module decide" in message
     assert "torch.where" in message
+    assert not any(capsys.readouterr()), "torch printed the graph"
+
+
+def test_torch_does_not_warn_of_how_it_keeps_recurrent_parameters() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        qfx.capture_graph(nn.LSTM(4, 4).eval(), rand(3, 2, 4))
+    assert not [str(w.message) for w in caught if "_flat_weights" in str(w.message)]
 
 
 def test_an_exception_of_the_models_own_names_its_line() -> None:
