@@ -59,6 +59,10 @@ def number():
     return 3
 
 
+def of_size(pixels):
+    return cnn()
+
+
 SIZE = 8
 
 
@@ -544,6 +548,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "a factory of nothing": (lambda _: factory("number"), r"factories:number returned a int; return a module"),
     "no factory": (lambda _: factory("cnnn"), r"factories has no 'cnnn'; did you mean 'cnn'\?"),
+    "a factory with arguments": (lambda _: factory("of_size"), r"factories:of_size is called without .*'pixels'; give"),
+    "a file of Python": (
+        lambda _: ("quantize", "factories.py:cnn", "--preset", "fp16", "-o", "q"),
+        r"factories.py is a file; a factory is package.module:name, as factories:name",
+    ),
     "no function": (lambda _: factory("SIZE"), r"factories:SIZE is a int; name a function"),
     "no module": (lambda _: ("quantize", "gone.models:cnn", "--preset", "fp16", "-o", "q"), r"no module 'gone'"),
     "no data": (lambda _: factory("cnn"), r"this configuration needs data: give --data"),
@@ -577,6 +586,22 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     "a pickle": (lambda _: (*factory("cnn"), "--data", pickled()), r"objects.npy cannot be read: Object arrays"),
     "no directory": (lambda _: (*factory("with_example")[:-1], "gone/a.onnx"), r"the directory gone does not exist"),
     "a file in the way": (lambda _: (*factory("with_example")[:-1], "text.txt"), r"text.txt is a file, and the output"),
+    "a page below a file": (
+        lambda _: (*factory("with_example"), "--html", "text.txt/page.html"),
+        r"text.txt/page.html cannot be written: .*text.txt is a file",
+    ),
+    "its own weights": (
+        lambda llm: ("quantize", llm, "--preset", "w4a16_rtn", "--format", "compressed-tensors", "-o", llm),
+        r"llm holds model.safetensors, which no config.json there calls quantized and which would be lost",
+    ),
+    "a GGUF file as a model": (
+        lambda _: ("quantize", written("llm.gguf", ""), "--preset", "fp16", "-o", "q"),
+        r"llm.gguf is no float model of PyTorch",
+    ),
+    "a GGUF file to run": (
+        lambda llm: ("evaluate", written("llm.gguf", ""), "--data", "text.txt", "--tokenizer", llm),
+        r"llm.gguf is run by llama.cpp; evaluate the model that it was exported from",
+    ),
     "a quantized checkpoint": (
         lambda llm: ("quantize", quantized(llm), "--preset", "fp16", "-o", "q"),
         r"quantized is quantized already, its config.json says in quantization_config",
@@ -694,6 +719,15 @@ def test_a_mistake_ends_in_a_message_and_code_1(mistake: str, checkpoint: Path) 
     assert re.search(words, result.stderr), result.stderr
     assert "Traceback" not in result.output
     assert not result.stdout
+
+
+@pytest.mark.parametrize("place", ["a.onnx", "folder", "new/folder"])
+def test_a_place_that_cannot_be_written_is_named_before_the_work(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs the tests may be allowed to write everywhere."""
+    monkeypatch.setattr("quark_fx.command_line.outputs.os.access", lambda path, mode: mode != os.W_OK)
+    monkeypatch.setattr(qfx, "quantize", lambda *_, **__: pytest.fail("the work was done"))
+    result = call("quantize", "factories:with_example", "--preset", "fp16", "-o", place, code=1)
+    assert re.search(rf"{place} cannot be written: .* is not writable; choose another path", result.stderr)
 
 
 USAGE = {

@@ -212,6 +212,11 @@ def _names(file: Path) -> set[str]:
         raise CheckpointError(f"{file} is missing; fetch it again")
     try:
         require_regular(file)
+        with file.open("rb"):  # safetensors says of a file it may not open that it does not exist
+            pass
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}; allow that, or copy it") from error
+    try:
         with safe_open(file, "pt") as stored:
             return set(stored.keys())
     except (OSError, SafetensorError, ValueError) as error:

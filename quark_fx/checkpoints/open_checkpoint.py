@@ -25,6 +25,8 @@ from quark_fx.system.untrusted import read_json
 
 _CONFIG_LIMIT = 1 << 24
 """Bytes of the largest configuration that is read."""
+_WEIGHTS = frozenset({".safetensors", ".bin"})
+"""How files of weights of transformers end."""
 _CONVERTED = "converted"
 """Folder of what transformers puts together from parts."""
 _NO_CODES = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
@@ -331,6 +333,27 @@ def quantized_by(config: dict[str, Any]) -> str:
     return next((key for key, value in _entries(config) if key.rpartition(".")[2] in names and value), "")
 
 
+def require_no_weights(directory: Path) -> None:
+    """Refuse to write a quantized checkpoint over weights that may be the float ones it was made from.
+
+    Raises:
+        CheckpointError: if the directory holds such weights.
+    """
+    found = sorted(f.name for f in directory.iterdir() if f.suffix in _WEIGHTS) if directory.is_dir() else []
+    if not found:
+        return
+    try:
+        config = read_json(directory / "config.json", _CONFIG_LIMIT)
+        earlier = isinstance(config, dict) and quantized_by(config)
+    except (OSError, ValueError, RecursionError):
+        earlier = ""
+    if not earlier:
+        raise CheckpointError(
+            f"{directory} holds {found[0]}, which no config.json there calls quantized and which would be lost; choose "
+            "another directory"
+        )
+
+
 def _configuration(directory: Path) -> dict[str, Any]:
     """Return the configuration of a checkpoint whose weights are floats."""
     config = read_configuration(directory)
@@ -375,4 +398,4 @@ def _library(name: str) -> Any:
         raise CheckpointError(f"reading a checkpoint piece by piece needs {name}: pip install {name}") from error
 
 
-__all__ = ["class_of", "open_checkpoint", "quantized_by", "read_configuration", "stage"]
+__all__ = ["class_of", "open_checkpoint", "quantized_by", "read_configuration", "require_no_weights", "stage"]

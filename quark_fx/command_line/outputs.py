@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 
 from quark_fx import export
 from quark_fx.checkpoints.files import GRAPH_FILE
+from quark_fx.checkpoints.open_checkpoint import require_no_weights
 from quark_fx.config.target import Target
 from quark_fx.errors import ExportError
 from quark_fx.model.quantized_model import QuantizedModel
@@ -109,6 +111,21 @@ def require_room_for(output: Output) -> None:
     other = {"checkpoint": GRAPH_FILE, "saved": "config.json"}.get(output.kind)
     if other is not None and (path / other).exists():
         raise ExportError(f"{path} holds {other}, which is of another kind of model; choose another directory")
+    if output.kind == "checkpoint":
+        require_no_weights(path)
+    require_writable(path)
+
+
+def require_writable(path: Path | None) -> None:
+    """Raise `ExportError` for a file or directory that could not be written once the work is done."""
+    if path is None:
+        return
+    place = path if path.is_dir() else next(p for p in path.absolute().parents if p.exists())
+    if not place.is_dir():
+        raise ExportError(f"{path} cannot be written: {place} is a file; choose another path")
+    for there in (place, path):
+        if there.exists() and not os.access(there, os.W_OK):
+            raise ExportError(f"{path} cannot be written: {there} is not writable; choose another path")
 
 
 def write(

@@ -28,7 +28,15 @@ from quark_fx.command_line.options import (
     configuration,
     reads_data,
 )
-from quark_fx.command_line.outputs import Output, outputs_of, require_opset, require_room_for, write, written_bytes
+from quark_fx.command_line.outputs import (
+    Output,
+    outputs_of,
+    require_opset,
+    require_room_for,
+    require_writable,
+    write,
+    written_bytes,
+)
 from quark_fx.command_line.printing import say, show, size, table
 from quark_fx.command_line.reading import calibration, find_tokenizer
 from quark_fx.command_line.subjects import Subject, float_subject
@@ -81,6 +89,7 @@ def quantize(
         raise typer.BadParameter("--stream writes a directory that quark_fx loads again, and nothing else")
     for one in outputs:
         require_room_for(one)
+    require_writable(html)
     require_opset(opset, outputs, chosen.target)
     source = float_subject(model)
     batches = calibration(reading, source, needed=needs_data(chosen))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -101,7 +102,7 @@ def float_subject(name: str) -> Subject:
     if _is_factory(name):
         return _made(name)
     path = Path(name)
-    if path.suffix == ".onnx" or (path / GRAPH_FILE).exists():
+    if path.suffix in (".onnx", ".gguf") or (path / GRAPH_FILE).exists():
         raise ConfigError(
             f"{name} is no float model of PyTorch; give the directory of a checkpoint, or a function as "
             "package.module:name"
@@ -151,6 +152,12 @@ def _made(name: str) -> Subject:
         if not callable(factory):
             raise ConfigError(f"{name} is a {type(factory).__name__}; name a function that returns a module")
         try:
+            inspect.signature(factory).bind()
+        except TypeError as error:
+            raise ConfigError(f"{name} is called without arguments: {error}; give each a default") from error
+        except ValueError:  # written in C, and silent about its arguments
+            pass
+        try:
             made = factory()
         except Exception as error:  # the user's own code
             raise CaptureError(f"{name} raised {_described(error)}") from error
@@ -163,6 +170,8 @@ def _made(name: str) -> Subject:
 
 
 def _imported(name: str) -> ModuleType:
+    if name.endswith(".py"):
+        raise ConfigError(f"{name} is a file; a factory is package.module:name, as {name.removesuffix('.py')}:name")
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
     try:

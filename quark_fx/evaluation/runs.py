@@ -79,6 +79,10 @@ def open_model(path: str | os.PathLike[str]) -> Any:
         return _quantized_checkpoint(path) if quantized_by(read_configuration(path)) else open_checkpoint(path)
     if not path.exists():
         raise QuarkError(f"{path} does not exist")
+    if path.suffix == ".gguf":
+        raise QuarkError(
+            f"{path} is run by llama.cpp; evaluate the model that it was exported from, which has the same weights"
+        )
     raise QuarkError(
         f"{path} is no model that can be run: an .onnx file, a directory that save() wrote ({GRAPH_FILE}), or a "
         "checkpoint of transformers (config.json)"

@@ -419,6 +419,17 @@ def test_files_that_lie_are_named(lie: str, tmp_path: Path) -> None:
         qfx.open_checkpoint(tmp_path)
 
 
+def test_weights_that_may_not_be_read_are_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored("llama", tmp_path)
+
+    def refused(path: Path, *_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(CheckpointError, match=r"cannot be read: .*Permission denied.*; allow that, or copy it"):
+        qfx.open_checkpoint(first_shard(tmp_path))
+
+
 def open_any(path: str | Path, *args: Any, **options: Any) -> Any:
     return qfx.open_checkpoint(path, *args, **options)
 

@@ -595,6 +595,14 @@ def test_what_is_there_is_not_broken(tmp_path: Path) -> None:
     qfx.export.huggingface(qmodel, tmp_path / "checkpoint")
     with pytest.raises(qfx.QuarkError, match="holds a checkpoint, whose tensors would be overwritten"):
         qmodel.save(tmp_path / "checkpoint")
+    qfx.export.huggingface(qmodel, tmp_path / "checkpoint")  # replaces an earlier one
+    llama().save_pretrained(tmp_path / "float")
+    weights = (tmp_path / "float" / "model.safetensors").read_bytes()
+    for _ in range(2):  # with and without config.json
+        with pytest.raises(qfx.ExportError, match=r"float holds model\.safetensors, which no config\.json there calls"):
+            qfx.export.huggingface(qmodel, tmp_path / "float")
+        (tmp_path / "float" / "config.json").unlink(missing_ok=True)
+    assert (tmp_path / "float" / "model.safetensors").read_bytes() == weights
     assert torch.equal(logits(qfx.load(tmp_path / "saved")), logits(qmodel))
 
 

@@ -277,6 +277,8 @@ def test_what_is_no_file_of_a_graph_is_refused(
     }.items():
         with pytest.raises(qfx.ExportError, match=message):
             qfx.verify(exported[0], tmp_path / name, images(2), per_node=per_node)
+    with pytest.raises(qfx.ExportError, match=r"^'missing\.onnx' cannot be read"):
+        qfx.verify(exported[0], Path("missing.onnx"), images(2), per_node=per_node)
 
 
 def test_no_batch_is_refused(exported: tuple[qfx.QuantizedModel, Path]) -> None:

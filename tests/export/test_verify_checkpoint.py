@@ -18,7 +18,7 @@ from torch import nn
 import quark_fx as qfx
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.errors import ExportError
-from quark_fx.export.runtime import checkpoint_process
+from quark_fx.export.runtime import checkpoint_process, checkpoint_verification
 from quark_fx.presets import INT4_WEIGHT_ONLY
 
 CONFIG: QuantConfig = INT4_WEIGHT_ONLY.replace(group_size=32, exclude=FLOAT_ENDS)
@@ -81,6 +81,16 @@ def test_what_cannot_be_compared_is_named(here: None, checkpoint: Path, tmp_path
     (checkpoint / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForNobody"]}))
     with pytest.raises(ExportError, match=r"does not load or run .*\n.*\n?AttributeError: .*LlamaForNobody"):
         qfx.verify(qmodel, checkpoint, BATCHES)
+
+
+def test_a_gguf_file_that_transformers_does_not_read_may_still_be_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "llm.gguf").touch()
+    failed = CompletedProcess([], 1, "", "RuntimeError: q_norm has another size\n")
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: failed)
+    with pytest.raises(ExportError, match=r"does not load or run .*\nRuntimeError: .*\nIf llama\.cpp is to read"):
+        checkpoint_verification.checkpoint_answers(tmp_path / "llm.gguf", [])
 
 
 def test_outputs_have_names() -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from quark_fx.checkpoints.files import GRAPH_FILE
+from quark_fx.checkpoints.open_checkpoint import require_no_weights
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.errors import CheckpointError, ExportError
 from quark_fx.export.checkpoints.experts import as_saved, common_paths, literal, name_patterns
@@ -70,7 +71,7 @@ def huggingface(
 
     Args:
         qmodel: from `quantize`.
-        directory: made if it does not exist.
+        directory: made if it does not exist; an earlier quantized checkpoint there is replaced.
         format: `"compressed-tensors"` (integers up to 8 bits, 8-bit floats, activations; weights in NVFP4, MXFP4,
             MXFP6 E2M3 and MXFP8 E4M3), `"gptq"`, `"gptq_v2"` or `"awq"` (integers, weights only, all of one group
             size).
@@ -82,8 +83,8 @@ def huggingface(
 
     Raises:
         ExportError: if the format cannot hold how an operator is quantized (all are listed), the target does not read
-            it, the model is none of transformers, the directory cannot be written, or transformers does not load what
-            was written.
+            it, the model is none of transformers, the directory cannot be written or holds float weights, or
+            transformers does not load what was written.
     """
     if format not in _WRITERS:
         raise ExportError(f"unknown checkpoint format {format!r}; choose one of {', '.join(_WRITERS)}")
@@ -92,6 +93,10 @@ def huggingface(
         raise ExportError(f"{directory} is a file; choose another directory")
     if (directory / GRAPH_FILE).exists():
         raise ExportError(f"{directory} holds a model that qmodel.save wrote, under the same names; choose another one")
+    try:
+        require_no_weights(directory)
+    except CheckpointError as error:
+        raise ExportError(str(error)) from error
     checkpoint = take_apart(qmodel, model)
     shell = checkpoint.shell
     try:

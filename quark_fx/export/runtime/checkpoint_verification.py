@@ -54,6 +54,11 @@ def checkpoint_answers(
             hint = [
                 "Install what the message names; compressed-tensors and GGUF need no package for kernels."
             ] * missing
+            if path.suffix == ".gguf" and not missing:
+                hint.append(
+                    "If llama.cpp is to read the file, try it there: transformers takes some sizes for its own "
+                    "defaults, as that of Qwen3's heads."
+                )
             raise ExportError("\n".join([f"transformers does not load or run {path}:", *said, *hint]))
         found: list[dict[str, Tensor]] = torch.load(made, weights_only=True)
     return found

@@ -289,7 +289,9 @@ def _require_file(path: str | os.PathLike[str]) -> None:
     try:
         os.stat(path)
     except (OSError, ValueError) as error:
-        raise ExportError(f"{path!r} cannot be read: {error}; write it with qfx.export.onnx first") from error
+        raise ExportError(
+            f"{os.fspath(path)!r} cannot be read: {error}; write it with qfx.export.onnx first"
+        ) from error
     if not os.path.isfile(path):
         raise ExportError(f"{path} is a directory or a device; give the file that qfx.export.onnx wrote")
 
