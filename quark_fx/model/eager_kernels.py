@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from quark_fx.graph.nodes import module_path
 from quark_fx.model.correspondence import Correspondence
-from quark_fx.model.kernels.lowering import KernelReport, KernelRow
+from quark_fx.model.kernels.lowering import KernelReport, KernelRow, rows_of_lists
 from quark_fx.model.kernels.modules import CodeEmbedding, KernelLinear, KernelModule
 from quark_fx.model.kernels.product import Product
 from quark_fx.model.kernels.row_graphs import RowGraphs
@@ -32,7 +32,7 @@ def kernel_modules(
     products = [product for node in gm.graph.nodes if (product := Product.of(gm, node)) is not None]
     calls = Counter(module_path(product.node) for product in products)
     graphs, made = RowGraphs(), dict[str, KernelModule]()
-    rows = []
+    rows = [*rows_of_lists(gm).values()]
     for product in products:
         path = module_path(product.node)
         module = modules.get(path)

@@ -22,6 +22,7 @@ import quark_fx as qfx
 from quark_fx.config.block_formats import MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, NVFP4
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, Target, TensorSpec
 from quark_fx.export.checkpoints.experts import as_saved
+from quark_fx.export.checkpoints.values import unholdable
 from quark_fx.export.packing import pack, pack_awq, pack_columns, patterns
 from quark_fx.numbers.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, FP8_E5M2, INT4, INT8, UINT4, UINT8
 from quark_fx.numbers.qparams import ScaleType, Symmetry
@@ -230,6 +231,17 @@ def test_what_a_format_cannot_hold_is_refused_by_name(name: str, tmp_path: Path)
     with pytest.raises(qfx.ExportError, match=message):
         qfx.export.huggingface(quantized(config), tmp_path, format=form)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_long_list_of_layers_has_a_line_and_a_pattern_for_those_that_differ_in_numbers() -> None:
+    names = [f"layers.{n}.{part}" for n in range(9) for part in ("up", "down")]
+    held = ["layers.9.down"]
+    message = str(unholdable([f"{name}: no: room" for name in names], names, held))
+    assert message.splitlines()[1:3] == ["  layers.*.up: no: room (9 of them)", "  layers.*.down: no: room (9 of them)"]
+    left = message.partition("(*config.exclude, ")[2].rstrip(")")
+    assert left.split(", ") == ["'layers.*.up'", *(f"'layers.{n}.down'" for n in range(9))]
+    few = str(unholdable([f"{name}: no room" for name in names[:4]], names[:4]))
+    assert all(f"  {name}: no room" in few and repr(name) in few for name in names[:4])
 
 
 def test_other_models_and_formats_are_refused(tmp_path: Path) -> None:

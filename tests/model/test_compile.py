@@ -144,6 +144,15 @@ def test_convolutions_are_packed_once(low: float) -> None:
     assert torch.equal(layout(packed), layout(again))
 
 
+class Cells(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cells(x)[0]  # type: ignore[no-any-return]
+
+
 REASONS: dict[str, tuple[Callable[[], nn.Module], QuantConfig, Tensor]] = {
     "its activation is int16": (flat, STATIC.replace(input=TensorSpec(format=INT16)), ROWS),
     "its weight is fp8_e4m3": (flat, STATIC.replace(weight=CHANNEL.replace(format=FP8_E4M3)), ROWS),
@@ -159,6 +168,7 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], QuantConfig, Tensor]] = {
     "no kernel for conv with an activation in float": (conv, INT8_WEIGHT_ONLY, IMAGE),
     "no kernel for conv_transpose with one calibrated": (lambda: nn.ConvTranspose2d(8, 4, 3), STATIC, IMAGE),
     "its groups of 32 do not divide 48 inputs": (lambda: flat(48), QuantConfig(weight=GROUPS), rand(2, 48)),
+    "no kernel for lstm with weights in codes": (Cells, STATIC, rand(3, 2, 64)),
     "its activation has no batch": (flat, STATIC, rand(64)),
     "its padding is 'same'": (lambda: nn.Conv2d(8, 4, 3, padding="same"), STATIC, IMAGE),
     "it computes in float16": (flat, INT8_WEIGHT_ONLY, ROWS.half()),

@@ -317,6 +317,16 @@ def test_convolutions_are_simulated() -> None:
     assert torch.equal(kernels(x), qmodel.eager()(x))
 
 
+def test_recurrent_layers_are_simulated_and_listed() -> None:
+    x = rand(3, 2, 8)
+    qmodel = quantize(seeded(nn.Sequential(nn.GRU(8, 8))), INT8_DYNAMIC, [x])
+    kernels: Any = qmodel.eager(kernels=True)
+    assert [(row.name, row.reason) for row in kernels.kernel_report] == [
+        ("0", "torch has no kernel for gru with weights in codes")
+    ]
+    assert torch.equal(kernels(x)[0], qmodel.eager()(x)[0])
+
+
 class Gated(nn.Module):
     """Two layers that read what no norm makes, so that a pass has to multiply it at run time."""
 

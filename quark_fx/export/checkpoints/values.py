@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import fnmatch
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -198,20 +199,41 @@ def _layers(model: nn.Module, found: Correspondence) -> list[Layer]:
         if activation.factors
     ]
     if errors:
-        raise unholdable(errors, names)
+        raise unholdable(errors, names, [layer.stack or layer.name for layer in layers])
     if not layers:
         raise ExportError("no weight is quantized; save the float model instead")
     return layers
 
 
-def unholdable(errors: list[str], names: Iterable[str] = ()) -> ExportError:
-    """Return the error that lists what a format cannot hold, and which `names` patterns can leave in float."""
-    names = list(dict.fromkeys(names))
+def unholdable(errors: list[str], names: Iterable[str] = (), held: Sequence[str] = ()) -> ExportError:
+    """Return the error that lists what a format cannot hold, and which `names` patterns can leave in float.
+
+    Long lists have one line for all layers that differ in numbers alone, with a pattern that matches none of `held`.
+    """
+    names, lines = list(dict.fromkeys(names)), errors
+    if len(errors) > _LISTED:
+        alike = Counter((_pattern(name), why) for name, _, why in (error.partition(": ") for error in errors))
+        lines = [f"{name}: {why}" + f" ({count} of them)" * (count > 1) for (name, why), count in alike.items()]
+        safe = {name: _pattern(name) for name in names if not fnmatch.filter(held, _pattern(name))}
+        names = list(dict.fromkeys(safe.get(name, name) for name in names))
     remedy = f"config.replace(exclude=(*config.exclude, {', '.join(map(repr, names))}))"
     return ExportError(
         "the checkpoint format cannot hold how these are quantized; exclude them (exclude=, Override) or change "
-        "their specs:\n  " + "\n  ".join(errors) + f"\nTo leave these weights in float: {remedy}" * bool(names)
+        "their specs:\n  " + "\n  ".join(lines) + f"\nTo leave these weights in float: {remedy}" * bool(names)
     )
+
+
+_LISTED = 16
+"""Lines of an error that name a layer each."""
+
+
+def _pattern(name: str) -> str:
+    """Return a name with stars for its numbers.
+
+    >>> _pattern("layers.0.mlp2.up")
+    'layers.*.mlp2.up'
+    """
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _tied(model: nn.Module) -> set[str]:

@@ -7,14 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from quark_fx.graph.nodes import describe, own_tensors
+from quark_fx.graph.operators import argument, row_by_target
 from quark_fx.graph.pass_manager import copy_graph
+from quark_fx.model.constants import constant_of, parameter_name
 from quark_fx.model.kernels.integer_products import integer_convolution, integer_linear, token_linear
 from quark_fx.model.kernels.product import Activation, NoKernelError, Product
 from quark_fx.model.kernels.spelling import Traced, spell_out
 from quark_fx.model.kernels.weight_only import weight_only_linear
+from quark_fx.plan.placement import module_name
 from quark_fx.plan.report import aligned
 from quark_fx.system.isolation import isolated
 
@@ -90,7 +93,7 @@ def use_kernels(
     """
     gm = own_tensors(copy_graph(gm))
     products = [product for node in gm.graph.nodes if (product := Product.of(gm, node, packs=packs)) is not None]
-    rows: dict[str, KernelRow] = {}
+    rows = rows_of_lists(gm)
     for product in sorted(products, key=lambda product: product.rounding is Activation.FLOAT):
         name, kernel, reason = product.node.name, "", ""
         try:
@@ -101,10 +104,26 @@ def use_kernels(
             reason = str(error)
             logger.debug("no kernel for %s: %s", describe(product.node), reason)
         rows[name] = KernelRow(product.name, product.row.kind, kernel, reason)
+    report = KernelReport(tuple(rows[node.name] for node in gm.graph.nodes if node.name in rows))
     spell_out(gm, traced)
     gm.graph.lint()
-    # Without the tensors that kernels replaced.
-    return copy_graph(gm), KernelReport(tuple(rows[product.node.name] for product in products))
+    return copy_graph(gm), report  # without the tensors that kernels replaced
+
+
+def rows_of_lists(gm: GraphModule) -> dict[str, KernelRow]:
+    """Return rows of operators that read a list of weights, some in codes, by node: of recurrent layers."""
+    rows = {}
+    for node in gm.graph.nodes:
+        row = row_by_target(node)
+        weights = None if row is None or row.weight is None else argument(node, row.weight)
+        if row is None or not isinstance(weights, list | tuple):
+            continue
+        constants = [constant_of(gm, weight) for weight in weights if isinstance(weight, Node)]
+        coded = [constant for constant in constants if constant is not None and constant.quantized is not None]
+        if coded:
+            name = module_name(node, parameter_name(gm, coded[0].names[0]))
+            rows[node.name] = KernelRow(name, row.kind, "", f"torch has no kernel for {row.kind} with weights in codes")
+    return rows
 
 
 def rule_of(product: Product) -> Rule:
@@ -129,4 +148,4 @@ _WORDS = {
     Activation.OTHER: "scales of groups or channels of the activation",
 }
 
-__all__ = ["RULES", "KernelReport", "KernelRow", "Rule", "rule_of", "use_kernels"]
+__all__ = ["RULES", "KernelReport", "KernelRow", "Rule", "rows_of_lists", "rule_of", "use_kernels"]
