@@ -271,6 +271,9 @@ def main() -> None:
     text = f"{text}\n\n{_accuracy()}"
     page = f"""# Quantized models in PyTorch
 
+[Quickstart](quickstart.md#speed-in-pytorch) and, for `generate`, [Language models](language_models.md) say how to get
+them.
+
 Networks with seeded random weights on one thread: the float model, eager, by `torch.compile`, and by `torch.compile`
 with frozen weights, and what `qmodel.compile()` returns. They are run in turn; medians of {arguments.rounds} rounds
 at batch 1 and 3 at larger ones, quartiles of the ratios within a round in parentheses. Random weights amplify a code

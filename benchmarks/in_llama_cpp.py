@@ -244,6 +244,8 @@ def page(lines: list[list[str]]) -> str:
     """Return the page."""
     return f"""# In llama.cpp
 
+[Language models](language_models.md#llamacpp) says how such files are made.
+
 Files of the types of {MIXTURE}, tensor by tensor the same, made by llama.cpp's own quantizer and by quark_fx, and read
 by llama.cpp (llama-cpp-python). Both see the same text. Perplexity and KL (divergence from the float model, nats per
 token) are measured on held-out windows: 32 of 256 tokens for the Llama, 8 of 512 for SmolLM2. "KL in torch" is that of

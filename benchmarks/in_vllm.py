@@ -388,6 +388,9 @@ qfx.export.huggingface(qmodel, "llm-int4", tokenizer=tokenizer)
 vllm.LLM(model="llm-int4").generate("Once upon a time")
 ```
 
+On the command line, `--config` takes a YAML file with the lines `preset: w4a16_gptq` and `target: vllm`, and
+`--format compressed-tensors` writes the checkpoint.
+
 - vLLM runs query, key and value as one kernel, and so the gate and up projections of an MLP, and the experts of a
   layer. Each such group has one scheme, or stays in float; otherwise the error names its operators. What goes together
   is what reads one value in one module, so some linear attentions get one scheme where vLLM would take two.
