@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import sentences
 import torch
@@ -257,6 +258,16 @@ def test_sizes_are_those_of_all_that_an_operator_holds(folder: Path) -> None:
     assert formats_in("dynamic.onnx") == [("int8 channel", "uint8 dynamic")] * 2
     (_, packed) = answer("inspect", "blocks.onnx")["operators"]
     assert (packed["weight"], packed["bytes"]) == ("uint4 group 16", linear // 2 + 32 * 4 + 32)
+
+
+def test_a_weight_that_two_operators_read_counts_once() -> None:
+    weight = onnx.numpy_helper.from_array(np.ones((8, 8), np.float32), "shared")
+    nodes = [onnx.helper.make_node("MatMul", [a, "shared"], [b], name=b) for a, b in (("x", "y"), ("y", "z"))]
+    x, z = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2, 8]) for name in "xz")
+    onnx.save(onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", [x], [z], [weight])), "shared.onnx")
+    seen = answer("inspect", "shared.onnx")
+    assert sum(part["count"] for part in seen["operators"]) == 2
+    assert seen["bytes_by_format"] == {"float32": 4 * 8 * 8}
 
 
 def formats_in(path: str) -> list[tuple[str, str]]:

@@ -28,6 +28,7 @@ class Part:
         bytes: of the weight with its scales.
         reason: why it is in float, where that is known.
         count: operators.
+        stored: name of the weight in the file, which other operators may read, too; empty if no other does.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Part:
     bytes: int
     reason: str = ""
     count: int = 1
+    stored: str = ""
 
 
 def parts_of(report: Report) -> list[Part]:
@@ -49,6 +51,7 @@ def parts_of(report: Report) -> list[Part]:
             activation=row.activation or "float",
             bytes=row.bytes_before if row.reason else row.bytes_after,
             reason=row.reason,
+            stored=row.parameter,
         )
         for row in report
     ]
@@ -61,7 +64,9 @@ def grouped(parts: Iterable[Part]) -> list[Part]:
         pattern = re.sub(r"\d+", "*", part.name)
         key = (pattern, part.kind, part.weight, part.activation, part.reason)
         old = found.get(key)
-        found[key] = replace(old, name=pattern, bytes=old.bytes + part.bytes, count=old.count + 1) if old else part
+        found[key] = (
+            replace(old, name=pattern, bytes=old.bytes + part.bytes, count=old.count + 1, stored="") if old else part
+        )
     return list(found.values())
 
 

@@ -32,8 +32,9 @@ def inspect(
     kind, parts, extra = _contents(path)
     shown = parts if every else grouped(parts)
     formats = Counter[str]()
-    for part in parts:
-        formats[part.weight] += part.bytes
+    held = {(part.weight, part.stored or index): part.bytes for index, part in enumerate(parts)}
+    for (name, _), count in held.items():
+        formats[name] += count
     formats.pop(NO_WEIGHT, None)
     sizes = [(name, size(count), sum(p.weight == name for p in parts)) for name, count in formats.most_common()]
     data: dict[str, Any] = {"path": str(path), "kind": kind, "bytes": written_bytes(path)}

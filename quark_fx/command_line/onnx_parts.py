@@ -91,6 +91,7 @@ def _part(node: ir.Node) -> Part | None:
         weight=_format(node, weight, leaves) if leaves else NO_WEIGHT,
         activation="-" if selects else _activation(node, activation),
         bytes=_bytes(node, leaves),
+        stored=(leaves[0].name if leaves else None) or "",
     )
 
 
