@@ -15,6 +15,7 @@ from quark_fx.config.selection import Named, matches
 from quark_fx.errors import ConfigError
 from quark_fx.numbers.formats import FORMATS, LONG_NAMES, FloatFormat, IntFormat, parse_format
 from quark_fx.quantization import resolve
+from quark_fx.system.options import nearest
 
 FLOAT = "float"
 """The candidate that quantizes nothing."""
@@ -95,7 +96,10 @@ def _configuration(given: Any) -> QuantConfig | None:
         try:
             return resolve(known)
         except ConfigError as error:
-            raise ConfigError(f"{error}. Number formats of the weights: {', '.join(FORMATS)}") from error
+            raise ConfigError(
+                f"unknown preset or number format {given!r}{nearest(given, (*PRESETS, *FORMATS))}. Presets: "
+                f"{', '.join(PRESETS)}. Number formats of the weights: {', '.join(FORMATS)}"
+            ) from error
     return resolve(given)
 
 

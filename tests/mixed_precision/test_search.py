@@ -504,6 +504,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "no list": (lambda: candidates_of(INT8), ConfigError, "candidates is a list"),
     "an unknown format": (lambda: candidates_of(["int1", INT8]), ConfigError, r"Number formats .* int2, "),
     "an unknown preset": (lambda: candidates_of([INT8, "int4_weights"]), ConfigError, "unknown preset"),
+    "a misspelt format": (lambda: candidates_of([INT8, "int44"]), ConfigError, "'int44'; did you mean 'int4'"),
     "nothing to quantize": (
         lambda: run(
             mlp(),
