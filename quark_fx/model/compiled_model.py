@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -33,6 +33,8 @@ class CompiledModel(nn.Module):
         super().__init__()
         self.graph_module, self.signature, self._report = graph_module, signature, report
         self._freezing = any(row.integer for row in report)
+        if "mode" not in options and options.get("backend", "inductor") == "inductor":
+            options["options"] = {"guard_filter_fn": _guards} | dict(options.get("options") or {})
         self._run = torch.compile(graph_module, fullgraph=True, **options)
         self.eval()
 
@@ -81,6 +83,11 @@ class CompiledModel(nn.Module):
     def report(self) -> KernelReport:
         """Return one row per operator whose weight is in codes: its kernel, or why it has none."""
         return self._report
+
+
+def _guards(entries: Sequence[Any]) -> list[bool]:
+    """Say which assumptions torch checks at every call: not those on the graph's tensors, which never change."""
+    return [not entry.name.startswith("self.") for entry in entries]
 
 
 __all__ = ["CompiledModel"]

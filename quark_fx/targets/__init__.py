@@ -13,18 +13,21 @@ from quark_fx.config.target import (
 )
 from quark_fx.targets.dpu import DPU
 from quark_fx.targets.executorch import EXECUTORCH
+from quark_fx.targets.inductor import INDUCTOR, INDUCTOR_VNNI
 from quark_fx.targets.onnxruntime import ONNX, ONNX_VNNI
 from quark_fx.targets.openvino import OPENVINO
 from quark_fx.targets.pytorch import TORCH
 from quark_fx.targets.tensorrt import TENSORRT
 from quark_fx.targets.vllm import VLLM
 
-for own in (ONNX, ONNX_VNNI, OPENVINO, TENSORRT, EXECUTORCH, VLLM, TORCH, DPU):
+for own in (ONNX, ONNX_VNNI, OPENVINO, TENSORRT, EXECUTORCH, VLLM, INDUCTOR, INDUCTOR_VNNI, TORCH, DPU):
     setattr(Target, own.name.upper(), register_target(own))
 
 __all__ = [
     "DPU",
     "EXECUTORCH",
+    "INDUCTOR",
+    "INDUCTOR_VNNI",
     "ONNX",
     "ONNX_VNNI",
     "OPENVINO",

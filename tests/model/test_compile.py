@@ -19,11 +19,11 @@ from transformers.pytorch_utils import Conv1D
 
 import quark_fx as qfx
 from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
-from quark_fx.graph.nodes import parameter, placeholders, static_size, stored_tensors
+from quark_fx.graph.nodes import QUANTIZE, parameter, placeholders, static_size, stored_tensors
 from quark_fx.model.kernels import integers
 from quark_fx.model.kernels.lowering import RULES
 from quark_fx.model.kernels.product import Activation
-from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, INT16, UINT8
+from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, INT16, UINT8, Format
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.presets import INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, MXFP4
 
@@ -236,6 +236,47 @@ def test_integer_kernels_without_vnni_compute_the_same() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, env=environment)
 
 
+@pytest.mark.parametrize("fmt", [UINT8, INT8, INT4], ids=str)
+def test_nan_and_infinity_get_the_codes_of_the_simulated_graph(fmt: Format) -> None:
+    config = STATIC.replace(input=TensorSpec(format=fmt))
+    qmodel = quantized(flat, config, ROWS)
+    x = ROWS.clone()
+    x[0, 0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30])
+    (made,) = qmodel.compile().graph_module(x)
+    torch.testing.assert_close(made, qmodel(x), rtol=0, atol=2**-18)
+
+
+class Residual(nn.Module):
+    """A block of a convolutional network whose sum a normalization reads, or another convolution."""
+
+    def __init__(self, last: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.last = (
+            conv(padding=1),
+            *(nn.Conv2d(16, 16, 1) for _ in range(2)),
+            last,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y: Tensor = self.last(torch.relu(x + self.third(torch.relu(self.second(x)))))
+        return y
+
+
+@pytest.mark.parametrize(
+    ("last", "rounded"),
+    [
+        (nn.Conv2d(16, 4, 1), ["x", "conv2d", "conv2d_1", "conv2d_2", "add"]),
+        (nn.InstanceNorm2d(16), ["x", "conv2d", "conv2d_1"]),
+    ],
+    ids=["between convolutions", "read in float"],
+)
+def test_inductor_rounds_what_integer_kernels_read(last: nn.Module, rounded: list[str]) -> None:
+    qmodel = quantized(lambda: Residual(last), INT8_STATIC.replace(target="inductor"), IMAGE)
+    assert [str(node.args[0]) for node in calls(qmodel.graph_module, QUANTIZE)] == rounded
+    assert all(row.kernel for row in qmodel.compile().report())
+
+
 def test_a_loaded_model_has_the_same_kernels(tmp_path: Path) -> None:
     qmodel = quantized(Cnn, INT8_STATIC, rand(2, 3, 12, 12))
     qmodel.save(tmp_path)
@@ -362,6 +403,14 @@ def test_torch_compile_computes_the_same_for_every_batch_size() -> None:
         x = rand(size, 8, 9, 9, seed=size)
         (expected,) = compiled.graph_module(x)
         torch.testing.assert_close(compiled(x), expected, rtol=0, atol=2**-20)
+    x[0, :, 0, 0] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30, *[0.0] * 4])
+    torch.testing.assert_close(compiled(x), qmodel(x), rtol=0, atol=2**-20)
+    other = quantized(lambda: nn.Sequential(conv(), nn.ReLU(), nn.Conv2d(16, 8, 1)), INT8_STATIC, IMAGE)
+    with torch.no_grad():
+        for tensor in stored_tensors(other.graph_module).values():
+            if tensor.dtype == torch.int8:
+                tensor.neg_()
+    torch.testing.assert_close(other.compile()(x), other(x), rtol=0, atol=2**-20)
 
 
 @NEEDS_COMPILER

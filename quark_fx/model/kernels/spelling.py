@@ -15,6 +15,8 @@ from quark_fx.model.constants import constant_of
 from quark_fx.numbers import ops
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 
+aten = torch.ops.aten
+
 Traced = dict[Any, Graph]
 """What functions call, by their arguments: shapes, which symbols tell apart, and constants."""
 
@@ -56,7 +58,7 @@ def _inline(gm: GraphModule, node: Node, function: Any, known: Traced) -> None:
     if key not in known:
         # Without torch's rules for composite operators, sizes that vary are fixed, in what this is a copy of, too.
         with fake_mode(gm), enable_python_dispatcher():
-            known[key] = make_fx(of_tensors)(*values).graph
+            known[key] = make_fx(of_tensors, _VECTORIZED)(*values).graph
     inputs = (n for n in known[key].nodes if n.op == "placeholder")
     result: Any = gm.graph.graph_copy(known[key], dict(zip(inputs, given, strict=True)))
     if isinstance(result, tuple | list):
@@ -66,6 +68,17 @@ def _inline(gm: GraphModule, node: Node, function: Any, known: Traced) -> None:
             gm.graph.erase_node(reader)
     else:
         node.replace_all_uses_with(result)
+
+
+def _without_nan(x: Tensor, nan: float) -> Tensor:
+    """Do what `nan_to_num_` does to a value that is clamped next, which is why infinities may stay.
+
+    Inductor compiles `isnan` to a loop over single values, which can take as long as the product that reads them.
+    """
+    return x.masked_fill_(x != x, nan)
+
+
+_VECTORIZED: Any = {aten.nan_to_num_.default: _without_nan}
 
 
 def _dequantize(*stored: Any, dtype: torch.dtype = torch.float32) -> Tensor:

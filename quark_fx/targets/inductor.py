@@ -1,0 +1,31 @@
+"""Inductor, the compiler of PyTorch, on x64 processors: what `QuantizedModel.compile` runs fastest and most accurately.
+
+oneDNN's integer kernels return floats as fast as codes, so a result that anything reads in float is not rounded.
+Additions and pools between quantized operators run in loops that Inductor fuses, which read and write a quarter of the
+bytes in codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quark_fx.config.specs import TensorSpec
+from quark_fx.config.target import OnnxFiles, Placement, Target
+from quark_fx.graph.operators import RECURRENT
+from quark_fx.targets.onnxruntime import ARITHMETIC
+
+
+def _has_kernel(kind: str, spec: TensorSpec) -> bool:
+    return kind not in RECURRENT
+
+
+INDUCTOR = Target(
+    name="inductor",
+    placement=Placement(arithmetic=ARITHMETIC, rounds_input=_has_kernel),
+    limits_pairs=True,
+    onnx=OnnxFiles(runtime="onnxruntime"),
+)
+
+INDUCTOR_VNNI = replace(INDUCTOR, name="inductor_vnni", limits_pairs=False)
+
+__all__ = ["INDUCTOR", "INDUCTOR_VNNI"]
