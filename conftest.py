@@ -1,5 +1,6 @@
 """The root names `passes`, `observers` and `export` are links into the package: collect it once, nested."""
 
+import gc
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -9,6 +10,10 @@ import pytest
 import torch
 
 collect_ignore = ["passes", "observers", "export"]
+
+# A capture makes so many objects that Python walks all those of torch and transformers again and again, which took a
+# tenth of the processor time of the tests.
+gc.set_threshold(100_000, 20, 100)
 
 
 def _share_processor(workers: int) -> None:

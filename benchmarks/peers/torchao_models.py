@@ -61,12 +61,11 @@ def int4_weights(model: nn.Module, group_size: int, algorithm: str) -> nn.Module
 
 
 def decoded(model: nn.Module) -> nn.Module:
-    """Return a copy of a model of `int4_weights`, float32, with the weights that its kernels multiply by."""
-    result = copy.deepcopy(model)
+    """Return a model of `int4_weights`, in bfloat16, with plain weights: those that its kernels multiply by."""
     with torch.no_grad():
-        for module in result.modules():
+        for module in model.modules():
             if isinstance(module, nn.Linear) and type(module.weight.data) is not Tensor:
-                rows = torch.eye(module.in_features, dtype=torch.float32)
+                rows = torch.eye(module.in_features, dtype=torch.bfloat16)
                 weight = nn.functional.linear(rows, module.weight).mT.contiguous()
                 module.weight = nn.Parameter(weight, requires_grad=False)
-    return result
+    return model
