@@ -1,4 +1,4 @@
-"""Inductor, the compiler of PyTorch, on x64 processors: what `QuantizedModel.compile` runs fastest and most accurately.
+"""Inductor on x64 processors: quantizers are where the kernels of `QuantizedModel.compile` read codes.
 
 oneDNN's integer kernels return floats as fast as codes, so a result that anything reads in float is not rounded.
 Additions and pools between quantized operators run in loops that Inductor fuses, which read and write a quarter of the
