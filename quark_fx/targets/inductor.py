@@ -1,6 +1,6 @@
 """Inductor on x64 processors: quantizers are where the kernels of `QuantizedModel.compile` read codes.
 
-oneDNN's integer kernels return floats as fast as codes, so a result that anything reads in float is not rounded.
+oneDNN's integer kernels return floats as well as codes, so a result that anything reads in float is not rounded.
 Additions and pools between quantized operators run in loops that Inductor fuses, which read and write a quarter of the
 bytes in codes.
 """

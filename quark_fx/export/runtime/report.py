@@ -173,7 +173,7 @@ _CODES_OF_FIRST = frozenset({"QGemm", "Clip"})
 
 
 def _infer_types(model: ir.Model) -> None:
-    """Give values their type where ONNX Runtime wrote none: it writes none of what it takes functions apart into."""
+    """Give values their type where ONNX Runtime wrote none, as in what it expands functions to."""
     for node in model.graph:
         for index, output in enumerate(node.outputs):
             if output.dtype is None and (dtype := _type_of(model, node, index)) is not None:
