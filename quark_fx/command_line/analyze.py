@@ -20,10 +20,11 @@ from quark_fx.command_line.options import (
     configuration,
     reads_data,
 )
-from quark_fx.command_line.outputs import require_writable, write_text
+from quark_fx.command_line.outputs import write_text
 from quark_fx.command_line.printing import show
 from quark_fx.command_line.reading import calibration
 from quark_fx.command_line.subjects import float_subject
+from quark_fx.system.places import require_writable
 
 
 @reads_data
@@ -46,7 +47,7 @@ def analyze(
 ) -> None:
     """Say which operators make the error of a configuration, and propose one with less."""
     chosen = configuration(preset, config, exclude, group_size)
-    for place in (html, output):
+    for place in filter(None, (html, output)):
         require_writable(place)
     source = float_subject(model)
     batches = calibration(reading, source, needed=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from quark_fx.command_line.printing import size, table
+from quark_fx.config.selection import without_numbers
 from quark_fx.plan.report import Report
 
 NO_WEIGHT = "none"
@@ -61,7 +61,7 @@ def grouped(parts: Iterable[Part]) -> list[Part]:
     """Return one part for all that differ in the numbers of their names alone."""
     found: dict[Any, Part] = {}
     for part in parts:
-        pattern = re.sub(r"\d+", "*", part.name)
+        pattern = without_numbers(part.name)
         key = (pattern, part.kind, part.weight, part.activation, part.reason)
         old = found.get(key)
         found[key] = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from quark_fx.config.target import Target
 from quark_fx.errors import ExportError
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.system.options import nearest
+from quark_fx.system.places import require_writable
 
 _FORMATS = {
     "ONNX": ("qdq", "qoperator", "matmul_nbits", "vitis"),
@@ -114,18 +114,6 @@ def require_room_for(output: Output) -> None:
     if output.kind == "checkpoint":
         require_no_weights(path)
     require_writable(path)
-
-
-def require_writable(path: Path | None) -> None:
-    """Raise `ExportError` for a file or directory that could not be written once the work is done."""
-    if path is None:
-        return
-    place = path if path.is_dir() else next(p for p in path.absolute().parents if p.exists())
-    if not place.is_dir():
-        raise ExportError(f"{path} cannot be written: {place} is a file; choose another path")
-    for there in (place, path):
-        if there.exists() and not os.access(there, os.W_OK):
-            raise ExportError(f"{path} cannot be written: {there} is not writable; choose another path")
 
 
 def write(

@@ -33,7 +33,6 @@ from quark_fx.command_line.outputs import (
     outputs_of,
     require_opset,
     require_room_for,
-    require_writable,
     write,
     written_bytes,
 )
@@ -45,6 +44,7 @@ from quark_fx.graph.pass_manager import learns_from_data, pass_name
 from quark_fx.graph.signature import split_batch
 from quark_fx.quantization import needs_data
 from quark_fx.system.options import nearest
+from quark_fx.system.places import require_writable
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -89,7 +89,8 @@ def quantize(
         raise typer.BadParameter("--stream writes a directory that quark_fx loads again, and nothing else")
     for one in outputs:
         require_room_for(one)
-    require_writable(html)
+    if html is not None:
+        require_writable(html)
     require_opset(opset, outputs, chosen.target)
     source = float_subject(model)
     batches = calibration(reading, source, needed=needs_data(chosen))

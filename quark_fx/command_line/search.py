@@ -9,10 +9,11 @@ import typer
 
 import quark_fx as qfx
 from quark_fx.command_line.options import FloatModel, Html, Json, Reading, reads_data
-from quark_fx.command_line.outputs import require_writable, write_text
+from quark_fx.command_line.outputs import write_text
 from quark_fx.command_line.printing import show
 from quark_fx.command_line.reading import calibration
 from quark_fx.command_line.subjects import float_subject
+from quark_fx.system.places import require_writable
 
 
 @reads_data
@@ -40,7 +41,7 @@ def search(
     """Choose a format for each operator, so that the error is least and a budget is kept."""
     if [bits, size, error].count(None) != 2:
         raise typer.BadParameter("give one budget: --bits 4.5, --size 60MiB or --error 0.01")
-    for place in (html, output):
+    for place in filter(None, (html, output)):
         require_writable(place)
     budget = qfx.Budget(bits=bits, size=size, error=error)
     files = (".yaml", ".yml")

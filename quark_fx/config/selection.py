@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -44,6 +46,15 @@ def matches(pattern: str, name: str, *kinds: str) -> bool:
     return fnmatchcase(name, pattern)
 
 
+def without_numbers(name: str) -> str:
+    """Return the pattern of all names that differ from `name` in their numbers alone.
+
+    >>> without_numbers("layers.0.mlp.up2")
+    'layers.*.mlp.up*'
+    """
+    return re.sub(r"\d+", "*", glob.escape(name))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Selective:
     """A pass that can be limited to some operators; passes with the option derive from it.
@@ -64,4 +75,4 @@ class Selective:
         return {name: operator for name, operator in plan.items() if self.selects(operator)} if self.only else plan
 
 
-__all__ = ["NOT_SELECTED", "Selective", "matches"]
+__all__ = ["NOT_SELECTED", "Selective", "matches", "without_numbers"]

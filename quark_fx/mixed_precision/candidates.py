@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from typing import Any
 
 from quark_fx.config.named import PRESETS
 from quark_fx.config.quant_config import INHERIT, OperatorSpecs, Override, QuantConfig, TensorSpec
-from quark_fx.config.selection import Named, matches
+from quark_fx.config.selection import Named, matches, without_numbers
 from quark_fx.errors import ConfigError
 from quark_fx.numbers.formats import FORMATS, LONG_NAMES, FloatFormat, IntFormat, parse_format
 from quark_fx.quantization import resolve
@@ -162,7 +161,7 @@ def mixed(candidates: Sequence[Candidate], operators: Sequence[Named], chosen: S
 def _patterns(names: Sequence[str], operators: Sequence[Named]) -> list[str]:
     """Return globs for modules and no others: one for those whose names differ in numbers alone, where that is true."""
     wanted = {*names}
-    alike = {name: re.sub(r"\d+", "*", glob.escape(name)) for name in names}
+    alike = {name: without_numbers(name) for name in names}
     only = {one: all(op.name in wanted for op in operators if matches(one, op.name)) for one in {*alike.values()}}
     return [*dict.fromkeys(alike[name] if only[alike[name]] else glob.escape(name) for name in names)]
 

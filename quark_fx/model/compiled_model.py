@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor import config as inductor
 
-from quark_fx.errors import QuarkError
+from quark_fx.errors import ConfigError, QuarkError
 from quark_fx.graph.nodes import device_of
 from quark_fx.graph.signature import Signature
 from quark_fx.model.kernels.lowering import KernelReport, use_kernels
@@ -35,7 +35,11 @@ class CompiledModel(nn.Module):
         self._freezing = any(row.integer for row in report)
         if "mode" not in options and options.get("backend", "inductor") == "inductor":
             options["options"] = {"guard_filter_fn": _guards} | dict(options.get("options") or {})
-        self._run = torch.compile(graph_module, fullgraph=True, **options)
+        try:
+            self._run = torch.compile(graph_module, fullgraph=True, **options)
+        except RuntimeError as error:  # torch's list of the options it knows fills pages
+            reason = str(error).partition(", known options")[0]
+            raise ConfigError(f"torch.compile does not accept {options}: {reason}") from error
         self.eval()
 
     @classmethod

@@ -356,6 +356,9 @@ def test_a_compiled_model_is_not_compiled_again() -> None:
         ({"backend": 3}, "backend of compile must be"),
         ({"mode": 3}, "mode of compile must be"),
         ({"options": 3}, "options of compile must be"),
+        ({"options": {"foo": 1}}, "torch.compile does not accept .*foo.*: Unexpected optimization option foo$"),
+        ({"mode": "foo"}, "torch.compile does not accept .*: Unrecognized mode=foo"),
+        ({"backend": "foo"}, "torch.compile does not accept .*: Invalid backend: 'foo'"),
     ],
 )
 def test_options_that_do_not_exist_are_named(options: dict[str, Any], words: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from quark_fx.checkpoints.shelf import Shelf
+from quark_fx.config.selection import without_numbers
 from quark_fx.errors import ExportError, QuarkError
 from quark_fx.export.checkpoints.experts import as_saved, matrices, taken_apart
 from quark_fx.export.packing import matrix_of
@@ -212,9 +213,9 @@ def unholdable(errors: list[str], names: Iterable[str] = (), held: Sequence[str]
     """
     names, lines = list(dict.fromkeys(names)), errors
     if len(errors) > _LISTED:
-        alike = Counter((_pattern(name), why) for name, _, why in (error.partition(": ") for error in errors))
+        alike = Counter((without_numbers(name), why) for name, _, why in (error.partition(": ") for error in errors))
         lines = [f"{name}: {why}" + f" ({count} of them)" * (count > 1) for (name, why), count in alike.items()]
-        safe = {name: _pattern(name) for name in names if not fnmatch.filter(held, _pattern(name))}
+        safe = {name: without_numbers(name) for name in names if not fnmatch.filter(held, without_numbers(name))}
         names = list(dict.fromkeys(safe.get(name, name) for name in names))
     remedy = f"config.replace(exclude=(*config.exclude, {', '.join(map(repr, names))}))"
     return ExportError(
@@ -225,15 +226,6 @@ def unholdable(errors: list[str], names: Iterable[str] = (), held: Sequence[str]
 
 _LISTED = 16
 """Lines of an error that name a layer each."""
-
-
-def _pattern(name: str) -> str:
-    """Return a name with stars for its numbers.
-
-    >>> _pattern("layers.0.mlp2.up")
-    'layers.*.mlp2.up'
-    """
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _tied(model: nn.Module) -> set[str]:

@@ -34,6 +34,7 @@ from quark_fx.numbers.formats import (
 from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
 from quark_fx.system.isolation import isolated
 from quark_fx.system.options import checked_call
+from quark_fx.system.places import require_writable
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -354,9 +355,7 @@ def _require_writable(path: Path) -> None:
     if not directory.is_dir():
         raise ExportError(f"{path} cannot be written: the directory {directory} does not exist; create it first")
     require_regular(path)
-    # The file is made beside and moved, so that its directory has to be writable, too.
-    if not all(os.access(place, os.W_OK) for place in (directory, path) if place.exists()):
-        raise ExportError(f"{path} cannot be written: it or its directory is not writable; choose another path")
+    require_writable(path)
 
 
 def _check_file(path: Path, gm: GraphModule) -> None:
