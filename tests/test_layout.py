@@ -39,6 +39,7 @@ ROOMS = (
     "evaluation",
     "session",
     "quantization",
+    "from_pretrained",
     "analysis",
     "mixed_precision",
     "__init__",

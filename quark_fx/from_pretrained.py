@@ -1,0 +1,140 @@
+"""`from_pretrained` of transformers, quantizing what it loads.
+
+Not imported by `quark_fx`: it needs transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+from transformers import PreTrainedModel
+from transformers.quantizers import HfQuantizer, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from quark_fx.config.quant_config import QuantConfig
+from quark_fx.errors import CalibrationError, ConfigError
+from quark_fx.model.quantized_model import QuantizedModel
+from quark_fx.quantization import needs_data, quantize, resolve
+from quark_fx.system.options import nearest
+
+METHOD = "quark_fx"
+"""What transformers calls it."""
+
+_OPTIONS = ("dynamic_shapes", "verify", "progress", "device", "cache", "checkpoint", "memory")
+"""Arguments of `quantize` that are passed on."""
+
+
+class QuarkFxConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """Let `from_pretrained` of transformers quantize what it loads: pass it as `quantization_config`.
+
+    The result is the model's own class, as `QuantizedModel.eager` returns it; `model.hf_quantizer.qmodel` is the
+    quantized model, with its report, for `quark_fx.export` and `save`. A checkpoint that is quantized already is
+    refused by transformers. A model that does not fit into memory is quantized from its directory instead
+    (`open_checkpoint`).
+
+    Args:
+        config: a preset's name, a `QuantConfig`, or its `to_dict()`.
+        calibration_data: batches, as `quantize` takes them. A configuration that learns nothing from data needs none
+            if the model reads tokens.
+        kernels: run on the kernels that `compile()` uses, for inference on a CPU; see `QuantizedModel.eager`.
+        options: `dynamic_shapes`, `verify`, `progress`, `device`, `cache`, `checkpoint` and `memory` of `quantize`.
+
+    Raises:
+        ConfigError: for an unknown preset or option.
+        CalibrationError: for a configuration that needs data, without any.
+    """
+
+    quant_method: Any = METHOD
+
+    def __init__(
+        self,
+        config: str | QuantConfig | Mapping[str, Any],
+        calibration_data: Iterable[Any] | None = None,
+        *,
+        kernels: bool = False,
+        **options: Any,
+    ) -> None:
+        self.config, self.calibration_data, self.kernels = resolve(config), calibration_data, kernels
+        self.options = options
+        if unknown := [name for name in options if name not in _OPTIONS]:
+            known = ("config", "calibration_data", "kernels", *_OPTIONS)
+            raise ConfigError(
+                f"QuarkFxConfig has no argument {unknown[0]}; it has {', '.join(known)}{nearest(unknown[0], known)}"
+            )
+        if not isinstance(kernels, bool):
+            raise ConfigError(f"kernels of QuarkFxConfig is True or False, not {kernels!r}")
+        if calibration_data is None and needs_data(self.config):
+            raise CalibrationError(
+                "this configuration needs calibration data: pass batches, as QuarkFxConfig(config, batches)"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what the configuration of a model shows, as plain data."""
+        return {"quant_method": METHOD, "config": self.config.to_dict(), "kernels": self.kernels}
+
+    def __deepcopy__(self, memo: Any) -> QuarkFxConfig:
+        return self  # a copy of a model has no need of the data's
+
+
+@register_quantizer(METHOD)
+class Quantizer(HfQuantizer):  # type: ignore[misc]
+    """What transformers calls once the weights are there.
+
+    Attributes:
+        qmodel: the quantized model.
+    """
+
+    quantization_config: QuarkFxConfig
+    qmodel: QuantizedModel
+
+    def __init__(self, quantization_config: QuarkFxConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs | {"pre_quantized": False})
+
+    def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
+        """Refuse to distribute a model over devices.
+
+        Raises:
+            ConfigError: for such a `device_map`.
+        """
+        if device_map is not None and len({str(place) for place in device_map.values()}) > 1:
+            raise ConfigError(
+                f"device_map={device_map!r} distributes the model, and a quantized one lies on one device; load it to "
+                "the CPU, and pass QuarkFxConfig(..., device='cuda') to run its blocks there"
+            )
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+        asked = self.quantization_config
+        data = _example(model) if asked.calibration_data is None else asked.calibration_data
+        self.qmodel = quantize(model, asked.config, data, **asked.options)
+        # The caller holds this object: it becomes what `eager` returns.
+        vars(model).update(vars(self.qmodel.eager(kernels=asked.kernels)) | {"hf_quantizer": self})
+        return model
+
+    def is_serializable(self) -> bool:
+        """Tell whether `save_pretrained` writes it: what `eager` returns refuses, and says what does."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether `Trainer` may train it: see `prepare_qat` instead."""
+        return False
+
+    def __deepcopy__(self, memo: Any) -> Quantizer:
+        return self
+
+
+def _example(model: PreTrainedModel) -> list[Any]:
+    """Return a batch to capture a model with."""
+    if model.main_input_name != "input_ids" or model.config.is_encoder_decoder:
+        _refuse_to_guess(model)
+    return [dict(model.dummy_inputs)]
+
+
+def _refuse_to_guess(model: PreTrainedModel) -> NoReturn:
+    raise CalibrationError(
+        f"{type(model).__name__} reads more than tokens: pass a batch of its inputs, as QuarkFxConfig(config, [batch])"
+    )
+
+
+__all__ = ["QuarkFxConfig"]
