@@ -96,14 +96,14 @@ XINT8 = QuantConfig(
 """int8 everywhere, per tensor, with the power-of-two scales of smallest squared error: for accelerators that shift
 instead of multiply. Where values are rounded, and which scales go together, is what a DPU can do (`docs/dpu.md`)."""
 
-_IN_FLOAT = ("op:embedding", "op:head", "op:router")
+_IN_FLOAT = ("op:embedding", "op:head", "op:router", "op:depthwise")
 """What language models keep, as a server expects."""
 
 _GROUPS = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=128, symmetry=Symmetry.SYMMETRIC_FULL)
 
 W4A16_RTN = QuantConfig(weight=_GROUPS, passes=_FUSE, exclude=_IN_FLOAT)
-"""Language models: int4 weights in groups of 128, rounded to nearest; embedding, head and routers of experts in float;
-needs no data."""
+"""Language models: int4 weights in groups of 128, rounded to nearest; embedding, head, routers of experts and depthwise
+convolutions in float; needs no data."""
 
 W4A16_GPTQ = W4A16_RTN.replace(passes=(*_FUSE, GPTQ()))
 """`W4A16_RTN`, rounded by GPTQ."""
@@ -158,8 +158,8 @@ def _block(weight: TensorSpec, *, weight_only: bool = False) -> QuantConfig:
 
 
 MXFP8_E4M3 = _block(block_formats.MXFP8_E4M3)
-"""Microscaling E4M3, weights and activations in blocks of 32, embedding, head and routers of experts in float; needs no
-data."""
+"""Microscaling E4M3, weights and activations in blocks of 32, embedding, head, routers of experts and depthwise
+convolutions in float; needs no data."""
 
 MXFP8_E5M2 = _block(block_formats.MXFP8_E5M2)
 """Microscaling E5M2, otherwise as `MXFP8_E4M3`."""

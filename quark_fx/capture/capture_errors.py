@@ -116,24 +116,32 @@ def _require_dtypes_fit(model: nn.Module, batch: Any) -> None:
 
 def _where(error: Exception, model: nn.Module) -> str:
     """Return the user's line an error comes from, and the module."""
-    names = {id(module): name for name, module in model.named_modules()}
-    where, module_name = "", ""
+    module_name, where = _module(error, model)[0], ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
-        own = code.co_argcount and frame.f_locals.get(code.co_varnames[0])
-        if isinstance(own, nn.Module) and id(own) in names:
-            module_name = names[id(own)] or type(model).__name__
         library = code.co_filename.startswith(_HERE) or any(part in code.co_filename for part in ("/torch/", "<"))
         if not library and code.co_name != "_export":
             where = f"{code.co_filename}:{line} in {code.co_name}"
     return f"{where or 'an unknown line'}{f', module {module_name}' if module_name else ''}"
 
 
+def _module(error: Exception, model: nn.Module) -> tuple[str, nn.Module]:
+    """Return the innermost module of the model that an error comes from, after its name; that is empty if none is."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found = "", model
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        own = code.co_argcount and frame.f_locals.get(code.co_varnames[0])
+        if isinstance(own, nn.Module) and id(own) in names:
+            found = names[id(own)] or type(model).__name__, own
+    return found
+
+
 def explain(error: Exception, model: nn.Module) -> str:
     return (
         f"{type(model).__name__} could not be captured: {type(error).__name__}: {_reason(error)}\n"
         f"  at {_where(error, model)}\n"
-        f"{_packed(error) or _advice(type(error).__name__ + str(error), model)}"
+        f"{_packed(error) or _advice(type(error).__name__ + str(error), model, _module(error, model)[1])}"
     )
 
 
@@ -205,10 +213,18 @@ def dtype_hint(model: nn.Module, batch: Any) -> str:
     return ""
 
 
-def _advice(message: str, model: nn.Module) -> str:
+def _advice(message: str, model: nn.Module, inside: nn.Module) -> str:
     if "data-dependent" in message or "DataDependent" in message:
-        if getattr(getattr(model, "config", None), "_experts_implementation", None) == "eager":
-            return "experts are called one by one, as the data demands: model.set_experts_implementation('grouped_mm')"
+        one_by_one = getattr(getattr(model, "config", None), "_experts_implementation", None) == "eager"
+        if one_by_one and any(p.dim() == 3 for p in inside.parameters(recurse=False)):
+            if getattr(model, "_can_set_experts_implementation", lambda: True)():
+                way = ": model.set_experts_implementation('grouped_mm')"
+            else:
+                way = (
+                    ", and transformers has no other code for this class: put a module in their place that multiplies "
+                    "all of them, or quantize the submodules on either side"
+                )
+            return f"experts are called one by one, as the data demands{way}"
         return (
             "Python control flow depends on the values of a tensor, which one graph cannot hold: use torch.where "
             "there, or quantize the submodules on either side"

@@ -52,6 +52,7 @@ def normalize(program: ExportedProgram, parameters: tuple[str, ...]) -> Captured
     _require_operators(program)
     gm = _functional_module(program)
     _drop_no_ops(gm)
+    _drop_undone_reshapes(gm)
     spec = program.call_spec
     gm.graph.set_codegen(CodeGen())
     output = output_node(gm)
@@ -252,6 +253,16 @@ _ASSERTIONS = frozenset(
 )
 
 
+_IN_ORDER = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("reshape.default", "flatten.using_ints", "unflatten.int", "unsqueeze.default"),
+        *("squeeze.default", "squeeze.dim", "squeeze.dims"),
+    )
+)
+"""Operators that give the same values, in the same order, another shape."""
+
+
 def _order(node: Node) -> list[int]:
     """Return, for a transposition, the input's dimension for each dimension of the output."""
     source: Any = node.args[0]
@@ -305,3 +316,33 @@ def _drop_no_ops(gm: GraphModule) -> None:
             value = node.meta["val"]
             node.target, node.args = torch.ops.aten._to_copy.default, (node.args[0],)
             node.kwargs = {"dtype": value.dtype, "device": value.device} if _moves(node) else {"dtype": value.dtype}
+
+
+def _drop_undone_reshapes(gm: GraphModule) -> None:
+    """Let readers have a value itself where it is given its own shape back.
+
+    A function that takes the kernel of a depthwise convolution as a matrix adds the dimension that its caller removed;
+    so written, the kernel would be no operator's weight.
+    """
+    for node in list(gm.graph.nodes):
+        if target_name(node) not in _IN_ORDER or (shape := _fixed_shape(node)) is None:
+            continue
+        source = node
+        while target_name(source) in _IN_ORDER and isinstance(source.args[0], Node):
+            source = source.args[0]
+            if _fixed_shape(source) == shape:
+                if source.op == "get_attr":
+                    for reader in node.users:
+                        reader.meta["reshaped"] = True
+                node.replace_all_uses_with(source)
+                gm.graph.erase_node(node)
+                break
+
+
+def _fixed_shape(node: Node) -> list[int | None] | None:
+    """Return the shape of a tensor, `None` if a size varies or it is none."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return None
+    shape = [static_size(size) for size in value.shape]
+    return None if None in shape else shape

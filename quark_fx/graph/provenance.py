@@ -7,6 +7,7 @@ On nodes, in `node.meta`:
 - `parameter` (of `get_attr`): the parameter or buffer of the model whose values, or codes, the tensor holds.
 - `digest` (of `get_attr`): of a tensor that was no parameter when it was captured or folded.
 - `folded` (of `get_attr`): what the tensor was computed from, a `Folded`.
+- `reshaped` (of operators): code gave a parameter another shape, and its own back, before they read it.
 - `absorbed` (of `quantize`): names and module stacks of the clamps its saturation performs, in order.
 
 On the graph, in `gm.meta["rewrites"]`: the calls of modules that no longer compute what they did, as `Rewrite`.

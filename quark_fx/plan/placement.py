@@ -65,6 +65,9 @@ HEAD = "head"
 ROUTER = "router"
 """How patterns name an operator of whose outputs the largest are looked up, as what sends tokens to experts."""
 
+DEPTHWISE = "depthwise"
+"""How patterns name a convolution of each channel by itself, as state-space layers have over a few tokens."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Operator:
@@ -74,7 +77,7 @@ class _Operator:
         node: the call.
         name: the module it comes from.
         kind: the operator family, or the ATen name where the operator table has no row.
-        role: `HEAD`, `ROUTER` or empty.
+        role: `HEAD`, `ROUTER`, `DEPTHWISE` or empty.
     """
 
     node: Node
@@ -289,7 +292,8 @@ def _operators(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperator
                     continue
                 kind, name = target_name(node), str(weight.target)
                 many = " (transformers multiplies stacks of experts after set_experts_implementation('grouped_mm'))"
-                reason = f"a table read by {kind}, not a weight" + many * (value_of(gm, weight).dim() == 3)
+                stack = value_of(gm, weight).dim() == 3 and min(value_of(gm, weight).shape) > 1
+                reason = f"a table read by {kind}, not a weight" + many * stack
                 if value_of(gm, weight).is_complex():
                     name, reason = module_name(node, weight), "complex numbers have no codes"
                 elif not is_floating(gm, weight):
@@ -356,14 +360,17 @@ def _plan_operator(config: QuantConfig, node: Node, row: Operator, stored: Store
     kinds = _kinds(row.kind, role)
     specs = config.specs_for(name, *kinds)
     spec = specs.weight if stored is not None else specs.input
+    selected = any(matches(o.pattern, name, *kinds) for o in config.overrides)
     if stored is None and constant is not None:
         reason = "its weight is not the operand the table has a row for"
     elif pattern := config.excluded_by(name, *kinds):
         reason = f"excluded by {pattern!r}"
     elif without := next((kind for kind in kinds if kind in config.target.placement.in_float), None):
         reason = f"target={str(config.target)!r} has no {without} with weights in codes"
-    elif not row.by_default and not any(matches(o.pattern, name, *kinds) for o in config.overrides):
+    elif not row.by_default and not selected:
         reason = "products of activations stay in float unless an override selects them"
+    elif stored is not None and role == DEPTHWISE and _is_lent(node, stored.node) and not selected:
+        reason = "kernels that a module gives to a function stay in float unless an override selects them"
     elif spec is None:
         reason = f"the configuration keeps its {'weight' if stored is not None else 'inputs'} in float"
     else:
@@ -463,7 +470,24 @@ def _kinds(kind: str, role: str) -> tuple[str, ...]:
 
 
 def _role(node: Node) -> str:
+    if _is_depthwise(node):
+        return DEPTHWISE
     return HEAD if _is_head(node) else ROUTER if _is_router(node) else ""
+
+
+def _is_depthwise(node: Node) -> bool:
+    linear = Linear.of(node)
+    return linear is not None and linear.kind == "conv" and linear.groups > 1 and linear.shape[1] == 1
+
+
+def _is_lent(node: Node, weight: Node) -> bool:
+    """Tell whether code of a module gives the weight of a module inside of it to a function that reshapes it.
+
+    What the function reads is then no input of a module, so that no module could round it; and no checkpoint of
+    transformers holds codes of such a weight.
+    """
+    caller, owner = module_path(node), str(weight.target).rpartition(".")[0]
+    return "reshaped" in node.meta and owner != caller and f"{owner}.".startswith(f"{caller}." if caller else "")
 
 
 def _is_router(node: Node) -> bool:
@@ -712,7 +736,7 @@ def _warn_unmatched(config: QuantConfig, operators: list[PlannedOperator]) -> No
     names = sorted({op.name for op in operators} | {f"op:{kind}" for op in operators for kind in op.kinds})
     for pattern in dict.fromkeys(config.patterns):
         arithmetic = (name for target in TARGETS.values() for name in target.placement.arithmetic)
-        kinds = {name.split(".")[1] for name in arithmetic} | KINDS | {HEAD, ROUTER}
+        kinds = {name.split(".")[1] for name in arithmetic} | KINDS | {HEAD, ROUTER, DEPTHWISE}
         if any(matches(pattern, op.name, *op.kinds) for op in operators):
             continue
         if pattern.startswith("op:") and any(matches(pattern, "", kind) for kind in kinds):

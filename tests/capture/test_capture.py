@@ -7,6 +7,7 @@ import warnings
 from collections import OrderedDict, UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -654,6 +655,30 @@ def test_the_same_parameter_under_two_names_is_captured() -> None:
     assert_captured(seeded(Tied()), tokens(3)[0])
 
 
+class Short(nn.Module):
+    """A depthwise convolution whose kernel is passed on as a matrix, as state-space layers do."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.between = nn.Conv1d(4, 4, 4, groups=4), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernel = self.between(self.conv.weight.squeeze(1)).unsqueeze(1)
+        return nn.functional.conv1d(x, kernel, self.conv.bias, groups=4)
+
+
+@pytest.mark.parametrize(
+    ("between", "whole"),
+    [(lambda w: w, True), (lambda w: w.flatten().view(4, 4), True), (lambda w: w.t(), False)],
+    ids=["as it is", "flat", "transposed"],
+)
+def test_a_kernel_that_gets_its_own_shape_back_is_the_weight(between: Callable[[Tensor], Tensor], whole: bool) -> None:
+    captured = assert_captured(seeded(Short(between)), rand(2, 4, 9))
+    (conv,) = calls(captured.module, "aten.conv1d")
+    assert isinstance(conv.args[1], torch.fx.Node)
+    assert (conv.args[1].op == "get_attr") == whole
+
+
 # Errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -681,6 +706,29 @@ def test_torch_does_not_warn_of_how_it_keeps_recurrent_parameters() -> None:
         warnings.simplefilter("always", UserWarning)
         qfx.capture_graph(nn.LSTM(4, 4).eval(), rand(3, 2, 4))
     assert not [str(w.message) for w in caught if "_flat_weights" in str(w.message)]
+
+
+class Experts(nn.Module):
+    """A stack of matrices of which each row chooses one."""
+
+    def __init__(self, settable: bool) -> None:
+        super().__init__()
+        self.stack = nn.Parameter(rand(3, 4, 4))
+        self.config = SimpleNamespace(_experts_implementation="eager")
+        self._can_set_experts_implementation = lambda: settable
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x
+        for expert in x[:, 0].long().clamp(0, 2).unique():
+            out = out + x @ self.stack[int(expert)]
+        return out
+
+
+@pytest.mark.parametrize("settable", [True, False])
+def test_experts_called_one_by_one_are_refused_with_a_way_that_there_is(settable: bool) -> None:
+    with pytest.raises(qfx.CaptureError, match="experts are called one by one") as caught:
+        qfx.capture_graph(Experts(settable).eval(), rand(3, 4))
+    assert ("set_experts_implementation('grouped_mm')" in str(caught.value)) == settable
 
 
 def test_an_exception_of_the_models_own_names_its_line() -> None:

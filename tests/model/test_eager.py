@@ -205,6 +205,30 @@ class Functional(nn.Module):
         return x + nn.functional.linear(x, self.matrix)
 
 
+class StateSpace(nn.Module):
+    """A projection cut in two, a function on the kernel of a convolution, and a projection back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(16, 32), nn.Linear(16, 16)
+        self.conv = nn.Conv1d(16, 16, 4, groups=16, padding=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, x = self.into(x).chunk(2, dim=-1)
+        kernel = self.conv.weight.squeeze(1)
+        x = F.conv1d(x.mT, kernel.unsqueeze(1), self.conv.bias, padding=3, groups=16)[..., : x.shape[1]]
+        result: Tensor = self.out(F.silu(x).mT * gate)
+        return result
+
+
+@pytest.mark.parametrize(
+    "config", [INT8_DYNAMIC, INT8_STATIC, FP8_STATIC, BF16], ids=["dynamic", "static", "fp8", "bf16"]
+)
+def test_a_convolution_that_is_no_module_call_needs_no_module_to_round_for_it(config: QuantConfig) -> None:
+    qmodel = quantize(seeded(nn.Sequential(StateSpace())), config, [rand(2, 9, 16)])
+    require_same(qmodel, qmodel.eager(), rand(2, 9, 16, seed=2))
+
+
 def test_rounding_what_a_module_also_reads_in_float_is_refused() -> None:
     model = nn.Sequential(seeded(Functional()), nn.Linear(8, 8)).eval()
     qmodel = quantize(model, INT8_WEIGHT_ONLY, [rand(4, 8)])

@@ -518,6 +518,75 @@ def test_what_sends_rows_elsewhere_is_a_router(name: str) -> None:
         assert reasons["after"] == "excluded by 'op:router'"
 
 
+@pytest.mark.parametrize(
+    ("conv", "depthwise"),
+    [
+        (nn.Conv1d(4, 4, 3, groups=4), True),
+        (nn.Conv1d(4, 8, 3, groups=4), True),
+        (nn.Conv1d(4, 4, 3, groups=2), False),
+        (nn.Conv1d(4, 4, 3), False),
+        (nn.Conv1d(1, 4, 3), False),
+    ],
+    ids=["depthwise", "two of each", "groups", "dense", "one channel"],
+)
+def test_a_convolution_of_each_channel_by_itself_is_depthwise(conv: nn.Conv1d, depthwise: bool) -> None:
+    model = seeded(nn.Sequential(conv, nn.ReLU()))
+    (found,) = quantize(
+        model, INT8_WEIGHT_ONLY.replace(exclude=("op:depthwise",)), [rand(2, conv.in_channels, 9)]
+    ).report()
+    assert found.reason == ("excluded by 'op:depthwise'" if depthwise else "")
+
+
+class Lends(nn.Module):
+    """A depthwise convolution whose kernel a function gets as a matrix, as in state-space layers."""
+
+    def __init__(self, matrix: bool = True) -> None:
+        super().__init__()
+        self.into, self.conv, self.matrix = nn.Linear(4, 4), nn.Conv1d(4, 4, 3, groups=4), matrix
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernel = self.conv.weight.squeeze(1).unsqueeze(1) if self.matrix else self.conv.weight
+        return nn.functional.conv1d(self.into(x).mT, kernel, self.conv.bias, groups=4)
+
+
+@pytest.mark.parametrize("preset", ["int8_static", "int8_dynamic", "int8_weight_only"])
+def test_a_kernel_that_is_lent_to_a_function_stays_in_float(preset: str) -> None:
+    qmodel = quantize(seeded(nn.Sequential(Lends())), preset, [rand(2, 9, 4)])
+    assert "stay in float unless an override" in row(qmodel, "0.conv").reason
+    assert not row(qmodel, "0.into").reason
+    assert not any(map(is_quantized, only(calls(qmodel, "aten.conv1d")).args))
+
+
+def test_an_override_quantizes_a_kernel_that_is_lent() -> None:
+    config = INT8_DYNAMIC.replace(overrides=(Override(pattern="op:depthwise"),))
+    qmodel = quantize(seeded(Lends()), config, [rand(2, 9, 4)])
+    assert not row(qmodel, "conv").reason
+    assert [is_quantized(a) for a in only(calls(qmodel, "aten.conv1d")).args[:2]] == [True, True]
+
+
+class Owns(nn.Conv1d):
+    """A convolution that reshapes its own kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.conv1d(x.mT, self.weight.squeeze(1).unsqueeze(1), self.bias, groups=4)
+
+
+@pytest.mark.parametrize(
+    "conv", [lambda: Owns(4, 4, 3, groups=4), lambda: Lends(matrix=False)], ids=["its own", "as it is"]
+)
+def test_a_kernel_that_is_not_lent_as_a_matrix_has_codes(conv: Callable[[], nn.Module]) -> None:
+    qmodel = quantize(seeded(nn.Sequential(conv())), INT8_DYNAMIC, [rand(2, 9, 4)])
+    assert [is_quantized(a) for a in only(calls(qmodel, "aten.conv1d")).args[:2]] == [True, True]
+
+
+@pytest.mark.parametrize(("shape", "stack"), [((4, 1, 9), False), ((1, 4, 9), False), ((2, 4, 9), True)])
+def test_only_a_stack_of_matrices_is_taken_for_experts(shape: tuple[int, ...], stack: bool) -> None:
+    model = build(lambda m, x: x * m.table.sum(0).sum(0) + m.body(x), body=nn.Linear(9, 9))
+    model.table = nn.Parameter(rand(*shape))
+    (found,) = (r for r in quantize(model, INT8_WEIGHT_ONLY.replace(passes=()), [rand(2, 9)]).report() if r.reason)
+    assert ("stacks of experts" in found.reason) == stack
+
+
 def test_a_router_of_its_own_format() -> None:
     model = build(lambda m, x: chosen(m, m.route(x)) + m.body(x), route=nn.Linear(16, 4), body=nn.Linear(16, 16))
     model.table = nn.Parameter(rand(4, 16))
