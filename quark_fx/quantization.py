@@ -177,7 +177,9 @@ def _transformed(
     memory: int | None,
     disk: int | None,
 ) -> tuple[GraphModule, list[Row], list[PassRecord]]:
-    """Run the passes of each stage, calibration and conversion between them; return the graph and what to report.
+    """Run all passes in the order of their stages; return the graph and what to report.
+
+    Observer insertion, calibration and conversion are passes, too: see `divided`.
 
     Args:
         session: of the model.

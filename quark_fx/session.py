@@ -145,7 +145,7 @@ class Session:
         ranks: Ranks = ALONE,
         memory: int | None = None,
     ) -> Session:
-        """Capture a model for a run that nothing follows: data that is read once is not kept.
+        """Capture a model for a single run, which keeps data only if it reads them more than once.
 
         Args:
             model: as for `quantize`.
@@ -287,7 +287,7 @@ class Session:
     def rewritten(
         self, context: Context, shelf: Shelf | None = None, verify_inputs: tuple[Any, ...] | None = None
     ) -> tuple[GraphModule, list[PassRecord]]:
-        """Return the captured graph after the passes that need no data, a copy of its own, and what they did.
+        """Return a copy of the captured graph after the passes that need no data, and the records of these passes.
 
         Args:
             context: of the run.
@@ -384,7 +384,7 @@ def _made_of(config: QuantConfig) -> Hashable:
 
 
 _OWN = (insert_observers, calibrate, convert)
-"""What runs at stages of a single pass, unless the configuration has another."""
+"""The passes of stages that have one each; a configuration can replace them."""
 
 
 def divided(passes: Sequence[GraphPass]) -> tuple[list[GraphPass], list[GraphPass]]:

@@ -178,7 +178,7 @@ class Target:
     checkpoints: CheckpointFiles = field(default=CheckpointFiles(), compare=False)
 
     ONNX: ClassVar[Target]
-    """ONNX Runtime on any x64 or ARM processor: int8 weights whose products may be added in pairs in 16 bits."""
+    """ONNX Runtime on any x64 or ARM processor: int8 weights are limited so that sums of two products fit 16 bits."""
     ONNX_VNNI: ClassVar[Target]
     """ONNX Runtime on processors that add 8-bit products in 32 bits (x64 with VNNI, ARM): all codes of int8 weights."""
     OPENVINO: ClassVar[Target]

@@ -28,7 +28,7 @@ from quark_fx.system.isolation import warn
 
 
 class Watch(nn.Module):
-    """The place in a graph where one observer lives while batches run.
+    """The module that hands a value of the graph to its observer while batches run.
 
     Attributes:
         spec: what the parameters of the value are for.
@@ -223,8 +223,7 @@ def histograms_of(gm: GraphModule, values: Mapping[tuple[Node, TensorSpec], QPar
                 continue
             coarse = torch.histogram(middles, _BINS, range=(float(used.min()), float(used.max())), weight=counts)
             chosen = values[source, watch.spec]
-            ends = torch.tensor(watch.spec.scheme.limits, dtype=torch.float64)
-            low, high = ((ends - float(chosen.zero_point)) * float(chosen.scale)).tolist()
+            low, high = map(float, watch.spec.scheme.clip_range(chosen.scale, chosen.zero_point))
             edges, kept = (tuple(part.tolist()) for part in (coarse.bin_edges, coarse.hist))
             found.append(Histogram(module_name(source), edges, kept, low, high))
     return found

@@ -57,7 +57,7 @@ class Ranks:
         return self.count == 1
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
-        """Return this process's run of `items`: in the order of the processes, the runs are all of them."""
+        """Return this process's slice of `items`; the slices of all processes, in order, are all items."""
         return items[len(items) * self.index // self.count : len(items) * (self.index + 1) // self.count]
 
     def owns(self, number: int) -> bool:
@@ -67,7 +67,7 @@ class Ranks:
     def add(self, *tensors: Tensor) -> None:
         """Replace each tensor by its sum over the processes; all get the same bits."""
         if not self.alone:
-            self._together(lambda: [dist.all_reduce(tensor) for tensor in tensors])
+            self._collective(lambda: [dist.all_reduce(tensor) for tensor in tensors])
 
     def gather(self, value: T) -> list[T]:
         """Return what each process passed, in their order."""
@@ -76,7 +76,7 @@ class Ranks:
         packed = io.BytesIO()
         torch.save(value, packed)
         found: list[Any] = [None] * self.count
-        self._together(lambda: dist.all_gather_object(found, packed.getvalue()))
+        self._collective(lambda: dist.all_gather_object(found, packed.getvalue()))
         here = _accelerator(packed.getvalue())
         return [value if i == self.index else _unpacked(other, here) for i, other in enumerate(found)]
 
@@ -98,7 +98,7 @@ class Ranks:
         self.gather(None)
 
     def first(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns in the first process, while the others wait; where it fails, all fail.
+        """Return what `work` returns in the first process, while the others wait; if it fails, all processes raise.
 
         Raises:
             QuarkError: of the first process; for any other exception there, what the others raise.
@@ -123,7 +123,7 @@ class Ranks:
             if found is not None:
                 raise found
 
-    def _together(self, collective: Callable[[], object]) -> None:
+    def _collective(self, collective: Callable[[], object]) -> None:
         try:
             collective()
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Number formats: which codes exist, and nothing else.
+"""Number formats: which codes exist, and which types hold them.
 
 A format is a frozen value. Scales, granularity and symmetry belong to `quark_fx.numbers.qparams.Scheme`; how a
 range is found belongs to an observer.
@@ -49,7 +49,7 @@ class IntFormat:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The smallest torch dtype that holds every code (unsigned 16/32-bit codes use their own dtype)."""
+        """The smallest torch dtype that holds every code (uint16 and uint32 for unsigned codes of more than 8 bits)."""
         width = next(width for width in (8, 16, 32) if self.bits <= width)
         return getattr(torch, f"{'int' if self.signed else 'uint'}{width}")  # type: ignore[no-any-return]
 
@@ -205,8 +205,8 @@ FORMATS: dict[str, Format] = {
         *(FP16, BF16, FP8_E4M3, FP8_E5M2, FP6_E3M2, FP6_E2M3, FP4_E2M1),
     )
 }
-"""The formats this package uses, by their names in configurations and graphs. Others have names that say what they are,
-as `int12` and `fp7_e3m3`."""
+"""Formats that have a constant, by their names in configurations and graphs. Other sizes need no entry: their names say
+what they are, as `int12` and `fp7_e3m3`."""
 
 
 LONG_NAMES = {"float16": "fp16", "bfloat16": "bf16"}

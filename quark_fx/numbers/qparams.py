@@ -160,6 +160,11 @@ class Scheme:
         """The smallest and the largest code in use."""
         return (-self.format.max, self.format.max) if isinstance(self.format, FloatFormat) else (self.qmin, self.qmax)
 
+    def clip_range(self, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the smallest and the largest value that codes in use stand for."""
+        low, high = ((end - zero_point) * scale for end in self.limits)
+        return low, high
+
     @property
     def exponent(self) -> int:
         """The exponent of the largest value, counted from the zero point: 8 for E4M3, 6 for int8."""

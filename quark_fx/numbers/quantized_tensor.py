@@ -1,4 +1,4 @@
-"""Codes and what they stand for: the one holder of quantized values, wherever they were read."""
+"""Codes and the values they stand for: `QuantizedTensor`, whatever they were read from, and `decode`."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quark_fx.errors import ConfigError
 from quark_fx.numbers.qparams import QParams, ScaleType, Scheme, affine_qparams, constrain_scale
+from quark_fx.numbers.quantized_tensor import decode
 from quark_fx.observers.base import observer
 from quark_fx.observers.minmax import MinMax
 from quark_fx.system.options import Interval, PositiveInt
@@ -57,7 +58,7 @@ class Hqq(MinMax):
         best, penalty, least = (scale, zero), self.penalty, self._error(x, scale, zero, limits)
         for _ in range(self.iterations):
             codes = (x / scale + zero).round_().clamp_(*limits)
-            lost = x - (codes - zero) * scale
+            lost = x - decode(codes, scale, zero)
             size = lost.abs()
             kept = lost.sign() * (size - size.clamp_min(1e-12) ** (self.norm - 1) / penalty).clamp_min_(0)
             target = x - kept
@@ -77,7 +78,7 @@ class Hqq(MinMax):
 
     def _error(self, x: Tensor, scale: Tensor, zero: Tensor, limits: tuple[int, int]) -> Tensor:
         codes = (x / scale + zero).round_().clamp_(*limits)
-        return ((codes - zero) * scale - x).abs().pow(self.norm).sum(1, keepdim=True)
+        return (decode(codes, scale, zero) - x).abs().pow(self.norm).sum(1, keepdim=True)
 
 
 __all__ = ["Hqq"]

@@ -131,8 +131,7 @@ class PowerOfTwoMinMse(Observer):
 
     def range(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
         qparams = self.qparams(scheme)
-        scale, zero_point = qparams.scale, qparams.zero_point
-        return (scheme.qmin - zero_point) * scale, (scheme.qmax - zero_point) * scale
+        return scheme.clip_range(qparams.scale, qparams.zero_point)
 
     def qparams(self, scheme: Scheme) -> QParams:
         if self.votes is not None:

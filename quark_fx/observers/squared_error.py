@@ -79,9 +79,7 @@ def squared_error(moments: Moments, qparams: QParams, scheme: Scheme) -> Tensor:
         return ((edge - start) / width).sub_(0.5).ceil_().clamp_(0, room).long()
 
     if _level_count(scheme) > room:
-        whole = isinstance(scheme.format, IntFormat)
-        ends = (scheme.qmin, scheme.qmax) if whole else (-scheme.largest, scheme.largest)
-        bottom, top = ((end - zero_point) * scale for end in ends)
+        bottom, top = scheme.clip_range(scale, zero_point)
         i, j = below(bottom), below(top)
         inside = (count.gather(1, j) - count.gather(1, i)) * scale**2 / 12
         under = second.gather(1, i) - 2 * bottom * first.gather(1, i) + bottom**2 * count.gather(1, i)

@@ -19,7 +19,7 @@ from quark_fx.graph.pass_manager import Stage, graph_pass
 def calibrate(gm: GraphModule, context: Context) -> int:
     """Run the calibration data, read scales off the observers, take these out, and return how many there were.
 
-    Where nothing is observed, or what is was seen before (`Session`), no data is read.
+    No data is read where nothing is observed, or a `Session` has observed it before.
 
     Raises:
         CalibrationError: if there is no batch, a value is not finite, or an index beyond its table; the message

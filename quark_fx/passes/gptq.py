@@ -8,8 +8,8 @@ from typing import Annotated
 
 from quark_fx.engine.sizes import Matrices
 from quark_fx.solvers.error_feedback import working_bytes
-from quark_fx.solvers.feedback import can_fit, fitted_to_feedback, rounded_with_feedback
 from quark_fx.solvers.hessian import Hessian
+from quark_fx.solvers.matrix_feedback import can_fit, fitted_to_feedback, round_matrix
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.solver import InputHessian, Proposal, Solver, solver
 from quark_fx.system.options import Interval
@@ -20,8 +20,8 @@ from quark_fx.system.options import Interval
 class GPTQ(Solver):
     """Round the weights of matrix products and convolutions so that their outputs, not the weights, are nearest.
 
-    Scales do not change on the way (static groups). Every operator sees inputs that everything before it, quantized,
-    makes of the data (true sequential), in one forward pass over it. Operators that read one value share its
+    Scales do not change on the way (static groups). Every operator sees inputs that the quantized operators before
+    it compute from the data (true sequential), in one forward pass over it. Operators that read one value share its
     Hessian and its factors, unless guided; of a stack of experts each has the tokens routed to it, and borrows from
     the average of all where they are few. Positions that the data's `attention_mask` leaves out do not count, but for
     experts. A weight keeps its codes where the error on validation data would be higher.
@@ -61,7 +61,7 @@ class GPTQ(Solver):
         fits = self.fit_scales and can_fit(weight)
         if fits:
             weight = fitted_to_feedback(weight, target, factors())
-        weight, damping = rounded_with_feedback(weight, target, factors())
+        weight, damping = round_matrix(weight, target, factors())
         remarks = (
             "scales kept: not free to change" * (self.fit_scales and not fits),
             f"damped by {damping:g}" * (damping > self.damping),

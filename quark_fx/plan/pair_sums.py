@@ -1,4 +1,4 @@
-"""Codes whose products fit 16 bits in pairs, which x64 processors without VNNI need.
+"""Limits weight codes so that sums of two products fit 16 bits, which x64 processors without VNNI need.
 
 Those processors multiply unsigned by signed bytes with `vpmaddubsw`: it adds the products of two neighbors along the
 summed dimension and saturates the sum at 16 bits. Activation codes go up to 255, so a pair of weight codes of one sign

@@ -20,7 +20,7 @@ from quark_fx.errors import CalibrationError
 from quark_fx.numbers.grid import Grid
 
 _LEAF = 16
-"""Columns that are rounded one by one before the others hear of them in a product."""
+"""Columns that are rounded one by one before one matrix product adds their errors to the columns after them."""
 
 _AT_ONCE = 1 << 21
 """Weights that are rounded together on a processor, about: more need memory, and fall out of its caches. A GPU takes
@@ -45,7 +45,8 @@ class Factor:
 
     Attributes:
         order: columns of the weight in the order of rounding, shape (groups, inputs).
-        feedback: strictly upper triangular: what column `k` (second index) takes over of the error of column `j`.
+        feedback: strictly upper triangular: `feedback[j, k]` is the share of the error of column `j` that is added to
+            column `k`.
         curvature: squared error of the output per squared error of a column, shape (groups, inputs).
         damping: that was needed, as a share of the mean diagonal.
     """
@@ -224,7 +225,14 @@ def _runs(like: Tensor) -> tuple[Callable[[Sequence[Tensor], Tensor, Grid], None
 
 
 def round_run(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> None:
-    """Round a run of columns in place, one by one; arguments as `solvers.error_feedback_kernel.round_run` has them."""
+    """Round a run of columns in place, one by one.
+
+    Args:
+        columns: what is wanted, the weight, the scale and the zero point, each float32, shape (groups, columns,
+            outputs). What is wanted becomes what the codes leave of the weight, and the weight becomes the codes.
+        feedback: of these columns on each other, shape (groups, columns, columns).
+        grid: what codes there are; its scales are not used.
+    """
     wanted, real, scale, zero_point = columns
     # real - (code - zero_point) * scale, as one product to be subtracted
     offset = torch.addcmul(real, zero_point, scale)
@@ -237,7 +245,7 @@ def round_run(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> None:
 
 
 def made_up_for(target: Tensor, value: Tensor, factor: Factor) -> Tensor:
-    """Return what was rounded: the weight that was aimed at, and in each column what makes up for the errors before it.
+    """Return what was rounded: the target plus, in each column, the correction for the errors of earlier columns.
 
     Args:
         target: the weight aimed at, shape (groups, outputs, inputs).

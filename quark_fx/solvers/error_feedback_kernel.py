@@ -74,14 +74,9 @@ def _round_run(
 
 
 def round_run(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> None:
-    """Round a run of columns in place.
+    """Round a run of columns in place, as `quark_fx.solvers.error_feedback.round_run` does.
 
-    Args:
-        columns: what is wanted, the weight, the scale and the zero point, each float32, shape
-            (groups, up to `COLUMNS`, outputs), a slice of a contiguous tensor. What is wanted becomes what the codes
-            leave of the weight, and the weight becomes the codes.
-        feedback: of these columns on each other, shape (groups, run, run).
-        grid: what codes there are; its scales are not used.
+    Of `columns`, each is a slice of a contiguous tensor, with at most `COLUMNS` columns.
     """
     groups, count, outputs = columns[0].shape
     padding = COLUMNS - count

@@ -17,7 +17,7 @@ from quark_fx.engine.quantized_weights import QuantizedWeight
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import named_nodes, placeholders, tensor_of
-from quark_fx.solvers.feedback import compensated, fitted_to_feedback, rounded_with_feedback
+from quark_fx.solvers.matrix_feedback import compensated, fitted_to_feedback, round_matrix
 from quark_fx.solvers.places import blamed
 from quark_fx.solvers.products import Product, find_products
 from quark_fx.solvers.rounding import QuadraticError, round_by_descent
@@ -95,10 +95,10 @@ def _feed_back_product(product: Product, context: Context, fits_scales: bool) ->
             target = seen.target(now.real, 1.0, factors())
             fitted = fitted_to_feedback(now, target, factors()) if fits_scales and now.columns is not None else now
             try:
-                matrix, _ = rounded_with_feedback(fitted, target, factors())
+                matrix, _ = round_matrix(fitted, target, factors())
                 part.store(matrix)
             except OverflowError:  # of an int32 bias that follows the scales
-                matrix, _ = rounded_with_feedback(now, target, factors())
+                matrix, _ = round_matrix(now, target, factors())
                 part.store(matrix)
             wanted = compensated(matrix, target, factors())
             rounded[part.weight.node.name] = part.mapping.restore(wanted, part.real)

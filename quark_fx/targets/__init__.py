@@ -1,4 +1,4 @@
-"""Backends, one file each. To add one, build a `Target` and register it."""
+"""The built-in backends, one file each. To add one from outside, register a `Target` in any module that is imported."""
 
 from quark_fx.config.target import (
     TARGETS,

@@ -1,4 +1,4 @@
-"""ONNX Runtime's CPU provider: files that are exact on every processor, and files for processors with VNNI."""
+"""ONNX Runtime's CPU provider: files whose int8 sums saturate on no processor, and files for those with VNNI."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from quark_fx.model.kernels.product import NoKernelError, Product
 from quark_fx.numbers.formats import IntFormat
-from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.numbers.quantized_tensor import QuantizedTensor, decode
 
 aten = torch.ops.aten
 
@@ -101,7 +101,7 @@ def code_values(codes: Tensor, scale: Tensor, zero_point: Tensor, packed: bool) 
     if packed:  # shifted by numbers of a tensor, halves become one loop, a third as long as that of `cat`
         codes = (codes.unsqueeze(2) >> codes.new_tensor((0, 4)).unsqueeze(-1)) & 15
         codes = codes.flatten(2)
-    values = (codes.float() - zero_point.unsqueeze(-1)) * scale.unsqueeze(-1)
+    values = decode(codes.float(), scale.unsqueeze(-1), zero_point.unsqueeze(-1))
     return values.reshape(len(scale), -1)
 
 

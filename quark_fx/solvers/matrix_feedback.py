@@ -16,7 +16,7 @@ Factors = Iterable[tuple[slice, Factor]]
 """The factors of a Hessian, each with the matrices of a stack that it is of."""
 
 
-def rounded_with_feedback(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> tuple[QuantizedMatrix, float]:
+def round_matrix(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> tuple[QuantizedMatrix, float]:
     """Return `weight` with the codes of `target` by error feedback, and the damping that was needed.
 
     Args:
@@ -32,7 +32,7 @@ def rounded_with_feedback(weight: QuantizedMatrix, target: Tensor, factors: Fact
 
 
 def fitted_to_feedback(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> QuantizedMatrix:
-    """Return `weight` with the scales that `rounded_with_feedback` is expected to lose least with.
+    """Return `weight` with the scales that `round_matrix` is expected to lose least with.
 
     Its scales have to be free to change, one by one or with offsets: `can_fit`. Those with offsets, or of two levels,
     are fitted to the weights by the curvature of each input.
@@ -70,4 +70,4 @@ def compensated(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> Te
     return wanted
 
 
-__all__ = ["Factors", "can_fit", "compensated", "fitted_to_feedback", "rounded_with_feedback"]
+__all__ = ["Factors", "can_fit", "compensated", "fitted_to_feedback", "round_matrix"]
