@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from transformers import PreTrainedModel
-from transformers.quantizers import HfQuantizer, register_quantizer
+from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quark_fx.config.quant_config import QuantConfig
