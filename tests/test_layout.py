@@ -48,6 +48,8 @@ ROOMS = (
 )
 """Folders and top-level modules, ground floor first: each imports those before it, late imports included."""
 
+HEAVY = ("sympy", "scipy", "transformers", "onnx", "onnxscript", "onnxruntime", "openvino", "torchvision", "matplotlib")
+
 FLOOR = {name: floor for floor, name in enumerate(ROOMS)}
 
 
@@ -189,6 +191,13 @@ def test_the_public_list_is_pinned() -> None:
         "verify",
     ]
     assert all(hasattr(quark_fx, name) for name in quark_fx.__all__)
+
+
+def test_the_package_imports_nothing_heavy_that_it_may_not_need() -> None:
+    """Typed commands wait for it; sympy alone took as long as the package."""
+    program = f"import sys, quark_fx, quark_fx.command_line.app; print([n for n in {HEAVY} if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
 
 
 def test_workers_of_other_tools_import_nothing_of_this_package() -> None:

@@ -32,7 +32,6 @@ from quark_fx.capture.capture_errors import (
     warn_of_fixed_batch,
 )
 from quark_fx.capture.normalization import Captured, normalize
-from quark_fx.capture.symbolic_sizes import chunked_sizes
 from quark_fx.errors import CaptureError
 from quark_fx.graph.nodes import static_size, target_name
 from quark_fx.graph.signature import bind, parameter_names, split_batch
@@ -156,6 +155,8 @@ def _widen_ones(
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
+    from quark_fx.capture.symbolic_sizes import chunked_sizes  # imports sympy, which takes half a second
+
     hugging_face, given = _is_hugging_face(model) and not args, dynamic_shapes
     try:
         with torch.no_grad(), quiet(), _silent(), chunked_sizes(), _no_cache_within(model, kwargs):

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
 from quark_fx.errors import CaptureError
@@ -81,14 +80,23 @@ def _is_contiguous(value: Any) -> bool:
     if not isinstance(value, Tensor):
         return False
     for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
-        if not statically_known_true(size == 1) and not statically_known_true(stride == expected):
+        if not _is_known(size == 1) and not _is_known(stride == expected):
             return False
         expected = expected * size
     return True
 
 
+def _is_known(comparison: bool | torch.SymBool) -> bool:
+    """Tell whether a comparison of sizes holds for all of them."""
+    if isinstance(comparison, bool):
+        return comparison
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy: half a second
+
+    return statically_known_true(comparison)
+
+
 def _same_sizes(a: Tensor, b: Tensor) -> bool:
-    return a.dim() == b.dim() and all(statically_known_true(x == y) for x, y in zip(a.shape, b.shape, strict=True))
+    return a.dim() == b.dim() and all(_is_known(x == y) for x, y in zip(a.shape, b.shape, strict=True))
 
 
 _FLATTENINGS = ("aten.flatten.using_ints",)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
@@ -21,10 +20,13 @@ from torch.export.graph_signature import (
 )
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
-from torch.utils._sympy.value_ranges import ValueRanges
 
 from quark_fx.graph.nodes import parameter, value_of
 from quark_fx.graph.signature import Signature
+
+if TYPE_CHECKING:
+    import sympy
+    from torch.utils._sympy.value_ranges import ValueRanges
 
 
 class LoweredProgram(ExportedProgram):

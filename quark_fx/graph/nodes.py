@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, is_concrete_int
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
@@ -228,6 +227,10 @@ def results_of(gm: GraphModule) -> tuple[Any, ...]:
 
 def static_size(size: int | torch.SymInt) -> int | None:
     """Return a dimension's size, `None` if it varies; torch wraps sizes it has settled, too."""
+    if isinstance(size, int):
+        return size
+    from torch.fx.experimental.symbolic_shapes import is_concrete_int  # imports sympy, which takes half a second
+
     return int(size) if is_concrete_int(size) else None
 
 
@@ -323,6 +326,8 @@ def restore_values(
     Raises:
         QuarkError: if an operator holds only for the sizes of `inputs` in a dimension that varies.
     """
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
     env = ShapeEnv(duck_shape=False)
     # What has no rule for its shapes would be run on zeros.
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True, allow_fallback_kernels=False)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn import functional as F
 
 from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, call, get_attr, is_parameter, parameter, target_name
@@ -27,6 +26,8 @@ class RowGraphs:
     """Makes graphs of rows; they share the symbol for how many, so that what is traced for one serves others."""
 
     def __init__(self) -> None:
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
         self._mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False), allow_non_fake_inputs=True)
         context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])  # type: ignore[var-annotated]
         (self._rows,) = self._mode.from_tensor(torch.empty(3, dtype=torch.float32), symbolic_context=context).shape
