@@ -96,8 +96,8 @@ def page(models: Sequence[str]) -> str:
 
 Perplexity of held-out text, and in brackets the mean divergence (KL, nats per token) of the predictions from the float
 model's. Small models trained here on the text that comes with Python; embeddings and head stay in float. Scales are
-symmetric and use every code (HQQ: asymmetric; *best*: sign-aware, `GPTQ(asymmetry=0.5, fit_scales=True)`). Reproduce
-with `python -m benchmarks.language_quality`.
+symmetric and use every code (HQQ: asymmetric; *best*: sign-aware, `GPTQ(asymmetry=0.5, fit_scales=True)`;
+*guided*: with `guided=True`). Reproduce with `python -m benchmarks.language_quality`.
 
 {chr(10).join(parts)}
 {environment()}

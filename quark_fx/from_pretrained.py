@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from transformers import PreTrainedModel
-from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -20,19 +20,21 @@ from quark_fx.quantization import needs_data, quantize, resolve
 from quark_fx.system.options import nearest
 
 METHOD = "quark_fx"
-"""What transformers calls it."""
+"""The name transformers knows this method by."""
 
 _OPTIONS = ("dynamic_shapes", "verify", "progress", "device", "cache", "checkpoint", "memory")
 """Arguments of `quantize` that are passed on."""
 
 
+@register_quantization_config(METHOD)
 class QuarkFxConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """Let `from_pretrained` of transformers quantize what it loads: pass it as `quantization_config`.
 
     The result is the model's own class, as `QuantizedModel.eager` returns it; `model.hf_quantizer.qmodel` is the
-    quantized model, with its report, for `quark_fx.export` and `save`. A checkpoint that is quantized already is
-    refused by transformers. A model that does not fit into memory is quantized from its directory instead
-    (`open_checkpoint`).
+    quantized model, with its report, for `quark_fx.export` and `save`. A `config.json` with the dictionary of one,
+    `{"quant_method": "quark_fx", "config": "int8_dynamic"}`, quantizes float weights, too. A checkpoint that is
+    quantized already is refused by transformers. A model that does not fit into memory is quantized from its directory
+    instead (`open_checkpoint`).
 
     Args:
         config: a preset's name, a `QuantConfig`, or its `to_dict()`.
@@ -70,12 +72,18 @@ class QuarkFxConfig(QuantizationConfigMixin):  # type: ignore[misc]
                 "this configuration needs calibration data: pass batches, as QuarkFxConfig(config, batches)"
             )
 
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """Return what `to_dict` was called on, without the data."""
+        given = {name: value for name, value in config_dict.items() if name != "quant_method"}
+        return super().from_dict(given, return_unused_kwargs, **kwargs)
+
     def to_dict(self) -> dict[str, Any]:
         """Return what the configuration of a model shows, as plain data."""
         return {"quant_method": METHOD, "config": self.config.to_dict(), "kernels": self.kernels}
 
     def __deepcopy__(self, memo: Any) -> QuarkFxConfig:
-        return self  # a copy of a model has no need of the data's
+        return self  # copies of a model share the calibration data
 
 
 @register_quantizer(METHOD)
@@ -98,14 +106,12 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
         Raises:
             ConfigError: for such a `device_map`.
         """
-        if device_map is not None and len({str(place) for place in device_map.values()}) > 1:
-            raise ConfigError(
-                f"device_map={device_map!r} distributes the model, and a quantized one lies on one device; load it to "
-                "the CPU, and pass QuarkFxConfig(..., device='cuda') to run its blocks there"
-            )
+        if isinstance(device_map, Mapping):  # "auto" and other words are resolved later
+            _require_one_device(device_map)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         asked = self.quantization_config
+        _require_one_device(getattr(model, "hf_device_map", {}))
         data = _example(model) if asked.calibration_data is None else asked.calibration_data
         self.qmodel = quantize(model, asked.config, data, **asked.options)
         # The caller holds this object: it becomes what `eager` returns.
@@ -125,11 +131,26 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
         return self
 
 
+def _require_one_device(places: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a model whose modules have several places: transformers then moves them about."""
+    if len({*places.values()}) > 1:
+        found = ", ".join(sorted({str(place) for place in places.values()}))
+        raise ConfigError(
+            f"device_map distributes the model over {found}, and a quantized one lies on one device: load it with "
+            "device_map='cpu', and pass QuarkFxConfig(..., device='cuda') to run its blocks there"
+        )
+
+
 def _example(model: PreTrainedModel) -> list[Any]:
     """Return a batch to capture a model with."""
-    if model.main_input_name != "input_ids" or model.config.is_encoder_decoder:
+    modalities = getattr(model, "input_modalities", "text")
+    if model.main_input_name != "input_ids" or model.config.is_encoder_decoder or {*_listed(modalities)} != {"text"}:
         _refuse_to_guess(model)
     return [dict(model.dummy_inputs)]
+
+
+def _listed(names: str | Iterable[str]) -> list[str]:
+    return [names] if isinstance(names, str) else [*names]
 
 
 def _refuse_to_guess(model: PreTrainedModel) -> NoReturn:

@@ -145,7 +145,7 @@ class Session:
         ranks: Ranks = ALONE,
         memory: int | None = None,
     ) -> Session:
-        """Capture a model for a single run, which keeps data only if it reads them more than once.
+        """Capture a model for a single run, which keeps data only if it reads it more than once.
 
         Args:
             model: as for `quantize`.

@@ -597,6 +597,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     "a pickle": (lambda _: (*factory("cnn"), "--data", pickled()), r"objects.npy cannot be read: Object arrays"),
     "no directory": (lambda _: (*factory("with_example")[:-1], "gone/a.onnx"), r"the directory gone does not exist"),
     "a file in the way": (lambda _: (*factory("with_example")[:-1], "text.txt"), r"text.txt is a file, and the output"),
+    "a page in no directory": (lambda _: (*factory("with_example"), "--html", "gone/a.html"), r"gone does not exist"),
+    "a page of a long name": (
+        lambda _: (*factory("with_example"), "--html", "n" * 300),
+        r"cannot be written: .*too long",
+    ),
     "a page below a file": (
         lambda _: (*factory("with_example"), "--html", "text.txt/page.html"),
         r"text.txt/page.html cannot be written: .*text.txt is a file",
@@ -735,7 +740,7 @@ def test_a_mistake_ends_in_a_message_and_code_1(mistake: str, checkpoint: Path) 
 @pytest.mark.parametrize("place", ["a.onnx", "folder", "new/folder"])
 def test_a_place_that_cannot_be_written_is_named_before_the_work(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever runs the tests may be allowed to write everywhere."""
-    monkeypatch.setattr("quark_fx.command_line.outputs.os.access", lambda path, mode: mode != os.W_OK)
+    monkeypatch.setattr("quark_fx.system.writable.os.access", lambda path, mode: mode != os.W_OK)
     monkeypatch.setattr(qfx, "quantize", lambda *_, **__: pytest.fail("the work was done"))
     result = call("quantize", "factories:with_example", "--preset", "fp16", "-o", place, code=1)
     assert re.search(rf"{place} cannot be written: .* is not writable; choose another path", result.stderr)

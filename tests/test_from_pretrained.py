@@ -87,6 +87,14 @@ def test_the_configuration_of_the_model_says_how_it_was_quantized(llama: Path) -
     assert shown["quant_method"] == "quark_fx"
     assert qfx.QuantConfig.from_dict(shown["config"]) == INT4
     assert '"quant_method": "quark_fx"' in str(model.config)
+    assert QuarkFxConfig.from_dict(shown).to_dict() == shown
+
+
+def test_a_dictionary_is_a_configuration(llama: Path) -> None:
+    """As transformers reads it from the `config.json` of a checkpoint."""
+    given = {"quant_method": "quark_fx", "config": "int8_dynamic"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama, quantization_config=given)
+    assert model.hf_quantizer.qmodel.config == qfx.presets.INT8_DYNAMIC
 
 
 def test_options_are_those_of_quantize() -> None:
@@ -115,10 +123,20 @@ def test_arguments_are_refused_before_weights_are_read(
         QuarkFxConfig(*arguments, **options)
 
 
+@pytest.mark.parametrize("places", ["auto", {"model": "cpu", "lm_head": "cpu"}], ids=["auto", "spelled"])
+def test_a_map_to_one_device_is_taken(places: Any, llama: Path) -> None:
+    pytest.importorskip("accelerate")
+    if torch.cuda.is_available() and places == "auto":
+        pytest.skip("the map may name the GPU")
+    given = QuarkFxConfig(INT4, progress=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama, quantization_config=given, device_map=places)
+    assert any(row.weight for row in model.hf_quantizer.qmodel.report())
+
+
 def test_a_model_over_several_devices_is_refused(llama: Path) -> None:
     pytest.importorskip("accelerate")
     places = {"model": "cpu", "lm_head": "disk"}
-    with pytest.raises(qfx.ConfigError, match=r"distributes the model.*QuarkFxConfig\(\.\.\., device='cuda'\)"):
+    with pytest.raises(qfx.ConfigError, match=r"over cpu, disk,.*QuarkFxConfig\(\.\.\., device='cuda'\)"):
         transformers.AutoModelForCausalLM.from_pretrained(
             llama, quantization_config=QuarkFxConfig(INT4), device_map=places
         )

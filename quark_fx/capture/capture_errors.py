@@ -126,7 +126,7 @@ def _where(error: Exception, model: nn.Module) -> str:
 
 
 def _module(error: Exception, model: nn.Module) -> tuple[str, nn.Module]:
-    """Return the innermost module of the model that an error comes from, after its name; that is empty if none is."""
+    """Return the name and the innermost module that an error comes from; the name is empty if there is none."""
     names = {id(module): name for name, module in model.named_modules()}
     found = "", model
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -221,8 +221,8 @@ def _advice(message: str, model: nn.Module, inside: nn.Module) -> str:
                 way = ": model.set_experts_implementation('grouped_mm')"
             else:
                 way = (
-                    ", and transformers has no other code for this class: put a module in their place that multiplies "
-                    "all of them, or quantize the submodules on either side"
+                    ", and transformers has no other code for this class: replace them with a module that multiplies "
+                    "all experts at once, or quantize the submodules on either side"
                 )
             return f"experts are called one by one, as the data demands{way}"
         return (

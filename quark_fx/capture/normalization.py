@@ -163,9 +163,11 @@ def _multiples(inputs: list[Node]) -> tuple[tuple[str, int, int], ...]:
 
 def _multiple(guard: Any, symbol: Any) -> Iterator[int]:
     """Yield the number whose multiples fulfil `guard`, while no size between them does, if there is one."""
-    for number in sorted({int(n) for n in guard.atoms() if n.is_Integer and n > 1}):
+    import sympy  # takes half a second, and is loaded where there are symbols
+
+    for number in sorted({int(n) for n in guard.atoms(sympy.Integer) if n > 1}):
         sizes = range(2 * number, 5 * number)
-        if all((guard.subs(symbol, n) == True) == (n % number == 0) for n in sizes):  # noqa: E712
+        if all((guard.xreplace({symbol: sympy.Integer(n)}) == sympy.true) == (n % number == 0) for n in sizes):
             yield number
             return
 

@@ -24,7 +24,7 @@ from quark_fx.command_line.outputs import write_text
 from quark_fx.command_line.printing import show
 from quark_fx.command_line.reading import calibration
 from quark_fx.command_line.subjects import float_subject
-from quark_fx.system.places import require_writable
+from quark_fx.system.writable import require_file_place
 
 
 @reads_data
@@ -48,7 +48,7 @@ def analyze(
     """Say which operators make the error of a configuration, and propose one with less."""
     chosen = configuration(preset, config, exclude, group_size)
     for place in filter(None, (html, output)):
-        require_writable(place)
+        require_file_place(place)
     source = float_subject(model)
     batches = calibration(reading, source, needed=True)
     named = preset is not None and not exclude and group_size is None

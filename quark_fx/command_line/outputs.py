@@ -16,7 +16,7 @@ from quark_fx.config.target import Target
 from quark_fx.errors import ExportError
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.system.options import nearest
-from quark_fx.system.places import require_writable
+from quark_fx.system.writable import require_file_place, require_writable
 
 _FORMATS = {
     "ONNX": ("qdq", "qoperator", "matmul_nbits", "vitis"),
@@ -104,10 +104,8 @@ def require_room_for(output: Output) -> None:
     path, directory = output.path, output.kind in ("checkpoint", "saved")
     if directory and path.exists() and not path.is_dir():
         raise ExportError(f"{path} is a file, and the output a directory; choose another name, or one that ends .onnx")
-    if not directory and path.is_dir():
-        raise ExportError(f"{path} is a directory, and the output a file; choose another name")
-    if not directory and not path.parent.is_dir():
-        raise ExportError(f"the directory {path.parent} does not exist; create it first")
+    if not directory:
+        require_file_place(path)
     other = {"checkpoint": GRAPH_FILE, "saved": "config.json"}.get(output.kind)
     if other is not None and (path / other).exists():
         raise ExportError(f"{path} holds {other}, which is of another kind of model; choose another directory")

@@ -44,7 +44,7 @@ from quark_fx.graph.pass_manager import learns_from_data, pass_name
 from quark_fx.graph.signature import split_batch
 from quark_fx.quantization import needs_data
 from quark_fx.system.options import nearest
-from quark_fx.system.places import require_writable
+from quark_fx.system.writable import require_file_place
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -90,7 +90,7 @@ def quantize(
     for one in outputs:
         require_room_for(one)
     if html is not None:
-        require_writable(html)
+        require_file_place(html)
     require_opset(opset, outputs, chosen.target)
     source = float_subject(model)
     batches = calibration(reading, source, needed=needs_data(chosen))

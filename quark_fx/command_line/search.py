@@ -13,7 +13,7 @@ from quark_fx.command_line.outputs import write_text
 from quark_fx.command_line.printing import show
 from quark_fx.command_line.reading import calibration
 from quark_fx.command_line.subjects import float_subject
-from quark_fx.system.places import require_writable
+from quark_fx.system.writable import require_file_place
 
 
 @reads_data
@@ -42,7 +42,7 @@ def search(
     if [bits, size, error].count(None) != 2:
         raise typer.BadParameter("give one budget: --bits 4.5, --size 60MiB or --error 0.01")
     for place in filter(None, (html, output)):
-        require_writable(place)
+        require_file_place(place)
     budget = qfx.Budget(bits=bits, size=size, error=error)
     files = (".yaml", ".yml")
     candidates = [qfx.QuantConfig.from_yaml(Path(c)) if c.endswith(files) else c for c in candidate]

@@ -223,7 +223,7 @@ def histograms_of(gm: GraphModule, values: Mapping[tuple[Node, TensorSpec], QPar
                 continue
             coarse = torch.histogram(middles, _BINS, range=(float(used.min()), float(used.max())), weight=counts)
             chosen = values[source, watch.spec]
-            low, high = map(float, watch.spec.scheme.clip_range(chosen.scale, chosen.zero_point))
+            low, high = map(float, watch.spec.scheme.clip_range(chosen.scale.double(), chosen.zero_point))
             edges, kept = (tuple(part.tolist()) for part in (coarse.bin_edges, coarse.hist))
             found.append(Histogram(module_name(source), edges, kept, low, high))
     return found

@@ -162,7 +162,7 @@ class Scheme:
 
     def clip_range(self, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
         """Return the smallest and the largest value that codes in use stand for."""
-        low, high = ((end - zero_point) * scale for end in self.limits)
+        low, high = ((end - zero_point.to(scale.dtype)) * scale for end in self.limits)  # int32 would overflow
         return low, high
 
     @property

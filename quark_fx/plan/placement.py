@@ -77,18 +77,18 @@ class _Operator:
         node: the call.
         name: the module it comes from.
         kind: the operator family, or the ATen name where the operator table has no row.
-        role: `HEAD`, `ROUTER`, `DEPTHWISE` or empty.
+        roles: which of `HEAD`, `ROUTER` and `DEPTHWISE` it has.
     """
 
     node: Node
     name: str
     kind: str
-    role: str = ""
+    roles: tuple[str, ...] = ()
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """What patterns may call it by."""
-        return _kinds(self.kind, self.role)
+        return _kinds(self.kind, self.roles)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +264,7 @@ def names_of(node: Node) -> Names:
     """Return what patterns may call a weighted operator by."""
     row = operator_row(node)
     stored = stored_weights(node, row) if row is not None else ()
-    kinds = _kinds(target_name(node) if row is None else row.kind, _role(node))
+    kinds = _kinds(target_name(node) if row is None else row.kind, _roles(node))
     return Names(module_name(node, stored[0].node if stored else None), kinds)
 
 
@@ -356,8 +356,8 @@ def _plan_operator(config: QuantConfig, node: Node, row: Operator, stored: Store
     constant = next((operand for operand in operands if is_parameter(operand)), None)
     weight = stored.node if stored is not None else constant
     name = module_name(node, weight)
-    role = _role(node)
-    kinds = _kinds(row.kind, role)
+    roles = _roles(node)
+    kinds = _kinds(row.kind, roles)
     specs = config.specs_for(name, *kinds)
     spec = specs.weight if stored is not None else specs.input
     selected = any(matches(o.pattern, name, *kinds) for o in config.overrides)
@@ -369,8 +369,8 @@ def _plan_operator(config: QuantConfig, node: Node, row: Operator, stored: Store
         reason = f"target={str(config.target)!r} has no {without} with weights in codes"
     elif not row.by_default and not selected:
         reason = "products of activations stay in float unless an override selects them"
-    elif stored is not None and role == DEPTHWISE and _is_lent(node, stored.node) and not selected:
-        reason = "kernels that a module gives to a function stay in float unless an override selects them"
+    elif stored is not None and DEPTHWISE in roles and _is_lent(node, stored.node) and not selected:
+        reason = "depthwise kernels that a module reshapes for a function stay in float unless an override selects them"
     elif spec is None:
         reason = f"the configuration keeps its {'weight' if stored is not None else 'inputs'} in float"
     else:
@@ -378,10 +378,10 @@ def _plan_operator(config: QuantConfig, node: Node, row: Operator, stored: Store
         if inputs is not None and not config.target.placement.rounds_input(row.kind, inputs):
             inputs = None
         found = Quantized(
-            node=node, name=name, kind=row.kind, role=role, row=row, input=inputs, output=inputs and specs.output
+            node=node, name=name, kind=row.kind, roles=roles, row=row, input=inputs, output=inputs and specs.output
         )
         return found if stored is None else _coded(config, found, spec, stored.node)
-    return LeftInFloat(node=node, name=name, kind=row.kind, role=role, weight_node=weight, reason=reason)
+    return LeftInFloat(node=node, name=name, kind=row.kind, roles=roles, weight_node=weight, reason=reason)
 
 
 def _coded(config: QuantConfig, op: Quantized, weight: TensorSpec, weight_node: Node) -> Coded:
@@ -465,14 +465,13 @@ def _require_finite(gm: GraphModule, operator: PlannedOperator, what: str, node:
         )
 
 
-def _kinds(kind: str, role: str) -> tuple[str, ...]:
-    return (kind, role) if role else (kind,)
+def _kinds(kind: str, roles: tuple[str, ...]) -> tuple[str, ...]:
+    return (kind, *roles)
 
 
-def _role(node: Node) -> str:
-    if _is_depthwise(node):
-        return DEPTHWISE
-    return HEAD if _is_head(node) else ROUTER if _is_router(node) else ""
+def _roles(node: Node) -> tuple[str, ...]:
+    depthwise = (DEPTHWISE,) if _is_depthwise(node) else ()
+    return (*depthwise, HEAD) if _is_head(node) else (*depthwise, ROUTER) if _is_router(node) else depthwise
 
 
 def _is_depthwise(node: Node) -> bool:
@@ -481,13 +480,13 @@ def _is_depthwise(node: Node) -> bool:
 
 
 def _is_lent(node: Node, weight: Node) -> bool:
-    """Tell whether code of a module gives the weight of a module inside of it to a function that reshapes it.
+    """Tell whether code of a module gives the weight of another one to a function that reshapes it.
 
     What the function reads is then no input of a module, so that no module could round it; and no checkpoint of
     transformers holds codes of such a weight.
     """
     caller, owner = module_path(node), str(weight.target).rpartition(".")[0]
-    return "reshaped" in node.meta and owner != caller and f"{owner}.".startswith(f"{caller}." if caller else "")
+    return "reshaped" in node.meta and owner != caller
 
 
 def _is_router(node: Node) -> bool:

@@ -28,7 +28,7 @@ def siblings(operators: Iterable[PlannedOperator]) -> list[list[PlannedOperator]
     found: dict[Hashable, list[PlannedOperator]] = {}
     for op in operators:
         key = shared_with_siblings(op)
-        if key is not None and not op.role:
+        if key is not None and not op.roles:
             found.setdefault(key, []).append(op)
     return [group for group in found.values() if len(group) > 1]
 

@@ -731,6 +731,25 @@ def test_experts_called_one_by_one_are_refused_with_a_way_that_there_is(settable
     assert ("set_experts_implementation('grouped_mm')" in str(caught.value)) == settable
 
 
+def test_what_experts_are_advised_is_said_of_lines_inside_of_them_alone() -> None:
+    class Choosing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if x.sum() > 0 else x
+
+    class Both(Experts):
+        def __init__(self) -> None:
+            super().__init__(settable=True)
+            self.choosing = Choosing()
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.choosing(x) @ self.stack[0]
+            return found
+
+    with pytest.raises(qfx.CaptureError, match=r"use torch\.where") as caught:
+        qfx.capture_graph(Both().eval(), rand(3, 4))
+    assert "experts" not in str(caught.value)
+
+
 def test_an_exception_of_the_models_own_names_its_line() -> None:
     def forward(x: Tensor, w: Tensor) -> Tensor:
         raise RuntimeError("out of cheese")

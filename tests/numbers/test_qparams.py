@@ -27,6 +27,13 @@ def ranges(low: float, high: float) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(min(low, high)), torch.tensor(max(low, high))
 
 
+def test_a_clip_range_of_32_bits_holds_both_ends() -> None:
+    scheme = Scheme(format=FORMATS["int32"], symmetry=Symmetry.ASYMMETRIC)
+    found = affine_qparams(torch.tensor(-4.0, dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64), scheme)
+    low, high = scheme.clip_range(found.scale.double(), found.zero_point)
+    torch.testing.assert_close((float(low), float(high)), (-4.0, 1.0), rtol=1e-5, atol=1e-5)
+
+
 @given(low=bounds, high=bounds, name=st.sampled_from(list(NUMPY)), symmetry=st.sampled_from(NARROW))
 @settings(max_examples=400, deadline=None)
 def test_scale_and_zero_point_are_onnxruntimes(low: float, high: float, name: str, symmetry: Symmetry) -> None:

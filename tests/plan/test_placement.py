@@ -537,6 +537,12 @@ def test_a_convolution_of_each_channel_by_itself_is_depthwise(conv: nn.Conv1d, d
     assert found.reason == ("excluded by 'op:depthwise'" if depthwise else "")
 
 
+def test_a_depthwise_convolution_can_be_the_head() -> None:
+    model = seeded(nn.Sequential(nn.Conv1d(4, 4, 3), nn.ReLU(), nn.Conv1d(4, 4, 3, groups=4)))
+    qmodel = quantize(model, INT8_WEIGHT_ONLY.replace(exclude=("op:head",)), [rand(2, 4, 9)])
+    assert [r.reason for r in qmodel.report()] == ["", "excluded by 'op:head'"]
+
+
 class Lends(nn.Module):
     """A depthwise convolution whose kernel a function gets as a matrix, as in state-space layers."""
 
@@ -555,6 +561,29 @@ def test_a_kernel_that_is_lent_to_a_function_stays_in_float(preset: str) -> None
     assert "stay in float unless an override" in row(qmodel, "0.conv").reason
     assert not row(qmodel, "0.into").reason
     assert not any(map(is_quantized, only(calls(qmodel, "aten.conv1d")).args))
+
+
+class Applies(nn.Module):
+    def forward(self, x: Tensor, kernel: Tensor) -> Tensor:
+        return nn.functional.conv1d(x, kernel.unsqueeze(1), groups=4)
+
+
+class LendsToAnother(nn.Module):
+    """A kernel that another module gets as a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.applies = nn.Conv1d(4, 4, 3, groups=4), Applies()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.applies(x, self.conv.weight.squeeze(1))
+        return found
+
+
+def test_a_kernel_that_is_lent_to_another_module_stays_in_float() -> None:
+    qmodel = quantize(seeded(LendsToAnother()), INT8_DYNAMIC, [rand(2, 4, 9)])
+    assert "stay in float unless an override" in row(qmodel, "applies").reason
+    qmodel.eager()
 
 
 def test_an_override_quantizes_a_kernel_that_is_lent() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import glob
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -216,7 +217,7 @@ def unholdable(errors: list[str], names: Iterable[str] = (), held: Sequence[str]
         alike = Counter((without_numbers(name), why) for name, _, why in (error.partition(": ") for error in errors))
         lines = [f"{name}: {why}" + f" ({count} of them)" * (count > 1) for (name, why), count in alike.items()]
         safe = {name: without_numbers(name) for name in names if not fnmatch.filter(held, without_numbers(name))}
-        names = list(dict.fromkeys(safe.get(name, name) for name in names))
+        names = list(dict.fromkeys(safe.get(name, glob.escape(name)) for name in names))
     remedy = f"config.replace(exclude=(*config.exclude, {', '.join(map(repr, names))}))"
     return ExportError(
         "the checkpoint format cannot hold how these are quantized; exclude them (exclude=, Override) or change "

@@ -34,7 +34,7 @@ from quark_fx.numbers.formats import (
 from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
 from quark_fx.system.isolation import isolated
 from quark_fx.system.options import checked_call
-from quark_fx.system.places import require_writable
+from quark_fx.system.writable import require_writable
 
 if TYPE_CHECKING:
     import onnx_ir as ir
