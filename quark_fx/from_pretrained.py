@@ -6,7 +6,7 @@ Not imported by `quark_fx`: it needs transformers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -142,21 +142,14 @@ def _require_one_device(places: Mapping[str, Any]) -> None:
 
 
 def _example(model: PreTrainedModel) -> list[Any]:
-    """Return a batch to capture a model with."""
-    modalities = getattr(model, "input_modalities", "text")
-    if model.main_input_name != "input_ids" or model.config.is_encoder_decoder or {*_listed(modalities)} != {"text"}:
-        _refuse_to_guess(model)
+    """Return a batch to capture a model with, or raise `CalibrationError` if it reads more than tokens."""
+    reads_tokens = model.main_input_name == "input_ids" and not model.config.is_encoder_decoder
+    if not reads_tokens or getattr(model, "input_modalities", "text") not in ("text", ("text",), ["text"]):
+        raise CalibrationError(
+            f"{type(model).__name__} reads more than tokens: pass a batch of its inputs, as "
+            "QuarkFxConfig(config, [batch])"
+        )
     return [dict(model.dummy_inputs)]
-
-
-def _listed(names: str | Iterable[str]) -> list[str]:
-    return [names] if isinstance(names, str) else [*names]
-
-
-def _refuse_to_guess(model: PreTrainedModel) -> NoReturn:
-    raise CalibrationError(
-        f"{type(model).__name__} reads more than tokens: pass a batch of its inputs, as QuarkFxConfig(config, [batch])"
-    )
 
 
 __all__ = ["QuarkFxConfig"]

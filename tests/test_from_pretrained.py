@@ -59,6 +59,8 @@ def test_what_is_loaded_computes_what_quantize_makes_of_the_model(llama: Path, t
     assert torch.equal(logits(copy.deepcopy(model)), logits(model))
     with pytest.raises(qfx.ExportError, match=r"write the quantized model with quark_fx\.export\.huggingface"):
         model.save_pretrained(tmp_path / "saved")
+    with pytest.raises(qfx.QuarkError, match="resize the float model and quantize it again"):
+        model.resize_token_embeddings(40)
     qfx.export.huggingface(model.hf_quantizer.qmodel, tmp_path / "exported")
     assert torch.equal(logits(loaded(tmp_path / "exported")), logits(model))
     with pytest.raises(ValueError, match="quantized with CompressedTensorsConfig but you are passing a QuarkFxConfig"):

@@ -268,8 +268,9 @@ def eager(
         rounds.wrap(module)
     if missing := [name for name, p in result.named_parameters() if p.is_meta]:
         raise QuarkError(f"the quantized graph does not hold {', '.join(missing)}; pass eager(model)")
-    if hasattr(result, "save_pretrained"):
-        vars(result)["save_pretrained"] = _refuse_to_save  # it would write names that nothing reads back
+    for name, refusal in (("save_pretrained", _refuse_to_save), ("resize_token_embeddings", _refuse_to_resize)):
+        if hasattr(result, name):
+            vars(result)[name] = refusal
     if report is not None:
         vars(result)["kernel_report"] = report
         keep_as_it_is(result)
@@ -304,6 +305,12 @@ def is_eager(model: nn.Module) -> bool:
 
 
 _EAGER = (Dequantize, FakeQuantize, Cast, Round, Rewritten, KernelModule)
+
+
+def _refuse_to_resize(*_: Any, **__: Any) -> None:
+    raise QuarkError(
+        "the codes of an embedding are for the tokens it has; resize the float model and quantize it again"
+    )
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
