@@ -91,14 +91,15 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
     """What transformers calls once the weights are there.
 
     Attributes:
+        asked: how.
         qmodel: the quantized model.
     """
 
-    quantization_config: QuarkFxConfig
     qmodel: QuantizedModel
 
     def __init__(self, quantization_config: QuarkFxConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs | {"pre_quantized": False})
+        self.asked = quantization_config
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
         """Refuse to distribute a model over devices.
@@ -110,7 +111,7 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
             _require_one_device(device_map)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
-        asked = self.quantization_config
+        asked = self.asked
         _require_one_device(getattr(model, "hf_device_map", {}))
         data = _example(model) if asked.calibration_data is None else asked.calibration_data
         self.qmodel = quantize(model, asked.config, data, **asked.options)
