@@ -26,7 +26,6 @@ _OPTIONS = ("dynamic_shapes", "verify", "progress", "device", "cache", "checkpoi
 """Arguments of `quantize` that are passed on."""
 
 
-@register_quantization_config(METHOD)
 class QuarkFxConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """Let `from_pretrained` of transformers quantize what it loads: pass it as `quantization_config`.
 
@@ -86,20 +85,18 @@ class QuarkFxConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return self  # copies of a model share the calibration data
 
 
-@register_quantizer(METHOD)
 class Quantizer(HfQuantizer):  # type: ignore[misc]
     """What transformers calls once the weights are there.
 
     Attributes:
-        asked: how.
         qmodel: the quantized model.
     """
 
+    quantization_config: QuarkFxConfig
     qmodel: QuantizedModel
 
     def __init__(self, quantization_config: QuarkFxConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs | {"pre_quantized": False})
-        self.asked = quantization_config
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
         """Refuse to distribute a model over devices.
@@ -111,7 +108,7 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
             _require_one_device(device_map)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
-        asked = self.asked
+        asked = self.quantization_config
         _require_one_device(getattr(model, "hf_device_map", {}))
         data = _example(model) if asked.calibration_data is None else asked.calibration_data
         self.qmodel = quantize(model, asked.config, data, **asked.options)
@@ -152,5 +149,9 @@ def _example(model: PreTrainedModel) -> list[Any]:
         )
     return [dict(model.dummy_inputs)]
 
+
+# As decorators they would hide the types of the classes.
+register_quantization_config(METHOD)(QuarkFxConfig)
+register_quantizer(METHOD)(Quantizer)
 
 __all__ = ["QuarkFxConfig"]
