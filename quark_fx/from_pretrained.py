@@ -130,7 +130,7 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def _require_one_device(places: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for a model whose modules have several places: transformers then moves them about."""
+    """Raise `ConfigError` if modules lie on several devices: transformers then moves tensors between them in hooks."""
     if len({*places.values()}) > 1:
         found = ", ".join(sorted({str(place) for place in places.values()}))
         raise ConfigError(

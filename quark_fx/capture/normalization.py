@@ -320,7 +320,7 @@ def _drop_no_ops(gm: GraphModule) -> None:
 
 
 def _drop_undone_reshapes(gm: GraphModule) -> None:
-    """Let readers have a value itself where it is given its own shape back.
+    """Remove reshapes that others undo: their readers get the value before both.
 
     A function that takes the kernel of a depthwise convolution as a matrix adds the dimension that its caller removed;
     so written, the kernel would be no operator's weight.

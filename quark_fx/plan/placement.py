@@ -66,7 +66,7 @@ ROUTER = "router"
 """How patterns name an operator of whose outputs the largest are looked up, as what sends tokens to experts."""
 
 DEPTHWISE = "depthwise"
-"""How patterns name a convolution of each channel by itself, as state-space layers have over a few tokens."""
+"""How patterns name a depthwise convolution, such as a state-space layer runs over a few tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -470,8 +470,12 @@ def _kinds(kind: str, roles: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _roles(node: Node) -> tuple[str, ...]:
-    depthwise = (DEPTHWISE,) if _is_depthwise(node) else ()
-    return (*depthwise, HEAD) if _is_head(node) else (*depthwise, ROUTER) if _is_router(node) else depthwise
+    found = [DEPTHWISE] if _is_depthwise(node) else []
+    if _is_head(node):
+        found.append(HEAD)
+    elif _is_router(node):
+        found.append(ROUTER)
+    return tuple(found)
 
 
 def _is_depthwise(node: Node) -> bool:

@@ -20,7 +20,7 @@ def require_writable(path: Path) -> None:
 
 
 def require_file_place(path: Path) -> None:
-    """Raise `ExportError` for a path that no file could be written to: a directory, or one in no directory."""
+    """Raise `ExportError` if a file cannot be written to `path`: it is a directory, or its directory does not exist."""
     try:
         if path.is_dir():
             raise ExportError(f"{path} is a directory, and the output a file; choose another name")
