@@ -156,6 +156,7 @@ def _place_constants(model: nn.Module, view: FloatView, kept: Mapping[str, Tenso
     readers: dict[str, dict[Node, Constant]] = {}
     folded: list[tuple[Node, Node, Constant]] = []
     replaced = {node for call, _ in found.slices.values() for node in call.nodes}
+    parted: list[list[str]] = []
     for node, constant in view.constants.items():
         for reader in node.users:
             name = node.meta.get("parameter")
@@ -187,10 +188,14 @@ def _place_constants(model: nn.Module, view: FloatView, kept: Mapping[str, Tenso
         if {module_path(reader) for reader in given} - {alias.rpartition(".")[0] for alias in aliases}:
             found.borrowed.update(aliases)
         alike = len({constant.names for constant in given.values()}) == 1
+        if not alike:
+            parted.append(aliases)
         for reader, constant in given.items():
             constant = _shaped(constant, tensors[name], reader)
             for alias in aliases if alike else [_alias(aliases, reader)]:
                 _put(found, alias, constant, reader)
+    for aliases in parted:
+        _place_unread(model, aliases, found)
     for node, reader, constant in folded:
         found.borrowed.update(node.meta["folded"].tensors)
         for name, one in _unfolded(node, reader, constant, kept).items():
@@ -198,6 +203,15 @@ def _place_constants(model: nn.Module, view: FloatView, kept: Mapping[str, Tenso
             same = known is not None and known.is_float and torch.equal(known.tensor, one.tensor)
             if name in tensors and not same:
                 _put(found, name, _shaped(one, tensors[name], reader), reader)
+
+
+def _place_unread(model: nn.Module, aliases: list[str], found: Correspondence) -> None:
+    """Let tied parameters of modules that nothing calls be what they are in a module of the same class, or in any."""
+    kinds = {alias: type(model.get_submodule(alias.rpartition(".")[0])) for alias in aliases}
+    read = [alias for alias in aliases if alias in found.constants]
+    for alias in (alias for alias in aliases if alias not in read):
+        known = next((other for other in read if kinds[other] is kinds[alias]), read[0])
+        found.constants[alias] = found.constants[known]
 
 
 def _put(found: Correspondence, name: str, constant: Constant, reader: Node) -> None:

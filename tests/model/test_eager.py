@@ -145,6 +145,25 @@ def test_a_tied_weight_parts_where_its_readers_differ() -> None:
         assert not torch.equal(eager.embed.weight, eager.head.weight)
 
 
+class Unread(Language):
+    """The tied weight has a third name, that of a module which nothing calls, as in BART and T5."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__(tied=True)
+        self.shared = shared
+        self.shared.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["fixed", "trained"])
+def test_a_tied_weight_that_no_module_reads_is_what_it_is_in_one_of_its_class(trained: bool) -> None:
+    for shared, name in ((nn.Embedding(11, 16), "embed"), (nn.Linear(16, 11, bias=False), "head")):
+        qmodel = quantize(seeded(Unread(shared)), INT4_WEIGHT_ONLY, tokens())
+        eager: Any = (qfx.prepare_qat(qmodel) if trained else qmodel).eager()
+        require_same(qmodel, eager, *tokens(4, 1))
+        assert torch.equal(eager.shared.weight, eager.get_submodule(name).weight)
+        assert not torch.equal(eager.embed.weight, eager.head.weight)
+
+
 def test_tied_codes_are_stored_once() -> None:
     eager: Any = quantize(language(tied=True), INT8_WEIGHT_ONLY, tokens()).eager()
     codes = [module.parametrizations.weight.original for module in (eager.embed, eager.head)]
