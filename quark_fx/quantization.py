@@ -26,7 +26,7 @@ from quark_fx.engine.context import Checkpoint, Context, fingerprint, require_re
 from quark_fx.engine.quantized_weights import quantized_weights
 from quark_fx.engine.ranks import ALONE, Ranks
 from quark_fx.engine.resources import Resources, expect, parse_bytes, require_room
-from quark_fx.errors import CalibrationError, ConfigError, PassError
+from quark_fx.errors import CalibrationError, ConfigError, ExportError, PassError
 from quark_fx.export import gguf, huggingface, onnx, pt2e
 from quark_fx.graph.nodes import own_tensors, stored_tensors, tensor_of
 from quark_fx.graph.pass_manager import (
@@ -50,6 +50,7 @@ from quark_fx.presets import preset
 from quark_fx.session import Session, divided, peek, reads_data_often, require_of_session
 from quark_fx.system.isolation import isolated, warn
 from quark_fx.system.memory import give_back_at_once
+from quark_fx.system.writable import require_possible
 
 logger = logging.getLogger(__name__)
 
@@ -329,6 +330,11 @@ _EXPORTS: dict[str, Callable[..., Any]] = {
 def _require_path(path: str | Path | None, name: str) -> None:
     if path is not None and not (isinstance(path, str | Path) and str(path)):
         raise ConfigError(f"{name} is the path of a directory, not {path!r}")
+    if path is not None:
+        try:
+            require_possible(Path(path))
+        except ExportError as error:
+            raise ConfigError(f"{name} {error}") from error
 
 
 def _require_distributed(config: QuantConfig, ranks: Ranks) -> None:

@@ -597,6 +597,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     "a pickle": (lambda _: (*factory("cnn"), "--data", pickled()), r"objects.npy cannot be read: Object arrays"),
     "no directory": (lambda _: (*factory("with_example")[:-1], "gone/a.onnx"), r"the directory gone does not exist"),
     "a file in the way": (lambda _: (*factory("with_example")[:-1], "text.txt"), r"text.txt is a file, and the output"),
+    "an output of a long name": (
+        lambda _: (*factory("with_example")[:-1], "n" * 300),
+        r"cannot be written: .*too long",
+    ),
+    "a model of a long name": (lambda _: ("inspect", "n" * 300), r"n+ does not exist"),
     "a page in no directory": (lambda _: (*factory("with_example"), "--html", "gone/a.html"), r"gone does not exist"),
     "a page of a long name": (
         lambda _: (*factory("with_example"), "--html", "n" * 300),

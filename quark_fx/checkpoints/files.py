@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -72,12 +73,13 @@ class CheckpointFiles:
                 contradicts the shards, there are pickled weights only, or it is a directory that quark_fx wrote.
         """
         path = Path(path)
+        if not os.path.exists(path):  # nor do names that are too long, for which Path.exists raises
+            raise CheckpointError(f"{path} does not exist; pass a directory with safetensors files")
         if path.is_file():
             _require_tensors(path)
             return cls(path, dict.fromkeys(_names(path), path))
         if not path.is_dir():
-            what = "is no file or directory" if path.exists() else "does not exist"
-            raise CheckpointError(f"{path} {what}; pass a directory with safetensors files")
+            raise CheckpointError(f"{path} is no file or directory; pass a directory with safetensors files")
         if (path / GRAPH_FILE).exists():
             raise CheckpointError(
                 f"{path} holds {GRAPH_FILE}, as a model does that quark_fx has quantized; read it with qfx.load, or "

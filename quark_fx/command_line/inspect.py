@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -27,7 +28,7 @@ def inspect(
     json: Json = False,
 ) -> None:
     """Show number formats and sizes by operator, what is in float, and what ONNX Runtime runs in integers here."""
-    if not path.exists():
+    if not os.path.exists(path):  # also of names that are too long, for which Path.exists raises
         raise QuarkError(f"{path} does not exist")
     kind, parts, extra = _contents(path)
     shown = parts if every else grouped(parts)

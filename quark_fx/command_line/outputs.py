@@ -16,7 +16,7 @@ from quark_fx.config.target import Target
 from quark_fx.errors import ExportError
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.system.options import nearest
-from quark_fx.system.writable import require_file_place, require_writable
+from quark_fx.system.writable import require_file_place, require_possible, require_writable
 
 _FORMATS = {
     "ONNX": ("qdq", "qoperator", "matmul_nbits", "vitis"),
@@ -102,6 +102,7 @@ def _output(path: Path, chosen: dict[str, str]) -> Output:
 def require_room_for(output: Output) -> None:
     """Raise `ExportError` for a place that cannot take an output, before the work is done."""
     path, directory = output.path, output.kind in ("checkpoint", "saved")
+    require_possible(path)
     if directory and path.exists() and not path.is_dir():
         raise ExportError(f"{path} is a file, and the output a directory; choose another name, or one that ends .onnx")
     if not directory:

@@ -102,12 +102,12 @@ def float_subject(name: str) -> Subject:
     if _is_factory(name):
         return _made(name)
     path = Path(name)
-    if path.suffix in (".onnx", ".gguf") or (path / GRAPH_FILE).exists():
+    if path.suffix in (".onnx", ".gguf") or os.path.exists(path / GRAPH_FILE):
         raise ConfigError(
             f"{name} is no float model of PyTorch; give the directory of a checkpoint, or a function as "
             "package.module:name"
         )
-    if not path.exists():
+    if not os.path.exists(path):  # also of names that are too long, for which Path.exists raises
         raise CheckpointError(
             f"{name} does not exist; give the directory of a checkpoint, or a function as package.module:name"
         )

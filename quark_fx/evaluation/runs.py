@@ -73,12 +73,12 @@ def open_model(path: str | os.PathLike[str]) -> Any:
     path = Path(path)
     if path.suffix == ".onnx":
         return OnnxModel(path)
+    if not os.path.exists(path):  # also of names that are too long, for which Path.exists raises
+        raise QuarkError(f"{path} does not exist")
     if (path / GRAPH_FILE).is_file():
         return load(path)
     if (path / "config.json").is_file():
         return _quantized_checkpoint(path) if quantized_by(read_configuration(path)) else open_checkpoint(path)
-    if not path.exists():
-        raise QuarkError(f"{path} does not exist")
     if path.suffix == ".gguf":
         raise QuarkError(
             f"{path} is run by llama.cpp; evaluate the model that it was exported from, which has the same weights"

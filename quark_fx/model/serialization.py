@@ -8,6 +8,7 @@ Shapes are not stored but computed: a graph whose operators do not fit together 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields
@@ -46,6 +47,7 @@ from quark_fx.plan.report import Row
 from quark_fx.system.isolation import isolated, quiet
 from quark_fx.system.options import checked_call
 from quark_fx.system.untrusted import brief
+from quark_fx.system.writable import require_possible
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,511}", re.ASCII)
 """What a node or input may be called: an identifier of the code that torch generates for a graph."""
@@ -64,6 +66,7 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
     Raises:
         QuarkError: if the directory cannot be written or holds a checkpoint, or the graph holds a call without a name.
     """
+    require_possible(directory)
     gm = qmodel.graph_module
     if (directory / "config.json").exists() and not (directory / GRAPH_FILE).exists():
         raise QuarkError(f"{directory} holds a checkpoint, whose tensors would be overwritten; choose another one")
@@ -118,7 +121,7 @@ def load(
     try:
         document, tensors = _read(directory, place)
     except (OSError, SafetensorError, ValueError) as error:
-        hint = "; transformers' from_pretrained reads checkpoints" * (directory / "config.json").exists()
+        hint = "; transformers' from_pretrained reads checkpoints" * os.path.exists(directory / "config.json")
         raise QuarkError(f"{directory} holds no readable quantized model: {error}{hint}") from error
     try:
         provenance = Provenance.of(document["provenance"], tensors)

@@ -188,7 +188,7 @@ def write_page(
     )
     try:
         Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise QuarkError(f"the page {path} cannot be written: {error}") from error
 
 

@@ -198,7 +198,10 @@ class _Sites:
         for norm in walk.norms.values():
             known = bool((norm.outputs >= 0).all()) and bool((norm.inputs >= 0).all())
             roots = self.roots[norm.outputs.clamp(min=0)]
-            alone = known and not bool(other[roots].any()) and bool((several[roots] == 1).all())
+            inputs = self.roots[norm.inputs.clamp(min=0)]
+            # Where nothing absorbs a rotation of what is normalized, it is one of a single result behind the norm.
+            gains = known and (bool((several[inputs] > 1).any()) or any(i in consumers for i in inputs.tolist()))
+            alone = gains and not bool(other[roots].any()) and bool((several[roots] == 1).all())
             made = self._folded(norm, roots, consumers) if alone and len(roots.unique()) == len(roots) else None
             if made is not None:
                 folded.append(made)

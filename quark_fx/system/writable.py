@@ -8,8 +8,19 @@ from pathlib import Path
 from quark_fx.errors import ExportError
 
 
+def require_possible(path: str | os.PathLike[str]) -> None:
+    """Raise `ExportError` for a path that no file can have, such as one with a name that is too long."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # what is missing, or in the way, has words of its own
+    except (OSError, ValueError, TypeError) as error:
+        raise ExportError(f"{str(path)!r} cannot be written: {error}; choose another path") from error
+
+
 def require_writable(path: Path) -> None:
     """Raise `ExportError` for a file or directory that could not be written once the work is done."""
+    require_possible(path)
     # A file is written beside and moved, so that its directory has to be writable, too.
     place = path if path.is_dir() else next(p for p in path.absolute().parents if p.exists())
     if not place.is_dir():
@@ -21,14 +32,12 @@ def require_writable(path: Path) -> None:
 
 def require_file_place(path: Path) -> None:
     """Raise `ExportError` if a file cannot be written to `path`: it is a directory, or its directory does not exist."""
-    try:
-        if path.is_dir():
-            raise ExportError(f"{path} is a directory, and the output a file; choose another name")
-    except OSError as error:  # of names that are too long
-        raise ExportError(f"{path} cannot be written: {error}; choose another path") from error
+    require_possible(path)
+    if path.is_dir():
+        raise ExportError(f"{path} is a directory, and the output a file; choose another name")
     require_writable(path)
     if not path.parent.is_dir():
         raise ExportError(f"the directory {path.parent} does not exist; create it first")
 
 
-__all__ = ["require_file_place", "require_writable"]
+__all__ = ["require_file_place", "require_possible", "require_writable"]

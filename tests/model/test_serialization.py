@@ -9,6 +9,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from quark_fx.graph.nodes import placeholders, stored_tensors, tensor_names
 from quark_fx.model import serialization
 from quark_fx.model.model_directory import read_model, tensor_file
 from quark_fx.model.stored_operators import _ATEN
-from quark_fx.presets import INT8_DYNAMIC, PRESETS
+from quark_fx.presets import INT8_DYNAMIC, INT8_WEIGHT_ONLY, PRESETS
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., list[Tensor]]]] = {
     "cnn": (cnn, images),
@@ -181,6 +182,22 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     qmodel = quantize(seeded(nn.Linear(4, 3)), INT8_DYNAMIC, [rand(6, 4)])
     with pytest.raises(qfx.QuarkError, match=r"cannot be written: .*; a file is in the way, or choose another"):
         qmodel.save(tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "a\0b"], ids=["long", "null"])
+def test_a_name_that_no_directory_can_have_is_refused(name: str, tmp_path: Path) -> None:
+    model, data, place = seeded(nn.Linear(4, 3)), [rand(6, 4)], tmp_path / name
+    qmodel = quantize(model, INT8_WEIGHT_ONLY, data)
+    for write in (qmodel.save, partial(qfx.export.huggingface, qmodel), partial(qfx.export.gguf, qmodel)):
+        with pytest.raises(qfx.ExportError, match=r"cannot be written: .*; choose another path"):
+            write(place)
+    for option in ("output_dir", "checkpoint"):
+        with pytest.raises(qfx.ConfigError, match=rf"{option} .* cannot be written: .*; choose another path"):
+            quantize(model, INT8_WEIGHT_ONLY, data, **{option: place})
+    with pytest.raises(qfx.QuarkError, match="holds no readable quantized model"):
+        qfx.load(place)
+    with pytest.raises(qfx.CheckpointError, match="does not exist"):
+        qfx.open_checkpoint(place)
 
 
 @pytest.mark.parametrize(("version", "remedy"), [(99, "update quark_fx"), (3, "save the model again"), ("4", "save")])

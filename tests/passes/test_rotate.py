@@ -126,6 +126,39 @@ def test_a_rotated_value_that_is_rounded_for_some_readers_is_the_same_in_modules
         assert torch.equal(qmodel.eager()(**batch)[0], qmodel(**batch)[0])
 
 
+class GatedNorm(nn.Module):
+    """Multiplies by a gate and normalizes, as Mamba2 does before it projects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        x = x * F.silu(gate)
+        normal: Tensor = self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
+        return normal
+
+
+class Mixer(nn.Module):
+    """A projection, what no weight can absorb a rotation of, and a projection back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm, self.leave = nn.Linear(8, 32), GatedNorm(), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, gate = self.enter(x).chunk(2, dim=-1)
+        y: Tensor = self.leave(self.norm(x, gate))
+        return y
+
+
+def test_what_nothing_absorbs_is_rotated_behind_its_norm_where_a_module_reads_it() -> None:
+    qmodel = quantize(seeded(Mixer()), rotating(W4A4, overhead=99), [rand(2, 5, 8)])
+    assert record_of(qmodel, "Rotate").remark == "1 values are rotated at run time"
+    with torch.no_grad():
+        assert torch.equal(qmodel.eager()(rand(3, 5, 8)), qmodel(rand(3, 5, 8)))
+
+
 def test_what_no_module_can_multiply_is_said_so() -> None:
     class Sums(nn.Module):
         def __init__(self) -> None:

@@ -19,6 +19,7 @@ from quark_fx.export.checkpoints.values import Checkpoint, Layer, refuse_caches,
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.system.isolation import isolated
 from quark_fx.system.options import checked_call
+from quark_fx.system.writable import require_possible
 
 Array = np.ndarray[Any, Any]
 
@@ -55,11 +56,12 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
         import gguf as package
     except ImportError as error:
         raise ExportError("GGUF export needs the package gguf: pip install 'quark_fx[hf]'") from error
+    path = Path(path)
+    partial = path.with_name(path.name + ".partial")
+    require_possible(partial)
     checkpoint = take_apart(qmodel, model)
     refuse_caches(checkpoint, "GGUF")
     reader = Reader.of(checkpoint.shell, package)
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
     try:
         writer = package.GGUFWriter(partial, reader.architecture)
         writer.add_quantization_version(package.GGML_QUANT_VERSION)

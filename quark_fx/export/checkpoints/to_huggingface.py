@@ -45,6 +45,7 @@ from quark_fx.numbers.qparams import ScaleType, Symmetry, recover_global_scale
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.system.isolation import isolated, quiet, warn
 from quark_fx.system.options import checked_call
+from quark_fx.system.writable import require_possible
 
 _DEFAULT = "compressed-tensors"
 
@@ -89,6 +90,7 @@ def huggingface(
     if format not in _WRITERS:
         raise ExportError(f"unknown checkpoint format {format!r}; choose one of {', '.join(_WRITERS)}")
     directory = Path(directory)
+    require_possible(directory)
     if directory.exists() and not directory.is_dir():
         raise ExportError(f"{directory} is a file; choose another directory")
     if (directory / GRAPH_FILE).exists():

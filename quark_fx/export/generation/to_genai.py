@@ -18,6 +18,7 @@ from quark_fx.export.generation.quantizer import GenerationQuantizer
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.system.isolation import isolated, quiet
 from quark_fx.system.options import checked_call
+from quark_fx.system.writable import require_possible
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -62,6 +63,7 @@ def genai(
             tokens (sliding windows, recurrent states), the format cannot hold it, or the directory cannot be written.
     """
     directory = Path(directory)
+    require_possible(directory)
     if directory.exists() and not directory.is_dir():
         raise ExportError(f"{directory} is a file; choose another directory")
     if (directory / GRAPH_FILE).exists():

@@ -34,7 +34,7 @@ from quark_fx.numbers.formats import (
 from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
 from quark_fx.system.isolation import isolated
 from quark_fx.system.options import checked_call
-from quark_fx.system.writable import require_writable
+from quark_fx.system.writable import require_possible, require_writable
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -108,7 +108,7 @@ def onnx(
         raise ExportError(f"ONNX export needs {error.name}: pip install 'quark_fx[onnx]'") from error
     if not isinstance(qmodel, QuantizedModel):
         raise ExportError(f"expected what quantize() returned, not {type(qmodel).__name__}")
-    _require_possible(path)
+    require_possible(path)
     if external_data is not None and not isinstance(external_data, bool):
         raise ExportError(f"external_data is True, False or None, not {external_data!r}")
     target = qmodel.config.target
@@ -337,15 +337,6 @@ def _require_apart(names: Sequence[str]) -> None:
         raise ExportError(
             f"two inputs or outputs are called {', '.join(sorted(twice))}; set input_names or output_names"
         )
-
-
-def _require_possible(path: str | os.PathLike[str]) -> None:
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        pass  # a directory that is missing has words of its own
-    except (OSError, ValueError, TypeError) as error:
-        raise ExportError(f"{path!r} cannot be written: {error}; choose another path") from error
 
 
 def _require_writable(path: Path) -> None:
