@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from tqdm.auto import tqdm
 
-from quark_fx.checkpoints.files import CheckpointFiles
+from quark_fx.checkpoints.files import GRAPH_FILE, CheckpointFiles
 from quark_fx.checkpoints.open_checkpoint import open_checkpoint
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.config.quant_config import Override, QuantConfig, TensorSpec
@@ -116,6 +116,7 @@ def quantize(
     require_resources(device, cache)
     _require_path(output_dir, "output_dir")
     _require_path(checkpoint, "checkpoint")
+    _require_no_model(checkpoint)
     memory, disk = parse_bytes(memory, "memory"), parse_bytes(disk, "disk")
     ranks = Ranks.current() if distributed else ALONE
     _require_distributed(config, ranks)
@@ -335,6 +336,16 @@ def _require_path(path: str | Path | None, name: str) -> None:
             require_possible(Path(path))
         except ExportError as error:
             raise ConfigError(f"{name} {error}") from error
+
+
+def _require_no_model(checkpoint: str | Path | None) -> None:
+    """Raise `ConfigError` if finished blocks would lie among the files of a model."""
+    if checkpoint is None or Checkpoint.is_begun(checkpoint):
+        return
+    if found := next((name for name in ("config.json", GRAPH_FILE) if Path(checkpoint, name).exists()), None):
+        raise ConfigError(
+            f"checkpoint directory {checkpoint} holds a model ({found}); finished blocks need a directory of their own"
+        )
 
 
 def _require_distributed(config: QuantConfig, ranks: Ranks) -> None:

@@ -597,6 +597,14 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     "a pickle": (lambda _: (*factory("cnn"), "--data", pickled()), r"objects.npy cannot be read: Object arrays"),
     "no directory": (lambda _: (*factory("with_example")[:-1], "gone/a.onnx"), r"the directory gone does not exist"),
     "a file in the way": (lambda _: (*factory("with_example")[:-1], "text.txt"), r"text.txt is a file, and the output"),
+    "blocks among a model": (
+        lambda llm: ("quantize", llm, "--preset", "w4a16_rtn", "-o", "q", "--resume", llm),
+        r"checkpoint directory .*llm holds a model \(config.json\); finished blocks need a directory of their own",
+    ),
+    "all operators excluded": (
+        lambda _: (*factory("with_example"), "--exclude", "*"),
+        r"nothing was quantized: all \d operators stay in float \(excluded by '\*'\)",
+    ),
     "an output of a long name": (
         lambda _: (*factory("with_example")[:-1], "n" * 300),
         r"cannot be written: .*too long",
@@ -761,6 +769,7 @@ USAGE = {
         ("quantize", "a:b", "--preset", "fp16", "-o", "q", "--format", "awq", "--format", "gptq"),
         "both formats of",
     ),
+    "an output twice": (("quantize", "a:b", "--preset", "fp16", "-o", "q", "-o", "./q"), "is given as --output twice"),
     "an opset of a directory": (("quantize", "a:b", "--preset", "fp16", "-o", "q", "--opset", "21"), "ends with .onnx"),
     "streams to a file": (("quantize", "a:b", "--preset", "fp16", "-o", "a.onnx", "--stream"), "--stream writes a dir"),
     "a dtype": (

@@ -45,7 +45,7 @@ def parts_of(report: Report) -> list[Part]:
     """Return the operators of a report."""
     return [
         Part(
-            name=row.name,
+            name=name,
             kind=row.kind,
             weight=row.weight or ("float" if row.parameter else NO_WEIGHT),
             activation=row.activation or "float",
@@ -53,7 +53,7 @@ def parts_of(report: Report) -> list[Part]:
             reason=row.reason,
             stored=row.parameter,
         )
-        for row in report
+        for name, row in zip(report.labels, report, strict=True)
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,8 @@ def outputs_of(paths: Sequence[Path], formats: Sequence[str]) -> list[Output]:
             raise typer.BadParameter(f"{chosen[kind]} and {name} are both formats of {kind}; give one a call")
         chosen[kind] = name
     found = [_output(path, chosen) for path in paths]
+    if twice := [path for path, count in Counter(path.absolute() for path in paths).items() if count > 1]:
+        raise typer.BadParameter(f"{twice[0]} is given as --output twice; give every output a path of its own")
     if unused := [name for kind, name in chosen.items() if kind not in {output.kind for output in found}]:
         hint = "name a file that ends with .onnx" if unused[0] in _FORMATS["ONNX"] else "name a directory"
         raise typer.BadParameter(f"no output can have the format {', '.join(unused)}; {hint}")

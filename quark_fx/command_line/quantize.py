@@ -40,8 +40,10 @@ from quark_fx.command_line.printing import say, show, size, table
 from quark_fx.command_line.reading import calibration, find_tokenizer
 from quark_fx.command_line.subjects import Subject, float_subject
 from quark_fx.config.quant_config import QuantConfig
+from quark_fx.errors import ConfigError
 from quark_fx.graph.pass_manager import learns_from_data, pass_name
 from quark_fx.graph.signature import split_batch
+from quark_fx.plan.report import Report
 from quark_fx.quantization import needs_data
 from quark_fx.system.options import nearest
 from quark_fx.system.writable import require_file_place
@@ -115,6 +117,7 @@ def quantize(
             checkpoint=resume,
             output_dir=outputs[0].path if stream else None,
         )
+        _require_quantized(qmodel.report())
         tokenizer = find_tokenizer(reading, source)
         written = [_finished(qmodel, one, tokenizer, stream, opset, batches[0] if verify else None) for one in outputs]
     if html is not None:
@@ -129,6 +132,16 @@ def quantize(
         f"{size(totals['bytes_after'])}",
         *(_line(one) for one in written),
     )
+
+
+def _require_quantized(report: Report) -> None:
+    """Raise if a file would be the float model: the warning of `quantize` is overlooked in a script."""
+    if not report.totals["quantized"]:
+        reasons = ", ".join(sorted({row.reason for row in report})[:3]) or "it has none with weights"
+        raise ConfigError(
+            f"nothing was quantized: all {len(report)} operators stay in float ({reasons}); change --exclude, or the "
+            "configuration, and see --dry-run"
+        )
 
 
 @dataclass(frozen=True)

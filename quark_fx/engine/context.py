@@ -398,6 +398,10 @@ def _part(leaf: Any, part: slice | None) -> Any:
     return leaf if part is None or not isinstance(leaf, Tensor) or not leaf.dim() else leaf[part]
 
 
+_OWNER = "run.json"
+"""The file that says which run finished blocks are of."""
+
+
 class Checkpoint:
     """Finished blocks of one run, each a file written in one step.
 
@@ -410,9 +414,14 @@ class Checkpoint:
         ConfigError: if the directory holds blocks of another run or cannot be used.
     """
 
+    @staticmethod
+    def is_begun(directory: str | Path) -> bool:
+        """Tell whether a run has kept its blocks in a directory."""
+        return Path(directory, _OWNER).exists()
+
     def __init__(self, directory: str | Path, fingerprint: Mapping[str, str], output: Path | None = None) -> None:
         self.directory = Path(directory)
-        owner = self.directory / "run.json"
+        owner = self.directory / _OWNER
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             text = json.dumps({"fingerprint": dict(fingerprint)})

@@ -235,7 +235,7 @@ def require_room(found: Resources, memory: int | None, disk: int | None) -> None
     if memory is not None and found.room_for_cache(memory) < 0:
         least = found.within(0)
         ways = [f'memory="{_text(_MARGIN * least)}" or more']
-        ways += [] if found.streamed else ["output_dir=..., which keeps results in files"]
+        ways += [] if found.streamed else ["quantize(..., output_dir=...) or --stream, which keep results in files"]
         raise ConfigError(
             f"memory={_text(memory)} is not enough: {found.largest} needs about {_text(least)}, of which "
             f"{_text(found.before)} are taken already; give {', or '.join(ways)}, or pass batches of fewer samples"

@@ -6,7 +6,7 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -407,7 +407,7 @@ def _install(owner: nn.Module, leaf: str, constant: Constant, shared: dict[tuple
     else:
         owner._parameters[leaf] = shared[constant.names]
     if not constant.is_float:
-        parametrize.register_parametrization(owner, leaf, Dequantize(constant), unsafe=True)
+        _parametrize(owner, leaf, Dequantize(constant))
 
 
 def _install_trained(owner: nn.Module, leaf: str, constant: Constant, trained: Trained) -> bool:
@@ -419,8 +419,21 @@ def _install_trained(owner: nn.Module, leaf: str, constant: Constant, trained: T
         return False
     owner._parameters[leaf] = value if weight is None else weight[0]
     if weight is not None:
-        parametrize.register_parametrization(owner, leaf, weight[1], unsafe=True)
+        _parametrize(owner, leaf, weight[1])
     return True
+
+
+def _parametrize(owner: nn.Module, leaf: str, computes: nn.Module) -> None:
+    parametrize.register_parametrization(owner, leaf, computes, unsafe=True)
+    # The class is the module's own. Torch refuses, too, with a state_dict as the remedy, which holds no specs.
+    type(owner).__getstate__ = _refuse_to_pickle  # type: ignore[method-assign]
+
+
+def _refuse_to_pickle(_: Any) -> NoReturn:
+    raise QuarkError(
+        "a model in codes is not pickled: write the quantized model with qmodel.save(directory); "
+        "quark_fx.load(directory).eager(model) makes this one again"
+    )
 
 
 def _with_quantizers(gm: GraphModule, quantizers: Mapping[str, FakeQuantize]) -> GraphModule:

@@ -136,6 +136,15 @@ class Report:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def labels(self) -> list[str]:
+        """What tells the rows apart: the name of the operator, or of its weight where one name has several."""
+        weights: dict[str, set[str]] = {}
+        for row in self.rows:
+            weights.setdefault(row.name, set()).add(row.parameter)
+        several = {name for name, found in weights.items() if len(found - {""}) > 1}
+        return [row.parameter if row.parameter and row.name in several else row.name for row in self.rows]
+
     def pass_table(self, name: str | None = None) -> str:
         """Return what the passes changed, one line per operator or site, as a table; `passes` has all of long reasons.
 
@@ -195,12 +204,13 @@ class Report:
         from quark_fx.plan.page import bars, histograms
 
         found = {}
-        if noisy := [row for row in self.rows if row.sqnr is not None and math.isfinite(row.sqnr)]:
-            noise = [10 ** (-(row.sqnr or 0.0) / 20) * 100 for row in noisy]
-            found["noise"] = bars("Rounding noise of weights", [row.name for row in noisy], noise, "% of the weight")
-        if stored := [*{row.parameter: row for row in self.rows if row.bytes_before}.values()]:
-            after, before = [row.bytes_after / 1024 for row in stored], [row.bytes_before / 1024 for row in stored]
-            found["bytes"] = bars("Bytes of weights", [row.name for row in stored], after, "KiB", before)
+        named = [*zip(self.labels, self.rows, strict=True)]
+        if noisy := [(name, row.sqnr) for name, row in named if row.sqnr is not None and math.isfinite(row.sqnr)]:
+            noise = [10 ** (-sqnr / 20) * 100 for _, sqnr in noisy]
+            found["noise"] = bars("Rounding noise of weights", [name for name, _ in noisy], noise, "% of the weight")
+        if stored := [*{row.parameter: (name, row) for name, row in named if row.bytes_before}.values()]:
+            after, before = [r.bytes_after / 1024 for _, r in stored], [r.bytes_before / 1024 for _, r in stored]
+            found["bytes"] = bars("Bytes of weights", [name for name, _ in stored], after, "KiB", before)
         if timed := [record for record in self.passes if not math.isnan(record.seconds)]:
             seconds = [record.seconds for record in timed]
             found["seconds"] = bars("Time of passes", [record.name for record in timed], seconds, "seconds")
@@ -239,7 +249,7 @@ class Report:
         header = ("operator", "op", "weight", "activation", "SQNR dB", "KiB before", "KiB after", "in float because")
         rows = [
             (
-                r.name,
+                name,
                 r.kind,
                 r.weight,
                 r.activation,
@@ -248,12 +258,12 @@ class Report:
                 r.bytes_after / 1024,
                 r.reason,
             )
-            for r in self.rows
+            for name, r in zip(self.labels, self.rows, strict=True)
         ]
         changes = [(record.name, change) for record in self.passes for change in record.changes]
         done = [(name, c.name, c.what, _finite(c.before), _finite(c.after)) for name, c in changes if c.changed]
         left = [(name, c.name, c.what) for name, c in changes if not c.changed]
-        left += [("quantize", r.name, r.reason) for r in self.rows if r.reason]
+        left += [("quantize", name, r.reason) for name, r in zip(self.labels, self.rows, strict=True) if r.reason]
         passes = [(record.name, record.rewrites, _finite(record.seconds), record.remark) for record in self.passes]
         found = [
             Table("Operators", header, rows),
@@ -280,7 +290,7 @@ class Report:
         )
         body = [
             (
-                row.name,
+                name,
                 row.kind,
                 row.weight or "-",
                 row.activation or "-",
@@ -290,7 +300,7 @@ class Report:
                 f"{row.bytes_after / 1024:.1f}",
                 row.reason,
             )
-            for row in self.rows
+            for name, row in zip(self.labels, self.rows, strict=True)
         ]
         lines = aligned(header, body, right={5, 6, 7})
         t = self.totals

@@ -266,7 +266,9 @@ def test_other_budgets_are_refused(given: Any) -> None:
 
 def test_a_budget_that_is_too_small_is_refused_with_one_that_fits(tmp_path: Path) -> None:
     data = [rand(4, 8), rand(4, 8)]
-    with pytest.raises(ConfigError, match=r"memory=1.0 MiB is not enough: \w+ needs about .* output_dir=") as error:
+    with pytest.raises(
+        ConfigError, match=r"memory=1.0 MiB is not enough: \w+ needs about .* quantize\(\.\.\., output_dir="
+    ) as error:
         quantize(seeded(Chain()), W4A16_GPTQ, data, memory="1MiB")
     assert "are taken already" in str(error.value)
     with pytest.raises(ConfigError, match=r"disk=1.0 KiB is not enough: files of this run take about .* at once"):

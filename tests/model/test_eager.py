@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,14 @@ def test_the_state_holds_codes_and_the_float_weights_are_gone() -> None:
         name for name, p in eager.state_dict().items() if p.is_floating_point() and p.dim() > 1 and p.shape[1] > 1
     }
     assert {p.data_ptr() for p in eager.parameters()}.isdisjoint(p.data_ptr() for p in model.parameters())
+
+
+def test_a_copy_computes_the_same_and_pickling_is_refused() -> None:
+    qmodel = quantize(language(), INT8_DYNAMIC, tokens())
+    for eager in (qmodel.eager(), qfx.prepare_qat(qmodel).eager()):
+        require_same(qmodel, copy.deepcopy(eager), tokens()[0])
+        with pytest.raises(qfx.QuarkError, match=r"qmodel\.save\(directory\).*load\(directory\)\.eager"):
+            pickle.dumps(eager)
 
 
 def test_it_is_its_own_whatever_happens_to_the_model_and_the_graph() -> None:

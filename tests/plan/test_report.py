@@ -152,6 +152,8 @@ def test_two_weights_of_one_module_both_count() -> None:
     report = quantize(seeded(Recurrent()), INT8_WEIGHT_ONLY, [rand(3, 4)]).report()
     assert [row.parameter for row in report] == ["cell.weight_ih", "cell.weight_hh"]
     assert report.totals["bytes_before"] == 2 * 12 * 4 * 4
+    assert [line.split()[0] for line in str(report).splitlines()[2:4]] == ["cell.weight_ih", "cell.weight_hh"]
+    assert [row[0] for row in report.tables()[0].rows] == report.labels == ["cell.weight_ih", "cell.weight_hh"]
 
 
 def test_the_table_holds_every_row_and_the_totals() -> None:
