@@ -20,7 +20,11 @@ from quark_fx.engine.context import Context
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import results_of, set_parameter, stored_tensors, tensor_of
 from quark_fx.graph.straight_through import run_with_gradients
-from quark_fx.system.memory import give_back
+from quark_fx.system.memory import give_back, is_shortage
+
+
+class NoGradientError(CalibrationError):
+    """An operator on the way back has no gradient."""
 
 
 @dataclass
@@ -66,7 +70,7 @@ class BackWalk:
             gradients: of the loss with respect to what `forward` returned; `None` for none.
 
         Raises:
-            CalibrationError: if an operator has no gradient; the message names its block.
+            NoGradientError: if an operator has no gradient; the message names its block.
         """
         pending: dict[str, Tensor] = {}
         for (name, _), gradient in zip(self._results(), gradients, strict=True):
@@ -94,6 +98,28 @@ class BackWalk:
         also = [name for name in block.operators if name in self.watched]
         part = lift(self.gm, block, self.nodes, self.context.device, also=also)
         leaves = {n: _leaf(v) for n, v in zip(block.inputs, entering, strict=True)}
+        try:
+            return self._differentiated(block, part, leaves, also, gradients)
+        finally:
+            release(part)
+
+    def _differentiated(
+        self,
+        block: Block,
+        part: GraphModule,
+        leaves: Mapping[str, Any],
+        also: Sequence[str],
+        gradients: Mapping[str, Tensor],
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the same of a block's module.
+
+        Args:
+            block: of the graph.
+            part: its module, which returns the block's outputs, and what `also` names.
+            leaves: what enters it, by name.
+            also: watched operators in it.
+            gradients: of its outputs.
+        """
         tensors = {name: _own_leaf(part, name) for name in stored_tensors(part) if name in self.tensors}
         with torch.enable_grad():
             made = run_with_gradients(part, *leaves.values())
@@ -111,12 +137,13 @@ class BackWalk:
                     allow_unused=True,
                 )
             except (RuntimeError, NotImplementedError) as error:
-                raise CalibrationError(
+                if is_shortage(error):
+                    raise
+                raise NoGradientError(
                     f"the gradient of the model's predictions does not pass {block.name or 'the model'}: "
                     f"{str(error).splitlines()[0]}"
                 ) from error
             found = {n: g for n, g in zip(wanted, values, strict=True) if g is not None}
-        release(part)
         return {n: g for n, g in found.items() if n in leaves}, {n: g for n, g in found.items() if n not in leaves}
 
 
@@ -135,4 +162,4 @@ def _has_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-__all__ = ["BackWalk"]
+__all__ = ["BackWalk", "NoGradientError"]

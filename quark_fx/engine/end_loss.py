@@ -55,8 +55,8 @@ class EndLoss:
     def sampled(self, results: Sequence[Any], kept: Positions | None, generator: torch.Generator) -> list[Any]:
         """Return gradients whose mean outer product, over draws, is the loss's second derivative at these results.
 
-        Of logits: those of the log-likelihood of labels that the model draws from its own predictions, so that the
-        outer product is the Fisher matrix. Of other values: random signs, relative to the root mean square.
+        Of logits, the mean is the Fisher matrix `diag(p) - p p'` of the predictions `p`: the gradient is random signs
+        times its factor `diag(sqrt(p)) - p sqrt(p)'`. Of other values: random signs, relative to the root mean square.
 
         Args:
             results: of a batch.
@@ -70,7 +70,8 @@ class EndLoss:
                 continue
             gradient = torch.empty_like(value, dtype=torch.float32, memory_format=torch.contiguous_format)
             for rows, out in _pieces(value, gradient):
-                out.copy_(_of_drawn_labels(rows, generator) if logits else _signs(rows, generator))
+                signs = _signs(rows, generator)
+                out.copy_(_times_fisher_factor(signs, rows) if logits else signs)
             if (counted := _counted(kept, gradient.shape[:-1], gradient.device)) is not None:
                 gradient *= counted[..., None]
             if not logits:
@@ -132,12 +133,11 @@ def _pieces(value: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield tuple(part.float() for part in rows)
 
 
-def _of_drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
+def _times_fisher_factor(signs: Tensor, logits: Tensor) -> Tensor:
+    """Return a factor of the predictions' Fisher matrix times signs; it spreads less than a drawn label's gradient."""
     probabilities = logits.softmax(-1)
-    # The largest of Gumbel variables is drawn by these probabilities; on any device, without a look at them.
-    noise = torch.empty_like(logits).exponential_(generator=generator)
-    label = (probabilities / noise.clamp_min(1e-30)).argmax(-1, keepdim=True)
-    return probabilities.scatter_add(-1, label, torch.full_like(noise[:, :1], -1.0))
+    rooted = probabilities.sqrt().mul_(signs)
+    return torch.addcmul(rooted, probabilities, rooted.sum(-1, keepdim=True), value=-1)
 
 
 def _signs(rows: Tensor, generator: torch.Generator) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from tqdm.auto import tqdm
 
-from quark_fx.engine.back_walk import BackWalk
+from quark_fx.engine.back_walk import BackWalk, NoGradientError
 from quark_fx.engine.blocks import Unit, find_blocks
 from quark_fx.engine.context import Context
 from quark_fx.engine.end_loss import EndLoss
@@ -24,27 +24,29 @@ _ENOUGH = 8
 """Effective rows per input, of all batches, that are enough: the excess error over infinite data is about inputs over
 rows."""
 
-_POWERS = (1.0, 0.75, 0.5, 0.25, 0.125)
+_POWERS = (0.5, 0.375, 0.25, 0.125)
 """Powers of the weights to try, in this order; if none leaves enough effective rows, all rows weigh the same, and the
-report says so."""
+report says so. Weights themselves (1) lose more than equal ones at 2 bits: a row's gradient is one draw, and holds for
+small errors only."""
 
 
 @dataclass(frozen=True)
 class Guidance:
-    """The mean square, over output channels, of the end loss's gradient at each row that an operator makes.
+    """The root mean square, over output channels, of the end loss's gradient at each row that an operator makes.
 
-    A Hessian whose rows are weighted by it is, averaged over outputs, that of the end loss, where `sum of x x'` is that
-    of the operator's own squared error. But a few rows may have nearly all of the weight (the first token of a text,
-    which the others attend to), and a Hessian of so few rows does not hold for other data: weights are raised to the
-    largest power at which the effective number of rows, `(sum of w)**2 / sum of w**2`, is enough for the inputs.
+    A Hessian whose rows are weighted by the mean square is, averaged over outputs, that of the end loss, where `sum of
+    x x'` is that of the operator's own squared error. The root is half way between the two. Few rows may have nearly
+    all of the weight (the first token of a text, which the others attend to), and a Hessian of so few rows does not
+    hold for other data: the mean square is raised to the largest power up to the root at which the effective number of
+    rows, `(sum of w)**2 / sum of w**2`, is enough for the inputs.
 
     Attributes:
         weights: by operator's node and batch, float32, the shape of the output without its channels; 1 on average.
         reasons: why an operator has none, by its node.
 
     Source:
-        Kim et al. 2025 (GuidedQuant), equation 6 with one group of outputs; the gradient is that of labels which the
-        model draws from its own predictions instead of the data's.
+        Kim et al. 2025 (GuidedQuant), equation 6 with one group of outputs; the gradient is a draw from the model's own
+        predictions (`EndLoss.sampled`) instead of that of the data's labels, and the power is ours.
     """
 
     weights: dict[tuple[str, int], Tensor]
@@ -54,8 +56,10 @@ class Guidance:
     def measure(cls, gm: GraphModule, context: Context) -> Self:
         """Run every calibration batch through a float graph and back; return the weights of all quantized operators.
 
+        If the gradient does not pass an operator, none has weights, and the reason names the block.
+
         Raises:
-            CalibrationError: if there is no data, or the gradient ends on its way; the message names where.
+            CalibrationError: if there is no data.
         """
         context.require_batches()
         coded = [op for op in context.plan.values() if isinstance(op, Coded)]
@@ -64,13 +68,19 @@ class Guidance:
         inputs = {name: math.prod(linear.shape) // linear.shape[linear.output_axis] for name, linear in linears.items()}
         loss, weights = EndLoss.of(gm), dict[tuple[str, int], Tensor]()
         walk = BackWalk(gm, find_blocks(gm, Unit.BLOCK), named_nodes(gm), context, watched=frozenset(kernels))
-        generator = torch.Generator(context.device)
+        generator, blocked = torch.Generator(context.device), ""
         batches = range(len(context.batches))
         for batch in tqdm(batches, desc="guidance", unit="batch", disable=not context.progress, leave=False):
             generator.manual_seed(context.first + batch)
             gradients = loss.sampled(walk.forward(batch), context.kept_positions(batch), generator)
-            for name, gradient in walk.backward(gradients):
-                weights[name, batch] = gradient.float().square().mean(1 if kernels[name] else -1)
+            try:
+                for name, gradient in walk.backward(gradients):
+                    weights[name, batch] = gradient.float().square().mean(1 if kernels[name] else -1)
+            except NoGradientError as error:
+                blocked = str(error)
+                break
+        if blocked := next(filter(None, context.ranks.gather(blocked)), ""):
+            return cls({}, dict.fromkeys(kernels, blocked))
         return cls(*_tempered(weights, inputs, context))
 
     def of(self, operator: str, batch: int) -> Tensor | None:
