@@ -96,6 +96,7 @@ def _rows() -> list[Row]:
         Row("llama", "", "float", None),
         Row("llama", CT, "int4, groups of 128", _INT4),
         Row("llama", CT, "int4, groups of 32", _groups(SYMMETRIC, 32)),
+        Row("llama", CT, "uint4 with zero points, groups of 128", _groups(ASYMMETRIC, 128)),
         Row("llama", CT, "int4 per channel", _INT4.replace(weight=SYMMETRIC.replace(granularity=Granularity.CHANNEL))),
         Row("llama", CT, "int4, head too", _INT4.replace(exclude=_HEAD)),
         Row("llama", CT, "int4, attention in float", _INT4.replace(exclude=(*_ENDS, "*.self_attn.*"))),

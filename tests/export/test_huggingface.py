@@ -24,7 +24,7 @@ from quark_fx.config.quant_config import Granularity, Override, QuantConfig, Tar
 from quark_fx.export.checkpoints.experts import as_saved
 from quark_fx.export.checkpoints.values import unholdable
 from quark_fx.export.packing import pack, pack_awq, pack_columns, patterns
-from quark_fx.numbers.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, FP8_E5M2, INT4, INT8, UINT4, UINT8
+from quark_fx.numbers.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, FP8_E5M2, INT3, INT4, INT8, UINT4, UINT8
 from quark_fx.numbers.qparams import ScaleType, Symmetry
 from quark_fx.passes import Rotate
 from quark_fx.presets import (
@@ -84,6 +84,19 @@ SCHEMES: dict[str, tuple[QuantConfig, str]] = {
     "int4 in groups": (INT4_WEIGHT_ONLY.replace(exclude=FLOAT_ENDS), "pack-quantized"),
     "int4, scales of either sign": (
         QuantConfig(weight=FOURS.replace(symmetry=Symmetry.SIGN_AWARE), exclude=FLOAT_ENDS),
+        "pack-quantized",
+    ),
+    "uint4 in groups": (
+        QuantConfig(
+            weight=TensorSpec(format=UINT4, granularity=Granularity.GROUP, group_size=32), exclude=("op:embedding",)
+        ),
+        "pack-quantized",
+    ),
+    "int3 with zero points": (
+        QuantConfig(
+            weight=TensorSpec(format=INT3, granularity=Granularity.CHANNEL, symmetry=Symmetry.ASYMMETRIC),
+            exclude=FLOAT_ENDS,
+        ),
         "pack-quantized",
     ),
     "int4, int8 embedding": (INT4_WEIGHT_ONLY, "mixed-precision"),
@@ -187,9 +200,28 @@ def test_the_tokenizer_and_the_generation_config_lie_beside_it(tmp_path: Path) -
 
 
 REFUSED: dict[str, tuple[str, QuantConfig, str]] = {
-    "zero points": (
+    "zero points of an embedding": (
         "compressed-tensors",
         QuantConfig(weight=TensorSpec(format=UINT4, granularity=Granularity.GROUP, group_size=32)),
+        "embed_tokens: zero points",
+    ),
+    "zero points beside activations": (
+        "compressed-tensors",
+        W8A8.replace(weight=TensorSpec(format=UINT8, granularity=Granularity.CHANNEL), exclude=FLOAT_ENDS),
+        "up_proj: zero points",
+    ),
+    "zero points beside other weights": (
+        "compressed-tensors",
+        QuantConfig(
+            weight=FOURS.replace(symmetry=Symmetry.ASYMMETRIC),
+            overrides=(Override(pattern="*.q_proj", weight=FOURS),),
+            exclude=FLOAT_ENDS,
+        ),
+        "beside zero points all weights of a checkpoint but experts have the same",
+    ),
+    "zero points of a tensor": (
+        "compressed-tensors",
+        QuantConfig(weight=TensorSpec(format=UINT8), exclude=FLOAT_ENDS),
         "up_proj: zero points",
     ),
     "ragged groups": (

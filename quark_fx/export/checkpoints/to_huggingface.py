@@ -216,6 +216,8 @@ def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
         groups[f"group_{index}"] = {"targets": targets, "output_activations": None, **schemes[key]}
     formats = {scheme["format"] for scheme in schemes.values()}
     scales, cache = _cache(checkpoint)
+    # Transformers 5.23 has no place for packed zero points beside packed codes.
+    dequantized = {"dequantize": True} if _has_zero_points(schemes) else {}
     return tensors | scales, {
         "quant_method": "compressed-tensors",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
@@ -227,6 +229,7 @@ def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
             *(f"re:^{literal(path)}[.]" for path in checkpoint.left_stacks),
         ],
         "kv_cache_scheme": cache,
+        **dequantized,
     }
 
 
@@ -274,12 +277,23 @@ def _patterns(names: Iterable[str], others: Iterable[str]) -> list[str]:
 
 
 def _require_readable(schemes: Mapping[str, dict[str, Any]], members: Mapping[str, list[Layer]]) -> None:
-    """Raise if transformers would take the codes of some experts for others: it reads all by one scheme."""
+    """Raise if transformers would take some codes for others.
+
+    It reads all experts by one scheme, and all other layers by one if it dequantizes them.
+    """
     shown = ("num_bits", "strategy", "group_size")
     kinds = {key: f"{s['format']} {[s['weights'][what] for what in shown]}" for key, s in schemes.items()}
     found = {layer.stack: kinds[key] for key, some in members.items() for layer in some if layer.stack}
     if len(set(found.values())) > 1:
         raise unholdable([f"{name}: {kind}; all experts of a checkpoint have the same" for name, kind in found.items()])
+    others = {layer.name: key for key, some in members.items() for layer in some if not layer.stack}
+    if _has_zero_points(schemes) and len(set(others.values())) > 1:
+        rule = "beside zero points all weights of a checkpoint but experts have the same"
+        raise unholdable([f"{name}: {kinds[key]}; {rule}" for name, key in others.items()])
+
+
+def _has_zero_points(schemes: Mapping[str, dict[str, Any]]) -> bool:
+    return not all(scheme["weights"]["symmetric"] for scheme in schemes.values())
 
 
 def _divides_by_127(layer: Layer) -> bool:
@@ -293,13 +307,14 @@ def _scheme(layer: Layer) -> dict[str, Any]:
     weight, activation = layer.weight, layer.input
     if weight.has_offsets:
         raise ExportError(NO_OFFSETS)
-    if not weight.is_symmetric:
-        raise ExportError(
-            "zero points of weights, which transformers does not load; use symmetry='symmetric', or export "
-            "format='gptq' or 'awq'"
-        )
     strategy = "group" if group_size(weight) else "tensor" if weight.scale.numel() == 1 else "channel"
-    weights = _arguments(weight.format.bits, weight.is_float, True, strategy, False)
+    dense = layer.is_linear and not layer.stack
+    if not weight.is_symmetric and (activation is not None or not dense or strategy == "tensor"):
+        raise ExportError(
+            "zero points, which it holds for weights of linear layers per channel or group, beside float activations "
+            "and of no experts; use symmetry='symmetric'"
+        )
+    weights = _arguments(weight.format.bits, weight.is_float, weight.is_symmetric, strategy, False)
     weights["group_size"] = group_size(weight)
     if weight.is_float and (group_size(weight) or weight.format.bits < 8):
         return _block_scheme(layer, weights)
@@ -408,7 +423,10 @@ def _compressed(layer: Layer, kind: str) -> dict[str, Tensor]:
     scale = weight.scale.reshape(-1) if weight.scale.numel() == 1 else weight.scale
     tensors = {"weight_scale": scale}
     if kind == "pack-quantized":
-        tensors["weight_packed"] = pack(unsigned(weight)[0], weight.format.bits)
+        codes, zero_point = unsigned(weight)
+        tensors["weight_packed"] = pack(codes, weight.format.bits)
+        if not weight.is_symmetric:
+            tensors["weight_zero_point"] = pack_columns(zero_point, weight.format.bits)
         tensors["weight_shape"] = torch.tensor(weight.codes.shape, dtype=torch.int64)
     else:
         tensors["weight"] = weight.codes
