@@ -15,6 +15,7 @@ LANGUAGE = (
     "w4a16_gptq",
     "w4a16_awq",
     "w4a16_best",
+    "w4a16_best_asym",
     "w8a8_dynamic",
     "w4a4_dynamic",
     "fp8_dynamic",

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from torch import Tensor
 
-from quark_fx.solvers.hessian_trial import HessianTrial, MeasuredSite
+from quark_fx.solvers.hessian_trial import FeedbackTrial, HessianTrial, MeasuredSite
 from quark_fx.solvers.scaling import ScalingSolver, scaling_solver
 from quark_fx.system.options import Interval
 
@@ -25,10 +25,11 @@ class AWQ(ScalingSolver):
     below the largest weight of its group. Of the exponents it tries, on a grid from 0 to 1, each site takes those whose
     rounded weights change the outputs of the operators that read it least. That error is a quadratic form of the
     weights, so the data is read once, whatever is tried. Of wide operators every few outputs are asked. What is
-    no better on validation data is dropped. The judge is rounding to nearest: error feedback (`GPTQ`) makes up for much
-    of what scaling would, and at 4 bits in small groups and at 2 bits the two together may lose more than `GPTQ` alone.
+    no better on validation data is dropped. Set `feedback=True` if `GPTQ` follows: its error feedback makes up for much
+    of the error that scales for rounding to nearest are chosen by, and with those scales it may lose more than without.
 
     Args:
+        feedback: choose the scales that error feedback loses least with.
         steps: intervals of the grid; about every fifth of it is tried for each exponent, then what lies around.
         explicit: insert a multiplication where nothing before can absorb the scale.
 
@@ -38,11 +39,18 @@ class AWQ(ScalingSolver):
     Source:
         Lin et al. 2024 (AWQ), section 3.2, where `a` is the mean magnitude, `q` is 0, and the objective the error of a
         block; squares are what the error of an operator weighs by. llm-compressor's "duo" scales have `q = 1 - r`.
+        `feedback` is ours (`quark_fx.solvers.error_feedback.Factor.left_over`).
     """
 
     trial: ClassVar = HessianTrial
 
     steps: Annotated[int, Interval("[2, inf)")] = 20
+    feedback: bool = False
+
+    @property
+    def judge(self) -> type[HessianTrial]:
+        """Rounding to nearest, or with error feedback."""
+        return FeedbackTrial if self.feedback else HessianTrial
 
     @property
     def grid(self) -> dict[str, list[float]]:

@@ -56,6 +56,33 @@ class Factor:
     curvature: Tensor
     damping: float
 
+    @property
+    def curvature_by_input(self) -> Tensor:
+        """The curvature in the order of the weight's columns."""
+        return torch.empty_like(self.curvature).scatter_(-1, self.order, self.curvature)
+
+    def left_over(self, *others: Tensor) -> list[Tensor]:
+        """Return the squared error of the output, on some data, per squared rounding error of a column.
+
+        The rounding errors `u`, each of a column that made up for those before it, change the weight by
+        `u (I + feedback)^-1`. If they are independent, each counts by the diagonal of
+        `(I + feedback)^-1 H (I + feedback)^-T`.
+
+        Args:
+            others: Hessians of the data, shape (groups, inputs, inputs).
+
+        Returns:
+            For each, shape (groups, inputs), in the order of the weight's columns.
+        """
+        one = torch.eye(self.order.shape[-1], device=self.order.device, dtype=torch.float32).expand_as(self.feedback)
+        off = torch.linalg.solve_triangular(self.feedback, one, upper=True, unitriangular=True)
+        ordered, found = torch.empty_like(off), list[Tensor]()
+        for h in others:
+            _permute(h, self.order, ordered)
+            left = torch.cat([(some @ ordered).mul_(some).sum(-1) for some in off.split(_ROWS, -2)], -1)
+            found.append(torch.empty_like(left).scatter_(-1, self.order, left))
+        return found
+
 
 def factor(h: Tensor, *, damping: float, by_activation: bool) -> Factor:
     """Factor `h`.

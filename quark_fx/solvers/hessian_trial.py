@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from quark_fx.engine.block_walk import FloatRun, walk_float_blocks
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Context
 from quark_fx.engine.sizes import FLOAT32, BlockSize, Matrices, Need, Sizes, has_scales_apart
+from quark_fx.errors import CalibrationError
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import named_nodes
 from quark_fx.numbers.qparams import ScaleType
@@ -22,6 +24,7 @@ from quark_fx.plan.placement import Coded
 from quark_fx.plan.weights import quantize_tensor
 from quark_fx.rescale.components import Means, per_element
 from quark_fx.rescale.planned_sites import PlannedSite, Reader
+from quark_fx.solvers.error_feedback import at_once, factor
 from quark_fx.solvers.hessian import Entrance, Hessian
 from quark_fx.solvers.scaling import ScaleOf, Trial
 
@@ -37,6 +40,9 @@ _AT_ONCE = 1 << 20
 _ROWS = 512
 """Output channels, at least, that scales are judged on: every channel is scaled alike, so more add nothing."""
 
+_DAMPING = 0.01
+"""Of a Hessian that is factored, `GPTQ`'s."""
+
 _TRIES = 27
 """Scales that are tried for a site, about, on a grid of 21 by 21 points."""
 
@@ -49,14 +55,35 @@ class HessianTrial(Trial[LinearMap]):
     """A site and the outputs that rounded weights lose there, quadratic forms of the weights."""
 
     unread = "not every operator that reads it has codes"
+    moments: ClassVar = 2
+    """Matrices of the size of a Hessian that there are at once."""
 
     def __init__(self, gm: GraphModule, site: PlannedSite[LinearMap], found: _Found) -> None:
         weights = {reader: _Weight.of(gm, reader, found[reader][0].h.device) for reader in site.readers}
-        self.calibration = tuple(_Form(weight, found[reader][0]) for reader, weight in weights.items())
-        self.validation = tuple(_Form(weight, found[reader][1]) for reader, weight in weights.items())
+        counts = dict[int, tuple[Tensor | None, Tensor | None]]()
+        for learned, judge in found.values():  # which readers of one value share
+            try:
+                counts[id(learned)] = counts.get(id(learned)) or self.counts(learned, judge)
+            except CalibrationError as error:
+                self.refusal = str(error)
+                counts[id(learned)] = None, None
+        pairs = [(weight, found[reader], counts[id(found[reader][0])]) for reader, weight in weights.items()]
+        self.calibration = tuple(_Form(weight, seen[0], count[0]) for weight, seen, count in pairs)
+        self.validation = tuple(_Form(weight, seen[1], count[1]) for weight, seen, count in pairs)
         self.seen = MeasuredSite(site.site.channels, self.calibration)
         if not bool(self.seen.root_mean_square.isfinite().all()):
             self.refusal = "what it reads is too large to be squared"
+
+    @classmethod
+    def counts(cls, learned: Hessian, judge: Hessian) -> tuple[Tensor | None, Tensor | None]:
+        """Return what the squared error of a weight counts by, on calibration and on validation data, for each input.
+
+        `None` stands for the quadratic form, where errors of inputs that depend on each other add up or cancel.
+
+        Raises:
+            CalibrationError: if that cannot be said.
+        """
+        return None, None
 
     @classmethod
     def reads(cls, operator: Coded) -> LinearMap | None:
@@ -87,7 +114,7 @@ class HessianTrial(Trial[LinearMap]):
             return FLOAT32 * _COPIES * min(m.values, _AT_ONCE) if m.apart else _WHOLE * m.target + m.values
 
         def turn(block: BlockSize) -> int:
-            both = 2 * max((m.moment for m in block.matrices), default=0)
+            both = cls.moments * max((m.moment for m in block.matrices), default=0)
             kept = sum(
                 asked(m) * m.itemsize for m in block.matrices
             )  # or a weight that was scaled, before it is stored
@@ -184,10 +211,12 @@ class _Form:
     Attributes:
         weight: of the operator.
         seen: of what it reads.
+        count: what the squared error of a weight counts by (`HessianTrial.counts`), shape (groups, inputs).
     """
 
     weight: _Weight
     seen: Hessian
+    count: Tensor | None
 
     @property
     def squares(self) -> Tensor:
@@ -207,11 +236,19 @@ class _Form:
 
     def error(self, scale: Tensor) -> float:
         """Return the relative squared error of the operator's output if its site is scaled by `scale`."""
-        factor = per_element(self.weight.reader.labels, scale).to(self.seen.h.device)
-        noise = torch.zeros((), device=factor.device, dtype=torch.float32)
-        for index, real, s, rounded in self.weight.rounded(factor):
-            noise += self._square(index, rounded.dequantize().div_(s).sub_(real))
+        factors = per_element(self.weight.reader.labels, scale).to(self.seen.h.device)
+        noise = torch.zeros((), device=factors.device, dtype=torch.float32)
+        for index, real, s, rounded in self.weight.rounded(factors):
+            noise += self._noise(index, rounded.dequantize().div_(s).sub_(real))
         return float(noise / self._signal)
+
+    def _noise(self, index: tuple[slice, ...], lost: Tensor) -> Tensor:
+        """Return the squared error of the output where rounding to nearest adds `lost` to a part of the weight."""
+        if self.count is None:
+            return self._square(index, lost)
+        mapping = self.weight.reader.how
+        count = self.count[index[0]] if mapping.stacked else self.count
+        return (mapping.matrix(lost).square().sum(-2) * count).sum()
 
     @cached_property
     def _signal(self) -> Tensor:
@@ -226,6 +263,26 @@ class _Form:
         mapping, h = self.weight.reader.how, self.seen.h
         matrix = mapping.matrix(part)
         return ((matrix @ (h[index[0]] if mapping.stacked else h)) * matrix).sum()
+
+
+class FeedbackTrial(HessianTrial):
+    """A site and the outputs that error feedback loses there.
+
+    Its rounding errors are taken to be as large as those of rounding to nearest, and independent. Order and damping are
+    those of the Hessian before a scale is applied, which changes them a little.
+    """
+
+    moments = 5
+
+    @classmethod
+    def counts(cls, learned: Hessian, judge: Hessian) -> tuple[Tensor, Tensor]:
+        """Return what is left once the inputs that are rounded later make up for an error as they learned to."""
+        parts = [
+            factor(learned.h[some], damping=_DAMPING, by_activation=True).left_over(learned.h[some], judge.h[some])
+            for some in at_once(learned.h)
+        ]
+        one, other = (torch.cat(found) for found in zip(*parts, strict=True))
+        return one, other
 
 
 def _parts(reader: Reader[LinearMap], weight: Tensor) -> Iterator[tuple[slice, ...]]:
@@ -264,4 +321,4 @@ def _stride(outputs: int) -> int:
     return max(1, outputs // _ROWS)
 
 
-__all__ = ["HessianTrial", "MeasuredSite"]
+__all__ = ["FeedbackTrial", "HessianTrial", "MeasuredSite"]

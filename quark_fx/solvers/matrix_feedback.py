@@ -55,8 +55,7 @@ def _fitted_ranges(weight: QuantizedMatrix, target: Tensor, factors: Factors) ->
     columns, found = weight.ranged_columns, []
     assert columns is not None
     for matrices, factor in factors:
-        curvature = torch.empty_like(factor.curvature).scatter_(-1, factor.order, factor.curvature)
-        found.append(fit_ranges(target[matrices].float(), curvature, weight.scheme, columns))
+        found.append(fit_ranges(target[matrices].float(), factor.curvature_by_input, weight.scheme, columns))
     scale, offset = zip(*found, strict=True)
     return weight.with_ranges(torch.cat(scale), None if offset[0] is None else torch.cat(offset))
 

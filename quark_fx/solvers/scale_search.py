@@ -90,7 +90,7 @@ def fit_scales_to_feedback(
         Shape (groups, outputs, blocks), one of `RATIOS` each.
     """
     transfer = factor.feedback.square()
-    curvature = torch.empty_like(factor.curvature).scatter_(-1, factor.order, factor.curvature).unsqueeze(-2)
+    curvature = factor.curvature_by_input.unsqueeze(-2)
     scale, zero_point = (p.expand_as(weight) for p in (grid.scale, grid.zero_point))
     most = _AT_ONCE if weight.is_cpu else _AT_ONCE << 8
     lines = max(1, most // (len(weight) * weight.shape[-1]))

@@ -114,6 +114,11 @@ class ScalingSolver(Selective, ABC):
     explicit: bool = False
 
     @property
+    def judge(self) -> type[Trial[Any]]:
+        """The trial, or another one that an option asks for."""
+        return self.trial
+
+    @property
     @abstractmethod
     def grid(self) -> Mapping[str, Sequence[float]]:
         """The parameters to choose, each with its values in increasing order; by these names the report has them."""
@@ -130,13 +135,13 @@ class ScalingSolver(Selective, ABC):
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Scale the sites of `gm` that quantized operators read; return how many changed."""
         found = planned_sites(
-            gm, context, self, explicit=self.explicit, reads=self.trial.reads, unread=self.trial.unread
+            gm, context, self, explicit=self.explicit, reads=self.judge.reads, unread=self.judge.unread
         )
         sites, walk = dict(enumerate(found)), context.next_walk()
         known = list(_known(walk, context))
         left = {number: site for number, site in sites.items() if number not in {n for n, _, _ in known}}
         # Scales change the values between operators, so the data goes through the graph as it was.
-        measured = self.trial.measured(copy_graph(gm), left, context, type(self).__name__) if left else iter(())
+        measured = self.judge.measured(copy_graph(gm), left, context, type(self).__name__) if left else iter(())
         rest = self._settled(gm, measured, left, context)
         changed = 0
         for index, (number, scale, change) in enumerate(itertools.chain(known, rest)):
@@ -151,7 +156,7 @@ class ScalingSolver(Selective, ABC):
 
     def needs(self, sizes: Sizes) -> Need:
         """Return what a run takes."""
-        return self.trial.needs(sizes)
+        return self.judge.needs(sizes)
 
     def _settled(
         self,
@@ -161,7 +166,7 @@ class ScalingSolver(Selective, ABC):
         context: Context,
     ) -> Iterator[_Settled]:
         for number, found in measured:
-            settled = self._settle(self.trial(gm, sites[number], found), sites[number], context)
+            settled = self._settle(self.judge(gm, sites[number], found), sites[number], context)
             del found  # before the next site is measured
             # All ranks have to take the same; another processor may see a tie otherwise.
             yield number, *context.ranks.gather(settled)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from quark_fx.engine.block_walk import FloatRun
 from quark_fx.graph.pass_manager import Change
 from quark_fx.numbers.formats import INT4
 from quark_fx.numbers.qparams import Symmetry
-from quark_fx.passes import AWQ
+from quark_fx.passes import AWQ, GPTQ
 from quark_fx.plan.weights import quantize_tensor
 from quark_fx.presets import INT4_WEIGHT_ONLY, NVFP4_WEIGHT_ONLY
 from quark_fx.rescale.planned_sites import PlannedWeight
@@ -54,9 +55,9 @@ def chain(outputs: int) -> Chain:
 DATA = [rand(32, 16, seed=seed) for seed in range(1, 9)]
 
 
-def found(model: nn.Module, **changes: Any) -> Change:
+def found(model: nn.Module, *, feedback: bool = False, **changes: Any) -> Change:
     """Return what AWQ notes of `down`."""
-    config = GROUPS.replace(passes=(*GROUPS.passes, AWQ()))
+    config = GROUPS.replace(passes=(*GROUPS.passes, AWQ(feedback=feedback)))
     if changes:
         assert config.weight is not None
         config = config.replace(weight=config.weight.replace(**changes))
@@ -72,9 +73,28 @@ def exponents(change: Change) -> tuple[float, float]:
     return float(r.removeprefix("r ")), float(q.removeprefix("q "))
 
 
-def by_hand(model: Chain) -> dict[tuple[float, float], tuple[float, float]]:
+def left_by_feedback(learned: Tensor, y: Tensor, lost: Tensor) -> float:
+    """Return the squared error of outputs where inputs make up for the errors of those before, as learned."""
+    h = learned.double().T @ learned.double()
+    h += 0.01 * h.diagonal().mean() * torch.eye(len(h), dtype=torch.float64)
+    order = learned.square().sum(0).argsort(descending=True)
+    h, y, lost = h[order][:, order], y[:, order].double(), lost[:, order].double()
+    found = 0.0
+    for k in range(len(h)):  # an error of 1 there, and what makes up for it
+        off = torch.cat((torch.ones(1, dtype=torch.float64), -torch.linalg.solve(h[k + 1 :, k + 1 :], h[k + 1 :, k])))
+        found += float(lost[:, k].square().sum() * (y[:, k:] @ off).square().sum())
+    return found
+
+
+def lost_outputs(y: Tensor, lost: Tensor) -> float:
+    """Return the squared error of outputs."""
+    return float((y @ lost.T).square().sum())
+
+
+def by_hand(model: Chain, *, feedback: bool = False) -> dict[tuple[float, float], tuple[float, float]]:
     """Return the relative error of the outputs, on what is learned from and on validation data, for all exponents."""
     x, validation = (model.up(part).detach() for part in divided(DATA))
+    judge = partial(left_by_feedback, x) if feedback else lost_outputs
     weight = model.down.weight.detach()
     groups = weight.unflatten(1, (-1, 16)).abs()
     ratio = (groups / groups.amax(2, keepdim=True)).flatten(1).mean(0)
@@ -84,18 +104,19 @@ def by_hand(model: Chain) -> dict[tuple[float, float], tuple[float, float]]:
         assert GROUPS.weight is not None
         rounded = quantize_tensor(weight * scale, GROUPS.weight).dequantize() / scale
         lost = rounded - weight
-        one, other = (float((y @ lost.T).square().sum() / (y @ weight.T).square().sum()) for y in (x, validation))
+        one, other = (judge(y, lost) / float((y @ weight.T).square().sum()) for y in (x, validation))
         errors[r / 20, q / 20] = one, other
     return errors
 
 
-def test_the_exponents_are_those_that_change_the_outputs_least() -> None:
+@pytest.mark.parametrize("feedback", [False, True])
+def test_the_exponents_are_those_that_change_the_outputs_least(feedback: bool) -> None:
     model = chain(96)
     with torch.no_grad():
         model.down.weight *= torch.linspace(0.1, 1, 64)[torch.randperm(64, generator=torch.Generator().manual_seed(0))]
-    errors, change = by_hand(model), found(model)
+    errors, change = by_hand(model, feedback=feedback), found(model, feedback=feedback)
     best = exponents(change)
-    assert min(best) > 0
+    assert (max if feedback else min)(best) > 0
     assert change.after == pytest.approx(errors[best][1], rel=1e-4)
     assert change.before == pytest.approx(errors[0, 0][1], rel=1e-4)
     assert errors[best][0] <= 1.02 * min(learned for learned, _ in errors.values())
@@ -113,12 +134,13 @@ class Convolutions(nn.Module):
         return y
 
 
-def test_the_groups_of_a_convolution_have_channels_of_their_own() -> None:
+@pytest.mark.parametrize("feedback", [False, True])
+def test_the_groups_of_a_convolution_have_channels_of_their_own(feedback: bool) -> None:
     model, data = seeded(Convolutions()), [rand(4, 3, 8, 8, seed=seed) for seed in (1, 2)]
     with torch.no_grad():
         model.up.weight *= torch.linspace(0.1, 4, 16)[:, None, None, None]
     spec = TensorSpec(format=INT4, granularity=Granularity.CHANNEL)
-    config = qfx.QuantConfig(weight=spec, passes=(AWQ(),), exclude=("up",), target=Target.TORCH)
+    config = qfx.QuantConfig(weight=spec, passes=(AWQ(feedback=feedback),), exclude=("up",), target=Target.TORCH)
     changes = record_of(quantize(model, config, data), "AWQ").changes
     (change,) = [c for c in changes if c.changed]
     r, q = exponents(change)
@@ -129,10 +151,19 @@ def test_the_groups_of_a_convolution_have_channels_of_their_own() -> None:
     factor = scale.reshape(2, 1, 8, 1, 1).expand(2, 16, 8, 1, 1).flatten(0, 1)
     rounded = quantize_tensor(weight * factor, spec).dequantize() / factor
     lost, signal = (F.conv2d(validation, w, groups=2).square().sum() for w in (rounded - weight, weight))
+    if feedback:
+        parts = [y.movedim(1, -1).flatten(0, -2).split(8, -1) for y in (x, validation)]
+        parts.append((rounded - weight).flatten(1).split(16))
+        lost = torch.tensor(sum(itertools.starmap(left_by_feedback, zip(*parts, strict=True))), dtype=torch.float32)
     assert change.after == pytest.approx(float(lost / signal), rel=1e-3)
     assert change.after is not None
     assert change.before is not None
     assert change.after < 0.9 * change.before
+
+
+def mixed(seed: int) -> Tensor:
+    """Return rows of 64 inputs that depend on each other, as those of a network do."""
+    return rand(96, 64, seed=seed) @ rand(64, 64, seed=99).softmax(-1).add(0.3 * torch.eye(64))
 
 
 class Readers(nn.Module):
@@ -184,6 +215,28 @@ def test_all_readers_count_by_their_outputs_and_what_is_never_there_hardly(monke
     scale = a.clamp_min(1e-4) ** 0.5 / w.clamp_min(1e-4) ** 0.25
     torch.testing.assert_close(AWQ().scale(seen, (0.5, 0.25)), scale / (scale.max() * scale.min()).sqrt())
     assert float(seen.root_mean_square[3]) == float(seen.mean_weight[5]) == 0
+
+
+def test_scales_for_feedback_undo_outliers_better_than_those_for_rounding_to_nearest() -> None:
+    """In the second model some channels are large, and small weights read them."""
+    data, unseen = [mixed(seed) for seed in range(1, 9)], mixed(0)
+    errors = {}
+    for planted in (False, True):
+        model = seeded(Readers())
+        if planted:
+            with torch.no_grad():
+                model.norm.weight[::11] *= 30
+                model.norm.bias[::11] *= 30
+                for reader in (model.a, model.b):
+                    reader.weight[:, ::11] /= 30
+        for name, first in (("none", ()), ("nearest", (AWQ(),)), ("feedback", (AWQ(feedback=True),))):
+            qmodel = quantize(model, GROUPS.replace(passes=(*first, GPTQ()), exclude=()), data)
+            with torch.no_grad():
+                made, expected = qmodel(unseen), model(unseen)
+            lost = (float((m - e).square().mean()) for m, e in zip(made, expected, strict=True))
+            errors[planted, name] = sum(lost)
+    assert errors[False, "feedback"] < errors[False, "none"]
+    assert errors[True, "feedback"] < min(0.95 * errors[True, "nearest"], 0.2 * errors[True, "none"])
 
 
 class Shared(nn.Module):
@@ -323,9 +376,9 @@ def test_the_largest_part_that_a_scale_is_tried_on_is_predicted(
 class Stack(nn.Module):
     """Three matrices that multiply what a norm makes."""
 
-    def __init__(self) -> None:
+    def __init__(self, outputs: int = 1200) -> None:
         super().__init__()
-        self.norm, self.weight = nn.LayerNorm(64), nn.Parameter(torch.randn(3, 64, 1200))
+        self.norm, self.weight = nn.LayerNorm(64), nn.Parameter(torch.randn(3, 64, outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.bmm(self.norm(x), self.weight)
@@ -350,3 +403,21 @@ def test_of_wide_matrices_in_a_stack_some_outputs_are_asked(monkeypatch: pytest.
     monkeypatch.setattr(hessian_trial, "_AT_ONCE", 64 * 600 + 1)
     qfx.quantize(model, config, [rand(3, 8, 64, seed=seed) for seed in (1, 2)], progress=False)
     assert set(asked) == {(1, 64, 600)}
+
+
+def test_what_feedback_leaves_of_a_stack_is_that_of_its_matrices() -> None:
+    """The last matrix reads zeros: what it loses does not count."""
+    model, data = seeded(Stack(48)), [rand(3, 40, 64, seed=seed) for seed in (1, 2)]
+    with torch.no_grad():
+        model.norm.weight.mul_(torch.linspace(0.2, 4, 64))
+        for batch in data:
+            batch[2] = 0
+    config = GROUPS.replace(passes=(AWQ(feedback=True),), exclude=())
+    (change,) = record_of(quantize(model, config, data), "AWQ").changes
+    assert config.weight is not None
+    lost = signal = 0.0
+    for x, y, weight in zip(*(model.norm(part).detach() for part in data), model.weight.detach(), strict=True):
+        rounded = quantize_tensor(weight.T, config.weight).dequantize()
+        lost += left_by_feedback(x, y, rounded - weight.T) if x.any() else 0.0
+        signal += float((y @ weight).square().sum())
+    assert change.before == pytest.approx(lost / signal, rel=1e-3)
