@@ -9,8 +9,8 @@ percentage of these images that are classified correctly, both means over the ro
 rounds, of the ratio of the CPU seconds of `quantize`, after over before; *MiB* is how much the process grew while it
 ran, the smallest of the rounds. *Other tensors* counts the initializers of the exported ONNX file that differ in the
 first round. The second table counts the code of the package: *asserts on optionals* are `assert x is not None`, classes
-that *hold codes* have fields for codes and for a scale, *private names* begin with an underscore. `--write` updates
-`docs/against_commit.md`.
+that *hold codes* have fields for an array of codes and for a scale, *private names* begin with an underscore. `--write`
+updates `docs/against_commit.md`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import ast
 import hashlib
 import json
 import os
+import re
 import resource
 import statistics
 import subprocess
@@ -160,7 +161,7 @@ def counted(tree: Path) -> dict[str, float]:
         "modules on the top floor": len([f for f in (tree / "quark_fx").glob("*.py") if f.name != "__init__.py"]),
         "asserts on optionals": sum(_asserts_not_none(node) for node in nodes),
         "classes that hold codes": sum(_holds_codes(node) for node in nodes),
-        "private names of torch and transformers": len({name for one in parsed for name in _private(one)}),
+        "private names of torch and transformers": len(_longest({name for one in parsed for name in _private(one)})),
         "CPU seconds of `import quark_fx` after torch": round(min(float(r.stdout) for r in run), 2),
     }
 
@@ -175,9 +176,12 @@ def _holds_codes(node: ast.AST) -> bool:
     if not isinstance(node, ast.ClassDef):
         return False
     fields = {
-        item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+        item.target.id: ast.unparse(item.annotation)
+        for item in node.body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
     }
-    return bool(fields & {"codes", "code"}) and bool(fields & {"scale", "scales"})
+    tensors = any(re.search("Tensor|[Aa]rray", fields.get(name, "")) for name in ("codes", "code"))
+    return tensors and bool(fields.keys() & {"scale", "scales"})
 
 
 def _private(module: ast.Module) -> Iterator[str]:
@@ -185,10 +189,15 @@ def _private(module: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("torch", "transformers"):
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
-                if any(part.startswith("_") for part in name.split(".")):
+                if any(part.startswith("_") and not part.endswith("__") for part in name.split(".")):
                     yield name
-        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith(("torch._", "transformers._")):
+        elif isinstance(node, ast.Attribute) and re.match(r"(torch|transformers)\._(?!_)", ast.unparse(node)):
             yield ".".join(ast.unparse(node).split(".")[:3])
+
+
+def _longest(names: set[str]) -> set[str]:
+    """Return the names without the modules of other names: `torch._ops` beside `torch._ops.OpOverload`."""
+    return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
