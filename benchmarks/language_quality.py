@@ -1,6 +1,6 @@
 """What the ways to round a language model's weights are worth: perplexity and divergence of trained models.
 
-    python -m benchmarks.language_quality [--models llama gpt2 opt qwen3_moe] [--write]
+    python -m benchmarks.language_quality [--models llama gpt2 opt qwen3_moe llama_outliers] [--write]
 
 The models are those of `benchmarks.language_models`, calibrated on 64 windows of their training text, judged on 40,800
 tokens of files that nothing else is taken from. Results are kept beside the models, so that an interrupted run
@@ -24,6 +24,7 @@ from quark_fx.numbers.formats import INT2, INT3, INT4, IntFormat
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.observers import Hqq
 from quark_fx.passes import AWQ, GPTQ, AutoRound, FitScales
+from quark_fx.presets import W4A16_BEST, W4A16_BEST_ASYM
 
 FORMATS: dict[str, IntFormat] = {"4 bits": INT4, "3 bits": INT3, "2 bits": INT2}
 GROUPS: dict[str, int | None] = {"groups of 32": 32, "groups of 128": 128, "per channel": None}
@@ -42,11 +43,13 @@ METHODS: dict[str, tuple[dict[str, Any], Sequence[GraphPass]]] = {
     "AWQ + GPTQ": (_PLAIN, (AWQ(), GPTQ())),
     "best": (_SIGNED, (GPTQ(asymmetry=0.5, fit_scales=True),)),
     "best, guided": (_SIGNED, (GPTQ(asymmetry=0.5, fit_scales=True, guided=True),)),
+    "w4a16_best": (_SIGNED, W4A16_BEST.passes[-2:]),
+    "w4a16_best_asym": ({"symmetry": Symmetry.ASYMMETRIC}, W4A16_BEST_ASYM.passes[-2:]),
     "AutoRound, sign-aware": (_SIGNED, (AutoRound(),)),
 }
 """Fields of the weights' spec, and passes."""
 
-ONE_GROUP = ("gpt2", "opt", "qwen3_moe")
+ONE_GROUP = ("gpt2", "opt", "qwen3_moe", "llama_outliers")
 """Models that are measured in groups of 128 only."""
 
 
@@ -97,7 +100,9 @@ def page(models: Sequence[str]) -> str:
 Perplexity of held-out text, and in brackets the mean divergence (KL, nats per token) of the predictions from the float
 model's. Small models trained here on the text that comes with Python; embeddings and head stay in float. Scales are
 symmetric and use every code (HQQ: asymmetric; *best*: sign-aware, `GPTQ(asymmetry=0.5, fit_scales=True)`;
-*guided*: with `guided=True`). Reproduce with `python -m benchmarks.language_quality`.
+*guided*: with `guided=True`; the preset `w4a16_best`: *best, guided* after `AWQ(feedback=True)`; `w4a16_best_asym`: the
+same with zero points). Reproduce with
+`python -m benchmarks.language_quality`.
 
 {chr(10).join(parts)}
 {environment()}
