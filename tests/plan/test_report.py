@@ -66,7 +66,9 @@ def test_the_bytes_are_those_of_what_is_stored(preset: str) -> None:
         scales = state.get(f"{row.name}.weight_scale", torch.empty(0)).numel()
         stored = {"e8m0_even": scales, "e4m3 scales": scales + 4, "e8m0_floor": scales // 8 + weight.numel() // 16}
         kind = next((kind for kind in stored if kind in row.weight), "")
-        assert row.bytes_after == weight.numel() * bits // 8 + stored.get(kind, scales * 4)
+        points = state.get(f"{row.name}.weight_zero_point", torch.empty(0))
+        packed = points.numel() * bits // 8 if points.any() else 0
+        assert row.bytes_after == weight.numel() * bits // 8 + stored.get(kind, scales * 4) + packed
     totals = qmodel.report().totals
     assert totals["operators"] == 3
     assert totals["quantized"] == sum(not row.reason for row in qmodel.report())
