@@ -120,7 +120,7 @@ _SIGN_AWARE = _GROUPS.replace(symmetry=Symmetry.SIGN_AWARE)
 W4A16_BEST = W4A16_RTN.replace(weight=_SIGN_AWARE, passes=(*_FUSE, AWQ(feedback=True), replace(_FEEDBACK, guided=True)))
 """What is most accurate at the bits of `W4A16_RTN`: scales of either sign that fit the data, AWQ's scales where GPTQ
 loses less with them, and GPTQ half way towards the float model's own activations, guided by the model's predictions;
-four to five times the time of `W4A16_GPTQ`."""
+about four times the time of `W4A16_GPTQ`."""
 
 W4A16_BEST_ASYM = W4A16_BEST.replace(weight=_GROUPS.replace(symmetry=Symmetry.ASYMMETRIC))
 """`W4A16_BEST` with zero points, for 0.03 bits more; experts with zero points have no place in a checkpoint."""
