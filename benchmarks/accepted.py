@@ -2,11 +2,11 @@
 
     python -m benchmarks.accepted [--networks cnn mobilenet vit llama gpt2 opt qwen3_moe] [--write]
 
-Every solver quantizes the networks of `tests/networks.py`, those for weights the language models of
-`benchmarks.language_models`, too. *Kept* and *skipped* count changes, *worse* the kept ones whose error on validation
+Every solver quantizes the networks of `tests/networks.py`, and those for weights also the language models of
+`benchmarks.language_models`. *Kept* and *skipped* count changes, *worse* the kept ones whose error on validation
 data rose, or was not measured; *largest ratio* is that of the error after over before, of those that were kept.
 *Report* is the largest difference, in dB, between the noise of a weight as the report has it and as it is computed from
-the weights of a model that was stored and loaded; passes that scale the float weights first have none. `--write`
+the weights of a model that was saved and loaded; passes that scale the float weights first have none. `--write`
 updates `docs/accepted.md`.
 """
 
@@ -52,7 +52,7 @@ WEIGHTS: dict[str, tuple[GraphPass, ...]] = {
 }
 """Solvers that int4 weights in groups of 16 are quantized by."""
 
-ALL: dict[str, tuple[GraphPass, ...]] = {
+STATIC: dict[str, tuple[GraphPass, ...]] = {
     "SmoothQuant": (SmoothQuant(),),
     "BiasCorrection": (BiasCorrection(),),
     "AdaRound": (AdaRound(iterations=200),),
@@ -72,7 +72,7 @@ def _subject(name: str) -> tuple[nn.Module, list[Any], dict[str, tuple[QuantConf
         return subject.model, subject.calibration, configs
     network = trained(name)
     configs = {what: (config.replace(exclude=()), solver) for what, (config, solver) in configs.items()}
-    for what, some in ALL.items():
+    for what, some in STATIC.items():
         configs[what] = INT8_STATIC.replace(passes=(*INT8_STATIC.passes, *some)), some[-1]
     return network.model, network.calibration, configs
 

@@ -41,7 +41,7 @@ _ROWS = 512
 """Output channels, at least, that scales are judged on: every channel is scaled alike, so more add nothing."""
 
 _DAMPING = 0.01
-"""Of a Hessian that is factored, `GPTQ`'s."""
+"""Of a Hessian that is factored: the default of `GPTQ`."""
 
 _TRIES = 27
 """Scales that are tried for a site, about, on a grid of 21 by 21 points."""
@@ -81,7 +81,7 @@ class HessianTrial(Trial[LinearMap]):
         `None` stands for the quadratic form, where errors of inputs that depend on each other add up or cancel.
 
         Raises:
-            CalibrationError: if that cannot be said.
+            CalibrationError: if the Hessian has no factor.
         """
         return None, None
 
@@ -276,7 +276,7 @@ class FeedbackTrial(HessianTrial):
 
     @classmethod
     def counts(cls, learned: Hessian, judge: Hessian) -> tuple[Tensor, Tensor]:
-        """Return what is left once the inputs that are rounded later make up for an error as they learned to."""
+        """Return what is left of each error after error feedback, which is learned from the calibration data."""
         parts = [
             factor(learned.h[some], damping=_DAMPING, by_activation=True).left_over(learned.h[some], judge.h[some])
             for some in at_once(learned.h)
