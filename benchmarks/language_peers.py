@@ -119,6 +119,7 @@ def rows(iterations: int) -> tuple[Row, ...]:
             "GPTQ(asymmetry=0.5, fit_scales=True), sign-aware",
             {"passes": [QUALITY], "symmetry": "sign_aware"},
         ),
+        Row("quark_fx", "w4a16_best", {"preset": "w4a16_best"}),
         Row("quark_fx", "AWQ()", {"passes": ["AWQ"]}, 2),
         Row("quark_fx", "AWQ(), FitScales()", {"passes": ["AWQ", "FitScales"]}, 2),
         Row("quark_fx", "AWQ(), GPTQ()", {"passes": ["AWQ", "GPTQ"]}),

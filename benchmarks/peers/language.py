@@ -82,14 +82,14 @@ class Job:
 
 
 def quark_fx(job: Job) -> Found:
-    """Quantize with `passes` (names and options) after those of `W4A16_RTN`, and weights of `symmetry`."""
+    """Quantize with a `preset`, by default `w4a16_rtn`, `passes` (names and options) after its own, and `symmetry`."""
     import quark_fx as qfx
     from quark_fx.graph.pass_manager import pass_from_dict
 
-    base = qfx.presets.W4A16_RTN
+    base = qfx.presets.PRESETS[job.options.get("preset", "w4a16_rtn")]
     assert base.weight is not None
     spec = base.weight.replace(symmetry=job.options.get("symmetry", base.weight.symmetry))
-    config = base.replace(weight=spec, passes=(*base.passes, *map(pass_from_dict, job.options["passes"])))
+    config = base.replace(weight=spec, passes=(*base.passes, *map(pass_from_dict, job.options.get("passes", ()))))
     model = job.model()
     qmodel = qfx.quantize(model, config, [{"input_ids": batch} for batch in job.batches], progress=False)
     job.quantized()
