@@ -9,16 +9,19 @@ percentage of these images that are classified correctly, both means over the ro
 rounds, of the ratio of the CPU seconds of `quantize`, after over before; *MiB* is how much the process grew while it
 ran, the smallest of the rounds. *Other tensors* counts the initializers of the exported ONNX file that differ in the
 first round. The second table counts the code of the package: *asserts on optionals* are `assert x is not None`, classes
-that *hold codes* have fields for an array of codes and for a scale, *private names* begin with an underscore. `--write`
-updates `docs/against_commit.md`.
+that *hold codes* have fields for an array of codes and for a scale, *private names* begin with an underscore, *lines
+repeated* are in runs of six or more statements that stand elsewhere, too, *of one shape* where only names and constants
+differ. `--write` updates `docs/against_commit.md`.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import copy
 import hashlib
 import json
+import keyword
 import os
 import re
 import resource
@@ -162,8 +165,50 @@ def counted(tree: Path) -> dict[str, float]:
         "asserts on optionals": sum(_asserts_not_none(node) for node in nodes),
         "classes that hold codes": sum(_holds_codes(node) for node in nodes),
         "private names of torch and transformers": len(_longest({name for one in parsed for name in _private(one)})),
+        "lines repeated, per thousand": _per_thousand(_repeated(parsed, str), sources),
+        "lines repeated or of one shape, per thousand": _per_thousand(_repeated(parsed, _shape), sources),
         "CPU seconds of `import quark_fx` after torch": round(min(float(r.stdout) for r in run), 2),
     }
+
+
+def _per_thousand(lines: int, sources: list[str]) -> float:
+    return round(1000 * lines / sum(source.count("\n") for source in sources), 1)
+
+
+RUN = 6
+"""Statements that count as repeated if as many in a row stand elsewhere, too."""
+
+
+def _repeated(modules: list[ast.Module], spelled: Callable[[str], str]) -> int:
+    """Count the statements, without imports and docstrings, in runs that are spelled alike in more than one place."""
+    places: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+    for number, module in enumerate(modules):
+        lines = [spelled(line) for line in _statements(module)]
+        for start in range(len(lines) - RUN + 1):
+            places.setdefault(tuple(lines[start : start + RUN]), []).append((number, start))
+    alike = [place for found in places.values() if len(found) > 1 for place in found]
+    return len({(number, start + i) for number, start in alike for i in range(RUN)})
+
+
+def _statements(module: ast.Module) -> Iterator[str]:
+    """Yield each statement's first logical line, in the order of the file: a block's body follows it."""
+    statements = [
+        n for n in ast.walk(module) if isinstance(n, ast.stmt) and not isinstance(n, ast.Import | ast.ImportFrom)
+    ]
+    for statement in sorted(statements, key=lambda n: (n.lineno, n.col_offset)):
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            continue
+        bare = copy.copy(statement)
+        for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+            if hasattr(bare, block):
+                setattr(bare, block, [])
+        yield ast.unparse(bare)
+
+
+def _shape(line: str) -> str:
+    """Return a statement with its names and constants replaced by one of each."""
+    line = re.sub(r"""(['"]).*?\1""", "0", line)
+    return re.sub(r"\b(?!(?:%s)\b)\w+" % "|".join(keyword.kwlist), "x", line)  # noqa: UP031
 
 
 def _asserts_not_none(node: ast.AST) -> bool:
