@@ -9,8 +9,8 @@ percentage of these images that are classified correctly, both means over the ro
 rounds, of the ratio of the CPU seconds of `quantize`, after over before; *MiB* is how much the process grew while it
 ran, the smallest of the rounds. *Other tensors* counts the initializers of the exported ONNX file that differ in the
 first round. The second table counts the code of the package: *asserts on optionals* are `assert x is not None`, classes
-that *hold codes* have fields for an array of codes and for a scale, *private names* begin with an underscore, *lines
-repeated* are in runs of six or more statements that stand elsewhere, too, *of one shape* where only names and constants
+that *hold codes* have fields for an array of codes and for a scale, *private names* begin with an underscore,
+*statements repeated* are in runs of six or more that another place has too, *of one shape* if only names and constants
 differ. `--write` updates `docs/against_commit.md`.
 """
 
@@ -165,18 +165,18 @@ def counted(tree: Path) -> dict[str, float]:
         "asserts on optionals": sum(_asserts_not_none(node) for node in nodes),
         "classes that hold codes": sum(_holds_codes(node) for node in nodes),
         "private names of torch and transformers": len(_longest({name for one in parsed for name in _private(one)})),
-        "lines repeated, per thousand": _per_thousand(_repeated(parsed, str), sources),
-        "lines repeated or of one shape, per thousand": _per_thousand(_repeated(parsed, _shape), sources),
+        "statements repeated, per 1,000 lines": _per_thousand(_repeated(parsed, str), sources),
+        "statements repeated or of one shape, per 1,000 lines": _per_thousand(_repeated(parsed, _shape), sources),
         "CPU seconds of `import quark_fx` after torch": round(min(float(r.stdout) for r in run), 2),
     }
 
 
-def _per_thousand(lines: int, sources: list[str]) -> float:
-    return round(1000 * lines / sum(source.count("\n") for source in sources), 1)
+def _per_thousand(statements: int, sources: list[str]) -> float:
+    return round(1000 * statements / sum(source.count("\n") for source in sources), 1)
 
 
 RUN = 6
-"""Statements that count as repeated if as many in a row stand elsewhere, too."""
+"""Statements in a row that count as repeated if another place has the same ones."""
 
 
 def _repeated(modules: list[ast.Module], spelled: Callable[[str], str]) -> int:
