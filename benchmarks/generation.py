@@ -52,7 +52,7 @@ class Rounded(DynamicCache):  # type: ignore[misc]
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append and return all."""
-        first, name = not self.get_seq_length(layer), f"past_key_values.layers.{layer}."
+        first, name = not self.get_seq_length(layer), f"layers.{layer}."
         rounded = self.scales.round(f"{name}keys", keys), self.scales.round(f"{name}values", values)
         result: tuple[Tensor, Tensor] = super().update(*rounded, layer, *args, **kwargs)
         return (keys, values) if first and not self.always else result

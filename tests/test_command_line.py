@@ -681,7 +681,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "images for another network": (
         lambda _: ("evaluate", "factories:cnn", "--data", "images", "--image-size", 12),
-        r"the Sequential does not run on a batch: mat1 and mat2",
+        r"the Sequential does not run on a batch: (addmm: )?mat1 and mat2",
     ),
     "images as text": (
         lambda _: ("evaluate", "factories:cnn", "--data", "x.npy", "--task", "language-modeling"),

@@ -32,6 +32,7 @@ from quark_fx.capture.capture_errors import (
     warn_of_fixed_batch,
 )
 from quark_fx.capture.normalization import Captured, normalize
+from quark_fx.data.cache_names import CACHE_NAMES
 from quark_fx.errors import CaptureError
 from quark_fx.graph.nodes import static_size, target_name
 from quark_fx.graph.signature import bind, parameter_names, split_batch
@@ -63,7 +64,7 @@ def capture_graph(
     require_capturable(model)
     args, kwargs = split_batch(example_batch)
     names = parameter_names(model.forward)
-    if _is_hugging_face(model) and "use_cache" in names and not {"use_cache", "past_key_values"} & set(kwargs):
+    if _is_hugging_face(model) and "use_cache" in names and not {"use_cache", *CACHE_NAMES} & set(kwargs):
         # Keys and values of a cache nobody asked for would be results, which no pass may rescale.
         kwargs = {**kwargs, "use_cache": False}
     require_inputs_fit(model, (args, kwargs))
@@ -200,7 +201,7 @@ def _no_cache_within(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[No
     """Keep models of transformers that `model` wraps, as a PeftModel does, from returning a cache nobody asked for."""
     transformers = sys.modules.get("transformers")
     configs: list[Any] = []
-    if transformers is not None and not _is_hugging_face(model) and not {"use_cache", "past_key_values"} & set(kwargs):
+    if transformers is not None and not _is_hugging_face(model) and not {"use_cache", *CACHE_NAMES} & set(kwargs):
         wrapped: list[Any] = [m.config for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
         configs = [config for config in wrapped if getattr(config, "use_cache", None)]
     for config in configs:

@@ -34,6 +34,7 @@ from transformers import (
 )
 
 import quark_fx as qfx
+from quark_fx.data.cache_names import CACHE_NAMES
 from quark_fx.errors import ExportError
 from quark_fx.export.generation.genai_config import genai_config, name_cache
 from quark_fx.export.generation.to_genai import require_generator
@@ -191,10 +192,10 @@ def graph(**shapes: tuple[Any, ...]) -> ir.Graph:
     return ir.Graph(inputs, outputs, nodes=[], opset_imports={"": 21})
 
 
-def cache(*layers: int, values: int = 8) -> dict[str, tuple[Any, ...]]:
+def cache(*layers: int, values: int = 8, name: str = "cache") -> dict[str, tuple[Any, ...]]:
     """Return the shapes of the caches of some layers: 3 heads (a number written as a symbol), 8 channels of keys."""
     return {
-        f"{side}__past_key_values__layers__{layer}__{kind}s": (1, "3", "n", 8 if kind == "key" else values)
+        f"{side}__{name}__layers__{layer}__{kind}s": (1, "3", "n", 8 if kind == "key" else values)
         for layer in layers
         for side in ("input", "output")
         for kind in ("key", "value")
@@ -204,8 +205,9 @@ def cache(*layers: int, values: int = 8) -> dict[str, tuple[Any, ...]]:
 SEEN: dict[str, tuple[Any, ...]] = {"input_ids": (1, "t"), "logits": (1, "t", 50)}
 
 
-def test_caches_get_the_names_of_the_configuration() -> None:
-    found = graph(**SEEN, **cache(0, 10))
+@pytest.mark.parametrize("name", CACHE_NAMES)
+def test_caches_get_the_names_of_the_configuration(name: str) -> None:
+    found = graph(**SEEN, **cache(0, 10, name=name))
     assert name_cache(found) == 2
     names = {str(value.name) for value in (*found.inputs, *found.outputs)}
     assert names == {"input_ids", "logits"} | {

@@ -37,6 +37,7 @@ from transformers.exporters.quantizers import ExportQuantizer
 
 import quark_fx as qfx
 from quark_fx.config.quant_config import Granularity, TensorSpec
+from quark_fx.data.cache_names import CACHE_NAMES, held_in_cache, returned_cache
 from quark_fx.errors import CalibrationError, ExportError
 from quark_fx.export import CacheScales, GenerationQuantizer, generator, share_weights
 from quark_fx.export.generation.generator import _options
@@ -110,7 +111,7 @@ class Rounded(DynamicCache):  # type: ignore[misc]
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
         """Append, and return all."""
-        first, name = not self.get_seq_length(layer), f"past_key_values.layers.{layer}."
+        first, name = not self.get_seq_length(layer), f"layers.{layer}."
         rounded = self.scales.round(f"{name}keys", keys), self.scales.round(f"{name}values", values)
         result = super().update(*rounded, layer, *args, **kwargs)
         return (keys, values) if first else result
@@ -123,10 +124,11 @@ def require_same_codes(runs: Any, model: Any, scales: CacheScales) -> None:
         inputs = {"input_ids": ids, "position_ids": positions.expand(2, -1), "use_cache": True}
         with torch.no_grad():
             model(**inputs, past_key_values=rounded)
-        past = runs(**inputs, past_key_values=past).past_key_values
+        past, again = [returned_cache(runs(**inputs, **{name: past})) for name in CACHE_NAMES]
+        assert all(torch.equal(one.keys, other.keys) for one, other in zip(past.layers, again.layers, strict=True))
         for index, (ours, theirs) in enumerate(zip(past.layers, rounded.layers, strict=True)):
             for kind in ("keys", "values"):
-                expected = scales.quantize(f"past_key_values.layers.{index}.{kind}", getattr(theirs, kind))
+                expected = scales.quantize(f"layers.{index}.{kind}", getattr(theirs, kind))
                 codes = getattr(ours, kind)
                 assert codes.dtype == torch.int8
                 assert (codes != expected).float().mean() < 0.01
@@ -286,7 +288,7 @@ def test_codes_are_appended_to_codes_and_looked_up_as_codes() -> None:
         "transformer.wte.weight_codes",
         "transformer.wpe.weight_codes",
     ]
-    past = {v.name: v.dtype for v in (*decode.graph.inputs, *decode.graph.outputs) if "past" in (v.name or "")}
+    past = {v.name: v.dtype for v in (*decode.graph.inputs, *decode.graph.outputs) if held_in_cache(v.name)}
     assert len(past) == 4
     assert set(past.values()) == {ir.DataType.INT8}
     expected = model.generate(PROMPT[:1], past_key_values=Rounded(scales), **GREEDY)
@@ -309,7 +311,7 @@ def test_an_int8_cache_has_the_scales_of_the_configuration() -> None:
         torch.testing.assert_close(scale, measured.scales[name])
     exported = export(model, GenerationQuantizer(cache=scales), "cpu")
     inputs = exported.components["decode"].program.graph.inputs
-    assert [v.dtype for v in inputs if "past" in (v.name or "")] == [ir.DataType.INT8] * 4
+    assert [v.dtype for v in inputs if held_in_cache(v.name)] == [ir.DataType.INT8] * 4
     runs = generator(exported, threads=1)
     assert torch.equal(runs.generate(PROMPT, **GREEDY), model.generate(PROMPT, **GREEDY))
 
@@ -531,8 +533,8 @@ def _cached(taken: str, operator: str) -> ir.Model:
 
 
 def test_a_cache_that_was_not_measured_or_does_not_grow_is_refused() -> None:
-    scales = CacheScales({"past_key_values.layers.0.keys": torch.ones(1, 2, 1, 4)})
-    with pytest.raises(ExportError, match=r"layers.0.keys, past_key_values.layers.5.keys; measure this model"):
+    scales = CacheScales({"layers.0.keys": torch.ones(1, 2, 1, 4)})
+    with pytest.raises(ExportError, match=r"layers.0.keys, layers.5.keys; measure this model"):
         use_int8_cache(_cached("layers.5.keys", "Concat"), scales)
     with pytest.raises(ExportError, match="is made by Add; an int8 cache is for caches that grow"):
         use_int8_cache(_cached("layers.0.keys", "Add"), scales)
@@ -553,7 +555,7 @@ def test_a_cache_that_was_not_measured_or_does_not_grow_is_refused() -> None:
 def test_a_cache_is_measured_on_batches_that_are_finite() -> None:
     def model(values: Tensor, use_cache: bool) -> Any:
         assert use_cache
-        return SimpleNamespace(past_key_values=DynamicCache([(values, -2 * values)]))
+        return SimpleNamespace(cache=DynamicCache([(values, -2 * values)]))
 
     batches = [
         {"values": torch.tensor([[[[1.0, -3.0]], [[0.0, 2.0]]]])},
@@ -561,12 +563,12 @@ def test_a_cache_is_measured_on_batches_that_are_finite() -> None:
     ]
     scales = CacheScales.measure(model, batches).scales
     largest = torch.tensor([[[[1.0, 4.0]], [[127.0, 2.0]]]])  # a channel without values is scaled by 1
-    torch.testing.assert_close(scales["past_key_values.layers.0.keys"], largest / 127)
+    torch.testing.assert_close(scales["layers.0.keys"], largest / 127)
     twice = torch.tensor([[[[2.0, 8.0]], [[127.0, 4.0]]]])
-    torch.testing.assert_close(scales["past_key_values.layers.0.values"], twice / 127)
+    torch.testing.assert_close(scales["layers.0.values"], twice / 127)
     with pytest.raises(CalibrationError, match="pass at least one"):
         CacheScales.measure(model, [])
-    with pytest.raises(CalibrationError, match=r"not finite in past_key_values.layers.0.keys"):
+    with pytest.raises(CalibrationError, match=r"not finite in layers.0.keys"):
         CacheScales.measure(model, [{"values": torch.full((1, 2, 4, 2), torch.nan)}])
 
 

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quark_fx.data.cache_names import returned_cache
 from quark_fx.errors import CalibrationError, ExportError
 from quark_fx.numbers.formats import INT8
-
-PAST = "past_key_values"
-"""What `transformers` calls a cache."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +19,8 @@ class CacheScales:
     """What an int8 KV cache multiplies its codes by.
 
     Attributes:
-        scales: float32, shape `(1, heads, 1, channels)`, by the name `transformers` gives to the keys or values of a
-            layer, such as `past_key_values.layers.0.keys`.
+        scales: float32, shape `(1, heads, 1, channels)`, by the name of the keys or values of a layer in a cache of
+            `transformers`, such as `layers.0.keys`.
     """
 
     scales: Mapping[str, Tensor]
@@ -44,8 +42,8 @@ class CacheScales:
         largest: dict[str, Tensor] = {}
         for batch in batches:
             with torch.no_grad():
-                cache = model(**batch, use_cache=True).past_key_values
-            for name, value in get_leaf_tensors({PAST: cache}).items():
+                cache = returned_cache(model(**batch, use_cache=True))
+            for name, value in get_leaf_tensors(cache).items():
                 if value.dim() != 4 or not value.is_floating_point():
                     raise ExportError(f"{name} is no cache of keys or values: {value.dtype}, {tuple(value.shape)}")
                 found = value.float().abs().amax((0, 2), keepdim=True)
@@ -78,7 +76,7 @@ class CacheScales:
                     )
                 if layer is None:
                     raise ExportError(f"{path} has no layer_idx, so its cache has no name; use CacheScales.measure")
-                scales[f"{PAST}.layers.{layer}.{name}"] = entering.scale
+                scales[f"layers.{layer}.{name}"] = entering.scale
         if not scales:
             raise ExportError("the model rounds no keys and values; set kv_cache, or use CacheScales.measure")
         return cls(scales)
@@ -99,4 +97,4 @@ def _is_of_a_cache(rounding: Any) -> bool:
     return rounding.zero_point is None or not bool(rounding.zero_point.any())
 
 
-__all__ = ["PAST", "CacheScales"]
+__all__ = ["CacheScales"]

@@ -9,18 +9,20 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from quark_fx.data.cache_names import CACHE_NAMES
 from quark_fx.data.context import context_length
 from quark_fx.errors import ExportError
-from quark_fx.export.generation.cache_scales import PAST
 from quark_fx.export.generation.generator import fuses_wrongly
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_TRACED = re.compile(rf"(input|output)\.{PAST}\.layers\.(\d+)\.(key|value)s")
+_TRACED = re.compile(rf"(input|output)\.(?:{'|'.join(CACHE_NAMES)})\.layers\.(\d+)\.(key|value)s")
 """How `transformers` calls what a layer's cache takes and gives."""
 
-_CACHE = {"input": f"{PAST}.%d.", "output": "present.%d."}
+_CACHE = {"input": "past_key_values.%d.", "output": "present.%d."}
+"""What GenAI calls it."""
+
 _FED = ("input_ids", "attention_mask", "position_ids")
 """What GenAI feeds beside the cache, where the graph reads it."""
 
@@ -84,7 +86,7 @@ def genai_config(graph: ir.Graph, filename: str, model: Any) -> dict[str, Any]:
     """
     text = model.config.get_text_config(decoder=True)
     asked, names = model.generation_config, [value.name or "" for value in graph.inputs]
-    keys = next(value for value in graph.inputs if (value.name or "").startswith(PAST))
+    keys = next(value for value in graph.inputs if (value.name or "").startswith(_CACHE["input"].partition("%")[0]))
     logits = next(value for value in graph.outputs if value.name == "logits")
     assert keys.shape is not None
     assert logits.shape is not None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from quark_fx.data.cache_names import CACHE_NAMES
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime.session import session_options
 
@@ -65,9 +66,11 @@ def generator(exported: Any, *, threads: int | None = None) -> Any:
 
 def _run(exported: Any, inputs: dict[str, Any]) -> Any:
     """Run `prefill` if the cache is empty, else `decode`."""
-    cache = inputs.get("past_key_values")
+    cache = next((inputs.pop(name) for name in CACHE_NAMES if name in inputs), None)
     runner = exported.runners["decode" if cache is not None and cache.get_seq_length() else "prefill"]
     names = {spec.name for spec in runner.session.get_inputs()}
+    if cache is not None:  # under the name that the graph took it by
+        inputs |= dict.fromkeys(CACHE_NAMES, cache)
     mask = inputs.get("attention_mask")
     if mask is not None and "attention_mask" not in names and not mask.all():
         raise ExportError("these graphs read no attention mask, and this batch is padded; export with a padded example")

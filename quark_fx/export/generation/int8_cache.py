@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from quark_fx.data.cache_names import held_in_cache
 from quark_fx.errors import ExportError
-from quark_fx.export.generation.cache_scales import PAST, CacheScales
+from quark_fx.export.generation.cache_scales import CacheScales
 from quark_fx.export.to_onnx.edit import add_array
 
 
@@ -19,8 +20,8 @@ def use_int8_cache(model: ir.Model, cache: CacheScales) -> int:
     Raises:
         ExportError: if the graph has another cache than was measured, or uses it otherwise than to append to it.
     """
-    taken = {_leaf(value): value for value in model.graph.inputs if _leaf(value).startswith(PAST)}
-    given = {_leaf(value): value for value in model.graph.outputs if _leaf(value).startswith(PAST)}
+    taken = {held: value for value in model.graph.inputs if (held := held_in_cache(value.name)) is not None}
+    given = {held: value for value in model.graph.outputs if (held := held_in_cache(value.name)) is not None}
     if unknown := sorted((taken.keys() | given.keys()) ^ cache.scales.keys()):
         raise ExportError(f"the graph and the measured cache differ in {', '.join(unknown)}; measure this model's")
     for name, output in given.items():
@@ -45,10 +46,6 @@ def use_int8_cache(model: ir.Model, cache: CacheScales) -> int:
 def _appends(node: ir.Node) -> bool:
     """Tell whether a concatenation of `(batch, heads, tokens, channels)` is along tokens."""
     return node.attributes.get_int("axis") in (2, -2)
-
-
-def _leaf(value: ir.Value) -> str:
-    return (value.name or "").removeprefix("input.").removeprefix("output.")
 
 
 def _attend_to_codes(node: ir.Node, past: ir.Value, output: ir.Value, scale: ir.Value) -> None:
