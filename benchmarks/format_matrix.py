@@ -43,6 +43,7 @@ from benchmarks.models import float_bytes
 from quark_fx.export.runtime.session import session_options
 from quark_fx.graph.signature import split_batch
 from quark_fx.numbers.formats import FORMATS as NUMBER_FORMATS
+from quark_fx.observers import MinMax
 from quark_fx.presets import PRESETS
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -81,7 +82,8 @@ class Format:
 
 _BLOCKS = [name for name in PRESETS if name.removesuffix("_weight_only") in qfx.block_formats.BLOCK_FORMATS]
 _VITIS = {"format": "vitis"}
-_FLOOR = {"scale_type": "e8m0_floor"}
+_FLOOR = {"scale_type": "e8m0_floor", "observer": MinMax()}
+"""What the vendor's nodes compute: exponents of the largest magnitudes."""
 
 FORMATS: dict[str, Format] = {
     **{

@@ -251,7 +251,7 @@ def test_what_the_nodes_cannot_say_is_refused(spec: TensorSpec, value: str, weig
     assert message.count(f": {value}\n") == 3
     assert (f"\n  0.weight: {weight}, with values or scales that" in message) == (weight is not None)
     assert "Use the preset 'bfp16'" in message
-    assert "scale_type='e8m0_floor'" in message
+    assert "scale_type='e8m0_floor' and observer=MinMax()" in message
     assert not list(tmp_path.iterdir())
 
 
