@@ -113,7 +113,7 @@ W4A16_GPTQ = W4A16_RTN.replace(passes=(*_FUSE, GPTQ()))
 W4A16_AWQ = W4A16_RTN.replace(passes=(*_FUSE, AWQ()))
 """`W4A16_RTN` after AWQ's scales."""
 
-_FEEDBACK = GPTQ(asymmetry=0.5, fit_scales=True)
+_FEEDBACK = GPTQ(asymmetry=0.5, fit_scales=True, sweeps=4)
 
 _SIGN_AWARE = _GROUPS.replace(symmetry=Symmetry.SIGN_AWARE)
 

@@ -12,7 +12,7 @@ from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.matrix_feedback import can_fit, fitted_to_feedback, round_matrix
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.solver import InputHessian, Proposal, Solver, solver
-from quark_fx.system.options import Interval
+from quark_fx.system.options import Interval, NonNegativeInt
 
 
 @solver
@@ -32,6 +32,9 @@ class GPTQ(Solver):
         asymmetry: how far the target moves from what the float weight makes of the quantized inputs (0, the paper's)
             to what the float model makes of its own inputs (1), at the cost of a second forward pass.
         fit_scales: first shrink each scale to the one that this rounding is expected to lose least with.
+        sweeps: of coordinate descent over the codes that error feedback chose, at most. Error feedback makes up for the
+            error of an input in those after it alone; a sweep moves each code to the best one given all others. Each
+            costs as much as rounding.
         guided: weight each row of the data by how much the model's predictions depend on it. It costs a forward and a
             backward pass of the float model, and a Hessian for each operator. Rows routed to experts weigh the same.
 
@@ -40,13 +43,15 @@ class GPTQ(Solver):
 
     Source:
         Frantar et al. 2023 (GPTQ); for `asymmetry` the objective of Li et al. 2025 (GPTAQ) and Zhang et al. 2025
-        (Qronos), minimized column by column; for `guided` Kim et al. 2025 (GuidedQuant).
+        (Qronos), minimized column by column; for `sweeps` Behdin et al. 2023 (QuantEase); for `guided` Kim et al. 2025
+        (GuidedQuant).
     """
 
     damping: Annotated[float, Interval("(0, 1]")] = 0.01
     by_activation: bool = True
     asymmetry: Annotated[float, Interval("[0, 1]")] = 0.0
     fit_scales: bool = False
+    sweeps: NonNegativeInt = 0
     guided: bool = False
 
     @property
@@ -61,7 +66,7 @@ class GPTQ(Solver):
         fits = self.fit_scales and can_fit(weight)
         if fits:
             weight = fitted_to_feedback(weight, target, factors())
-        weight, damping = round_matrix(weight, target, factors())
+        weight, damping = round_matrix(weight, target, factors(), seen.h, sweeps=self.sweeps)
         remarks = (
             "scales kept: not free to change" * (self.fit_scales and not fits),
             f"damped by {damping:g}" * (damping > self.damping),
@@ -73,11 +78,12 @@ class GPTQ(Solver):
     def working_bytes(self, matrices: Matrices) -> int:
         """Return the bytes of a factor and a piece of a weight at work, and of what moves targets and fits scales."""
         more = matrices.moment * bool(self.asymmetry or self.fit_scales) + matrices.target * bool(self.asymmetry)
+        more += matrices.moment * bool(self.sweeps)
         return working_bytes(matrices.groups, matrices.outputs, matrices.inputs) + more
 
     def working_operations(self, matrices: Matrices) -> float:
         """Return the multiplications of rounding a weight."""
-        return 2 * matrices.inputs * matrices.values
+        return 2 * (1 + self.sweeps) * matrices.inputs * matrices.values
 
 
 def _few(seen: Hessian) -> str:

@@ -105,9 +105,7 @@ def factor(h: Tensor, *, damping: float, by_activation: bool) -> Factor:
         order = diagonal.argsort(dim=-1, descending=True, stable=True)
     else:
         order = torch.arange(h.shape[-1], device=h.device).expand_as(diagonal)
-    # Inputs that are always zero have no curvature of their own: damping rounds them to nearest.
-    mean = diagonal.mean(-1, keepdim=True)
-    mean = torch.where(mean > 0, mean, 1.0)
+    mean = _mean(diagonal)
     # The lower triangle of the matrix turned by half a circle is the upper one of the matrix.
     turned = order.flip(-1)
     diagonal = diagonal.gather(-1, turned)
@@ -128,6 +126,21 @@ def factor(h: Tensor, *, damping: float, by_activation: bool) -> Factor:
     _reverse(found.flatten(-2))
     pivot = found.diagonal(dim1=-2, dim2=-1).clone()
     return Factor(order, found.div_(pivot.unsqueeze(-2)).triu_(1), pivot.square(), share)
+
+
+def damped(h: Tensor, share: float) -> Tensor:
+    """Return a copy of `h`, shape (groups, inputs, inputs), with that share of its mean diagonal added to the diagonal."""
+    found = h.clone()
+    diagonal = found.diagonal(dim1=-2, dim2=-1)
+    diagonal += share * _mean(diagonal)
+    return found
+
+
+def _mean(diagonal: Tensor) -> Tensor:
+    """Return what damping is a share of, shape (groups, 1)."""
+    # Inputs that are always zero have no curvature of their own: damping rounds them to nearest.
+    mean = diagonal.mean(-1, keepdim=True)
+    return torch.where(mean > 0, mean, 1.0)
 
 
 def _permute(h: Tensor, order: Tensor, out: Tensor) -> None:
@@ -296,4 +309,4 @@ def solve(factor: Factor, right: Tensor) -> Tensor:
     return torch.empty_like(x).scatter_(-1, columns, x)
 
 
-__all__ = ["Factor", "at_once", "factor", "made_up_for", "round_with_feedback", "solve", "working_bytes"]
+__all__ = ["Factor", "at_once", "damped", "factor", "made_up_for", "round_with_feedback", "solve", "working_bytes"]

@@ -7,26 +7,35 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from quark_fx.solvers.error_feedback import Factor, made_up_for, round_with_feedback
+from quark_fx.solvers.error_feedback import Factor, damped, made_up_for, round_with_feedback
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.range_search import fit_ranges
+from quark_fx.solvers.rounding import refine_by_descent
 from quark_fx.solvers.scale_search import fit_scales_to_feedback
 
 Factors = Iterable[tuple[slice, Factor]]
 """The factors of a Hessian, each with the matrices of a stack that it is of."""
 
 
-def round_matrix(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> tuple[QuantizedMatrix, float]:
+def round_matrix(
+    weight: QuantizedMatrix, target: Tensor, factors: Factors, h: Tensor, *, sweeps: int = 0
+) -> tuple[QuantizedMatrix, float]:
     """Return `weight` with the codes of `target` by error feedback, and the damping that was needed.
 
     Args:
         weight: says what codes there are.
         target: what to round, shape (groups, outputs, inputs).
         factors: of the Hessian of what is multiplied.
+        h: that Hessian, shape (groups, inputs, inputs).
+        sweeps: of coordinate descent, at most, from the codes that error feedback chose.
     """
     codes, damping = torch.empty_like(weight.codes), 0.0
     for matrices, found in factors:
-        codes[matrices] = round_with_feedback(target[matrices], found, weight.grid(matrices), codes.dtype)
+        aim, grid = target[matrices], weight.grid(matrices)
+        some = round_with_feedback(aim, found, grid, codes.dtype)
+        if sweeps:
+            some = refine_by_descent(some, aim, damped(h[matrices], found.damping), grid, sweeps=sweeps)
+        codes[matrices] = some.to(codes.dtype)
         damping = max(damping, found.damping)
     return weight.with_codes(codes), damping
 

@@ -24,6 +24,12 @@ _LEAST_CURVATURE = 1e-20
 _CONVERGED = 1e-4
 """A sweep that lowers the relative squared error by less is the last."""
 
+_SETTLED = 1e-3
+"""The same of codes that are refined, as a share of their error."""
+
+_AT_ONCE = 1 << 20
+"""Weights, about, that are refined together on a processor; a GPU takes 128 times as many."""
+
 
 @dataclass
 class QuadraticError:
@@ -91,30 +97,90 @@ def round_by_descent(
     Source:
         QuantEase (Behdin et al. 2023), with the targets of the float model instead of those of the quantized stream.
     """
-    # Inputs first: a column of the weight is then contiguous.
-    target = weight.float().mT.contiguous()
-    scale, zero_point = (p.float().expand_as(weight).mT.contiguous() for p in (grid.scale, grid.zero_point))
-    grid = replace(grid, scale=scale, zero_point=zero_point)
+    target, grid = weight.float().mT.contiguous(), _inputs_first(grid, weight)
     diagonal = error.h.diagonal(dim1=-2, dim2=-1)
     damping += target.shape[-2] / error.rows
     pull = (damping * diagonal.mean(-1, keepdim=True)).clamp_min(_LEAST_CURVATURE)
     h = error.h + torch.diag_embed(pull.expand_as(diagonal))
     g = error.g.mT + pull.unsqueeze(-1) * target
-    curvature = h.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)  # (groups, inputs, 1)
     values, codes = target.clone(), torch.empty_like(target)
     slope = h @ values - g
-    least = _CONVERGED * error.c
-    for sweep in range(sweeps):
-        gained = torch.zeros((), device=weight.device, dtype=torch.float32)
-        for start in range(0, target.shape[-2], _BLOCK):
-            block = slice(start, start + _BLOCK)
-            change = _round_block(values, codes, slope, h, curvature, grid, block)
-            gained = gained - (change * (2 * slope[:, block] + h[:, block, block] @ change)).sum()
-            slope += h[:, :, block] @ change
-        # The first sweep leaves the float weight, and gains nothing.
-        if sweep and bool(gained <= least):
-            break
+    # The first sweep leaves the float weight, and gains nothing.
+    _sweep(values, codes, slope, h, grid)
+    _descend(values, codes, slope, h, grid, sweeps=sweeps - 1, least=_CONVERGED * error.c)
     return codes.mT
+
+
+def refine_by_descent(codes: Tensor, target: Tensor, h: Tensor, grid: Grid, *, sweeps: int) -> Tensor:
+    """Lower the squared error of the output, `tr((W - T) H (W - T)')`, of codes that some other way chose.
+
+    Every sweep moves each code to the best one given all others, column by column, which never raises the error.
+
+    Args:
+        codes: shape (groups, outputs, inputs).
+        target: the weight `T` that would make no error, of the same shape.
+        h: sum of `x x'`, damped, so that its diagonal is positive; shape (groups, inputs, inputs).
+        grid: what codes stand for.
+        sweeps: at most; one that lowers the error by less than a thousandth of what it was is the last.
+
+    Returns:
+        Codes in float32, the shape of `target`.
+
+    Source:
+        Behdin et al. 2023 (QuantEase), from the codes of GPTQ instead of the float weight.
+    """
+    refined = torch.empty_like(target, dtype=torch.float32)
+    lines = max(1, (_AT_ONCE if target.is_cpu else _AT_ONCE << 7) // (len(target) * target.shape[-1]))
+    for first in range(0, target.shape[1], lines):
+        rows = slice(first, first + lines)
+        some = target[:, rows].float()
+        parts = replace(grid, scale=_rows(grid.scale, target, rows), zero_point=_rows(grid.zero_point, target, rows))
+        parts, moved = _inputs_first(parts, some), codes[:, rows].float().mT.contiguous()
+        values = parts.value(moved)
+        lost = values - some.mT
+        slope = h @ lost
+        _descend(values, moved, slope, h, parts, sweeps=sweeps, least=_SETTLED * (slope * lost).sum())
+        refined[:, rows] = moved.mT
+    return refined
+
+
+def _rows(parameter: Tensor, weight: Tensor, rows: slice) -> Tensor:
+    return parameter.expand_as(weight)[:, rows]
+
+
+def _inputs_first(grid: Grid, weight: Tensor) -> Grid:
+    """Return the grid with parameters of shape (groups, inputs, outputs): a column of the weight is then contiguous."""
+    scale, zero_point = (p.float().expand_as(weight).mT.contiguous() for p in (grid.scale, grid.zero_point))
+    return replace(grid, scale=scale, zero_point=zero_point)
+
+
+def _descend(
+    values: Tensor, codes: Tensor, slope: Tensor, h: Tensor, grid: Grid, *, sweeps: int, least: Tensor
+) -> None:
+    """Sweep, in place, until a sweep gains at most `least`; tensors have the shape (groups, inputs, outputs)."""
+    for _ in range(sweeps):
+        if bool(_sweep(values, codes, slope, h, grid) <= least):
+            break
+
+
+def _sweep(values: Tensor, codes: Tensor, slope: Tensor, h: Tensor, grid: Grid) -> Tensor:
+    """Move each input to its best code in turn, in place; return by how much the squared error is lower.
+
+    Args:
+        values: what `codes` stand for, or floats at first, shape (groups, inputs, outputs).
+        codes: of the same shape.
+        slope: half the gradient of the squared error by `values`.
+        h: half its second derivative, shape (groups, inputs, inputs).
+        grid: what codes stand for, parameters of the shape of `values`.
+    """
+    curvature = h.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)  # (groups, inputs, 1)
+    gained = torch.zeros((), device=values.device, dtype=torch.float32)
+    for start in range(0, values.shape[-2], _BLOCK):
+        block = slice(start, start + _BLOCK)
+        change = _round_block(values, codes, slope, h, curvature, grid, block)
+        gained = gained - (change * (2 * slope[:, block] + h[:, block, block] @ change)).sum()
+        slope += h[:, :, block] @ change
+    return gained
 
 
 def _round_block(
@@ -140,4 +206,4 @@ def _round_block(
     return values[:, block] - before
 
 
-__all__ = ["QuadraticError", "round_by_descent"]
+__all__ = ["QuadraticError", "refine_by_descent", "round_by_descent"]

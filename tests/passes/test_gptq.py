@@ -149,6 +149,18 @@ def test_asymmetry_follows_the_float_model() -> None:
     assert errors[1] < errors[0]
 
 
+def test_sweeps_lose_less_on_unseen_data_than_error_feedback_alone() -> None:
+    model, batches = seeded(Attention()), ids(*[8] * 8)
+
+    def errors(sweeps: int) -> list[float]:
+        (record,) = [r for r in quantize(model, with_gptq(sweeps=sweeps), batches).report().passes if r.name == "GPTQ"]
+        return [change.after for change in record.changes if change.after is not None]
+
+    pairs = [*zip(errors(0), errors(4), strict=True)]
+    assert sum(after < before for before, after in pairs) >= len(pairs) - 1
+    assert sum(after for _, after in pairs) < 0.97 * sum(before for before, _ in pairs)
+
+
 def test_convolutions_and_quantized_activations_go_the_same_way() -> None:
     model, data = cnn(), images(32, 32)
     weight = TensorSpec(format=INT3, granularity=Granularity.CHANNEL)

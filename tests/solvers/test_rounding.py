@@ -20,7 +20,8 @@ from quark_fx.graph.linear import Linear
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.numbers.grid import Grid
 from quark_fx.solvers import rounding
-from quark_fx.solvers.rounding import QuadraticError, round_by_descent
+from quark_fx.solvers.error_feedback import damped
+from quark_fx.solvers.rounding import QuadraticError, refine_by_descent, round_by_descent
 
 aten = torch.ops.aten
 ALL = 1 << 40
@@ -511,6 +512,44 @@ def test_few_rows_damp_by_the_inputs_for_each_row() -> None:
     many = [round_by_descent(weight, replace(error, rows=1 << 40), levels, damping=d) for d in (0.1 + 24 / 6, 0.1)]
     assert torch.equal(few, many[0])
     assert not torch.equal(few, many[1])
+
+
+@on_devices
+@pytest.mark.parametrize("bits", [2, 4])
+def test_no_refined_code_has_a_better_neighbor(
+    bits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounding, "_SETTLED", 0.0)
+    target, x, _ = (t.to(device) for t in problem(2, 12, inputs=20))
+    h = damped(x @ x.mT, 0.01)
+    scale, limits = grid(target, bits)
+    start = (target / scale).round().clamp(*limits)
+
+    def error(codes: Tensor) -> Tensor:
+        lost = codes.double() * scale - target
+        return ((lost @ h.double()) * lost).sum(-1)
+
+    levels = Grid(scale, torch.zeros(1, device=device), limits)
+    codes = refine_by_descent(start, target, h, levels, sweeps=100)
+    least = error(codes)
+    assert bool((least <= error(start)).all())
+    assert float(least.sum()) < 0.9 * float(error(start).sum())
+    for column in range(target.shape[-1]):
+        for step in (-1, 1):
+            moved = codes.clone()
+            moved[..., column] = (moved[..., column] + step).clamp(*limits)
+            assert bool((error(moved) >= least * (1 - 1e-6)).all())
+
+
+def test_rows_that_are_refined_apart_are_refined_as_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounding, "_SETTLED", 0.0)
+    target, x, _ = problem(2, 12, inputs=20)
+    scale, limits = grid(target)
+    h, levels, start = damped(x @ x.mT, 0.01), Grid(scale, torch.zeros(1), limits), (target / scale).round()
+    whole = refine_by_descent(start, target, h, levels, sweeps=3)
+    monkeypatch.setattr(rounding, "_AT_ONCE", 2 * 20 * 5)
+    assert torch.equal(refine_by_descent(start, target, h, levels, sweeps=3), whole)
+    assert not torch.equal(whole, start)
 
 
 def test_sweeps_go_on_while_they_gain_and_end_when_none_does(monkeypatch: pytest.MonkeyPatch) -> None:
