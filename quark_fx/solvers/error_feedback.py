@@ -129,7 +129,7 @@ def factor(h: Tensor, *, damping: float, by_activation: bool) -> Factor:
 
 
 def damped(h: Tensor, share: float) -> Tensor:
-    """Return a copy of `h`, shape (groups, inputs, inputs), with that share of its mean diagonal added to the diagonal."""
+    """Return a copy of `h`, shape (groups, inputs, inputs), with a share of its mean diagonal added to the diagonal."""
     found = h.clone()
     diagonal = found.diagonal(dim1=-2, dim2=-1)
     diagonal += share * _mean(diagonal)

@@ -70,9 +70,9 @@ def use_block_nodes(model: ir.Model, domain: str) -> int:
         raise ExportError(
             "format='vitis' has no node for these blocks:\n"
             + "\n".join(bad)
-            + "\nUse the preset 'bfp16', 'mxint8', 'mx9', 'mx6' or 'mx4', an MX format with scale_type='e8m0_floor' and "
-            "observer=MinMax() (the node computes exponents from the largest magnitudes; Mse() chooses others), or "
-            "format='qdq'."
+            + "\nUse the preset 'bfp16', 'mxint8', 'mx9', 'mx6' or 'mx4', an MX format with scale_type='e8m0_floor' "
+            "and observer=MinMax() (the node computes exponents from the largest magnitudes; Mse() chooses others), "
+            "or format='qdq'."
         )
     if done:
         drop_unused_initializers(model)
