@@ -9,7 +9,7 @@ from typing import Annotated
 from quark_fx.engine.sizes import Matrices
 from quark_fx.solvers.error_feedback import working_bytes
 from quark_fx.solvers.hessian import Hessian
-from quark_fx.solvers.matrix_feedback import can_fit, fitted_to_feedback, round_matrix
+from quark_fx.solvers.matrix_feedback import can_fit, fitted_to_feedback, refined, round_matrix
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.solver import InputHessian, Proposal, Solver, solver
 from quark_fx.system.options import Interval, NonNegativeInt
@@ -66,7 +66,9 @@ class GPTQ(Solver):
         fits = self.fit_scales and can_fit(weight)
         if fits:
             weight = fitted_to_feedback(weight, target, factors())
-        weight, damping = round_matrix(weight, target, factors(), seen.h, sweeps=self.sweeps)
+        weight, damping = round_matrix(weight, target, factors())
+        if self.sweeps:
+            weight = refined(weight, target, seen.h, damping=damping, sweeps=self.sweeps)
         remarks = (
             "scales kept: not free to change" * (self.fit_scales and not fits),
             f"damped by {damping:g}" * (damping > self.damping),

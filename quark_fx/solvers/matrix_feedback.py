@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from quark_fx.solvers.error_feedback import Factor, damped, made_up_for, round_with_feedback
+from quark_fx.solvers.error_feedback import Factor, at_once, damped, made_up_for, round_with_feedback
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.range_search import fit_ranges
 from quark_fx.solvers.rounding import refine_by_descent
@@ -17,27 +17,36 @@ Factors = Iterable[tuple[slice, Factor]]
 """The factors of a Hessian, each with the matrices of a stack that it is of."""
 
 
-def round_matrix(
-    weight: QuantizedMatrix, target: Tensor, factors: Factors, h: Tensor, *, sweeps: int = 0
-) -> tuple[QuantizedMatrix, float]:
+def round_matrix(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> tuple[QuantizedMatrix, float]:
     """Return `weight` with the codes of `target` by error feedback, and the damping that was needed.
 
     Args:
         weight: says what codes there are.
         target: what to round, shape (groups, outputs, inputs).
         factors: of the Hessian of what is multiplied.
-        h: that Hessian, shape (groups, inputs, inputs).
-        sweeps: of coordinate descent, at most, from the codes that error feedback chose.
     """
     codes, damping = torch.empty_like(weight.codes), 0.0
     for matrices, found in factors:
-        aim, grid = target[matrices], weight.grid(matrices)
-        some = round_with_feedback(aim, found, grid, codes.dtype)
-        if sweeps:
-            some = refine_by_descent(some, aim, damped(h[matrices], found.damping), grid, sweeps=sweeps)
-        codes[matrices] = some.to(codes.dtype)
+        codes[matrices] = round_with_feedback(target[matrices], found, weight.grid(matrices), codes.dtype)
         damping = max(damping, found.damping)
     return weight.with_codes(codes), damping
+
+
+def refined(weight: QuantizedMatrix, target: Tensor, h: Tensor, *, damping: float, sweeps: int) -> QuantizedMatrix:
+    """Return `weight` with codes that lose less of `target` than the ones it has, by coordinate descent.
+
+    Args:
+        weight: with the codes to begin with.
+        target: what was rounded, shape (groups, outputs, inputs).
+        h: Hessian of what is multiplied, shape (groups, inputs, inputs).
+        damping: share of its mean diagonal that is added to the diagonal.
+        sweeps: over the inputs, at most.
+    """
+    codes = weight.codes.clone()
+    for some in at_once(h):
+        part = refine_by_descent(codes[some], target[some], damped(h[some], damping), weight.grid(some), sweeps=sweeps)
+        codes[some] = part.to(codes.dtype)
+    return weight.with_codes(codes)
 
 
 def fitted_to_feedback(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> QuantizedMatrix:
@@ -78,4 +87,4 @@ def compensated(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> Te
     return wanted
 
 
-__all__ = ["Factors", "can_fit", "compensated", "fitted_to_feedback", "round_matrix"]
+__all__ = ["Factors", "can_fit", "compensated", "fitted_to_feedback", "refined", "round_matrix"]

@@ -95,10 +95,10 @@ def _feed_back_product(product: Product, context: Context, fits_scales: bool) ->
             target = seen.target(now.real, 1.0, factors())
             fitted = fitted_to_feedback(now, target, factors()) if fits_scales and now.columns is not None else now
             try:
-                matrix, _ = round_matrix(fitted, target, factors(), seen.h)
+                matrix, _ = round_matrix(fitted, target, factors())
                 part.store(matrix)
             except OverflowError:  # of an int32 bias that follows the scales
-                matrix, _ = round_matrix(now, target, factors(), seen.h)
+                matrix, _ = round_matrix(now, target, factors())
                 part.store(matrix)
             wanted = compensated(matrix, target, factors())
             rounded[part.weight.node.name] = part.mapping.restore(wanted, part.real)
