@@ -44,7 +44,7 @@ VISION = ("cnn", "mobilenet", "vit")
 WEIGHTS: dict[str, tuple[GraphPass, ...]] = {
     "FitScales": (FitScales(),),
     "GPTQ": (GPTQ(),),
-    "GPTQ, asymmetric, fitted, guided": (GPTQ(asymmetry=0.5, fit_scales=True, guided=True),),
+    "GPTQ, as w4a16_best has it": (GPTQ(asymmetry=0.5, fit_scales=True, sweeps=4, guided=True),),
     "AWQ": (AWQ(),),
     "AWQ(feedback=True)": (AWQ(feedback=True),),
     "AutoRound": (AutoRound(iterations=50),),
