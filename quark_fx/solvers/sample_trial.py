@@ -77,8 +77,8 @@ class SampleTrial(Trial[TensorSpec]):
         most = sum(POSITIONS.values())
         sampled = (FLOAT32 * min(sizes.batches * m.rows, most) * m.groups * m.inputs for m in read.values() if m)
         seen = int(sum(sampled))
-        # A trial: the weight scaled, rounded and as it was, and what both make of the samples.
-        tried = max((3 * m.target + 2 * FLOAT32 * most * m.groups * m.outputs for m in read.values() if m), default=0)
+        # A trial: the weight scaled, rounded, limited and as it was, and what one makes of the samples and has to.
+        tried = max((4 * m.target + 2 * FLOAT32 * most * m.groups * m.outputs for m in read.values() if m), default=0)
         scaled = sum(m.values * m.itemsize for m in sizes.matrices.values())
         operations = int(sizes.batches * sum(block.operations for block in sizes.blocks(Unit.BLOCK)))
         return Need((Moment(seen + max(sizes.forward, scaled + tried)),), held=scaled, operations=operations)
@@ -89,30 +89,33 @@ class SampleTrial(Trial[TensorSpec]):
         Codes are those of a target that does not limit pairs of them: which pairs exceed a limit changes with every
         scale by chance, and few samples would take that for a gain.
         """
-        return self._errors(scale_of, [_CHOICE], limited=False)[0]
+        return self._errors(scale_of, [_CHOICE], [False])[0]
 
     def verdicts(self, scale_of: ScaleOf) -> list[float]:
         """Return the errors on all samples, with the limits of the target on pairs of codes, and without."""
         operators = [weight.operator for weight in (*self.site.readers, *self.site.producers)]
-        limits = (True, False) if any(op.pairs is not None for op in operators) else (True,)
-        return [e for limited in limits for e in self._errors(scale_of, [VALIDATION, CALIBRATION], limited=limited)]
+        limits = [True, False] if any(op.pairs is not None for op in operators) else [True]
+        return self._errors(scale_of, [VALIDATION, CALIBRATION], limits)
 
-    def _errors(self, scale_of: ScaleOf, parts: Sequence[str], *, limited: bool) -> list[float]:
-        """Return, for each part of the samples, the relative squared error that quantization makes.
+    def _errors(self, scale_of: ScaleOf, parts: Sequence[str], limits: Sequence[bool]) -> list[float]:
+        """Return, with limits on pairs of codes or without, for each part of the samples, the relative squared error.
 
         It is that of the outputs, and of weights that make the activation where these share one scale.
         """
         scales = cache(lambda without: scale_of(self.seen_without(without)).to(self.operators[0].weight.device))
-        totals = [0.0] * len(parts)
+        totals = [[0.0] * len(parts) for _ in limits]
         for operator in self.operators:
-            operator.take(scales(None), limited=limited)
+            weights = [operator.in_steps(scales(None), limited=limited) for limited in limits]
             for i, part in enumerate(parts):
-                totals[i] += operator.outputs[part].error(operator.run(list(operator.in_codes(part, scales))))
+                read = list(operator.in_codes(part, scales))  # limits or not
+                for total, weight in zip(totals, weights, strict=True):
+                    total[i] += operator.outputs[part].error(operator.run(read, weight))
         for producer, reference in self.producers:
-            factor, (weight,) = per_element(producer.labels, scales(None)), reference.values
-            made = reference.error([_rounded(weight.float() / factor, producer.operator, limited) * factor])
-            totals = [total + made for total in totals]
-        return totals
+            factor, (real,) = per_element(producer.labels, scales(None)), reference.values
+            for total, limited in zip(totals, limits, strict=True):
+                made = reference.error([_rounded(real.float() / factor, producer.operator, limited) * factor])
+                total[:] = [error + made for error in total]
+        return [error for total in totals for error in total]
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,18 +182,18 @@ class _Operator:
             operator.outputs[part] = _Reference(operator.run([x for _, x in kept]))
         return operator
 
-    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the operator's outputs, of all inputs at once where that is possible."""
+    def run(self, inputs: Sequence[Tensor], weight: Tensor | None = None) -> list[Tensor]:
+        """Return the operator's outputs, with another weight or its own, of all inputs at once where possible."""
+        if weight is not None:
+            set_parameter(self.module, str(self.reader.operator.weight_node.target), weight)
         joined = self.seen.divisible and len({x.shape[1:] for x in inputs}) == 1
         with torch.no_grad():
             return [self.module(x)[0] for x in ([torch.cat(list(inputs))] if joined else inputs)]
 
-    def take(self, scale: Tensor, *, limited: bool) -> None:
-        """Let the operator multiply by the codes of its weight times a scale."""
-        operator = self.reader.operator
+    def in_steps(self, scale: Tensor, *, limited: bool) -> Tensor:
+        """Return the values of the codes of the weight times a scale."""
         scaled = self.weight.float() * per_element(self.reader.labels, scale)
-        rounded = _rounded(scaled, operator, limited).to(self.weight.dtype)
-        set_parameter(self.module, str(operator.weight_node.target), rounded)
+        return _rounded(scaled, self.reader.operator, limited).to(self.weight.dtype)
 
     def in_codes(self, part: str, scales: Callable[[int | None], Tensor]) -> Iterator[Tensor]:
         """Yield the samples divided by the scale, through the codes the operator would read.
