@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quark_fx.errors import CalibrationError
 from quark_fx.numbers.grid import Grid
+from quark_fx.numbers.layout import Columns
 
 _LEAF = 16
 """Columns that are rounded one by one before one matrix product adds their errors to the columns after them."""
@@ -84,13 +85,14 @@ class Factor:
         return found
 
 
-def factor(h: Tensor, *, damping: float, by_activation: bool) -> Factor:
+def factor(h: Tensor, *, damping: float, by_activation: bool, sharing: Columns | None = None) -> Factor:
     """Factor `h`.
 
     Args:
         h: sum of `x x'`, float32, shape (groups, inputs, inputs).
         damping: share of the mean diagonal that is added to the diagonal.
         by_activation: round the columns that matter most first, while the others can still make up for them.
+        sharing: round columns that share a scale one after the other; those that together matter most first.
 
     Raises:
         CalibrationError: if `h` is not finite.
@@ -105,6 +107,8 @@ def factor(h: Tensor, *, damping: float, by_activation: bool) -> Factor:
         order = diagonal.argsort(dim=-1, descending=True, stable=True)
     else:
         order = torch.arange(h.shape[-1], device=h.device).expand_as(diagonal)
+    if sharing is not None:
+        order = _together_in(order, sharing, diagonal if by_activation else None)
     # Inputs that are always zero have no curvature of their own: damping rounds them to nearest.
     mean = diagonal.mean(-1, keepdim=True)
     mean = torch.where(mean > 0, mean, 1.0)
@@ -128,6 +132,15 @@ def factor(h: Tensor, *, damping: float, by_activation: bool) -> Factor:
     _reverse(found.flatten(-2))
     pivot = found.diagonal(dim1=-2, dim2=-1).clone()
     return Factor(order, found.div_(pivot.unsqueeze(-2)).triu_(1), pivot.square(), share)
+
+
+def _together_in(order: Tensor, sharing: Columns, matters: Tensor | None) -> Tensor:
+    """Return `order` with the columns of a scale together; scales in the order of what matters of their columns."""
+    numbers = sharing.spread(torch.arange(sharing.count, device=order.device))
+    if matters is not None:
+        ranked = sharing.gather(matters).sum(-1).argsort(dim=-1, descending=True, stable=True)
+        numbers = sharing.spread(ranked.argsort(-1))
+    return order.gather(-1, numbers.expand_as(order).gather(-1, order).argsort(dim=-1, stable=True))
 
 
 def _permute(h: Tensor, order: Tensor, out: Tensor) -> None:
@@ -177,7 +190,7 @@ def round_with_feedback(weight: Tensor, factor: Factor, grid: Grid, dtype: torch
     """
     codes = torch.empty_like(weight, dtype=dtype)
     room: list[Tensor] = []  # for all pieces in turn: new memory costs the system's zeroing of it
-    for groups, rows in _pieces(weight):
+    for groups, rows in pieces(weight):
         piece = [p.expand_as(weight)[groups, rows] for p in (weight, grid.scale, grid.zero_point)]
         room = room or [weight.new_empty(piece[0].numel(), dtype=torch.float32) for _ in range(4)]
         order, feedback = factor.order[groups].unsqueeze(-2), factor.feedback[groups]
@@ -185,7 +198,7 @@ def round_with_feedback(weight: Tensor, factor: Factor, grid: Grid, dtype: torch
     return codes
 
 
-def _pieces(weight: Tensor) -> Iterator[tuple[slice, slice]]:
+def pieces(weight: Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield ranges of groups and of rows that are worth rounding at once: they need not know of each other."""
     groups, rows, inputs = weight.shape
     most = _AT_ONCE if weight.is_cpu else _AT_ONCE << 7
@@ -221,26 +234,36 @@ def _round_piece(
     for column, part in zip(columns[1:], piece, strict=True):
         column.copy_(part.gather(-1, order.expand_as(part)).mT)
     wanted.copy_(real)
-    _round_columns(columns, feedback, grid, 0, inputs)
+    round_run, longest = _runs(wanted)
+
+    def rounded(run: slice) -> None:
+        round_run([part[:, run] for part in columns], feedback[:, run, run], grid)
+
+    in_runs(wanted, feedback, rounded, longest)
     return real.mT.gather(-1, order.argsort(-1).expand_as(piece[0]))  # codes by now
 
 
-def _round_columns(columns: Sequence[Tensor], feedback: Tensor, grid: Grid, first: int, last: int) -> None:
-    """Round the columns from `first` to before `last`, in place; errors of those before are in `columns[0]` already.
+def in_runs(wanted: Tensor, feedback: Tensor, round_run: Callable[[slice], None], longest: int, whole: int = 1) -> None:
+    """Round columns in runs, and add the errors of each to the columns after it.
 
-    `columns[0]` holds what is to be rounded and, of columns that were, the error; `columns[1]` the weight, then codes.
+    Args:
+        wanted: what is to be rounded, shape (groups, columns, outputs). It becomes what the codes leave of the weight.
+        feedback: of the columns on each other, shape (groups, columns, columns).
+        round_run: rounds a run of columns in place, which the errors of those before it are in.
+        longest: columns of a run.
+        whole: columns that are in one run; it divides `longest` and the columns.
     """
-    wanted = columns[0]
-    round_run, longest = _runs(wanted)
-    if last - first > longest:
-        middle = (first + last) // 2
-        _round_columns(columns, feedback, grid, first, middle)
-        errors = wanted[:, first:middle]
-        wanted[:, middle:last].baddbmm_(feedback[:, first:middle, middle:last].mT, errors)
-        _round_columns(columns, feedback, grid, middle, last)
-        return
-    run = slice(first, last)
-    round_run([part[:, run] for part in columns], feedback[:, run, run], grid)
+
+    def rounded(first: int, last: int) -> None:
+        if last - first <= longest:
+            round_run(slice(first, last))
+            return
+        middle = (first + last) // 2 // whole * whole
+        rounded(first, middle)
+        wanted[:, middle:last].baddbmm_(feedback[:, first:middle, middle:last].mT, wanted[:, first:middle])
+        rounded(middle, last)
+
+    rounded(0, wanted.shape[1])
 
 
 def _runs(like: Tensor) -> tuple[Callable[[Sequence[Tensor], Tensor, Grid], None], int]:
@@ -296,4 +319,15 @@ def solve(factor: Factor, right: Tensor) -> Tensor:
     return torch.empty_like(x).scatter_(-1, columns, x)
 
 
-__all__ = ["Factor", "at_once", "factor", "made_up_for", "round_with_feedback", "solve", "working_bytes"]
+__all__ = [
+    "Factor",
+    "at_once",
+    "factor",
+    "in_runs",
+    "made_up_for",
+    "pieces",
+    "round_run",
+    "round_with_feedback",
+    "solve",
+    "working_bytes",
+]
