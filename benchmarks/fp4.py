@@ -26,6 +26,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -71,7 +72,7 @@ def configs(preset: str) -> dict[str, QuantConfig]:
     return found | {f"{preset}, {_said(other)}, {_said(solver)}": plain.replace(passes=(*plain.passes, other, solver))}
 
 
-def _said(part: GraphPass) -> str:
+def _said(part: Any) -> str:
     """Return a pass with the options that are not the default."""
     options = {f.name: getattr(part, f.name) for f in fields(part) if getattr(part, f.name) != f.default}
     return f"{type(part).__name__}({', '.join(f'{name}={value}' for name, value in options.items())})"

@@ -16,7 +16,7 @@ from quark_fx.graph.nodes import tensor_of
 from quark_fx.numbers.formats import INT4
 from quark_fx.numbers.grid import FreeScales, Grid
 from quark_fx.numbers.layout import Columns, Layout
-from quark_fx.numbers.qparams import recover_global_scale
+from quark_fx.numbers.qparams import Symmetry, recover_global_scale
 from quark_fx.observers import Mse
 from quark_fx.passes import GPTQ
 from quark_fx.solvers import error_feedback
@@ -118,7 +118,7 @@ def lost(weight: TensorSpec, solver: GPTQ, inputs: int = 64) -> tuple[float, Ten
     return error, tensor_of(qmodel.graph_module, "0.weight_scale"), qmodel.report().passes[-1].changes[0].what
 
 
-INT4_32 = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=32, symmetry="sign_aware")
+INT4_32 = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=32, symmetry=Symmetry.SIGN_AWARE)
 
 
 def test_scales_chosen_on_the_way_lose_less() -> None:
