@@ -47,10 +47,7 @@ BEST = {"nvfp4": "nvfp4_best", "mxfp4": "mxfp4_best"}
 INSTEAD: dict[str, GraphPass] = {"nvfp4": Rotate(), "mxfp4": SmoothQuant()}
 """The way to spread outliers that the best preset has not."""
 
-PEERS = {
-    "nvfp4": ("NVFP4", "NVFP4, GPTQ", "NVFP4, SmoothQuant, GPTQ"),
-    "mxfp4": ("MXFP4", "MXFP4, GPTQ"),
-}
+PEERS = {"nvfp4": ("NVFP4", "NVFP4, GPTQ", "NVFP4, SmoothQuant, GPTQ"), "mxfp4": ()}
 """Scheme and modifiers of llm-compressor."""
 
 BESIDE = ("llama", "llama_outliers")

@@ -17,6 +17,7 @@ from quark_fx.solvers.matrix_feedback import (
     round_matrix,
 )
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
+from quark_fx.solvers.scale_search import MOST_TRIED
 from quark_fx.solvers.solver import InputHessian, Proposal, Solver, solver
 from quark_fx.system.options import Interval
 
@@ -90,7 +91,8 @@ class GPTQ(Solver):
     def working_bytes(self, matrices: Matrices) -> int:
         """Return the bytes of a factor and a piece of a weight at work, and of what moves targets and fits scales."""
         more = matrices.moment * bool(self.asymmetry or self.fit_scales) + matrices.target * bool(self.asymmetry)
-        return working_bytes(matrices.groups, matrices.outputs, matrices.inputs) + more
+        tried = 0 if self.static_groups else MOST_TRIED
+        return working_bytes(matrices.groups, matrices.outputs, matrices.inputs, tried) + more
 
     def working_operations(self, matrices: Matrices) -> float:
         """Return the multiplications of rounding a weight."""

@@ -198,9 +198,15 @@ def round_with_feedback(weight: Tensor, factor: Factor, grid: Grid, dtype: torch
     return codes
 
 
-def pieces(weight: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield ranges of groups and of rows that are worth rounding at once: they need not know of each other."""
+def pieces(weight: Tensor, least: int = 0) -> Iterator[tuple[slice, slice]]:
+    """Yield ranges of groups and of rows that are worth rounding at once: they need not know of each other.
+
+    Args:
+        weight: shape (groups, outputs, inputs).
+        least: values that a row takes, if they are more than its inputs.
+    """
     groups, rows, inputs = weight.shape
+    inputs = max(inputs, least)
     most = _AT_ONCE if weight.is_cpu else _AT_ONCE << 7
     matrices, lines = max(1, most // (rows * inputs)), max(1, most // inputs)
     for group in range(0, groups, matrices):
@@ -208,11 +214,17 @@ def pieces(weight: Tensor) -> Iterator[tuple[slice, slice]]:
             yield slice(group, group + matrices), slice(row, row + (lines if matrices == 1 else rows))
 
 
-def working_bytes(groups: int, outputs: int, inputs: int) -> int:
-    """Return the bytes that rounding a weight of this shape on a processor takes, beside the Hessian."""
+def working_bytes(groups: int, outputs: int, inputs: int, tried: int = 0) -> int:
+    """Return the bytes that rounding a weight of this shape on a processor takes, beside the Hessian.
+
+    Args:
+        groups, outputs, inputs: of the weight.
+        tried: scales that each group of inputs is rounded with, if several are.
+    """
     together, values = min(groups, _together(inputs)), outputs * inputs
     # The factor, spread scales, codes as they are made and as they are stored, and a piece at work.
-    return 4 * together * (inputs**2 + values) + 2 * groups * values + 4 * _ARRAYS * min(together * values, _AT_ONCE)
+    at_work = min(together * values, _AT_ONCE) + min(together * values * tried, _AT_ONCE)
+    return 4 * together * (inputs**2 + values) + 2 * groups * values + 4 * _ARRAYS * at_work
 
 
 def _round_piece(

@@ -50,7 +50,7 @@ def round_groups(
     found = weight.new_empty((*weight.shape[:2], sharing.count), dtype=torch.float32)
     tried = torch.tensor(ratios, device=weight.device, dtype=torch.float32)
     numbers = sharing.spread(torch.arange(sharing.count, device=weight.device))
-    for groups, rows in pieces(weight):
+    for groups, rows in pieces(weight, size * len(ratios)):
         piece = [p.expand_as(weight)[groups, rows].float() for p in (weight, grid.scale, grid.zero_point)]
         part = Factor(factor.order[groups], factor.feedback[groups], factor.curvature[groups], factor.damping)
         some, best = _round_piece(

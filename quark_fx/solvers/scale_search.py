@@ -34,6 +34,10 @@ _AROUND = (1.0, *(1.0 + sign * step / 16 for step in range(1, 9) for sign in (1,
 """From half of a scale to one and a half. Of E4M3 scales they leave out none between."""
 
 
+MOST_TRIED = len(_AROUND)
+"""How many shares `around` returns at most."""
+
+
 def around(scheme: Scheme) -> tuple[float, ...]:
     """Return the shares of a scale that may lose less than the scale itself, which is first: larger ones, too.
 
@@ -169,4 +173,4 @@ def _lost(grid: Grid, scale: Tensor, zero_point: Tensor, weight: Tensor) -> Tens
     return decode(codes, scale, zero_point, out=codes).sub_(weight)
 
 
-__all__ = ["RATIOS", "around", "fit_scales", "fit_scales_to_feedback"]
+__all__ = ["MOST_TRIED", "RATIOS", "around", "fit_scales", "fit_scales_to_feedback"]
