@@ -117,6 +117,8 @@ ELSEWHERE = {
     "uint32": "its zero points do not fit int32; the configuration refuses it",
     "int8_static_mse": "other scales than `int8_static`",
     **dict.fromkeys(("w4a16_gptq", "w4a16_awq", "w4a16_best"), "other codes and scales than `w4a16_rtn`"),
+    "nvfp4_best": "other codes and scales than `nvfp4`",
+    "mxfp4_best": "other codes and scales than `mxfp4`, and a rotation at run time",
     "w4a16_best_asym": "zero points beside the codes and scales of `w4a16_rtn`",
 }
 """Why a number format or a preset has no row."""

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import argparse
 import ast
+import copy
 import hashlib
 import math
 import os
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -134,8 +135,9 @@ def load(name: str, seed: int = 0) -> Trained:
     """
     if name == OUTLIERS:
         plain = load("llama", seed)
-        _plant_outliers(plain.model)
-        return plain
+        found = replace(plain, model=copy.deepcopy(plain.model))
+        _plant_outliers(found.model)
+        return found
     config = _CONFIGS[name]
     file = cache_folder() / f"{name}-{seed}.safetensors"
     if not file.exists() or _metadata(file).get("text") != data().digest:

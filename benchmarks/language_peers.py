@@ -213,16 +213,26 @@ class Judged:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and the folder of its jobs."""
+    """A model and the folder of its jobs.
+
+    Attributes:
+        name: of the model.
+        trained: the model and its text.
+        folder: of the jobs.
+        held_out: every tool's own model is to predict the held-out tokens as well.
+    """
 
     name: str
     trained: Trained
     folder: Path
+    held_out: bool = False
 
     @cached_property
     def digest(self) -> str:
         """Write the checkpoint and the calibration tokens; return what identifies both."""
-        tokens = {"calibration": torch.cat([batch["input_ids"] for batch in self.trained.calibration])}
+        texts = {"calibration": self.trained.calibration}
+        texts |= {"held_out": self.trained.held_out} if self.held_out else {}
+        tokens = {name: torch.cat([batch["input_ids"] for batch in text]) for name, text in texts.items()}
         found = hashlib.sha256(save({**self.trained.model.state_dict(), **tokens})).hexdigest()
         written = self.folder / "digest"
         if not (written.exists() and written.read_text(encoding="utf-8") == found):

@@ -185,6 +185,10 @@ MXFP4 = _block(block_formats.MXFP4)
 MXFP4_WEIGHT_ONLY = _block(block_formats.MXFP4, weight_only=True)
 """The weights of `MXFP4`, float activations."""
 
+MXFP4_BEST = MXFP4.replace(passes=(*_FUSE, Rotate(), GPTQ(asymmetry=0.5)))
+"""What is most accurate at `MXFP4`: rotated, which spreads the outliers that make a power of two for 32 values too
+large for the others, and GPTQ half way towards the float model's own activations."""
+
 MXINT8 = _block(block_formats.MXINT8)
 """Microscaling 8-bit integers, otherwise as `MXFP8_E4M3`."""
 
@@ -193,6 +197,10 @@ NVFP4 = _block(block_formats.NVFP4)
 
 NVFP4_WEIGHT_ONLY = _block(block_formats.NVFP4, weight_only=True)
 """The weights of `NVFP4`, float activations."""
+
+NVFP4_BEST = NVFP4.replace(passes=(*_FUSE, SmoothQuant(), GPTQ(asymmetry=0.5, static_groups=False)))
+"""What is most accurate at `NVFP4`: smoothed, and GPTQ half way towards the float model's own activations, which
+chooses each scale when it comes to it."""
 
 BFP16 = _block(block_formats.BFP16)
 """8-bit mantissas in blocks of 8 that share an exponent, otherwise as `MXFP8_E4M3`."""

@@ -6,7 +6,7 @@ A peer's environment needs transformers, safetensors and the peer, not quark_fx,
 is a JSON object; paths in it are relative to its own folder.
 
     model     folder of a `transformers` checkpoint with a tokenizer
-    tokens    safetensors file of `calibration`, token ids `(windows, length)`
+    tokens    safetensors file of `calibration`, token ids `(windows, length)`; perhaps of `held_out`, likewise
     output    folder to write to, made if missing
     batch     windows in a calibration batch
     tool      a key of `TOOLS`
@@ -15,7 +15,8 @@ is a JSON object; paths in it are relative to its own folder.
 In the output folder a worker writes
 
     weights.safetensors  the checkpoint's tensors under the same names, float32: weights `scale * code`
-    logits.safetensors   `quantized`: of the first window, by the model as the tool leaves it
+    logits.safetensors   `quantized`: of the first window, by the model as the tool leaves it; where there are held-out
+                         windows, `held_out`: of these, in float16
     result.json          `peak_mib` of resident memory until it had quantized, and `versions`
 """
 
@@ -104,18 +105,23 @@ def _attribute(model: nn.Module, name: str) -> Tensor:
 
 
 def llm_compressor(job: Job) -> Found:
-    """Run `oneshot` with a recipe of `awq` or not, then `gptq` or not; `arguments` go to `oneshot`."""
+    """Run `oneshot` with a recipe of `awq` and `smoothquant` or not, then `gptq` or not; `arguments` go to `oneshot`.
+
+    `scheme` is by default `W4A16`.
+    """
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
     from llmcompressor import oneshot  # type: ignore[import-not-found]
     from llmcompressor.modifiers.gptq import GPTQModifier  # type: ignore[import-not-found]
     from llmcompressor.modifiers.quantization import QuantizationModifier  # type: ignore[import-not-found]
     from llmcompressor.modifiers.transform.awq import AWQModifier  # type: ignore[import-not-found]
+    from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier  # type: ignore[import-not-found]
     from llmcompressor.pipelines.cache import IntermediatesCache  # type: ignore[import-not-found]
 
     # Pinned memory needs an accelerator, and its search pins without asking whether there is one.
     IntermediatesCache.pin_memory = lambda *_, **__: None
-    target = {"targets": "Linear", "scheme": "W4A16", "ignore": ["lm_head"]}
+    target = {"targets": "Linear", "scheme": job.options.get("scheme", "W4A16"), "ignore": ["lm_head"]}
     recipe = [AWQModifier()] if job.options.get("awq") else []
+    recipe += [SmoothQuantModifier()] if job.options.get("smoothquant") else []
     recipe.append(GPTQModifier(**target) if job.options.get("gptq") else QuantizationModifier(**target))
     model, batches = job.model(), job.keywords()
     oneshot(
@@ -132,7 +138,8 @@ def llm_compressor(job: Job) -> Found:
         scheme = getattr(module, "quantization_scheme", None)
         if scheme is not None:
             scales = module.weight_scale, module.weight_zero_point
-            tensors[f"{name}.weight"] = fake_quantize(module.weight, *scales, scheme.weights)
+            unit = getattr(module, "weight_global_scale", None)
+            tensors[f"{name}.weight"] = fake_quantize(module.weight, *scales, scheme.weights, global_scale=unit)
     return tensors, model
 
 
@@ -276,15 +283,19 @@ def run(path: Path) -> None:
     options = json.loads(path.read_text(encoding="utf-8"))
     output = path.parent / options["output"]
     output.mkdir(parents=True, exist_ok=True)
-    tokens = load_file(path.parent / options["tokens"])["calibration"]
+    texts = load_file(path.parent / options["tokens"])
+    tokens = texts["calibration"]
     distribution, quantize = TOOLS[options["tool"]]
     torch.manual_seed(0)
     job = Job(path.parent / options["model"], list(tokens.split(options["batch"])), options["options"])
     tensors, model = quantize(job)
     with torch.no_grad():
-        logits = model(input_ids=tokens[:1]).logits
+        logits = {"quantized": model(input_ids=tokens[:1]).logits.detach().float()}
+        if "held_out" in texts:
+            parts = texts["held_out"].split(options["batch"])
+            logits["held_out"] = torch.cat([model(input_ids=part).logits.half() for part in parts])
     save_file({n: t.detach().float().contiguous() for n, t in tensors.items()}, output / "weights.safetensors")
-    save_file({"quantized": logits.detach().float()}, output / "logits.safetensors")
+    save_file(logits, output / "logits.safetensors")
     versions = {name: version(name) for name in (distribution, "torch", "transformers")}
     result = {"peak_mib": job.peak[0], "versions": versions}
     (output / "result.json").write_text(json.dumps(result, indent=2), encoding="utf-8")

@@ -20,7 +20,9 @@ LANGUAGE = (
     "w4a4_dynamic",
     "fp8_dynamic",
     "nvfp4",
+    "nvfp4_best",
     "mxfp4",
+    "mxfp4_best",
 )
 
 ONNX = frozenset({*VISION, *SPEECH}) - {"w4a16_gptq", "w8a8_dynamic"}

@@ -38,7 +38,11 @@ class FreeScales:
 
     def times(self, ratio: Tensor) -> Tensor:
         """Return every scale times its ratio, of the shape of `stored`, rounded to one that can be stored."""
-        return (self.stored.sign() * self.allowed((self.stored.abs() * ratio).double())).to(self.stored)
+        return self.rounded(self.stored * ratio).to(self.stored)
+
+    def rounded(self, scale: Tensor) -> Tensor:
+        """Return scales of any shape and sign, rounded to ones that can be stored in the place of these, float32."""
+        return self.allowed(scale.abs().double()).copysign(scale)
 
 
 @dataclass(frozen=True)

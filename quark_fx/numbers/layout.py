@@ -190,6 +190,11 @@ class Columns:
             found.append(slice(first, last + 1) if last - first + 1 == len(columns) else columns.to(device or "cpu"))
         return found
 
+    @property
+    def even(self) -> int | None:
+        """How many columns share each scale; `None` if not all scales have as many."""
+        return self._longest if len(self.numbers) == self._longest * len(self._members) else None
+
     def spread(self, values: Tensor) -> Tensor:
         """Return values per scale, the last dimension, for each column."""
         return values[..., self._on("numbers", values.device)]

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from quark_fx.engine.sizes import Matrices
+from quark_fx.numbers.formats import FloatFormat
 from quark_fx.solvers.error_feedback import at_once, working_bytes
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.range_search import fit_ranges
-from quark_fx.solvers.scale_search import fit_scales
+from quark_fx.solvers.scale_search import RATIOS, around, fit_scales
 from quark_fx.solvers.solver import Proposal, Skip, Solver, solver
 
 
@@ -20,11 +21,12 @@ from quark_fx.solvers.solver import Proposal, Skip, Solver, solver
 class FitScales(Solver):
     """Shrink each scale of a weight to the one that rounding to nearest changes its operator's output least at.
 
-    After `AWQ` this is the clip search of that paper; `GPTQ(fit_scales=True)` begins with it. Scales with offsets and
-    those of two levels (`quark_fx.gguf_types`) are fitted by least squares instead, inputs weighted by the mean of
-    their squares: llama.cpp's importance matrix. Every operator sees inputs that everything before it, quantized, makes
-    of the data, in one forward pass over it. Scales per tensor, powers of two and those of blocks with microexponents
-    stay, and so does what is no better on validation data.
+    Scales of floats may grow as well, as their values lie the farther apart the larger they are. After `AWQ` this is
+    the clip search of that paper; `GPTQ(fit_scales=True)` begins with it. Scales with offsets and those of two levels
+    (`quark_fx.gguf_types`) are fitted by least squares instead, inputs weighted by the mean of their squares:
+    llama.cpp's importance matrix. Every operator sees inputs that everything before it, quantized, makes of the data,
+    in one forward pass over it. Scales per tensor, powers of two and those of blocks with microexponents stay, and so
+    does what is no better on validation data.
 
     Source:
         Lin et al. 2024 (AWQ), the clip search of its reference code, with the sum over tokens taken beforehand;
@@ -36,8 +38,9 @@ class FitScales(Solver):
         if weight.columns is None:
             return self._with_ranges(weight, seen)
         columns, allowed = weight.columns, weight.allowed
+        tried = around(weight.scheme) if isinstance(weight.scheme.format, FloatFormat) else RATIOS
         ratio = [
-            fit_scales(weight.real[some].float(), seen.h[some], weight.grid(some), columns, allowed)
+            fit_scales(weight.real[some].float(), seen.h[some], weight.grid(some), columns, allowed, tried)
             for some in at_once(seen.h)
         ]
         return Proposal(weight.with_scales(torch.cat(ratio)).nearest())

@@ -9,8 +9,16 @@ from typing import Annotated
 from quark_fx.engine.sizes import Matrices
 from quark_fx.solvers.error_feedback import working_bytes
 from quark_fx.solvers.hessian import Hessian
-from quark_fx.solvers.matrix_feedback import can_fit, fitted_to_feedback, refined, round_matrix
+from quark_fx.solvers.matrix_feedback import (
+    can_choose,
+    can_fit,
+    fitted_to_feedback,
+    refined,
+    round_groups_of,
+    round_matrix,
+)
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
+from quark_fx.solvers.scale_search import MOST_TRIED
 from quark_fx.solvers.solver import InputHessian, Proposal, Solver, solver
 from quark_fx.system.options import Interval, NonNegativeInt
 
@@ -20,11 +28,11 @@ from quark_fx.system.options import Interval, NonNegativeInt
 class GPTQ(Solver):
     """Round the weights of matrix products and convolutions so that their outputs, not the weights, are nearest.
 
-    Scales do not change on the way (static groups). Every operator sees inputs that the quantized operators before
-    it compute from the data (true sequential), in one forward pass over it. Operators that read one value share its
-    Hessian and its factors, unless guided; of a stack of experts each has the tokens routed to it, and borrows from
-    the average of all where they are few. Positions that the data's `attention_mask` leaves out do not count, but for
-    experts. A weight keeps its codes where the error on validation data would be higher.
+    Every operator sees inputs that the quantized operators before it compute from the data (true sequential), in one
+    forward pass over it. Operators that read one value share its Hessian and its factors, unless guided; of a stack of
+    experts each has the tokens routed to it, and borrows from the average of all where they are few. Positions that the
+    data's `attention_mask` leaves out do not count, but for experts. A weight keeps its codes where the error on
+    validation data would be higher.
 
     Args:
         damping: share of the mean diagonal of the Hessian that is added to it.
@@ -32,6 +40,11 @@ class GPTQ(Solver):
         asymmetry: how far the target moves from what the float weight makes of the quantized inputs (0, the paper's)
             to what the float model makes of its own inputs (1), at the cost of a second forward pass.
         fit_scales: first shrink each scale to the one that this rounding is expected to lose least with.
+        static_groups: leave scales as they are on the way. Otherwise each is chosen when the first of its inputs is
+            rounded: of the scales around it that can be stored, the one that this rounding loses least with, errors of
+            inputs before included. Inputs of a scale are then rounded one after the other, which leaves less to
+            `by_activation`: it suits small blocks whose scales are close to each other (NVFP4), not powers of two
+            (MXFP4). Scales stay where they do not each belong to as many inputs of one output.
         sweeps: of coordinate descent over the codes that error feedback chose, at most. Error feedback makes up for the
             error of an input in those after it alone; a sweep moves each code to the best one given all others. Each
             costs as much as rounding.
@@ -42,15 +55,16 @@ class GPTQ(Solver):
         ConfigError: for a value out of range.
 
     Source:
-        Frantar et al. 2023 (GPTQ); for `asymmetry` the objective of Li et al. 2025 (GPTAQ) and Zhang et al. 2025
-        (Qronos), minimized column by column; for `sweeps` Behdin et al. 2023 (QuantEase); for `guided` Kim et al. 2025
-        (GuidedQuant).
+        Frantar et al. 2023 (GPTQ), whose groups are not static, but whose scales are those of the range; for
+        `asymmetry` the objective of Li et al. 2025 (GPTAQ) and Zhang et al. 2025 (Qronos), minimized column by column;
+        for `sweeps` Behdin et al. 2023 (QuantEase); for `guided` Kim et al. 2025 (GuidedQuant).
     """
 
     damping: Annotated[float, Interval("(0, 1]")] = 0.01
     by_activation: bool = True
     asymmetry: Annotated[float, Interval("[0, 1]")] = 0.0
     fit_scales: bool = False
+    static_groups: bool = True
     sweeps: NonNegativeInt = 0
     guided: bool = False
 
@@ -63,14 +77,18 @@ class GPTQ(Solver):
         """Round the weight with error feedback."""
         factors = partial(seen.factors, damping=self.damping, by_activation=self.by_activation)
         target = seen.target(weight.real, self.asymmetry, factors())
-        fits = self.fit_scales and can_fit(weight)
+        fits, chooses = self.fit_scales and can_fit(weight), not self.static_groups and can_choose(weight)
         if fits:
             weight = fitted_to_feedback(weight, target, factors())
-        weight, damping = round_matrix(weight, target, factors())
+        if chooses:
+            weight, damping = round_groups_of(weight, target, factors(sharing=weight.columns))
+        else:
+            weight, damping = round_matrix(weight, target, factors())
         if self.sweeps:
             weight = refined(weight, target, seen.h, damping=damping, sweeps=self.sweeps)
         remarks = (
             "scales kept: not free to change" * (self.fit_scales and not fits),
+            "static groups: scales are not of as many inputs each" * (not self.static_groups and not chooses),
             f"damped by {damping:g}" * (damping > self.damping),
             f"unguided: {seen.unguided}" * bool(seen.unguided),
             _few(seen),
@@ -81,7 +99,8 @@ class GPTQ(Solver):
         """Return the bytes of a factor and a piece of a weight at work, and of what moves targets and fits scales."""
         more = matrices.moment * bool(self.asymmetry or self.fit_scales) + matrices.target * bool(self.asymmetry)
         more += matrices.moment * bool(self.sweeps)
-        return working_bytes(matrices.groups, matrices.outputs, matrices.inputs) + more
+        tried = 0 if self.static_groups else MOST_TRIED
+        return working_bytes(matrices.groups, matrices.outputs, matrices.inputs, tried) + more
 
     def working_operations(self, matrices: Matrices) -> float:
         """Return the multiplications of rounding a weight."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quark_fx.errors import CalibrationError
 from quark_fx.numbers.grid import Grid
+from quark_fx.numbers.layout import Columns
 
 _LEAF = 16
 """Columns that are rounded one by one before one matrix product adds their errors to the columns after them."""
@@ -84,13 +85,14 @@ class Factor:
         return found
 
 
-def factor(h: Tensor, *, damping: float, by_activation: bool) -> Factor:
+def factor(h: Tensor, *, damping: float, by_activation: bool, sharing: Columns | None = None) -> Factor:
     """Factor `h`.
 
     Args:
         h: sum of `x x'`, float32, shape (groups, inputs, inputs).
         damping: share of the mean diagonal that is added to the diagonal.
         by_activation: round the columns that matter most first, while the others can still make up for them.
+        sharing: round columns that share a scale one after the other; those that together matter most first.
 
     Raises:
         CalibrationError: if `h` is not finite.
@@ -105,6 +107,8 @@ def factor(h: Tensor, *, damping: float, by_activation: bool) -> Factor:
         order = diagonal.argsort(dim=-1, descending=True, stable=True)
     else:
         order = torch.arange(h.shape[-1], device=h.device).expand_as(diagonal)
+    if sharing is not None:
+        order = _together_in(order, sharing, diagonal if by_activation else None)
     mean = _mean(diagonal)
     # The lower triangle of the matrix turned by half a circle is the upper one of the matrix.
     turned = order.flip(-1)
@@ -126,6 +130,15 @@ def factor(h: Tensor, *, damping: float, by_activation: bool) -> Factor:
     _reverse(found.flatten(-2))
     pivot = found.diagonal(dim1=-2, dim2=-1).clone()
     return Factor(order, found.div_(pivot.unsqueeze(-2)).triu_(1), pivot.square(), share)
+
+
+def _together_in(order: Tensor, sharing: Columns, matters: Tensor | None) -> Tensor:
+    """Return `order` with the columns of a scale together; scales in the order of what matters of their columns."""
+    numbers = sharing.spread(torch.arange(sharing.count, device=order.device))
+    if matters is not None:
+        ranked = sharing.gather(matters).sum(-1).argsort(dim=-1, descending=True, stable=True)
+        numbers = sharing.spread(ranked.argsort(-1))
+    return order.gather(-1, numbers.expand_as(order).gather(-1, order).argsort(dim=-1, stable=True))
 
 
 def damped(h: Tensor, share: float) -> Tensor:
@@ -190,7 +203,7 @@ def round_with_feedback(weight: Tensor, factor: Factor, grid: Grid, dtype: torch
     """
     codes = torch.empty_like(weight, dtype=dtype)
     room: list[Tensor] = []  # for all pieces in turn: new memory costs the system's zeroing of it
-    for groups, rows in _pieces(weight):
+    for groups, rows in pieces(weight):
         piece = [p.expand_as(weight)[groups, rows] for p in (weight, grid.scale, grid.zero_point)]
         room = room or [weight.new_empty(piece[0].numel(), dtype=torch.float32) for _ in range(4)]
         order, feedback = factor.order[groups].unsqueeze(-2), factor.feedback[groups]
@@ -198,9 +211,15 @@ def round_with_feedback(weight: Tensor, factor: Factor, grid: Grid, dtype: torch
     return codes
 
 
-def _pieces(weight: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield ranges of groups and of rows that are worth rounding at once: they need not know of each other."""
+def pieces(weight: Tensor, least: int = 0) -> Iterator[tuple[slice, slice]]:
+    """Yield ranges of groups and of rows that are worth rounding at once: they need not know of each other.
+
+    Args:
+        weight: shape (groups, outputs, inputs).
+        least: values that a row takes, if they are more than its inputs.
+    """
     groups, rows, inputs = weight.shape
+    inputs = max(inputs, least)
     most = _AT_ONCE if weight.is_cpu else _AT_ONCE << 7
     matrices, lines = max(1, most // (rows * inputs)), max(1, most // inputs)
     for group in range(0, groups, matrices):
@@ -208,11 +227,17 @@ def _pieces(weight: Tensor) -> Iterator[tuple[slice, slice]]:
             yield slice(group, group + matrices), slice(row, row + (lines if matrices == 1 else rows))
 
 
-def working_bytes(groups: int, outputs: int, inputs: int) -> int:
-    """Return the bytes that rounding a weight of this shape on a processor takes, beside the Hessian."""
+def working_bytes(groups: int, outputs: int, inputs: int, tried: int = 0) -> int:
+    """Return the bytes that rounding a weight of this shape on a processor takes, beside the Hessian.
+
+    Args:
+        groups, outputs, inputs: of the weight.
+        tried: scales that each group of inputs is rounded with, if several are.
+    """
     together, values = min(groups, _together(inputs)), outputs * inputs
     # The factor, spread scales, codes as they are made and as they are stored, and a piece at work.
-    return 4 * together * (inputs**2 + values) + 2 * groups * values + 4 * _ARRAYS * min(together * values, _AT_ONCE)
+    at_work = min(together * values, _AT_ONCE) + min(together * values * tried, _AT_ONCE)
+    return 4 * together * (inputs**2 + values) + 2 * groups * values + 4 * _ARRAYS * at_work
 
 
 def _round_piece(
@@ -234,26 +259,36 @@ def _round_piece(
     for column, part in zip(columns[1:], piece, strict=True):
         column.copy_(part.gather(-1, order.expand_as(part)).mT)
     wanted.copy_(real)
-    _round_columns(columns, feedback, grid, 0, inputs)
+    round_run, longest = _runs(wanted)
+
+    def rounded(run: slice) -> None:
+        round_run([part[:, run] for part in columns], feedback[:, run, run], grid)
+
+    in_runs(wanted, feedback, rounded, longest)
     return real.mT.gather(-1, order.argsort(-1).expand_as(piece[0]))  # codes by now
 
 
-def _round_columns(columns: Sequence[Tensor], feedback: Tensor, grid: Grid, first: int, last: int) -> None:
-    """Round the columns from `first` to before `last`, in place; errors of those before are in `columns[0]` already.
+def in_runs(wanted: Tensor, feedback: Tensor, round_run: Callable[[slice], None], longest: int, whole: int = 1) -> None:
+    """Round columns in runs, and add the errors of each to the columns after it.
 
-    `columns[0]` holds what is to be rounded and, of columns that were, the error; `columns[1]` the weight, then codes.
+    Args:
+        wanted: what is to be rounded, shape (groups, columns, outputs). It becomes what the codes leave of the weight.
+        feedback: of the columns on each other, shape (groups, columns, columns).
+        round_run: rounds a run of columns in place, which the errors of those before it are in.
+        longest: columns of a run.
+        whole: columns that are in one run; it divides `longest` and the columns.
     """
-    wanted = columns[0]
-    round_run, longest = _runs(wanted)
-    if last - first > longest:
-        middle = (first + last) // 2
-        _round_columns(columns, feedback, grid, first, middle)
-        errors = wanted[:, first:middle]
-        wanted[:, middle:last].baddbmm_(feedback[:, first:middle, middle:last].mT, errors)
-        _round_columns(columns, feedback, grid, middle, last)
-        return
-    run = slice(first, last)
-    round_run([part[:, run] for part in columns], feedback[:, run, run], grid)
+
+    def rounded(first: int, last: int) -> None:
+        if last - first <= longest:
+            round_run(slice(first, last))
+            return
+        middle = (first + last) // 2 // whole * whole
+        rounded(first, middle)
+        wanted[:, middle:last].baddbmm_(feedback[:, first:middle, middle:last].mT, wanted[:, first:middle])
+        rounded(middle, last)
+
+    rounded(0, wanted.shape[1])
 
 
 def _runs(like: Tensor) -> tuple[Callable[[Sequence[Tensor], Tensor, Grid], None], int]:
@@ -309,4 +344,16 @@ def solve(factor: Factor, right: Tensor) -> Tensor:
     return torch.empty_like(x).scatter_(-1, columns, x)
 
 
-__all__ = ["Factor", "at_once", "damped", "factor", "made_up_for", "round_with_feedback", "solve", "working_bytes"]
+__all__ = [
+    "Factor",
+    "at_once",
+    "damped",
+    "factor",
+    "in_runs",
+    "made_up_for",
+    "pieces",
+    "round_run",
+    "round_with_feedback",
+    "solve",
+    "working_bytes",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from quark_fx.engine.context import Context, Positions, without_padding
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import placeholders
+from quark_fx.numbers.layout import Columns
 from quark_fx.solvers.error_feedback import Factor, at_once, factor, solve
 
 _TILE = 256
@@ -40,24 +41,27 @@ class Hessian:
     rows: Tensor
     unguided: str = ""
     _borrowed: Tensor | None = None
-    _factors: dict[tuple[float, bool], list[tuple[slice, Factor]]] = field(default_factory=dict)
+    _factors: dict[Hashable, list[tuple[slice, Factor]]] = field(default_factory=dict)
 
-    def factors(self, *, damping: float, by_activation: bool) -> Iterator[tuple[slice, Factor]]:
+    def factors(
+        self, *, damping: float, by_activation: bool, sharing: Columns | None = None
+    ) -> Iterator[tuple[slice, Factor]]:
         """Yield the factors of `h`, each with the matrices of a stack that it is of.
 
         They are kept for the next operator that reads the same values, unless a stack is long: its factors would fill
         the memory, and are made as they come.
 
         Args:
-            damping, by_activation: as `quark_fx.solvers.error_feedback.factor` takes them.
+            damping, by_activation, sharing: as `quark_fx.solvers.error_feedback.factor` takes them.
 
         Raises:
             CalibrationError: if `h` has no factor.
         """
         slices = [slice(None)] if self.shift is not None else at_once(self.h)
-        key = damping, by_activation
+        key = damping, by_activation, None if sharing is None else tuple(sharing.numbers.tolist())
         if key not in self._factors:
-            made = ((some, factor(self.h[some], damping=damping, by_activation=by_activation)) for some in slices)
+            how: dict[str, Any] = {"damping": damping, "by_activation": by_activation, "sharing": sharing}
+            made = ((some, factor(self.h[some], **how)) for some in slices)
             if len(slices) > 1:
                 yield from made
                 return

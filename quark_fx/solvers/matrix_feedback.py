@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from quark_fx.solvers.error_feedback import Factor, at_once, damped, made_up_for, round_with_feedback
+from quark_fx.solvers.group_feedback import round_groups
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.range_search import fit_ranges
 from quark_fx.solvers.rounding import refine_by_descent
-from quark_fx.solvers.scale_search import fit_scales_to_feedback
+from quark_fx.solvers.scale_search import around, fit_scales_to_feedback
 
 Factors = Iterable[tuple[slice, Factor]]
 """The factors of a Hessian, each with the matrices of a stack that it is of."""
@@ -30,6 +31,29 @@ def round_matrix(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> t
         codes[matrices] = round_with_feedback(target[matrices], found, weight.grid(matrices), codes.dtype)
         damping = max(damping, found.damping)
     return weight.with_codes(codes), damping
+
+
+def round_groups_of(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> tuple[QuantizedMatrix, float]:
+    """Return `weight` with the codes of `target` and the scales chosen on the way, and the damping that was needed.
+
+    Args:
+        weight: with scales that may change one by one, each of as many inputs: `can_choose`.
+        target: what to round, shape (groups, outputs, inputs).
+        factors: of the Hessian of what is multiplied, with the inputs of a scale one after the other.
+    """
+    columns, codes, ratio, damping = weight.columns, torch.empty_like(weight.codes), list[Tensor](), 0.0
+    assert columns is not None
+    for matrices, found in factors:
+        real, grid, tried = target[matrices].float(), weight.grid(matrices), around(weight.scheme)
+        codes[matrices], best = round_groups(real, found, grid, weight.free, columns, tried, codes.dtype)
+        ratio.append(best)
+        damping = max(damping, found.damping)
+    return weight.with_scales(torch.cat(ratio)).with_codes(codes), damping
+
+
+def can_choose(weight: QuantizedMatrix) -> bool:
+    """Tell whether `round_groups_of` takes a weight."""
+    return weight.columns is not None and weight.columns.even is not None
 
 
 def refined(weight: QuantizedMatrix, target: Tensor, h: Tensor, *, damping: float, sweeps: int) -> QuantizedMatrix:
@@ -87,4 +111,13 @@ def compensated(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> Te
     return wanted
 
 
-__all__ = ["Factors", "can_fit", "compensated", "fitted_to_feedback", "refined", "round_matrix"]
+__all__ = [
+    "Factors",
+    "can_choose",
+    "can_fit",
+    "compensated",
+    "fitted_to_feedback",
+    "refined",
+    "round_groups_of",
+    "round_matrix",
+]

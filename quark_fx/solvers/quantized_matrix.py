@@ -71,6 +71,11 @@ class QuantizedMatrix:
         kind = self.scheme.scale_type
         return allowed_scales(self.stored.scale, kind) if kind.is_8_bit else None
 
+    @property
+    def free(self) -> FreeScales:
+        """Its scales, which may change if it is `movable`."""
+        return FreeScales(self.stored.scale, self.stored.layout, self.scheme.scale_type)
+
     def with_codes(self, codes: Tensor) -> QuantizedMatrix:
         """Return it with other codes, given as matrices; those that the target would saturate are lowered."""
         old = self.stored.codes
@@ -79,8 +84,7 @@ class QuantizedMatrix:
 
     def with_scales(self, ratio: Tensor) -> QuantizedMatrix:
         """Return it with every scale multiplied; `ratio` has the shape (groups, outputs, scales of a row)."""
-        scales = FreeScales(self.stored.scale, self.stored.layout, self.scheme.scale_type)
-        scale = scales.times(scales.layout.restore(ratio, self.mapping))
+        scale = self.free.times(self.stored.layout.restore(ratio, self.mapping))
         return replace(self, stored=replace(self.stored, scale=scale))
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.layout import Columns
+from quark_fx.numbers.qparams import Scheme
 from quark_fx.numbers.quantized_tensor import decode
 from quark_fx.solvers.error_feedback import Factor
 
@@ -26,9 +27,33 @@ _QUADRATURE = ((0.0, 2 / 3), (3**0.5, 1 / 6), (-(3**0.5), 1 / 6))
 RATIOS = tuple(1.0 - 0.05 * step for step in range(11))
 """Shares of the range that are tried, from all of it to half."""
 
+_EXPONENTS = (1.0, 2.0, 0.5)
+"""Shares of scales that are powers of two."""
+
+_AROUND = (1.0, *(1.0 + sign * step / 16 for step in range(1, 9) for sign in (1, -1)))
+"""From half of a scale to one and a half. Of E4M3 scales they leave out none between."""
+
+
+MOST_TRIED = len(_AROUND)
+"""How many shares `around` returns at most."""
+
+
+def around(scheme: Scheme) -> tuple[float, ...]:
+    """Return the shares of a scale that may lose less than the scale itself, which is first: larger ones, too.
+
+    Values of floats lie the farther apart the larger they are, so a wider range may suit a block better (Cook et al.
+    2025, "Four Over Six"); and what makes up for the errors of other inputs may leave the range that weights had.
+    """
+    return _EXPONENTS if scheme.scale_type.is_e8m0 else _AROUND
+
 
 def fit_scales(
-    weight: Tensor, h: Tensor, grid: Grid, columns: Columns, allowed: Callable[[Tensor], Tensor] | None = None
+    weight: Tensor,
+    h: Tensor,
+    grid: Grid,
+    columns: Columns,
+    allowed: Callable[[Tensor], Tensor] | None = None,
+    tried: Sequence[float] = RATIOS,
 ) -> Tensor:
     """Return, per block of inputs and output, the share of the scale whose rounding changes the output least.
 
@@ -41,9 +66,10 @@ def fit_scales(
         grid: what codes stand for now.
         columns: inputs that share a scale, a block.
         allowed: from wanted scales to those that are tried for them; default: the scales themselves.
+        tried: shares of the scale.
 
     Returns:
-        Shape (groups, outputs, blocks), one of `RATIOS` each.
+        Shape (groups, outputs, blocks), one of `tried` each.
 
     Source:
         Lin et al. 2024 (AWQ), the clip search of its reference code, with the sum over tokens taken beforehand.
@@ -53,7 +79,7 @@ def fit_scales(
     best, least = weight.new_ones(shape), weight.new_full(shape, torch.inf)
     scale, zero_point = (p.expand_as(weight) for p in (grid.scale, grid.zero_point))
     parts = [(number, part) for number, block in enumerate(members) for part in _parted(block)]
-    for ratio in RATIOS:
+    for ratio in tried:
         error = weight.new_zeros(shape)
         for number, part in parts:
             s = scale[..., part] * ratio
@@ -147,4 +173,4 @@ def _lost(grid: Grid, scale: Tensor, zero_point: Tensor, weight: Tensor) -> Tens
     return decode(codes, scale, zero_point, out=codes).sub_(weight)
 
 
-__all__ = ["RATIOS", "fit_scales", "fit_scales_to_feedback"]
+__all__ = ["MOST_TRIED", "RATIOS", "around", "fit_scales", "fit_scales_to_feedback"]

@@ -176,7 +176,7 @@ def whole(preset: str) -> QuantConfig:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("preset", BLOCK_PRESETS)
+@pytest.mark.parametrize("preset", [*BLOCK_PRESETS, "nvfp4_best"])
 def test_every_preset_rounds_every_value_to_the_same_codes(preset: str, name: str, tmp_path: Path) -> None:
     model, data = MODELS[name]
     qmodel = quantize(model(), whole(preset), [data(4)])

@@ -130,7 +130,7 @@ def test_pieces_are_rounded_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> Non
     whole = round_with_feedback(weight, found, grid_of(weight))
     for most, pieces in ((2 * 8 * 20, 2), (3 * 20, 9), (1, 24)):
         monkeypatch.setattr(error_feedback, "_AT_ONCE", most)
-        assert len(list(error_feedback._pieces(weight))) == pieces
+        assert len(list(error_feedback.pieces(weight))) == pieces
         assert torch.equal(round_with_feedback(weight, found, grid_of(weight)), whole)
 
 
