@@ -156,7 +156,9 @@ def by_auto_scheme(name: str, python: Path) -> Chosen:
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
         command = [str(python), "-m", "benchmarks.peers.auto_scheme", str(folder / "job.json")]
         root = Path(__file__).resolve().parent.parent
-        subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, check=True)
+        # Scores are kept by the name of the folder: in one of its own no other model's are taken for them.
+        own = {"PYTHONPATH": str(root), "AR_AUTO_SCHEME_CACHE": str(folder / "scores")}
+        subprocess.run(command, cwd=root, env=os.environ | own, check=True)
         found = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     shapes = {name: module.weight.shape for name, module in subject.model.named_modules() if hasattr(module, "weight")}
     counts = {name: shape.numel() for name, shape in shapes.items()}
@@ -251,7 +253,7 @@ Perplexity says less than KL: on the Llama, rounding moves it by less than it di
 SmolLM2 are what 4-bit codes in blocks of 32 decode to. AutoScheme chooses from the same formats on the same windows:
 like `search`, with one format for what servers fuse (queries, keys and values; gate and up), and with one for each
 operator; the largest of its choices that fits the budget is rounded as ours. Seconds are those of the clock, beside
-other work; AutoScheme's include loading the model and rounding it to nearest. Reproduce with
+other work; AutoScheme's include loading the model. Reproduce with
 `python -m benchmarks.searched --auto-round PYTHON`.
 
 {chr(10).join(text for _, text in sorted(sections.items()))}
