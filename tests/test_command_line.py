@@ -572,6 +572,14 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     "no function": (lambda _: factory("SIZE"), r"factories:SIZE is a int; name a function"),
     "no module": (lambda _: ("quantize", "gone.models:cnn", "--preset", "fp16", "-o", "q"), r"no module 'gone'"),
     "no data": (lambda _: factory("cnn"), r"this configuration needs data: give --data"),
+    "a latency without a unit": (
+        lambda _: ("search", "factories:cnn", "--candidate", "int4", "--candidate", "int8", "--latency", "12m"),
+        r"latency is a share of that of the float model, as 0.6, or text like \"12ms\", not '12m'",
+    ),
+    "a latency without data": (
+        lambda _: ("search", "factories:cnn", "--candidate", "int4", "--candidate", "int8", "--latency", 0.6),
+        r"this configuration needs data: give --data",
+    ),
     "missing data": (lambda _: (*factory("cnn"), "--data", "gone.npy"), r"the data gone.npy does not exist"),
     "text without a tokenizer": (
         lambda llm: ("quantize", bare(llm), "--preset", "w4a16_rtn", "--data", "text.txt", "-o", "q"),
