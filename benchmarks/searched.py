@@ -204,7 +204,9 @@ def _largest(subject: Subject, title: str, choices: Sequence[_Layers], targets: 
         if bits <= BITS:
             fitting[bits] = layers
     layers = fitting[max(fitting)]
-    overrides = [qfx.Override(pattern=layer, weight=own and _spec(**own)) for layer, own in layers.items()]
+    overrides = [
+        qfx.Override(pattern=layer, weight=None if own is None else _spec(**own)) for layer, own in layers.items()
+    ]
     return _FOUR.replace(overrides=(*_FOUR.overrides, *overrides))
 
 

@@ -31,10 +31,10 @@ _BETTER = 0.98
 """Error (or size) of a mixture over that of a uniform candidate below which it is better; the rest may be luck."""
 
 _ROUNDS = 5
-"""Mixtures that are tried for a ceiling of the error: what is measured says how far the estimate is off."""
+"""Mixtures that are tried for a ceiling of error or latency: what is measured says how far the estimate is off."""
 
 _NEAR = 0.9
-"""Share of the ceiling that a measured error has to reach for no larger one to be tried."""
+"""Share of the ceiling that a measured error or latency has to reach for no larger one to be tried."""
 
 _NOTHING = 1e-3
 """Share of the ceiling below which a measured error is not told from none."""
