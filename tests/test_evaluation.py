@@ -113,6 +113,21 @@ def test_all_forms_of_a_language_model_have_the_same_figures(tmp_path: Path) -> 
         assert figures == pytest.approx(first, rel=1e-3)
 
 
+def test_a_gguf_file_has_the_figures_of_the_model_it_was_made_of(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    model = language_model()
+    exact = qfx.presets.W4A16_RTN.replace(weight=qfx.gguf_types.Q4_0, target=qfx.Target.TORCH)
+    qmodel = quantize(model, exact, windows())
+    path = qfx.export.gguf(qmodel, tmp_path / "model.gguf")
+    task = LanguageModeling(windows(), reference=model)
+    expected = qfx.evaluate(qmodel, task)
+    assert expected["KL"] > 1e-6
+    assert qfx.evaluate(path, task) == pytest.approx(expected, rel=1e-3)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(qfx.QuarkError, match=r"transformers does not load .*model\.gguf: (?s:.*)llama-perplexity"):
+        qfx.evaluate(path, task)
+
+
 def test_accuracy_agreement_and_divergence_of_a_classifier() -> None:
     left = torch.tensor([[2.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 3.0], [1.0, 0.0, 0.0]])
     right = torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 3.0], [0.0, 1.0, 0.0]])

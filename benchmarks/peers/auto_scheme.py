@@ -14,8 +14,8 @@ own folder.
     shared    by a name: groups of operators, parts of their names, that get the same format
 
 Beside the job a worker writes result.json: `chosen`, for each name of `shared` and each target what every operator
-gets; `seconds` on the clock of the first choice, which scores all formats, for the others do not, and then rounds the
-weights to nearest; `version`.
+gets; `seconds` on the clock of the first choice, which scores all formats, for the others do not, and loads the model;
+`version`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def choose(path: Path) -> None:
             model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
             tokenizer = AutoTokenizer.from_pretrained(folder)
             chooser = AutoRound(model, tokenizer, scheme=scheme, iters=0, enable_torch_compile=False, **read)
-            chooser.quantize()
+            chooser.post_init()
             seconds.append(time.perf_counter() - start)
             layers = chooser.layer_config.items()
             chosen[name].append({layer: {key: own[key] for key in ("bits", "group_size")} for layer, own in layers})

@@ -19,7 +19,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and no
 Html = Annotated[Path | None, typer.Option("--html", help="Where a page of figures and tables is written.")]
 
 AnyModel = Annotated[
-    str, typer.Argument(help="An .onnx file, a quantized model, a checkpoint, or package.module:function.")
+    str, typer.Argument(help="An .onnx or .gguf file, a quantized model, a checkpoint, or package.module:function.")
 ]
 
 FloatModel = Annotated[

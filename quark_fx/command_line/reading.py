@@ -84,7 +84,7 @@ def is_text(reading: Reading) -> bool:
 
 
 def find_tokenizer(reading: Reading, subject: Subject) -> Any:
-    """Return the tokenizer that was named, or lies beside the model; `None` if there is none.
+    """Return the tokenizer that was named, or lies beside the model or in its file; `None` if there is none.
 
     Raises:
         CalibrationError: if one was named and is not there, or cannot be read.
@@ -93,6 +93,8 @@ def find_tokenizer(reading: Reading, subject: Subject) -> Any:
     if folder is None or not has_tokenizer(folder):
         if reading.tokenizer is not None:
             raise CalibrationError(f"{folder} holds no tokenizer; give the directory of tokenizer.json")
+        if subject.gguf is not None:
+            return _pretrained("AutoTokenizer", subject.gguf.parent, gguf_file=subject.gguf.name)
         return None
     return _pretrained("AutoTokenizer", folder)
 
@@ -169,12 +171,15 @@ def _numbers(text: str | None, default: tuple[float, ...]) -> tuple[float, ...]:
         raise CalibrationError(f"{text!r} is no list of numbers; write them as 0.485,0.456,0.406") from error
 
 
-def _pretrained(kind: str, folder: Path) -> Any:
+def _pretrained(kind: str, folder: Path, **options: Any) -> Any:
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
         raise CalibrationError("reading a tokenizer needs transformers: pip install 'quark_fx[hf]'") from error
+    options |= {"local_files_only": True, "trust_remote_code": False}
+    place = folder / options.get("gguf_file", "")
     try:
-        return getattr(transformers, kind).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return getattr(transformers, kind).from_pretrained(folder, **options)
     except Exception as error:  # whatever transformers raises about its files
-        raise CalibrationError(f"transformers cannot read what {folder} says of its inputs: {error}") from error
+        hint = "; give --tokenizer DIRECTORY" if kind == "AutoTokenizer" else ""
+        raise CalibrationError(f"transformers cannot read what {place} says of its inputs: {error}{hint}") from error

@@ -28,6 +28,9 @@ def search(
     ],
     bits: Annotated[float | None, typer.Option(help="Budget: bits per weight, on average, scales included.")] = None,
     size: Annotated[str | None, typer.Option(help='Budget: bytes of all weights, as "60MiB".')] = None,
+    latency: Annotated[
+        str | None, typer.Option(help='Budget: of a call, as a share of that of float ("0.6"), or a time ("12ms").')
+    ] = None,
     error: Annotated[float | None, typer.Option(help="Budget: the largest error, for the smallest size.")] = None,
     metric: Annotated[
         str, typer.Option(help="error: of the outputs, relative; kl: the divergence of the classes, in nats.")
@@ -39,11 +42,11 @@ def search(
     json: Json = False,
 ) -> None:
     """Choose a format for each operator, so that the error is least and a budget is kept."""
-    if [bits, size, error].count(None) != 2:
-        raise typer.BadParameter("give one budget: --bits 4.5, --size 60MiB or --error 0.01")
+    if [bits, size, latency, error].count(None) != 3:
+        raise typer.BadParameter("give one budget: --bits 4.5, --size 60MiB, --latency 0.6 or --error 0.01")
     for place in filter(None, (html, output)):
         require_file_place(place)
-    budget = qfx.Budget(bits=bits, size=size, error=error)
+    budget = qfx.Budget(bits=bits, size=size, latency=_number(latency), error=error)
     files = (".yaml", ".yml")
     candidates = [qfx.QuantConfig.from_yaml(Path(c)) if c.endswith(files) else c for c in candidate]
     source = float_subject(model)
@@ -54,3 +57,11 @@ def search(
         found.html(html)
     if output is not None:
         write_text(output, found.to_yaml())
+
+
+def _number(text: str | None) -> float | str | None:
+    """Return a share as a number, and a time as it is."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return text

@@ -41,6 +41,7 @@ class Subject:
         name: as it was given.
         model: the module, quantized model or ONNX file; the path of a checkpoint that has not been opened.
         folder: where its tokenizer may lie.
+        gguf: a file that may hold its tokenizer.
         config: of a checkpoint.
         inputs: their names, where they are known.
         example: a batch that a factory returned with its model.
@@ -49,6 +50,7 @@ class Subject:
     name: str
     model: Any
     folder: Path | None = None
+    gguf: Path | None = None
     config: Mapping[str, Any] | None = None
     inputs: tuple[str, ...] | None = None
     example: Any = None
@@ -131,6 +133,9 @@ def subject(name: str) -> Subject:
         return Subject(name=name, model=model, folder=path.parent, inputs=model.inputs)
     if isinstance(model, QuantizedModel):
         return Subject(name=name, model=model, folder=path, inputs=model.signature.input_names)
+    if path.suffix == ".gguf":
+        config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+        return Subject(name=name, model=model, folder=path.parent, gguf=path, config=config)
     return Subject(name=name, model=model, folder=path, config=read_configuration(path))
 
 

@@ -64,8 +64,8 @@ def open_model(path: str | os.PathLike[str]) -> Any:
     """Return the model in a file or directory, ready to run: a `QuantizedModel`, an `OnnxModel` or a module.
 
     Args:
-        path: an ONNX file, a directory that `save` wrote, or a checkpoint of transformers, in float or quantized. No
-            code of it is run.
+        path: an ONNX file, a directory that `save` wrote, a checkpoint of transformers, in float or quantized, or a
+            GGUF file, which transformers decodes to float32. No code of it is run.
 
     Raises:
         QuarkError: if it is none of these, or cannot be read.
@@ -80,12 +80,10 @@ def open_model(path: str | os.PathLike[str]) -> Any:
     if (path / "config.json").is_file():
         return _quantized_checkpoint(path) if quantized_by(read_configuration(path)) else open_checkpoint(path)
     if path.suffix == ".gguf":
-        raise QuarkError(
-            f"{path} is run by llama.cpp; evaluate the model that it was exported from, which has the same weights"
-        )
+        return _gguf_model(path)
     raise QuarkError(
-        f"{path} is no model that can be run: an .onnx file, a directory that save() wrote ({GRAPH_FILE}), or a "
-        "checkpoint of transformers (config.json)"
+        f"{path} is no model that can be run: an .onnx or .gguf file, a directory that save() wrote ({GRAPH_FILE}), or "
+        "a checkpoint of transformers (config.json)"
     )
 
 
@@ -132,12 +130,32 @@ class OnnxModel:
         return {name: torch.from_numpy(np.asarray(value)) for name, value in zip(self.outputs, made, strict=True)}
 
 
-def _quantized_checkpoint(path: Path) -> nn.Module:
-    """Return what transformers makes of a quantized checkpoint; the reader of its format has to be installed."""
+def _gguf_model(path: Path) -> nn.Module:
+    """Return a language model with the weights that the codes of a GGUF file decode to."""
+    options = {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False}
     try:
-        transformers = importlib.import_module("transformers")
+        model: nn.Module = _transformers().AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, **options
+        )
+    except Exception as error:  # whatever the reader of the format raises
+        raise CheckpointError(
+            f"transformers does not load {path}: {error}\nIt needs the package gguf, and knows some architectures and "
+            "types of blocks only; evaluate the model that the file was exported from, which has the same weights, or "
+            "run the file in llama.cpp (llama-perplexity)"
+        ) from error
+    return model.eval()
+
+
+def _transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
     except ImportError as error:
         raise CheckpointError("reading a checkpoint needs transformers: pip install 'quark_fx[hf]'") from error
+
+
+def _quantized_checkpoint(path: Path) -> nn.Module:
+    """Return what transformers makes of a quantized checkpoint; the reader of its format has to be installed."""
+    transformers = _transformers()
     config, files = read_configuration(path), CheckpointFiles.of(path)
     kind = class_of(config, path, transformers)
     options = {"dtype": "auto", "local_files_only": True, "use_safetensors": True, "trust_remote_code": False}

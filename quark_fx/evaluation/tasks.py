@@ -25,8 +25,8 @@ def evaluate(model: Any, task: Task) -> dict[str, float]:
     """Return the figures of a model.
 
     Args:
-        model: a module in eval mode, what `quantize` or `eager()` returned, the path of an ONNX file, of a directory
-            that `save` wrote or of a checkpoint, or any function that is called like the model.
+        model: a module in eval mode, what `quantize` or `eager()` returned, the path of an ONNX or GGUF file, of a
+            directory that `save` wrote or of a checkpoint, or any function that is called like the model.
         task: `LanguageModeling`, `Classification` or `Embedding`, or a function of your own: it gets what runs a batch
             and returns figures by name.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -9,11 +11,13 @@ from quark_fx.engine.resources import parse_bytes
 from quark_fx.errors import ConfigError
 from quark_fx.system.options import Interval, checked
 
+_MILLISECONDS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
+
 
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """One limit: of bits, of bytes, or of the error.
+    """One limit: of bits, of bytes, of the time a call takes, or of the error.
 
     Bytes are those of `QuantizedModel.report()`: codes, scales and zero points, a weight that several operators read
     counted once.
@@ -21,6 +25,8 @@ class Budget:
     Args:
         bits: on average, of each weight that at least one candidate quantizes.
         size: of all weights of the report, in bytes or as `"60MiB"`; those that stay in float count, too.
+        latency: of one call in the runtime of the target on this machine: a share of what the float model takes there,
+            as `0.6`, or a time, as `"12ms"`.
         error: the largest that is accepted, in the metric of the search; the size is then the smallest that keeps it.
 
     Raises:
@@ -28,26 +34,59 @@ class Budget:
 
     >>> print(Budget(bits=4.5), Budget(size="1KiB"), Budget(error=0.01), sep="; ")
     at most 4.5 bits per weight; at most 1,024 bytes; an error of at most 0.01
+    >>> print(Budget(latency=0.6), Budget(latency="1.5s"), sep="; ")
+    at most 0.6 times the latency of float; at most 1,500 ms
     """
 
     bits: Annotated[float, Interval("(0, inf)")] | None = None
     size: int | str | None = None
+    latency: float | str | None = None
     error: Annotated[float, Interval("(0, inf)")] | None = None
 
     def __post_init__(self) -> None:
-        if sum(limit is not None for limit in (self.bits, self.size, self.error)) != 1:
-            raise ConfigError("a budget is one of bits=4.5, size='60MiB' and error=0.01; give one of them")
+        if sum(limit is not None for limit in (self.bits, self.size, self.latency, self.error)) != 1:
+            raise ConfigError("a budget is one of bits=4.5, size='60MiB', latency=0.6 and error=0.01; give one of them")
         parse_bytes(self.size, "size")
+        _parse_latency(self.latency)
 
     @property
     def nbytes(self) -> int | None:
         """`size` in bytes."""
         return parse_bytes(self.size, "size")
 
+    def milliseconds(self, of_float: float) -> float:
+        """Return the latency that is allowed, in milliseconds; infinite if latency is not the budget.
+
+        Args:
+            of_float: the latency of the float model, in milliseconds.
+        """
+        if self.latency is None:
+            return math.inf
+        figure, is_share = _parse_latency(self.latency)
+        return figure * of_float if is_share else figure
+
     def __str__(self) -> str:
         if self.error is not None:
             return f"an error of at most {self.error:g}"
+        if self.latency is not None:
+            figure, is_share = _parse_latency(self.latency)
+            return f"at most {figure:g} times the latency of float" if is_share else f"at most {figure:,g} ms"
         return f"at most {self.nbytes:,} bytes" if self.bits is None else f"at most {self.bits:g} bits per weight"
+
+
+def _parse_latency(given: float | str | None) -> tuple[float, bool]:
+    """Return a latency and whether it is a share of that of float; otherwise it is in milliseconds.
+
+    Raises:
+        ConfigError: for text without a unit, and for what is not above zero.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s)\s*", given) if isinstance(given, str) else None
+    if isinstance(given, str) and match is None:
+        raise ConfigError(f'latency is a share of that of the float model, as 0.6, or text like "12ms", not {given!r}')
+    figure = 1.0 if given is None else float(match[1]) * _MILLISECONDS[match[2]] if match else float(given)
+    if not 0 < figure < math.inf:
+        raise ConfigError(f"latency is more than nothing and finite, not {given!r}")
+    return figure, match is None
 
 
 __all__ = ["Budget"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,7 @@ class Choice:
         bits: on average, of a weight.
         size: bytes of their weights.
         errors: estimated, of each candidate, in the order of `Search.candidates`: what their roundings would add.
+        latencies: likewise, of a budget of latency: their part of a call, in milliseconds; otherwise empty.
     """
 
     operators: tuple[str, ...]
@@ -47,6 +48,7 @@ class Choice:
     bits: float
     size: int
     errors: tuple[float, ...]
+    latencies: tuple[float, ...] = ()
 
     @property
     def name(self) -> str:
@@ -57,17 +59,19 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """The best choice of one size.
+    """The best choice of one size, or of one latency where that is the budget.
 
     Attributes:
         bits: on average, of each weight that at least one candidate quantizes.
         size: bytes of all weights.
         error: estimated, on data that calibrates.
+        latency: estimated milliseconds of a call; `None` if it is not the budget.
     """
 
     bits: float
     size: int
     error: float
+    latency: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,7 @@ class Verified(Point):
     Attributes:
         name: of the candidate, or `"mixed"`.
         error: measured; infinite if an output is not finite that is so in float.
+        latency: measured milliseconds of a call; `None` if it is not the budget.
         fits: whether it keeps the budget.
     """
 
@@ -98,10 +103,11 @@ class Search:
         metric: `"error"`, squared over the square of the float outputs, or `"kl"`, in nats.
         candidates: their names.
         verified: what was really quantized and measured, the winner first.
-        curve: from the smallest size to the largest, each better than those before.
+        curve: from the smallest size, or latency, to the largest, each better than those before.
         choices: of each group of operators that could be chosen for, in graph order.
         samples: that errors were estimated on.
         verified_on: samples that were measured on.
+        float_latency: milliseconds of a call of the float model; `None` if latency is not the budget.
         seconds: what it took.
     """
 
@@ -116,6 +122,7 @@ class Search:
     choices: tuple[Choice, ...]
     samples: int
     verified_on: int
+    float_latency: float | None = None
     seconds: float = field(default=math.nan, compare=False)
 
     def __iter__(self) -> Iterator[Choice]:
@@ -148,28 +155,44 @@ class Search:
 
     def facts(self) -> dict[str, str]:
         """Return what to know first, for a page."""
-        return {
+        facts = {
             "budget": str(self.budget),
             "winner": self.winner,
             "error, measured": format_error(self.found.error, self.metric),
             "bits per weight": f"{self.found.bits:.3f}",
             "weights": f"{self.found.size / 1024:,.1f} KiB",
         }
+        if (speed := self._speed(self.found)) is not None:
+            facts["latency, measured"] = "{:.4g} ms, {:.3f} times that of float".format(*speed)
+        return facts
+
+    def _speed(self, one: Point) -> tuple[float, float] | None:
+        """Return milliseconds, and the share of what float takes; `None` if latency is not the budget."""
+        if self.float_latency is None or one.latency is None:
+            return None
+        return one.latency, one.latency / self.float_latency
+
+    def _across(self, one: Point) -> float:
+        """Return what the curve has from left to right."""
+        return one.bits if one.latency is None else one.latency
 
     def figures(self) -> dict[str, Figure]:
-        """Return figures by name: `"curve"`, the error by size, and `"bits"` by operator; for notebooks, too.
+        """Return figures for notebooks by name: `"curve"`, the error by bits or latency, and `"bits"` by operator.
 
         Raises:
             QuarkError: without matplotlib.
         """
         from quark_fx.plan.page import bars, frontier
 
-        marks = {one.name: (one.bits, one.error) for one in self.verified if math.isfinite(one.error)}
-        curve = [(point.bits, point.error) for point in self.curve]
+        marks = {one.name: (self._across(one), one.error) for one in self.verified if math.isfinite(one.error)}
+        curve = [(self._across(point), point.error) for point in self.curve]
+        title, across = "The least error by bits", "bits per weight"
+        if self.float_latency is not None:
+            title, across = "The least error by latency", "milliseconds of a call"
         unit = "nats" if self.metric == "kl" else "of the outputs' square"
         names, bits = [choice.name for choice in self.choices], [choice.bits for choice in self.choices]
         return {
-            "curve": frontier("The least error by bits", curve, marks, "bits per weight", f"error, {unit}"),
+            "curve": frontier(title, curve, marks, across, f"error, {unit}"),
             "bits": bars("Bits by operator", names, bits, "bits per weight"),
         }
 
@@ -177,13 +200,23 @@ class Search:
         """Return what a page lists: what was measured, operators, and the curve."""
         from quark_fx.plan.page import Table
 
-        measured = [(v.name, v.bits, v.size / 1024, v.error, "yes" if v.fits else "no") for v in self.verified]
-        choices = [(c.name, c.candidate, c.weight or "float", c.bits, c.size / 1024, *c.errors) for c in self.choices]
+        timed = self.float_latency is not None
+        speed = ("ms", "of float") if timed else ()
+        measured = [
+            (v.name, v.bits, v.size / 1024, *(self._speed(v) or ()), v.error, "yes" if v.fits else "no")
+            for v in self.verified
+        ]
+        choices = [
+            (c.name, c.candidate, c.weight or "float", c.bits, c.size / 1024, *c.errors, *c.latencies)
+            for c in self.choices
+        ]
         errors = (f"error of {name}" for name in self.candidates)
+        times = (f"ms of {name}" for name in self.candidates if timed)
+        curve = [(p.bits, p.size / 1024, *(self._speed(p) or ()), p.error) for p in self.curve]
         return [
-            Table(_MEASURED, ("", "bits", "KiB", "error", "fits"), measured),
-            Table("What operators get", ("operators", "candidate", "weight", "bits", "KiB", *errors), choices),
-            Table("The curve", ("bits", "KiB", "error"), [(p.bits, p.size / 1024, p.error) for p in self.curve]),
+            Table(_MEASURED, ("", "bits", "KiB", *speed, "error", "fits"), measured),
+            Table("What operators get", ("operators", "candidate", "weight", "bits", "KiB", *errors, *times), choices),
+            Table("The curve", ("bits", "KiB", *speed, "error"), curve),
         ]
 
     def texts(self) -> dict[str, str]:
@@ -221,12 +254,13 @@ class Search:
             [
                 f"{self._verdict()} ({self.budget})",
                 "",
-                *_measured(self.verified),
+                *self._measured(),
                 "",
                 self.table(),
                 "",
                 f"measured: on {self.verified_on} samples of {_VALIDATION}.",
                 f"errors of operators: what their roundings would add, estimated on {self.samples} samples.",
+                *([f"latency: float takes {self.float_latency:.4g} ms a call."] if self.float_latency else []),
                 "",
                 self.to_yaml().rstrip(),
             ]
@@ -234,16 +268,21 @@ class Search:
 
     def _verdict(self) -> str:
         what = f"{self.winner}, as good as any mixture that was found" if self.uniform else MIXED
-        return f"{what}: error {format_error(self.found.error, self.metric)} at {self.found.bits:.3f} bits per weight"
+        speed = self._speed(self.found)
+        cost = (
+            f"{self.found.bits:.3f} bits per weight" if speed is None else "{:.4g} ms, {:.3f} of float".format(*speed)
+        )
+        return f"{what}: error {format_error(self.found.error, self.metric)} at {cost}"
 
-
-def _measured(verified: Sequence[Verified]) -> list[str]:
-    header = ("measured", "bits", "KiB", "error", "fits")
-    body = [
-        (v.name, f"{v.bits:.3f}", f"{v.size / 1024:,.1f}", f"{v.error:.3g}", "yes" if v.fits else "no")
-        for v in verified
-    ]
-    return aligned(header, body, right={1, 2, 3})
+    def _measured(self) -> list[str]:
+        columns = ("bits", "KiB", *(("ms", "of float") if self.float_latency is not None else ()), "error")
+        body = []
+        for v in self.verified:
+            speed = (self._speed(v) or (math.nan, math.nan)) if self.float_latency is not None else ()
+            times = [text.format(figure) for text, figure in zip(("{:.4g}", "{:.3f}"), speed, strict=False)]
+            fits = "yes" if v.fits else "no"
+            body.append((v.name, f"{v.bits:.3f}", f"{v.size / 1024:,.1f}", *times, f"{v.error:.3g}", fits))
+        return aligned(("measured", *columns, "fits"), body, right={*range(1, len(columns) + 1)})
 
 
 __all__ = ["MIXED", "Choice", "Point", "Search", "Verified"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,11 @@ from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.graph.pass_manager import copy_graph
 from quark_fx.mixed_precision.budget import Budget
 from quark_fx.mixed_precision.candidates import candidates_of
+from quark_fx.mixed_precision.latency import Clock, operator_latencies, quietly, require_timed
 from quark_fx.mixed_precision.program import choose, find_solver
 from quark_fx.mixed_precision.result import MIXED, Search, Verified
-from quark_fx.mixed_precision.space import Space
+from quark_fx.mixed_precision.space import Space, least
 from quark_fx.plan.report import stored_size
-from quark_fx.quantization import quantize
 from quark_fx.session import Session, divisible, flat_batches, peek
 from quark_fx.system.isolation import isolated
 
@@ -32,10 +31,10 @@ _BETTER = 0.98
 """Error (or size) of a mixture over that of a uniform candidate below which it is better; the rest may be luck."""
 
 _ROUNDS = 5
-"""Mixtures that are tried for a ceiling of the error: what is measured says how far the estimate is off."""
+"""Mixtures that are tried for a ceiling of error or latency: what is measured says how far the estimate is off."""
 
 _NEAR = 0.9
-"""Share of the ceiling that a measured error has to reach for no larger one to be tried."""
+"""Share of the ceiling that a measured error or latency has to reach for no larger one to be tried."""
 
 _NOTHING = 1e-3
 """Share of the ceiling below which a measured error is not told from none."""
@@ -54,6 +53,7 @@ def search(
     validation_data: Iterable[Any] | None = None,
     metric: str = "error",
     samples: int = 32,
+    timed_batch: Any = None,
     dynamic_shapes: Any = None,
 ) -> Search:
     """Return the configuration of least error that a budget allows, each operator with the formats of one candidate.
@@ -64,8 +64,14 @@ def search(
     quantized as `quantize` does it, with the passes that learn codes, and measured on validation data, which calibrates
     nothing and decides among the configurations tried: the mixture and the candidates that keep the budget for all
     operators. If one of these is within 2 % of the mixture, it is returned instead. With a budget of the error,
-    validation data also says how much the next mixture may cost, so judge the result on data of your own. How fast it
-    runs is not estimated.
+    validation data also says how much the next mixture may cost, so judge the result on data of your own.
+
+    With a budget of latency, every candidate is timed whole in the runtime of the target, the ONNX file that
+    `export.onnx` writes in ONNX Runtime or what `compile()` returns, on as many threads as torch has
+    (`torch.get_num_threads()`). Each operator is timed alone in the formats of each candidate, once for all operators
+    of the same shapes; the program takes these times, scaled so that those of a candidate add up to its whole model.
+    Mixtures are then timed whole, and what the estimate was off by corrects the next one. All times are ratios to the
+    float model, which runs in turn with what is timed. They are of this machine.
 
     Args:
         model: as for `quantize`.
@@ -78,6 +84,7 @@ def search(
             quarter of `data`.
         metric: as for `analyze`.
         samples: that errors are estimated on, the last ones of those that calibrate.
+        timed_batch: what a call is timed with, for a budget of latency; default: the first batch of validation data.
         dynamic_shapes: as for `quantize`.
 
     Raises:
@@ -91,8 +98,15 @@ def search(
     if type(samples) is not int or samples < 1:
         raise ConfigError(f"samples is a number of at least 1, not {samples!r}")
     if not isinstance(budget, Budget):
-        raise ConfigError(f"budget is Budget(bits=4.5), Budget(size='60MiB') or Budget(error=0.01), not {budget!r}")
+        raise ConfigError(
+            f"budget is Budget(bits=4.5), Budget(size='60MiB'), Budget(latency=0.6) or Budget(error=0.01), not "
+            f"{budget!r}"
+        )
     found = candidates_of(candidates)
+    if budget.latency is not None:
+        require_timed(found[0].config.target)
+    elif timed_batch is not None:
+        raise ConfigError("timed_batch= is what a budget of latency is timed with; give one, or leave it out")
     find_solver()
     lacking = "search compares outputs on data; pass data, batches of real inputs"
     batches, held_out = _divided(data, validation_data)
@@ -115,21 +129,31 @@ def search(
         parts, of_batches = parts_of(context, samples, divisible=divisible(captured))
         space = Space.measure(Trials(session, context, measure, parts, of_batches), found)
 
+        clock = None
+        if budget.latency is not None:
+            timed = [*flat_batches(captured, [timed_batch], "timed")] if timed_batch is not None else judging
+            clock = Clock(session, timed[0], found[0].config.replace(exclude=("*",), overrides=(), passes=()))
+        limit_ms = math.inf if clock is None else budget.milliseconds(clock.milliseconds)
+
         def judged(name: str, config: QuantConfig) -> Verified:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                qmodel = quantize(session, config, progress=False)
+            qmodel = quietly(session, config)
             gm, rows = copy_graph(qmodel.graph_module), qmodel.report().rows
             compute_weights(gm)
             (error,) = judge.compare(gm, [gm])
             bits, size = space.bits_of(rows), stored_size(rows)
+            latency = None if clock is None else clock.time(qmodel)
             fits = math.isfinite(error) and all(
                 limit is None or figure <= limit
                 for figure, limit in ((bits, budget.bits), (size, budget.nbytes), (error, budget.error))
             )
-            return Verified(name=name, bits=bits, size=size, error=error, fits=fits)
+            fits = fits and (latency or 0.0) <= limit_ms
+            return Verified(name=name, bits=bits, size=size, error=error, latency=latency, fits=fits)
 
-        tried = _by_error(space, budget.error, judged) if budget.error else _by_size(space, budget, judged)
+        if clock is not None:
+            alone = operator_latencies(space.float_graph, clock.leaves, found, space.operators, space.groups)
+            space, tried = _by_latency(space, alone, budget, limit_ms, judged)
+        else:
+            tried = _by_error(space, budget.error, judged) if budget.error else _by_size(space, budget, judged)
     (winner, chosen), *_ = tried
     return Search(
         config=found[chosen[0]].config if winner.name != MIXED else space.config(chosen),
@@ -143,6 +167,7 @@ def search(
         choices=tuple(space.choices(chosen)),
         samples=sum(map(samples_in, parts)),
         verified_on=sum(map(samples_in, judge.parts)),
+        float_latency=None if clock is None else clock.milliseconds,
         seconds=time.perf_counter() - start,
     )
 
@@ -171,23 +196,62 @@ def _by_size(space: Space, budget: Budget, judged: _Judge) -> _Tried:
     if found is not None:
         choices += [settled] if (settled := space.settled(found)) not in choices else []
     if not choices:
-        least = min(space.least, *map(space.total, _uniform(space)))
+        smallest = int(min(least(space.sizes, space.errors), *map(space.total, _uniform(space))))
         raise ConfigError(
-            f"no mix of these candidates fits {budget}: the smallest takes {space.bits(least):.4g} bits per weight "
-            f"({space.fixed + least:,} bytes, {space.fixed:,} of them in weights that stay in float); raise the budget "
-            "or add a candidate of fewer bits"
+            f"no mix of these candidates fits {budget}: the smallest takes {space.bits(smallest):.4g} bits per weight "
+            f"({space.fixed + smallest:,} bytes, {space.fixed:,} of them in weights that stay in float); raise the "
+            "budget or add a candidate of fewer bits"
         )
     tried = [(_judged(space, chosen, judged), chosen) for chosen in choices]
     _require_finite(tried)
     return _ranked(tried, lambda one: one.error)
 
 
+def _by_latency(
+    space: Space, alone: Sequence[Sequence[float]], budget: Budget, limit: float, judged: _Judge
+) -> tuple[Space, _Tried]:
+    """Return the space with latencies, and what was measured, what keeps the budget at the least error first.
+
+    Args:
+        space: without latencies.
+        alone: milliseconds of what each group's operators take alone, by candidate.
+        budget: of latency.
+        limit: the same in milliseconds.
+        judged: measures.
+    """
+    tried = [(_judged(space, chosen, judged), chosen) for chosen in _uniform(space)]
+    space = space.timed(alone, [one.latency or 0.0 for one, _ in tried])
+    target, mixtures = limit, _Tried()
+    for _ in range(_ROUNDS):
+        # What the estimate was off by may ask for less than there is: the fastest mixture is tried then.
+        found = choose(space.errors, space.latencies, max(target, least(space.latencies, space.errors) * (1 + 1e-9)))
+        if found is None:
+            break
+        settled = space.settled(found)
+        if len({*settled}) == 1 or any(settled == chosen for _, chosen in mixtures):
+            break
+        one = _judged(space, settled, judged)
+        mixtures.append((one, settled))
+        if one.latency is None or _NEAR * limit <= one.latency <= limit:
+            break
+        target *= limit / one.latency
+    _require_finite([*tried, *mixtures])
+    if not any(one.fits for one, _ in (*tried, *mixtures)):
+        fastest = min((one for one, _ in (*tried, *mixtures)), key=lambda one: one.latency or 0.0)
+        raise ConfigError(
+            f"no mix of these candidates fits {budget}: the fastest that was measured takes {fastest.latency:.4g} ms "
+            f"({fastest.name}), and {limit:.4g} ms are allowed; raise the budget or add a faster candidate"
+        )
+    kept = sorted(mixtures, key=lambda pair: (not pair[0].fits, pair[0].error))[:1]
+    return space, _ranked([*kept, *tried], lambda one: one.error)
+
+
 def _by_error(space: Space, ceiling: float, judged: _Judge) -> _Tried:
     """Return what was measured for a ceiling of the error, the smallest that keeps it first."""
     tried: _Tried = []
-    target, least = ceiling, sum(min(row) for row in space.errors)
+    target, floor = ceiling, sum(min(row) for row in space.errors)
     for _ in range(_ROUNDS):
-        found = choose(space.sizes, space.errors, max(target, least * (1 + 1e-9)))
+        found = choose(space.sizes, space.errors, max(target, floor * (1 + 1e-9)))
         assert found is not None
         settled = space.settled(found)
         if any(settled == chosen for _, chosen in tried):

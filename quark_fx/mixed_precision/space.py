@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
 from torch import Tensor
+from torch.fx import GraphModule
 
 from quark_fx.analysis.switches import RoundedValue, SwitchedGraph
 from quark_fx.analysis.trials import Trials
@@ -47,6 +48,8 @@ class Space:
         rows: of a report, by candidate.
         errors: estimated, by group and candidate; infinite where no configuration can say it, or nothing finite comes
             out.
+        float_graph: that operators are of.
+        latencies: measured, by group and candidate, in milliseconds; empty if they are no matter.
     """
 
     candidates: Sequence[Candidate]
@@ -54,12 +57,15 @@ class Space:
     groups: Sequence[Group]
     rows: Sequence[Sequence[Row]]
     errors: Sequence[Sequence[float]]
+    float_graph: GraphModule
+    latencies: Sequence[Sequence[float]] = ()
 
     @classmethod
     def measure(cls, trials: Trials, candidates: Sequence[Candidate]) -> Self:
         """Convert a model as each candidate says; run it once forward and back as each."""
         trials.targets()
-        operators, groups = groups_of(trials.convert(candidates[0].config).float_graph)
+        float_graph = trials.convert(candidates[0].config).float_graph
+        operators, groups = groups_of(float_graph)
         rows, errors = list[list[Row]](), list[list[float]]()
         for candidate in candidates:
             with warnings.catch_warnings():
@@ -86,18 +92,26 @@ class Space:
                     "which patterns cannot tell apart; exclude them, or add a candidate that treats them alike"
                 )
         known = [[math.inf if math.isnan(error) else error for error in of_group] for of_group in by_group]
-        return cls(candidates, operators, [groups[g] for g in free], rows, known)
+        return cls(candidates, operators, [groups[g] for g in free], rows, known, float_graph)
+
+    def timed(self, alone: Sequence[Sequence[float]], whole: Sequence[float]) -> Self:
+        """Return a space with the latencies of groups: those of a candidate add up to that of the model it makes.
+
+        What operators take alone says how they share that. Alone they convert what they read and return, which
+        neighbors of the same formats do without.
+
+        Args:
+            alone: milliseconds of each group's operators, by group and candidate.
+            whole: milliseconds of the model that each candidate makes.
+        """
+        sums = [sum(of_candidate) for of_candidate in zip(*alone, strict=True)]
+        shares = [one / total for one, total in zip(whole, sums, strict=True)]
+        return replace(self, latencies=[[a * s for a, s in zip(row, shares, strict=True)] for row in alone])
 
     @cached_property
     def sizes(self) -> list[list[int]]:
         """Bytes of the weights, by group and candidate."""
         return [[group.size(rows) for rows in self.rows] for group in self.groups]
-
-    @cached_property
-    def least(self) -> int:
-        """Bytes of the smallest choice whose error is finite."""
-        pairs = (zip(*rows, strict=True) for rows in zip(self.sizes, self.errors, strict=True))
-        return sum(min(size for size, error in row if math.isfinite(error)) for row in pairs)
 
     @cached_property
     def weights(self) -> dict[str, int]:
@@ -120,6 +134,12 @@ class Space:
     def total(self, chosen: Sequence[int]) -> int:
         """Return the bytes that the weights of all groups take under a choice."""
         return sum(row[i] for row, i in zip(self.sizes, chosen, strict=True))
+
+    def latency(self, chosen: Sequence[int]) -> float | None:
+        """Return the estimated milliseconds of a call, `None` if latency is no matter."""
+        if not self.latencies:
+            return None
+        return sum(row[i] for row, i in zip(self.latencies, chosen, strict=True))
 
     def error(self, chosen: Sequence[int]) -> float:
         """Return the estimated error of a choice."""
@@ -151,21 +171,29 @@ class Space:
         return found
 
     def curve(self) -> list[Point]:
-        """Return the least error of sizes from the smallest to that of the least error."""
-        low = self.least
-        high = self.total([min(range(len(row)), key=row.__getitem__) for row in self.errors])
+        """Return the least error of sizes, or of latencies, from the smallest to that of the least error."""
+        figures = self.latencies or self.sizes
+        low = least(figures, self.errors)
+        best = [min(range(len(row)), key=row.__getitem__) for row in self.errors]
+        high = sum(row[i] for row, i in zip(figures, best, strict=True))
         found: list[Point] = []
         for step in range(_POINTS):
-            chosen = choose(self.errors, self.sizes, low + (high - low) * step / (_POINTS - 1), gap=_GAP)
+            chosen = choose(self.errors, figures, low + (high - low) * step / (_POINTS - 1), gap=_GAP)
             if chosen is not None and (not found or self.error(chosen) < found[-1].error):
-                size = self.total(chosen)
-                found.append(Point(bits=self.bits(size), size=self.fixed + size, error=self.error(chosen)))
+                found.append(self.point(chosen))
         return found
+
+    def point(self, chosen: Sequence[int]) -> Point:
+        """Return the estimates of a choice."""
+        size, error = self.total(chosen), self.error(chosen)
+        return Point(bits=self.bits(size), size=self.fixed + size, error=error, latency=self.latency(chosen))
 
     def choices(self, chosen: Sequence[int]) -> list[Choice]:
         """Return what each group gets."""
         found = []
-        for group, i, sizes, errors in zip(self.groups, chosen, self.sizes, self.errors, strict=True):
+        latencies = self.latencies or [()] * len(self.groups)
+        columns = zip(self.groups, chosen, self.sizes, self.errors, latencies, strict=True)
+        for group, i, sizes, errors, times in columns:
             formats = dict.fromkeys(self.rows[i][place].weight or "float" for place in group.places)
             count = sum(group.weights.values())
             found.append(
@@ -176,9 +204,16 @@ class Space:
                     bits=8 * sizes[i] / count if count else 0.0,
                     size=sizes[i],
                     errors=tuple(errors),
+                    latencies=tuple(times),
                 )
             )
         return found
+
+
+def least(figures: Sequence[Sequence[float]], errors: Sequence[Sequence[float]]) -> float:
+    """Return the sum of the smallest figures of all groups whose errors are finite."""
+    pairs = (zip(*rows, strict=True) for rows in zip(figures, errors, strict=True))
+    return sum(min(figure for figure, error in row if math.isfinite(error)) for row in pairs)
 
 
 def _by_operator(rounded: Sequence[RoundedValue], added: Tensor) -> dict[str, float]:
@@ -198,4 +233,4 @@ def _error(group: Group, candidate: Candidate, operators: Sequence[PlannedOperat
     return abs(sum(added.get(name, 0.0) for name in {op.node.name for op in members}))
 
 
-__all__ = ["Space"]
+__all__ = ["Space", "least"]

@@ -20,6 +20,7 @@ from quark_fx.analysis.trials import METRICS, Trials, parts_of
 from quark_fx.capture.capture import capture_graph
 from quark_fx.engine.block_walk import relative_error
 from quark_fx.errors import CalibrationError, ConfigError, QuarkError
+from quark_fx.mixed_precision import latency
 from quark_fx.mixed_precision import search as module
 from quark_fx.mixed_precision.budget import Budget
 from quark_fx.mixed_precision.candidates import FLOAT, candidates_of, mixed
@@ -273,6 +274,99 @@ def test_a_mixture_wins_where_one_layer_needs_more_bits_and_its_error_is_what_is
     assert found.found.error < 0.5 * found.verified[1].error
     for one, config in zip(found.verified, (found.config, INT4), strict=True):
         assert one.error == pytest.approx(judged(model, config, batches), rel=1e-3)
+
+
+class Wide(nn.Module):
+    """A layer that takes most of the time, and small ones that make most of the error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.wide, self.last = nn.Linear(32, 512), nn.Linear(512, 2048), nn.Linear(2048, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.wide(torch.relu(self.first(x)))))  # type: ignore[no-any-return]
+
+
+def test_the_operators_that_take_the_time_get_the_fast_formats_under_a_budget_of_latency() -> None:
+    pytest.importorskip("onnxruntime")
+    model, batches = seeded(Wide()), [rand(64, 32, seed=i) for i in range(4)]
+    candidates, threads = ["int8_static", FLOAT], torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = run(model, candidates, batches, budget=Budget(latency=0.8), timed_batch=batches[0][:32])
+    finally:
+        torch.set_num_threads(threads)
+    assert {v.name for v in found.verified} == {MIXED, *("int8_static", FLOAT)}
+    assert found.winner == MIXED
+    assert found.float_latency is not None
+    limit = 0.8 * found.float_latency
+    for one in found.verified:
+        assert one.latency is not None
+        assert one.fits == (one.latency <= limit)
+    whole = {one.name: one.latency for one in found.verified}
+    # What operators take adds up to what the candidates take whole.
+    for i, name in enumerate(candidates):
+        assert sum(choice.latencies[i] for choice in found) == pytest.approx(whole[name])
+    chosen = {choice.name: choice for choice in found}
+    assert chosen["wide"].candidate == "int8_static"
+    assert chosen["wide"].latencies[1] > 0.5 * sum(choice.latencies[1] for choice in found)
+    points = found.to_rows()
+    assert points == sorted(points, key=lambda p: p["latency"]) == sorted(points, key=lambda p: -p["error"])
+    assert "of float" in str(found)
+    assert len(found.tables()[1].header) == len(found.tables()[1].rows[0])
+
+
+def test_operators_that_do_the_same_are_timed_once_and_a_mixture_that_is_too_slow_is_followed_by_a_faster_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The clock is replaced: a byte takes a millisecond, and mixtures take more than their parts say."""
+    pytest.importorskip("onnxruntime")
+    timed: list[Sequence[float]] = []
+
+    def in_turn(calls: Sequence[Any]) -> list[list[float]]:
+        timed.append(calls)
+        return [[call] for call in calls]
+
+    def whole(qmodel: qfx.QuantizedModel, leaves: Any) -> float:
+        report = qmodel.report()
+        return float(report.totals["bytes_after"]) * (1.3 if len({row.weight for row in report}) > 1 else 1.0)
+
+    monkeypatch.setattr(latency, "call_of", whole)
+    monkeypatch.setattr(latency, "in_turn", in_turn)
+    model, batches = spoiled()
+    of_float = 4.0 * sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    found = run(model, [INT4, INT8, FLOAT], batches, budget=Budget(latency=0.5))
+    assert found.float_latency == of_float
+    assert found.winner == MIXED
+    assert found.found.latency is not None
+    assert 0.45 * of_float < found.found.latency <= 0.5 * of_float
+    # q, k, v, o; gate, up; down; wide (which is as large as o); narrow
+    assert len([calls for calls in timed if len(calls) == 3]) == 4
+    with pytest.raises(ConfigError, match=r"the fastest that was measured takes [\d.]+ ms \(int4"):
+        run(model, [INT4, INT8], batches, budget=Budget(latency="1us"))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(0.6, 6.0), ("12ms", 12.0), ("1.5 s", 1500.0), (".5us", 0.0005), (None, math.inf)]
+)
+def test_a_latency_is_a_share_of_float_or_a_time(given: Any, expected: float) -> None:
+    budget = Budget(bits=4.5) if given is None else Budget(latency=given)
+    assert budget.milliseconds(10.0) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("given", ["12", "fast", "0ms", "-1ms", 0.0, -0.5, math.inf, math.nan])
+def test_what_is_no_latency_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"latency (of Budget must be|is)"):
+        Budget(latency=given)
+
+
+def test_latency_is_measured_only_where_the_target_runs_and_with_a_budget_of_it() -> None:
+    model, batches = spoiled()
+    weight_only = preset(INT8).replace(target=qfx.Target.TENSORRT)
+    with pytest.raises(ConfigError, match="nothing here times what target 'tensorrt' runs; give a budget of bits"):
+        run(model, [weight_only, FLOAT], batches, budget=Budget(latency=0.5))
+    with pytest.raises(ConfigError, match="timed_batch= is what a budget of latency is timed with"):
+        run(model, [INT4, INT8], batches, budget=Budget(bits=6.0), timed_batch=batches[0])
 
 
 def test_a_group_has_one_format() -> None:

@@ -1,0 +1,119 @@
+"""One operator as a model of its own, with the inputs that it reads in the whole one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.node import map_arg
+
+from quark_fx.graph.nodes import parameter
+
+
+@dataclass(frozen=True)
+class Alone:
+    """An operator as a model.
+
+    Attributes:
+        module: computes its result from what depends on the inputs of the whole model.
+        inputs: that it read.
+        key: equal for operators that do the same to tensors of the same shapes and types.
+    """
+
+    module: GraphModule
+    inputs: tuple[Tensor, ...]
+    key: str
+
+
+def alone(gm: GraphModule, nodes: Iterable[Node], leaves: Sequence[Any]) -> dict[Node, Alone]:
+    """Return operators of a graph, each as a model.
+
+    Args:
+        gm: a float graph.
+        nodes: its operators.
+        leaves: flat inputs of the graph.
+    """
+    constant = _constants(gm)
+    parts = {node: _part(node, constant) for node in nodes}
+    wanted = {n for node, part in parts.items() for n in part if n is not node and n not in constant}
+    reader = _Reader(gm, wanted)
+    with torch.no_grad():
+        reader.run(*leaves)
+    return {node: _extracted(gm, node, part, reader.values) for node, part in parts.items()}
+
+
+class _Reader(Interpreter):
+    """Keeps the values of some nodes."""
+
+    def __init__(self, gm: GraphModule, wanted: set[Node]) -> None:
+        super().__init__(gm)
+        self.wanted, self.values = wanted, dict[Node, Any]()
+
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        if n in self.wanted:
+            self.values[n] = value
+        return value
+
+
+def _constants(gm: GraphModule) -> set[Node]:
+    """Return the nodes that depend on no input."""
+    found: set[Node] = set()
+    for node in gm.graph.nodes:
+        computed = node.op == "call_function" and node.all_input_nodes and found.issuperset(node.all_input_nodes)
+        if node.op == "get_attr" or computed:
+            found.add(node)
+    return found
+
+
+def _part(node: Node, constant: set[Node]) -> list[Node]:
+    """Return the operator, what computes its weights, and what it reads, in the order of the graph."""
+    found, pending = {node}, [node]
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                pending += [source] if source in constant else []
+    return [n for n in node.graph.nodes if n in found]
+
+
+def _extracted(gm: GraphModule, node: Node, part: Sequence[Node], values: Mapping[Node, Any]) -> Alone:
+    graph, root, copies, inputs, shapes = Graph(), nn.Module(), dict[Node, Any](), list[Tensor](), list[str]()
+    for n in part:
+        if n.op == "get_attr":
+            name, tensor = f"w{len(copies)}", parameter(gm, n).detach()
+            root.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+            copies[n] = graph.get_attr(name)
+            shapes.append(_shape(tensor))
+        elif n is not node and n in values:
+            value = values[n]
+            if isinstance(value, Tensor):
+                copies[n] = graph.placeholder(f"x{len(copies)}")
+                inputs.append(value)
+                shapes.append(_shape(value))
+            else:  # a size, which is the same at every call with these inputs
+                copies[n] = value
+        else:
+            arguments = map_arg((n.args, n.kwargs), lambda source: copies[source])
+            copies[n] = graph.call_function(n.target, *arguments)  # type: ignore[arg-type]
+    result = copies[node]
+    several = isinstance(node.meta.get("val"), tuple | list)
+    graph.output(tuple(_items(graph, result, node)) if several else result)
+    module = GraphModule(root, graph)
+    return Alone(module.eval(), tuple(inputs), f"{graph} {shapes}")
+
+
+def _items(graph: Graph, result: Node, node: Node) -> list[Node]:
+    return [graph.call_function(operator.getitem, (result, i)) for i in range(len(node.meta["val"]))]
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype}"
+
+
+__all__ = ["Alone", "alone"]

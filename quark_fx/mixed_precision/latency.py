@@ -1,0 +1,205 @@
+"""How long a call takes in the runtime of a target: of a whole model, and of each operator as each candidate has it."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from quark_fx.config.quant_config import OperatorSpecs, QuantConfig
+from quark_fx.config.target import Target
+from quark_fx.errors import ConfigError, QuarkError
+from quark_fx.export.runtime.session import open_session, runtime_options
+from quark_fx.export.to_onnx.export_onnx import onnx
+from quark_fx.mixed_precision.alone import Alone, alone
+from quark_fx.mixed_precision.candidates import Candidate
+from quark_fx.mixed_precision.groups import Group
+from quark_fx.model.quantized_model import QuantizedModel
+from quark_fx.plan.placement import PlannedOperator
+from quark_fx.quantization import quantize
+from quark_fx.session import Session
+
+_ROUNDS = 11
+"""Times that models are timed in turn: what else runs on the machine slows some rounds, and a median ignores these."""
+
+_TURN = 4e-3
+"""Seconds of a turn, of whose calls the fastest counts."""
+
+_CALLS = 20
+"""Calls of a turn at most."""
+
+Call = Callable[[], object]
+"""Runs a model once."""
+
+
+@dataclass
+class Clock:
+    """Times a model, as configurations say, with the same inputs.
+
+    Attributes:
+        session: the model and its data.
+        leaves: flat inputs of a call.
+        float_config: that quantizes nothing.
+        milliseconds: a call of the float model takes.
+    """
+
+    session: Session
+    leaves: Sequence[Any]
+    float_config: QuantConfig
+
+    def __post_init__(self) -> None:
+        """Prepare the float model.
+
+        Raises:
+            ConfigError: for a target whose runtime is not here.
+        """
+        require_timed(self.float_config.target)
+        self._float = self._call(quietly(self.session, self.float_config))
+        (found,) = in_turn([self._float])
+        self.milliseconds = statistics.median(found)
+
+    def time(self, qmodel: QuantizedModel) -> float:
+        """Return the milliseconds a call of the model takes.
+
+        It runs in turn with the float model, whose latency is multiplied by the median of their ratio: so all models
+        that are timed compare with each other, however busy the machine is meanwhile.
+        """
+        of_float, found = in_turn([self._float, self._call(qmodel)])
+        return self.milliseconds * statistics.median(b / a for a, b in zip(of_float, found, strict=True))
+
+    def _call(self, qmodel: QuantizedModel) -> Call:
+        return call_of(qmodel, self.leaves)
+
+
+def require_timed(target: Target) -> None:
+    """Raise `ConfigError` for a target whose runtime is not on this machine."""
+    if target.timed_in not in _OPENED:
+        raise ConfigError(
+            f"nothing here times what target {target.name!r} runs; give a budget of bits, size or error, or candidates "
+            "whose target is 'onnx', 'onnx_vnni' (ONNX Runtime) or 'inductor' (compile())"
+        )
+
+
+def quietly(model: Any, config: QuantConfig, data: Any = None) -> QuantizedModel:
+    """Quantize without a bar of progress and warnings: a trial is not the user's doing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return quantize(model, config, data, progress=False)
+
+
+def call_of(qmodel: QuantizedModel, leaves: Sequence[Any]) -> Call:
+    """Return what runs a model once in the runtime of its target, on as many threads as torch has."""
+    return _OPENED[qmodel.config.target.timed_in](qmodel, leaves)
+
+
+def _in_onnxruntime(qmodel: QuantizedModel, leaves: Sequence[Any]) -> Call:
+    options = runtime_options(qmodel.graph_module)
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.add_session_config_entry("session.force_spinning_stop", "1")  # it would slow what runs next
+    with tempfile.TemporaryDirectory() as folder:
+        opened = open_session(onnx(qmodel, Path(folder, "timed.onnx")), options)
+    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+    feed = {value.name: leaf.numpy(force=True) for value, leaf in zip(opened.get_inputs(), tensors, strict=True)}
+    return lambda: opened.run(None, feed)
+
+
+def _compiled(qmodel: QuantizedModel, leaves: Sequence[Any]) -> Call:
+    compiled = qmodel.compile()
+    args, kwargs = pytree.tree_unflatten(leaves, qmodel.signature.in_spec)
+    return lambda: compiled(*args, **kwargs)
+
+
+_OPENED: Mapping[str, Callable[[QuantizedModel, Sequence[Any]], Call]] = {
+    "onnxruntime": _in_onnxruntime,
+    "compile": _compiled,
+}
+"""What opens a model, by `Target.timed_in`."""
+
+
+def in_turn(calls: Sequence[Call]) -> list[list[float]]:
+    """Return the milliseconds of each call, one figure a round: of its turn the fastest."""
+    counts = []
+    for call in calls:
+        call()  # the first one allocates
+        counts.append(min(_CALLS, max(2, int(_TURN / max(_timed(call), 1e-6)))))
+    found: list[list[float]] = [[] for _ in calls]
+    for _ in range(_ROUNDS):
+        for call, count, of_call in zip(calls, counts, found, strict=True):
+            of_call.append(1e3 * min(_timed(call) for _ in range(count)))
+    return found
+
+
+def _timed(call: Call) -> float:
+    """Return the seconds of a call. Of one thread those on its core, whatever else runs there."""
+    now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    start = now()
+    call()
+    return now() - start
+
+
+def operator_latencies(
+    gm: GraphModule,
+    leaves: Sequence[Any],
+    candidates: Sequence[Candidate],
+    operators: Sequence[PlannedOperator],
+    groups: Sequence[Group],
+) -> list[list[float]]:
+    """Return the milliseconds of the operators of each group as each candidate has them.
+
+    Each runs as a model of its own, in turn with the same one of other candidates, and those that do the same to
+    tensors of the same shapes run once. Conversions at its ends count, too.
+
+    Args:
+        gm: the float graph.
+        leaves: its flat inputs.
+        candidates: that there are.
+        operators: of the graph.
+        groups: of these.
+    """
+    places = sorted({place for group in groups for place in group.places})
+    parts = alone(gm, dict.fromkeys(operators[place].node for place in places), leaves)
+    known: dict[str, list[float]] = {}
+    by_place: dict[int, list[float]] = {}
+    for place in places:
+        op = operators[place]
+        part, specs = parts[op.node], [candidate.specs(op) for candidate in candidates]
+        key = f"{part.key} {specs}"
+        if key not in known:
+            try:
+                known[key] = _times(part, candidates, specs)
+            except QuarkError as error:
+                error.add_note(f"while {op.name!r} was timed alone")
+                raise
+        by_place[place] = known[key]
+    # A recurrent layer is one call with several weights.
+    once = [{operators[place].node: by_place[place] for place in group.places} for group in groups]
+    return [[sum(times[i] for times in of_group.values()) for i in range(len(candidates))] for of_group in once]
+
+
+def _times(part: Alone, candidates: Sequence[Candidate], specs: Sequence[OperatorSpecs | None]) -> list[float]:
+    program = torch.export.export(part.module, part.inputs)
+    configs = [_config_of(candidate.config, own) for candidate, own in zip(candidates, specs, strict=True)]
+    calls = [call_of(quietly(program, config, [part.inputs]), part.inputs) for config in configs]
+    return [statistics.median(times) for times in in_turn(calls)]
+
+
+def _config_of(config: QuantConfig, specs: OperatorSpecs | None) -> QuantConfig:
+    """Return the configuration of a model that is one operator."""
+    if specs is None:
+        return config.replace(exclude=("*",), overrides=(), passes=())
+    return config.replace(
+        weight=specs.weight, input=specs.input, output=specs.output, exclude=(), overrides=(), passes=()
+    )
+
+
+__all__ = ["Clock", "operator_latencies", "require_timed"]
