@@ -59,6 +59,7 @@ class Reader:
         keys: fields of the configuration by key of the file.
         names: of the model's tensors by name in the file; that of a stack has no ending.
         processor: what changes tensors as they are read.
+        extra: keys and values that no field of the configuration has.
     """
 
     architecture: str
@@ -66,6 +67,7 @@ class Reader:
     keys: Mapping[str, str]
     names: Mapping[str, str]
     processor: Any
+    extra: Mapping[str, Any]
 
     @classmethod
     def of(cls, model: Any, package: Any) -> Reader:
@@ -92,14 +94,16 @@ class Reader:
         processor = reading.TENSOR_PROCESSORS.get(architecture, reading.TensorProcessor)(config.to_dict())
         names = reading.get_gguf_hf_weights_map(model, processor)
         keys = {key: field for key, field in reading.GGUF_CONFIG_MAPPING[known_as].items() if field}
-        found = cls(architecture, config, _fields(package) | keys, names, processor)
+        extra = _width_of_experts(model, names, package)
+        found = cls(architecture, config, _fields(package) | keys, names, processor, extra)
         found._require_alike(model, keys.values(), reading.GGUF_CONFIG_DEFAULTS_MAPPING.get(known_as, {}))
         return found
 
     def metadata(self) -> Iterator[tuple[str, Any]]:
         """Yield the keys of the file and their values."""
-        for key, field in self.keys.items():
-            if (value := self._value(field)) is not None:
+        values = {key: self._value(field) for key, field in self.keys.items()} | self.extra
+        for key, value in values.items():
+            if value is not None:
                 yield f"{self.architecture}.{key}", value
 
     def places(self, name: str, shape: Sequence[int]) -> list[Place]:
@@ -213,10 +217,18 @@ def _fields(package: Any) -> dict[str, str]:
     named = {
         keys.Attention.KEY_LENGTH: "head_dim",
         keys.Attention.VALUE_LENGTH: "head_dim",
-        keys.LLM.EXPERT_FEED_FORWARD_LENGTH: "moe_intermediate_size",
         keys.LLM.EXPERT_SHARED_FEED_FORWARD_LENGTH: "shared_expert_intermediate_size",
     }
     return {key.removeprefix("{arch}."): field for key, field in named.items()}
+
+
+def _width_of_experts(model: Any, names: Mapping[str, str], package: Any) -> dict[str, int]:
+    """Return the key of how many inputs the down projection of an expert has; configurations call it many names."""
+    down = package.TENSOR_NAMES[package.MODEL_TENSOR.FFN_DOWN_EXP]
+    stacks = (names.get(down.format(bid=layer)) for layer in range(model.config.num_hidden_layers))
+    found = next((model.get_parameter(name) for name in stacks if name), None)
+    key = package.Keys.LLM.EXPERT_FEED_FORWARD_LENGTH.removeprefix("{arch}.")
+    return {} if found is None else {key: found.shape[-1]}
 
 
 def _shapes(shape: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:

@@ -159,7 +159,9 @@ def _tensors(checkpoint: Checkpoint, reader: Reader, package: Any) -> tuple[list
                 if layers[name].input is not None:
                     raise ExportError("GGUF has no place for quantized activations")
                 weight = layers[name].weight
-                tensors += _quantized(name, lambda n=name: layers[n].weight, weight, weight.codes.shape, reader, package)
+                tensors += _quantized(
+                    name, lambda n=name: layers[n].weight, weight, weight.codes.shape, reader, package
+                )
             else:
                 weight, shape = checkpoint.rows[name](), checkpoint.shell.get_parameter(name).shape
                 tensors += _quantized(name, checkpoint.rows[name], weight, shape, reader, package)
@@ -224,6 +226,8 @@ def _are_equal(layers: dict[str, Layer], one: str, other: str) -> bool:
 
 def _add(writer: Any, package: Any, key: str, value: Any) -> None:
     types = package.GGUFValueType
+    if key == package.Keys.LLM.EXPERT_GATING_FUNC.format(arch=writer.arch):
+        value = int(package.ExpertGatingFuncType[str(value).upper()])
     # Counts are unsigned, which the package would not guess.
     kind = types.UINT32 if isinstance(value, int) and not isinstance(value, bool) else types.get_type(value)
     writer.add_key_value(key, value, kind, types.get_type(value[0]) if isinstance(value, list) else None)
