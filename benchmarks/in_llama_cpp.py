@@ -8,8 +8,8 @@ Models: the Llama and the Qwen3-MoE of `benchmarks.language_models`, and SmolLM2
 those that its 4-bit file decodes to. Both quantizers make the types of Q4_K_M and see the same text: llama.cpp's as an
 importance matrix, the mean squares of what each matrix, of each expert, reads in the float model. Every file is read by
 llama.cpp in a process of its own, on one thread; perplexity, and divergence from the float model in torch, are of the
-same held-out windows.
-`--write` updates `docs/llama_cpp.md`.
+same held-out windows. `--write` updates `docs/llama_cpp.md`; models that are not named keep the lines they have there,
+and the environment that these were measured in.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,7 @@ from transformers import AutoTokenizer
 
 import quark_fx as qfx
 from benchmarks import language_models
-from benchmarks.common import environment, one_thread, publish, table
+from benchmarks.common import DOCS, environment, one_thread, publish, table
 from benchmarks.real import smollm2
 from benchmarks.real.packages import package
 from quark_fx.export.checkpoints.gguf_reader import Reader
@@ -256,21 +257,39 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="update docs/llama_cpp.md")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
-    lines = []
+    lines, environments = kept(arguments.models)
     with one_thread():
         for name in arguments.models:
             with tempfile.TemporaryDirectory() as folder:
                 for line in measure(name, SUBJECTS[name](), LlamaCpp(arguments.llama_cpp, Path(folder))):
                     print(" | ".join(line), file=sys.stderr, flush=True)
                     lines.append(line)
-    publish(page(lines), "llama_cpp.md" if arguments.write else None)
+    environments |= dict.fromkeys(arguments.models, environment())
+    publish(page(lines, environments), "llama_cpp.md" if arguments.write else None)
+
+
+def kept(measured: Collection[str]) -> tuple[list[list[str]], dict[str, str]]:
+    """Return the lines that the page has of other models than those measured, and the environment of each model."""
+    others = [name for name in SUBJECTS if name not in measured]
+    text = (DOCS / "llama_cpp.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text if line.startswith("|")]
+    lines = [row for row in rows if row[0] in others]
+    environments: dict[str, str] = {}
+    for line in text:
+        if found := re.fullmatch(r"(?:(.+): )?(Python \d.*)", line):
+            models = found[1].split(", ") if found[1] else {row[0] for row in lines}
+            environments |= {name: found[2] for name in models if name in others}
+    return lines, environments
 
 
 HEADER = ("model", "quantized by", "how", "MiB", "perplexity", "KL", "KL in torch", "CPU s")
 
 
-def page(lines: list[list[str]]) -> str:
-    """Return the page."""
+def page(lines: list[list[str]], environments: dict[str, str]) -> str:
+    """Return the page, the models in their order; each with its environment where these differ."""
+    lines = [line for name in SUBJECTS for line in lines if line[0] == name]
+    ran = {where: [name for name in SUBJECTS if environments.get(name) == where] for where in environments.values()}
+    where = "\n\n".join(f"{', '.join(names)}: {text}" if len(ran) > 1 else text for text, names in ran.items())
     return f"""# In llama.cpp
 
 [Language models](language_models.md#llamacpp) says how such files are made.
@@ -292,7 +311,7 @@ llama.cpp takes Q5_0 for Q4_K, and Q8_0 for Q6_K; rows of 1,536 are Q4_K and Q6_
 
 Reproduce with `python -m benchmarks.in_llama_cpp --llama-cpp PYTHON`.
 
-{environment()}
+{where}
 """
 
 

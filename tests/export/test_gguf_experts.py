@@ -119,7 +119,7 @@ def test_models_that_readers_take_for_others_are_refused(message: str) -> None:
 
 def test_mixtures_that_its_reader_does_not_know_are_refused() -> None:
     config = transformers.MixtralConfig(**SIZES, hidden_size=64, intermediate_size=64, num_local_experts=2)
-    with torch.device("meta"), pytest.raises(ExportError, match="models of type mixtral .* known .*qwen3moe"):
+    with torch.device("meta"), pytest.raises(ExportError, match=r"models of type mixtral .* known .*qwen3moe"):
         Reader.of(transformers.MixtralForCausalLM(config), package)
 
 
