@@ -123,6 +123,15 @@ def test_mixtures_that_its_reader_does_not_know_are_refused() -> None:
         Reader.of(transformers.MixtralForCausalLM(config), package)
 
 
+def test_how_routers_score_is_a_number() -> None:
+    sizes = {**SIZES, "hidden_size": 64, "intermediate_size": 96, "num_local_experts": 2, **ENDS}
+    config = transformers.MiniMaxM2Config(**sizes, head_dim=32, rotary_dim=16, scoring_func="sigmoid")
+    with torch.device("meta"):
+        found = dict(Reader.of(transformers.MiniMaxM2ForCausalLM(config), package).metadata())
+    assert found["minimax-m2.expert_gating_func"] == package.ExpertGatingFuncType.SIGMOID
+    assert found["minimax-m2.expert_feed_forward_length"] == 96
+
+
 class Scaled:
     """A reader that does more than move what it reads, or reads less of it."""
 

@@ -59,7 +59,7 @@ class Reader:
         keys: fields of the configuration by key of the file.
         names: of the model's tensors by name in the file; that of a stack has no ending.
         processor: what changes tensors as they are read.
-        extra: keys and values that no field of the configuration has.
+        extra: values by key of the file that are not those of a field.
     """
 
     architecture: str
@@ -94,7 +94,7 @@ class Reader:
         processor = reading.TENSOR_PROCESSORS.get(architecture, reading.TensorProcessor)(config.to_dict())
         names = reading.get_gguf_hf_weights_map(model, processor)
         keys = {key: field for key, field in reading.GGUF_CONFIG_MAPPING[known_as].items() if field}
-        extra = _width_of_experts(model, names, package)
+        extra = _width_of_experts(model, names, package) | _gating(config, keys, package)
         found = cls(architecture, config, _fields(package) | keys, names, processor, extra)
         found._require_alike(model, keys.values(), reading.GGUF_CONFIG_DEFAULTS_MAPPING.get(known_as, {}))
         return found
@@ -229,6 +229,13 @@ def _width_of_experts(model: Any, names: Mapping[str, str], package: Any) -> dic
     found = next((model.get_parameter(name) for name in stacks if name), None)
     key = package.Keys.LLM.EXPERT_FEED_FORWARD_LENGTH.removeprefix("{arch}.")
     return {} if found is None else {key: found.shape[-1]}
+
+
+def _gating(config: Any, keys: Mapping[str, str], package: Any) -> dict[str, int]:
+    """Return the key of how routers make weights of scores, which is a number in the file."""
+    key = package.Keys.LLM.EXPERT_GATING_FUNC.removeprefix("{arch}.")
+    name = getattr(config, keys[key], None) if key in keys else None
+    return {} if name is None else {key: int(package.ExpertGatingFuncType[str(name).upper()])}
 
 
 def _shapes(shape: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:

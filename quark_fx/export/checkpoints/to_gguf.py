@@ -226,8 +226,6 @@ def _are_equal(layers: dict[str, Layer], one: str, other: str) -> bool:
 
 def _add(writer: Any, package: Any, key: str, value: Any) -> None:
     types = package.GGUFValueType
-    if key == package.Keys.LLM.EXPERT_GATING_FUNC.format(arch=writer.arch):
-        value = int(package.ExpertGatingFuncType[str(value).upper()])
     # Counts are unsigned, which the package would not guess.
     kind = types.UINT32 if isinstance(value, int) and not isinstance(value, bool) else types.get_type(value)
     writer.add_key_value(key, value, kind, types.get_type(value[0]) if isinstance(value, list) else None)
