@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,7 +189,7 @@ class Reader:
         index[source] = filled
         return index, shift
 
-    def _require_alike(self, model: Any, fields: Sequence[str] | Any, defaults: Mapping[str, Any]) -> None:
+    def _require_alike(self, model: Any, fields: Iterable[str], defaults: Mapping[str, Any]) -> None:
         """Raise `ExportError` if what readers assume, for want of a key, is not what the model has."""
         known = {field: value for field in fields if (value := self._value(field)) is not None}
         assumed = type(self.config)(**known, **defaults)

@@ -6,6 +6,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +66,13 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
     except ImportError as error:
         raise ExportError("GGUF export needs the package gguf: pip install 'quark_fx[hf]'") from error
     path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    require_possible(partial)
+    unfinished = path.with_name(path.name + ".partial")
+    require_possible(unfinished)
     checkpoint = take_apart(qmodel, model)
     refuse_caches(checkpoint, "GGUF")
     reader = Reader.of(checkpoint.shell, package)
     tensors, errors = _tensors(checkpoint, reader, package)
-    writer = package.GGUFWriter(partial, reader.architecture)
+    writer = package.GGUFWriter(unfinished, reader.architecture)
     try:
         writer.add_quantization_version(package.GGML_QUANT_VERSION)
         for key, value in reader.metadata():
@@ -87,12 +88,12 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
         if errors:
             raise unholdable([f"{name}: {error}" for name, error in errors])
         writer.close()
-        partial.replace(path)
+        unfinished.replace(path)
     except OSError as error:
         raise ExportError(f"{path} cannot be written: {error}; choose another path") from error
     finally:
         writer.close()
-        partial.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
     return path
 
 
@@ -173,40 +174,41 @@ def _tensors(checkpoint: Checkpoint, reader: Reader, package: Any) -> tuple[list
 def _floats(name: str, tensor: Tensor, reader: Reader, package: Any) -> Iterator[Stored]:
     """Yield the tensors of the file for one in float."""
     for place in reader.places(name, tensor.shape):
+        stored = (*place.shape[:-1], 4 * place.shape[-1]) if place.shape else (4,)
+        yield Stored(name, place, package.GGMLQuantizationType.F32, stored, partial(_float_rows, tensor, place))
 
-        def rows(some: slice, place: Place = place) -> Tensor:
-            return place.values(tensor, some).view(torch.uint8)
 
-        bytes_of_row = place.shape[-1] * 4 if place.shape else 4
-        stored = (*place.shape[:-1], bytes_of_row)
-        yield Stored(name, place, package.GGMLQuantizationType.F32, stored, lambda rows=rows: rows)
+def _float_rows(tensor: Tensor, place: Place) -> Callable[[slice], Tensor]:
+    return lambda some: place.values(tensor, some).view(torch.uint8)
 
 
 def _quantized(
-    name: str, make: Callable[[], QuantizedTensor], weight: QuantizedTensor, shape: Any, reader: Reader, package: Any
+    name: str, make: Callable[[], QuantizedTensor], shape: tuple[int, ...] | None, reader: Reader, package: Any
 ) -> Iterator[Stored]:
     """Yield the tensors of the file for a quantized weight.
 
     Args:
         name: in the model.
         make: makes the matrix of all its rows.
-        weight: that matrix, for now.
-        shape: of the weight in the model.
+        shape: of the weight in the model; `None`: of that matrix.
         reader: of the architecture.
         package: gguf.
     """
-    kind, inputs = type_of(weight), weight.codes.shape[1]
-    number = package.GGMLQuantizationType[kind]
-    for place in reader.places(name, shape):
+    matrix = make()
+    kind, (_, inputs) = type_of(matrix), matrix.codes.shape
+    places = reader.places(name, matrix.codes.shape if shape is None else shape)
+    del matrix  # made anew when it is written
+    for place in places:
         if place.width != inputs or place.shape[-1] != inputs:
             raise ExportError("readers of GGUF take its rows apart, and blocks lie in rows; leave it in float")
+        number = package.GGMLQuantizationType[kind]
+        stored = tuple(package.quant_shape_to_byte_shape(place.shape, number))
+        yield Stored(name, place, number, stored, partial(_block_rows, make, place, kind))
 
-        def opened(place: Place = place) -> Callable[[slice], Tensor]:
-            matrix = make()
-            return lambda some: blocks_of(_rows(matrix, place.rows[some]), kind)
 
-        stored = package.quant_shape_to_byte_shape(place.shape, number)
-        yield Stored(name, place, number, stored, opened)
+def _block_rows(make: Callable[[], QuantizedTensor], place: Place, kind: str) -> Callable[[slice], Tensor]:
+    matrix = make()
+    return lambda some: blocks_of(_rows(matrix, place.rows[some]), kind)
 
 
 def _rows(matrix: QuantizedTensor, rows: Tensor) -> QuantizedTensor:
