@@ -101,7 +101,7 @@ class Reader:
 
     def metadata(self) -> Iterator[tuple[str, Any]]:
         """Yield the keys of the file and their values."""
-        values = {key: self._value(field) for key, field in self.keys.items()} | self.extra
+        values = {**{key: self._value(field) for key, field in self.keys.items()}, **self.extra}
         for key, value in values.items():
             if value is not None:
                 yield f"{self.architecture}.{key}", value

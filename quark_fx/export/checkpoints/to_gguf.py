@@ -159,13 +159,10 @@ def _tensors(checkpoint: Checkpoint, reader: Reader, package: Any) -> tuple[list
             elif name in layers:
                 if layers[name].input is not None:
                     raise ExportError("GGUF has no place for quantized activations")
-                weight = layers[name].weight
-                tensors += _quantized(
-                    name, lambda n=name: layers[n].weight, weight, weight.codes.shape, reader, package
-                )
+                tensors += _quantized(name, layers[name].matrix, None, reader, package)
             else:
-                weight, shape = checkpoint.rows[name](), checkpoint.shell.get_parameter(name).shape
-                tensors += _quantized(name, checkpoint.rows[name], weight, shape, reader, package)
+                shape = tuple(checkpoint.shell.get_parameter(name).shape)
+                tensors += _quantized(name, checkpoint.rows[name], shape, reader, package)
         except ExportError as error:
             errors.append((name, str(error)))
     return tensors, errors
