@@ -7,7 +7,7 @@ import fnmatch
 import glob
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -78,7 +78,7 @@ class Checkpoint:
     layers: list[Layer]
     tensors: dict[str, Tensor]
     stacks: dict[str, list[str]]
-    rows: dict[str, Callable[[], QuantizedTensor]]
+    rows: Mapping[str, Callable[[], QuantizedTensor]]
     caches: dict[str, RoundedAttention]
     float_caches: list[str]
 
