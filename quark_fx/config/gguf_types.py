@@ -74,19 +74,24 @@ _SMALLER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 _MORE_BITS = frozenset({"v_proj", "down_proj"})
 """The matrices that have more bits in some layers."""
 
+_BESIDE_EIGHT_EXPERTS = {"k_proj": Q8_0, "v_proj": Q8_0, "o_proj": Q5_K}
+"""What llama.cpp has for the attention of models with eight experts in a layer, whose experts outweigh it."""
+
 _IN_LAYER = re.compile(r"\.(\d+)\.(?:.*\.)?(\w+)$")
 
 
 def mixed(model: nn.Module, name: Literal["Q4_K_M", "Q5_K_M"]) -> QuantConfig:
-    """Return the configuration of llama.cpp's mixture of types for a dense language model of transformers.
+    """Return the configuration of llama.cpp's mixture of types for a language model of transformers.
 
-    Linear layers are Q4_K (or Q5_K). The head is Q6_K, and so is an embedding tied to it. The value and down
-    projections are Q6_K in the first and last eighth of the layers, and in every third layer between. Rows that 256
-    does not divide have types of blocks of 32, those that 32 does not divide stay in float. llama.cpp's exceptions for
-    models of 70B parameters are left out. No pass is listed: `.replace(passes=...)`.
+    Linear layers and experts are Q4_K (or Q5_K). The head is Q6_K, and so is an embedding tied to it. The value and
+    down projections, those of experts too, are Q6_K in the first and last eighth of the layers, and in every third
+    layer between. Beside eight experts a layer, keys and values are Q8_0 and what attention makes is projected in
+    Q5_K. Rows that 256 does not divide have types of blocks of 32, those that 32 does not divide stay in float, as
+    do routers and matrices of one row. llama.cpp's exceptions for models of 70B parameters are left out. No pass is
+    listed: `.replace(passes=...)`.
 
     Args:
-        model: with layers that are numbered, and linear layers named as Llama's.
+        model: with layers that are numbered, linear layers named as Llama's, and experts in stacks.
         name: as llama.cpp calls it.
 
     Raises:
@@ -98,19 +103,24 @@ def mixed(model: nn.Module, name: Literal["Q4_K_M", "Q5_K_M"]) -> QuantConfig:
     if name not in _MIXTURES:
         raise ConfigError(f"no mixture {name!r}; choose one of {', '.join(_MIXTURES)}")
     base = _MIXTURES[name]
-    found = {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
+    found = {p: m.weight for p, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
+    heads = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    stacks = {name: p for name, p in model.named_parameters() if p.dim() == 3 and not name.endswith(".weight")}
+    found |= stacks
     places = {path: _IN_LAYER.search(path) for path in found}
     layers = 1 + max((int(place[1]) for place in places.values() if place), default=0)
-    tied = len({id(found[path].weight) for path, place in places.items() if not place}) == 1
+    tied = len({id(found[path]) for path, place in places.items() if not place}) == 1
+    beside = _BESIDE_EIGHT_EXPERTS if any(len(stack) == 8 for stack in stacks.values()) else {}
     specs: dict[str, dict[str, TensorSpec | None]] = {}
-    for path, module in found.items():
+    for path, weight in found.items():
         place = places[path]
         if place is None:
-            spec = Q6_K if tied or isinstance(module, nn.Linear) else base
+            spec = Q6_K if tied or path in heads else base
         else:
-            spec = Q6_K if place[2] in _MORE_BITS and _has_more_bits(int(place[1]), layers) else base
+            more = place[2] in _MORE_BITS and _has_more_bits(int(place[1]), layers)
+            spec = beside.get(place[2], Q6_K if more else base)
         pattern = f"*.{place[2]}" if place else path
-        specs.setdefault(pattern, {})[path] = _dividing(spec, module.weight.shape[1])
+        specs.setdefault(pattern, {})[path] = _dividing(spec, weight.shape[-1]) if len(weight) > 1 else None
     overrides = []
     for pattern, members in specs.items():
         usual = Counter(map(_key, members.values())).most_common(1)[0][0]
@@ -129,7 +139,7 @@ def _dividing(spec: TensorSpec, inputs: int) -> TensorSpec | None:
     name = next(name for name, value in GGUF_TYPES.items() if value == spec)
     if inputs % 256 == 0:
         return spec
-    return GGUF_TYPES[_SMALLER[name]] if inputs % 32 == 0 else None
+    return GGUF_TYPES[_SMALLER.get(name, name)] if inputs % 32 == 0 else None
 
 
 def _key(spec: TensorSpec | None) -> str:

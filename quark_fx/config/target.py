@@ -187,7 +187,7 @@ class Target:
     OPENVINO: ClassVar[Target]
     """OpenVINO on any x64 or ARM processor, which reads ONNX files and sums in integers what is calibrated."""
     TENSORRT: ClassVar[Target]
-    """TensorRT: ONNX files in int8 without zero points; its `onnx.check` holds any file to the documentation."""
+    """TensorRT: ONNX files in int8 or with int4 weights; its `onnx.check` holds any file to the documentation."""
     EXECUTORCH: ClassVar[Target]
     """ExecuTorch's XNNPACK kernels, which return quantized outputs; see `quark_fx.export.pt2e`."""
     VLLM: ClassVar[Target]

@@ -1,8 +1,12 @@
-"""TensorRT on NVIDIA GPUs, which reads the quantize and dequantize pairs of an ONNX file: int8 without zero points.
+"""TensorRT on NVIDIA GPUs, which reads the quantize and dequantize pairs of an ONNX file, without zero points.
+
+Weights and activations are int8, or weights alone int4, in blocks of 64 or 128 inputs of a matrix product.
 
 This was not run in TensorRT: the rules come from its documentation, and `check` tests a file against them.
 
-Source: "Working with Quantized Types" (https://docs.nvidia.com/deeplearning/tensorrt); `docs/operators.md` of
+Source: "Working with Quantized Types" and "Quantization Schemes" of its documentation, for int4 ("The supported block
+sizes are {64, 128}. The block dimension should be one of the last two dimensions. TensorRT only supports INT4 for
+weight quantization", https://docs.nvidia.com/deeplearning/tensorrt); `docs/operators.md` of
 onnx-tensorrt 10.15 for operators and their restrictions; `IQuantizeLayer` and `IDequantizeLayer` for scales;
 https://github.com/NVIDIA/TensorRT/issues/2380 for the axis of transposed convolutions.
 """
@@ -16,7 +20,8 @@ from quark_fx.config.specs import Granularity, TensorSpec
 from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Target
 from quark_fx.errors import ExportError
 from quark_fx.graph.operators import RECURRENT
-from quark_fx.numbers.formats import INT8
+from quark_fx.numbers.formats import INT4, INT8
+from quark_fx.numbers.qparams import ScaleType
 from quark_fx.targets.onnxruntime import MOVES
 
 if TYPE_CHECKING:
@@ -48,6 +53,9 @@ _CODES = ("INT8", "INT4", "FLOAT8E4M3FN", "FLOAT4E2M1")
 _BLOCKS = ("INT4", "FLOAT4E2M1")
 """Types of codes, and those that may have a scale for each block."""
 
+_BLOCK_SIZES = (64, 128)
+"""Weights of a matrix that share a scale, of int4."""
+
 _ATTRIBUTES: dict[tuple[str, str], tuple[Any, ...]] = {
     ("LSTM", "input_forget"): (0,),
     ("LSTM", "layout"): (0,),
@@ -62,7 +70,8 @@ _ATTRIBUTES: dict[tuple[str, str], tuple[Any, ...]] = {
 _DILATED, _ONE_OUTPUT = ("AveragePool", "LpPool", "MaxPool"), ("LayerNormalization", "MaxPool")
 """Operators that it reads without dilations, and with their first output alone."""
 
-_PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+_MATRIX_PRODUCTS = ("Gemm", "MatMul")
+_PRODUCTS = ("Conv", "ConvTranspose", *_MATRIX_PRODUCTS)
 
 
 def check(model: ir.Model) -> None:
@@ -138,11 +147,35 @@ def _pair(node: ir.Node) -> str | None:
         return "a scale that is not a constant"
     if not (scale.astype("f4") > 0).all():
         return "scales that are not positive"
+    if codes == "INT4":
+        return _int4(node, scale)
     if scale.ndim > 1 or node.attributes.get_int("block_size", 0):
         return None if codes in _BLOCKS else f"{codes} in blocks; it has {' and '.join(_BLOCKS)} in blocks"
     if scale.size > 1 and _array(_input(node, 0)) is None and not _is_of_weight(node):
         return "an activation with a scale for each channel; it has one for the tensor"
     return None
+
+
+def _int4(node: ir.Node, scale: Any) -> str | None:
+    """Return what is wrong with a quantizer or dequantizer of int4: what it is of, or its blocks."""
+    if node.op_type == "QuantizeLinear":
+        made = _array(_input(node, 0)) is not None
+    else:
+        made = _array(_input(node, 0)) is not None or _is_of_weight(node)
+    if not made:
+        return "an activation in INT4, which it has for weights alone"
+    size, rank = node.attributes.get_int("block_size", 0), scale.ndim
+    if size not in _BLOCK_SIZES:
+        what = f"blocks of {size}" if size else "no blocks"
+        return f"INT4 with {what}; it has blocks of {' or '.join(map(str, _BLOCK_SIZES))}"
+    axis = node.attributes.get_int("axis", 1) % rank
+    if axis < rank - 2:
+        return "INT4 in blocks along another dimension than the last two"
+    read = _input(node, 0)
+    length = read.shape[axis] if read is not None and read.shape is not None else None
+    return (
+        f"INT4 in blocks of {size}, which do not divide {length}" if isinstance(length, int) and length % size else None
+    )
 
 
 def _code_type(node: ir.Node) -> str:
@@ -199,6 +232,11 @@ def _product(node: ir.Node) -> str | None:
     codes = _producer(weight, "DequantizeLinear")
     if codes is None or (_array(_input(codes, 0)) is None and not _is_of_weight(codes)):
         return None
+    if _code_type(codes) == "INT4":
+        if node.op_type not in _MATRIX_PRODUCTS:
+            return f"an int4 weight, which it has for {' and '.join(_MATRIX_PRODUCTS)}"
+        rounded = _producer(_moved(_input(node, 0)), "DequantizeLinear") is not None
+        return "an int4 weight beside an activation in codes; it multiplies one in float" if rounded else None
     if _code_type(codes) == "INT8" and _producer(_moved(_input(node, 0)), "DequantizeLinear") is None:
         return "an int8 weight beside an activation in float; weights alone are int4"
     scale, shape = _array(_input(codes, 1)), weight.shape if weight is not None else None
@@ -233,8 +271,18 @@ def _is_bias(spec: TensorSpec, operand: Operand) -> bool:
     return operand is Operand.BIAS
 
 
-def _is_not_int8(spec: TensorSpec, operand: Operand) -> bool:
-    return spec.format != INT8 or spec.scale_type.is_8_bit
+def _is_other_format(spec: TensorSpec, operand: Operand) -> bool:
+    is_taken = spec.format == INT8 or (spec.format == INT4 and operand is Operand.WEIGHT)
+    return not is_taken or spec.scale_type.is_8_bit
+
+
+def _has_other_blocks(spec: TensorSpec, operand: Operand) -> bool:
+    in_blocks = spec.granularity is Granularity.GROUP and spec.group_size in _BLOCK_SIZES
+    return spec.format == INT4 and not (in_blocks and spec.sub_group_size is None)
+
+
+def _has_computed_scales(spec: TensorSpec, operand: Operand) -> bool:
+    return spec.scale_type is not ScaleType.FLOAT32
 
 
 def _has_zero_points(spec: TensorSpec, operand: Operand) -> bool:
@@ -243,31 +291,53 @@ def _has_zero_points(spec: TensorSpec, operand: Operand) -> bool:
 
 def _has_other_scales(spec: TensorSpec, operand: Operand) -> bool:
     taken = (Granularity.TENSOR, Granularity.CHANNEL) if operand is Operand.WEIGHT else (Granularity.TENSOR,)
-    return spec.granularity not in taken
+    return spec.format == INT8 and spec.granularity not in taken
 
 
 def _is_measured(spec: TensorSpec, operand: Operand) -> bool:
     return spec.dynamic
 
 
+def _refuses(kind: str, weight: TensorSpec, read: TensorSpec | None) -> str:
+    """Return why TensorRT cannot run a weight beside an activation; empty if it can."""
+    if weight.format != INT4:
+        return ""
+    if kind != "linear":
+        return "TensorRT has int4 weights for products of matrices alone; set weight=None for it, or int8"
+    return "TensorRT multiplies int4 weights by activations in float; set input=None" if read is not None else ""
+
+
 TENSORRT = Target(
     name="tensorrt",
     refuses=(
         Refusal(_is_bias, "TensorRT adds biases in float; set bias=None"),
-        Refusal(_is_not_int8, "this target is TensorRT's int8, not {spec.format}; set format='int8'"),
+        Refusal(
+            _is_other_format,
+            "this target is TensorRT's int8, and its int4 for weights, not {spec.format}; set format='int8', or 'int4' "
+            "for weights",
+        ),
         Refusal(_has_zero_points, "TensorRT takes no zero points; set symmetry='symmetric'"),
         Refusal(
             _has_other_scales,
             "TensorRT has one int8 scale for an activation, and one for a weight or each of its channels, not per "
             "{spec.granularity}; set granularity='tensor', or 'channel' for weights",
         ),
+        Refusal(
+            _has_other_blocks,
+            "TensorRT has int4 weights in blocks of 64 or 128; set granularity='group', and group_size=128",
+        ),
+        Refusal(
+            _has_computed_scales,
+            "scales in {spec.scale_type} are cast in the file, and TensorRT reads constants; set scale_type='float32'",
+        ),
         Refusal(_is_measured, "TensorRT reads scales in the file; calibrate them (drop dynamic=True)"),
     ),
     placement=Placement(
         arithmetic=frozenset({"aten.add.Tensor", "aten.avg_pool2d.default", "aten.adaptive_avg_pool2d.default"}),
         in_float=RECURRENT | {"embedding"},
+        refuses=_refuses,
     ),
-    # Opset 20 is read by every release of TensorRT 10.
+    # Opset 20 is read by every release of TensorRT 10; int4 needs 21.
     onnx=OnnxFiles(formats=("qdq",), opset=20, opsets=(14, OPSETS[1]), check=check),
 )
 

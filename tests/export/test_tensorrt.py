@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -17,7 +19,7 @@ import quark_fx as qfx
 from quark_fx.errors import ConfigError, ExportError
 from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, target_name
 from quark_fx.numbers import formats
-from quark_fx.presets import INT8_STATIC
+from quark_fx.presets import INT8_STATIC, W4A16_RTN
 from quark_fx.targets import TENSORRT
 from quark_fx.targets.tensorrt import offenses
 
@@ -59,6 +61,47 @@ def test_files_keep_to_the_rules_and_compute_what_torch_computes(
     assert {node.inputs[0].dtype for node in coded if node.inputs[0] is not None} == {ir.DataType.INT8}
 
 
+@pytest.mark.parametrize("size", [64, 128])
+def test_int4_weights_lie_in_blocks_beside_float_activations(size: int, tmp_path: Path) -> None:
+    """The first opset that has them is written; another layer stays in float, a third is int8 throughout."""
+    network = seeded(nn.Sequential(nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 16), nn.Linear(16, 8)))
+    wide = qfx.Override(pattern="3", weight=INT8.replace(granularity="channel"), input=INT8)
+    config = W4A16_RTN.replace(target="tensorrt", group_size=size, overrides=(wide,), exclude=("2",))
+    qmodel, data = quantize(network, config, [rand(4, 256)]), [rand(4, 256)]
+    file = qfx.export.onnx(qmodel, tmp_path / "model.onnx")
+    graph = ir.load(file)
+    assert graph.opset_imports[""] == 21
+    assert not list(offenses(graph))
+    assert qfx.verify(qmodel, file, data, optimize=False).max_steps <= 1
+    coded = [node for node in graph.graph if node.op_type == "DequantizeLinear"]
+    types = Counter(node.inputs[0].dtype for node in coded if node.inputs[0] is not None)
+    assert types == {ir.DataType.INT4: 1, ir.DataType.INT8: 2}
+    with pytest.raises(ExportError, match=r"opset 20 is too old for\n.*int4 in blocks needs opset 21"):
+        qfx.export.onnx(qmodel, tmp_path / "old.onnx", opset=20)
+
+
+INT4 = INT8.replace(format=formats.INT4, granularity="group", group_size=64)
+UNFIT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[Tensor]]] = {
+    "0: TensorRT has int4 weights for products of matrices alone": (
+        lambda: nn.Sequential(nn.Conv2d(64, 4, 1)),
+        {"input": None},
+        [rand(2, 64, 4, 4)],
+    ),
+    "0: TensorRT multiplies int4 weights by activations in float; set input=None": (
+        lambda: nn.Sequential(nn.Linear(64, 4)),
+        {},
+        [rand(2, 64)],
+    ),
+}
+
+
+@pytest.mark.parametrize("message", UNFIT)
+def test_int4_where_tensorrt_has_none_is_refused_by_operator(message: str) -> None:
+    make, changes, data = UNFIT[message]
+    with pytest.raises(ConfigError, match=message):
+        quantize(seeded(make()), STATIC.replace(weight=INT4, output=None, **changes), data)
+
+
 def test_a_file_for_onnx_runtime_breaks_the_rules_by_node(tmp_path: Path) -> None:
     qmodel = quantize(cnn(), INT8_STATIC, images())
     found = list(offenses(ir.load(qfx.export.onnx(qmodel, tmp_path / "model.onnx"))))
@@ -88,7 +131,12 @@ def test_what_convolutions_make_is_not_rounded_before_an_addition() -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "int8, not uint8": {"input": qfx.TensorSpec(format=formats.UINT8)},
+    "for weights, not int4; set": {"input": INT8.replace(format=formats.INT4)},
+    "for weights, not int3; set": {"weight": INT4.replace(format=formats.INT3)},
+    "int4 weights in blocks of 64 or 128": {"weight": INT4.replace(group_size=32)},
+    "in blocks of 64 or 128; set granularity": {"weight": INT8.replace(format=formats.INT4, granularity="channel")},
+    "scales in float16 are cast": {"weight": INT4.replace(scale_type="float16")},
+    "for weights, not uint8; set": {"input": qfx.TensorSpec(format=formats.UINT8)},
     "no zero points": {"weight": INT8.replace(symmetry="asymmetric")},
     "biases in float": {"bias": qfx.TensorSpec(format=formats.INT32)},
     "not per group": {"weight": INT8.replace(granularity="group", group_size=8)},
@@ -139,6 +187,19 @@ def product(
     return [*before, of_weight, ir.node(operator, [x, of_weight.outputs[0]], attributes, name="product")]
 
 
+def int4(*shape: int, axis: int, size: int = 64, of: Any = None) -> ir.Node:
+    """Return the dequantizer of a constant in blocks along an axis."""
+    blocks = [-(-n // size) if i == axis else n for i, n in enumerate(shape)]
+    codes = constant(np.ones(shape, ml_dtypes.int4), "codes") if of is None else of
+    scales = constant(np.ones(blocks, np.float32), "scales")
+    return ir.node("DequantizeLinear", [codes, scales], {"axis": axis, "block_size": size}, name="w")
+
+
+def alone(operator: str, of_weight: ir.Node, **attributes: Any) -> list[ir.Node]:
+    """Return a product of a float activation and a dequantized weight."""
+    return product(operator, of_weight, [], **attributes)
+
+
 def turned(of_weight: ir.Node) -> list[ir.Node]:
     """Return a product with the transpose of a dequantized matrix."""
     turn = ir.node("Transpose", of_weight.outputs, {"perm": [1, 0]}, name="turn")
@@ -161,6 +222,9 @@ KEPT: dict[str, Callable[[], list[ir.Node]]] = {
     "a product": lambda: product("MatMul", weight(4, 5, axis=1)),
     "a product with a transpose": lambda: turned(weight(5, 4, axis=0)),
     "a transposed Gemm": lambda: product("Gemm", weight(5, 4, axis=0), transB=1),
+    "an int4 product": lambda: alone("MatMul", int4(128, 5, axis=0)),
+    "an int4 product in blocks of 128": lambda: alone("MatMul", int4(5, 256, axis=1, size=128)),
+    "an int4 Gemm": lambda: alone("Gemm", int4(5, 128, axis=1), transB=1),
     "a pool": lambda: [ir.node("MaxPool", [value("x", 1, 3, 4, 4)], {"dilations": [1, 1]}, name="pool")],
 }
 
@@ -193,6 +257,21 @@ BROKEN: dict[str, Callable[[], list[ir.Node]]] = {
         ir.node("QuantizeLinear", [X, constant(np.float32(1))], name="bad")
     ],
     "QuantizeLinear q: INT8 in blocks": lambda: pair(value("x", 2, 4), np.ones((2, 2)), axis=1, block_size=2),
+    "DequantizeLinear w: INT4 with blocks of 32; it has blocks of 64 or 128": lambda: alone(
+        "MatMul", int4(128, 5, axis=0, size=32)
+    ),
+    "DequantizeLinear w: INT4 with no blocks; it has": lambda: alone(
+        "MatMul", weight(4, 5, axis=1, dtype=ml_dtypes.int4)
+    ),
+    "DequantizeLinear w: INT4 in blocks along another dimension than the last two": lambda: alone(
+        "MatMul", int4(64, 2, 3, axis=0)
+    ),
+    "DequantizeLinear w: INT4 in blocks of 64, which do not divide 96": lambda: alone("MatMul", int4(96, 5, axis=0)),
+    "DequantizeLinear w: an activation in INT4, which it has for weights alone": lambda: [
+        int4(64, 2, axis=0, of=value("x", 64, 2, dtype=ir.DataType.INT4))
+    ],
+    "Conv product: an int4 weight, which it has for Gemm and MatMul": lambda: alone("Conv", int4(4, 3, 64, 1, axis=2)),
+    "MatMul product: an int4 weight beside an activation in codes": lambda: product("MatMul", int4(64, 5, axis=0)),
     "QuantizeLinear q: an activation with a scale for each channel": lambda: pair(value("x", 2, 3), np.ones(3), axis=1),
     "Conv product: an int8 weight beside an activation in float": lambda: product(
         "Conv", weight(4, 3, 1, 1, axis=0), activation=[]

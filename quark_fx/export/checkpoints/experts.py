@@ -63,6 +63,16 @@ def matrices(model: Any, name: str, constant: Constant) -> dict[str, QuantizedTe
     return {key: matrix_of(replace(constant, stored=part(key))) for key in parts}
 
 
+def stacked_rows(constant: Constant) -> QuantizedTensor:
+    """Return the rows of all matrices of a stack that `matrices` takes apart, one after another, as one matrix."""
+    stored = constant.quantized
+    assert stored is not None
+    codes, scale = stored.codes.flatten(0, 1), stored.scale.flatten(0, 1)
+    zero_point = stored.zero_point.expand_as(stored.scale).flatten(0, 1)
+    rows = QuantizedTensor.of(codes, scale, zero_point, stored.format, 1, stored.block_size)
+    return matrix_of(replace(constant, stored=rows))
+
+
 def _moves_rows(model: Any, name: str, stack: Tensor) -> bool:
     """Tell whether taking a stack apart moves whole rows, of any length: codes and scales stay together then."""
     experts, outputs, _ = stack.shape
@@ -115,4 +125,4 @@ def _cut(name: str) -> tuple[str, str]:
     return ".".join(parts[:expert]), ".".join(parts[expert + 1 :])
 
 
-__all__ = ["as_saved", "common_paths", "literal", "matrices", "name_patterns", "taken_apart"]
+__all__ = ["as_saved", "common_paths", "literal", "matrices", "name_patterns", "stacked_rows", "taken_apart"]

@@ -32,20 +32,36 @@ def blocks(weight: QuantizedTensor) -> tuple[Tensor, str]:
     Raises:
         ExportError: if no type holds the weight.
     """
-    inputs, fmt = weight.codes.shape[1], weight.format
+    kind = type_of(weight)
+    return blocks_of(weight, kind), kind
+
+
+def type_of(weight: QuantizedTensor) -> str:
+    """Return the name of the type that holds a weight; arguments and errors are those of `blocks`."""
+    inputs = weight.codes.shape[1]
     group = group_size(weight) or inputs
     kind = _kind(weight, group)
-    if kind not in _TWO_LEVELS:
-        if group % _BLOCK or inputs % group:
-            raise ExportError(f"blocks have {_BLOCK} inputs, which do not divide a group of {group}")
-        return _one_level(weight, group, kind), kind
-    if inputs % _SUPER:
+    if kind not in _TWO_LEVELS and (group % _BLOCK or inputs % group):
+        raise ExportError(f"blocks have {_BLOCK} inputs, which do not divide a group of {group}")
+    if kind in _TWO_LEVELS and inputs % _SUPER:
         raise ExportError(f"{kind} has blocks of {_SUPER} inputs, which do not divide {inputs}; {_SMALLER[kind]}")
-    scale_type = _TWO_LEVELS[kind]
+    return kind
+
+
+def blocks_of(weight: QuantizedTensor, kind: str) -> Tensor:
+    """Return the blocks of some rows of a weight that has this type.
+
+    Raises:
+        ExportError: if its scales are not those of the type.
+    """
+    if kind not in _TWO_LEVELS:
+        return _one_level(weight, group_size(weight) or weight.codes.shape[1], kind)
     try:
-        return _K_BLOCKS[kind](weight, *_levels(weight, scale_type)), kind
+        return _K_BLOCKS[kind](weight, *_levels(weight, _TWO_LEVELS[kind]))
     except ValueError as error:
-        raise ExportError(f"{kind} cannot hold {fmt} with these scales: {error}; use a type of gguf_types") from error
+        raise ExportError(
+            f"{kind} cannot hold {weight.format} with these scales: {error}; use a type of gguf_types"
+        ) from error
 
 
 _TWO_LEVELS = {
@@ -191,4 +207,4 @@ def _joined(*parts: Tensor) -> Tensor:
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1).flatten(1)
 
 
-__all__ = ["blocks"]
+__all__ = ["blocks", "blocks_of", "type_of"]

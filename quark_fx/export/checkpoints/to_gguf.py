@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
+import math
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from quark_fx.errors import ExportError
-from quark_fx.export.checkpoints.gguf_blocks import blocks
+from quark_fx.export.checkpoints.gguf_blocks import blocks_of, type_of
+from quark_fx.export.checkpoints.gguf_reader import Place, Reader
 from quark_fx.export.checkpoints.values import Checkpoint, Layer, refuse_caches, take_apart, unholdable
 from quark_fx.model.quantized_model import QuantizedModel
+from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.system.isolation import isolated
 from quark_fx.system.options import checked_call
 from quark_fx.system.writable import require_possible
 
-Array = np.ndarray[Any, Any]
+_AT_ONCE = 1 << 20
+"""Values of a tensor that are packed and written together, about: tens of megabytes while they are."""
 
 
 @checked_call
@@ -32,8 +36,12 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
     Weights in one of `quark_fx.gguf_types` are stored as that type, and llama.cpp reads the values that `qmodel`
     computes with. Other weights of 4 bits become Q4_0, or Q4_1 with zero points, those of 5 bits Q5_0 or Q5_1, those of
     8 bits Q8_0: blocks of 32 inputs with a float16 scale, so that groups are 32 or a multiple, or the whole row.
-    Everything else is stored in float32. Names of tensors are those of the `gguf` package; what readers do to a tensor
-    (llama.cpp keeps the rows of queries and keys in another order) is what transformers' reader does, undone.
+    Everything else is stored in float32. The experts of a layer are one tensor for each of their projections, in any
+    of these types. Names of tensors are those of the `gguf` package; what readers do to a tensor (llama.cpp keeps the
+    rows of queries and keys in another order) is what transformers' reader does, undone.
+
+    Tensors are packed and written a piece at a time: a model whose weights stay in files (`quantize(output_dir=)`) is
+    written without being held.
 
     Args:
         qmodel: from `quantize`. Scales that float16 does not hold are rounded to it; `scale_type="float16"` is exact.
@@ -47,7 +55,8 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
 
     Raises:
         ExportError: if GGUF cannot hold how an operator is quantized (all are listed), does not know the architecture
-            or one of its tensors, or the file cannot be written.
+            or one of its tensors, has no key for a field in which the model differs from what readers assume, or the
+            file cannot be written.
 
     Source:
         https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and `ggml-quants.c` for the blocks.
@@ -57,149 +66,153 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
     except ImportError as error:
         raise ExportError("GGUF export needs the package gguf: pip install 'quark_fx[hf]'") from error
     path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    require_possible(partial)
+    unfinished = path.with_name(path.name + ".partial")
+    require_possible(unfinished)
     checkpoint = take_apart(qmodel, model)
     refuse_caches(checkpoint, "GGUF")
     reader = Reader.of(checkpoint.shell, package)
+    tensors, errors = _tensors(checkpoint, reader, package)
+    writer = package.GGUFWriter(unfinished, reader.architecture)
     try:
-        writer = package.GGUFWriter(partial, reader.architecture)
         writer.add_quantization_version(package.GGML_QUANT_VERSION)
         for key, value in reader.metadata():
             _add(writer, package, key, value)
         if tokenizer is not None:
             _add_tokenizer(writer, package, tokenizer, checkpoint.shell.config.vocab_size)
-        for name, (data, kind) in _tensors(checkpoint, reader, package).items():
-            writer.add_tensor(name, data, raw_dtype=kind)
+        for tensor in tensors:
+            writer.add_tensor_info(tensor.place.name, tensor.stored, np.dtype(np.uint8), tensor.nbytes, tensor.kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
+        writer.write_ti_data_to_file()
+        errors = _write(tensors, writer, errors)
+        if errors:
+            raise unholdable([f"{name}: {error}" for name, error in errors])
         writer.close()
-        partial.replace(path)
+        unfinished.replace(path)
     except OSError as error:
         raise ExportError(f"{path} cannot be written: {error}; choose another path") from error
     finally:
-        partial.unlink(missing_ok=True)
+        writer.close()
+        unfinished.unlink(missing_ok=True)
     return path
 
 
 @dataclass(frozen=True)
-class Reader:
-    """What transformers' reader of GGUF knows of an architecture.
+class Stored:
+    """A tensor of the file, whose data is made when it is written.
 
     Attributes:
-        architecture: its name in GGUF.
-        config: of the model.
-        keys: fields of the configuration by key of the file.
-        names: of the model's tensors by name in the file.
-        processor: what changes tensors as they are read.
+        source: name of what it is made of: a tensor of the model, or a stack.
+        place: where it lies in the file, and the rows it holds.
+        kind: type of its blocks.
+        stored: its shape in the file, rows in bytes.
+        open: makes what gives the bytes of some of its rows, uint8.
     """
 
-    architecture: str
-    config: Any
-    keys: Mapping[str, str | None]
-    names: Mapping[str, str]
-    processor: Any
+    source: str
+    place: Place
+    kind: Any
+    stored: tuple[int, ...]
+    open: Callable[[], Callable[[slice], Tensor]]
 
-    @classmethod
-    def of(cls, model: Any, package: Any) -> Reader:
-        """Look the model's architecture up.
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.stored)
 
-        Raises:
-            ExportError: if it is unknown.
-        """
-        reading = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
-        kind = model.config.model_type
-        written = {_plain(name): name for name in package.MODEL_ARCH_NAMES.values()}
-        fields = {_plain(name): keys for name, keys in reading.GGUF_CONFIG_MAPPING.items()}
-        architecture, keys = written.get(_plain(kind)), fields.get(_plain(kind))
-        if architecture is None or keys is None:
-            known = ", ".join(sorted(written[name] for name in fields if name in written))
-            raise ExportError(f"models of type {kind} are not written as GGUF; known to its reader are {known}")
-        rope = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default")
-        if rope != "default":
-            raise ExportError(
-                f"positions are scaled (rope_type {rope!r}), which is not written yet; choose a checkpoint"
-            )
-        processor = reading.TENSOR_PROCESSORS.get(architecture, reading.TensorProcessor)(model.config.to_dict())
-        names = reading.get_gguf_hf_weights_map(model, processor)
-        return cls(architecture, model.config, keys, names, processor)
-
-    def metadata(self) -> Iterator[tuple[str, Any]]:
-        """Yield the keys of the file and their values."""
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        heads = {"attention.key_length": "head_dim", "attention.value_length": "head_dim"}
-        for key, field in {**heads, **self.keys}.items():
-            value = rope.get(field, getattr(self.config, field, None)) if field else None
-            if value is not None:
-                yield f"{self.architecture}.{key}", value
-
-    def read(self, name: str, stored: Array) -> Array:
-        """Return what is read where `stored` is in the file."""
-        found: Array = self.processor.process(
-            weights=stored.copy(), name=name, tensor_key_mapping={}, parsed_parameters={"tensors": {}}
-        ).weights
-        return found
-
-    def undo(self, name: str, tensor: Tensor) -> Array:
-        """Return what has to be in the file for `tensor` to be read: its elements moved, and shifted.
-
-        Raises:
-            ExportError: if reading does more than that.
-        """
-        wanted = tensor.float().numpy()
-        for shape in (wanted.shape, wanted.shape[::-1]):
-            index = self.read(name, np.arange(wanted.size, dtype=np.float64).reshape(shape))
-            if index.shape == wanted.shape:
-                shift = index.min()
-                stored: Array = np.empty(wanted.size, np.float32)
-                stored[(index - shift).astype(np.int64).flatten()] = wanted.flatten() - np.float32(shift)
-                stored = stored.reshape(shape)
-                if np.allclose(self.read(name, stored), wanted, atol=1e-6):
-                    return stored
-        raise ExportError("what readers do to it, be it in float, cannot be undone; choose another checkpoint format")
-
-    def rows(self, name: str, matrix: Tensor) -> Tensor:
-        """Return which rows of a matrix are stored, in order; errors as `undo`."""
-        index = torch.arange(len(matrix), dtype=torch.float32)[:, None].expand(matrix.shape)
-        stored = self.undo(name, index)
-        if stored.shape != tuple(matrix.shape) or (stored != stored[:, :1]).any():
-            raise ExportError("readers of GGUF take its rows apart, and blocks lie in rows; leave it in float")
-        return torch.from_numpy(stored[:, 0]).long()
+    def pieces(self) -> Iterator[Tensor]:
+        """Yield the bytes of some rows after another."""
+        rows, step = self.open(), max(1, _AT_ONCE // self.place.width)
+        for first in range(0, len(self.place.rows), step):
+            yield rows(slice(first, first + step))
 
 
-def _plain(name: str) -> str:
-    return name.removesuffix("_text").replace("-", "").replace("_", "")
+def _write(tensors: list[Stored], writer: Any, errors: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Write the data of all tensors behind what the file begins with; return all errors, after which nothing is."""
+    (file,) = writer.fout
+    writer.write_padding(file, file.tell())
+    found = dict.fromkeys(errors)
+    for tensor in tensors:
+        try:
+            for piece in tensor.pieces():
+                if not found:
+                    file.write(piece.contiguous().numpy().data)
+            writer.write_padding(file, tensor.nbytes)
+        except ExportError as error:
+            found[tensor.source, str(error)] = None
+    return list(found)
 
 
-def _tensors(checkpoint: Checkpoint, reader: Reader, package: Any) -> dict[str, tuple[Array, Any]]:
-    """Return data and type of every tensor by its name in the file, or one error about all that has no place."""
-    layers = {f"{layer.name}.weight": layer for layer in checkpoint.layers}
-    names = {theirs: ours for ours, theirs in reader.names.items()}
+def _tensors(checkpoint: Checkpoint, reader: Reader, package: Any) -> tuple[list[Stored], list[tuple[str, str]]]:
+    """Return every tensor of the file, and the name and the error of all that has no place in it."""
+    layers = {f"{layer.name}.weight": layer for layer in checkpoint.layers if not layer.stack}
     tied = checkpoint.shell.config.tie_word_embeddings
     repeats = dict(checkpoint.shell._tied_weights_keys or {})
     skipped = {theirs for theirs, first in repeats.items() if tied or _are_equal(layers, theirs, first)}
-    tensors, errors = {}, dict[str, None]()
-    for theirs in (*checkpoint.tensors, *layers):
-        ours = names.get(theirs)
+    tensors, errors = list[Stored](), list[tuple[str, str]]()
+    for name in (*checkpoint.tensors, *layers, *checkpoint.rows):
         try:
-            if theirs in skipped:
+            if name in skipped:
                 continue
-            if theirs in layers and layers[theirs].stack:
-                theirs = layers[theirs].stack  # one error for all experts
-                raise ExportError("quantized experts are not written as GGUF; leave them in float (op:experts)")
-            if ours is None:
-                raise ExportError("the architecture has no tensor of that name in GGUF")
-            if theirs in layers:
-                tensors[ours] = _quantized(layers[theirs], reader, ours, package.GGMLQuantizationType)
+            if name in checkpoint.tensors:
+                tensors += _floats(name, checkpoint.tensors[name], reader, package)
+            elif name in layers:
+                if layers[name].input is not None:
+                    raise ExportError("GGUF has no place for quantized activations")
+                tensors += _quantized(name, layers[name].matrix, None, reader, package)
             else:
-                tensor = checkpoint.tensors[theirs].detach()
-                tensors[ours] = reader.undo(ours, tensor), package.GGMLQuantizationType.F32
+                shape = tuple(checkpoint.shell.get_parameter(name).shape)
+                tensors += _quantized(name, checkpoint.rows[name], shape, reader, package)
         except ExportError as error:
-            errors[f"{theirs}: {error}"] = None
-    if errors:
-        raise unholdable(list(errors))
-    return tensors
+            errors.append((name, str(error)))
+    return tensors, errors
+
+
+def _floats(name: str, tensor: Tensor, reader: Reader, package: Any) -> Iterator[Stored]:
+    """Yield the tensors of the file for one in float."""
+    for place in reader.places(name, tensor.shape):
+        stored = (*place.shape[:-1], 4 * place.shape[-1]) if place.shape else (4,)
+        yield Stored(name, place, package.GGMLQuantizationType.F32, stored, partial(_float_rows, tensor, place))
+
+
+def _float_rows(tensor: Tensor, place: Place) -> Callable[[slice], Tensor]:
+    return lambda some: place.values(tensor, some).view(torch.uint8)
+
+
+def _quantized(
+    name: str, make: Callable[[], QuantizedTensor], shape: tuple[int, ...] | None, reader: Reader, package: Any
+) -> Iterator[Stored]:
+    """Yield the tensors of the file for a quantized weight.
+
+    Args:
+        name: in the model.
+        make: makes the matrix of all its rows.
+        shape: of the weight in the model; `None`: of that matrix.
+        reader: of the architecture.
+        package: gguf.
+    """
+    matrix = make()
+    kind, (_, inputs) = type_of(matrix), matrix.codes.shape
+    places = reader.places(name, matrix.codes.shape if shape is None else shape)
+    del matrix  # made anew when it is written
+    for place in places:
+        if place.width != inputs or place.shape[-1] != inputs:
+            raise ExportError("readers of GGUF take its rows apart, and blocks lie in rows; leave it in float")
+        number = package.GGMLQuantizationType[kind]
+        stored = tuple(package.quant_shape_to_byte_shape(place.shape, number))
+        yield Stored(name, place, number, stored, partial(_block_rows, make, place, kind))
+
+
+def _block_rows(make: Callable[[], QuantizedTensor], place: Place, kind: str) -> Callable[[slice], Tensor]:
+    matrix = make()
+    return lambda some: blocks_of(_rows(matrix, place.rows[some]), kind)
+
+
+def _rows(matrix: QuantizedTensor, rows: Tensor) -> QuantizedTensor:
+    """Return some rows of a matrix, in any order."""
+    codes = matrix.codes[rows]
+    scale, zero_point = (p[rows] if len(p) > 1 else p for p in (matrix.scale, matrix.zero_point))
+    return replace(matrix, codes=codes, scale=scale, zero_point=zero_point, layout=matrix.layout.of_shape(codes.shape))
 
 
 def _are_equal(layers: dict[str, Layer], one: str, other: str) -> bool:
@@ -208,13 +221,6 @@ def _are_equal(layers: dict[str, Layer], one: str, other: str) -> bool:
         return False
     a, b = layers[one].weight, layers[other].weight
     return all(torch.equal(getattr(a, part), getattr(b, part)) for part in ("codes", "scale", "zero_point"))
-
-
-def _quantized(layer: Layer, reader: Reader, name: str, kinds: Any) -> tuple[Array, Any]:
-    if layer.input is not None:
-        raise ExportError("GGUF has no place for quantized activations")
-    data, kind = blocks(layer.weight)
-    return data[reader.rows(name, layer.weight.codes)].numpy(), kinds[kind]
 
 
 def _add(writer: Any, package: Any, key: str, value: Any) -> None:
@@ -248,4 +254,4 @@ def _add_tokenizer(writer: Any, package: Any, tokenizer: Any, size: int) -> None
     special.add_to_gguf(writer, quiet=True)
 
 
-__all__ = ["Reader", "gguf"]
+__all__ = ["gguf"]

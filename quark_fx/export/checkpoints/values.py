@@ -7,7 +7,7 @@ import fnmatch
 import glob
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.config.selection import without_numbers
 from quark_fx.errors import ExportError, QuarkError
-from quark_fx.export.checkpoints.experts import as_saved, matrices, taken_apart
+from quark_fx.export.checkpoints.experts import as_saved, matrices, stacked_rows, taken_apart
 from quark_fx.export.packing import matrix_of
 from quark_fx.graph.operators import ATTENTION
 from quark_fx.model.correspondence import Correspondence
@@ -69,6 +69,7 @@ class Checkpoint:
         layers: with quantized weights.
         tensors: the rest of the model's state by name, in float.
         stacks: names of the tensors that hold experts, and of the modules a checkpoint has instead.
+        rows: by the name of a quantized stack, what makes the rows of its matrices, one after another.
         caches: by the path of a module, how the keys and values of its attention are rounded.
         float_caches: names of the modules whose attention has them in float, where some have not.
     """
@@ -77,6 +78,7 @@ class Checkpoint:
     layers: list[Layer]
     tensors: dict[str, Tensor]
     stacks: dict[str, list[str]]
+    rows: Mapping[str, Callable[[], QuantizedTensor]]
     caches: dict[str, RoundedAttention]
     float_caches: list[str]
 
@@ -140,8 +142,9 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
         shell.config.tie_word_embeddings = False
     apart = {name: list(taken_apart(shell, name, tensor)) for name, tensor in tensors.items()}
     stacks = {name: names for name, names in apart.items() if names}
-    rows = (row for row in qmodel.report() if row.kind == ATTENTION.kind and row.reason)
-    return Checkpoint(shell, layers, tensors, stacks, found.attentions, [row.name for row in rows])
+    rows = {layer.stack: partial(stacked_rows, found.constants[layer.stack]) for layer in layers if layer.stack}
+    floats = [row.name for row in qmodel.report() if row.kind == ATTENTION.kind and row.reason]
+    return Checkpoint(shell, layers, tensors, stacks, rows, found.attentions, floats)
 
 
 def refuse_caches(checkpoint: Checkpoint, form: str) -> None:

@@ -113,7 +113,7 @@ def onnx(
         raise ExportError(f"external_data is True, False or None, not {external_data!r}")
     target = qmodel.config.target
     format = target.onnx.formats[0] if format is None else format
-    opset = target.onnx.opset if opset is None else opset
+    opset = _default_opset(qmodel.graph_module, target.onnx, domain) if opset is None else opset
     chosen, options = find_format(format, FormatOptions(domain=domain, accuracy_level=accuracy_level), target)
     require_known(opset, target)
     file = OnnxFile(path)
@@ -134,6 +134,19 @@ def onnx(
     file.optimize = may_optimize(gm)
     _write(model, file, external_data, gm)
     return file
+
+
+def _default_opset(gm: GraphModule, files: OnnxFiles, domain: str | None) -> int:
+    """Return the default of a target, or the first with pairs of the codes of a graph, if the target reads that."""
+    from quark_fx.export.to_onnx.lowering import onnx_type
+    from quark_fx.export.to_onnx.opset import DEFAULT, first_with
+
+    if files.opset >= DEFAULT or domain is not None:
+        return files.opset
+    formats = {fmt for node in gm.graph.nodes if (fmt := code_format(node)) is not None}
+    # Blocks of wider codes are refused by name, with the opset that they need.
+    needed = first_with(onnx_type(str(fmt)) for fmt in formats if has_onnx_type(onnx_container(fmt)))
+    return max(files.opset, needed) if needed <= files.opsets[1] else files.opset
 
 
 def _lowered(

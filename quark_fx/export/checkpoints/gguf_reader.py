@@ -1,0 +1,252 @@
+"""What transformers' reader of GGUF knows of an architecture: names, fields, and what it does to tensors, undone."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quark_fx.errors import ExportError
+
+Array = np.ndarray[Any, Any]
+
+_WEIGHT, _BIAS = ".weight", ".bias"
+
+_MARK = 2.0**40
+"""What numbered elements are counted from: no reader makes it of zeros, and float64 holds the numbers after it."""
+
+_ASSUMED = ("hidden_act", "hidden_activation", "norm_topk_prob")
+"""Fields of configurations that change what a model computes and that no file has: readers have one value for each."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor of the file, and the rows of the model's tensor that it holds.
+
+    Attributes:
+        name: in the file.
+        shape: in the file, outermost dimension first.
+        width: elements of a row.
+        rows: the rows of the model's tensor, cut into rows of this width, in the order of the file.
+        shift: what reading adds.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    width: int
+    rows: Tensor
+    shift: float
+
+    def values(self, tensor: Tensor, some: slice = slice(None)) -> Tensor:
+        """Return what the file holds for a tensor of the model: float32 of shape (rows, width), all rows or some."""
+        picked = tensor.detach().reshape(-1, self.width)[self.rows[some]].float()
+        return picked - self.shift if self.shift else picked
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What transformers' reader of GGUF knows of an architecture.
+
+    Attributes:
+        architecture: its name in GGUF.
+        config: of the model.
+        keys: fields of the configuration by key of the file.
+        names: of the model's tensors by name in the file; that of a stack has no ending.
+        processor: what changes tensors as they are read.
+        extra: values by key of the file that are not those of a field.
+    """
+
+    architecture: str
+    config: Any
+    keys: Mapping[str, str]
+    names: Mapping[str, str]
+    processor: Any
+    extra: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, model: Any, package: Any) -> Reader:
+        """Look the model's architecture up.
+
+        Raises:
+            ExportError: if it is unknown, or readers would build another model than this one.
+        """
+        reading = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+        config = model.config
+        written = {_plain(name): name for name in package.MODEL_ARCH_NAMES.values()}
+        fields = {_plain(name): name for name in reading.GGUF_CONFIG_MAPPING}
+        architecture, known_as = written.get(_plain(config.model_type)), fields.get(_plain(config.model_type))
+        if architecture is None or known_as is None:
+            known = ", ".join(sorted(written[name] for name in fields if name in written))
+            raise ExportError(
+                f"models of type {config.model_type} are not written as GGUF; known to its reader are {known}"
+            )
+        rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+        if rope != "default":
+            raise ExportError(
+                f"positions are scaled (rope_type {rope!r}), which is not written yet; choose a checkpoint"
+            )
+        processor = reading.TENSOR_PROCESSORS.get(architecture, reading.TensorProcessor)(config.to_dict())
+        names = reading.get_gguf_hf_weights_map(model, processor)
+        keys = {key: field for key, field in reading.GGUF_CONFIG_MAPPING[known_as].items() if field}
+        extra = _width_of_experts(model, names, package) | _gating(config, keys, package)
+        found = cls(architecture, config, _fields(package) | keys, names, processor, extra)
+        found._require_alike(model, keys.values(), reading.GGUF_CONFIG_DEFAULTS_MAPPING.get(known_as, {}))
+        return found
+
+    def metadata(self) -> Iterator[tuple[str, Any]]:
+        """Yield the keys of the file and their values."""
+        values = {**{key: self._value(field) for key, field in self.keys.items()}, **self.extra}
+        for key, value in values.items():
+            if value is not None:
+                yield f"{self.architecture}.{key}", value
+
+    def places(self, name: str, shape: Sequence[int]) -> list[Place]:
+        """Return the tensors of the file that hold a tensor of the model: of experts' gates and ups, one for each.
+
+        Args:
+            name: in the model.
+            shape: in the model.
+
+        Raises:
+            ExportError: if the file has no tensor for it, or readers do more than move elements, or add to all of them.
+        """
+        stems = [ours for ours, theirs in self.names.items() if theirs == name]
+        if not stems:
+            raise ExportError("the architecture has no tensor of that name in GGUF")
+        found = [place for stem in stems if (place := self._place(stem, tuple(shape), len(stems))) is not None]
+        rows = torch.cat([place.rows for place in found]) if found else torch.empty(0)
+        width = found[0].width if found else 1
+        if len(found) < len(stems) or not torch.equal(rows.sort().values, torch.arange(math.prod(shape) // width)):
+            raise ExportError(
+                "what readers do to it, be it in float, cannot be undone; choose another checkpoint format"
+            )
+        return found
+
+    def _value(self, field: str) -> Any:
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        return rope.get(field, getattr(self.config, field, None))
+
+    def _place(self, stem: str, shape: tuple[int, ...], parts: int) -> Place | None:
+        """Return the place of a tensor of which the file has so many parts; `None` if it cannot be found."""
+        # The maps have no ending for a parameter whose name in the model has none; llama.cpp's tensors do.
+        names = [stem] if stem.endswith((_WEIGHT, _BIAS)) else [f"{stem}{_WEIGHT}", stem]
+        # Rows of two elements show how whole rows move, in a moment. Otherwise each element is asked for.
+        widths = [shape[-1], 1] if len(shape) > 1 else [1]
+        for width in widths:
+            probed = (*shape[:-1], 2) if width > 1 else shape
+            for stored in _shapes(probed, parts):
+                for name in names:
+                    if (found := self._moved(name, probed, stored)) is None:
+                        continue
+                    index, shift = found
+                    if width > 1:
+                        pairs = index.reshape(-1, 2)
+                        if stored[-1] != 2 or (pairs % 2 != [0, 1]).any() or (pairs[:, 0] + 1 != pairs[:, 1]).any():
+                            continue
+                        index, stored = pairs[:, 0] // 2, (*stored[:-1], width)
+                    return Place(name, stored, width, torch.from_numpy(index), shift)
+        return None
+
+    def _moved(self, name: str, shape: tuple[int, ...], stored: tuple[int, ...]) -> tuple[Array, float] | None:
+        """Return which element of the model's tensor each one of the file becomes, and what reading adds to all.
+
+        Args:
+            name: in the file.
+            shape: in the model.
+            stored: in the file.
+
+        Returns:
+            Indices, int64, one for each element of the file; `None` if something else is read.
+        """
+        size, into = math.prod(stored), dict[str, Any]()
+        numbered = np.arange(size, dtype=np.float64).reshape(stored) + _MARK
+        try:
+            result = self.processor.process(
+                weights=numbered, name=name, tensor_key_mapping=self.names, parsed_parameters={"tensors": into}
+            )
+        except Exception:  # what the reader's own code raises for other shapes than it expects
+            return None
+        if result.name in self.names:
+            into[self.names[result.name]] = result.weights
+        read = [np.asarray(tensor) for tensor in into.values()]
+        if len(read) != 1 or read[0].shape != shape:
+            return None
+        (filled,) = np.nonzero(read[0].flatten() > _MARK / 2)
+        values = read[0].flatten()[filled]
+        if len(values) != size:
+            return None
+        shift = float(values.min() - _MARK)
+        source = (values - _MARK - shift).astype(np.int64)
+        if not np.array_equal(np.sort(source), np.arange(size)):
+            return None
+        index = np.empty(size, np.int64)
+        index[source] = filled
+        return index, shift
+
+    def _require_alike(self, model: Any, fields: Iterable[str], defaults: Mapping[str, Any]) -> None:
+        """Raise `ExportError` if what readers assume, for want of a key, is not what the model has."""
+        known = {field: value for field in fields if (value := self._value(field)) is not None}
+        assumed = type(self.config)(**known, **defaults)
+        for field in _ASSUMED:
+            mine, theirs = (getattr(config, field, None) for config in (self.config, assumed))
+            if mine != theirs:
+                raise ExportError(
+                    f"GGUF has no key for {field}; its readers take {theirs!r} for {self.architecture}, and this model "
+                    f"has {mine!r}; choose a checkpoint"
+                )
+        if not any(tensor.dim() == 3 for tensor in model.state_dict().values()):
+            return
+        with torch.device("meta"):
+            expected = type(model)(assumed).state_dict().keys()
+        if missing := sorted(expected - model.state_dict().keys()):
+            raise ExportError(
+                f"readers of GGUF take every layer of {self.architecture} for one with experts, and this model has no "
+                f"{', '.join(missing[:3])}{', ...' * (len(missing) > 3)}; choose a checkpoint"
+            )
+
+
+def _fields(package: Any) -> dict[str, str]:
+    """Return the fields that llama.cpp takes other values for, if they are not told, than transformers' reader."""
+    keys = package.Keys
+    named = {
+        keys.Attention.KEY_LENGTH: "head_dim",
+        keys.Attention.VALUE_LENGTH: "head_dim",
+        keys.LLM.EXPERT_SHARED_FEED_FORWARD_LENGTH: "shared_expert_intermediate_size",
+    }
+    return {key.removeprefix("{arch}."): field for key, field in named.items()}
+
+
+def _width_of_experts(model: Any, names: Mapping[str, str], package: Any) -> dict[str, int]:
+    """Return the key of how many inputs the down projection of an expert has; configurations call it many names."""
+    down = package.TENSOR_NAMES[package.MODEL_TENSOR.FFN_DOWN_EXP]
+    stacks = (names.get(down.format(bid=layer)) for layer in range(model.config.num_hidden_layers))
+    found = next((model.get_parameter(name) for name in stacks if name), None)
+    key = package.Keys.LLM.EXPERT_FEED_FORWARD_LENGTH.removeprefix("{arch}.")
+    return {} if found is None else {key: found.shape[-1]}
+
+
+def _gating(config: Any, keys: Mapping[str, str], package: Any) -> dict[str, int]:
+    """Return the key of how routers make weights of scores, which is a number in the file."""
+    key = package.Keys.LLM.EXPERT_GATING_FUNC.removeprefix("{arch}.")
+    name = getattr(config, keys[key], None) if key in keys else None
+    return {} if name is None else {key: int(package.ExpertGatingFuncType[str(name).upper()])}
+
+
+def _shapes(shape: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:
+    """Return the shapes in which a tensor may be stored: one of so many parts, turned, or without sizes of 1."""
+    if parts > 1:
+        return [(*shape[:-2], shape[-2] // parts, shape[-1])] if len(shape) > 2 and shape[-2] % parts == 0 else []
+    return list(dict.fromkeys([shape, shape[::-1], tuple(size for size in shape if size != 1)]))
+
+
+def _plain(name: str) -> str:
+    return name.removesuffix("_text").replace("-", "").replace("_", "")
+
+
+__all__ = ["Place", "Reader"]
