@@ -200,7 +200,7 @@ NVFP4_WEIGHT_ONLY = _block(block_formats.NVFP4, weight_only=True)
 
 NVFP4_BEST = NVFP4.replace(passes=(*_FUSE, SmoothQuant(), GPTQ(asymmetry=0.5, static_groups=False)))
 """What is most accurate at `NVFP4`: smoothed, and GPTQ half way towards the float model's own activations, which
-chooses each scale when it comes to it."""
+chooses each group's scale just before rounding it."""
 
 BFP16 = _block(block_formats.BFP16)
 """8-bit mantissas in blocks of 8 that share an exponent, otherwise as `MXFP8_E4M3`."""

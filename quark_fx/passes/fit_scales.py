@@ -19,14 +19,14 @@ from quark_fx.solvers.solver import Proposal, Skip, Solver, solver
 @solver
 @dataclass(frozen=True, kw_only=True)
 class FitScales(Solver):
-    """Shrink each scale of a weight to the one that rounding to nearest changes its operator's output least at.
+    """Choose each weight scale to minimize the operator's output error under round-to-nearest.
 
-    Scales of floats may grow as well, as their values lie the farther apart the larger they are. After `AWQ` this is
-    the clip search of that paper; `GPTQ(fit_scales=True)` begins with it. Scales with offsets and those of two levels
-    (`quark_fx.gguf_types`) are fitted by least squares instead, inputs weighted by the mean of their squares:
-    llama.cpp's importance matrix. Every operator sees inputs that everything before it, quantized, makes of the data,
-    in one forward pass over it. Scales per tensor, powers of two and those of blocks with microexponents stay, and so
-    does what is no better on validation data.
+    Scales of integers only shrink. Those of floats may grow as well, because float codes get coarser as they get
+    larger. After `AWQ` this is the clip search of that paper; `GPTQ(fit_scales=True)` begins with it. Scales with
+    offsets and those of two levels (`quark_fx.gguf_types`) are fitted by least squares instead, inputs weighted by the
+    mean of their squares: llama.cpp's importance matrix. Every operator sees inputs that everything before it,
+    quantized, makes of the data, in one forward pass over it. Scales per tensor, `POWER_OF_TWO` scales and those of
+    sub-blocks (MX4 to MX9) stay, and so does what is no better on validation data.
 
     Source:
         Lin et al. 2024 (AWQ), the clip search of its reference code, with the sum over tokens taken beforehand;

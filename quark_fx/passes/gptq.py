@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
+import torch
+
 from quark_fx.engine.sizes import Matrices
 from quark_fx.solvers.error_feedback import working_bytes
 from quark_fx.solvers.hessian import Hessian
@@ -40,11 +42,12 @@ class GPTQ(Solver):
         asymmetry: how far the target moves from what the float weight makes of the quantized inputs (0, the paper's)
             to what the float model makes of its own inputs (1), at the cost of a second forward pass.
         fit_scales: first shrink each scale to the one that this rounding is expected to lose least with.
-        static_groups: leave scales as they are on the way. Otherwise each is chosen when the first of its inputs is
+        static_groups: keep scales fixed while rounding. Otherwise each is chosen just before the first of its inputs is
             rounded: of the scales around it that can be stored, the one that this rounding loses least with, errors of
-            inputs before included. Inputs of a scale are then rounded one after the other, which leaves less to
-            `by_activation`: it suits small blocks whose scales are close to each other (NVFP4), not powers of two
-            (MXFP4). Scales stay where they do not each belong to as many inputs of one output.
+            earlier inputs included. Inputs of a scale are then rounded one after the other, which restricts
+            `by_activation` to ordering groups, and inputs within a group: it suits small blocks whose scales are close
+            to each other (NVFP4), not powers of two (MXFP4). Scales stay where groups differ in size, or outputs share
+            a scale.
         sweeps: of coordinate descent over the codes that error feedback chose, at most. Error feedback makes up for the
             error of an input in those after it alone; a sweep moves each code to the best one given all others. Each
             costs as much as rounding.
@@ -55,7 +58,7 @@ class GPTQ(Solver):
         ConfigError: for a value out of range.
 
     Source:
-        Frantar et al. 2023 (GPTQ), whose groups are not static, but whose scales are those of the range; for
+        Frantar et al. 2023 (GPTQ), which recomputes the range of each group on the way, where we search; for
         `asymmetry` the objective of Li et al. 2025 (GPTAQ) and Zhang et al. 2025 (Qronos), minimized column by column;
         for `sweeps` Behdin et al. 2023 (QuantEase); for `guided` Kim et al. 2025 (GuidedQuant).
     """
@@ -75,21 +78,21 @@ class GPTQ(Solver):
 
     def solve(self, weight: QuantizedMatrix, seen: Hessian) -> Proposal:
         """Round the weight with error feedback."""
-        factors = partial(seen.factors, damping=self.damping, by_activation=self.by_activation)
-        target = seen.target(weight.real, self.asymmetry, factors())
-        fits, chooses = self.fit_scales and can_fit(weight), not self.static_groups and can_choose(weight)
+        chooses = not self.static_groups and can_choose(weight)
+        sharing = weight.columns if chooses else None
+        factors = partial(seen.factors, damping=self.damping, by_activation=self.by_activation, sharing=sharing)
+        target, fits = seen.target(weight.real, self.asymmetry, factors()), self.fit_scales and can_fit(weight)
         if fits:
             weight = fitted_to_feedback(weight, target, factors())
-        if chooses:
-            weight, damping = round_groups_of(weight, target, factors(sharing=weight.columns))
-        else:
-            weight, damping = round_matrix(weight, target, factors())
+        weight, damping = (round_groups_of if chooses else round_matrix)(weight, target, factors())
         if self.sweeps:
-            weight = refined(weight, target, seen.h, damping=damping, sweeps=self.sweeps)
+            weight = refined(weight, target, seen.h, damping, sweeps=self.sweeps)
+        most = damping.amax()
         remarks = (
             "scales kept: not free to change" * (self.fit_scales and not fits),
-            "static groups: scales are not of as many inputs each" * (not self.static_groups and not chooses),
-            f"damped by {damping:g}" * (damping > self.damping),
+            "static groups kept: groups differ in size or share scales across outputs"
+            * (not self.static_groups and not chooses),
+            f"damped by {float(most):g}" * bool(most > torch.full_like(most, self.damping)),
             f"unguided: {seen.unguided}" * bool(seen.unguided),
             _few(seen),
         )

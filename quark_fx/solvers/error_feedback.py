@@ -49,13 +49,13 @@ class Factor:
         feedback: strictly upper triangular: `feedback[j, k]` is the share of the error of column `j` that is added to
             column `k`.
         curvature: squared error of the output per squared error of a column, shape (groups, inputs).
-        damping: that was needed, as a share of the mean diagonal.
+        damping: that each matrix needed, as a share of its mean diagonal, shape (groups,).
     """
 
     order: Tensor
     feedback: Tensor
     curvature: Tensor
-    damping: float
+    damping: Tensor
 
     @property
     def curvature_by_input(self) -> Tensor:
@@ -113,7 +113,7 @@ def factor(h: Tensor, *, damping: float, by_activation: bool, sharing: Columns |
     # The lower triangle of the matrix turned by half a circle is the upper one of the matrix.
     turned = order.flip(-1)
     diagonal = diagonal.gather(-1, turned)
-    share = damping
+    level, share = damping, torch.full_like(mean, damping)
     # Matrices of this size are what memory goes to: one beside `h` has to do.
     found = torch.empty_like(h, memory_format=torch.contiguous_format)
     failed = torch.empty(h.shape[:-2], dtype=torch.int32, device=h.device)
@@ -122,18 +122,20 @@ def factor(h: Tensor, *, damping: float, by_activation: bool, sharing: Columns |
         found.diagonal(dim1=-2, dim2=-1).copy_(diagonal + share * mean)
         # LAPACK counts columns first: to it, the lower triangle of what lies here by rows is an upper one.
         torch.linalg.cholesky_ex(found.mT, upper=True, out=(found.mT, failed))
-        if not bool(failed.any()):
+        bad = failed.bool().unsqueeze(-1)
+        if not bool(bad.any()):
             break
-        if share >= 1:
+        if level >= 1:
             raise CalibrationError("the Hessian of what it reads is not positive definite even when damped")
-        share = min(1.0, max(share, 1e-4) * _DAMPING_STEP)
+        level = min(1.0, max(level, 1e-4) * _DAMPING_STEP)
+        share = torch.where(bad, level, share)
     _reverse(found.flatten(-2))
     pivot = found.diagonal(dim1=-2, dim2=-1).clone()
-    return Factor(order, found.div_(pivot.unsqueeze(-2)).triu_(1), pivot.square(), share)
+    return Factor(order, found.div_(pivot.unsqueeze(-2)).triu_(1), pivot.square(), share.squeeze(-1))
 
 
 def _together_in(order: Tensor, sharing: Columns, matters: Tensor | None) -> Tensor:
-    """Return `order` with the columns of a scale together; scales in the order of what matters of their columns."""
+    """Return `order` with the columns of a scale together, scales by the sums of their Hessian diagonals."""
     numbers = sharing.spread(torch.arange(sharing.count, device=order.device))
     if matters is not None:
         ranked = sharing.gather(matters).sum(-1).argsort(dim=-1, descending=True, stable=True)
@@ -141,16 +143,16 @@ def _together_in(order: Tensor, sharing: Columns, matters: Tensor | None) -> Ten
     return order.gather(-1, numbers.expand_as(order).gather(-1, order).argsort(dim=-1, stable=True))
 
 
-def damped(h: Tensor, share: float) -> Tensor:
-    """Return a copy of `h`, shape (groups, inputs, inputs), with a share of its mean diagonal added to the diagonal."""
+def damped(h: Tensor, share: Tensor) -> Tensor:
+    """Return a copy of `h`, shape (groups, inputs, inputs), its diagonal raised by a share, (groups,), of its mean."""
     found = h.clone()
     diagonal = found.diagonal(dim1=-2, dim2=-1)
-    diagonal += share * _mean(diagonal)
+    diagonal += share.unsqueeze(-1) * _mean(diagonal)
     return found
 
 
 def _mean(diagonal: Tensor) -> Tensor:
-    """Return what damping is a share of, shape (groups, 1)."""
+    """Return the mean Hessian diagonal, or 1 where that is zero, shape (groups, 1)."""
     # Inputs that are always zero have no curvature of their own: damping rounds them to nearest.
     mean = diagonal.mean(-1, keepdim=True)
     return torch.where(mean > 0, mean, 1.0)

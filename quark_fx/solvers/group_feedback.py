@@ -52,7 +52,7 @@ def round_groups(
     numbers = sharing.spread(torch.arange(sharing.count, device=weight.device))
     for groups, rows in pieces(weight, size * len(ratios)):
         piece = [p.expand_as(weight)[groups, rows].float() for p in (weight, grid.scale, grid.zero_point)]
-        part = Factor(factor.order[groups], factor.feedback[groups], factor.curvature[groups], factor.damping)
+        part = Factor(factor.order[groups], factor.feedback[groups], factor.curvature[groups], factor.damping[groups])
         some, best = _round_piece(
             piece, part, grid, lambda scale: free.rounded(scale * tried[:, None, None, None]), size
         )

@@ -18,37 +18,38 @@ Factors = Iterable[tuple[slice, Factor]]
 """The factors of a Hessian, each with the matrices of a stack that it is of."""
 
 
-def round_matrix(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> tuple[QuantizedMatrix, float]:
-    """Return `weight` with the codes of `target` by error feedback, and the damping that was needed.
+def round_matrix(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> tuple[QuantizedMatrix, Tensor]:
+    """Return `weight` with the codes of `target` by error feedback, and the damping of each matrix, shape (groups,).
 
     Args:
         weight: says what codes there are.
         target: what to round, shape (groups, outputs, inputs).
         factors: of the Hessian of what is multiplied.
     """
-    codes, damping = torch.empty_like(weight.codes), 0.0
+    codes, damping = torch.empty_like(weight.codes), list[Tensor]()
     for matrices, found in factors:
         codes[matrices] = round_with_feedback(target[matrices], found, weight.grid(matrices), codes.dtype)
-        damping = max(damping, found.damping)
-    return weight.with_codes(codes), damping
+        damping.append(found.damping)
+    return weight.with_codes(codes), torch.cat(damping)
 
 
-def round_groups_of(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> tuple[QuantizedMatrix, float]:
-    """Return `weight` with the codes of `target` and the scales chosen on the way, and the damping that was needed.
+def round_groups_of(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> tuple[QuantizedMatrix, Tensor]:
+    """Do what `round_matrix` does, and choose each scale just before its group is rounded.
 
     Args:
         weight: with scales that may change one by one, each of as many inputs: `can_choose`.
         target: what to round, shape (groups, outputs, inputs).
         factors: of the Hessian of what is multiplied, with the inputs of a scale one after the other.
     """
-    columns, codes, ratio, damping = weight.columns, torch.empty_like(weight.codes), list[Tensor](), 0.0
+    columns, codes, ratio, damping = weight.columns, torch.empty_like(weight.codes), list[Tensor](), list[Tensor]()
+    free, tried = weight.free, around(weight.scheme)
     assert columns is not None
     for matrices, found in factors:
-        real, grid, tried = target[matrices].float(), weight.grid(matrices), around(weight.scheme)
-        codes[matrices], best = round_groups(real, found, grid, weight.free, columns, tried, codes.dtype)
+        real, grid = target[matrices].float(), weight.grid(matrices)
+        codes[matrices], best = round_groups(real, found, grid, free, columns, tried, codes.dtype)
         ratio.append(best)
-        damping = max(damping, found.damping)
-    return weight.with_scales(torch.cat(ratio)).with_codes(codes), damping
+        damping.append(found.damping)
+    return weight.with_scales(torch.cat(ratio)).with_codes(codes), torch.cat(damping)
 
 
 def can_choose(weight: QuantizedMatrix) -> bool:
@@ -56,20 +57,20 @@ def can_choose(weight: QuantizedMatrix) -> bool:
     return weight.columns is not None and weight.columns.even is not None
 
 
-def refined(weight: QuantizedMatrix, target: Tensor, h: Tensor, *, damping: float, sweeps: int) -> QuantizedMatrix:
+def refined(weight: QuantizedMatrix, target: Tensor, h: Tensor, damping: Tensor, *, sweeps: int) -> QuantizedMatrix:
     """Return `weight` with codes that lose less of `target` than the ones it has, by coordinate descent.
 
     Args:
         weight: with the codes to begin with.
         target: what was rounded, shape (groups, outputs, inputs).
         h: Hessian of what is multiplied, shape (groups, inputs, inputs).
-        damping: share of its mean diagonal that is added to the diagonal.
+        damping: share of the mean diagonal of each matrix that is added to its diagonal, shape (groups,).
         sweeps: over the inputs, at most.
     """
     codes = weight.codes.clone()
     for some in at_once(h):
-        part = refine_by_descent(codes[some], target[some], damped(h[some], damping), weight.grid(some), sweeps=sweeps)
-        codes[some] = part.to(codes.dtype)
+        aim, form = target[some], damped(h[some], damping[some])
+        codes[some] = refine_by_descent(codes[some], aim, form, weight.grid(some), sweeps=sweeps).to(codes.dtype)
     return weight.with_codes(codes)
 
 

@@ -25,7 +25,7 @@ _CONVERGED = 1e-4
 """A sweep that lowers the relative squared error by less is the last."""
 
 _SETTLED = 1e-3
-"""The same of codes that are refined, as a share of their error."""
+"""Refinement stops when a sweep lowers the error by less than this share of the initial error."""
 
 _AT_ONCE = 1 << 20
 """Weights, about, that are refined together on a processor; a GPU takes 128 times as many."""

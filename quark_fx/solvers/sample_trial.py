@@ -77,7 +77,7 @@ class SampleTrial(Trial[TensorSpec]):
         most = sum(POSITIONS.values())
         sampled = (FLOAT32 * min(sizes.batches * m.rows, most) * m.groups * m.inputs for m in read.values() if m)
         seen = int(sum(sampled))
-        # A trial: the weight scaled, rounded, limited and as it was, and what one makes of the samples and has to.
+        # A trial: the weight scaled, rounded, limited and as it was, its outputs and the reference outputs.
         tried = max((4 * m.target + 2 * FLOAT32 * most * m.groups * m.outputs for m in read.values() if m), default=0)
         scaled = sum(m.values * m.itemsize for m in sizes.matrices.values())
         operations = int(sizes.batches * sum(block.operations for block in sizes.blocks(Unit.BLOCK)))
@@ -105,9 +105,9 @@ class SampleTrial(Trial[TensorSpec]):
         scales = cache(lambda without: scale_of(self.seen_without(without)).to(self.operators[0].weight.device))
         totals = [[0.0] * len(parts) for _ in limits]
         for operator in self.operators:
-            weights = [operator.in_steps(scales(None), limited=limited) for limited in limits]
+            weights = [operator.rounded_weight(scales(None), limited=limited) for limited in limits]
             for i, part in enumerate(parts):
-                read = list(operator.in_codes(part, scales))  # limits or not
+                read = list(operator.in_codes(part, scales))  # the same with and without pair limits
                 for total, weight in zip(totals, weights, strict=True):
                     total[i] += operator.outputs[part].error(operator.run(read, weight))
         for producer, reference in self.producers:
@@ -190,7 +190,7 @@ class _Operator:
         with torch.no_grad():
             return [self.module(x)[0] for x in ([torch.cat(list(inputs))] if joined else inputs)]
 
-    def in_steps(self, scale: Tensor, *, limited: bool) -> Tensor:
+    def rounded_weight(self, scale: Tensor, *, limited: bool) -> Tensor:
         """Return the values of the codes of the weight times a scale."""
         scaled = self.weight.float() * per_element(self.reader.labels, scale)
         return _rounded(scaled, self.reader.operator, limited).to(self.weight.dtype)

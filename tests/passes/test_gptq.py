@@ -20,6 +20,7 @@ from quark_fx.graph.linear_map import LinearMap
 from quark_fx.numbers.formats import INT3, INT4, INT8, INT16, UINT8, IntFormat
 from quark_fx.passes import GPTQ, SmoothQuant
 from quark_fx.presets import PRESETS, W4A16_GPTQ, W4A16_RTN
+from quark_fx.solvers import hessian
 from quark_fx.solvers.error_feedback import factor
 from quark_fx.solvers.hessian import Entering, Hessian
 
@@ -159,6 +160,22 @@ def test_sweeps_lose_less_on_unseen_data_than_error_feedback_alone() -> None:
     pairs = [*zip(errors(0), errors(4), strict=True)]
     assert sum(after < before for before, after in pairs) >= len(pairs) - 1
     assert sum(after for _, after in pairs) < 0.97 * sum(before for before, _ in pairs)
+
+
+def test_targets_scales_and_codes_share_the_factors_of_a_hessian(monkeypatch: pytest.MonkeyPatch) -> None:
+    factored: list[Tensor] = []
+
+    def counted(h: Tensor, **how: Any) -> Any:
+        factored.append(h)
+        return factor(h, **how)
+
+    monkeypatch.setattr(hessian, "factor", counted)
+    model, data, counts = seeded(nn.Sequential(nn.Linear(32, 8))), [rand(64, 32)] * 8, list[int]()
+    for more in ({}, {"fit_scales": True, "static_groups": False, "sweeps": 1}):
+        factored.clear()
+        quantize(model, with_gptq(asymmetry=0.5, **more), data)
+        counts.append(len(factored))
+    assert counts[0] == counts[1] > 0
 
 
 def test_convolutions_and_quantized_activations_go_the_same_way() -> None:

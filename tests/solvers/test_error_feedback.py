@@ -78,7 +78,7 @@ def test_every_decision_is_that_of_the_algorithm(
     order = found.order[0]
     damped = h.to(device) + 0.01 * h.diagonal().mean().to(device) * torch.eye(inputs, device=device)
     torch.testing.assert_close(product, damped[order][:, order], rtol=0, atol=inputs * 2**-23 * float(damped.max()))
-    assert found.damping == 0.01
+    assert bool((found.damping == torch.full_like(found.damping, 0.01)).all())
 
 
 @pytest.mark.parametrize("by_activation", [False, True])
@@ -160,7 +160,16 @@ def test_damping_that_is_not_enough_is_raised() -> None:
     h = torch.eye(8)
     h[0, 1] = h[1, 0] = -1.5  # indefinite, as sums of rounding errors may be
     found = factor(h[None], damping=0.01, by_activation=False)
-    assert found.damping == 1.0
+    assert bool((found.damping == 1.0).all())
+
+
+@on_devices
+def test_only_the_matrix_of_a_stack_that_needs_it_is_damped_more(device: torch.device) -> None:
+    good, bad = torch.eye(4, device=device), torch.diag(torch.tensor([1.0, 1.0, 1.0, -0.3], device=device))
+    found = factor(torch.stack([good, bad]), damping=0.01, by_activation=False)
+    alone = factor(good[None], damping=0.01, by_activation=False)
+    assert found.damping.tolist() == [pytest.approx(0.01), 1.0]
+    assert torch.equal(found.curvature[:1], alone.curvature)
 
 
 def test_what_is_not_finite_or_hopeless_is_refused() -> None:

@@ -521,7 +521,7 @@ def test_no_refined_code_has_a_better_neighbor(
 ) -> None:
     monkeypatch.setattr(rounding, "_SETTLED", 0.0)
     target, x, _ = (t.to(device) for t in problem(2, 12, inputs=20))
-    h = damped(x @ x.mT, 0.01)
+    h = damped(x @ x.mT, torch.full((2,), 0.01, device=x.device))
     scale, limits = grid(target, bits)
     start = (target / scale).round().clamp(*limits)
 
@@ -545,7 +545,11 @@ def test_rows_that_are_refined_apart_are_refined_as_together(monkeypatch: pytest
     monkeypatch.setattr(rounding, "_SETTLED", 0.0)
     target, x, _ = problem(2, 12, inputs=20)
     scale, limits = grid(target)
-    h, levels, start = damped(x @ x.mT, 0.01), Grid(scale, torch.zeros(1), limits), (target / scale).round()
+    h, levels, start = (
+        damped(x @ x.mT, torch.full((2,), 0.01, device=x.device)),
+        Grid(scale, torch.zeros(1), limits),
+        (target / scale).round(),
+    )
     whole = refine_by_descent(start, target, h, levels, sweeps=3)
     monkeypatch.setattr(rounding, "_AT_ONCE", 2 * 20 * 5)
     assert torch.equal(refine_by_descent(start, target, h, levels, sweeps=3), whole)
