@@ -135,7 +135,7 @@ Weights and activations in 4 bits: blocks of 16 with E4M3 scales (NVFP4), of 32 
 are rounded at run time. KL is the mean divergence of the predictions from the float model's in nats per token; smaller
 is better. Small models trained here; embedding, head and routers stay in float. Each of ours is quantized and judged in
 PyTorch; llm-compressor's model predicts in its own environment, and the same program computes its divergence. Reproduce
-with `python -m benchmarks.fp4 --llm-compressor llmc/bin/python`. A model with real weights is in [real.md](real.md).
+with `python -m benchmarks.fp4 --llm-compressor llmc/bin/python`.
 
 {shown}
 {environment()}

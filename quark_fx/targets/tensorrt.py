@@ -21,7 +21,7 @@ from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Targe
 from quark_fx.errors import ExportError
 from quark_fx.graph.operators import RECURRENT
 from quark_fx.numbers.formats import INT4, INT8
-from quark_fx.numbers.qparams import ScaleType
+from quark_fx.numbers.qparams import ScaleType, Symmetry
 from quark_fx.targets.onnxruntime import MOVES
 
 if TYPE_CHECKING:
@@ -289,6 +289,10 @@ def _has_zero_points(spec: TensorSpec, operand: Operand) -> bool:
     return not spec.scheme.symmetric
 
 
+def _has_signed_scales(spec: TensorSpec, operand: Operand) -> bool:
+    return spec.symmetry is Symmetry.SIGN_AWARE
+
+
 def _has_other_scales(spec: TensorSpec, operand: Operand) -> bool:
     taken = (Granularity.TENSOR, Granularity.CHANNEL) if operand is Operand.WEIGHT else (Granularity.TENSOR,)
     return spec.format == INT8 and spec.granularity not in taken
@@ -317,6 +321,7 @@ TENSORRT = Target(
             "for weights",
         ),
         Refusal(_has_zero_points, "TensorRT takes no zero points; set symmetry='symmetric'"),
+        Refusal(_has_signed_scales, "TensorRT takes no negative scales; set symmetry='symmetric'"),
         Refusal(
             _has_other_scales,
             "TensorRT has one int8 scale for an activation, and one for a weight or each of its channels, not per "

@@ -138,6 +138,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "scales in float16 are cast": {"weight": INT4.replace(scale_type="float16")},
     "for weights, not uint8; set": {"input": qfx.TensorSpec(format=formats.UINT8)},
     "no zero points": {"weight": INT8.replace(symmetry="asymmetric")},
+    "no negative scales": {"weight": INT8.replace(symmetry="sign_aware")},
     "biases in float": {"bias": qfx.TensorSpec(format=formats.INT32)},
     "not per group": {"weight": INT8.replace(granularity="group", group_size=8)},
     "not per token": {"input": INT8.replace(granularity="token", dynamic=True), "output": None},
