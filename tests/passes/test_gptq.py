@@ -171,7 +171,8 @@ def test_targets_scales_and_codes_share_the_factors_of_a_hessian(monkeypatch: py
 
     monkeypatch.setattr(hessian, "factor", counted)
     model, data, counts = seeded(nn.Sequential(nn.Linear(32, 8))), [rand(64, 32)] * 8, list[int]()
-    for more in ({}, {"fit_scales": True, "static_groups": False, "sweeps": 1}):
+    options: tuple[dict[str, Any], ...] = ({}, {"fit_scales": True, "static_groups": False, "sweeps": 1})
+    for more in options:
         factored.clear()
         quantize(model, with_gptq(asymmetry=0.5, **more), data)
         counts.append(len(factored))

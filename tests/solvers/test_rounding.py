@@ -527,7 +527,8 @@ def test_no_refined_code_has_a_better_neighbor(
 
     def error(codes: Tensor) -> Tensor:
         lost = codes.double() * scale - target
-        return ((lost @ h.double()) * lost).sum(-1)
+        rows: Tensor = ((lost @ h.double()) * lost).sum(-1)
+        return rows
 
     levels = Grid(scale, torch.zeros(1, device=device), limits)
     codes = refine_by_descent(start, target, h, levels, sweeps=100)
