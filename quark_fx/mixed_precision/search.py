@@ -72,9 +72,9 @@ def search(
     of the same shapes; the program takes these times, scaled so that those of a candidate add up to its whole model.
     Mixtures are then timed whole, and what the estimate was off by corrects the next one. The winner is timed once
     more, because the first time of what just fits may be luck; what then does not fit is not returned. All times are
-    ratios to the float model, whose calls alternate with those of what is timed. They are of this machine. On several threads
-    those of ONNX Runtime sleep between calls, so every call wakes them, where an application that calls in close
-    succession finds them spinning.
+    ratios to the float model, whose calls alternate with those of what is timed. They are of this machine. On
+    several threads those of ONNX Runtime sleep between calls, so every call wakes them, where an application that calls
+    in close succession finds them spinning.
 
     Args:
         model: as for `quantize`.
