@@ -58,7 +58,7 @@ def measure(shares: Sequence[float]) -> str:
 
 `search` under a budget of latency, as a share of what the float model takes in ONNX Runtime: all-MiniLM-L6-v2, 16
 sentences a call, one thread, from {" and ".join(CANDIDATES)} for each operator. Latencies are medians of ratios to the
-float model, which runs in turn; of one thread they are seconds of its core. The error is relative to the outputs'
+float model, which runs in turn; on one thread they are CPU time of its thread. The error is relative to the outputs'
 square, on validation data of the search. The first row of a budget is what the search returned. Reproduce with
 `python -m benchmarks.latency_budget`.
 

@@ -576,6 +576,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
         lambda _: ("search", "factories:cnn", "--candidate", "int4", "--candidate", "int8", "--latency", "12m"),
         r"latency is a share of that of the float model, as 0.6, or text like \"12ms\", not '12m'",
     ),
+    "a latency of many times that of float": (
+        lambda _: ("search", "factories:cnn", "--candidate", "int4", "--candidate", "int8", "--latency", 12),
+        r"latency=12 is 12 times float's; for milliseconds write \"12ms\"",
+    ),
     "a latency without data": (
         lambda _: ("search", "factories:cnn", "--candidate", "int4", "--candidate", "int8", "--latency", 0.6),
         r"this configuration needs data: give --data",

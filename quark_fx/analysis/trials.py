@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ from quark_fx.graph.pass_manager import GraphPass, Stage, copy_graph, pass_stage
 from quark_fx.plan.placement import Plan
 from quark_fx.plan.report import Row
 from quark_fx.session import Session, divided
+from quark_fx.system.isolation import without_warnings
 
 _AT_ONCE = 8
 """Samples that run together: a backward pass keeps what their forward pass made."""
@@ -165,9 +165,8 @@ class Trials:
         return [self.mean(total) for total in totals]
 
     def error(self, config: QuantConfig) -> float:
-        """Return the error of a configuration. What it warns of is not the user's doing."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        """Return the error of a configuration, without warnings."""
+        with without_warnings():
             gm = self.convert(config).gm
             compute_weights(gm)
             return self.compare(gm, [gm])[0]

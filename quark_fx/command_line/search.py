@@ -29,7 +29,8 @@ def search(
     bits: Annotated[float | None, typer.Option(help="Budget: bits per weight, on average, scales included.")] = None,
     size: Annotated[str | None, typer.Option(help='Budget: bytes of all weights, as "60MiB".')] = None,
     latency: Annotated[
-        str | None, typer.Option(help='Budget: of a call, as a share of that of float ("0.6"), or a time ("12ms").')
+        str | None,
+        typer.Option(help='Budget: of a call, as a share of that of float, at most 1 ("0.6"), or a time ("12ms").'),
     ] = None,
     error: Annotated[float | None, typer.Option(help="Budget: the largest error, for the smallest size.")] = None,
     metric: Annotated[

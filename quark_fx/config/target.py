@@ -168,8 +168,8 @@ class Target:
             (`quark_fx.plan.pair_sums`).
         onnx: how its ONNX files are written.
         checkpoints: how those of `quark_fx.export.huggingface` are written.
-        timed_in: what `quark_fx.search` measures latency in: `"onnxruntime"`, `"compile"` (`QuantizedModel.compile`),
-            or empty where the backend is on another machine.
+        latency_runtime: what `quark_fx.search` measures latency in: `"onnxruntime"`, `"compile"`
+            (`QuantizedModel.compile`), or empty where the backend is on another machine.
     """
 
     name: str
@@ -178,7 +178,7 @@ class Target:
     limits_pairs: bool = field(default=False, compare=False)
     onnx: OnnxFiles = field(default=OnnxFiles(), compare=False)
     checkpoints: CheckpointFiles = field(default=CheckpointFiles(), compare=False)
-    timed_in: str = field(default="", compare=False)
+    latency_runtime: str = field(default="", compare=False)
 
     ONNX: ClassVar[Target]
     """ONNX Runtime on any x64 or ARM processor: int8 weights are limited so that sums of two products fit 16 bits."""

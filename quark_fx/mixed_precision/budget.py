@@ -25,12 +25,12 @@ class Budget:
     Args:
         bits: on average, of each weight that at least one candidate quantizes.
         size: of all weights of the report, in bytes or as `"60MiB"`; those that stay in float count, too.
-        latency: of one call in the runtime of the target on this machine: a share of what the float model takes there,
-            as `0.6`, or a time, as `"12ms"`.
+        latency: of one call in the runtime of the target on this machine: a share of at most 1 of what the float
+            model takes there, as `0.6`, or a time, as `"12ms"`.
         error: the largest that is accepted, in the metric of the search; the size is then the smallest that keeps it.
 
     Raises:
-        ConfigError: unless exactly one is given.
+        ConfigError: unless exactly one is given, and for a latency above that of float.
 
     >>> print(Budget(bits=4.5), Budget(size="1KiB"), Budget(error=0.01), sep="; ")
     at most 4.5 bits per weight; at most 1,024 bytes; an error of at most 0.01
@@ -78,14 +78,19 @@ def _parse_latency(given: float | str | None) -> tuple[float, bool]:
     """Return a latency and whether it is a share of that of float; otherwise it is in milliseconds.
 
     Raises:
-        ConfigError: for text without a unit, and for what is not above zero.
+        ConfigError: for text without a unit, a share above 1, and what is not above zero.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s)\s*", given) if isinstance(given, str) else None
     if isinstance(given, str) and match is None:
         raise ConfigError(f'latency is a share of that of the float model, as 0.6, or text like "12ms", not {given!r}')
     figure = 1.0 if given is None else float(match[1]) * _MILLISECONDS[match[2]] if match else float(given)
     if not 0 < figure < math.inf:
-        raise ConfigError(f"latency is more than nothing and finite, not {given!r}")
+        raise ConfigError(f"latency must be positive and finite, not {given!r}")
+    if match is None and figure > 1:
+        raise ConfigError(
+            f'latency={figure:g} is {figure:g} times float\'s; for milliseconds write "{figure:g}ms", for a share a '
+            "number of at most 1, as 0.6"
+        )
     return figure, match is None
 
 

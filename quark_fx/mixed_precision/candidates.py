@@ -49,6 +49,11 @@ def specs_of(config: QuantConfig, operator: Named) -> OperatorSpecs | None:
     return config.specs_for(operator.name, *operator.kinds)
 
 
+def float_config(config: QuantConfig) -> QuantConfig:
+    """Return a configuration that quantizes no operator, the same in what a model has once."""
+    return config.replace(exclude=("*",), overrides=())
+
+
 def candidates_of(given: Sequence[Any]) -> list[Candidate]:
     """Return the candidates that are presets' names, configurations, number formats, specs of weights, or `"float"`.
 
@@ -107,7 +112,7 @@ def _candidate(given: Any, whole: QuantConfig | None, first: QuantConfig) -> Can
         names = (name for name, config in PRESETS.items() if config == whole)
         return Candidate(next(names, str(whole.weight or FLOAT)), whole)
     if given == FLOAT:
-        return Candidate(FLOAT, first.replace(exclude=("*",)))
+        return Candidate(FLOAT, float_config(first))
     if isinstance(given, TensorSpec):
         return Candidate(str(given), first.replace(weight=given))
     fmt = parse_format(given) if isinstance(given, str) else given
@@ -166,4 +171,4 @@ def _patterns(names: Sequence[str], operators: Sequence[Named]) -> list[str]:
     return [*dict.fromkeys(alike[name] if only[alike[name]] else glob.escape(name) for name in names)]
 
 
-__all__ = ["FLOAT", "Candidate", "base_of", "candidates_of", "is_expressible", "mixed", "specs_of"]
+__all__ = ["FLOAT", "Candidate", "base_of", "candidates_of", "float_config", "is_expressible", "mixed", "specs_of"]

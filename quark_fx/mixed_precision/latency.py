@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,22 +20,23 @@ from quark_fx.config.target import Target
 from quark_fx.errors import ConfigError, QuarkError
 from quark_fx.export.runtime.session import open_session, runtime_options
 from quark_fx.export.to_onnx.export_onnx import onnx
-from quark_fx.mixed_precision.alone import Alone, alone
-from quark_fx.mixed_precision.candidates import Candidate
+from quark_fx.mixed_precision.candidates import Candidate, float_config
 from quark_fx.mixed_precision.groups import Group
+from quark_fx.mixed_precision.isolated_operators import IsolatedOperator, isolate_operators
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.plan.placement import PlannedOperator
 from quark_fx.quantization import quantize
 from quark_fx.session import Session
+from quark_fx.system.isolation import without_warnings
 
 _ROUNDS = 11
-"""Times that models are timed in turn: what else runs on the machine slows some rounds, and a median ignores these."""
+"""Rounds, in each of which every model is timed once: other work on the machine slows some, which a median ignores."""
 
-_TURN = 4e-3
-"""Seconds of a turn, of whose calls the fastest counts."""
+_TIME_SLICE = 4e-3
+"""Seconds of a time slice, which a model has in each round. The fastest of its calls counts."""
 
 _CALLS = 20
-"""Calls of a turn at most."""
+"""Calls in a time slice, at most."""
 
 Call = Callable[[], object]
 """Runs a model once."""
@@ -49,13 +49,13 @@ class Clock:
     Attributes:
         session: the model and its data.
         leaves: flat inputs of a call.
-        float_config: that quantizes nothing.
+        config: of a candidate, whose target runs the models.
         milliseconds: a call of the float model takes.
     """
 
     session: Session
     leaves: Sequence[Any]
-    float_config: QuantConfig
+    config: QuantConfig
 
     def __post_init__(self) -> None:
         """Prepare the float model.
@@ -63,18 +63,18 @@ class Clock:
         Raises:
             ConfigError: for a target whose runtime is not here.
         """
-        require_timed(self.float_config.target)
-        self._float = self._call(quietly(self.session, self.float_config))
-        (found,) = in_turn([self._float])
+        require_timed(self.config.target)
+        self._float = self._call(quietly(self.session, float_config(self.config).replace(passes=())))
+        (found,) = time_interleaved([self._float])
         self.milliseconds = statistics.median(found)
 
     def time(self, qmodel: QuantizedModel) -> float:
         """Return the milliseconds a call of the model takes.
 
-        It runs in turn with the float model, whose latency is multiplied by the median of their ratio: so all models
-        that are timed compare with each other, however busy the machine is meanwhile.
+        Its time slices alternate with those of the float model, whose latency is multiplied by the median of their
+        ratio: so all models that are timed compare with each other, however busy the machine is meanwhile.
         """
-        of_float, found = in_turn([self._float, self._call(qmodel)])
+        of_float, found = time_interleaved([self._float, self._call(qmodel)])
         return self.milliseconds * statistics.median(b / a for a, b in zip(of_float, found, strict=True))
 
     def _call(self, qmodel: QuantizedModel) -> Call:
@@ -83,29 +83,32 @@ class Clock:
 
 def require_timed(target: Target) -> None:
     """Raise `ConfigError` for a target whose runtime is not on this machine."""
-    if target.timed_in not in _OPENED:
+    if target.latency_runtime not in _OPENED:
         raise ConfigError(
-            f"nothing here times what target {target.name!r} runs; give a budget of bits, size or error, or candidates "
-            "whose target is 'onnx', 'onnx_vnni' (ONNX Runtime) or 'inductor' (compile())"
+            f"cannot measure latency for target {target.name!r} on this machine; give a budget of bits, size or error, "
+            "or candidates whose target is 'onnx', 'onnx_vnni' (ONNX Runtime) or 'inductor' (compile())"
         )
 
 
 def quietly(model: Any, config: QuantConfig, data: Any = None) -> QuantizedModel:
-    """Quantize without a bar of progress and warnings: a trial is not the user's doing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    """Quantize without a progress bar and warnings: the user did not ask for these runs."""
+    with without_warnings():
         return quantize(model, config, data, progress=False)
 
 
 def call_of(qmodel: QuantizedModel, leaves: Sequence[Any]) -> Call:
-    """Return what runs a model once in the runtime of its target, on as many threads as torch has."""
-    return _OPENED[qmodel.config.target.timed_in](qmodel, leaves)
+    """Return what runs a model once in the runtime of its target, on as many threads as torch has.
+
+    Threads of an ONNX Runtime session sleep between calls here, where by default they spin for a while and would slow
+    the next model. On several threads every call therefore wakes them, unlike calls in close succession elsewhere.
+    """
+    return _OPENED[qmodel.config.target.latency_runtime](qmodel, leaves)
 
 
 def _in_onnxruntime(qmodel: QuantizedModel, leaves: Sequence[Any]) -> Call:
     options = runtime_options(qmodel.graph_module)
     options.intra_op_num_threads = torch.get_num_threads()
-    options.add_session_config_entry("session.force_spinning_stop", "1")  # it would slow what runs next
+    options.add_session_config_entry("session.force_spinning_stop", "1")  # spinning threads slow the next model
     with tempfile.TemporaryDirectory() as folder:
         opened = open_session(onnx(qmodel, Path(folder, "timed.onnx")), options)
     tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
@@ -123,15 +126,15 @@ _OPENED: Mapping[str, Callable[[QuantizedModel, Sequence[Any]], Call]] = {
     "onnxruntime": _in_onnxruntime,
     "compile": _compiled,
 }
-"""What opens a model, by `Target.timed_in`."""
+"""What opens a model, by `Target.latency_runtime`."""
 
 
-def in_turn(calls: Sequence[Call]) -> list[list[float]]:
-    """Return the milliseconds of each call, one figure a round: of its turn the fastest."""
+def time_interleaved(calls: Sequence[Call]) -> list[list[float]]:
+    """Return the milliseconds of each call, one figure a round: the fastest in its time slice."""
     counts = []
     for call in calls:
         call()  # the first one allocates
-        counts.append(min(_CALLS, max(2, int(_TURN / max(_timed(call), 1e-6)))))
+        counts.append(min(_CALLS, max(2, int(_TIME_SLICE / max(_timed(call), 1e-6)))))
     found: list[list[float]] = [[] for _ in calls]
     for _ in range(_ROUNDS):
         for call, count, of_call in zip(calls, counts, found, strict=True):
@@ -140,7 +143,7 @@ def in_turn(calls: Sequence[Call]) -> list[list[float]]:
 
 
 def _timed(call: Call) -> float:
-    """Return the seconds of a call. Of one thread those on its core, whatever else runs there."""
+    """Return the seconds of a call; on one thread its CPU time, which leaves out other work on the machine."""
     now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     start = now()
     call()
@@ -156,7 +159,7 @@ def operator_latencies(
 ) -> list[list[float]]:
     """Return the milliseconds of the operators of each group as each candidate has them.
 
-    Each runs as a model of its own, in turn with the same one of other candidates, and those that do the same to
+    Each runs as a model of its own, interleaved with the same one of other candidates, and those that do the same to
     tensors of the same shapes run once. Conversions at its ends count, too.
 
     Args:
@@ -167,7 +170,7 @@ def operator_latencies(
         groups: of these.
     """
     places = sorted({place for group in groups for place in group.places})
-    parts = alone(gm, dict.fromkeys(operators[place].node for place in places), leaves)
+    parts = isolate_operators(gm, dict.fromkeys(operators[place].node for place in places), leaves)
     known: dict[str, list[float]] = {}
     by_place: dict[int, list[float]] = {}
     for place in places:
@@ -186,17 +189,19 @@ def operator_latencies(
     return [[sum(times[i] for times in of_group.values()) for i in range(len(candidates))] for of_group in once]
 
 
-def _times(part: Alone, candidates: Sequence[Candidate], specs: Sequence[OperatorSpecs | None]) -> list[float]:
+def _times(
+    part: IsolatedOperator, candidates: Sequence[Candidate], specs: Sequence[OperatorSpecs | None]
+) -> list[float]:
     program = torch.export.export(part.module, part.inputs)
     configs = [_config_of(candidate.config, own) for candidate, own in zip(candidates, specs, strict=True)]
     calls = [call_of(quietly(program, config, [part.inputs]), part.inputs) for config in configs]
-    return [statistics.median(times) for times in in_turn(calls)]
+    return [statistics.median(times) for times in time_interleaved(calls)]
 
 
 def _config_of(config: QuantConfig, specs: OperatorSpecs | None) -> QuantConfig:
     """Return the configuration of a model that is one operator."""
     if specs is None:
-        return config.replace(exclude=("*",), overrides=(), passes=())
+        return float_config(config).replace(passes=())
     return config.replace(
         weight=specs.weight, input=specs.input, output=specs.output, exclude=(), overrides=(), passes=()
     )

@@ -65,7 +65,7 @@ class Point:
         bits: on average, of each weight that at least one candidate quantizes.
         size: bytes of all weights.
         error: estimated, on data that calibrates.
-        latency: estimated milliseconds of a call; `None` if it is not the budget.
+        latency: estimated milliseconds of a call; `None` unless the budget is a latency.
     """
 
     bits: float
@@ -83,7 +83,7 @@ class Verified(Point):
     Attributes:
         name: of the candidate, or `"mixed"`.
         error: measured; infinite if an output is not finite that is so in float.
-        latency: measured milliseconds of a call; `None` if it is not the budget.
+        latency: measured milliseconds of a call; `None` unless the budget is a latency.
         fits: whether it keeps the budget.
     """
 
@@ -107,7 +107,7 @@ class Search:
         choices: of each group of operators that could be chosen for, in graph order.
         samples: that errors were estimated on.
         verified_on: samples that were measured on.
-        float_latency: milliseconds of a call of the float model; `None` if latency is not the budget.
+        float_latency: milliseconds of a call of the float model; `None` unless the budget is a latency.
         seconds: what it took.
     """
 
@@ -167,7 +167,7 @@ class Search:
         return facts
 
     def _speed(self, one: Point) -> tuple[float, float] | None:
-        """Return milliseconds, and the share of what float takes; `None` if latency is not the budget."""
+        """Return milliseconds, and the share of what float takes; `None` unless the budget is a latency."""
         if self.float_latency is None or one.latency is None:
             return None
         return one.latency, one.latency / self.float_latency
@@ -278,8 +278,8 @@ class Search:
         columns = ("bits", "KiB", *(("ms", "of float") if self.float_latency is not None else ()), "error")
         body = []
         for v in self.verified:
-            speed = (self._speed(v) or (math.nan, math.nan)) if self.float_latency is not None else ()
-            times = [text.format(figure) for text, figure in zip(("{:.4g}", "{:.3f}"), speed, strict=False)]
+            speed = self._speed(v)
+            times = () if speed is None else (f"{speed[0]:.4g}", f"{speed[1]:.3f}")
             fits = "yes" if v.fits else "no"
             body.append((v.name, f"{v.bits:.3f}", f"{v.size / 1024:,.1f}", *times, f"{v.error:.3g}", fits))
         return aligned(("measured", *columns, "fits"), body, right={*range(1, len(columns) + 1)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,6 +21,7 @@ from quark_fx.mixed_precision.program import choose
 from quark_fx.mixed_precision.result import Choice, Point
 from quark_fx.plan.placement import PlannedOperator
 from quark_fx.plan.report import Row, stored_size
+from quark_fx.system.isolation import without_warnings
 
 _HALF = 0.5
 """How far everything is rounded where the slope of the error is taken.
@@ -49,7 +49,7 @@ class Space:
         errors: estimated, by group and candidate; infinite where no configuration can say it, or nothing finite comes
             out.
         float_graph: that operators are of.
-        latencies: measured, by group and candidate, in milliseconds; empty if they are no matter.
+        latencies: measured, by group and candidate, in milliseconds; empty unless the budget is a latency.
     """
 
     candidates: Sequence[Candidate]
@@ -68,8 +68,7 @@ class Space:
         operators, groups = groups_of(float_graph)
         rows, errors = list[list[Row]](), list[list[float]]()
         for candidate in candidates:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with without_warnings():
                 found = trials.convert(candidate.config)
             graph = SwitchedGraph(found.float_graph, found.gm, found.plan)
             _, slopes = trials.slopes(graph, _HALF)
@@ -136,7 +135,7 @@ class Space:
         return sum(row[i] for row, i in zip(self.sizes, chosen, strict=True))
 
     def latency(self, chosen: Sequence[int]) -> float | None:
-        """Return the estimated milliseconds of a call, `None` if latency is no matter."""
+        """Return the estimated milliseconds of a call, `None` unless the budget is a latency."""
         if not self.latencies:
             return None
         return sum(row[i] for row, i in zip(self.latencies, chosen, strict=True))

@@ -33,6 +33,14 @@ of the process, and switch oneDNN and the default dtype meanwhile, which changes
 """
 
 
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Suppress warnings of runs that the user did not ask for."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 _CALLERS: ContextVar[Surroundings | None] = ContextVar("callers", default=None)
 
 

@@ -24,7 +24,7 @@ INDUCTOR = Target(
     placement=Placement(arithmetic=ARITHMETIC, rounds_input=_has_kernel),
     limits_pairs=True,
     onnx=OnnxFiles(runtime="onnxruntime"),
-    timed_in="compile",
+    latency_runtime="compile",
 )
 
 INDUCTOR_VNNI = replace(INDUCTOR, name="inductor_vnni", limits_pairs=False)

@@ -86,7 +86,7 @@ ONNX = Target(
     placement=PLACEMENT,
     limits_pairs=True,
     onnx=OnnxFiles(runtime="onnxruntime"),
-    timed_in="onnxruntime",
+    latency_runtime="onnxruntime",
 )
 
 ONNX_VNNI = replace(ONNX, name="onnx_vnni", limits_pairs=False)

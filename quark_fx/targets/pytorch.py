@@ -5,4 +5,4 @@ from __future__ import annotations
 from quark_fx.config.target import OnnxFiles, Target
 from quark_fx.targets.onnxruntime import PLACEMENT
 
-TORCH = Target(name="torch", placement=PLACEMENT, onnx=OnnxFiles(runtime="onnxruntime"), timed_in="compile")
+TORCH = Target(name="torch", placement=PLACEMENT, onnx=OnnxFiles(runtime="onnxruntime"), latency_runtime="compile")

@@ -16,7 +16,7 @@ from quark_fx.graph.nodes import parameter
 
 
 @dataclass(frozen=True)
-class Alone:
+class IsolatedOperator:
     """An operator as a model.
 
     Attributes:
@@ -30,8 +30,8 @@ class Alone:
     key: str
 
 
-def alone(gm: GraphModule, nodes: Iterable[Node], leaves: Sequence[Any]) -> dict[Node, Alone]:
-    """Return operators of a graph, each as a model.
+def isolate_operators(gm: GraphModule, nodes: Iterable[Node], leaves: Sequence[Any]) -> dict[Node, IsolatedOperator]:
+    """Return operators of a graph, each as a model; one model, with the inputs of the first, for those of equal keys.
 
     Args:
         gm: a float graph.
@@ -39,26 +39,25 @@ def alone(gm: GraphModule, nodes: Iterable[Node], leaves: Sequence[Any]) -> dict
         leaves: flat inputs of the graph.
     """
     constant = _constants(gm)
-    parts = {node: _part(node, constant) for node in nodes}
-    wanted = {n for node, part in parts.items() for n in part if n is not node and n not in constant}
-    reader = _Reader(gm, wanted)
+    extractor = _Extractor(gm, {node: _part(node, constant) for node in nodes}, constant)
     with torch.no_grad():
-        reader.run(*leaves)
-    return {node: _extracted(gm, node, part, reader.values) for node, part in parts.items()}
+        extractor.run(*leaves)
+    return extractor.found
 
 
-class _Reader(Interpreter):
-    """Keeps the values of some nodes."""
+class _Extractor(Interpreter):
+    """Extracts operators as a graph runs, while what they read is there."""
 
-    def __init__(self, gm: GraphModule, wanted: set[Node]) -> None:
+    def __init__(self, gm: GraphModule, parts: Mapping[Node, Sequence[Node]], constant: set[Node]) -> None:
         super().__init__(gm)
-        self.wanted, self.values = wanted, dict[Node, Any]()
+        self.gm, self.parts, self.constant = gm, parts, constant
+        self.found, self.by_key = dict[Node, IsolatedOperator](), dict[str, IsolatedOperator]()
 
     def run_node(self, n: Node) -> Any:
-        value = super().run_node(n)
-        if n in self.wanted:
-            self.values[n] = value
-        return value
+        if n in self.parts:
+            one = _extracted(self.gm, n, self.parts[n], self.constant, self.env)
+            self.found[n] = self.by_key.setdefault(one.key, one)
+        return super().run_node(n)
 
 
 def _constants(gm: GraphModule) -> set[Node]:
@@ -82,7 +81,9 @@ def _part(node: Node, constant: set[Node]) -> list[Node]:
     return [n for n in node.graph.nodes if n in found]
 
 
-def _extracted(gm: GraphModule, node: Node, part: Sequence[Node], values: Mapping[Node, Any]) -> Alone:
+def _extracted(
+    gm: GraphModule, node: Node, part: Sequence[Node], constant: set[Node], values: Mapping[Node, Any]
+) -> IsolatedOperator:
     graph, root, copies, inputs, shapes = Graph(), nn.Module(), dict[Node, Any](), list[Tensor](), list[str]()
     for n in part:
         if n.op == "get_attr":
@@ -90,7 +91,7 @@ def _extracted(gm: GraphModule, node: Node, part: Sequence[Node], values: Mappin
             root.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
             copies[n] = graph.get_attr(name)
             shapes.append(_shape(tensor))
-        elif n is not node and n in values:
+        elif n not in constant and n is not node:
             value = values[n]
             if isinstance(value, Tensor):
                 copies[n] = graph.placeholder(f"x{len(copies)}")
@@ -105,7 +106,7 @@ def _extracted(gm: GraphModule, node: Node, part: Sequence[Node], values: Mappin
     several = isinstance(node.meta.get("val"), tuple | list)
     graph.output(tuple(_items(graph, result, node)) if several else result)
     module = GraphModule(root, graph)
-    return Alone(module.eval(), tuple(inputs), f"{graph} {shapes}")
+    return IsolatedOperator(module.eval(), tuple(inputs), f"{graph} {shapes}")
 
 
 def _items(graph: Graph, result: Node, node: Node) -> list[Node]:
@@ -116,4 +117,4 @@ def _shape(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
-__all__ = ["Alone", "alone"]
+__all__ = ["IsolatedOperator", "isolate_operators"]
