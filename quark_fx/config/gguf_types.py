@@ -85,8 +85,8 @@ def mixed(model: nn.Module, name: Literal["Q4_K_M", "Q5_K_M"]) -> QuantConfig:
 
     Linear layers and experts are Q4_K (or Q5_K). The head is Q6_K, and so is an embedding tied to it. The value and
     down projections, those of experts too, are Q6_K in the first and last eighth of the layers, and in every third
-    layer between. Beside eight experts a layer, keys and values are Q8_0 and what attention makes is projected in
-    Q5_K. Rows that 256 does not divide have types of blocks of 32, those that 32 does not divide stay in float, as
+    layer between. In models with 8 experts per layer, keys and values are Q8_0 and the attention output projection
+    is Q5_K. Rows that 256 does not divide have types of blocks of 32, those that 32 does not divide stay in float, as
     do routers and matrices of one row. llama.cpp's exceptions for models of 70B parameters are left out. No pass is
     listed: `.replace(passes=...)`.
 

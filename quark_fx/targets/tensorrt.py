@@ -158,16 +158,14 @@ def _pair(node: ir.Node) -> str | None:
 
 def _int4(node: ir.Node, scale: Any) -> str | None:
     """Return what is wrong with a quantizer or dequantizer of int4: what it is of, or its blocks."""
-    if node.op_type == "QuantizeLinear":
-        made = _array(_input(node, 0)) is not None
-    else:
-        made = _array(_input(node, 0)) is not None or _is_of_weight(node)
-    if not made:
+    if _array(_input(node, 0)) is None and not _is_of_weight(node):
         return "an activation in INT4, which it has for weights alone"
     size, rank = node.attributes.get_int("block_size", 0), scale.ndim
     if size not in _BLOCK_SIZES:
         what = f"blocks of {size}" if size else "no blocks"
         return f"INT4 with {what}; it has blocks of {' or '.join(map(str, _BLOCK_SIZES))}"
+    if not rank:
+        return f"INT4 in blocks of {size} with one scale; it has a scale for each block"
     axis = node.attributes.get_int("axis", 1) % rank
     if axis < rank - 2:
         return "INT4 in blocks along another dimension than the last two"
@@ -317,8 +315,7 @@ TENSORRT = Target(
         Refusal(_is_bias, "TensorRT adds biases in float; set bias=None"),
         Refusal(
             _is_other_format,
-            "this target is TensorRT's int8, and its int4 for weights, not {spec.format}; set format='int8', or 'int4' "
-            "for weights",
+            "TensorRT takes int8, or int4 for weights; got {spec.format}; set format='int8', or 'int4' for weights",
         ),
         Refusal(_has_zero_points, "TensorRT takes no zero points; set symmetry='symmetric'"),
         Refusal(_has_signed_scales, "TensorRT takes no negative scales; set symmetry='symmetric'"),

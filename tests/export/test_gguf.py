@@ -343,3 +343,49 @@ def test_the_mixture_is_llama_cpps() -> None:
     assert of_weight(tied, "model.layers.0.self_attn.q_proj") is of_weight(tied, "model.embed_tokens") is None
     assert of_weight(tied, "model.layers.1.mlp.down_proj") == types.Q5_0
     assert of_weight(types.mixed(tied_model(), "Q4_K_M"), "model.embed_tokens") == types.Q6_K
+
+
+DRAWN: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "theta of a whole number": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000}}, True),
+    "epsilon": ("Llama", {"rms_norm_eps": 1e-2}, True),
+    "theta": ("StableLm", {"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 0.25}}, False),
+    "part that turns": ("StableLm", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, False),
+    "activation": ("Llama", {"hidden_act": "gelu"}, False),
+    "softcap": ("Gemma2", {"head_dim": 32, "final_logit_softcapping": 3.0}, False),
+    "scores": ("Gemma2", {"head_dim": 32, "query_pre_attn_scalar": 3}, False),
+    "window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}, False),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_changed_field_is_read_or_refused(name: str, tmp_path: Path) -> None:
+    family, changed, is_written = DRAWN[name]
+    made = getattr(transformers, f"{family}Config")(**{**SMALL, **changed, "pad_token_id": 0})
+    qmodel = quantized(config(EXACT["Q8_0"]), seeded(getattr(transformers, f"{family}ForCausalLM")(made)))
+    if not is_written:
+        field = [*changed][-1] if name != "window" else "use_sliding_window"
+        with pytest.raises(ExportError, match=f"fields of {family.lower()} .*{field} "):
+            qfx.export.gguf(qmodel, tmp_path / "model.gguf")
+        return
+    path = qfx.export.gguf(qmodel, tmp_path / "model.gguf")
+    kinds = {key: field.types for key, field in package.GGUFReader(path).fields.items()}
+    assert kinds["llama.rope.freq_base"] == [package.GGUFValueType.FLOAT32]
+    assert kinds["llama.block_count"] == [package.GGUFValueType.UINT32]
+    torch.testing.assert_close(logits(load(path)), logits(qmodel), rtol=1e-4, atol=1e-4)
+
+
+def test_a_file_that_llama_cpp_would_not_open_is_refused() -> None:
+    from quark_fx.export.checkpoints.gguf_reader import Reader
+
+    with torch.device("meta"), pytest.raises(ExportError, match="context_length, feed_forward_length of bloom"):
+        Reader.of(transformers.BloomForCausalLM(transformers.BloomConfig(hidden_size=64, n_layer=1)), package)
+
+
+def test_what_llama_cpp_reads_beside_transformers_is_written() -> None:
+    from quark_fx.export.checkpoints.gguf_reader import Reader
+
+    with torch.device("meta"):
+        model = transformers.NemotronForCausalLM(transformers.NemotronConfig(**SMALL))
+    found = dict(Reader.of(model, package).metadata())
+    assert found["nemotron.rope.dimension_count"] == 8
+    assert found["nemotron.attention.layer_norm_epsilon"] == model.config.norm_eps

@@ -131,8 +131,8 @@ def test_what_convolutions_make_is_not_rounded_before_an_addition() -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "for weights, not int4; set": {"input": INT8.replace(format=formats.INT4)},
-    "for weights, not int3; set": {"weight": INT4.replace(format=formats.INT3)},
+    "for weights; got int4; set": {"input": INT8.replace(format=formats.INT4)},
+    "for weights; got int3; set": {"weight": INT4.replace(format=formats.INT3)},
     "int4 weights in blocks of 64 or 128": {"weight": INT4.replace(group_size=32)},
     "in blocks of 64 or 128; set granularity": {"weight": INT8.replace(format=formats.INT4, granularity="channel")},
     "scales in float16 are cast": {"weight": INT4.replace(scale_type="float16")},

@@ -6,6 +6,7 @@ import importlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,35 @@ Array = np.ndarray[Any, Any]
 _WEIGHT, _BIAS = ".weight", ".bias"
 
 _MARK = 2.0**40
-"""What numbered elements are counted from: no reader makes it of zeros, and float64 holds the numbers after it."""
+"""Offset added to element indices, so that they cannot be confused with padding zeros; float64 holds the sums."""
 
-_ASSUMED = ("hidden_act", "hidden_activation", "norm_topk_prob")
-"""Fields of configurations that change what a model computes and that no file has: readers have one value for each."""
+_IGNORED = (
+    # Names, tokens, training, and what is returned.
+    *("_*", "architectures", "chunk_size_feed_forward", "dtype", "id2label", "initializer_*", "is_encoder_decoder"),
+    *("label2id", "model_type", "output_*", "pretraining_tp", "problem_type", "quantization_config", "return_dict"),
+    *(
+        "*_token_id",
+        "*dropout*",
+        "*_pdrop",
+        "router_*_coef",
+        "router_jitter_noise",
+        "transformers_version",
+        "use_cache",
+    ),
+    # What layer_types already says, and what positions without scaling do not read.
+    *("max_window_layers", "original_max_position_embeddings"),
+    # What the tensors of a file say.
+    *("tie_word_embeddings", "use_parallel_residual", "use_qkv_bias"),
+    # Sizes of tensors: transformers raises where it takes others, and llama.cpp has keys for them.
+    *("head_dim", "*intermediate_size", "vocab_size"),
+)
+"""Patterns of fields of configurations that do not change what a reader computes, or not without an error."""
+
+_REQUIRED = ("context_length", "block_count", "embedding_length", "feed_forward_length", "attention.head_count")
+"""Keys without which llama.cpp does not open a file."""
+
+_EPSILONS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
+"""Keys of which it needs one."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +100,8 @@ class Reader:
         """Look the model's architecture up.
 
         Raises:
-            ExportError: if it is unknown, or readers would build another model than this one.
+            ExportError: if it is unknown, llama.cpp needs a key that it has no value for, or readers would build
+                another model than this one.
         """
         reading = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
         config = model.config
@@ -86,7 +113,7 @@ class Reader:
             raise ExportError(
                 f"models of type {config.model_type} are not written as GGUF; known to its reader are {known}"
             )
-        rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+        rope = _rope(config).get("rope_type", "default")
         if rope != "default":
             raise ExportError(
                 f"positions are scaled (rope_type {rope!r}), which is not written yet; choose a checkpoint"
@@ -95,8 +122,10 @@ class Reader:
         names = reading.get_gguf_hf_weights_map(model, processor)
         keys = {key: field for key, field in reading.GGUF_CONFIG_MAPPING[known_as].items() if field}
         extra = _width_of_experts(model, names, package) | _gating(config, keys, package)
+        extra |= _extra(config, keys, package)
         found = cls(architecture, config, _fields(package) | keys, names, processor, extra)
-        found._require_alike(model, keys.values(), reading.GGUF_CONFIG_DEFAULTS_MAPPING.get(known_as, {}))
+        found._require_keys()
+        found._require_alike(keys.values(), reading.GGUF_CONFIG_DEFAULTS_MAPPING.get(known_as, {}))
         return found
 
     def metadata(self) -> Iterator[tuple[str, Any]]:
@@ -124,13 +153,13 @@ class Reader:
         width = found[0].width if found else 1
         if len(found) < len(stems) or not torch.equal(rows.sort().values, torch.arange(math.prod(shape) // width)):
             raise ExportError(
-                "what readers do to it, be it in float, cannot be undone; choose another checkpoint format"
+                "the GGUF reader transforms this tensor in a way that cannot be inverted, even in float; choose another "
+                "checkpoint format"
             )
         return found
 
     def _value(self, field: str) -> Any:
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        return rope.get(field, getattr(self.config, field, None))
+        return _rope(self.config).get(field, getattr(self.config, field, None))
 
     def _place(self, stem: str, shape: tuple[int, ...], parts: int) -> Place | None:
         """Return the place of a tensor of which the file has so many parts; `None` if it cannot be found."""
@@ -189,25 +218,31 @@ class Reader:
         index[source] = filled
         return index, shift
 
-    def _require_alike(self, model: Any, fields: Iterable[str], defaults: Mapping[str, Any]) -> None:
+    def _require_keys(self) -> None:
+        """Raise `ExportError` if the file would lack a key without which llama.cpp does not open it."""
+        found = {key.removeprefix(f"{self.architecture}.") for key, _ in self.metadata()}
+        missing = [key for key in _REQUIRED if key not in found]
+        if not found & set(_EPSILONS):
+            missing.append(" or ".join(_EPSILONS))
+        if missing:
+            raise ExportError(
+                f"llama.cpp needs keys that its configuration gives no values for: {', '.join(missing)} of "
+                f"{self.architecture}; choose a checkpoint"
+            )
+
+    def _require_alike(self, fields: Iterable[str], defaults: Mapping[str, Any]) -> None:
         """Raise `ExportError` if what readers assume, for want of a key, is not what the model has."""
         known = {field: value for field in fields if (value := self._value(field)) is not None}
-        assumed = type(self.config)(**known, **defaults)
-        for field in _ASSUMED:
-            mine, theirs = (getattr(config, field, None) for config in (self.config, assumed))
-            if mine != theirs:
-                raise ExportError(
-                    f"GGUF has no key for {field}; its readers take {theirs!r} for {self.architecture}, and this model "
-                    f"has {mine!r}; choose a checkpoint"
-                )
-        if not any(tensor.dim() == 3 for tensor in model.state_dict().values()):
-            return
-        with torch.device("meta"):
-            expected = type(model)(assumed).state_dict().keys()
-        if missing := sorted(expected - model.state_dict().keys()):
+        mine, theirs = (config.to_dict() for config in (self.config, type(self.config)(**known, **defaults)))
+        differ = [
+            f"{field} ({value!r}, and this model has {mine.get(field)!r})"
+            for field, value in theirs.items()
+            if mine.get(field) != value and not any(fnmatch(field, pattern) for pattern in _IGNORED)
+        ]
+        if differ:
             raise ExportError(
-                f"readers of GGUF take every layer of {self.architecture} for one with experts, and this model has no "
-                f"{', '.join(missing[:3])}{', ...' * (len(missing) > 3)}; choose a checkpoint"
+                f"GGUF readers take values of their own for fields of {self.architecture} that they read no key for: "
+                f"{', '.join(differ)}; choose a checkpoint"
             )
 
 
@@ -220,6 +255,27 @@ def _fields(package: Any) -> dict[str, str]:
         keys.LLM.EXPERT_SHARED_FEED_FORWARD_LENGTH: "shared_expert_intermediate_size",
     }
     return {key.removeprefix("{arch}."): field for key, field in named.items()}
+
+
+def _extra(config: Any, keys: Mapping[str, str], package: Any) -> dict[str, Any]:
+    """Return the keys that llama.cpp reads, and transformers' reader, which has the fields' defaults, does not."""
+    rope, both = package.Keys.Rope, _rope(config)
+    theta, share = (both.get(name, getattr(config, name, None)) for name in ("rope_theta", "partial_rotary_factor"))
+    values = {package.Keys.LLM.VOCAB_SIZE: config.vocab_size, rope.FREQ_BASE: theta}
+    if share is not None and share != 1:
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        values[rope.DIMENSION_COUNT] = int(width * share)
+    found = {key.removeprefix("{arch}."): value for key, value in values.items()}
+    for key, other in (_EPSILONS, _EPSILONS[::-1]):  # the maps have one for all norms, and llama.cpp one for each kind
+        if other in keys:
+            found[key] = getattr(config, keys[other], None)
+    return {key: value for key, value in found.items() if key not in keys}
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    """Return how positions are encoded: in layers that attend to all, if there are other layers."""
+    found = getattr(config, "rope_parameters", None) or {}
+    return found.get("full_attention") or found
 
 
 def _width_of_experts(model: Any, names: Mapping[str, str], package: Any) -> dict[str, int]:

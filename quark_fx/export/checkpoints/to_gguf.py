@@ -27,6 +27,9 @@ from quark_fx.system.writable import require_possible
 _AT_ONCE = 1 << 20
 """Values of a tensor that are packed and written together, about: tens of megabytes while they are."""
 
+_FLOATS = ("freq_base", "epsilon", "scale", "scaling.factor", "softcapping")
+"""What is in the names of keys that llama.cpp reads as float32; configurations may have whole numbers for them."""
+
 
 @checked_call
 @isolated
@@ -55,8 +58,8 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
 
     Raises:
         ExportError: if GGUF cannot hold how an operator is quantized (all are listed), does not know the architecture
-            or one of its tensors, has no key for a field in which the model differs from what readers assume, or the
-            file cannot be written.
+            or one of its tensors, lacks a key that llama.cpp needs, or a reader has no key for a field in which the model
+            differs from what it assumes (all fields are listed), or the file cannot be written.
 
     Source:
         https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and `ggml-quants.c` for the blocks.
@@ -72,6 +75,8 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
     refuse_caches(checkpoint, "GGUF")
     reader = Reader.of(checkpoint.shell, package)
     tensors, errors = _tensors(checkpoint, reader, package)
+    if errors:
+        raise unholdable([f"{name}: {error}" for name, error in errors])
     writer = package.GGUFWriter(unfinished, reader.architecture)
     try:
         writer.add_quantization_version(package.GGML_QUANT_VERSION)
@@ -84,8 +89,7 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        errors = _write(tensors, writer, errors)
-        if errors:
+        if errors := _write(tensors, writer):
             raise unholdable([f"{name}: {error}" for name, error in errors])
         writer.close()
         unfinished.replace(path)
@@ -106,7 +110,7 @@ class Stored:
         place: where it lies in the file, and the rows it holds.
         kind: type of its blocks.
         stored: its shape in the file, rows in bytes.
-        open: makes what gives the bytes of some of its rows, uint8.
+        open: opens the tensor; returns a function from a row slice to bytes, uint8.
     """
 
     source: str
@@ -127,11 +131,11 @@ class Stored:
             yield rows(slice(first, first + step))
 
 
-def _write(tensors: list[Stored], writer: Any, errors: list[tuple[str, str]]) -> list[tuple[str, str]]:
+def _write(tensors: list[Stored], writer: Any) -> list[tuple[str, str]]:
     """Write the data of all tensors behind what the file begins with; return all errors, after which nothing is."""
     (file,) = writer.fout
     writer.write_padding(file, file.tell())
-    found = dict.fromkeys(errors)
+    found = dict[tuple[str, str], None]()
     for tensor in tensors:
         try:
             for piece in tensor.pieces():
@@ -225,8 +229,12 @@ def _are_equal(layers: dict[str, Layer], one: str, other: str) -> bool:
 
 def _add(writer: Any, package: Any, key: str, value: Any) -> None:
     types = package.GGUFValueType
-    # Counts are unsigned, which the package would not guess.
-    kind = types.UINT32 if isinstance(value, int) and not isinstance(value, bool) else types.get_type(value)
+    # llama.cpp raises for other types than its own: counts are unsigned, which the package would not guess.
+    if isinstance(value, int) and not isinstance(value, bool):
+        is_float = any(part in key for part in _FLOATS)
+        kind, value = (types.FLOAT32, float(value)) if is_float else (types.UINT32, value)
+    else:
+        kind = types.get_type(value)
     writer.add_key_value(key, value, kind, types.get_type(value[0]) if isinstance(value, list) else None)
 
 
