@@ -153,8 +153,8 @@ class Reader:
         width = found[0].width if found else 1
         if len(found) < len(stems) or not torch.equal(rows.sort().values, torch.arange(math.prod(shape) // width)):
             raise ExportError(
-                "the GGUF reader transforms this tensor in a way that cannot be inverted, even in float; choose another "
-                "checkpoint format"
+                "the GGUF reader transforms this tensor in a way that cannot be inverted, even in float; "
+                "choose another checkpoint format"
             )
         return found
 
