@@ -346,13 +346,13 @@ def test_operators_that_do_the_same_are_timed_once_and_a_mixture_that_is_too_slo
 def test_a_mixture_that_fits_by_luck_is_timed_again_and_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock is replaced: a byte takes a millisecond, and a mixture half of that the first time."""
     pytest.importorskip("onnxruntime")
-    lucky_sizes: list[int] = []
+    lucky_sizes: list[float] = []
 
     def whole(qmodel: qfx.QuantizedModel, leaves: Any) -> float:
         report = qmodel.report()
-        size = report.totals["bytes_after"]
+        size = float(report.totals["bytes_after"])
         if len({row.weight for row in report}) == 1 or size in lucky_sizes:
-            return float(size)
+            return size
         lucky_sizes.append(size)
         return 0.5 * size
 
