@@ -58,8 +58,8 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
 
     Raises:
         ExportError: if GGUF cannot hold how an operator is quantized (all are listed), does not know the architecture
-            or one of its tensors, lacks a key that llama.cpp needs, or a reader has no key for a field in which the model
-            differs from what it assumes (all fields are listed), or the file cannot be written.
+            or one of its tensors, lacks a key that llama.cpp needs, or has fields that transformers' reader has
+            no key for and assumes other values of (all are listed), or the file cannot be written.
 
     Source:
         https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and `ggml-quants.c` for the blocks.
