@@ -143,7 +143,7 @@ class Reader:
             shape: in the model.
 
         Raises:
-            ExportError: if the file has no tensor for it, or readers do more than move elements, or add to all of them.
+            ExportError: if the file has no tensor for it, or readers do more than move elements or add to all of them.
         """
         stems = [ours for ours, theirs in self.names.items() if theirs == name]
         if not stems:
@@ -153,8 +153,8 @@ class Reader:
         width = found[0].width if found else 1
         if len(found) < len(stems) or not torch.equal(rows.sort().values, torch.arange(math.prod(shape) // width)):
             raise ExportError(
-                "the GGUF reader transforms this tensor in a way that cannot be inverted, even in float; choose another "
-                "checkpoint format"
+                "the GGUF reader transforms this tensor in a way that cannot be inverted, even in float; choose "
+                "another checkpoint format"
             )
         return found
 
