@@ -136,7 +136,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "int4 weights in blocks of 64 or 128": {"weight": INT4.replace(group_size=32)},
     "in blocks of 64 or 128; set granularity": {"weight": INT8.replace(format=formats.INT4, granularity="channel")},
     "scales in float16 are cast": {"weight": INT4.replace(scale_type="float16")},
-    "for weights, not uint8; set": {"input": qfx.TensorSpec(format=formats.UINT8)},
+    "for weights; got uint8; set": {"input": qfx.TensorSpec(format=formats.UINT8)},
     "no zero points": {"weight": INT8.replace(symmetry="asymmetric")},
     "no negative scales": {"weight": INT8.replace(symmetry="sign_aware")},
     "biases in float": {"bias": qfx.TensorSpec(format=formats.INT32)},
