@@ -235,9 +235,10 @@ class Reader:
         known = {field: value for field in fields if (value := self._value(field)) is not None}
         mine, theirs = (config.to_dict() for config in (self.config, type(self.config)(**known, **defaults)))
         differ = [
-            f"{field} ({value!r}, and this model has {mine.get(field)!r})"
+            f"{field} ({value!r}, and this model has {mine[field]!r})"
             for field, value in theirs.items()
-            if mine.get(field) != value and not any(fnmatch(field, pattern) for pattern in _IGNORED)
+            # What its class does not know, no code of its reads.
+            if field in mine and mine[field] != value and not any(fnmatch(field, pattern) for pattern in _IGNORED)
         ]
         if differ:
             raise ExportError(
