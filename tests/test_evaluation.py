@@ -209,7 +209,7 @@ def test_what_cannot_be_judged_is_refused_by_name(tmp_path: Path) -> None:
     assert "Sequential is in training mode" in words_for(nn.Sequential(nn.Linear(2, 2)), task)
     assert "not int" in words_for(3, task)
     assert "gone does not exist" in words_for(tmp_path / "gone", task)
-    assert "is no model that can be run: an .onnx file" in words_for(tmp_path, task)
+    assert "is no model that can be run: an .onnx or .gguf file" in words_for(tmp_path, task)
     assert "returns no tensor but str" in words_for(lambda x: "yes", task)
     assert "one row of logits for each label" in words_for(lambda x: x, task)
     assert "a task is LanguageModeling" in words_for(cnn(), "accuracy")

@@ -149,7 +149,7 @@ class Reader:
         if not stems:
             raise ExportError("the architecture has no tensor of that name in GGUF")
         found = [place for stem in stems if (place := self._place(stem, tuple(shape), len(stems))) is not None]
-        rows = torch.cat([place.rows for place in found]) if found else torch.empty(0)
+        rows = torch.cat([place.rows for place in found]) if found else torch.empty(0, dtype=torch.int64)
         width = found[0].width if found else 1
         if len(found) < len(stems) or not torch.equal(rows.sort().values, torch.arange(math.prod(shape) // width)):
             raise ExportError(
