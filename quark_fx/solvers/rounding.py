@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.quantized_tensor import decode
+from quark_fx.solvers.error_feedback import pieces
 
 _BLOCK = 128
 """Inputs whose changes reach the others in one matrix product."""
@@ -26,9 +27,6 @@ _CONVERGED = 1e-4
 
 _SETTLED = 1e-3
 """Refinement stops when a sweep lowers the error by less than this share of the initial error."""
-
-_AT_ONCE = 1 << 20
-"""Weights, about, that are refined together on a processor; a GPU takes 128 times as many."""
 
 
 @dataclass
@@ -130,22 +128,17 @@ def refine_by_descent(codes: Tensor, target: Tensor, h: Tensor, grid: Grid, *, s
         Behdin et al. 2023 (QuantEase), from the codes of GPTQ instead of the float weight.
     """
     refined = torch.empty_like(target, dtype=torch.float32)
-    lines = max(1, (_AT_ONCE if target.is_cpu else _AT_ONCE << 7) // (len(target) * target.shape[-1]))
-    for first in range(0, target.shape[1], lines):
-        rows = slice(first, first + lines)
-        some = target[:, rows].float()
-        parts = replace(grid, scale=_rows(grid.scale, target, rows), zero_point=_rows(grid.zero_point, target, rows))
-        parts, moved = _inputs_first(parts, some), codes[:, rows].float().mT.contiguous()
-        values = parts.value(moved)
-        lost = values - some.mT
-        slope = h @ lost
-        _descend(values, moved, slope, h, parts, sweeps=sweeps, least=_SETTLED * (slope * lost).sum())
-        refined[:, rows] = moved.mT
+    for piece in pieces(target):
+        aim, form = target[piece].float(), h[piece[0]]
+        scale, zero_point = (p.expand_as(target)[piece] for p in (grid.scale, grid.zero_point))
+        part = _inputs_first(replace(grid, scale=scale, zero_point=zero_point), aim)
+        moved = codes[piece].float().mT.contiguous()
+        values = part.value(moved)
+        lost = values - aim.mT
+        slope = form @ lost
+        _descend(values, moved, slope, form, part, sweeps=sweeps, least=_SETTLED * (slope * lost).sum())
+        refined[piece] = moved.mT
     return refined
-
-
-def _rows(parameter: Tensor, weight: Tensor, rows: slice) -> Tensor:
-    return parameter.expand_as(weight)[:, rows]
 
 
 def _inputs_first(grid: Grid, weight: Tensor) -> Grid:

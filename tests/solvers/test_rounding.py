@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.numbers.grid import Grid
-from quark_fx.solvers import rounding
+from quark_fx.solvers import error_feedback, rounding
 from quark_fx.solvers.error_feedback import damped
 from quark_fx.solvers.rounding import QuadraticError, refine_by_descent, round_by_descent
 
@@ -552,7 +552,7 @@ def test_rows_that_are_refined_apart_are_refined_as_together(monkeypatch: pytest
         (target / scale).round(),
     )
     whole = refine_by_descent(start, target, h, levels, sweeps=3)
-    monkeypatch.setattr(rounding, "_AT_ONCE", 2 * 20 * 5)
+    monkeypatch.setattr(error_feedback, "_AT_ONCE", 20 * 5)
     assert torch.equal(refine_by_descent(start, target, h, levels, sweeps=3), whole)
     assert not torch.equal(whole, start)
 
