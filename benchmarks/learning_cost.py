@@ -439,12 +439,12 @@ int4 weights, symmetric, a scale for each output channel; activations in float. 
 random weights, batch norm statistics of its data, 32 calibration images in batches of 16, 8 held out. Both tools start
 from the same network, calibrate on the same images and are judged by the same code here: the error is that of a layer's
 output for float inputs, squared and relative to the squared output, averaged over layers; SQNR is of the logits against
-the float network's. Ours are learned on the inputs that quantized layers before make, on ResNet-18 from 16 images: a
-layer's error for float inputs is not what they minimize. Rounding to nearest is with each tool's own scales. "CPU s,
-whole" is `quantize` from module to quantized network here (capture, calibration, conversion), batch norm folding and
-AdaRound there; the ratio is of the two. Here steps start from the codes of a coordinate descent; one batch in eight (of
-two batches, one) is kept to judge them by. The peer learns from all images; its own default is 15,000 steps for each
-layer at 4 bits.{earlier}
+the float network's. Ours are learned on the inputs that quantized layers before make: a layer's error for float inputs
+is not what they minimize, and it depends on how many images they learn from. Rounding to nearest is with each tool's
+own scales. "CPU s, whole" is `quantize` from module to quantized network here (capture, calibration, conversion), batch
+norm folding and AdaRound there; the ratio is of the two. Here steps start from the codes of a coordinate descent, and
+the last eighth of the images (on ResNet-18, 4 of 32) only judges the steps. The peer learns from all images; its own
+default is 15,000 steps for each layer at 4 bits.{earlier}
 
 {table(ADAROUND_HEADER, learned)}
 

@@ -64,7 +64,7 @@ def choose(path: Path) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(path.parent / job["model"], dtype=torch.float32).eval()
         found, _ = mtq.auto_quantize(
             model,
-            constraints={"effective_bits": target},
+            constraints={"effective_bits": _with_head(model, target)},
             quantization_formats=recipes,
             data_loader=batches,
             forward_step=lambda model, batch: model(**batch),
@@ -78,6 +78,15 @@ def choose(path: Path) -> None:
         chosen.append({name: _format(module) for name, module in found.named_modules() if _is_searched(name, module)})
     result = {"chosen": chosen, "seconds": seconds[0], "version": version("nvidia-modelopt")}
     path.with_name("result.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+def _with_head(model: torch.nn.Module, target: float) -> float:
+    """Return a target for ModelOpt, which counts layers that it leaves in float, too, at 16 bits."""
+    counts = {True: 0, False: 0}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            counts[_is_searched(name, module)] += module.weight.numel()
+    return (target * counts[True] + 16 * counts[False]) / sum(counts.values())
 
 
 def _is_searched(name: str, module: Any) -> bool:

@@ -19,7 +19,7 @@ from quark_fx.numbers.ops import dequantize, dynamic_qparams, encode, quantize
 from quark_fx.numbers.qparams import QParams, affine_qparams
 from quark_fx.observers import MinMax
 from quark_fx.plan.placement import Coded
-from quark_fx.plan.weights import quantize_tensor
+from quark_fx.plan.weights import observe_tensor, quantize_tensor
 from quark_fx.rescale.components import Means, largest_per_component, per_element
 from quark_fx.rescale.planned_sites import PlannedSite, Reader
 from quark_fx.solvers.samples import CALIBRATION, POSITIONS, VALIDATION, Remembered, Sample, remember
@@ -51,7 +51,8 @@ class SampleTrial(Trial[TensorSpec]):
             for found in site.producers
             if found.operator.weight.granularity is Granularity.TENSOR
         ]
-        self.seen_without = cache(lambda fold: SampledSite(site.site.channels, operators, fold))
+        largest = _largest(((op.reader.labels, op.weight.abs()) for op in operators), site.site.channels)
+        self.seen_without = cache(lambda fold: SampledSite(site.site.channels, operators, fold, largest))
         self.seen = self.seen_without(None)
 
     @classmethod
@@ -105,15 +106,16 @@ class SampleTrial(Trial[TensorSpec]):
         scales = cache(lambda without: scale_of(self.seen_without(without)).to(self.operators[0].weight.device))
         totals = [[0.0] * len(parts) for _ in limits]
         for operator in self.operators:
-            weights = [operator.rounded_weight(scales(None), limited=limited) for limited in limits]
+            weights = operator.rounded_weights(scales(None), limits)
             for i, part in enumerate(parts):
                 read = list(operator.in_codes(part, scales))  # the same with and without pair limits
                 for total, weight in zip(totals, weights, strict=True):
                     total[i] += operator.outputs[part].error(operator.run(read, weight))
         for producer, reference in self.producers:
             factor, (real,) = per_element(producer.labels, scales(None)), reference.values
-            for total, limited in zip(totals, limits, strict=True):
-                made = reference.error([_rounded(real.float() / factor, producer.operator, limited) * factor])
+            rounded = _rounded(real.float() / factor, producer.operator, limits)
+            for total, weight in zip(totals, rounded, strict=True):
+                made = reference.error([weight * factor])
                 total[:] = [error + made for error in total]
         return [error for total in totals for error in total]
 
@@ -126,22 +128,19 @@ class SampledSite:
         components: of the site.
         operators: what reads it.
         without: the fold whose data does not count.
+        largest_weight: the largest magnitude of the weights that read it.
     """
 
     components: int
     operators: tuple[_Operator, ...]
     without: int | None
+    largest_weight: Tensor
 
     @cached_property
     def largest(self) -> Tensor:
         """The largest magnitude of the activation."""
         ends = [(operator.reader.scaled.labels, operator.seen.range(self.without)) for operator in self.operators]
-        return self._largest((labels, torch.maximum(-low, high)) for labels, (low, high) in ends)
-
-    @cached_property
-    def largest_weight(self) -> Tensor:
-        """The largest magnitude of the weights that read it."""
-        return self._largest((operator.reader.labels, operator.weight.abs()) for operator in self.operators)
+        return _largest(((labels, torch.maximum(-low, high)) for labels, (low, high) in ends), self.components)
 
     @cached_property
     def deviation(self) -> Tensor:
@@ -155,9 +154,10 @@ class SampledSite:
         mean, square = (moment.means for moment in moments)
         return (square - mean.square()).clamp_min(0).sqrt().to(self.operators[0].weight.device)
 
-    def _largest(self, found: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-        each = [largest_per_component(labels, values, self.components) for labels, values in found]
-        return torch.stack(each).amax(0)
+
+def _largest(found: Iterable[tuple[Tensor, Tensor]], components: int) -> Tensor:
+    """Return the largest of values with their labels, shape (components,)."""
+    return torch.stack([largest_per_component(labels, values, components) for labels, values in found]).amax(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,10 +190,10 @@ class _Operator:
         with torch.no_grad():
             return [self.module(x)[0] for x in ([torch.cat(list(inputs))] if joined else inputs)]
 
-    def rounded_weight(self, scale: Tensor, *, limited: bool) -> Tensor:
-        """Return the values of the codes of the weight times a scale."""
+    def rounded_weights(self, scale: Tensor, limits: Sequence[bool]) -> list[Tensor]:
+        """Return the values of the codes of the weight times a scale, for each of `limits`."""
         scaled = self.weight.float() * per_element(self.reader.labels, scale)
-        return _rounded(scaled, self.reader.operator, limited).to(self.weight.dtype)
+        return [rounded.to(self.weight.dtype) for rounded in _rounded(scaled, self.reader.operator, limits)]
 
     def in_codes(self, part: str, scales: Callable[[int | None], Tensor]) -> Iterator[Tensor]:
         """Yield the samples divided by the scale, through the codes the operator would read.
@@ -234,10 +234,12 @@ class _Operator:
         return x.float() / divisor.reshape([-1 if dim == self.seen.axis else 1 for dim in range(x.dim())])
 
 
-def _rounded(weight: Tensor, operator: Coded, limited: bool) -> Tensor:
-    """Return the values of a weight's codes, `limited` to what pairs of them may add up to on the target."""
-    pairs = operator.pairs if limited else None
-    return quantize_tensor(weight, operator.weight, linear=operator.linear, pairs=pairs).dequantize()
+def _rounded(weight: Tensor, operator: Coded, limits: Sequence[bool]) -> list[Tensor]:
+    """Return the values of a weight's codes, limited to what pairs of them may add up to on the target, or not."""
+    spec, linear = operator.weight, operator.linear
+    observed = None if spec.is_cast else observe_tensor(weight, spec, linear)
+    bounds = (operator.pairs if limited else None for limited in limits)
+    return [quantize_tensor(weight, spec, linear=linear, observed=observed, pairs=p).dequantize() for p in bounds]
 
 
 @dataclass(frozen=True, eq=False)
