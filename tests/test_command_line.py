@@ -532,6 +532,8 @@ def test_the_commands_of_the_documentation_run(checkpoint: Path, folder: Path, m
     commands = [line.split()[1:] for block in blocks for line in block.splitlines()]
     assert len(commands) == PAGE.count("\nquark-fx ") == 11
     Path("llm").symlink_to(checkpoint)
+    Path("heldout.txt").symlink_to("text.txt")
+    Path("heldout").symlink_to("images")
     network = "from torch import nn\n\ndef digits():\n    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 4))\n"
     written("networks.py", network)
     monkeypatch.setitem(sys.modules, "networks", sys)  # so that the one of other tests, or none, is there again
