@@ -207,7 +207,7 @@ def section(name: str) -> str:
                 raise RuntimeError(f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr[-3000:]}")
             rows.append((f"`{command.replace(str(checkout), '.')}`", f"{seconds:.0f}"))
             said = done.stdout
-            print(said, flush=True)
+        print(said, flush=True)
         last = journey.last(folder)
     minutes = sum(float(seconds) for _, seconds in rows) / 60
     return f"""## {journey.title}

@@ -300,13 +300,17 @@ def _is_measured(spec: TensorSpec, operand: Operand) -> bool:
     return spec.dynamic
 
 
-def _refuses(kind: str, weight: TensorSpec, read: TensorSpec | None) -> str:
+def _refuses(kind: str, weight: TensorSpec, read: TensorSpec | None, inputs: int) -> str:
     """Return why TensorRT cannot run a weight beside an activation; empty if it can."""
     if weight.format != INT4:
-        return ""
+        alone = "TensorRT has no int8 weights beside activations in float; set input, or weight=None"
+        return alone if read is None else ""
     if kind != "linear":
         return "TensorRT has int4 weights for products of matrices alone; set weight=None for it, or int8"
-    return "TensorRT multiplies int4 weights by activations in float; set input=None" if read is not None else ""
+    if read is not None:
+        return "TensorRT multiplies int4 weights by activations in float; set input=None"
+    size = weight.group_size or 1
+    return f"TensorRT needs blocks of {size} that divide its {inputs} inputs; set weight=None" if inputs % size else ""
 
 
 TENSORRT = Target(

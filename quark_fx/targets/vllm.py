@@ -51,7 +51,7 @@ def _is_no_cache(spec: TensorSpec, operand: Operand) -> bool:
     )
 
 
-def _refuses(kind: str, weight: TensorSpec, read: TensorSpec | None) -> str:
+def _refuses(kind: str, weight: TensorSpec, read: TensorSpec | None, inputs: int) -> str:
     """Return why vLLM cannot run a weight of a checkpoint beside an activation; empty if it can."""
     is_float = isinstance(weight.format, FloatFormat)
     if kind == "experts" and read is not None:

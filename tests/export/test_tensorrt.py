@@ -92,14 +92,24 @@ UNFIT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[Tensor]]] =
         {},
         [rand(2, 64)],
     ),
+    "0: TensorRT needs blocks of 64 that divide its 96 inputs; set weight=None": (
+        lambda: nn.Sequential(nn.Linear(96, 4)),
+        {"input": None},
+        [rand(2, 96)],
+    ),
+    "0: TensorRT has no int8 weights beside activations in float; set input, or weight=None": (
+        lambda: nn.Sequential(nn.Linear(64, 4)),
+        {"weight": INT8.replace(granularity="channel"), "input": None},
+        [rand(2, 64)],
+    ),
 }
 
 
 @pytest.mark.parametrize("message", UNFIT)
-def test_int4_where_tensorrt_has_none_is_refused_by_operator(message: str) -> None:
+def test_weights_that_tensorrt_has_no_kernel_for_are_refused_by_operator(message: str) -> None:
     make, changes, data = UNFIT[message]
     with pytest.raises(ConfigError, match=message):
-        quantize(seeded(make()), STATIC.replace(weight=INT4, output=None, **changes), data)
+        quantize(seeded(make()), STATIC.replace(**{"weight": INT4, "output": None, **changes}), data)
 
 
 def test_a_file_for_onnx_runtime_breaks_the_rules_by_node(tmp_path: Path) -> None:
