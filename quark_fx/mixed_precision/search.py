@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 from torch.export import ExportedProgram
+from tqdm import tqdm
 
 from quark_fx.analysis.trials import Trials, metric_of, parts_of, samples_in
 from quark_fx.config.quant_config import QuantConfig
@@ -55,6 +56,7 @@ def search(
     samples: int = 32,
     timed_batch: Any = None,
     dynamic_shapes: Any = None,
+    progress: bool = True,
 ) -> Search:
     """Return the configuration of least error that a budget allows, each operator with the formats of one candidate.
 
@@ -89,6 +91,7 @@ def search(
         samples: that errors are estimated on, the last ones of those that calibrate.
         timed_batch: what a call is timed with, for a budget of latency; default: the first batch of validation data.
         dynamic_shapes: as for `quantize`.
+        progress: show how many configurations were measured, and what runs.
 
     Raises:
         ConfigError: for candidates that do not go together or make no finite outputs, a budget that nothing keeps, and
@@ -126,7 +129,9 @@ def search(
     names = [f"validation batch {index}" for index in range(len(judging))]
     for leaves, name in zip(judging, names, strict=True):
         require_no_nan(leaves, captured.signature.input_names, name)
-    with session.run(found[0].config) as context:
+    bar = tqdm(desc="search", unit="configuration", disable=not progress, leave=False)
+    with session.run(found[0].config) as context, bar:
+        bar.set_postfix_str("estimating errors")
         judge = Trials(session, context, measure, judging, names)
         judge.targets()  # what cannot be judged is said before anything takes long
         parts, of_batches = parts_of(context, samples, divisible=divisible(captured))
@@ -139,6 +144,7 @@ def search(
         limit_ms = math.inf if clock is None else budget.milliseconds(clock.milliseconds)
 
         def judged(name: str, config: QuantConfig) -> Verified:
+            bar.set_postfix_str(f"measuring {name}")
             qmodel = quietly(session, config)
             gm, rows = copy_graph(qmodel.graph_module), qmodel.report().rows
             compute_weights(gm)
@@ -150,9 +156,11 @@ def search(
                 for figure, limit in ((bits, budget.bits), (size, budget.nbytes), (error, budget.error))
             )
             fits = fits and (latency or 0.0) <= limit_ms
+            bar.update()
             return Verified(name=name, bits=bits, size=size, error=error, latency=latency, fits=fits)
 
         if clock is not None:
+            bar.set_postfix_str("timing operators")
             alone = operator_latencies(space.float_graph, clock.leaves, found, space.operators, space.groups)
             space, tried = _by_latency(space, alone, budget, limit_ms, judged)
         else:

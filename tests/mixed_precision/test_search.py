@@ -429,6 +429,13 @@ def test_a_candidate_that_fits_everywhere_and_loses_nothing_is_returned_and_name
     assert str(found).startswith(f"{INT8}, as good as any mixture")
 
 
+def test_progress_is_shown_unless_it_is_not_wanted(capfd: pytest.CaptureFixture[str]) -> None:
+    small = seeded(nn.Linear(8, 4)), [INT4, INT8], [rand(4, 8), rand(4, 8)]
+    for shown in (True, False):
+        run(*small, budget=Budget(bits=40.0), progress=shown)
+        assert ("search: 0configuration" in capfd.readouterr().err) == shown
+
+
 def test_a_mixture_that_is_not_clearly_better_is_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batches = spoiled()
     monkeypatch.setattr(module, "_BETTER", 1e-6)
