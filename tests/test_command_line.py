@@ -648,7 +648,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "a GGUF file to run": (
         lambda llm: ("evaluate", written("llm.gguf", ""), "--data", "text.txt", "--tokenizer", llm),
-        r"transformers does not load llm.gguf: (?s:.*)run the file in llama.cpp \(llama-perplexity\)",
+        r"llm.gguf cannot be read as a GGUF file: .*; copy or export it again",
     ),
     "a quantized checkpoint": (
         lambda llm: ("quantize", quantized(llm), "--preset", "fp16", "-o", "q"),

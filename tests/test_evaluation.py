@@ -114,7 +114,7 @@ def test_all_forms_of_a_language_model_have_the_same_figures(tmp_path: Path) -> 
 
 
 def test_a_gguf_file_has_the_figures_of_the_model_it_was_made_of(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
+    gguf = pytest.importorskip("gguf")
     model = language_model()
     exact = qfx.presets.W4A16_RTN.replace(weight=qfx.gguf_types.Q4_0, target=qfx.Target.TORCH)
     qmodel = quantize(model, exact, windows())
@@ -124,6 +124,12 @@ def test_a_gguf_file_has_the_figures_of_the_model_it_was_made_of(tmp_path: Path)
     assert expected["KL"] > 1e-6
     assert qfx.evaluate(path, task) == pytest.approx(expected, rel=1e-3)
     path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(qfx.QuarkError, match=r"model\.gguf cannot be read as a GGUF file: .*; copy or export it again"):
+        qfx.evaluate(path, task)
+    writer = gguf.GGUFWriter(path, "nobody")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
     with pytest.raises(qfx.QuarkError, match=r"transformers does not load .*model\.gguf: (?s:.*)llama-perplexity"):
         qfx.evaluate(path, task)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any
 from safetensors import safe_open
 
 from quark_fx.checkpoints.files import CheckpointFiles
+from quark_fx.checkpoints.gguf_file import open_gguf
 from quark_fx.checkpoints.open_checkpoint import quantized_by, read_configuration
 from quark_fx.command_line.contents import NO_WEIGHT, Part
-from quark_fx.errors import CheckpointError, ExportError
+from quark_fx.errors import CheckpointError
 
 _CODES = ("weight_packed", "qweight", "weight")
 """What the codes of a layer are called, in compressed-tensors, in GPTQ and AWQ, and where they take whole bytes."""
@@ -204,18 +204,10 @@ def gguf_parts(path: Path) -> list[Part]:
     """Return the tensors of a GGUF file with two dimensions or more.
 
     Raises:
-        ExportError: if it is none, or the package is missing.
+        CheckpointError: if it is none, or the package is missing.
     """
-    try:
-        package = importlib.import_module("gguf")
-    except ImportError as error:
-        raise ExportError("reading GGUF needs the package gguf: pip install 'quark_fx[hf]'") from error
-    try:
-        tensors = package.GGUFReader(path).tensors
-    except Exception as error:  # whatever its reader raises about a damaged file
-        raise ExportError(f"{path} cannot be read as a GGUF file: {error}") from error
     return [
         Part(name=t.name, kind="tensor", weight=t.tensor_type.name, activation="float", bytes=int(t.n_bytes))
-        for t in tensors
+        for t in open_gguf(path).tensors
         if len(t.shape) > 1
     ]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quark_fx.checkpoints.files import GRAPH_FILE, CheckpointFiles
+from quark_fx.checkpoints.gguf_file import open_gguf
 from quark_fx.checkpoints.open_checkpoint import class_of, open_checkpoint, quantized_by, read_configuration, stage
 from quark_fx.errors import CheckpointError, ExportError, QuarkError
 from quark_fx.export.runtime.checkpoint_process import named_tensors
@@ -138,9 +139,10 @@ def _gguf_model(path: Path) -> nn.Module:
             path.parent, gguf_file=path.name, **options
         )
     except Exception as error:  # whatever the reader of the format raises
+        open_gguf(path)  # says if the file is the reason
         raise CheckpointError(
-            f"transformers does not load {path}: {error}\nIt needs the package gguf, and knows some architectures and "
-            "types of blocks only; evaluate the model that the file was exported from, which has the same weights, or "
+            f"transformers does not load {path}: {error}\nIt knows some architectures and types of blocks only; "
+            "evaluate the model that the file was exported from, which has the same weights, or "
             "run the file in llama.cpp (llama-perplexity)"
         ) from error
     return model.eval()

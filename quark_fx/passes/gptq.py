@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 
 from quark_fx.engine.sizes import Matrices
-from quark_fx.solvers.error_feedback import working_bytes
+from quark_fx.solvers.error_feedback import DAMPING, working_bytes
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.matrix_feedback import (
     can_choose,
@@ -63,7 +63,7 @@ class GPTQ(Solver):
         for `sweeps` Behdin et al. 2023 (QuantEase); for `guided` Kim et al. 2025 (GuidedQuant).
     """
 
-    damping: Annotated[float, Interval("(0, 1]")] = 0.01
+    damping: Annotated[float, Interval("(0, 1]")] = DAMPING
     by_activation: bool = True
     asymmetry: Annotated[float, Interval("[0, 1]")] = 0.0
     fit_scales: bool = False

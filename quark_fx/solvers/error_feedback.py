@@ -20,6 +20,9 @@ from quark_fx.errors import CalibrationError
 from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.layout import Columns
 
+DAMPING = 0.01
+"""Of a Hessian that is factored, as a share of its mean diagonal, where nothing else is asked for."""
+
 _LEAF = 16
 """Columns that are rounded one by one before one matrix product adds their errors to the columns after them."""
 
@@ -347,6 +350,7 @@ def solve(factor: Factor, right: Tensor) -> Tensor:
 
 
 __all__ = [
+    "DAMPING",
     "Factor",
     "at_once",
     "damped",

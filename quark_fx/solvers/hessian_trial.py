@@ -24,7 +24,7 @@ from quark_fx.plan.placement import Coded
 from quark_fx.plan.weights import quantize_tensor
 from quark_fx.rescale.components import Means, per_element
 from quark_fx.rescale.planned_sites import PlannedSite, Reader
-from quark_fx.solvers.error_feedback import at_once, factor
+from quark_fx.solvers.error_feedback import DAMPING, at_once, factor
 from quark_fx.solvers.hessian import Entrance, Hessian
 from quark_fx.solvers.scaling import ScaleOf, Trial
 
@@ -39,9 +39,6 @@ _AT_ONCE = 1 << 20
 
 _ROWS = 512
 """Output channels, at least, that scales are judged on: every channel is scaled alike, so more add nothing."""
-
-_DAMPING = 0.01
-"""Of a Hessian that is factored: the default of `GPTQ`."""
 
 _TRIES = 27
 """Scales that are tried for a site, about, on a grid of 21 by 21 points."""
@@ -278,7 +275,7 @@ class FeedbackTrial(HessianTrial):
     def counts(cls, learned: Hessian, judge: Hessian) -> tuple[Tensor, Tensor]:
         """Return what is left of each error after error feedback, which is learned from the calibration data."""
         parts = [
-            factor(learned.h[some], damping=_DAMPING, by_activation=True).left_over(learned.h[some], judge.h[some])
+            factor(learned.h[some], damping=DAMPING, by_activation=True).left_over(learned.h[some], judge.h[some])
             for some in at_once(learned.h)
         ]
         one, other = (torch.cat(found) for found in zip(*parts, strict=True))

@@ -17,6 +17,7 @@ from quark_fx.engine.quantized_weights import QuantizedWeight
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import named_nodes, placeholders, tensor_of
+from quark_fx.solvers.error_feedback import DAMPING
 from quark_fx.solvers.matrix_feedback import compensated, fitted_to_feedback, round_matrix
 from quark_fx.solvers.places import blamed
 from quark_fx.solvers.products import Product, find_products
@@ -25,9 +26,6 @@ from quark_fx.system.memory import give_back
 
 ROWS = 8192
 """Output positions of a batch, about, that enter the quadratic form of coordinate descent."""
-
-_DAMPING = 0.01
-"""Of the Hessians that a start by error feedback reads, as a share of their mean diagonal."""
 
 
 class Start(StrEnum):
@@ -87,7 +85,7 @@ def feed_back(
 def _feed_back_product(product: Product, context: Context, fits_scales: bool) -> dict[str, Tensor]:
     give_back()
     seen = product.hessian(context, shifted=True, batches=context.calibration)
-    factors = partial(seen.factors, damping=_DAMPING, by_activation=True)
+    factors = partial(seen.factors, damping=DAMPING, by_activation=True)
     rounded = {}
     try:
         for part in product.parts:
