@@ -37,8 +37,8 @@ REAL = "smollm2"
 WINDOWS = 128
 """Windows that calibrate it."""
 
-SMALL = "trained for these measurements, groups of 128, four times 64 windows of 256 tokens"
-REAL_WEIGHTS = "SmolLM2-135M, groups of 64, three times 128 windows of 512 tokens"
+SMALL = "trained for these measurements, groups of 128, 64 windows of 256 tokens"
+REAL_WEIGHTS = "SmolLM2-135M, groups of 64, 128 windows of 512 tokens"
 
 Judged = tuple[Any, list[Any], Any, int, int]
 """A model, its calibration batches, what judges it, the size of groups, and how often a batch is learned from."""
@@ -73,10 +73,10 @@ class Before:
             set_parameter(qmodel.graph_module, name, scale)
 
 
-def rows(name: str, bits: Sequence[int]) -> list[tuple[object, ...]]:
+def rows(name: str, bits: Sequence[int]) -> list[tuple[str, ...]]:
     """Return a row for each width, without and with the scales learned."""
     model, batches, judge, group, epochs = judged(name)
-    found, weight = list[tuple[object, ...]](), W4A16_BEST_ASYM.weight
+    found, weight = list[tuple[str, ...]](), W4A16_BEST_ASYM.weight
     assert weight is not None
     steps = epochs * (len(batches) - max(1, len(batches) // 8))
     for width in bits:
@@ -86,9 +86,9 @@ def rows(name: str, bits: Sequence[int]) -> list[tuple[object, ...]]:
         qmodel = qfx.quantize(model, config, batches, progress=False)
         end, tuned = time.process_time(), judge(qmodel)
         before.restore(qmodel)
-        for method, figures, until in (("", judge(qmodel), before.time), (", TuneScales", tuned, end)):
+        for method, figures, until in (("", judge(qmodel), before.time), (f", TuneScales, {steps} steps", tuned, end)):
             kl, seconds = f"{figures['KL']:.5f}", f"{until - start:.0f}"
-            found.append((width, f"w4a16_best_asym{method}", f"{figures['perplexity']:.2f}", kl, seconds))
+            found.append((str(width), f"w4a16_best_asym{method}", f"{figures['perplexity']:.2f}", kl, seconds))
             print(name, *found[-1], flush=True)
     return found
 
@@ -111,7 +111,7 @@ def main() -> None:
             cells = [[*map(str.strip, line.split("|")[1:-1])] for line in earlier.splitlines() if line.startswith("|")]
             left = [row for row in cells[2:] if int(row[0]) not in arguments.bits]
             sections = {of: text for of, text in sections.items() if text != earlier}
-            every = sorted([*left, *rows(name, arguments.bits)], key=lambda row: -int(row[0]))
+            every = sorted([*map(tuple, left), *rows(name, arguments.bits)], key=lambda row: -int(row[0]))
             sections[title] = f"## {title}\n\n{table(header, every)}\n"
     page = f"""# Scales learned from the whole model's predictions
 
