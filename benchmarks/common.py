@@ -43,9 +43,15 @@ def timed(function: Callable[[], object]) -> Seconds:
     return Seconds(time.process_time() - cpu, time.perf_counter() - wall)
 
 
-def apart_from_others(module: str, *arguments: str) -> Any:
-    """Run a module in a process of its own, on one thread; return what its last line says, which is JSON."""
-    alone = os.environ | {"OMP_NUM_THREADS": "1"}
+def apart_from_others(module: str, *arguments: str, **variables: str) -> Any:
+    """Run a module in a process of its own, on one thread; return what its last line says, which is JSON.
+
+    Args:
+        module: to run.
+        arguments: for it.
+        variables: of its environment, besides those of this one.
+    """
+    alone = os.environ | {"OMP_NUM_THREADS": "1"} | variables
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=alone)
     return json.loads(done.stdout.splitlines()[-1])
