@@ -224,7 +224,9 @@ def test_conversations_and_texts_of_installed_packages_are_data(checkpoint: Path
 def test_a_factory_is_quantized_on_data_of_any_kind_or_on_its_own_example(data: str) -> None:
     save_file({"x": rand(6, 3, 8, 8)}, "x.safetensors")
     options = ("--data", data) if data else ()
-    call("quantize", f"factories:{'cnn' if data else 'with_example'}", "--preset", "int8_static", *options, "-o", "q")
+    name = f"factories:{'cnn' if data else 'with_example'}"
+    said = call("quantize", name, "--preset", "int8_static", *options, "-o", "q").stderr
+    assert (f"warning: no --data: calibrating on what {name} returns as its example alone" in said) == (not data)
     expected = answer("inspect", "q")["operators"]
     assert [(p["name"], p["weight"], p["activation"]) for p in expected] == [
         ("0", "int8 channel", "uint8"),

@@ -123,7 +123,10 @@ def test_a_gguf_file_has_the_figures_of_the_model_it_was_made_of(tmp_path: Path)
     expected = qfx.evaluate(qmodel, task)
     assert expected["KL"] > 1e-6
     assert qfx.evaluate(path, task) == pytest.approx(expected, rel=1e-3)
-    path.write_bytes(path.read_bytes()[:100])
+    path.write_bytes((whole := path.read_bytes()).replace(b"blk.0.attn_q.weight", b"blk.9.attn_q.weight"))
+    with pytest.raises(qfx.QuarkError, match=r"model\.gguf has no weights for .*q_proj.weight of the LlamaForCausalLM"):
+        qfx.evaluate(path, task)
+    path.write_bytes(whole[:100])
     with pytest.raises(qfx.QuarkError, match=r"model\.gguf cannot be read as a GGUF file: .*; copy or export it again"):
         qfx.evaluate(path, task)
     writer = gguf.GGUFWriter(path, "nobody")
@@ -219,6 +222,11 @@ def test_what_cannot_be_judged_is_refused_by_name(tmp_path: Path) -> None:
     assert "returns no tensor but str" in words_for(lambda x: "yes", task)
     assert "one row of logits for each label" in words_for(lambda x: x, task)
     assert "a task is LanguageModeling" in words_for(cnn(), "accuracy")
+    assert "Classification takes pairs of inputs and labels" in words_for(cnn(), Classification(images(4)))
+    lacking = images(4)[0] * math.nan
+    for broken in (Classification([(lacking, pairs[0][1])]), Embedding([lacking], reference=cnn())):
+        assert "a batch that the model is judged by: input 0 holds NaN" in words_for(file, broken)
+    assert "the model returns NaN; check what it reads" in words_for(lambda x: x.flatten(1) * math.nan, task)
     assert "the task has no samples" in words_for(cnn(), Classification([]))
     assert "Cnn does not run on a batch: " in words_for(cnn(), Classification([(rand(1, 2, 8, 8), torch.zeros(1))]))
     assert "language modeling takes batches" in words_for(cnn(), LanguageModeling([{"ids": torch.ones(2, 3)}]))

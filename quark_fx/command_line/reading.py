@@ -15,6 +15,7 @@ from quark_fx.data.arrays import ARRAY_SUFFIXES
 from quark_fx.data.images import MEAN, STD
 from quark_fx.data.sources import is_installed_name
 from quark_fx.errors import CalibrationError
+from quark_fx.system.isolation import warn
 
 
 def read_batches(reading: Reading, subject: Subject) -> list[Any]:
@@ -46,6 +47,8 @@ def calibration(reading: Reading, subject: Subject, *, needed: bool) -> list[Any
             f"{'this configuration needs' if needed else 'capturing the model needs'} data: give --data, a text "
             "file, a folder of images, or a .npy, .npz or .safetensors file"
         )
+    if needed:
+        warn(f"no --data: calibrating on what {subject.name} returns as its example alone; give real inputs")
     return list(example) if isinstance(example, list) else [example]
 
 

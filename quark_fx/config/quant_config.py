@@ -199,9 +199,9 @@ class QuantConfig:
         ):
             if wrong:
                 raise ConfigError(message + where)
-        for operand in map(Operand, _PER_OPERATOR):
-            if reason := self.target.refusal(getattr(specs, operand), operand):
-                raise ConfigError(reason + where)
+        reasons = {o: self.target.refusal(getattr(specs, o), o) for o in map(Operand, _PER_OPERATOR)}
+        if refused := [f"`{operand}`: {reason}" for operand, reason in reasons.items() if reason]:
+            raise ConfigError("\n".join(refused) + where)
 
     def specs_for(self, name: str, *kinds: str) -> OperatorSpecs:
         """Return the specs of the operator of module `name` and the given kinds, after all overrides."""

@@ -135,8 +135,9 @@ def _gguf_model(path: Path) -> nn.Module:
     """Return a language model with the weights that the codes of a GGUF file decode to."""
     options = {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False}
     try:
-        model: nn.Module = _transformers().AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, **options
+        model: nn.Module
+        model, loaded = _transformers().AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, output_loading_info=True, **options
         )
     except Exception as error:  # whatever the reader of the format raises
         open_gguf(path)  # says if the file is the reason
@@ -145,6 +146,12 @@ def _gguf_model(path: Path) -> nn.Module:
             "evaluate the model that the file was exported from, which has the same weights, or "
             "run the file in llama.cpp (llama-perplexity)"
         ) from error
+    for kind, why in (("missing_keys", "has no weights for"), ("unexpected_keys", "has weights that are not read:")):
+        if names := sorted(loaded[kind]):
+            raise CheckpointError(
+                f"{path} {why} {', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''} of the "
+                f"{type(model).__name__} that it describes; copy or export it again"
+            )
     return model.eval()
 
 

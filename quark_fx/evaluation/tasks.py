@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
+from quark_fx.engine.context import require_no_nan
 from quark_fx.errors import QuarkError
 from quark_fx.evaluation.runs import Run, main_tensor, run_of
 
@@ -103,7 +105,8 @@ class Classification:
     def __call__(self, run: Run) -> dict[str, float]:
         reference = None if self.reference is None else run_of(self.reference)
         right, same, divergence, samples = 0, 0, 0.0, 0
-        for inputs, labels in self.batches:
+        for batch in self.batches:
+            inputs, labels = _labeled(batch)
             found = _log_probs(run(inputs))
             if found.shape[:-1] != labels.shape:
                 raise QuarkError(
@@ -141,7 +144,7 @@ class Embedding:
         reference = run_of(self.reference)
         cosines = [
             F.cosine_similarity(_vectors(run(batch), batch), _vectors(reference(batch), batch), dim=-1)
-            for batch in self.batches
+            for batch in map(_with_numbers, self.batches)
         ]
         _require(sum(map(len, cosines)), "samples")
         return {"cosine": float(torch.cat(cosines).double().mean())}
@@ -150,7 +153,7 @@ class Embedding:
 def _log_probs(output: Any, row: int | None = None) -> Tensor:
     """Return the logarithms of the probabilities in a model's result, or in one row of it."""
     logits = main_tensor(output, "logits")
-    return (logits if row is None else logits[row]).float().log_softmax(-1)
+    return _numbers(logits if row is None else logits[row]).log_softmax(-1)
 
 
 def _predictions(output: Any, row: int, tokens: int) -> Tensor:
@@ -175,6 +178,29 @@ def divergence_of(found: Tensor, expected: Tensor) -> Tensor:
     return torch.where(expected == -math.inf, 0.0, terms).sum()
 
 
+def _numbers(output: Tensor) -> Tensor:
+    """Return what a model makes, in float32."""
+    if bool(output.isnan().any()):
+        raise QuarkError("the model returns NaN; check what it reads, and its weights")
+    return output.float()
+
+
+def _labeled(batch: Any) -> tuple[Any, Tensor]:
+    """Return the inputs and the labels of a batch."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[1], Tensor):
+        raise QuarkError(
+            "Classification takes pairs of inputs and labels, as [(images, labels), ...]; got one "
+            f"{type(batch).__name__}"
+        )
+    return _with_numbers(batch)[0], batch[1]
+
+
+def _with_numbers(batch: Any) -> Any:
+    """Return a batch that holds no NaN, which a quantizer turns into a number."""
+    require_no_nan(pytree.tree_leaves(batch), (), "a batch that the model is judged by")
+    return batch
+
+
 def _require_classes(labels: Tensor, classes: int) -> None:
     if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         raise QuarkError(
@@ -185,7 +211,7 @@ def _require_classes(labels: Tensor, classes: int) -> None:
 
 def _vectors(output: Any, batch: Any) -> Tensor:
     """Return a vector for each sample."""
-    value = main_tensor(output, "sentence_embedding", "last_hidden_state").float()
+    value = _numbers(main_tensor(output, "sentence_embedding", "last_hidden_state"))
     if value.dim() < 2:
         raise QuarkError(f"the model returns {tuple(value.shape)}, no vector for each sample; judge it by another task")
     if value.dim() != 3:

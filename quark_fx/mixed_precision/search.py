@@ -37,6 +37,9 @@ _ROUNDS = 5
 _NEAR = 0.9
 """Share of the ceiling that a measured error or latency has to reach for no larger one to be tried."""
 
+_SAFE = 0.99
+"""Share of what a latency may grow by that the next mixture is aimed at: times vary."""
+
 _NOTHING = 1e-3
 """Share of the ceiling below which a measured error is not told from none."""
 
@@ -129,7 +132,8 @@ def search(
     names = [f"validation batch {index}" for index in range(len(judging))]
     for leaves, name in zip(judging, names, strict=True):
         require_no_nan(leaves, captured.signature.input_names, name)
-    bar = tqdm(desc="search", unit="configuration", disable=not progress, leave=False)
+    shown = "{desc}: {n_fmt} configurations measured [{elapsed}{postfix}]"
+    bar = tqdm(desc="search", bar_format=shown, disable=not progress, leave=False)
     with session.run(found[0].config) as context, bar:
         bar.set_postfix_str("estimating errors")
         judge = Trials(session, context, measure, judging, names)
@@ -234,7 +238,7 @@ def _by_latency(
     """
     tried = [(_judged(space, chosen, judged), chosen) for chosen in _uniform(space)]
     space = space.timed(alone, [one.latency or 0.0 for one, _ in tried])
-    target, mixtures = limit, _Tried()
+    target, mixtures, again = limit, _Tried(), list[list[int]]()
     for _ in range(_ROUNDS):
         # What the estimate was off by may ask for less than there is: the fastest mixture is tried then.
         found = choose(space.errors, space.latencies, max(target, least(space.latencies, space.errors) * (1 + 1e-9)))
@@ -244,12 +248,14 @@ def _by_latency(
         if len({*settled}) == 1 or any(settled == chosen for _, chosen in mixtures):
             break
         one = _judged(space, settled, judged)
+        if one.fits and (one.latency or 0.0) >= _NEAR * limit:
+            one = _judged(space, settled, judged)
+            again.append(settled)
         mixtures.append((one, settled))
         if one.latency is None or _NEAR * limit <= one.latency <= limit:
             break
-        target *= limit / one.latency
+        target *= _SAFE * limit / one.latency
     _require_finite([*tried, *mixtures])
-    again: list[list[int]] = []
     while True:
         kept = sorted(mixtures, key=lambda pair: (not pair[0].fits, pair[0].error))[:1]
         ranked = _ranked([*kept, *tried], lambda one: one.error)

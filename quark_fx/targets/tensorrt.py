@@ -302,11 +302,18 @@ def _is_measured(spec: TensorSpec, operand: Operand) -> bool:
 
 def _refuses(kind: str, weight: TensorSpec, read: TensorSpec | None, inputs: int) -> str:
     """Return why TensorRT cannot run a weight beside an activation; empty if it can."""
+    if kind == "conv_transpose" and weight.granularity is not Granularity.TENSOR:
+        return (
+            "TensorRT has scales of a transposed convolution along its inputs; set granularity='tensor' for its weight"
+        )
     if weight.format != INT4:
-        alone = "TensorRT has no int8 weights beside activations in float; set input, or weight=None"
+        alone = "TensorRT has no int8 weights beside activations in float; set an input in int8, or weight=None"
         return alone if read is None else ""
     if kind != "linear":
-        return "TensorRT has int4 weights for products of matrices alone; set weight=None for it, or int8"
+        return (
+            "TensorRT has int4 weights for products of matrices alone; set weight=None for it, or int8 with an input "
+            "in int8"
+        )
     if read is not None:
         return "TensorRT multiplies int4 weights by activations in float; set input=None"
     size = weight.group_size or 1

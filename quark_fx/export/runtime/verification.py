@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Interpreter, Node
 
+from quark_fx.engine.context import require_no_nan
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime.checkpoint_process import named_tensors
 from quark_fx.export.runtime.checkpoint_verification import checkpoint_answers, is_checkpoint
@@ -176,7 +177,7 @@ def verify(
     for batch in as_called(batches):
         leaves = qmodel.signature.flatten(*split_batch(batch))
         feed = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        _require_elements(feed, count)
+        _require_values(feed, count)
         if len(inputs) != len(feed):
             raise ExportError(
                 f"{path} has {len(inputs)} inputs, the model {len(feed)}: it is not this model's export; {_AGAIN}"
@@ -223,7 +224,7 @@ def _verify_checkpoint(qmodel: QuantizedModel, path: Path, batches: list[Any]) -
     calls = [split_batch(batch) for batch in batches]
     for number, (args, kwargs) in enumerate(calls):  # before a process is started
         leaves = qmodel.signature.flatten(args, kwargs)
-        _require_elements([leaf for leaf in leaves if isinstance(leaf, Tensor)], number)
+        _require_values([leaf for leaf in leaves if isinstance(leaf, Tensor)], number)
     compared = _Comparison(qmodel, ())
     for batch, found in zip(batches, checkpoint_answers(path, calls), strict=True):
         for name, own in named_tensors(qmodel.run_batch(batch)).items():
@@ -296,7 +297,8 @@ def _require_file(path: str | os.PathLike[str]) -> None:
         raise ExportError(f"{path} is a directory or a device; give the file that qfx.export.onnx wrote")
 
 
-def _require_elements(feed: list[Tensor], batch: int) -> None:
+def _require_values(feed: list[Tensor], batch: int) -> None:
+    require_no_nan(feed, (), f"batch {batch}")
     for position, leaf in enumerate(feed):
         if not leaf.numel():
             shape = tuple(leaf.shape)
