@@ -222,7 +222,7 @@ def test_what_cannot_be_judged_is_refused_by_name(tmp_path: Path) -> None:
     assert "returns no tensor but str" in words_for(lambda x: "yes", task)
     assert "one row of logits for each label" in words_for(lambda x: x, task)
     assert "a task is LanguageModeling" in words_for(cnn(), "accuracy")
-    assert "Classification takes pairs of inputs and labels" in words_for(cnn(), Classification(images(4)))
+    assert "Classification takes pairs of inputs and labels" in words_for(cnn(), Classification(images(4)))  # type: ignore[arg-type]
     lacking = images(4)[0] * math.nan
     for broken in (Classification([(lacking, pairs[0][1])]), Embedding([lacking], reference=cnn())):
         assert "a batch that the model is judged by: input 0 holds NaN" in words_for(file, broken)
