@@ -1,14 +1,14 @@
 """What learning scales from the whole model's predictions adds to error feedback: divergence, and processor time.
 
-    python -m benchmarks.tuned [--models llama gpt2 smollm2] [--bits 4 3 2] [--write]
+    python -m benchmarks.tuned [--models llama gpt2 smollm2] [--bits 4 3 2] [--untuned] [--write]
 
 `w4a16_best_asym` at several widths, and with `TuneScales` after it. `llama` and the others are the trained models of
 `benchmarks.language_models`: groups of 128, 64 windows of 256 tokens in batches of 4, which learn four times each.
 `smollm2` has real weights (`benchmarks.real.smollm2`): groups of 64, 128 windows of 512 tokens in batches of 4, which
 learn three times. Goals there: a divergence of at most 0.06 at 4 bits, of at most 0.20 at 3. One run measures both:
 what the scales were before `TuneScales` is put back into its result. Time is that of `quantize`, of one thread, in
-processor seconds, to the end of the passes before `TuneScales` and to the end. `--write` updates the rows of these
-models and widths in `docs/tuned.md`.
+processor seconds, to the end of the passes before `TuneScales` and to the end. `--untuned` leaves `TuneScales` out.
+`--write` updates the rows of these models and widths in `docs/tuned.md`.
 """
 
 from __future__ import annotations
@@ -73,20 +73,22 @@ class Before:
             set_parameter(qmodel.graph_module, name, scale)
 
 
-def rows(name: str, bits: Sequence[int]) -> list[tuple[str, ...]]:
-    """Return a row for each width, without and with the scales learned."""
+def rows(name: str, bits: Sequence[int], *, tuned: bool) -> list[tuple[str, ...]]:
+    """Return a row for each width, without and, if asked, with the scales learned."""
     model, batches, judge, group, epochs = judged(name)
     found, weight = list[tuple[str, ...]](), W4A16_BEST_ASYM.weight
     assert weight is not None
     steps = epochs * (len(batches) - max(1, len(batches) // 8))
     for width in bits:
-        passes = (*W4A16_BEST_ASYM.passes, before := Before(), TuneScales(iterations=steps))
+        learned = (TuneScales(iterations=steps),) if tuned else ()
+        passes = (*W4A16_BEST_ASYM.passes, before := Before(), *learned)
         config = W4A16_BEST_ASYM.replace(weight=weight.replace(format=f"int{width}", group_size=group), passes=passes)
         start = time.process_time()
         qmodel = qfx.quantize(model, config, batches, progress=False)
-        end, tuned = time.process_time(), judge(qmodel)
+        end, last = time.process_time(), judge(qmodel)
         before.restore(qmodel)
-        for method, figures, until in (("", judge(qmodel), before.time), (f", TuneScales, {steps} steps", tuned, end)):
+        made = [("", judge(qmodel), before.time), (f", TuneScales, {steps} steps", last, end)]
+        for method, figures, until in made if tuned else made[:1]:
             kl, seconds = f"{figures['KL']:.5f}", f"{until - start:.0f}"
             found.append((str(width), f"w4a16_best_asym{method}", f"{figures['perplexity']:.2f}", kl, seconds))
             print(name, *found[-1], flush=True)
@@ -99,6 +101,7 @@ def main() -> None:
     names = (*language_models.MODELS, REAL)
     parser.add_argument("--models", nargs="+", default=["llama", REAL], choices=names)
     parser.add_argument("--bits", nargs="+", type=int, default=[4, 3, 2])
+    parser.add_argument("--untuned", action="store_true", help="leave TuneScales out")
     parser.add_argument("--write", action="store_true", help="update docs/tuned.md")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
@@ -111,7 +114,10 @@ def main() -> None:
             cells = [[*map(str.strip, line.split("|")[1:-1])] for line in earlier.splitlines() if line.startswith("|")]
             left = [row for row in cells[2:] if int(row[0]) not in arguments.bits]
             sections = {of: text for of, text in sections.items() if text != earlier}
-            every = sorted([*map(tuple, left), *rows(name, arguments.bits)], key=lambda row: -int(row[0]))
+            every = sorted(
+                [*map(tuple, left), *rows(name, arguments.bits, tuned=not arguments.untuned)],
+                key=lambda row: -int(row[0]),
+            )
             sections[title] = f"## {title}\n\n{table(header, every)}\n"
     page = f"""# Scales learned from the whole model's predictions
 
