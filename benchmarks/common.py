@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -151,11 +152,17 @@ def _processor() -> str:
 
 
 def sections_of(page: str) -> dict[str, str]:
-    """Return the sections of `docs/<page>` without what stands before and after them, by their titles; {} if none."""
+    """Return the sections of `docs/<page>` by their titles, {} if there is no page.
+
+    Each ends in the line of `environment` that it was measured in; one without has that at the end of the page.
+    """
     path = DOCS / page
     text = path.read_text(encoding="utf-8") if path.exists() else ""
-    parts = text.rpartition("\nPython ")[0].split("\n## ")[1:]
-    return {part.partition("\n")[0]: f"## {part.strip()}\n" for part in parts}
+    last = text.strip().rpartition("\n")[2]
+    found = {part.partition("\n")[0]: f"## {part.strip()}\n" for part in text.split("\n## ")[1:]}
+    return {
+        t: part if re.search(r"^(.*: )?Python \d", part, re.M) else f"{part}\n{last}\n" for t, part in found.items()
+    }
 
 
 def publish(text: str, page: str | None) -> None:

@@ -48,7 +48,7 @@ _ARTICLES = 24
 """Articles that calibrate the language model; as many others judge it."""
 
 _TRAINING = 900
-"""Digits that the network is trained on; a folder of 300 of these calibrates it, and the rest judges it."""
+"""Digits that the network is trained on; 300 of these calibrate it, and the 897 after them judge it."""
 
 _NETWORKS = '''"""A network of one's own: a residual CNN on images of 32 x 32 pixels."""
 
@@ -149,7 +149,7 @@ class Journey:
         block: of commands on that page.
         extras: that are installed first; none for README, whose command installs them itself.
         bring: writes what the user brings into a folder.
-        last: what is looked at in the end.
+        last: says what the user looks at after the last command; empty for nothing.
     """
 
     title: str
@@ -226,7 +226,9 @@ The last command printed:
 ```text
 {said.strip()}
 ```
-{f"{chr(10)}{last}{chr(10)}" if last else ""}"""
+{f"{chr(10)}{last}{chr(10)}" if last else ""}
+{environment()}
+"""
 
 
 def page(sections: Mapping[str, str]) -> str:
@@ -240,9 +242,7 @@ environment without packages, and the seconds on the clock. Packages come from a
 {_ARTICLES} to judge by; the network is a residual CNN, trained on scikit-learn's digits. Reproduce with
 `python -m benchmarks.journeys`.
 
-{chr(10).join(texts)}
-{environment()}
-"""
+{chr(10).join(texts)}"""
 
 
 def main() -> None:

@@ -279,6 +279,8 @@ def section(name: str, pythons: Mapping[str, Path]) -> Iterator[str]:
 {found.verified_on} windows of validation data, which calibrates nothing and decides among the configurations tried:
 
 {table(("weights", "bits", "KL"), measured)}
+
+{environment()}
 """
 
 
@@ -296,9 +298,7 @@ also with one for each operator; the largest of their choices that fits the budg
 of the clock, beside other work; those of others include loading the model. Reproduce with
 `python -m benchmarks.searched --auto-round PYTHON --modelopt PYTHON`.
 
-{chr(10).join(text for _, text in sorted(sections.items()))}
-{environment()}
-"""
+{chr(10).join(text for _, text in sorted(sections.items()))}"""
 
 
 def main() -> None:

@@ -111,23 +111,23 @@ def main() -> None:
         for name in arguments.models:
             title = f"`{name}`: {SMALL if name != REAL else REAL_WEIGHTS}"
             (earlier,) = [text for of, text in sections.items() if of.startswith(f"`{name}`")] or [""]
-            cells = [[*map(str.strip, line.split("|")[1:-1])] for line in earlier.splitlines() if line.startswith("|")]
-            left = [row for row in cells[2:] if int(row[0]) not in arguments.bits]
+            lines, measured = earlier.splitlines(), list(map(str, arguments.bits))
+            cells = [tuple(map(str.strip, line.split("|")[1:-1])) for line in lines if line.startswith("|")]
+            made = {line.partition(" ")[0]: line for line in lines if " bits: Python " in line}
+            every: list[tuple[str, ...]] = [row for row in cells[2:] if row[0] not in measured]
+            every += rows(name, arguments.bits, tuned=not arguments.untuned)
+            made |= {bits: f"{bits} bits: {environment()}" for bits in measured}
             sections = {of: text for of, text in sections.items() if text != earlier}
-            every = sorted(
-                [*map(tuple, left), *rows(name, arguments.bits, tuned=not arguments.untuned)],
-                key=lambda row: -int(row[0]),
-            )
-            sections[title] = f"## {title}\n\n{table(header, every)}\n"
+            body = table(header, sorted(every, key=lambda row: -int(row[0])))
+            ends = "\n\n".join(line for _, line in sorted(made.items(), reverse=True))
+            sections[title] = f"## {title}\n\n{body}\n\n{ends}\n"
     page = f"""# Scales learned from the whole model's predictions
 
 `w4a16_best_asym` chooses codes operator by operator; [`TuneScales`](algorithms.md#tunescales) then learns scales, and
 codes stay. Perplexity of held-out text, and the mean divergence (KL, nats per token) of the predictions from the float
 model's. One thread. Reproduce with `python -m benchmarks.tuned`.
 
-{chr(10).join(text for _, text in sorted(sections.items()))}
-{environment()}
-"""
+{chr(10).join(text for _, text in sorted(sections.items()))}"""
     publish(page, "tuned.md" if arguments.write else None)
 
 

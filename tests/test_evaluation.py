@@ -69,6 +69,7 @@ def test_padding_on_the_left_predicts_nothing() -> None:
     logits[0, torch.arange(1, 5), ids[0, 2:]] = 50.0
     logits[0, 1] = -50.0
     logits[0, torch.arange(2, 5), ids[0, 3:]] = 50.0
+    logits[0, 0] = math.nan
     batch = {"input_ids": ids, "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1]])}
     task = LanguageModeling([batch], reference=lambda **_: logits)
     assert qfx.evaluate(lambda **_: logits, task) == {"perplexity": pytest.approx(1), "KL": pytest.approx(0)}
@@ -227,6 +228,8 @@ def test_what_cannot_be_judged_is_refused_by_name(tmp_path: Path) -> None:
     for broken in (Classification([(lacking, pairs[0][1])]), Embedding([lacking], reference=cnn())):
         assert "a batch that the model is judged by: input 0 holds NaN" in words_for(file, broken)
     assert "the model returns NaN; check what it reads" in words_for(lambda x: x.flatten(1) * math.nan, task)
+    vectors = Embedding([rand(2, 3)], reference=lambda x: x)
+    assert "the model returns NaN; check what it reads" in words_for(lambda x: x * math.nan, vectors)
     assert "the task has no samples" in words_for(cnn(), Classification([]))
     assert "Cnn does not run on a batch: " in words_for(cnn(), Classification([(rand(1, 2, 8, 8), torch.zeros(1))]))
     assert "language modeling takes batches" in words_for(cnn(), LanguageModeling([{"ids": torch.ones(2, 3)}]))

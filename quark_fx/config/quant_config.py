@@ -200,8 +200,8 @@ class QuantConfig:
             if wrong:
                 raise ConfigError(message + where)
         reasons = {o: self.target.refusal(getattr(specs, o), o) for o in map(Operand, _PER_OPERATOR)}
-        if refused := [f"`{operand}`: {reason}" for operand, reason in reasons.items() if reason]:
-            raise ConfigError("\n".join(refused) + where)
+        if refused := [f"`{operand}`: {reason}{where}" for operand, reason in reasons.items() if reason]:
+            raise ConfigError("\n".join(refused))
 
     def specs_for(self, name: str, *kinds: str) -> OperatorSpecs:
         """Return the specs of the operator of module `name` and the given kinds, after all overrides."""

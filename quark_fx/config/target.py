@@ -86,8 +86,9 @@ class Placement:
             otherwise it reads it in float.
         continues: whether a node works on the value it reads before that is rounded, as the activation function does
             that a kernel applies to its sums.
-        refuses: says why the backend cannot run a kind of operator with a spec of its weight, one of its input (`None`:
-            float) and so many inputs to a sum, and what to do instead; empty if it can.
+        refuses: says why the backend cannot run an operator, and what to do instead; empty if it can. It gets the kind,
+            the spec of the weight, that of the input (`None`: float), and the geometry, which recurrent layers and
+            embeddings have none of.
         fuses: whether the backend runs siblings (`quark_fx.plan.siblings`) as one kernel, so that all have the same
             specs, or all stay in float.
     """
@@ -98,7 +99,7 @@ class Placement:
     in_float: frozenset[str] = frozenset()
     rounds_input: Callable[[str, TensorSpec], bool] = _yes
     continues: Callable[[Node, Node], bool] = _no
-    refuses: Callable[[str, TensorSpec, TensorSpec | None, int], str] = _taken
+    refuses: Callable[[str, TensorSpec, TensorSpec | None, Linear | None], str] = _taken
     fuses: bool = False
 
 

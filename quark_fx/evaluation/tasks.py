@@ -71,7 +71,7 @@ class LanguageModeling:
             for row, ids in enumerate(batch["input_ids"]):  # one by one, as the logits of a vocabulary are large
                 ones = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask[row].bool()
                 kept = ones[1:] & ones[:-1]  # with padding on the left, its last position would predict the first token
-                log_probs, tokens_of = _predictions(found, row, len(ids))[kept], ids[1:][kept]
+                log_probs, tokens_of = _predictions(found, row, kept), ids[1:][kept]
                 if len(tokens_of) and int(tokens_of.max()) >= log_probs.shape[-1]:
                     raise QuarkError(
                         f"the text has token {int(tokens_of.max())}, and the model predicts {log_probs.shape[-1]}; "
@@ -80,7 +80,7 @@ class LanguageModeling:
                 loss += float(F.nll_loss(log_probs, tokens_of, reduction="sum"))
                 tokens += len(tokens_of)
                 if expected is not None:
-                    divergence += float(divergence_of(log_probs, _predictions(expected, row, len(ids))[kept]))
+                    divergence += float(divergence_of(log_probs, _predictions(expected, row, kept)))
         _require(tokens, "tokens")
         mean = loss / tokens
         figures = {"perplexity": math.exp(mean) if mean < _LARGEST_LOSS else math.inf}
@@ -107,7 +107,7 @@ class Classification:
         right, same, divergence, samples = 0, 0, 0.0, 0
         for batch in self.batches:
             inputs, labels = _labeled(batch)
-            found = _log_probs(run(inputs))
+            found = _log_probs(main_tensor(run(inputs), "logits"))
             if found.shape[:-1] != labels.shape:
                 raise QuarkError(
                     f"the model returns {tuple(found.shape)} for labels {tuple(labels.shape)}; a classifier returns "
@@ -117,7 +117,7 @@ class Classification:
             right += int((found.argmax(-1) == labels).sum())
             samples += labels.numel()
             if reference is not None:
-                expected = _log_probs(reference(inputs))
+                expected = _log_probs(main_tensor(reference(inputs), "logits"))
                 same += int((found.argmax(-1) == expected.argmax(-1)).sum())
                 divergence += float(divergence_of(found, expected))
         _require(samples, "samples")
@@ -150,21 +150,26 @@ class Embedding:
         return {"cosine": float(torch.cat(cosines).double().mean())}
 
 
-def _log_probs(output: Any, row: int | None = None) -> Tensor:
-    """Return the logarithms of the probabilities in a model's result, or in one row of it."""
-    logits = main_tensor(output, "logits")
-    return _numbers(logits if row is None else logits[row]).log_softmax(-1)
+def _log_probs(logits: Tensor) -> Tensor:
+    """Return the logarithms of the probabilities that logits stand for."""
+    return _numbers(logits).log_softmax(-1)
 
 
-def _predictions(output: Any, row: int, tokens: int) -> Tensor:
-    """Return the logarithms of the probabilities of a row's tokens but the first, each from those before it."""
-    logits = main_tensor(output, "logits")
+def _predictions(output: Any, row: int, kept: Tensor) -> Tensor:
+    """Return the logarithms of the probabilities of a row's tokens but the first, each from those before it.
+
+    Args:
+        output: of the model.
+        row: of the batch.
+        kept: which of these tokens count, (tokens - 1,).
+    """
+    logits, tokens = main_tensor(output, "logits"), len(kept) + 1
     if logits.dim() != 3 or logits.shape[1] != tokens:
         raise QuarkError(
             f"the model returns {tuple(logits.shape)} for {tokens} tokens in a row; language modeling takes logits "
             "(rows, tokens, vocabulary) for every token"
         )
-    return _log_probs(output, row)[:-1]
+    return _log_probs(logits[row, :-1][kept])
 
 
 def divergence_of(found: Tensor, expected: Tensor) -> Tensor:
@@ -179,7 +184,7 @@ def divergence_of(found: Tensor, expected: Tensor) -> Tensor:
 
 
 def _numbers(output: Tensor) -> Tensor:
-    """Return what a model makes, in float32."""
+    """Return what a model makes, in float32; refuse NaN."""
     if bool(output.isnan().any()):
         raise QuarkError("the model returns NaN; check what it reads, and its weights")
     return output.float()
@@ -196,7 +201,7 @@ def _labeled(batch: Any) -> tuple[Any, Tensor]:
 
 
 def _with_numbers(batch: Any) -> Any:
-    """Return a batch that holds no NaN, which a quantizer turns into a number."""
+    """Return a batch; refuse NaN, which a quantizer turns into a number."""
     require_no_nan(pytree.tree_leaves(batch), (), "a batch that the model is judged by")
     return batch
 
@@ -211,13 +216,14 @@ def _require_classes(labels: Tensor, classes: int) -> None:
 
 def _vectors(output: Any, batch: Any) -> Tensor:
     """Return a vector for each sample."""
-    value = _numbers(main_tensor(output, "sentence_embedding", "last_hidden_state"))
+    value = main_tensor(output, "sentence_embedding", "last_hidden_state").float()
     if value.dim() < 2:
         raise QuarkError(f"the model returns {tuple(value.shape)}, no vector for each sample; judge it by another task")
     if value.dim() != 3:
-        return value.flatten(1)
+        return _numbers(value).flatten(1)
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     weight = value.new_ones(value.shape[:2]) if mask is None else mask.to(value)
+    value = _numbers(torch.where(weight[..., None] == 0, 0.0, value))  # NaN where the mask is 0 does not count
     return (value * weight[..., None]).sum(1) / weight.sum(1, keepdim=True)
 
 

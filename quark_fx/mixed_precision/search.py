@@ -38,7 +38,7 @@ _NEAR = 0.9
 """Share of the ceiling that a measured error or latency has to reach for no larger one to be tried."""
 
 _SAFE = 0.99
-"""Share of what a latency may grow by that the next mixture is aimed at: times vary."""
+"""Share of the latency still allowed that the next mixture aims at, as times vary."""
 
 _NOTHING = 1e-3
 """Share of the ceiling below which a measured error is not told from none."""
@@ -134,7 +134,7 @@ def search(
         require_no_nan(leaves, captured.signature.input_names, name)
     shown = "{desc}: {n_fmt} configurations measured [{elapsed}{postfix}]"
     bar = tqdm(desc="search", bar_format=shown, disable=not progress, leave=False)
-    with session.run(found[0].config) as context, bar:
+    with bar, session.run(found[0].config) as context:
         bar.set_postfix_str("estimating errors")
         judge = Trials(session, context, measure, judging, names)
         judge.targets()  # what cannot be judged is said before anything takes long

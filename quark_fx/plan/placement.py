@@ -399,10 +399,8 @@ def _require_kernels(config: QuantConfig, operators: Sequence[PlannedOperator]) 
     """Raise `ConfigError` for weights that the target refuses beside their activations, and siblings that differ."""
     rules, found = config.target.placement, dict[str, None]()
     for op in operators:
-        if isinstance(op, Coded):
-            axis = 1 if op.linear is None else op.linear.input_axis
-            why = rules.refuses(op.kind, op.weight, op.input, op.weight_node.meta["val"].shape[axis])
-            found |= {f"{op.name}: {why}": None} if why else {}
+        if isinstance(op, Coded) and (why := rules.refuses(op.kind, op.weight, op.input, op.linear)):
+            found[f"{op.name}: {why}"] = None
     for group in siblings(operators) if rules.fuses else ():
         ways = {op.name: _way(op) for op in group}
         if len(set(ways.values())) > 1:

@@ -21,7 +21,7 @@ from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.layout import Columns
 
 DAMPING = 0.01
-"""Of a Hessian that is factored, as a share of its mean diagonal, where nothing else is asked for."""
+"""Share of a Hessian's mean diagonal that is added to it before it is factored, unless a pass says otherwise."""
 
 _LEAF = 16
 """Columns that are rounded one by one before one matrix product adds their errors to the columns after them."""

@@ -27,6 +27,8 @@ from quark_fx.targets.onnxruntime import MOVES
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from quark_fx.graph.linear import Linear
+
 _READ = """
 Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh Attention AveragePool BatchNormalization BlackmanWindow
 Cast CastLike Ceil Celu Clip Concat Constant ConstantOfShape Conv ConvTranspose Cos Cosh CumSum DeformConv
@@ -300,15 +302,12 @@ def _is_measured(spec: TensorSpec, operand: Operand) -> bool:
     return spec.dynamic
 
 
-def _refuses(kind: str, weight: TensorSpec, read: TensorSpec | None, inputs: int) -> str:
+def _refuses(kind: str, weight: TensorSpec, read: TensorSpec | None, linear: Linear | None) -> str:
     """Return why TensorRT cannot run a weight beside an activation; empty if it can."""
-    if kind == "conv_transpose" and weight.granularity is not Granularity.TENSOR:
-        return (
-            "TensorRT has scales of a transposed convolution along its inputs; set granularity='tensor' for its weight"
-        )
     if weight.format != INT4:
-        alone = "TensorRT has no int8 weights beside activations in float; set an input in int8, or weight=None"
-        return alone if read is None else ""
+        if read is None:
+            return "TensorRT has no int8 weights beside activations in float; set an input in int8, or weight=None"
+        return _scales_by_output(weight, linear) if kind == "conv_transpose" else ""
     if kind != "linear":
         return (
             "TensorRT has int4 weights for products of matrices alone; set weight=None for it, or int8 with an input "
@@ -316,8 +315,21 @@ def _refuses(kind: str, weight: TensorSpec, read: TensorSpec | None, inputs: int
         )
     if read is not None:
         return "TensorRT multiplies int4 weights by activations in float; set input=None"
-    size = weight.group_size or 1
-    return f"TensorRT needs blocks of {size} that divide its {inputs} inputs; set weight=None" if inputs % size else ""
+    size, inputs = weight.group_size, 0 if linear is None else linear.shape[linear.input_axis]
+    if size is None or inputs % size == 0:
+        return ""
+    fitting = next((f"group_size={other}" for other in _BLOCK_SIZES if inputs % other == 0), "weight=None")
+    return f"blocks of {size} do not divide its {inputs} inputs, as TensorRT needs; set {fitting} for it"
+
+
+def _scales_by_output(weight: TensorSpec, linear: Linear | None) -> str:
+    """Return why TensorRT cannot read the scales of a transposed convolution; empty if it can."""
+    if weight.granularity is Granularity.TENSOR or linear is None:
+        return ""
+    # With groups, channels of an output lie along the inputs' dimension.
+    if linear.output_groups > 1 or linear.shape[linear.output_axis] == 1:
+        return ""
+    return "TensorRT has scales of a transposed convolution along its inputs; set granularity='tensor' for its weight"
 
 
 TENSORRT = Target(

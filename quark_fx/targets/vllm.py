@@ -12,6 +12,7 @@ from typing import Any
 
 from quark_fx.config.specs import Granularity, TensorSpec
 from quark_fx.config.target import CheckpointFiles, Operand, Placement, Refusal, Target
+from quark_fx.graph.linear import Linear
 from quark_fx.graph.operators import ATTENTION, KINDS
 from quark_fx.numbers.formats import FP4_E2M1, FP8_E4M3, INT8, UINT8, FloatFormat
 from quark_fx.numbers.qparams import Symmetry
@@ -51,7 +52,7 @@ def _is_no_cache(spec: TensorSpec, operand: Operand) -> bool:
     )
 
 
-def _refuses(kind: str, weight: TensorSpec, read: TensorSpec | None, inputs: int) -> str:
+def _refuses(kind: str, weight: TensorSpec, read: TensorSpec | None, linear: Linear | None) -> str:
     """Return why vLLM cannot run a weight of a checkpoint beside an activation; empty if it can."""
     is_float = isinstance(weight.format, FloatFormat)
     if kind == "experts" and read is not None:

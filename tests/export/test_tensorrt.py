@@ -80,6 +80,17 @@ def test_int4_weights_lie_in_blocks_beside_float_activations(size: int, tmp_path
         qfx.export.onnx(qmodel, tmp_path / "old.onnx", opset=20)
 
 
+class Turned(nn.Module):
+    """A product whose weight has its inputs along dimension 0."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
 INT4 = INT8.replace(format=formats.INT4, granularity="group", group_size=64)
 UNFIT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[Tensor]]] = {
     "0: TensorRT has int4 weights for products of matrices alone": (
@@ -97,10 +108,20 @@ UNFIT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[Tensor]]] =
         {"weight": INT8.replace(granularity="channel")},
         [rand(2, 4, 4, 4)],
     ),
-    "0: TensorRT needs blocks of 64 that divide its 96 inputs; set weight=None": (
+    "0: TensorRT has int4 weights for products of matrices alone; set weight=None for it, or int8 with an input": (
+        lambda: nn.Sequential(nn.ConvTranspose2d(64, 4, 2)),
+        {"input": None},
+        [rand(2, 64, 4, 4)],
+    ),
+    "0: blocks of 64 do not divide its 96 inputs, as TensorRT needs; set weight=None for it": (
         lambda: nn.Sequential(nn.Linear(96, 4)),
         {"input": None},
         [rand(2, 96)],
+    ),
+    "0: blocks of 128 do not divide its 192 inputs, as TensorRT needs; set group_size=64 for it": (
+        lambda: nn.Sequential(Turned(192, 128)),
+        {"weight": INT4.replace(group_size=128), "input": None},
+        [rand(2, 192)],
     ),
     "0: TensorRT has no int8 weights beside activations in float; set an input in int8, or weight=None": (
         lambda: nn.Sequential(nn.Linear(64, 4)),
@@ -332,3 +353,14 @@ def test_a_transposed_convolution_takes_one_scale(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"ConvTranspose (?s:.*)one for each input channel, along axis 0"):
         check(file)
     qfx.export.onnx(quantize(network, STATIC.replace(weight=INT8), data), tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize("make", [lambda: nn.ConvTranspose2d(4, 4, 2, groups=4), lambda: nn.ConvTranspose2d(8, 1, 2)])
+def test_transposed_convolutions_with_scales_that_are_read_are_written(
+    make: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    """A depthwise one has its channels along the inputs' dimension, one of a single output has a single scale."""
+    network = seeded(make())
+    data = [rand(2, network.get_parameter("weight").shape[0], 4, 4)]
+    config = STATIC.replace(weight=INT8.replace(granularity="channel"))
+    qfx.export.onnx(quantize(network, config, data), tmp_path / "model.onnx")
