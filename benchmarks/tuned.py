@@ -118,9 +118,9 @@ def main() -> None:
             every += rows(name, arguments.bits, tuned=not arguments.untuned)
             made |= {bits: f"{bits} bits: {environment()}" for bits in measured}
             sections = {of: text for of, text in sections.items() if text != earlier}
-            body = table(header, sorted(every, key=lambda row: -int(row[0])))
+            every.sort(key=lambda row: -int(row[0]))
             ends = "\n\n".join(line for _, line in sorted(made.items(), reverse=True))
-            sections[title] = f"## {title}\n\n{body}\n\n{ends}\n"
+            sections[title] = f"## {title}\n\n{table(header, every)}\n\n{ends}\n"
     page = f"""# Scales learned from the whole model's predictions
 
 `w4a16_best_asym` chooses codes operator by operator; [`TuneScales`](algorithms.md#tunescales) then learns scales, and
