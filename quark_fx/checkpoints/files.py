@@ -105,7 +105,7 @@ class CheckpointFiles:
         else:
             remedy = "fetch its files again, or pass the checkpoint of this very model"
         return CheckpointError(
-            f"{self.path} lacks {len(missing)} of the {total} tensors of {model}: {_some(missing)}; {remedy}"
+            f"{self.path} lacks {len(missing)} of the {total} tensors of {model}: {some_of(missing)}; {remedy}"
         )
 
     def link(self, folder: Path) -> None:
@@ -194,17 +194,17 @@ def _indexed(directory: Path) -> dict[str, Path]:
         expected = {name for name, file in named.items() if file == shard}
         if missing := sorted(expected - names):
             raise CheckpointError(
-                f"{directory / shard} lacks {_some(missing)}, which the index says it holds; fetch the shard again"
+                f"{directory / shard} lacks {some_of(missing)}, which the index says it holds; fetch the shard again"
             )
         _add(files, names, directory / shard)
     if unlisted := sorted(set(files) - set(named)):
-        raise CheckpointError(f"{directory / _INDEX} does not list {_some(unlisted)}, which the shards hold")
+        raise CheckpointError(f"{directory / _INDEX} does not list {some_of(unlisted)}, which the shards hold")
     return files
 
 
 def _add(files: dict[str, Path], names: set[str], file: Path) -> None:
     if twice := sorted(names & set(files)):
-        raise CheckpointError(f"{file} and {files[twice[0]]} both hold {_some(twice)}; remove one of them")
+        raise CheckpointError(f"{file} and {files[twice[0]]} both hold {some_of(twice)}; remove one of them")
     files.update(dict.fromkeys(names, file))
 
 
@@ -225,8 +225,9 @@ def _names(file: Path) -> set[str]:
         raise CheckpointError(f"{file} is damaged or truncated: {error}; fetch it again") from error
 
 
-def _some(names: Sequence[str]) -> str:
+def some_of(names: Sequence[str]) -> str:
+    """Return the first three of many names, cut, and how many more there are, for an error."""
     return ", ".join(name[:200] for name in names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
-__all__ = ["GRAPH_FILE", "CheckpointFiles", "MappedFiles", "is_float", "link_or_copy"]
+__all__ = ["GRAPH_FILE", "CheckpointFiles", "MappedFiles", "is_float", "link_or_copy", "some_of"]

@@ -48,7 +48,7 @@ def calibration(reading: Reading, subject: Subject, *, needed: bool) -> list[Any
             "file, a folder of images, or a .npy, .npz or .safetensors file"
         )
     if needed:
-        warn(f"no --data: calibrating on what {subject.name} returns as its example alone; give real inputs")
+        warn(f"no --data: calibrating on the example batch of {subject.name} alone; give real inputs with --data")
     return list(example) if isinstance(example, list) else [example]
 
 

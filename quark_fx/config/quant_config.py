@@ -199,8 +199,8 @@ class QuantConfig:
         ):
             if wrong:
                 raise ConfigError(message + where)
-        reasons = {o: self.target.refusal(getattr(specs, o), o) for o in map(Operand, _PER_OPERATOR)}
-        if refused := [f"`{operand}`: {reason}{where}" for operand, reason in reasons.items() if reason]:
+        reasons = ((o, self.target.refusal(getattr(specs, o), o)) for o in map(Operand, _PER_OPERATOR))
+        if refused := [f"`{operand}`: {reason}{where}" for operand, reason in reasons if reason]:
             raise ConfigError("\n".join(refused))
 
     def specs_for(self, name: str, *kinds: str) -> OperatorSpecs:

@@ -86,9 +86,9 @@ class Placement:
             otherwise it reads it in float.
         continues: whether a node works on the value it reads before that is rounded, as the activation function does
             that a kernel applies to its sums.
-        refuses: says why the backend cannot run an operator, and what to do instead; empty if it can. It gets the kind,
-            the spec of the weight, that of the input (`None`: float), and the geometry, which recurrent layers and
-            embeddings have none of.
+        refuses: says why the backend cannot run an operator, and what to do instead; empty if it can. Its arguments are
+            the kind, the spec of the weight, that of the input (`None`: float), and the geometry (`None` for recurrent
+            layers and embeddings).
         fuses: whether the backend runs siblings (`quark_fx.plan.siblings`) as one kernel, so that all have the same
             specs, or all stay in float.
     """

@@ -388,10 +388,15 @@ def require_no_nan(leaves: Sequence[Any], names: Sequence[str], batch: str) -> N
         names: of these, empty if they have none.
         batch: which these are, for the message.
     """
-    for position, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and bool(leaf.isnan().any()):
-            name = names[position] if names else position
-            raise CalibrationError(f"{batch}: input {name} holds NaN; remove such samples")
+    if (position := with_nan(leaves)) is not None:
+        name = names[position] if names else position
+        raise CalibrationError(f"{batch}: input {name} holds NaN; remove such samples")
+
+
+def with_nan(leaves: Sequence[Any]) -> int | None:
+    """Return the position of the first flat input that holds NaN, `None` if none does."""
+    floats = ((i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point())
+    return next((position for position, leaf in floats if bool(leaf.isnan().any())), None)
 
 
 def _part(leaf: Any, part: slice | None) -> Any:
@@ -535,5 +540,6 @@ __all__ = [
     "fingerprint",
     "require_no_nan",
     "require_resources",
+    "with_nan",
     "without_padding",
 ]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from quark_fx.checkpoints.files import GRAPH_FILE, CheckpointFiles
+from quark_fx.checkpoints.files import GRAPH_FILE, CheckpointFiles, some_of
 from quark_fx.checkpoints.gguf_file import open_gguf
 from quark_fx.checkpoints.open_checkpoint import class_of, open_checkpoint, quantized_by, read_configuration, stage
 from quark_fx.errors import CheckpointError, ExportError, QuarkError
@@ -147,9 +147,9 @@ def _gguf_model(path: Path) -> nn.Module:
             "run the file in llama.cpp (llama-perplexity)"
         ) from error
     if names := sorted(loaded["missing_keys"]):  # transformers gives these random numbers
-        some = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''}"
         raise CheckpointError(
-            f"{path} has no weights for {some} of the {type(model).__name__} that it describes; copy or export it again"
+            f"{path} has no weights for {some_of(names)} of the {type(model).__name__} that it describes; copy or "
+            "export it again"
         )
     return model.eval()
 

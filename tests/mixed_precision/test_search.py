@@ -343,21 +343,27 @@ def test_operators_that_do_the_same_are_timed_once_and_a_mixture_that_is_too_slo
         run(model, [INT4, INT8], batches, budget=Budget(latency="1us"))
 
 
-def test_a_mixture_that_fits_by_luck_is_timed_again_and_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock is replaced: a byte takes a millisecond, and a mixture half of that the first time."""
-    pytest.importorskip("onnxruntime")
-    lucky_sizes: list[float] = []
+def replace_clock(monkeypatch: pytest.MonkeyPatch, *, first: float, later: float) -> list[float]:
+    """Let a byte take a millisecond, in a mixture `first` of one and then `later`; return the sizes of mixtures."""
+    seen: list[float] = []
 
     def whole(qmodel: qfx.QuantizedModel, leaves: Any) -> float:
         report = qmodel.report()
         size = float(report.totals["bytes_after"])
-        if len({row.weight for row in report}) == 1 or size in lucky_sizes:
+        if len({row.weight for row in report}) == 1:
             return size
-        lucky_sizes.append(size)
-        return 0.5 * size
+        seen.append(size)
+        return size * (later if seen.count(size) > 1 else first)
 
     monkeypatch.setattr(latency, "call_of", whole)
     monkeypatch.setattr(latency, "time_interleaved", lambda calls: [[call] for call in calls])
+    return seen
+
+
+def test_a_mixture_that_fits_by_luck_is_timed_again_and_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is replaced: a byte takes a millisecond, and a mixture half of that the first time."""
+    pytest.importorskip("onnxruntime")
+    lucky_sizes = replace_clock(monkeypatch, first=0.5, later=1.0)
     model, batches = spoiled()
     found = run(model, [INT4, INT8, FLOAT], batches, budget=Budget(latency=0.4))
     limit = 0.4 * (found.float_latency or math.nan)
@@ -370,18 +376,7 @@ def test_a_mixture_that_fits_by_luck_is_timed_again_and_not_returned(monkeypatch
 def test_a_faster_mixture_follows_one_that_fits_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock is replaced: a mixture takes a little less than its parts the first time, and a little more later."""
     pytest.importorskip("onnxruntime")
-    seen: list[float] = []
-
-    def whole(qmodel: qfx.QuantizedModel, leaves: Any) -> float:
-        report = qmodel.report()
-        size = float(report.totals["bytes_after"])
-        if len({row.weight for row in report}) == 1:
-            return size
-        seen.append(size)
-        return size * (1.05 if seen.count(size) > 1 else 0.95)
-
-    monkeypatch.setattr(latency, "call_of", whole)
-    monkeypatch.setattr(latency, "time_interleaved", lambda calls: [[call] for call in calls])
+    seen = replace_clock(monkeypatch, first=0.95, later=1.05)
     model, batches = spoiled()
     found = run(model, [INT4, INT8, FLOAT], batches, budget=Budget(latency=0.5))
     assert len(set(seen)) > 1  # the first one did not fit the second time

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Interpreter, Node
 
+from quark_fx.engine.context import with_nan
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime.checkpoint_process import named_tensors
 from quark_fx.export.runtime.checkpoint_verification import checkpoint_answers, is_checkpoint
@@ -298,9 +299,8 @@ def _require_file(path: str | os.PathLike[str]) -> None:
 
 def _require_values(feed: list[Tensor], batch: int) -> None:
     """Refuse inputs that are empty, or hold NaN, which a quantizer turns into a number."""
-    for position, leaf in enumerate(feed):
-        if leaf.is_floating_point() and bool(leaf.isnan().any()):
-            raise ExportError(f"batch {batch}: input {position} holds NaN; compare with batches of numbers")
+    if (position := with_nan(feed)) is not None:
+        raise ExportError(f"batch {batch}: input {position} holds NaN; compare with batches of numbers")
     for position, leaf in enumerate(feed):
         if not leaf.numel():
             shape = tuple(leaf.shape)
