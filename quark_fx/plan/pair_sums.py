@@ -39,7 +39,7 @@ class PairBound:
     """The pairs of a weight's codes that a processor may add in 16 bits, and what they may add up to.
 
     Attributes:
-        limit: largest sum of the magnitudes of two codes of one sign.
+        limit: largest sum of the magnitudes of two codes of one sign, at least the magnitude of one code.
         order: dimensions of the weight: those that count sums, then those that are summed over as the kernel lays
             them out.
         summed: how many of them are summed over.
@@ -89,8 +89,7 @@ class PairBound:
 
     def exceeded(self, codes: Tensor) -> Tensor:
         """Return which pairs of `codes`, integers in the weight's shape, saturate: shape (sums, pairs), bool."""
-        first, second = _pairs(self.rows(codes).to(torch.int16))
-        return _exceeded(first, second, self.limit)
+        return _exceeded(_pairs(self.rows(codes).to(torch.int16)), self.limit)
 
     def limited(self, codes: Tensor, position: Tensor | None = None) -> Tensor:
         """Return codes none of whose pairs saturate; those of other pairs stay as they are.
@@ -100,26 +99,41 @@ class PairBound:
             position: what they were rounded from, in units of a code; default: the codes. A pair that saturates
                 becomes the nearest one that does not.
         """
-        return self.lowered(codes, position) if bool(self.exceeded(codes).any()) else codes
+        over = self.exceeded(codes)
+        if not bool(over.any()):
+            return codes
+        rows = self.rows(codes)
+        pairs, near = (_pairs(part).clone() for part in (rows, rows if position is None else self.rows(position)))
+        # Few pairs saturate: computing them alone takes a third of the time of all.
+        pairs[over] = self._nearest(pairs[over].float(), near[over].float(), *_extremes(rows)).to(pairs.dtype)
+        return self.restore(_joined(pairs, rows), codes)
 
     def lowered(self, codes: Tensor, position: Tensor | None = None) -> Tensor:
         """Return `limited(codes, position)` without waiting for the device that holds them."""
         rows = self.rows(codes).to(torch.float32)
         near = rows if position is None else self.rows(position.to(torch.float32))
-        kept = torch.cat([self._limited(*part) for part in zip(*map(_pieces, (rows, near)), strict=True)])
-        return self.restore(kept, codes).to(codes.dtype)
+        extremes, kept = _extremes(rows), []
+        for part, beside in zip(*map(_pieces, (rows, near)), strict=True):
+            pairs = _pairs(part)
+            lower = self._nearest(pairs, _pairs(beside), *extremes)
+            kept.append(_joined(torch.where(_exceeded(pairs, self.limit)[..., None], lower, pairs), part))
+        return self.restore(torch.cat(kept), codes).to(codes.dtype)
 
-    def _limited(self, rows: Tensor, near: Tensor) -> Tensor:
-        (first, second), (wanted, beside) = _pairs(rows), _pairs(near)
-        over = _exceeded(first, second, self.limit)
-        sign = first.sign()
-        largest = torch.where(sign > 0, rows.amax(), -rows.amin()).clamp_(max=self.limit)  # -128 has no counterpart
-        share = ((wanted.abs() - beside.abs() + self.limit) / 2).round_()
-        share = torch.minimum(torch.maximum(share, self.limit - largest), largest)
-        pairs = torch.stack(
-            (torch.where(over, sign * share, first), torch.where(over, sign * (self.limit - share), second)), -1
-        )
-        return pairs.flatten(-2)[..., : rows.shape[-1]]
+    def _nearest(self, pairs: Tensor, near: Tensor, smallest: Tensor, largest: Tensor) -> Tensor:
+        """Return for pairs of one sign those nearest to `near` that just do not saturate.
+
+        Args:
+            pairs: codes, float32, shape (..., 2).
+            near: what they were rounded from, in units of a code.
+            smallest: code of the weight, shape `()`.
+            largest: code of the weight, shape `()`.
+        """
+        sign = pairs[..., 0].sign()
+        most = torch.where(sign > 0, largest, -smallest).clamp_(max=self.limit)  # -128 has no counterpart
+        wanted, beside = near.abs().unbind(-1)
+        share = ((wanted - beside + self.limit) / 2).round_()
+        share = torch.minimum(torch.maximum(share, self.limit - most), most)
+        return torch.stack((sign * share, sign * (self.limit - share)), -1)
 
     def widening(self, position: Tensor, *, joint: bool = False, doubled: bool = False) -> Tensor:
         """Return what each scale is to be multiplied by for the smallest expected squared error, at least 1.
@@ -145,9 +159,9 @@ class PairBound:
         return found[0] if joint else found
 
     def _excess(self, rows: Tensor) -> Tensor:
-        """Return the sum of magnitudes of every pair of one sign, 0 for the others."""
-        first, second = _pairs(rows.to(torch.float32))
-        return torch.where(first * second > 0, (first + second).abs(), 0.0)
+        """Return the magnitude of the sum of every pair."""
+        first, second = _pairs(rows.to(torch.float32)).unbind(-1)
+        return (first + second).abs_()
 
 
 def _widening(sums: Tensor, limit: int, values: int) -> Tensor:
@@ -175,15 +189,29 @@ def _pieces(rows: Tensor) -> tuple[Tensor, ...]:
     return pieces
 
 
-def _pairs(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first and the second of every pair; an odd last value is paired with zero."""
-    if rows.shape[-1] % 2:
-        rows = torch.nn.functional.pad(rows, (0, 1))
-    return rows[..., ::2], rows[..., 1::2]
+def _pairs(rows: Tensor) -> Tensor:
+    """Return the values of rows by two, shape (rows, pairs, 2); an odd last value is paired with zero."""
+    padded = torch.nn.functional.pad(rows, (0, rows.shape[-1] % 2))
+    return padded.unflatten(-1, (-1, 2))
 
 
-def _exceeded(first: Tensor, second: Tensor, limit: int) -> Tensor:
-    return ((first > 0) == (second > 0)) & ((first + second).abs() > limit)
+def _joined(pairs: Tensor, rows: Tensor) -> Tensor:
+    """Return the rows that `pairs` are of, without what `_pairs` added."""
+    return pairs.flatten(-2)[..., : rows.shape[-1]]
+
+
+def _extremes(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the smallest and the largest code, float32, shape `()` each."""
+    return rows.amin().to(torch.float32), rows.amax().to(torch.float32)
+
+
+def _exceeded(pairs: Tensor, limit: int) -> Tensor:
+    """Return which pairs of codes, shape (..., 2), add up to more than the limit.
+
+    Both have one sign then: two of opposite signs add up to less than one of them, which the limit allows.
+    """
+    first, second = pairs.unbind(-1)
+    return (first + second).abs() > limit
 
 
 def pair_bound(

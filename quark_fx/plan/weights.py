@@ -166,9 +166,9 @@ def quantize_tensor(
     if pairs is not None and not settled and spec.scheme.symmetric and pairs.has_own_scales(x, qparams.scale, axis):
         qparams = _widened(x, qparams, spec, pairs, axis, block)
     codes = encode(x, qparams, spec.scheme, axis, block)
-    if pairs is not None and bool(pairs.exceeded(codes).any()):
+    if pairs is not None:
         position = x.float() / spread(qparams.scale, x, axis, block) + spread(qparams.zero_point, x, axis, block)
-        codes = pairs.lowered(codes, position)
+        codes = pairs.limited(codes, position)
     return QuantizedTensor.of(codes, qparams.scale, qparams.zero_point, spec.format, axis, block)
 
 

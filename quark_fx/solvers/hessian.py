@@ -20,7 +20,7 @@ from quark_fx.graph.nodes import placeholders
 from quark_fx.numbers.layout import Columns
 from quark_fx.solvers.error_feedback import Factor, at_once, factor, solve
 
-_TILE = 256
+_TILE = 128
 """Columns of `x x'` at a time, of which only those on and above the diagonal are computed."""
 
 

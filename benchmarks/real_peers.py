@@ -1,0 +1,255 @@
+"""A language model with real weights, in every format, beside other tools: divergence, processor time, memory.
+
+    python -m benchmarks.real_peers [--formats W4 W3 W2 W4A4 W8A8 NVFP4 MXFP4] [--only PART ...]
+        [--quark-fx quark/bin/python] [--llm-compressor llmc/bin/python] [--gptqmodel gptqm/bin/python]
+        [--auto-round ar/bin/python] [--amd-quark amdquark/bin/python] [--jobs FOLDER] [--write]
+
+SmolLM2-135M (`benchmarks.real.smollm2`), calibrated on 64 windows of 512 tokens in batches of 4, judged on 16 windows
+of other documents. Integer weights are in groups of 64: symmetric at 4 bits, with zero points at 3 and 2. Embedding and
+head stay in float. Each run is a process of its own on one core, as `benchmarks.language_peers` says, which lists what
+the environments need. Formats of weights alone are judged by the weights that a tool leaves, computed with in the float
+model; the others by what each tool's own model predicts.
+
+`--only` runs the rows whose tool and method contain one of the parts. `--jobs` keeps finished runs, so that rows can be
+measured one after another; `--write` updates the sections of these formats in `docs/real_peers.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import textwrap
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import environment, publish, sections_of, table
+from benchmarks.language_models import Trained
+from benchmarks.language_peers import (
+    BEST,
+    PEERS,
+    QUALITY,
+    Measured,
+    Row,
+    Subject,
+    Weights,
+    add_pythons,
+    measure,
+    pythons_of,
+    versions,
+)
+
+WINDOWS, ITERATIONS, GROUP = 64, 200, 64
+"""Windows to calibrate on, steps of auto-round for each block, and weights of a group."""
+
+QUICK = {**QUALITY, "guided": True}
+"""The solver of `w4a16_best` without its sweeps."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format and what is run in it.
+
+    Attributes:
+        title: of its section.
+        weights: integer weights; None if the rows' options say what they are.
+        rows: of all tools.
+        activations: they are rounded too, so that each tool's own model is judged.
+    """
+
+    title: str
+    weights: Weights | None
+    rows: tuple[Row, ...]
+    activations: bool = False
+
+
+def _ours(method: str, **options: Any) -> Row:
+    return Row("quark_fx", method, options)
+
+
+def _weight_only(title: str, weights: Weights, best: str) -> Format:
+    """Return the rows of integer weights; `best` is the preset with such weights."""
+    spelled = {"symmetry": "sign_aware"} if weights.symmetric else {}
+    rows = (
+        _ours("to nearest"),
+        _ours("GPTQ()", passes=["GPTQ"]),
+        _ours("GPTQ(asymmetry=0.5, fit_scales=True, guided=True)", passes=[QUICK], **spelled),
+        _ours(f"{best}, sweeps=0", preset=best, replaced=[QUICK]),
+        _ours(best, preset=best),
+        Row("llm-compressor", "GPTQ", {"gptq": True}),
+        Row("llm-compressor", "AWQ, GPTQ", {"awq": True, "gptq": True}),
+        Row("GPTQModel", "GPTAQ, mse=2.4, desc_act, static_groups, damp 0.01", BEST),
+        Row("auto-round", f"{ITERATIONS} iterations", {"iters": ITERATIONS}),
+    )
+    templates = (
+        ()
+        if weights.bits != 4
+        else tuple(Row("AMD Quark", name, {"algorithm": name.lower()}) for name in ("GPTQ", "Qronos"))
+    )
+    return Format(title, weights, (*rows, *templates))
+
+
+_ACTIVATIONS = {"activations": 4}
+
+FORMATS = {
+    "W4": _weight_only("int4 weights", Weights(4, GROUP), "w4a16_best"),
+    "W3": _weight_only("int3 weights with zero points", Weights(3, GROUP, symmetric=False), "w4a16_best_asym"),
+    "W2": _weight_only("int2 weights with zero points", Weights(2, GROUP, symmetric=False), "w4a16_best_asym"),
+    "W4A4": Format(
+        "int4 weights, int4 activations per token",
+        Weights(4, GROUP),
+        (
+            _ours("w4a4_dynamic, sweeps=0", preset="w4a4_dynamic", replaced=[QUALITY]),
+            _ours("w4a4_dynamic", preset="w4a4_dynamic"),
+            Row("llm-compressor", "GPTQ", {"gptq": True, **_ACTIVATIONS}),
+            Row("llm-compressor", "SpinQuant R1 R2, GPTQ", {"spinquant": ["R1", "R2"], "gptq": True, **_ACTIVATIONS}),
+            Row(
+                "llm-compressor",
+                "SpinQuant R1 R2 R4, GPTQ",
+                {"spinquant": ["R1", "R2", "R4"], "gptq": True, **_ACTIVATIONS},
+            ),
+            Row("AMD Quark", "QuaRot, GPTQ", {"algorithm": ["rotation", "gptq"], **_ACTIVATIONS}),
+            Row("AMD Quark", "QuaRot, Qronos", {"algorithm": ["rotation", "qronos"], **_ACTIVATIONS}),
+        ),
+        activations=True,
+    ),
+    "W8A8": Format(
+        "int8 weights per channel, int8 activations per token",
+        None,
+        (
+            _ours("w8a8_dynamic", preset="w8a8_dynamic"),
+            Row("llm-compressor", "to nearest", {"scheme": "W8A8"}),
+            Row("llm-compressor", "SmoothQuant, GPTQ", {"scheme": "W8A8", "smoothquant": True, "gptq": True}),
+        ),
+        activations=True,
+    ),
+    "NVFP4": Format(
+        "NVFP4 weights and activations",
+        None,
+        (
+            _ours("nvfp4", preset="nvfp4"),
+            _ours("nvfp4_best", preset="nvfp4_best"),
+            Row("llm-compressor", "to nearest", {"scheme": "NVFP4"}),
+            Row("llm-compressor", "GPTQ", {"scheme": "NVFP4", "gptq": True}),
+            Row("llm-compressor", "SmoothQuant, GPTQ", {"scheme": "NVFP4", "smoothquant": True, "gptq": True}),
+            Row("AMD Quark", "GPTQ", {"scheme": "nvfp4", "algorithm": "gptq"}),
+        ),
+        activations=True,
+    ),
+    "MXFP4": Format(
+        "MXFP4 weights and activations",
+        None,
+        (
+            _ours("mxfp4", preset="mxfp4"),
+            _ours("mxfp4_best", preset="mxfp4_best"),
+            Row("llm-compressor", "to nearest", {"scheme": "MXFP4"}),
+            Row("llm-compressor", "GPTQ", {"scheme": "MXFP4", "gptq": True}),
+            Row("AMD Quark", "GPTQ", {"scheme": "mxfp4", "algorithm": "gptq"}),
+            Row("AMD Quark", "QuaRot, GPTQ", {"scheme": "mxfp4", "algorithm": ["rotation", "gptq"]}),
+            Row("auto-round", f"{ITERATIONS} iterations", {"scheme": "MXFP4", "iters": ITERATIONS}),
+        ),
+        activations=True,
+    ),
+}
+
+
+@cache
+def trained() -> Trained:
+    """Return the model with its text, as the comparisons of trained models take it."""
+    from benchmarks.real import smollm2
+
+    real = smollm2.load(calibration=WINDOWS)
+    return Trained(smollm2.writable(real.model), smollm2.tokenizer(), real.calibration, real.judged)
+
+
+def verdict(measured: Sequence[Measured]) -> str:
+    """Say by which row of ours each tool's best row is beaten, and in what part of its time."""
+    said = list[str]()
+    mine = [one for one in measured if one.row.ours]
+    for tool in PEERS:
+        best = min((one for one in measured if one.row.tool == tool), key=lambda one: one.divergence, default=None)
+        if best is None or not mine:
+            continue
+        within = [one for one in mine if one.cpu <= best.cpu / 2]
+        chosen = min(within or mine, key=lambda one: one.divergence if within else one.cpu)
+        said.append(
+            f"{tool}'s smallest divergence is {best.divergence:.4f} in {best.cpu:.0f} s; "
+            f"{'in at most half of that' if within else 'no row here takes half of that, the fastest'}, "
+            f"`{chosen.row.method}` has {chosen.divergence:.4f} in {chosen.cpu:.0f} s"
+            f"{'' if within and chosen.divergence < best.divergence else ': missed'}."
+        )
+    return textwrap.fill(" ".join(said), 120)
+
+
+def section(name: str, measured: Sequence[Measured]) -> str:
+    """Return the section of a format."""
+    header = ("tool", "method", "KL", "perplexity", "CPU s", "peak MiB")
+    rows = [
+        (
+            one.row.tool,
+            one.row.method,
+            f"{one.divergence:.4f}",
+            f"{one.perplexity:.2f}",
+            f"{one.cpu:.0f}",
+            f"{one.peak:.0f}",
+        )
+        for one in measured
+    ]
+    title = f"## `{name}`: {FORMATS[name].title}"
+    return f"{title}\n\n{table(header, rows)}\n\n{verdict(measured)}\n\n{versions(measured)}\n\n{environment()}\n"
+
+
+def main() -> None:
+    """Measure, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
+    add_pythons(parser)
+    parser.add_argument("--only", nargs="+", default=[""], help="rows whose tool and method contain one of these")
+    parser.add_argument("--jobs", type=Path, help="folder for the runs, kept; default: a temporary one")
+    parser.add_argument("--write", action="store_true", help="update docs/real_peers.md")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    pythons = pythons_of(arguments)
+    sections = sections_of("real_peers.md") if arguments.write else {}
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in arguments.formats:
+            form = FORMATS[name]
+            folder = (arguments.jobs or Path(temporary)) / ("predictions" if form.activations else "weights") / name
+            subject = Subject(name, trained(), folder, form.weights, held_out=form.activations)
+            rows = [row for row in form.rows if any(part in str(row) for part in arguments.only)]
+            measured = measure(subject, rows, pythons)
+            if not measured:
+                print(f"{name}: no rows", file=sys.stderr)
+                continue
+            made = section(name, measured)
+            sections = {title: text for title, text in sections.items() if not title.startswith(f"`{name}`")}
+            sections[made.partition("\n")[0].removeprefix("## ")] = made
+            publish(page(sections), "real_peers.md" if arguments.write else None)
+
+
+def page(sections: dict[str, str]) -> str:
+    """Return the page."""
+    order = {f"`{name}`": place for place, name in enumerate(FORMATS)}
+    shown = "\n".join(text for title, text in sorted(sections.items(), key=lambda it: order[it[0].partition(":")[0]]))
+    return f"""# SmolLM2 in every format, beside other tools
+
+SmolLM2-135M, whose weights are real, calibrated on {WINDOWS} windows of 512 tokens of Wikipedia in batches of 4, judged
+on 16 windows of other documents, where the float model's perplexity is {trained().perplexity():.2f}. Integer weights
+are in groups of {GROUP}; embedding and head stay in float. Every run is a process of its own on one core and reads the
+same checkpoint and tokens; CPU seconds, user and system, are those of the whole process: imports, loading, quantizing,
+writing. KL is the mean divergence from the float model's predictions in nats per token; smaller is better. Where
+activations are rounded too, each tool's own model predicts; elsewhere its weights are read and put into the float
+model. Reproduce with `python -m benchmarks.real_peers`, whose docstring says what the environments need.
+
+{shown}"""
+
+
+if __name__ == "__main__":
+    main()
