@@ -191,8 +191,8 @@ def _pieces(rows: Tensor) -> tuple[Tensor, ...]:
 
 def _pairs(rows: Tensor) -> Tensor:
     """Return the values of rows by two, shape (rows, pairs, 2); an odd last value is paired with zero."""
-    padded = torch.nn.functional.pad(rows, (0, rows.shape[-1] % 2))
-    return padded.unflatten(-1, (-1, 2))
+    pairs: Tensor = torch.nn.functional.pad(rows, (0, rows.shape[-1] % 2)).unflatten(-1, (-1, 2))
+    return pairs
 
 
 def _joined(pairs: Tensor, rows: Tensor) -> Tensor:

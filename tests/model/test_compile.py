@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from tiny import Cnn, calls, constant, rand, seeded
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from transformers.pytorch_utils import Conv1D
 
 import quark_fx as qfx
@@ -266,7 +268,7 @@ class Residual(nn.Module):
 @pytest.mark.parametrize(
     ("last", "rounded"),
     [
-        (nn.Conv2d(16, 4, 1), ["x", "conv2d", "conv2d_1", "conv2d_2", "add"]),
+        (nn.Conv2d(16, 4, 1), ["x", "conv2d", "conv2d_1", "add"]),
         (nn.InstanceNorm2d(16), ["x", "conv2d", "conv2d_1"]),
     ],
     ids=["between convolutions", "read in float"],
@@ -275,6 +277,70 @@ def test_inductor_rounds_what_integer_kernels_read(last: nn.Module, rounded: lis
     qmodel = quantized(lambda: Residual(last), INT8_STATIC.replace(target="inductor"), IMAGE)
     assert [str(node.args[0]) for node in calls(qmodel.graph_module, QUANTIZE)] == rounded
     assert all(row.kernel for row in qmodel.compile().report())
+
+
+class Added(nn.Module):
+    """A convolution whose result is added to something.
+
+    Args:
+        to: what it is added to: the "input"; "earlier" codes; codes that are read "later" as well; these "flipped";
+            what a "convolution" makes of the input.
+        activation: of the sum.
+    """
+
+    def __init__(self, to: str, activation: nn.Module) -> None:
+        super().__init__()
+        self.partner, self.activation = to, activation
+        self.first, self.second, self.third, self.last = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x if self.partner == "input" else torch.relu(self.first(x))
+        branch = self.third(torch.relu(self.second(y)))
+        if self.partner == "convolution":
+            other = self.first(x)
+        else:
+            other = y.flip(-1) if self.partner == "flipped" else y
+        z: Tensor = self.last(self.activation(other + branch))
+        return z + self.second(y) if self.partner == "later" else z
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.Identity()], ids=["relu", "sum"])
+@pytest.mark.parametrize("to", ["input", "earlier", "later", "flipped", "convolution"])
+def test_a_convolution_adds_codes_to_its_sums(to: str, activation: nn.Module) -> None:
+    qmodel = quantized(lambda: Added(to, activation), INT8_STATIC.replace(target="inductor"), IMAGE)
+    compiled = qmodel.compile()
+    count = [row.kernel for row in compiled.report()].count("onednn.qconv2d_pointwise.binary")
+    assert count == (to not in ("input", "flipped"))  # these are added in floats, and as rows of other codes
+    x = rand(3, *IMAGE.shape[1:], seed=4)
+    expected = qmodel(x)
+    step = float(expected.max() - expected.min()) / 255
+    plain = compiled.graph_module(x)[0]
+    torch.testing.assert_close(plain, expected, rtol=0, atol=3 * step)
+    assert bool(((plain - expected).abs() < 0.1 * step).double().mean() > 0.9)  # a code that is one off shows in few
+    torch.testing.assert_close(compiled(x), plain, rtol=0, atol=1e-4)
+
+
+@NEEDS_COMPILER
+def test_kernels_write_over_codes_that_nothing_reads_later() -> None:
+    found = {}
+    for to in ("earlier", "later"):
+        qmodel = quantized(partial(Added, to, nn.ReLU()), INT8_STATIC.replace(target="inductor"), IMAGE)
+        torch._dynamo.reset()
+        lines = "".join(run_and_get_code(qmodel.compile(), IMAGE)[1]).splitlines()
+        called = "torch.ops.onednn.qconv2d_pointwise.binary", "torch.ops.quark_fx.convolve_onto"
+        found[to] = [any(line.strip().split(" = ")[-1].startswith(name) for line in lines) for name in called]
+    assert found == {"earlier": [True, False], "later": [False, True]}
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_a_product_applies_gelu(approximate: str) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(32, 64), nn.GELU(approximate), nn.Linear(64, 8))
+
+    qmodel = quantized(build, INT8_STATIC.replace(target="inductor"), rand(4, 32))
+    compiled, x = qmodel.compile(), rand(5, 32, seed=4)
+    assert not calls(compiled.graph_module, "aten.gelu.default")
+    torch.testing.assert_close(compiled(x), qmodel(x), rtol=0, atol=2e-2)
 
 
 def test_a_loaded_model_has_the_same_kernels(tmp_path: Path) -> None:

@@ -9,7 +9,16 @@ from torch import Tensor
 from torch.fx import Node
 
 from quark_fx.model.kernels.integers import Unsigned, channel_codes, require_exact, signed_codes
-from quark_fx.model.kernels.product import NoKernelError, Product, Rounded
+from quark_fx.model.kernels.product import (
+    RELU,
+    RELU_OR_GELU,
+    Activated,
+    NoKernelError,
+    Product,
+    Rounded,
+    quantizers_of,
+)
+from quark_fx.model.kernels.residual import Residual
 
 aten, onednn = torch.ops.aten, torch.ops.onednn
 
@@ -41,8 +50,38 @@ def integer_convolution(product: Product) -> str:
     # Packed without a size, or for a zero point where there is none, a weight is packed again in every call.
     point = read.zero_point if isinstance(read.zero_point, int) else 128
     packed = onednn.qconv_prepack.default(codes, scale, 1.0, point, *geometry, product.sizes_read())
+    residual = Residual.of(product) if isinstance(read.scale, float) else None
+    if residual is not None:
+        return _convolve_onto(product, residual, read, packed, scale, bias, *geometry)
     _multiply(product, onednn.qconv_pointwise, read, packed, scale, bias, *geometry)
     return "onednn.qconv_pointwise"
+
+
+def _convolve_onto(
+    product: Product,
+    residual: Residual,
+    read: Unsigned,
+    packed: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    *geometry: Any,
+) -> str:
+    """Replace a convolution, the addition that reads it and what rounds the sum."""
+    step, point, onto_step, onto_point = (
+        product.number(part)
+        for rounded in (residual.after, residual.onto)
+        for part in (rounded.scale, rounded.zero_point)
+    )
+    made = product.insert(
+        torch.ops.quark_fx.convolve_onto.default,
+        *(read.codes, read.scale, read.zero_point, packed, scale, torch.zeros_like(scale, dtype=torch.int32)),
+        *(residual.onto.codes, bias, *geometry, step, int(point), onto_step, int(onto_point)),
+        residual.sum.function,
+    )
+    for node in residual.quantizers:
+        made.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(made)
+    return "onednn.qconv2d_pointwise.binary"
 
 
 def token_linear(product: Product) -> str:
@@ -111,7 +150,8 @@ def _multiply(
 ) -> None:
     """Replace a product, and the quantizers that alone read it, by a kernel."""
     _require_dtype(product)
-    quantizers = product.quantizers_after()
+    result_of = Activated.of(product.node, RELU if geometry else RELU_OR_GELU)
+    quantizers = quantizers_of(result_of.node)
     after = Rounded.of(quantizers[0]) if quantizers else None
     signed = after is not None and after.format.dtype is torch.int8
     result = (1.0, 0, product.dtype)
@@ -122,10 +162,10 @@ def _multiply(
     made = product.insert(
         overload,
         *(read.codes, read.scale, read.zero_point, packed, scale, torch.zeros_like(scale, dtype=torch.int32), bias),
-        *(*geometry, *result, "none" if product.result is product.node else "relu", [], ""),
+        *(*geometry, *result, result_of.function, [], result_of.algorithm),
     )
     made = signed_codes(product, made) if signed else made
-    for node in quantizers or (product.result,):
+    for node in quantizers or (result_of.node,):
         made.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(made)
 

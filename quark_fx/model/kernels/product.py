@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -186,29 +187,6 @@ class Product:
         )
         return stride, padding, dilation, named_argument(self.node, "groups") or 1
 
-    @property
-    def result(self) -> Node:
-        """Its result, or that of a relu that alone reads it, which kernels apply."""
-        readers = tuple(self.node.users)
-        return readers[0] if len(readers) == 1 and target_name(readers[0]) == "aten.relu.default" else self.node
-
-    def quantizers_after(self) -> tuple[Node, ...]:
-        """Return the quantizers that alone read `result`, all with one calibrated scale and codes of 8 bits."""
-        readers = tuple(self.result.users)
-        found = [Rounded.of(reader) if target_name(reader) == QUANTIZE else None for reader in readers]
-        first = found[0] if found else None
-        if first is None or first.kind is not Activation.STATIC or not isinstance(first.format, IntFormat):
-            return ()
-        if first.format.bits != 8:
-            return ()
-        same = all(
-            other is not None
-            and (other.format, other.axis) == (first.format, None)
-            and (other.scale.target, other.zero_point.target) == (first.scale.target, first.zero_point.target)
-            for other in found
-        )
-        return readers if same else ()
-
     def sizes_read(self) -> list[int]:
         """Return the sizes of its activation; 16 for dimensions that vary."""
         return [static_size(size) or 16 for size in self.activation.meta["val"].shape]
@@ -231,4 +209,55 @@ class Product:
         return made
 
 
-__all__ = ["Activation", "NoKernelError", "Product", "Rounded"]
+@dataclass(frozen=True)
+class Activated:
+    """A value after the function that a kernel applies to its sums.
+
+    Attributes:
+        node: what the function returns; the sums, if there is none.
+        function: oneDNN's name of it.
+        algorithm: how it is computed, where there are several ways.
+    """
+
+    node: Node
+    function: str = "none"
+    algorithm: str = ""
+
+    @classmethod
+    def of(cls, node: Node, functions: Mapping[str, str]) -> Activated:
+        """Return a node after the function that alone reads it.
+
+        Args:
+            node: sums.
+            functions: oneDNN's names of those that the kernel applies, by those of ATen.
+        """
+        reader, *others = [*node.users, node]
+        function = functions.get(target_name(reader))
+        if len(others) != 1 or function is None:
+            return cls(node)
+        return cls(reader, function, str(reader.kwargs.get("approximate", "none")) if function == "gelu" else "")
+
+
+RELU = {"aten.relu.default": "relu"}
+RELU_OR_GELU = RELU | {"aten.gelu.default": "gelu"}
+
+
+def quantizers_of(result: Node) -> tuple[Node, ...]:
+    """Return the quantizers that alone read a node, all with one calibrated scale and codes of 8 bits."""
+    readers = tuple(result.users)
+    found = [Rounded.of(reader) if target_name(reader) == QUANTIZE else None for reader in readers]
+    first = found[0] if found else None
+    if first is None or first.kind is not Activation.STATIC or not isinstance(first.format, IntFormat):
+        return ()
+    if first.format.bits != 8:
+        return ()
+    same = all(
+        other is not None
+        and (other.format, other.axis) == (first.format, None)
+        and (other.scale.target, other.zero_point.target) == (first.scale.target, first.zero_point.target)
+        for other in found
+    )
+    return readers if same else ()
+
+
+__all__ = ["RELU", "RELU_OR_GELU", "Activated", "Activation", "NoKernelError", "Product", "Rounded", "quantizers_of"]
