@@ -1,6 +1,6 @@
 """Time of quantized models in PyTorch: by `qmodel.compile()`, beside float ones, eager and by `torch.compile`.
 
-    python -m benchmarks.compiled [--rounds 15] [--generation] [--write]
+    python -m benchmarks.compiled [--rounds 15] [--sections resnet bert ...] [--write]
 
 torchvision's ResNet-50 at 3 x 224 x 224, a BERT of base size at 128 tokens, and Llamas of 135M and of 1.1B parameters
 at one token, with seeded random weights: time does not depend on values. The large one takes 16 GB of memory, and is
@@ -8,7 +8,7 @@ not compiled with frozen weights, which are a copy. The int8 networks run once m
 processors with AVX2 and without VNNI. Every case runs in a process of its own on one thread, its models in turn; a row
 gives the median over the rounds and the quartiles of the ratios within a round. The networks of `tests/networks.py`,
 trained on digits, show the accuracy. The last table is of `generate` by the Llama, as a model of transformers: in
-float, simulated by `eager()`, and with `eager(kernels=True)`; `--generation` measures it alone. `--write` updates
+float, simulated by `eager()`, and with `eager(kernels=True)`. `--sections` measures some; `--write` updates them in
 `docs/compiled.md`.
 """
 
@@ -35,12 +35,12 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import quark_fx as qfx
 from benchmarks.common import (
-    DOCS,
     apart_from_others,
     environment,
     estimate_batch_norm,
     images,
     publish,
+    sections_of,
     spread,
     sqnr,
     table,
@@ -184,7 +184,7 @@ def _section(case: Case, found: dict[str, Any]) -> str:
         )
     header = ("batch", "model", "ms", "eager float over it", "compiled float over it")
     ours = f"`{case.preset}`, {found['kernels']}; asked of both floats over `compile()`: {case.goal}."
-    return "\n\n".join([f"## {case.name}", ours, table(header, lines), "  \n".join(notes)])
+    return "\n\n".join([ours, table(header, lines), "  \n".join(notes)])
 
 
 def _accuracy() -> str:
@@ -201,7 +201,7 @@ def _accuracy() -> str:
         rows.append((name, *decibels, f"{sqnr(simulated, ours):.1f}", *right))
         torch._dynamo.reset()
     header = ("network", "SQNR, quantized", "compile()", "apart, dB", "right, float", "quantized", "compile()")
-    return f"## Trained networks, `int8_static`\n\n{table(header, rows)}"
+    return table(header, rows)
 
 
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
@@ -255,31 +255,42 @@ def _generation() -> str:
             f"`{preset}`: {found['kernels']}; {found['same']} of {NEW} tokens are those of the simulated model."
         )
     header = ("preset", "model", "tokens a second", "speed over float", "over eager()")
-    text = f"""## Llama 135M, generation
-
-`generate` with its cache, greedy, {NEW} tokens after {PROMPT}, batch 1, the prompt's time among them; not compiled as a
-whole. Models in turn in one process; medians of {ROUNDS} rounds, smallest and largest ratio of a round in parentheses.
-Compilation is not timed. Reproduce with `python -m benchmarks.compiled --generation`."""
-    return "\n\n".join([text, table(header, rows), "  \n".join(notes), environment()])
+    text = f"""`generate` with its cache, greedy, {NEW} tokens after {PROMPT}, batch 1, the prompt's time among them;
+not compiled as a whole. Models in turn in one process; medians of {ROUNDS} rounds, smallest and largest ratio of a
+round in parentheses. Compilation is not timed."""
+    return "\n\n".join([text, table(header, rows), "  \n".join(notes)])
 
 
-def _with_section(page: str, section: str) -> str:
-    """Return a page with a section in the place of the one of that title, or at its end."""
-    start = page.find(section.splitlines()[0])
-    if start < 0:
-        return f"{page.rstrip()}\n\n{section}\n"
-    end = page.find("\n## ", start + 1)
-    return page[:start] + section + "\n" + (page[end:] if end >= 0 else "")
+def sections() -> dict[str, tuple[str, Callable[[int], str]]]:
+    """Return title and measurement, of some rounds, of each section by the name of its option."""
+
+    def of(case: Case, name: str, variables: dict[str, str]) -> tuple[str, Callable[[int], str]]:
+        def measured(rounds: int) -> str:
+            own = ("benchmarks.compiled", "--rounds", str(rounds), "--case", name)
+            found = _section(case, apart_from_others(*own, **variables))
+            return f"{found}\n\n{rounds} rounds at batch 1, 3 at larger ones."
+
+        return case.name, measured
+
+    found = {name: of(case, name, {}) for name, case in CASES.items()}
+    for name, case in CASES.items():
+        if case.preset == "int8_static":
+            older = replace(case, name=f"{case.name}, kernels for AVX2 without VNNI", goal=_AVX2_GOAL)
+            found[f"{name}_avx2"] = of(older, name, AVX2)
+    found["trained"] = "Trained networks, `int8_static`", lambda _: _accuracy()
+    found["generation"] = "Llama 135M, generation", lambda _: _generation()
+    return found
 
 
 def main() -> None:
     """Run and report."""
+    known = sections()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="rounds of one run of each model at batch 1")
     parser.add_argument("--case", choices=CASES, help="run one case in this process and print its figures")
     parser.add_argument("--generate", choices=GENERATED, help="generate in this process and print the figures")
-    parser.add_argument("--generation", action="store_true", help="measure generation alone")
-    parser.add_argument("--write", action="store_true", help="update docs/compiled.md")
+    parser.add_argument("--sections", nargs="+", choices=known, default=list(known), help="those to measure")
+    parser.add_argument("--write", action="store_true", help="update these sections of docs/compiled.md")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -291,40 +302,30 @@ def main() -> None:
     if arguments.generate:
         print(json.dumps(generate(arguments.generate)))
         return
-    if arguments.generation:
-        section = _generation()
-        print(section)
-        if arguments.write:
-            path = DOCS / "compiled.md"
-            path.write_text(_with_section(path.read_text(encoding="utf-8"), section), encoding="utf-8")
-        return
-    own = ("benchmarks.compiled", "--rounds", str(arguments.rounds), "--case")
-    parts = [_section(case, apart_from_others(*own, name)) for name, case in CASES.items()]
-    for name, case in CASES.items():
-        if case.preset == "int8_static":
-            older = replace(case, name=f"{case.name}, kernels for AVX2 without VNNI", goal=_AVX2_GOAL)
-            parts.append(_section(older, apart_from_others(*own, name, **AVX2)))
-    text = "\n\n".join([*parts, _accuracy()])
-    page = f"""# Quantized models in PyTorch
+    found = sections_of("compiled.md") if arguments.write else {}
+    for name in arguments.sections:
+        title, measured = known[name]
+        found[title] = f"## {title}\n\n{measured(arguments.rounds)}\n\n{environment()}\n"
+        publish(page(found), "compiled.md" if arguments.write else None)
+
+
+def page(found: dict[str, str]) -> str:
+    """Return the page of sections by title."""
+    shown = "\n".join(found[title] for title, _ in sections().values() if title in found)
+    return f"""# Quantized models in PyTorch
 
 [Quickstart](quickstart.md#speed-in-pytorch) and, for `generate`, [Language models](language_models.md) say how to get
 them.
 
 Networks with seeded random weights on one thread: the float model, eager, by `torch.compile`, and by `torch.compile`
-with frozen weights, and what `qmodel.compile()` returns. They are run in turn; medians of {arguments.rounds} rounds
-at batch 1 and 3 at larger ones, quartiles of the ratios within a round in parentheses. Random weights amplify a code
-that is one step off through the layers; the last table has networks trained on digits: SQNR of the logits in dB against
-the float model, how far apart the quantized model and its compiled form are, and the percentage of 897 images that are
-classified correctly. Models are quantized for `target="inductor"`. Kernels for AVX2 are those that torch and oneDNN
-take when they are told that the processor has no more. Reproduce with `python -m benchmarks.compiled`.
+with frozen weights, and what `qmodel.compile()` returns. They are run in turn; medians over rounds, quartiles of the
+ratios within a round in parentheses. Random weights amplify a code that is one step off through the layers; networks
+trained on digits show what that is worth: SQNR of the logits in dB against the float model, how far apart the quantized
+model and its compiled form are, and the percentage of 897 images that are classified correctly. Models are quantized
+for `target="inductor"`. Kernels for AVX2 are those that torch and oneDNN take when they are told that the processor has
+no more. Reproduce with `python -m benchmarks.compiled`.
 
-{text}
-
-{environment()}
-
-{_generation()}
-"""
-    publish(page, "compiled.md" if arguments.write else None)
+{shown}"""
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ def _weight_only(title: str, weights: Weights, best: str) -> Format:
     rows = (
         _ours("to nearest"),
         _ours("GPTQ()", passes=["GPTQ"]),
+        _ours("GPTQ(asymmetry=0.5, fit_scales=True)", passes=[QUALITY], **spelled),
         _ours("GPTQ(asymmetry=0.5, fit_scales=True, guided=True)", passes=[QUICK], **spelled),
         _ours(f"{best}, sweeps=0", preset=best, replaced=[QUICK]),
         _ours(best, preset=best),
