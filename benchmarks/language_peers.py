@@ -33,7 +33,7 @@ import tempfile
 import textwrap
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -54,9 +54,12 @@ ROOT = Path(__file__).resolve().parent.parent
 BATCH = 8
 """Windows in a calibration batch."""
 
-AGREED, HALF = 40.0, 3.0
-"""dB that logits of a tool's own model agree to with those of the float model that has its weights. Some multiply in
-bfloat16: where the float model in bfloat16 agrees with itself to less than the sum of both, `HALF` less than that."""
+AGREED = 40.0
+"""dB that logits of a tool's own model agree to with those of the float model that has its weights."""
+
+HALF = 3.0
+"""dB that they may agree to less than the float model does in bfloat16, which some tools compute in; a deep model's
+agree to less than `AGREED`."""
 
 SHIFT = 0.05
 """Standard deviations that the mean of a weight may move; one step is a quarter of one or more."""
@@ -426,7 +429,7 @@ HEADER = (
 def measure(subject: Subject, wanted: Sequence[Row], pythons: dict[str, Path]) -> list[Measured]:
     """Run all rows, those of several rounds in turn; a row that fails is reported and left out."""
     found = [Measured(row) for row in wanted if row.tool in pythons]
-    for round_ in range(max(row.rounds for row in wanted)):
+    for round_ in range(max((row.rounds for row in wanted), default=0)):
         for one in found:
             if round_ < one.row.rounds:
                 try:
@@ -475,16 +478,16 @@ PEERS = {
 """The option of each tool's Python."""
 
 
-def add_pythons(parser: argparse.ArgumentParser) -> None:
-    """Add an option for the Python of each tool."""
+def add_pythons(parser: argparse.ArgumentParser, tools: Collection[str] = tuple(PEERS)) -> None:
+    """Add an option for the Python of each of some tools."""
     parser.add_argument("--quark-fx", type=Path, metavar="PYTHON", help="one with the peers' torch; default: this one")
-    for option in PEERS.values():
+    for option in (option for tool, option in PEERS.items() if tool in tools):
         parser.add_argument(option, type=Path, metavar="PYTHON", help="its Python; default: no rows of it")
 
 
 def pythons_of(arguments: argparse.Namespace) -> dict[str, Path]:
     """Return the Python of each tool that has one."""
-    given = {tool: getattr(arguments, option[2:].replace("-", "_")) for tool, option in PEERS.items()}
+    given = {tool: getattr(arguments, option[2:].replace("-", "_"), None) for tool, option in PEERS.items()}
     ours = {"quark_fx": arguments.quark_fx or Path(sys.executable)}
     return ours | {tool: python for tool, python in given.items() if python is not None}
 

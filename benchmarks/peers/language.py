@@ -261,25 +261,13 @@ def modelopt(job: Job) -> Found:
 
 
 def amd_quark(job: Job) -> Found:
-    """Run `algorithm`, one or several, as its template for Llama sets them up; where the job has no weights, `scheme`.
-
-    `activations`: int4 per token, measured at run time, beside int4 weights in groups.
-    """
+    """Run `algorithm`, one or several, as its template for Llama sets them up; `scheme` where the job has no weights."""
     from quark.torch import LLMTemplate, ModelQuantizer  # type: ignore[import-not-found]
-    from quark.torch.quantization.config.config import (  # type: ignore[import-not-found]
-        Int4PerChannelSpec,
-        Int4PerGroupSpec,
-        QLayerConfig,
-    )
 
     if job.weights is None:
         scheme = job.options["scheme"]
-    elif "activations" in job.options:
-        scheme = "w4a4"
-        inputs = Int4PerChannelSpec(ch_axis=1, is_dynamic=True).to_quantization_spec()
-        weights = Int4PerGroupSpec(ch_axis=-1, group_size=job.weights["group"]).to_quantization_spec()
-        LLMTemplate.register_scheme(scheme, QLayerConfig(input_tensors=inputs, weight=weights))
     else:
+        assert job.weights["bits"] == 4, "its templates have no others"
         scheme = f"{'' if job.weights['symmetric'] else 'u'}int4_wo_{job.weights['group']}"
     config = LLMTemplate.get("llama").get_config(scheme=scheme, algorithm=job.options["algorithm"])
     windows: Any = torch.cat(job.batches)

@@ -14,7 +14,7 @@ from quark_fx.graph.nodes import device_of
 from quark_fx.graph.signature import Signature
 from quark_fx.model.kernels.lowering import KernelReport, use_kernels
 from quark_fx.model.kernels.modules import require_unchanged
-from quark_fx.model.kernels.residual import AddInPlace
+from quark_fx.model.kernels.residual import CONVOLVE_ONTO, AddInPlace
 
 if TYPE_CHECKING:
     from quark_fx.model.quantized_model import QuantizedModel
@@ -34,7 +34,7 @@ class CompiledModel(nn.Module):
         super().__init__()
         self.graph_module, self.signature, self._report = graph_module, signature, report
         self._freezing = any(row.integer for row in report)
-        self._in_place = AddInPlace(inductor.post_grad_custom_pre_pass)
+        self._adds_codes = any(node.target is CONVOLVE_ONTO for node in graph_module.graph.nodes)
         if "mode" not in options and options.get("backend", "inductor") == "inductor":
             options["options"] = {"guard_filter_fn": _guards} | dict(options.get("options") or {})
         try:
@@ -64,7 +64,10 @@ class CompiledModel(nn.Module):
         """
         leaves = self.signature.flatten(args, kwargs)
         # Packed weights are constants to the kernels, which torch asks for while it compiles a call of new sizes.
-        with torch.no_grad(), inductor.patch(freezing=self._freezing, post_grad_custom_pre_pass=self._in_place):
+        settings: dict[str, Any] = {"freezing": self._freezing}
+        if self._adds_codes and inductor.post_grad_custom_pre_pass is None:  # a pass of the user's own stays
+            settings["post_grad_custom_pre_pass"] = AddInPlace()
+        with torch.no_grad(), inductor.patch(settings):
             return self.signature.unflatten(self._run(*leaves))
 
     def compile(self, **options: Any) -> NoReturn:

@@ -208,7 +208,7 @@ def _extremes(rows: Tensor) -> tuple[Tensor, Tensor]:
 def _exceeded(pairs: Tensor, limit: int) -> Tensor:
     """Return which pairs of codes, shape (..., 2), add up to more than the limit.
 
-    Both have one sign then: two of opposite signs add up to less than one of them, which the limit allows.
+    Both have one sign then: the sum of opposite signs is no larger than the larger of the two, which the limit allows.
     """
     first, second = pairs.unbind(-1)
     return (first + second).abs() > limit

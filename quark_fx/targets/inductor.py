@@ -1,15 +1,16 @@
 """Inductor on x64 processors: quantizers are where the kernels of `QuantizedModel.compile` read codes.
 
 oneDNN's integer kernels return floats as well as codes, so a result that anything reads in float is not rounded.
-One operand of an addition stays in the sums of the convolution that makes it, if one does: the kernel adds the codes of
-the other. Other additions and pools between quantized operators run in loops that Inductor fuses, which read and write
-a quarter of the bytes in codes.
+If a convolution feeds an addition, its sums are not rounded first: the kernel adds the codes of the other operand to
+them. Other additions and pools between quantized operators run in loops that Inductor fuses, which read and write a
+quarter of the bytes in codes.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
@@ -25,21 +26,21 @@ def _has_kernel(kind: str, spec: TensorSpec) -> bool:
 
 
 def adds_to_sums(node: Node, user: Node) -> bool:
-    """Tell whether a kernel computes `user`, an addition, on what it has of the convolution `node` before rounding it.
+    """Tell whether the kernel of the convolution `node` also computes the addition `user`.
 
-    Of two convolutions whose results are added, the later one does.
+    What it adds must be known before it: of two convolutions whose results are added, the later one adds.
     """
     row = row_by_target(node)
     if target_name(user) != "aten.add.Tensor" or row is None or row.kind != "conv" or len(node.users) != 1:
         return False
     first, second, *_ = user.args
     other = second if first is node else first
-    if user.kwargs.get("alpha", 1) != 1 or not isinstance(other, Node) or other is node:
+    if user.kwargs.get("alpha", 1) != 1 or not isinstance(other, Node) or not other < node:
         return False
     value, added = (given.meta.get("val") for given in (node, other))
-    if not isinstance(added, Tensor) or value is None or value.dim() != 4 or value.shape != added.shape:
+    if not isinstance(value, Tensor) or not isinstance(added, Tensor) or value.dtype != torch.float32:
         return False
-    return not adds_to_sums(other, user) if other > node else True
+    return value.dim() == 4 and value.shape == added.shape
 
 
 INDUCTOR = Target(

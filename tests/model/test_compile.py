@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from quark_fx.graph.nodes import QUANTIZE, parameter, placeholders, static_size,
 from quark_fx.model.kernels import integers
 from quark_fx.model.kernels.lowering import RULES
 from quark_fx.model.kernels.product import Activation
+from quark_fx.model.kernels.residual import CONVOLVE_ONTO
 from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, INT16, UINT8, Format
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.presets import INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, MXFP4
@@ -283,64 +283,114 @@ class Added(nn.Module):
     """A convolution whose result is added to something.
 
     Args:
-        to: what it is added to: the "input"; "earlier" codes; codes that are read "later" as well; these "flipped";
-            what a "convolution" makes of the input.
+        to: what it is added to: the "input"; "earlier" codes; codes that are read "later" as well; these "flipped", or
+            "transposed"; those that the convolution "itself" reads; what a "convolution" makes of the input; what is
+            computed "after" it.
         activation: of the sum.
     """
 
     def __init__(self, to: str, activation: nn.Module) -> None:
         super().__init__()
         self.partner, self.activation = to, activation
-        self.first, self.second, self.third, self.last = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))
+        self.first, self.second, self.third, self.last = (nn.Conv2d(32, 32, 3, padding=1) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x if self.partner == "input" else torch.relu(self.first(x))
-        branch = self.third(torch.relu(self.second(y)))
-        if self.partner == "convolution":
+        y = torch.relu(self.first(x))
+        branch = self.third(y if self.partner == "itself" else torch.relu(self.second(y)))
+        if self.partner == "input":
+            other = x
+        elif self.partner == "convolution":
             other = self.first(x)
+        elif self.partner == "after":
+            other = nn.functional.max_pool2d(y, 3, 1, 1)
         else:
-            other = y.flip(-1) if self.partner == "flipped" else y
-        z: Tensor = self.last(self.activation(other + branch))
+            other = {"flipped": y.flip(-1), "transposed": y.mT}.get(self.partner, y)
+        z: Tensor = self.last(self.activation(branch + other))
         return z + self.second(y) if self.partner == "later" else z
 
 
+LARGE = rand(2, 32, 32, 32)
+
+ADDED = {"earlier": 1, "later": 1, "itself": 1, "convolution": 1, "input": 0, "flipped": 0, "transposed": 0, "after": 0}
+"""What a convolution is added to, and how many kernels add it to their sums: codes that come before it, as they are."""
+
+
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.Identity()], ids=["relu", "sum"])
-@pytest.mark.parametrize("to", ["input", "earlier", "later", "flipped", "convolution"])
-def test_a_convolution_adds_codes_to_its_sums(to: str, activation: nn.Module) -> None:
-    qmodel = quantized(lambda: Added(to, activation), INT8_STATIC.replace(target="inductor"), IMAGE)
+@pytest.mark.parametrize("fmt", [UINT8, INT8], ids=str)
+@pytest.mark.parametrize("to", ADDED)
+def test_a_convolution_adds_codes_to_its_sums(to: str, fmt: Format, activation: nn.Module) -> None:
+    spec = TensorSpec(format=fmt)
+    config = INT8_STATIC.replace(target="inductor", input=spec, output=spec)
+    qmodel = quantized(lambda: Added(to, activation), config, LARGE)
     compiled = qmodel.compile()
-    count = [row.kernel for row in compiled.report()].count("onednn.qconv2d_pointwise.binary")
-    assert count == (to not in ("input", "flipped"))  # these are added in floats, and as rows of other codes
-    x = rand(3, *IMAGE.shape[1:], seed=4)
+    assert [row.kernel for row in compiled.report()].count("onednn.qconv2d_pointwise.binary") == ADDED[to]
+    x = rand(3, *LARGE.shape[1:], seed=4)
     expected = qmodel(x)
     step = float(expected.max() - expected.min()) / 255
     plain = compiled.graph_module(x)[0]
     torch.testing.assert_close(plain, expected, rtol=0, atol=3 * step)
     assert bool(((plain - expected).abs() < 0.1 * step).double().mean() > 0.9)  # a code that is one off shows in few
-    torch.testing.assert_close(compiled(x), plain, rtol=0, atol=1e-4)
 
 
 @NEEDS_COMPILER
-def test_kernels_write_over_codes_that_nothing_reads_later() -> None:
-    found = {}
-    for to in ("earlier", "later"):
-        qmodel = quantized(partial(Added, to, nn.ReLU()), INT8_STATIC.replace(target="inductor"), IMAGE)
-        torch._dynamo.reset()
-        lines = "".join(run_and_get_code(qmodel.compile(), IMAGE)[1]).splitlines()
-        called = "torch.ops.onednn.qconv2d_pointwise.binary", "torch.ops.quark_fx.convolve_onto"
-        found[to] = [any(line.strip().split(" = ")[-1].startswith(name) for line in lines) for name in called]
-    assert found == {"earlier": [True, False], "later": [False, True]}
+@pytest.mark.parametrize("to", ["earlier", "later", "itself", "convolution"])
+def test_kernels_write_over_codes_that_nothing_else_reads(to: str) -> None:
+    compiled = quantized(lambda: Added(to, nn.ReLU()), INT8_STATIC.replace(target="inductor"), LARGE).compile()
+    torch._dynamo.reset()
+    found, code = run_and_get_code(compiled, LARGE)
+    torch.testing.assert_close(found, compiled.graph_module(LARGE)[0], rtol=0, atol=1e-4)
+    calls_of = [line.strip().split(" = ")[-1] for line in "".join(code).splitlines()]
+    in_place, copied = (
+        any(call.startswith(f"torch.ops.{name}") for call in calls_of)
+        for name in ("onednn.qconv2d_pointwise.binary", "quark_fx.convolve_onto")
+    )
+    assert (in_place, copied) == (to in ("earlier", "convolution"), to in ("later", "itself"))
+
+
+@NEEDS_COMPILER
+def test_a_pass_of_the_users_own_stays() -> None:
+    seen = list[Any]()
+    compiled = quantized(lambda: Added("earlier", nn.ReLU()), INT8_STATIC.replace(target="inductor"), LARGE).compile()
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=seen.append):
+        found = compiled(LARGE)
+    assert seen
+    torch.testing.assert_close(found, compiled.graph_module(LARGE)[0], rtol=0, atol=1e-4)
+
+
+def test_codes_in_any_order_of_memory_are_added_to() -> None:
+    geometry = ([1, 1], [0, 0], [1, 1], 1)
+    codes, scale = torch.randint(-127, 128, (4, 4, 1, 1), dtype=torch.int8), torch.full((4,), 0.01)
+    packed = torch.ops.onednn.qconv_prepack.default(codes, scale, 1.0, 0, *geometry, [1, 4, 5, 5])
+    x, onto = (torch.randint(0, 255, (1, 4, 5, 5), dtype=torch.uint8) for _ in range(2))
+
+    def added(onto: Tensor) -> Tensor:
+        zero = torch.zeros(4, dtype=torch.int32)
+        made: Tensor = CONVOLVE_ONTO(x, 0.1, 0, packed, scale, zero, onto, None, *geometry, 0.5, 7, 0.2, 3, "none")
+        return made
+
+    before = onto.clone()
+    products = nn.functional.conv2d(x.float() * 0.1, codes.float() * 0.01)
+    expected = ((products + (onto.float() - 3) * 0.2) / 0.5).round().add(7).clamp(0, 255)
+    for laid_out in (onto, onto.mT.contiguous().mT, onto.to(memory_format=torch.channels_last)):
+        assert (added(laid_out).float() - expected).abs().max() <= 1
+    assert torch.equal(onto, before)
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_a_product_applies_gelu(approximate: str) -> None:
+@pytest.mark.parametrize("config", [INT8_STATIC, INT8_DYNAMIC], ids=["static", "dynamic"])
+def test_a_product_applies_gelu(config: QuantConfig, approximate: str) -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(32, 64), nn.GELU(approximate), nn.Linear(64, 8))
 
-    qmodel = quantized(build, INT8_STATIC.replace(target="inductor"), rand(4, 32))
-    compiled, x = qmodel.compile(), rand(5, 32, seed=4)
-    assert not calls(compiled.graph_module, "aten.gelu.default")
-    torch.testing.assert_close(compiled(x), qmodel(x), rtol=0, atol=2e-2)
+    qmodel = quantized(build, config.replace(target="inductor"), rand(4, 32))
+    graph = qmodel.compile().graph_module
+    assert not calls(graph, "aten.gelu.default")
+    kernels = [node.args for node in graph.graph.nodes if "qlinear_pointwise" in str(node.target)]
+    assert [(args[-3], args[-1]) for args in kernels] == [("gelu", approximate), ("none", "")]
+    x = rand(5, 32, seed=4)
+    expected = qmodel(x)
+    torch.testing.assert_close(graph(x)[0], expected, rtol=0, atol=3 * float(expected.abs().max()) / 255)
 
 
 def test_a_loaded_model_has_the_same_kernels(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def test_limited_codes_stay_in_16_bits_and_others_as_they_are(values: list[list[
     over = BOUND.exceeded(codes).repeat_interleave(2, 1)[:, : codes.shape[1]]
     assert torch.equal(limited[~over], codes[~over])
     assert limited.dtype == torch.int8
+    assert torch.equal(limited, BOUND.lowered(codes))
 
 
 @given(st.floats(-128, 127), st.floats(-128, 127))

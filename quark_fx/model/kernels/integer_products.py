@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from quark_fx.model.kernels.product import (
     Rounded,
     quantizers_of,
 )
-from quark_fx.model.kernels.residual import Residual
+from quark_fx.model.kernels.residual import CONVOLVE_ONTO, Residual
 
 aten, onednn = torch.ops.aten, torch.ops.onednn
 
@@ -67,20 +68,13 @@ def _convolve_onto(
     *geometry: Any,
 ) -> str:
     """Replace a convolution, the addition that reads it and what rounds the sum."""
-    step, point, onto_step, onto_point = (
-        product.number(part)
-        for rounded in (residual.after, residual.onto)
-        for part in (rounded.scale, rounded.zero_point)
-    )
+    onto, (step, point, signed) = Unsigned.of(product, residual.onto), _output(product, residual.after)
     made = product.insert(
-        torch.ops.quark_fx.convolve_onto.default,
+        CONVOLVE_ONTO,
         *(read.codes, read.scale, read.zero_point, packed, scale, torch.zeros_like(scale, dtype=torch.int32)),
-        *(residual.onto.codes, bias, *geometry, step, int(point), onto_step, int(onto_point)),
-        residual.sum.function,
+        *(onto.codes, bias, *geometry, step, point, onto.scale, onto.zero_point, residual.sum.function),
     )
-    for node in residual.quantizers:
-        made.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(made)
+    _replace(product, residual.quantizers, made, signed)
     return "onednn.qconv2d_pointwise.binary"
 
 
@@ -153,19 +147,30 @@ def _multiply(
     result_of = Activated.of(product.node, RELU if geometry else RELU_OR_GELU)
     quantizers = quantizers_of(result_of.node)
     after = Rounded.of(quantizers[0]) if quantizers else None
-    signed = after is not None and after.format.dtype is torch.int8
-    result = (1.0, 0, product.dtype)
-    if after is not None:
-        # torch.compile assumes the kernel's quantized output is uint8.
-        result = (product.number(after.scale), int(product.number(after.zero_point)) + 128 * signed, torch.uint8)
+    step, point, signed = (1.0, 0, False) if after is None else _output(product, after)
+    result = (step, point, product.dtype if after is None else torch.uint8)
     overload = kernel.default if isinstance(read.scale, float) else kernel.tensor
     made = product.insert(
         overload,
         *(read.codes, read.scale, read.zero_point, packed, scale, torch.zeros_like(scale, dtype=torch.int32), bias),
         *(*geometry, *result, result_of.function, [], result_of.algorithm),
     )
+    _replace(product, quantizers or (result_of.node,), made, signed)
+
+
+def _output(product: Product, after: Rounded) -> tuple[float, int, bool]:
+    """Return scale and zero point of a kernel's codes, and whether those that are wanted are signed.
+
+    `torch.compile` assumes that a kernel's codes are uint8.
+    """
+    signed = after.format.dtype is torch.int8
+    return product.number(after.scale), int(product.number(after.zero_point)) + 128 * signed, signed
+
+
+def _replace(product: Product, nodes: Sequence[Node], made: Node, signed: bool) -> None:
+    """Let what a kernel made, in codes that are `signed` or not, take the place of nodes."""
     made = signed_codes(product, made) if signed else made
-    for node in quantizers or (result_of.node,):
+    for node in nodes:
         made.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(made)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from quark_fx.model.kernels.product import Activation, NoKernelError, Product
+from quark_fx.model.kernels.product import Activation, NoKernelError, Product, Rounded
 from quark_fx.numbers.formats import IntFormat
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.plan.pair_sums import LARGEST_SUM, PairBound
@@ -51,13 +51,15 @@ class Unsigned:
     zero_point: int | Node
 
     @classmethod
-    def of(cls, product: Product) -> Unsigned:
-        """Return what a product reads. To signed codes, which kernels are slow at or refuse, half the range is added.
+    def of(cls, product: Product, rounded: Rounded | None = None) -> Unsigned:
+        """Return codes for the kernel of a product, by default those it reads.
+
+        To signed codes, which kernels are slow at or refuse, half the range is added.
 
         Raises:
             NoKernelError: for other formats than integers of at most 8 bits.
         """
-        rounded = product.rounded
+        rounded = rounded or product.rounded
         assert rounded is not None
         fmt = rounded.format
         if not isinstance(fmt, IntFormat) or fmt.bits > 8:

@@ -231,9 +231,11 @@ class Activated:
             node: sums.
             functions: oneDNN's names of those that the kernel applies, by those of ATen.
         """
-        reader, *others = [*node.users, node]
+        if len(node.users) != 1:
+            return cls(node)
+        (reader,) = node.users
         function = functions.get(target_name(reader))
-        if len(others) != 1 or function is None:
+        if function is None:
             return cls(node)
         return cls(reader, function, str(reader.kwargs.get("approximate", "none")) if function == "gelu" else "")
 

@@ -15,19 +15,19 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, Node
 
 from quark_fx.model.kernels.product import RELU, Activated, Activation, Product, Rounded, quantizers_of
-from quark_fx.numbers.formats import UINT8
+from quark_fx.numbers.formats import IntFormat
 from quark_fx.targets.inductor import adds_to_sums
 
 
 @dataclass(frozen=True)
 class Residual:
-    """What follows a convolution that adds codes to its sums.
+    """The addition after a convolution that the kernel of the convolution computes.
 
     Attributes:
-        onto: the codes.
+        onto: the codes that the kernel adds to its sums.
         sum: the addition, rectified or not.
-        quantizers: which round the sum, to codes of one kind.
-        after: these codes.
+        quantizers: of the sum; all have one scale and format.
+        after: the codes they make.
     """
 
     onto: Rounded
@@ -37,17 +37,17 @@ class Residual:
 
     @classmethod
     def of(cls, product: Product) -> Residual | None:
-        """Return what follows a convolution, `None` where that is something else."""
+        """Return it, `None` unless it adds codes of one calibrated scale and a quantizer follows."""
         add = next(iter(product.node.users), None)
-        if add is None or not adds_to_sums(product.node, add) or product.dtype != torch.float32:
+        if add is None or not adds_to_sums(product.node, add):
             return None
         (other,) = (node for node in add.all_input_nodes if node is not product.node)
         onto, total = Rounded.of(other), Activated.of(add, RELU)
         quantizers = quantizers_of(total.node)
         after = Rounded.of(quantizers[0]) if quantizers else None
-        if onto is None or after is None or product.node < onto.codes:
+        if onto is None or after is None or onto.kind is not Activation.STATIC:
             return None
-        if onto.kind is not Activation.STATIC or not onto.format == after.format == UINT8:
+        if not isinstance(onto.format, IntFormat) or onto.format.bits > 8:
             return None
         return cls(onto, total, quantizers, after)
 
@@ -86,7 +86,8 @@ def convolve_onto(
         onto_scale, onto_zero_point: of `onto`.
         activation: "relu" or "none".
     """
-    given = (x, x_scale, x_zero_point, weight, weight_scale, weight_zero_point, onto.clone(), bias, stride, padding)
+    copied = onto.clone(memory_format=torch.channels_last)  # the kernel wants dense memory in an order of its own
+    given = (x, x_scale, x_zero_point, weight, weight_scale, weight_zero_point, copied, bias, stride, padding)
     rest = (dilation, groups, scale, zero_point, onto_scale, onto_zero_point, activation)
     return torch.empty_like(onto).copy_(_KERNEL(*_in_place(*given, *rest)))
 
@@ -96,7 +97,7 @@ def _like_onto(*arguments: Any) -> Tensor:
     return torch.empty_like(arguments[6])
 
 
-_OPERATOR = torch.ops.quark_fx.convolve_onto.default
+CONVOLVE_ONTO = torch.ops.quark_fx.convolve_onto.default
 _KERNEL = torch.ops.onednn.qconv2d_pointwise.binary
 
 
@@ -107,20 +108,11 @@ def _in_place(*arguments: Any) -> tuple[Any, ...]:
 
 
 class AddInPlace(CustomGraphPass):
-    """Lets Inductor write over codes that nothing reads later: its pass on graphs before it looks for patterns.
-
-    Args:
-        before: a pass to run first, as that of Inductor's configuration.
-    """
-
-    def __init__(self, before: Any = None) -> None:
-        self._before = before
+    """An Inductor pass that replaces `convolve_onto` by oneDNN's kernel where nothing reads the codes later."""
 
     def __call__(self, graph: Graph) -> None:
-        if self._before is not None:
-            self._before(graph)
         for node in list(graph.nodes):
-            if node.target is not _OPERATOR or not _is_last(node.args[6], node):
+            if node.target is not CONVOLVE_ONTO or not _is_last(node.args[6], node):
                 continue
             with graph.inserting_before(node):
                 made = graph.call_function(_KERNEL, _in_place(*node.args))
@@ -130,15 +122,21 @@ class AddInPlace(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Return what tells compiled graphs of other versions apart."""
-        return get_hash_for_files((__file__,)), getattr(self._before, "uuid", lambda: None)()
+        return get_hash_for_files((__file__,))
 
 
 def _is_last(onto: Any, reader: Node) -> bool:
-    """Tell whether codes are in memory of their own, and nobody reads them after `reader`."""
-    if onto.op != "call_function" or not isinstance(onto.target, torch._ops.OpOverload):
+    """Tell whether codes are in memory of their own, and `reader` is the last to read them, to add them alone."""
+    if onto is reader.args[0] or not _is_fresh(onto):
         return False
-    views = any(result.alias_info is not None for result in onto.target._schema.returns)
-    return not views and all(user <= reader for user in onto.users)
+    return all(user is reader or (user < reader and _is_fresh(user)) for user in onto.users)
 
 
-__all__ = ["AddInPlace", "Residual", "convolve_onto"]
+def _is_fresh(node: Node) -> bool:
+    """Tell whether a node returns memory of its own, no view."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return all(result.alias_info is None for result in node.target._schema.returns)
+
+
+__all__ = ["CONVOLVE_ONTO", "AddInPlace", "Residual", "convolve_onto"]
