@@ -261,7 +261,7 @@ def modelopt(job: Job) -> Found:
 
 
 def amd_quark(job: Job) -> Found:
-    """Run `algorithm`, one or several, as its template for Llama sets them up; `scheme` where the job has no weights."""
+    """Run `algorithm`, one or several, as its template for Llama sets them up; the job has weights or a `scheme`."""
     from quark.torch import LLMTemplate, ModelQuantizer  # type: ignore[import-not-found]
 
     if job.weights is None:
