@@ -26,7 +26,7 @@ from typing import Any
 
 import quark_fx as qfx
 from benchmarks.common import environment, one_thread, publish, table
-from benchmarks.in_vllm import REFUSED, ROOT, Row, _cut, _quantized, _rows, _write
+from benchmarks.in_vllm import REFUSED, ROOT, Row, all_rows, quantized_for, shortened, write_checkpoint
 
 
 def _read(python: Path, folder: Path, names: Sequence[str]) -> list[Mapping[str, Any]]:
@@ -75,12 +75,12 @@ def _places(names: set[str], kinds: Mapping[str, set[str]], scheme: str) -> set[
 def measure(python: Path, folder: Path, rows: Sequence[Row]) -> tuple[list[list[str]], list[list[str]]]:
     """Return the lines of the checkpoints that SGLang reads, and of those that it does not."""
     for i, row in enumerate(rows):
-        _write(row, _quantized(row, "vllm"), folder / str(i))
+        write_checkpoint(row, quantized_for(row, "vllm"), folder / str(i))
     loaded, without = list[list[str]](), list[list[str]]()
     for row, found in zip(rows, _read(python, folder, [str(i) for i in range(len(rows))]), strict=True):
         form = [row.model, row.form, row.what]
         if "error" in found:
-            without.append([*form, _cut(found["error"])])
+            without.append([*form, shortened(found["error"])])
         else:
             loaded.append([*form, *_cells(found)])
         print((without if "error" in found else loaded)[-1], file=sys.stderr, flush=True)
@@ -91,16 +91,16 @@ def refused(python: Path, folder: Path) -> list[list[str]]:
     """Return a line for each checkpoint that `target="vllm"` refuses, with what SGLang makes of it."""
     ours = []
     for i, row in enumerate(REFUSED):
-        _write(row, _quantized(row, "torch"), folder / f"refused-{i}")
+        write_checkpoint(row, quantized_for(row, "torch"), folder / f"refused-{i}")
         try:
-            _write(row, _quantized(row, "vllm"), folder / f"refused-{i}-ours")
+            write_checkpoint(row, quantized_for(row, "vllm"), folder / f"refused-{i}-ours")
             ours.append("written")
         except qfx.QuarkError:
             ours.append("refused")
     results = _read(python, folder, [f"refused-{i}" for i in range(len(REFUSED))])
     lines = []
     for row, found, mine in zip(REFUSED, results, ours, strict=True):
-        said = [_cut(found["error"]), "–"] if "error" in found else [_cells(found)[0], _cells(found)[2]]
+        said = [shortened(found["error"]), "–"] if "error" in found else [_cells(found)[0], _cells(found)[2]]
         lines.append([row.form, row.what, *said, mine])
     print(*lines, sep="\n", file=sys.stderr, flush=True)
     return lines
@@ -118,7 +118,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     # The same checkpoint may be in `in_vllm` once for each dtype.
-    rows = {(r.model, r.form, r.what): r for r in _rows() if r.config and options.only in f"{r.model} {r.form}"}
+    rows = {(r.model, r.form, r.what): r for r in all_rows() if r.config and options.only in f"{r.model} {r.form}"}
     with one_thread(), tempfile.TemporaryDirectory() as folder:
         loaded, without = measure(options.sglang, Path(folder), list(rows.values()))
         if options.only:

@@ -88,7 +88,8 @@ class Row:
     dtype: str = "bfloat16"
 
 
-def _rows() -> list[Row]:
+def all_rows() -> list[Row]:
+    """Return the checkpoints that are written."""
     float32 = "float32"
     moe = {"exclude": (*_ENDS, "op:experts")}
     return [
@@ -152,7 +153,8 @@ def _session(model: str) -> qfx.Session:
     return qfx.Session(trained.model, trained.calibration[:1])
 
 
-def _quantized(row: Row, target: str) -> qfx.QuantizedModel:
+def quantized_for(row: Row, target: str) -> qfx.QuantizedModel:
+    """Return the model of a row, quantized for a target."""
     assert row.config is not None
     return qfx.quantize(_session(row.model), row.config.replace(target=target), progress=False)
 
@@ -216,7 +218,8 @@ class Job:
         )
 
 
-def _write(row: Row, made: qfx.QuantizedModel | None, folder: Path) -> None:
+def write_checkpoint(row: Row, made: qfx.QuantizedModel | None, folder: Path) -> None:
+    """Write the checkpoint of a row, of the float model if nothing was made."""
     if made is None:
         language_models.load(row.model).model.save_pretrained(folder)
     else:
@@ -252,8 +255,8 @@ def measure(job: Job, rows: list[Row]) -> tuple[list[list[str]], list[list[str]]
     window, prompts = held_out[:1, :WINDOW], held_out[1 : PROMPTS + 1, :PROMPT]
     expected = []
     for i, row in enumerate(rows):
-        made = None if row.config is None else _quantized(row, "vllm")
-        _write(row, made, job.folder / str(i))
+        made = None if row.config is None else quantized_for(row, "vllm")
+        write_checkpoint(row, made, job.folder / str(i))
         expected.append(_expected(row, made, window, prompts))
         print("written", row.model, row.form, row.what, file=sys.stderr, flush=True)
     found = job.read([(str(i), row.dtype) for i, row in enumerate(rows)], window, prompts)
@@ -261,7 +264,7 @@ def measure(job: Job, rows: list[Row]) -> tuple[list[list[str]], list[list[str]]
     for row, wanted, result in zip(rows, expected, found, strict=True):
         form = [row.model, row.form or "float", row.what]
         if "error" in result:
-            without.append([*form, _cut(result["error"])])
+            without.append([*form, shortened(result["error"])])
         else:
             run.append([*form, row.dtype, *_compared(wanted, result)])
         print((without if "error" in result else run)[-1], file=sys.stderr, flush=True)
@@ -273,23 +276,24 @@ def refused(job: Job) -> list[list[str]]:
     ids = torch.ones(1, 4, dtype=torch.int64)
     ours = []
     for i, row in enumerate(REFUSED):
-        _write(row, _quantized(row, "torch"), job.folder / f"refused-{i}")
+        write_checkpoint(row, quantized_for(row, "torch"), job.folder / f"refused-{i}")
         try:
-            _write(row, _quantized(row, "vllm"), job.folder / f"refused-{i}-ours")
+            write_checkpoint(row, quantized_for(row, "vllm"), job.folder / f"refused-{i}-ours")
             ours.append("written")
         except qfx.QuarkError as error:
             said = [line.strip() for line in str(error).splitlines()]
             ours.append(said[1] if said[0].endswith(":") else said[0])
     found = job.read([(f"refused-{i}", row.dtype) for i, row in enumerate(REFUSED)], ids, ids)
     lines = [
-        [row.form, row.what, _cut(theirs.get("error", "runs")), _cut(mine, 220)]
+        [row.form, row.what, shortened(theirs.get("error", "runs")), shortened(mine, 220)]
         for row, theirs, mine in zip(REFUSED, found, ours, strict=True)
     ]
     print(*lines, sep="\n", file=sys.stderr, flush=True)
     return lines
 
 
-def _cut(text: str, length: int = 150) -> str:
+def shortened(text: str, length: int = 150) -> str:
+    """Return a message for a cell of a table."""
     text = text.replace("|", "/")
     return text if len(text) <= length else f"{text[:length]} …"
 
@@ -350,7 +354,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     with one_thread(), tempfile.TemporaryDirectory() as folder:
         job = Job(options.vllm, Path(folder))
-        run, without = measure(job, [row for row in _rows() if options.only in f"{row.model} {row.form}"])
+        run, without = measure(job, [row for row in all_rows() if options.only in f"{row.model} {row.form}"])
         if options.only:
             publish("\n\n".join((table(HEADER, run), table(("model", "checkpoint", "what", "says"), without))), None)
             return
@@ -402,7 +406,7 @@ On the command line, `--config` takes a YAML file with the lines `preset: w4a16_
 - A KV cache is FP8 with one scale for keys and one for values. Activations are int8 or FP8, calibrated or measured per
   token, beside weights of the same kind. Checkpoints of quark_fx hold no int4 weights beside int8 activations.
 - The target does not know your processor. Whether vLLM has a kernel there is for vLLM to say; below is what it says on
-  this CPU. No GPU was used, and SGLang was not run.
+  this CPU. No GPU was used. [In SGLang](sglang.md) has what its code reads of the same checkpoints.
 
 ## What it computes
 
