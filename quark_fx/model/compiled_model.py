@@ -14,7 +14,7 @@ from quark_fx.graph.nodes import device_of
 from quark_fx.graph.signature import Signature
 from quark_fx.model.kernels.lowering import KernelReport, use_kernels
 from quark_fx.model.kernels.modules import require_unchanged
-from quark_fx.model.kernels.residual import CONVOLVE_ONTO, AddInPlace
+from quark_fx.model.kernels.residual import CONVOLVE_ONTO
 
 if TYPE_CHECKING:
     from quark_fx.model.quantized_model import QuantizedModel
@@ -66,6 +66,8 @@ class CompiledModel(nn.Module):
         # Packed weights are constants to the kernels, which torch asks for while it compiles a call of new sizes.
         settings: dict[str, Any] = {"freezing": self._freezing}
         if self._adds_codes and inductor.post_grad_custom_pre_pass is None:  # a pass of the user's own stays
+            from quark_fx.model.kernels.in_place import AddInPlace  # loads sympy
+
             settings["post_grad_custom_pre_pass"] = AddInPlace()
         with torch.no_grad(), inductor.patch(settings):
             return self.signature.unflatten(self._run(*leaves))

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from quark_fx.model.kernels.product import RELU, Activated, Activation, Product, Rounded, quantizers_of
 from quark_fx.numbers.formats import IntFormat
@@ -89,7 +88,7 @@ def convolve_onto(
     copied = onto.clone(memory_format=torch.channels_last)  # the kernel wants dense memory in an order of its own
     given = (x, x_scale, x_zero_point, weight, weight_scale, weight_zero_point, copied, bias, stride, padding)
     rest = (dilation, groups, scale, zero_point, onto_scale, onto_zero_point, activation)
-    return torch.empty_like(onto).copy_(_KERNEL(*_in_place(*given, *rest)))
+    return torch.empty_like(onto).copy_(in_place_kernel()(*in_place_arguments(*given, *rest)))
 
 
 @convolve_onto.register_fake
@@ -98,45 +97,17 @@ def _like_onto(*arguments: Any) -> Tensor:
 
 
 CONVOLVE_ONTO = torch.ops.quark_fx.convolve_onto.default
-_KERNEL = torch.ops.onednn.qconv2d_pointwise.binary
 
 
-def _in_place(*arguments: Any) -> tuple[Any, ...]:
+def in_place_kernel() -> Any:
+    """Return oneDNN's kernel, which torch has on x64 processors alone."""
+    return torch.ops.onednn.qconv2d_pointwise.binary
+
+
+def in_place_arguments(*arguments: Any) -> tuple[Any, ...]:
     """Return the arguments of the kernel for those of `convolve_onto`."""
     *given, onto_scale, onto_zero_point, activation = arguments
     return (*given, torch.uint8, onto_scale, onto_zero_point, "sum", 1.0, activation, [], "")
 
 
-class AddInPlace(CustomGraphPass):
-    """An Inductor pass that replaces `convolve_onto` by oneDNN's kernel where nothing reads the codes later."""
-
-    def __call__(self, graph: Graph) -> None:
-        for node in list(graph.nodes):
-            if node.target is not CONVOLVE_ONTO or not _is_last(node.args[6], node):
-                continue
-            with graph.inserting_before(node):
-                made = graph.call_function(_KERNEL, _in_place(*node.args))
-            made.meta = dict(node.meta)
-            node.replace_all_uses_with(made)
-            graph.erase_node(node)
-
-    def uuid(self) -> Any:
-        """Return what tells compiled graphs of other versions apart."""
-        return get_hash_for_files((__file__,))
-
-
-def _is_last(onto: Any, reader: Node) -> bool:
-    """Tell whether codes are in memory of their own, and `reader` is the last to read them, to add them alone."""
-    if onto is reader.args[0] or not _is_fresh(onto):
-        return False
-    return all(user is reader or (user < reader and _is_fresh(user)) for user in onto.users)
-
-
-def _is_fresh(node: Node) -> bool:
-    """Tell whether a node returns memory of its own, no view."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return all(result.alias_info is None for result in node.target._schema.returns)
-
-
-__all__ = ["CONVOLVE_ONTO", "AddInPlace", "Residual", "convolve_onto"]
+__all__ = ["CONVOLVE_ONTO", "Residual", "convolve_onto", "in_place_arguments", "in_place_kernel"]

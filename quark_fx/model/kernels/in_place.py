@@ -1,0 +1,46 @@
+"""Inductor's part in adding a residual connection: the kernel that writes over codes, where nothing else reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+
+from quark_fx.model.kernels.residual import CONVOLVE_ONTO, in_place_arguments, in_place_kernel
+
+
+class AddInPlace(CustomGraphPass):
+    """An Inductor pass that replaces `convolve_onto` by oneDNN's kernel where nothing reads the codes later."""
+
+    def __call__(self, graph: Graph) -> None:
+        for node in list(graph.nodes):
+            if node.target is not CONVOLVE_ONTO or not _is_last(node.args[6], node):
+                continue
+            with graph.inserting_before(node):
+                made = graph.call_function(in_place_kernel(), in_place_arguments(*node.args))
+            made.meta = dict(node.meta)
+            node.replace_all_uses_with(made)
+            graph.erase_node(node)
+
+    def uuid(self) -> Any:
+        """Return what tells compiled graphs of other versions apart."""
+        return get_hash_for_files((__file__,))
+
+
+def _is_last(onto: Any, reader: Node) -> bool:
+    """Tell whether codes are in memory of their own, and `reader` is the last to read them, to add them alone."""
+    if onto is reader.args[0] or not _is_fresh(onto):
+        return False
+    return all(user is reader or (user < reader and _is_fresh(user)) for user in onto.users)
+
+
+def _is_fresh(node: Node) -> bool:
+    """Tell whether a node returns memory of its own, no view."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return all(result.alias_info is None for result in node.target._schema.returns)
+
+
+__all__ = ["AddInPlace"]
