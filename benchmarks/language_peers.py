@@ -58,8 +58,8 @@ AGREED = 40.0
 """dB that logits of a tool's own model agree to with those of the float model that has its weights."""
 
 HALF = 3.0
-"""dB that they may agree to less than the float model does in bfloat16, which some tools compute in; a deep model's
-agree to less than `AGREED`."""
+"""dB below the float model's own agreement in bfloat16 that are accepted: some tools compute in bfloat16, where a deep
+model agrees to less than `AGREED`."""
 
 SHIFT = 0.05
 """Standard deviations that the mean of a weight may move; one step is a quarter of one or more."""

@@ -34,7 +34,11 @@ class CompiledModel(nn.Module):
         super().__init__()
         self.graph_module, self.signature, self._report = graph_module, signature, report
         self._freezing = any(row.integer for row in report)
-        self._adds_codes = any(node.target is CONVOLVE_ONTO for node in graph_module.graph.nodes)
+        self._pre_pass: Any = None
+        if any(node.target is CONVOLVE_ONTO for node in graph_module.graph.nodes):
+            from quark_fx.model.kernels.in_place import AddInPlace  # loads sympy
+
+            self._pre_pass = AddInPlace()
         if "mode" not in options and options.get("backend", "inductor") == "inductor":
             options["options"] = {"guard_filter_fn": _guards} | dict(options.get("options") or {})
         try:
@@ -64,12 +68,8 @@ class CompiledModel(nn.Module):
         """
         leaves = self.signature.flatten(args, kwargs)
         # Packed weights are constants to the kernels, which torch asks for while it compiles a call of new sizes.
-        settings: dict[str, Any] = {"freezing": self._freezing}
-        if self._adds_codes and inductor.post_grad_custom_pre_pass is None:  # a pass of the user's own stays
-            from quark_fx.model.kernels.in_place import AddInPlace  # loads sympy
-
-            settings["post_grad_custom_pre_pass"] = AddInPlace()
-        with torch.no_grad(), inductor.patch(settings):
+        pre_pass = inductor.post_grad_custom_pre_pass or self._pre_pass  # a pass of the user's own stays
+        with torch.no_grad(), inductor.patch(freezing=self._freezing, post_grad_custom_pre_pass=pre_pass):
             return self.signature.unflatten(self._run(*leaves))
 
     def compile(self, **options: Any) -> NoReturn:

@@ -28,7 +28,7 @@ def _has_kernel(kind: str, spec: TensorSpec) -> bool:
 def adds_to_sums(node: Node, user: Node) -> bool:
     """Tell whether the kernel of the convolution `node` also computes the addition `user`.
 
-    What it adds must be known before it: of two convolutions whose results are added, the later one adds.
+    The other operand must be computed first: of two convolutions whose results are added, the later one adds.
     """
     row = row_by_target(node)
     if target_name(user) != "aten.add.Tensor" or row is None or row.kind != "conv" or len(node.users) != 1:

@@ -1,4 +1,4 @@
-"""Inductor's part in adding a residual connection: the kernel that writes over codes, where nothing else reads them."""
+"""An Inductor pass that lets oneDNN's convolution write over the codes that it adds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AddInPlace(CustomGraphPass):
 
 
 def _is_last(onto: Any, reader: Node) -> bool:
-    """Tell whether codes are in memory of their own, and `reader` is the last to read them, to add them alone."""
+    """Tell whether `reader` only adds the codes, no other node reads them later, and their memory is no view."""
     if onto is reader.args[0] or not _is_fresh(onto):
         return False
     return all(user is reader or (user < reader and _is_fresh(user)) for user in onto.users)

@@ -144,22 +144,22 @@ def _multiply(
 ) -> None:
     """Replace a product, and the quantizers that alone read it, by a kernel."""
     _require_dtype(product)
-    result_of = Activated.of(product.node, RELU if geometry else RELU_OR_GELU)
-    quantizers = quantizers_of(result_of.node)
+    result = Activated.of(product.node, RELU if geometry else RELU_OR_GELU)
+    quantizers = quantizers_of(result.node)
     after = Rounded.of(quantizers[0]) if quantizers else None
     step, point, signed = (1.0, 0, False) if after is None else _output(product, after)
-    result = (step, point, product.dtype if after is None else torch.uint8)
+    dtype = product.dtype if after is None else torch.uint8
     overload = kernel.default if isinstance(read.scale, float) else kernel.tensor
     made = product.insert(
         overload,
         *(read.codes, read.scale, read.zero_point, packed, scale, torch.zeros_like(scale, dtype=torch.int32), bias),
-        *(*geometry, *result, result_of.function, [], result_of.algorithm),
+        *(*geometry, step, point, dtype, result.function, [], result.algorithm),
     )
-    _replace(product, quantizers or (result_of.node,), made, signed)
+    _replace(product, quantizers or (result.node,), made, signed)
 
 
 def _output(product: Product, after: Rounded) -> tuple[float, int, bool]:
-    """Return scale and zero point of a kernel's codes, and whether those that are wanted are signed.
+    """Return scale and zero point of a kernel's codes, and whether the graph reads signed ones.
 
     `torch.compile` assumes that a kernel's codes are uint8.
     """
@@ -168,7 +168,7 @@ def _output(product: Product, after: Rounded) -> tuple[float, int, bool]:
 
 
 def _replace(product: Product, nodes: Sequence[Node], made: Node, signed: bool) -> None:
-    """Let what a kernel made, in codes that are `signed` or not, take the place of nodes."""
+    """Replace nodes by what a kernel made; by signed codes where the graph reads those."""
     made = signed_codes(product, made) if signed else made
     for node in nodes:
         made.meta["val"] = node.meta["val"]

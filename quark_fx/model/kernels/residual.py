@@ -36,7 +36,7 @@ class Residual:
 
     @classmethod
     def of(cls, product: Product) -> Residual | None:
-        """Return it, `None` unless it adds codes of one calibrated scale and a quantizer follows."""
+        """Return it; `None` unless the other operand is in codes of one calibrated scale and a quantizer follows."""
         add = next(iter(product.node.users), None)
         if add is None or not adds_to_sums(product.node, add):
             return None
