@@ -11,9 +11,6 @@ updates `docs/checkpoints.md`.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -27,7 +24,7 @@ from torch import Tensor
 
 import quark_fx as qfx
 from benchmarks import language_models
-from benchmarks.common import environment, publish, sqnr, table
+from benchmarks.common import environment, peer_job, publish, sqnr, table
 from benchmarks.language_models import Trained
 from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
 from quark_fx.numbers.formats import INT4, INT8, UINT4
@@ -40,8 +37,6 @@ from quark_fx.presets import (
     W4A16_RTN,
     W8A8_DYNAMIC,
 )
-
-ROOT = Path(__file__).resolve().parent.parent
 
 WINDOWS = 2
 """Held-out windows of 256 tokens that are compared."""
@@ -143,18 +138,7 @@ class Environments:
         """
         name = "transformers" if reader == "llm-compressor" else reader
         job = {"reader": name, "checkpoint": str(checkpoint), "tokens": "tokens.safetensors", "output": "read"}
-        path = folder / "job.json"
-        path.write_text(json.dumps(job), encoding="utf-8")
-        done = subprocess.run(
-            [str(self.pythons[reader].absolute()), "-m", "benchmarks.peers.reading", str(path.absolute())],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(f"{reader} failed with {done.returncode}:\n{done.stderr[-1500:]}")
+        peer_job(self.pythons[reader], "reading", job, folder)
         logits: Tensor = load_file(folder / "read")["logits"]
         return logits
 

@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -56,6 +56,31 @@ def apart_from_others(module: str, *arguments: str, **variables: str) -> Any:
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=alone)
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def peer_job(
+    python: Path, module: str, job: Mapping[str, Any], folder: Path, *, check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Run a module of `benchmarks.peers` in the environment of another tool, on one thread.
+
+    Args:
+        python: of that environment.
+        module: in `benchmarks.peers`.
+        job: written to `job.json` in the folder.
+        folder: where it runs.
+        check: raise if it fails.
+
+    Raises:
+        RuntimeError: with the end of its log.
+    """
+    path = folder / "job.json"
+    path.write_text(json.dumps(job), encoding="utf-8")
+    command = [str(python.absolute()), "-m", f"benchmarks.peers.{module}", str(path.absolute())]
+    own = {**os.environ, "PYTHONPATH": str(DOCS.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, check=False)
+    if check and done.returncode:
+        raise RuntimeError(f"benchmarks.peers.{module} failed with {done.returncode}:\n{done.stderr[-1500:]}")
+    return done
 
 
 @contextmanager

@@ -15,10 +15,7 @@ and the environment that these were measured in.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,12 +35,11 @@ from torch.nn import functional as F
 
 import quark_fx as qfx
 from benchmarks import language_models
-from benchmarks.common import DOCS, environment, one_thread, publish, table
+from benchmarks.common import DOCS, environment, one_thread, peer_job, publish, table
 from benchmarks.real import smollm2
 from quark_fx.export.checkpoints.gguf_reader import Reader
 from quark_fx.passes import GPTQ, FitScales
 
-ROOT = Path(__file__).resolve().parent.parent
 MIXTURE: Literal["Q4_K_M"] = "Q4_K_M"
 
 
@@ -172,13 +168,7 @@ class LlamaCpp:
         Raises:
             RuntimeError: if it fails; with the end of its log.
         """
-        path = self.folder / "job.json"
-        path.write_text(json.dumps(job), encoding="utf-8")
-        command = [str(self.python.absolute()), "-m", f"benchmarks.peers.{module}", str(path)]
-        own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=self.folder, env=own, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{module} failed with {done.returncode}:\n{done.stderr[-1500:]}")
+        peer_job(self.python, module, job, self.folder)
 
     def logits(self, path: Path, tokens: Tensor) -> Tensor:
         """Return what a file makes of windows."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -25,24 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import quark_fx as qfx
-from benchmarks.common import environment, one_thread, publish, table
-from benchmarks.in_vllm import REFUSED, ROOT, Row, all_rows, quantized_for, shortened, write_checkpoint
+from benchmarks.common import environment, one_thread, peer_job, publish, table
+from benchmarks.in_vllm import REFUSED, Row, all_rows, quantized_for, shortened, write_checkpoint
 
 
 def _read(python: Path, folder: Path, names: Sequence[str]) -> list[Mapping[str, Any]]:
     """Return what SGLang makes of each checkpoint, given by the name of its folder in `folder`."""
-    job = folder / "job.json"
-    job.write_text(json.dumps({"checkpoints": names}), encoding="utf-8")
-    done = subprocess.run(
-        [str(python.absolute()), "-m", "benchmarks.peers.sglang_reading", str(job)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"SGLang failed with {done.returncode}:\n{done.stderr[-1500:]}")
+    peer_job(python, "sglang_reading", {"checkpoints": names}, folder)
     return [json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in names]
 
 

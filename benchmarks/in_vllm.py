@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -34,7 +33,7 @@ from torch import Tensor
 import quark_fx as qfx
 from benchmarks import language_models
 from benchmarks.checkpoints import ASYMMETRIC, BYTES, SYMMETRIC
-from benchmarks.common import environment, one_thread, publish, spread, table
+from benchmarks.common import environment, one_thread, peer_job, publish, spread, table
 from benchmarks.compiled import llama_135m
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, TensorSpec
 from quark_fx.numbers.formats import FP8_E4M3, INT8, UINT8
@@ -48,8 +47,6 @@ from quark_fx.presets import (
     W4A16_RTN,
     W8A8_DYNAMIC,
 )
-
-ROOT = Path(__file__).resolve().parent.parent
 
 PROMPTS, PROMPT, TOKENS, WINDOW, LIKELIEST = 8, 32, 32, 255, 16
 
@@ -207,15 +204,7 @@ class Job:
         return shares
 
     def _run(self, job: Mapping[str, Any]) -> subprocess.CompletedProcess[str]:
-        (self.folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        return subprocess.run(
-            [str(self.python.absolute()), "-m", "benchmarks.peers.vllm_reading", str(self.folder / "job.json")],
-            cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        return peer_job(self.python, "vllm_reading", job, self.folder, check=False)
 
 
 def write_checkpoint(row: Row, made: qfx.QuantizedModel | None, folder: Path) -> None:
