@@ -5,10 +5,11 @@
     python -m benchmarks.in_sglang --sglang /tmp/sglang/bin/python [--only gptq] [--write]
 
 SGLang's dependencies need CUDA: of them install what its imports ask for, but not torchvision. Checkpoints are those of
-`benchmarks.in_vllm`. SGLang parses `config.json`, builds the model on a CPU as for an NVIDIA GPU, chooses schemes and
-loads the weights (see `benchmarks/peers/sglang_reading.py` for what is a stub there); no kernel repacks or multiplies.
-*Layers* are the schemes of the linear layers, with the layers where they differ; *weights* counts parameters
-with a part that was not filled, and tensors of the checkpoint that were not read. `--write` updates `docs/sglang.md`.
+`benchmarks.in_vllm` and a few more, for `target="sglang"`; what it refuses is written for `target="torch"`. SGLang
+parses `config.json`, builds the model on a CPU as for an NVIDIA GPU, chooses schemes and loads the weights (see
+`benchmarks/peers/sglang_reading.py` for what is a stub there); no kernel repacks or multiplies. *Layers* are the
+schemes of the linear layers, with the layers where they differ; *weights* counts parameters with a part that was not
+filled, and tensors of the checkpoint that were not read. `--write` updates `docs/sglang.md`.
 """
 
 from __future__ import annotations
@@ -16,16 +17,27 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import quark_fx as qfx
 from benchmarks.common import environment, one_thread, peer_job, publish, table
-from benchmarks.in_vllm import REFUSED, Row, all_rows, quantized_for, shortened, write_checkpoint
+from benchmarks.in_vllm import (
+    CT,
+    REFUSED,
+    Row,
+    all_rows,
+    first_line,
+    int4_in_groups,
+    quantized_for,
+    shortened,
+    write_checkpoint,
+)
+from quark_fx.presets import W4A16_RTN
 
 
 def _read(python: Path, folder: Path, names: Sequence[str]) -> list[Mapping[str, Any]]:
@@ -60,38 +72,56 @@ def _places(names: set[str], kinds: Mapping[str, set[str]], scheme: str) -> set[
     return {name.partition(".layers.")[2] if (kind := name.rpartition(".")[2]) in shared else kind for name in names}
 
 
-def measure(python: Path, folder: Path, rows: Sequence[Row]) -> tuple[list[list[str]], list[list[str]]]:
-    """Return the lines of the checkpoints that SGLang reads, and of those that it does not."""
-    for i, row in enumerate(rows):
-        write_checkpoint(row, quantized_for(row, "vllm"), folder / str(i))
-    loaded, without = list[list[str]](), list[list[str]]()
-    for row, found in zip(rows, _read(python, folder, [str(i) for i in range(len(rows))]), strict=True):
-        form = [row.model, row.form, row.what]
-        if "error" in found:
-            without.append([*form, shortened(found["error"])])
+_END = W4A16_RTN.exclude
+_WHOLE, _FUSED = (*_END, "*.self_attn.*"), (*_END, "*.self_attn.[qkv]_proj")
+
+
+def rows_of(part: str) -> list[Row]:
+    """Return the checkpoints whose form or model contains `part`, each once; `in_vllm` has some for each dtype."""
+    int4 = int4_in_groups(128)
+    more = [
+        Row("llama", form, what, int4.replace(exclude=exclude))
+        for form in (CT, "gptq", "awq")
+        for what, exclude in (("int4, attention in float", _WHOLE), ("int4, query, key and value in float", _FUSED))
+    ]
+    three = W4A16_RTN.replace(weight=W4A16_RTN.weight.replace(format="int3"))  # type: ignore[union-attr]
+    every = [*all_rows(), *more, *REFUSED, Row("llama", CT, "int3, groups of 128", three)]
+    return list({(r.model, r.form, r.what): r for r in every if r.config and part in f"{r.model} {r.form}"}.values())
+
+
+@dataclass(frozen=True)
+class Lines:
+    """The lines of a page: what SGLang reads, what it does not, and what `target="sglang"` refuses."""
+
+    loaded: list[list[str]] = field(default_factory=list)
+    without: list[list[str]] = field(default_factory=list)
+    refused: list[list[str]] = field(default_factory=list)
+
+
+def measure(python: Path, folder: Path, rows: Sequence[Row]) -> Lines:
+    """Write the checkpoints and let SGLang read them."""
+    said = [_written(row, folder / str(i)) for i, row in enumerate(rows)]
+    lines = Lines()
+    for row, why, found in zip(rows, said, _read(python, folder, [str(i) for i in range(len(rows))]), strict=True):
+        form, failed = [row.model, row.form, row.what], "error" in found
+        if why:
+            result = [shortened(found["error"]), "–"] if failed else [_cells(found)[0], _cells(found)[2]]
+            lines.refused.append([*form, *result, shortened(why, 220)])
+        elif failed:
+            lines.without.append([*form, shortened(found["error"])])
         else:
-            loaded.append([*form, *_cells(found)])
-        print((without if "error" in found else loaded)[-1], file=sys.stderr, flush=True)
-    return loaded, without
-
-
-def refused(python: Path, folder: Path) -> list[list[str]]:
-    """Return a line for each checkpoint that `target="vllm"` refuses, with what SGLang makes of it."""
-    ours = []
-    for i, row in enumerate(REFUSED):
-        write_checkpoint(row, quantized_for(row, "torch"), folder / f"refused-{i}")
-        try:
-            write_checkpoint(row, quantized_for(row, "vllm"), folder / f"refused-{i}-ours")
-            ours.append("written")
-        except qfx.QuarkError:
-            ours.append("refused")
-    results = _read(python, folder, [f"refused-{i}" for i in range(len(REFUSED))])
-    lines = []
-    for row, found, mine in zip(REFUSED, results, ours, strict=True):
-        said = [shortened(found["error"]), "–"] if "error" in found else [_cells(found)[0], _cells(found)[2]]
-        lines.append([row.form, row.what, *said, mine])
-    print(*lines, sep="\n", file=sys.stderr, flush=True)
+            lines.loaded.append([*form, *_cells(found)])
     return lines
+
+
+def _written(row: Row, folder: Path) -> str:
+    """Write a checkpoint; return why `target="sglang"` refuses it, empty if it does not."""
+    try:
+        write_checkpoint(row, quantized_for(row, "sglang"), folder)
+        return ""
+    except qfx.QuarkError as error:
+        write_checkpoint(row, quantized_for(row, "torch"), folder)
+        return first_line(error)
 
 
 HEADER = ("model", "checkpoint", "what", "layers", "head", "weights")
@@ -105,15 +135,10 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="update docs/sglang.md")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    # The same checkpoint may be in `in_vllm` once for each dtype.
-    rows = {(r.model, r.form, r.what): r for r in all_rows() if r.config and options.only in f"{r.model} {r.form}"}
     with one_thread(), tempfile.TemporaryDirectory() as folder:
-        loaded, without = measure(options.sglang, Path(folder), list(rows.values()))
-        if options.only:
-            publish("\n\n".join((table(HEADER, loaded), table((*HEADER[:3], "says"), without))), None)
-            return
-        lines = refused(options.sglang, Path(folder))
-    publish(page(loaded, without, lines, _versions(options.sglang)), "sglang.md" if options.write else None)
+        lines = measure(options.sglang, Path(folder), rows_of(options.only))
+    text = _tables(lines) if options.only else page(lines, _versions(options.sglang))
+    publish(text, "sglang.md" if options.write and not options.only else None)
 
 
 def _versions(python: Path) -> str:
@@ -124,36 +149,49 @@ def _versions(python: Path) -> str:
     return done.stdout.strip()
 
 
-def page(loaded: list[list[str]], without: list[list[str]], lines: list[list[str]], versions: str) -> str:
-    """Return the page."""
-    return f"""# In SGLang
+def _tables(lines: Lines) -> str:
+    said = "SGLang says, or its layers"
+    return f"""## What it reads
 
-What SGLang's own code makes of the checkpoints of `export.huggingface`, as far as it runs without a GPU. It parses
-`config.json`, builds the model on a CPU, chooses a scheme for each layer and loads the weights. **No kernel ran**: no
-weights were repacked, no logits computed. SGLang chooses by the GPU, so the process answers for one of compute
-capability 9.0 that is not there. In place of `sgl_kernel`, of one more kernel and of torchvision there are stubs that
-only satisfy imports.
-
-`python -m benchmarks.in_sglang --sglang PYTHON --write` measures this; its docstring defines the columns. There is no
-target for SGLang; the checkpoints are written with `target="vllm"` (see [In vLLM](vllm.md)).
-
-## What it reads
-
-*Not filled* and *not read* raise no error (what SGLang logs was not looked at): a parameter keeps what its memory held.
-The entries of `ignore`, `modules_to_not_convert` and `dynamic` name query, key and value; SGLang looks for its fused
-`qkv_proj` there unless the class of the model has a `packed_modules_mapping`.
-
-{table(HEADER, loaded)}
+{table(HEADER, lines.loaded)}
 
 ## What it does not read
 
-{table((*HEADER[:3], "SGLang says"), without)}
+{table((*HEADER[:3], "SGLang says"), lines.without) if lines.without else "Nothing that the target writes."}
 
-## What the target for vLLM refuses
+## What the target refuses
 
-Written without the target, and given to SGLang. Where it names layers, it raised no error.
+Written for `target="torch"`, and given to SGLang. Where it names layers, it raised no error: *not filled* parameters
+keep what their memory held, and *not read* tensors are dropped.
 
-{table(("checkpoint", "what", "SGLang says, or its layers", "weights", 'target="vllm"'), lines)}
+{table((*HEADER[:3], said, "weights", 'target="sglang" says'), lines.refused)}"""
+
+
+def page(lines: Lines, versions: str) -> str:
+    """Return the page."""
+    return f"""# In SGLang
+
+With `target="sglang"`, `quantize` and the export refuse what SGLang would refuse or load wrongly, before a checkpoint
+is written:
+
+``` {{.python}}
+config = qfx.presets.W4A16_GPTQ.replace(target="sglang")
+qmodel = qfx.quantize(llm, config, token_batches)
+qfx.export.huggingface(qmodel, "llm-int4", tokenizer=tokenizer)
+```
+
+The rules are those of [vLLM](vllm.md) and a few more: integers of 4 and 8 bits, no MXFP4, no calibrated int8
+activations, no experts in float beside GPTQ. Layers that stay in float are named as the checkpoint has them, and by the
+name of the layer that SGLang loads them into (`qkv_proj`, `gate_up_proj`), which it looks for.
+
+Below is what SGLang's own code makes of the checkpoints, as far as it runs without a GPU. It parses `config.json`,
+builds the model on a CPU, chooses a scheme for each layer and loads the weights. **No kernel ran**: no weights were
+repacked, no logits computed. SGLang chooses by the GPU, so the process answers for one of compute capability 9.0 that
+is not there. In place of `sgl_kernel`, of one more kernel and of torchvision there are stubs that only satisfy imports.
+
+`python -m benchmarks.in_sglang --sglang PYTHON --write` measures this; its docstring defines the columns.
+
+{_tables(lines)}
 
 In SGLang's environment: {versions}. In ours: {environment()}
 """

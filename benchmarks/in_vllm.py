@@ -59,6 +59,11 @@ def _groups(spec: TensorSpec, size: int) -> QuantConfig:
     return W4A16_RTN.replace(weight=weight)
 
 
+def int4_in_groups(size: int) -> QuantConfig:
+    """Return a configuration of int4 weights in groups, which every format stores."""
+    return _groups(SYMMETRIC, size)
+
+
 _ENDS = W4A16_RTN.exclude
 _HEAD = tuple(pattern for pattern in _ENDS if pattern != "op:head")
 _KEY_APART = (*_ENDS, "*.1.self_attn.k_proj")
@@ -270,8 +275,7 @@ def refused(job: Job) -> list[list[str]]:
             write_checkpoint(row, quantized_for(row, "vllm"), job.folder / f"refused-{i}-ours")
             ours.append("written")
         except qfx.QuarkError as error:
-            said = [line.strip() for line in str(error).splitlines()]
-            ours.append(said[1] if said[0].endswith(":") else said[0])
+            ours.append(first_line(error))
     found = job.read([(f"refused-{i}", row.dtype) for i, row in enumerate(REFUSED)], ids, ids)
     lines = [
         [row.form, row.what, shortened(theirs.get("error", "runs")), shortened(mine, 220)]
@@ -279,6 +283,12 @@ def refused(job: Job) -> list[list[str]]:
     ]
     print(*lines, sep="\n", file=sys.stderr, flush=True)
     return lines
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error that says what is wrong, and not that a list follows."""
+    said = [line.strip() for line in str(error).splitlines()]
+    return said[1] if said[0].endswith(":") else said[0]
 
 
 def shortened(text: str, length: int = 150) -> str:
@@ -395,7 +405,7 @@ On the command line, `--config` takes a YAML file with the lines `preset: w4a16_
 - A KV cache is FP8 with one scale for keys and one for values. Activations are int8 or FP8, calibrated or measured per
   token, beside weights of the same kind. Checkpoints of quark_fx hold no int4 weights beside int8 activations.
 - The target does not know your processor. Whether vLLM has a kernel there is for vLLM to say; below is what it says on
-  this CPU. No GPU was used. [In SGLang](sglang.md) has what its code reads of the same checkpoints.
+  this CPU. No GPU was used. SGLang has a target of its own ([In SGLang](sglang.md)).
 
 ## What it computes
 

@@ -6,7 +6,7 @@ name. Nothing asks which target it is: configurations, placement, training and e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, ClassVar, Final
@@ -146,14 +146,18 @@ class CheckpointFiles:
     """How a graph is written as a checkpoint.
 
     Attributes:
-        refuses: says why the backend does not read a format of `quark_fx.export.huggingface` with a
-            `quantization_config`, and what to do instead; empty if it does.
+        refuses: says why the backend does not read a format of `quark_fx.export.huggingface`, and what to do instead;
+            empty if it does. Its arguments are the format, its `quantization_config`, and the names of experts'
+            modules that stay in float.
         stacks: whether compressed-tensors stores experts that stay in float as stacks, where transformers looks for
             them beside quantized layers; otherwise each expert has its own matrices, as in a float checkpoint.
+        fused: by the name of a layer of the backend, the names of those that it loads into it. Where all of them stay
+            in float, the checkpoint says so by the backend's name as well.
     """
 
-    refuses: Callable[[str, Mapping[str, Any]], str] = _taken
+    refuses: Callable[[str, Mapping[str, Any], Sequence[str]], str] = _taken
     stacks: bool = True
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @checked
@@ -193,6 +197,8 @@ class Target:
     """ExecuTorch's XNNPACK kernels, which return quantized outputs; see `quark_fx.export.pt2e`."""
     VLLM: ClassVar[Target]
     """vLLM, which reads the checkpoints of `quark_fx.export.huggingface` and fuses layers that read one value."""
+    SGLANG: ClassVar[Target]
+    """SGLang, which reads the checkpoints of `quark_fx.export.huggingface` and fuses layers that read one value."""
     TORCH: ClassVar[Target]
     """Anything the graph can express, to be run by PyTorch."""
     DPU: ClassVar[Target]

@@ -17,10 +17,11 @@ from quark_fx.targets.inductor import INDUCTOR, INDUCTOR_VNNI
 from quark_fx.targets.onnxruntime import ONNX, ONNX_VNNI
 from quark_fx.targets.openvino import OPENVINO
 from quark_fx.targets.pytorch import TORCH
+from quark_fx.targets.sglang import SGLANG
 from quark_fx.targets.tensorrt import TENSORRT
 from quark_fx.targets.vllm import VLLM
 
-for own in (ONNX, ONNX_VNNI, OPENVINO, TENSORRT, EXECUTORCH, VLLM, INDUCTOR, INDUCTOR_VNNI, TORCH, DPU):
+for own in (ONNX, ONNX_VNNI, OPENVINO, TENSORRT, EXECUTORCH, VLLM, SGLANG, INDUCTOR, INDUCTOR_VNNI, TORCH, DPU):
     setattr(Target, own.name.upper(), register_target(own))
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "ONNX",
     "ONNX_VNNI",
     "OPENVINO",
+    "SGLANG",
     "TARGETS",
     "TENSORRT",
     "TORCH",

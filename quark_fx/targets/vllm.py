@@ -1,122 +1,26 @@
 """vLLM, which reads the checkpoints of `quark_fx.export.huggingface`, on any processor.
 
-The rules are those of vLLM 0.32: its configuration parsers (`CompressedTensorsConfig`, `AutoGPTQConfig`,
-`AutoAWQConfig`) and the layers that it builds. Which format has a kernel on which processor, its documentation says
-(https://docs.vllm.ai, "Quantization"). `benchmarks.in_vllm` runs it on a CPU.
+Which format has a kernel on which processor, its documentation says (https://docs.vllm.ai, "Quantization").
+`benchmarks.in_vllm` runs it on a CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from quark_fx.config.specs import Granularity, TensorSpec
-from quark_fx.config.target import CheckpointFiles, Operand, Placement, Refusal, Target
-from quark_fx.graph.linear import Linear
-from quark_fx.graph.operators import ATTENTION, KINDS
-from quark_fx.numbers.formats import FP4_E2M1, FP8_E4M3, INT8, UINT8, FloatFormat
-from quark_fx.numbers.qparams import Symmetry
-
-_ELSE = "or target='torch'"
-
-
-def _is_no_weight(spec: TensorSpec, operand: Operand) -> bool:
-    if operand is not Operand.WEIGHT:
-        return False
-    if isinstance(spec.format, FloatFormat):
-        if spec.group_size is None:
-            return spec.format != FP8_E4M3
-        if spec.scale_type.is_e8m0:
-            return spec.format not in (FP4_E2M1, FP8_E4M3) or spec.group_size != 32
-        return spec.format != FP4_E2M1 or spec.group_size != 16 or not spec.scale_type.is_8_bit
-    return not 2 <= spec.format.bits <= 8 or spec.scale_type.is_8_bit or spec.symmetry is Symmetry.OFFSET
-
-
-def _is_no_activation(spec: TensorSpec, operand: Operand) -> bool:
-    return operand is Operand.INPUT and (spec.format not in (INT8, UINT8, FP8_E4M3) or spec.scale_type.is_8_bit)
-
-
-def _is_measured_otherwise(spec: TensorSpec, operand: Operand) -> bool:
-    """Tell whether an activation has scales other than one that is calibrated, or one for each token."""
-    taken = Granularity.TOKEN if spec.dynamic else Granularity.TENSOR
-    return operand is Operand.INPUT and spec.granularity is not taken
-
-
-def _is_rounded_late(spec: TensorSpec, operand: Operand) -> bool:
-    return operand in (Operand.OUTPUT, Operand.BIAS)
-
-
-def _is_no_cache(spec: TensorSpec, operand: Operand) -> bool:
-    return operand is Operand.KV_CACHE and (
-        spec.format != FP8_E4M3 or spec.granularity is not Granularity.TENSOR or spec.dynamic
-    )
-
-
-def _refuses(kind: str, weight: TensorSpec, read: TensorSpec | None, linear: Linear | None) -> str:
-    """Return why vLLM cannot run a weight of a checkpoint beside an activation; empty if it can."""
-    is_float = isinstance(weight.format, FloatFormat)
-    if kind == "experts" and read is not None:
-        return "experts of a checkpoint read float activations; set input=None"
-    if read is None:
-        whole = not is_float and weight.granularity is Granularity.TENSOR
-        return "vLLM has integer weights per channel or group; set granularity='channel'" if whole else ""
-    if weight.group_size is not None or weight.format.bits != 8 or is_float != isinstance(read.format, FloatFormat):
-        return (
-            f"a checkpoint holds no {weight.format} weight per {weight.granularity} beside {read.format} activations: "
-            "both are int8, or fp8_e4m3, and the weight is per channel; set input=None, or another weight"
-        )
-    if not weight.scheme.symmetric:
-        return "weights beside integer activations have no zero points; set symmetry='symmetric'"
-    # The scales of fused weights become one.
-    again = is_float and weight.granularity is Granularity.TENSOR
-    return "vLLM rounds FP8 weights per tensor again when it fuses them; set granularity='channel'" if again else ""
-
-
-def _unread(form: str, config: Mapping[str, Any]) -> str:
-    """Return why vLLM does not read a checkpoint with a `quantization_config`; empty if it does."""
-    if not form.startswith("gptq"):
-        return ""
-    if not config["sym"]:
-        return "GPTQ with zero points; use format='awq', or symmetry='symmetric'"
-    if config["bits"] not in (4, 8):
-        return f"GPTQ in {config['bits']} bits; use 4 or 8, or format='compressed-tensors'"
-    if config["group_size"] not in (-1, 32, 64, 128):
-        return f"GPTQ in groups of {config['group_size']}; use 32, 64 or 128, or granularity='channel'"
-    return ""
-
+from quark_fx.config.target import CheckpointFiles, Refusal, Target
+from quark_fx.targets.servers import ELSE, no_weight, placement, refusals, unread
 
 VLLM = Target(
     name="vllm",
     refuses=(
         Refusal(
-            _is_no_weight,
+            no_weight,
             "vLLM has no weights in {spec.format} with such scales or offsets; use int2 to int8, fp8_e4m3, NVFP4, "
-            "MXFP4 or MXFP8, " + _ELSE,
+            "MXFP4 or MXFP8, " + ELSE,
         ),
-        Refusal(
-            _is_no_activation,
-            "vLLM has no activations in {spec.format}; use int8, uint8 or fp8_e4m3, input=None, " + _ELSE,
-        ),
-        Refusal(
-            _is_measured_otherwise,
-            "an activation in vLLM has one calibrated scale, or one for each token that is measured at run time; set "
-            "granularity='tensor', or 'token' with dynamic=True",
-        ),
-        Refusal(
-            _is_rounded_late,
-            "vLLM rounds what an operator reads, and neither outputs nor biases; set output=None and bias=None",
-        ),
-        Refusal(
-            _is_no_cache,
-            "a cache in vLLM is fp8_e4m3 with one calibrated scale for keys and one for values, not {spec.format} per "
-            "{spec.granularity}; set kv_cache=TensorSpec(format='fp8_e4m3')",
-        ),
+        *refusals("vLLM"),
     ),
-    # Many of its models build embeddings and routers in float whatever the configuration says.
-    placement=Placement(
-        in_float=(KINDS - {"linear", "experts", ATTENTION.kind}) | {"router"}, refuses=_refuses, fuses=True
-    ),
-    checkpoints=CheckpointFiles(refuses=_unread, stacks=False),
+    placement=placement("vLLM"),
+    checkpoints=CheckpointFiles(refuses=unread, stacks=False),
 )
 
 __all__ = ["VLLM"]

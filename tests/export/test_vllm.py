@@ -246,7 +246,7 @@ def test_experts_share_a_scheme() -> None:
     told = Override(pattern="op:experts", weight=CHANNEL, input=TOKEN)
     with pytest.raises(qfx.ConfigError, match=r"gate_up_proj: experts of a checkpoint read float activations"):
         quantize(mixtral(), HALF.replace(overrides=(told,)))
-    assert VLLM.checkpoints.refuses("gptq", {"sym": True, "bits": 2, "group_size": 32}).startswith("GPTQ in 2 bits")
+    assert VLLM.checkpoints.refuses("gptq", {"sym": True, "bits": 2, "group_size": 32}, []).startswith("GPTQ in 2 bits")
 
 
 def test_a_search_gives_fused_operators_one_candidate() -> None:
@@ -258,7 +258,7 @@ def test_a_search_gives_fused_operators_one_candidate() -> None:
 
 
 def test_groups_of_int4_may_be_any() -> None:
-    assert not VLLM.checkpoints.refuses("compressed-tensors", {})
+    assert not VLLM.checkpoints.refuses("compressed-tensors", {}, [])
     assert (
         VLLM.refusal(TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=16), qfx.targets.Operand.WEIGHT)
         is None

@@ -66,9 +66,9 @@ def huggingface(
     run time the checkpoint says only that: transformers divides its largest magnitude by 127.5
     (`symmetry="symmetric_full"`), other readers by 127. Small floats in groups are read in bfloat16. Weights of experts
     lie apart, a matrix for each projection of each, which transformers 5.23 dequantizes as it reads them; those that
-    stay in float lie in their stacks, as it would not find them beside quantized layers otherwise; `target="vllm"` has
-    them apart, where vLLM finds them. GPTQModel reads zero points of GPTQ in `"gptq_v2"`, in `"gptq"` only what it
-    wrote itself.
+    stay in float lie in their stacks, as it would not find them beside quantized layers otherwise; with
+    `target="vllm"` or `"sglang"` they lie apart, where servers find them. GPTQModel reads zero points of GPTQ in
+    `"gptq_v2"`, in `"gptq"` only what it wrote itself.
 
     Args:
         qmodel: from `quantize`.
@@ -106,7 +106,7 @@ def huggingface(
     except CheckpointError as error:
         raise ExportError(str(error)) from error
     target = qmodel.config.target
-    if refused := target.checkpoints.refuses(format, shell.config.quantization_config):
+    if refused := target.checkpoints.refuses(format, shell.config.quantization_config, checkpoint.left_experts):
         raise ExportError(f"target={str(target)!r} reads no {refused}")
     apart = {layer.name for layer in checkpoint.layers if layer.stack}  # named as in the checkpoint already
     whole = set(checkpoint.stacks) if format == _DEFAULT and target.checkpoints.stacks else set()

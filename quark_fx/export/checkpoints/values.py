@@ -72,6 +72,7 @@ class Checkpoint:
         rows: by the name of a quantized stack, what makes the rows of its matrices, one after another.
         caches: by the path of a module, how the keys and values of its attention are rounded.
         float_caches: names of the modules whose attention has them in float, where some have not.
+        fused: of `CheckpointFiles`.
     """
 
     shell: Any
@@ -81,6 +82,7 @@ class Checkpoint:
     rows: Mapping[str, Callable[[], QuantizedTensor]]
     caches: dict[str, RoundedAttention]
     float_caches: list[str]
+    fused: Mapping[str, tuple[str, ...]]
 
     @property
     def head(self) -> str:
@@ -96,7 +98,8 @@ class Checkpoint:
             weight = self.tensors.get(f"{name}.weight")
             if weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding):
                 found |= {} if name in quantized else {f"{name}.weight": weight}
-        return list(dict.fromkeys(name.removesuffix(".weight") for name in (*found, *as_saved(self.shell, found))))
+        names = dict.fromkeys(name.removesuffix(".weight") for name in (*found, *as_saved(self.shell, found)))
+        return [*names, *fused_names(names, self.fused)]
 
     @property
     def left_stacks(self) -> list[str]:
@@ -144,7 +147,21 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
     stacks = {name: names for name, names in apart.items() if names}
     rows = {layer.stack: partial(stacked_rows, found.constants[layer.stack]) for layer in layers if layer.stack}
     floats = [row.name for row in qmodel.report() if row.kind == ATTENTION.kind and row.reason]
-    return Checkpoint(shell, layers, tensors, stacks, rows, found.attentions, floats)
+    fused = qmodel.config.target.checkpoints.fused
+    return Checkpoint(shell, layers, tensors, stacks, rows, found.attentions, floats, fused)
+
+
+def fused_names(names: Iterable[str], fused: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Return what a server calls layers that it loads into one, where `names` has all of them.
+
+    >>> fused_names(["layers.0.q", "layers.0.k", "layers.1.q"], {"qk": ("q", "k")})
+    ['layers.0.qk']
+    """
+    owned = dict[str, set[str]]()
+    for name in names:
+        owner, dot, leaf = name.rpartition(".")
+        owned.setdefault(owner + dot, set()).add(leaf)
+    return [owner + whole for owner, leaves in owned.items() for whole, parts in fused.items() if leaves >= {*parts}]
 
 
 def refuse_caches(checkpoint: Checkpoint, form: str) -> None:
@@ -253,4 +270,4 @@ def each_layer(layers: list[Layer], write: Callable[[Layer], dict[str, Tensor]],
     return tensors
 
 
-__all__ = ["Checkpoint", "Layer", "each_layer", "refuse_caches", "take_apart"]
+__all__ = ["Checkpoint", "Layer", "each_layer", "fused_names", "refuse_caches", "take_apart"]

@@ -1,0 +1,67 @@
+"""SGLang, which reads the checkpoints of `quark_fx.export.huggingface` on GPUs.
+
+The rules are those of SGLang 0.5.23: `CompressedTensorsConfig`, `GPTQMarlinConfig`, `AWQMarlinConfig`, and the layers
+that it builds. `benchmarks.in_sglang` has its own code read checkpoints without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quark_fx.config.specs import TensorSpec
+from quark_fx.config.target import CheckpointFiles, Operand, Refusal, Target
+from quark_fx.numbers.formats import FloatFormat
+from quark_fx.targets.servers import ELSE, no_weight, placement, refusals, unread
+
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
+"""What its models call layers that they load into one (`stacked_params_mapping`)."""
+
+
+def _is_no_weight(spec: TensorSpec, operand: Operand) -> bool:
+    if operand is not Operand.WEIGHT:
+        return False
+    is_float = isinstance(spec.format, FloatFormat)
+    taken = not spec.scale_type.is_e8m0 if is_float else spec.format.bits in (4, 8)
+    return not taken or no_weight(spec, operand)
+
+
+def _is_calibrated(spec: TensorSpec, operand: Operand) -> bool:
+    """Tell whether an integer activation has one scale: SGLang has no place for those of the layers that it fuses."""
+    return operand is Operand.INPUT and not spec.dynamic and not isinstance(spec.format, FloatFormat)
+
+
+def _unread(form: str, config: Mapping[str, Any], left_experts: Sequence[str]) -> str:
+    if form == "awq" and config["lm_head"]:
+        return "AWQ with a quantized head; add 'op:head' to exclude, or use format='compressed-tensors'"
+    if form.startswith("gptq") and left_experts:
+        # It takes every mixture for a quantized one, whatever `dynamic` says.
+        return "GPTQ with experts in float; use format='compressed-tensors' or 'awq'"
+    return unread(form, config, left_experts)
+
+
+SGLANG = Target(
+    name="sglang",
+    refuses=(
+        Refusal(
+            _is_no_weight,
+            "SGLang has no weights in {spec.format} with such scales or offsets; use 4 or 8 bits, fp8_e4m3 per channel "
+            "or NVFP4, " + ELSE,
+        ),
+        *refusals("SGLang"),
+        Refusal(
+            _is_calibrated,
+            "SGLang does not load calibrated {spec.format} activations of layers that it fuses; use "
+            "granularity='token' with dynamic=True, fp8_e4m3, " + ELSE,
+        ),
+    ),
+    placement=placement("SGLang"),
+    checkpoints=CheckpointFiles(refuses=_unread, stacks=False, fused=_FUSED),
+)
+
+__all__ = ["SGLANG"]

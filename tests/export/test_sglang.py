@@ -1,0 +1,130 @@
+"""`target="sglang"` refuses what SGLang cannot read, and names what stays in float as SGLang looks for it.
+
+These tests look at rules and files; `benchmarks.in_sglang` has SGLang's own code read them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny import quantize, seeded
+
+import quark_fx as qfx
+from quark_fx.config.block_formats import MXFP4, MXFP8_E4M3, NVFP4
+from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
+from quark_fx.numbers.formats import FP8_E4M3, INT3, INT8, UINT8
+from quark_fx.numbers.qparams import ScaleType
+from quark_fx.presets import FP8_DYNAMIC, FP8_STATIC, W4A16_RTN, W8A8_DYNAMIC
+from quark_fx.targets import SGLANG, VLLM
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 64, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@cache
+def session(mixture: bool) -> qfx.Session:
+    if mixture:
+        config = transformers.MixtralConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1)
+        made: Any = transformers.MixtralForCausalLM(config)
+    else:
+        made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    return qfx.Session(seeded(made), [{"input_ids": torch.arange(8)[None]}])
+
+
+HALF = W4A16_RTN.replace(
+    target="sglang",
+    weight=W4A16_RTN.weight.replace(scale_type=ScaleType.FLOAT16, group_size=32),  # type: ignore[union-attr]
+)
+ATTENTION = "model.layers.0.self_attn"
+CHANNEL = TensorSpec(format=INT8, granularity=Granularity.CHANNEL)
+
+
+def written(folder: Path, config: QuantConfig, form: str, mixture: bool = False) -> dict[str, Any]:
+    qfx.export.huggingface(quantize(session(mixture), config), folder, format=form)
+    return json.loads((folder / "config.json").read_text())["quantization_config"]  # type: ignore[no-any-return]
+
+
+def looks_up(told: dict[str, Any], form: str, name: str) -> bool:
+    """Tell whether a layer stays in float, as SGLang finds out where a model has no mapping of fused layers."""
+    if form == "gptq":
+        return any(re.match(pattern.removeprefix("-:"), name) for pattern in told["dynamic"])
+    if form == "awq":
+        return any(part in name for part in told["modules_to_not_convert"])
+    return any(name == entry or name.endswith(f".{entry}") for entry in told["ignore"])
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "gptq", "awq"])
+def test_fused_layers_in_float_have_the_name_that_sglang_looks_for(form: str, tmp_path: Path) -> None:
+    config = HALF.replace(exclude=(*HALF.exclude, "*.self_attn.[qkv]_proj"))
+    told = written(tmp_path / "ours", config, form)
+    assert looks_up(told, form, f"{ATTENTION}.qkv_proj")
+    assert looks_up(told, form, f"{ATTENTION}.k_proj")
+    assert not looks_up(told, form, f"{ATTENTION}.o_proj")
+    assert not looks_up(told, form, "model.layers.0.mlp.gate_up_proj")
+    told = written(tmp_path / "vllm", config.replace(target="vllm"), form)
+    assert not looks_up(told, form, f"{ATTENTION}.qkv_proj")
+
+
+def test_transformers_reads_a_checkpoint_with_fused_names(tmp_path: Path) -> None:
+    config = HALF.replace(exclude=(*HALF.exclude, "*.self_attn.[qkv]_proj"))
+    qmodel = quantize(session(False), config)
+    qfx.export.huggingface(qmodel, tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(input_ids=ids).logits, qmodel(input_ids=ids).logits)
+
+
+def test_layers_that_are_quantized_have_no_fused_name(tmp_path: Path) -> None:
+    told = written(tmp_path, HALF.replace(exclude=(*HALF.exclude, "*.down_proj")), "compressed-tensors")
+    assert told["ignore"] == ["model.layers.0.mlp.down_proj", "lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("weight", "read", "message"),
+    [
+        (MXFP4, None, "SGLang has no weights in fp4_e2m1"),
+        (MXFP8_E4M3, None, "SGLang has no weights in fp8_e4m3"),
+        (HALF.weight.replace(format=INT3), None, "SGLang has no weights in int3"),  # type: ignore[union-attr]
+        (CHANNEL, TensorSpec(format=INT8), "SGLang does not load calibrated int8 activations"),
+        (CHANNEL, TensorSpec(format=UINT8), "SGLang does not load calibrated uint8 activations"),
+    ],
+    ids=["MXFP4", "MXFP8", "int3", "int8 read", "uint8 read"],
+)
+def test_specs_that_vllm_has_and_sglang_has_not_are_refused(
+    weight: TensorSpec, read: TensorSpec | None, message: str
+) -> None:
+    with pytest.raises(qfx.ConfigError, match=message):
+        QuantConfig(weight=weight, input=read, target=SGLANG)
+    assert QuantConfig(weight=weight, input=read, target=VLLM)
+
+
+def test_what_sglang_has_is_taken() -> None:
+    for preset in (W4A16_RTN, W8A8_DYNAMIC, FP8_DYNAMIC, FP8_STATIC):
+        assert preset.replace(target="sglang").target is SGLANG
+    for weight in (NVFP4, CHANNEL, TensorSpec(format=FP8_E4M3)):
+        assert QuantConfig(weight=weight, target="sglang", kv_cache=TensorSpec(format=FP8_E4M3))  # type: ignore[arg-type]
+
+
+def test_layouts_that_sglang_loads_wrongly_are_refused(tmp_path: Path) -> None:
+    left = HALF.replace(exclude=("op:head", "op:experts"))
+    with pytest.raises(qfx.ExportError, match="target='sglang' reads no GPTQ with experts in float; use format="):
+        written(tmp_path / "gptq", left, "gptq", mixture=True)
+    with pytest.raises(qfx.ExportError, match="target='sglang' reads no AWQ with a quantized head; add 'op:head'"):
+        written(tmp_path / "head", HALF.replace(exclude=()), "awq")
+    small = HALF.replace(weight=HALF.weight.replace(group_size=16))  # type: ignore[union-attr]
+    with pytest.raises(qfx.ExportError, match="target='sglang' reads no GPTQ in groups of 16"):
+        written(tmp_path / "small", small, "gptq")
+    assert not list(tmp_path.glob("*/*.json"))
+    for form in ("awq", "compressed-tensors"):
+        written(tmp_path / form, left, form, mixture=True)
+    written(tmp_path / "dense", HALF, "gptq")
