@@ -77,6 +77,11 @@ def _ours(method: str, **options: Any) -> Row:
     return Row("quark_fx", method, options)
 
 
+def _on_less(method: str, *parts: int, **options: Any) -> list[Row]:
+    """Return rows of ours that are calibrated on a half, a quarter, ... of the windows."""
+    return [_ours(f"{method}, {WINDOWS // n} windows", windows=WINDOWS // n, **options) for n in parts]
+
+
 def _weight_only(title: str, weights: Weights, best: str) -> Format:
     """Return the rows of integer weights; `best` is the preset with such weights."""
     spelled = {"symmetry": "sign_aware"} if weights.symmetric else {}
@@ -84,6 +89,7 @@ def _weight_only(title: str, weights: Weights, best: str) -> Format:
         _ours("to nearest"),
         _ours("GPTQ()", passes=["GPTQ"]),
         _ours("GPTQ(asymmetry=0.5, fit_scales=True)", passes=[QUALITY], **spelled),
+        *_on_less("GPTQ(asymmetry=0.5, fit_scales=True)", 2, 4, passes=[QUALITY], **spelled),
         _ours("GPTQ(asymmetry=0.5, fit_scales=True, guided=True)", passes=[QUICK], **spelled),
         _ours(f"{best}, sweeps=0", preset=best, replaced=[QUICK]),
         _ours(best, preset=best),
@@ -111,6 +117,7 @@ FORMATS = {
         Weights(4, GROUP),
         (
             _ours("w4a4_dynamic, sweeps=0", preset="w4a4_dynamic", replaced=[QUALITY]),
+            *_on_less("w4a4_dynamic, sweeps=0", 2, preset="w4a4_dynamic", replaced=[QUALITY]),
             _ours("w4a4_dynamic", preset="w4a4_dynamic"),
             Row("llm-compressor", "GPTQ", {"gptq": True, **_ACTIVATIONS}),
             Row("llm-compressor", "SpinQuant R1 R2, GPTQ", {"spinquant": ["R1", "R2"], "gptq": True, **_ACTIVATIONS}),
@@ -138,6 +145,7 @@ FORMATS = {
         (
             _ours("nvfp4", preset="nvfp4"),
             _ours("nvfp4_best", preset="nvfp4_best"),
+            *_on_less("nvfp4_best", 4, preset="nvfp4_best"),
             Row("llm-compressor", "to nearest", {"scheme": "NVFP4"}),
             Row("llm-compressor", "GPTQ", {"scheme": "NVFP4", "gptq": True}),
             Row("llm-compressor", "SmoothQuant, GPTQ", {"scheme": "NVFP4", "smoothquant": True, "gptq": True}),
@@ -151,6 +159,7 @@ FORMATS = {
         (
             _ours("mxfp4", preset="mxfp4"),
             _ours("mxfp4_best", preset="mxfp4_best"),
+            *_on_less("mxfp4_best", 4, preset="mxfp4_best"),
             Row("llm-compressor", "to nearest", {"scheme": "MXFP4"}),
             Row("llm-compressor", "GPTQ", {"scheme": "MXFP4", "gptq": True}),
             Row("AMD Quark", "GPTQ", {"scheme": "mxfp4", "algorithm": "gptq"}),
@@ -252,6 +261,8 @@ was shared with other work: seconds vary by tens of percent. KL is the mean dive
 predictions in nats per token; smaller is better. Where activations are rounded too, each tool's own model predicts;
 elsewhere its weights are read and put into the float model. Reproduce with `python -m benchmarks.real_peers`, whose
 docstring says what the environments need.
+
+Rows that name a number of windows are calibrated on that many, all others on {WINDOWS}.
 
 The goal is a smaller divergence than each tool's best row in at most half of its time. Below a table, our row is the
 one of smallest divergence within that time.

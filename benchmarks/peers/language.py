@@ -89,7 +89,8 @@ class Job:
 def quark_fx(job: Job) -> Found:
     """Quantize with a `preset`, by default `w4a16_rtn`, `passes` (names and options) after its own, and `symmetry`.
 
-    `replaced` (names and options) are passes of the preset with other options.
+    `replaced` (names and options) are passes of the preset with other options. `windows` are the first ones that it
+    calibrates on; default: all.
     """
     import quark_fx as qfx
     from quark_fx.graph.pass_manager import pass_from_dict
@@ -105,7 +106,9 @@ def quark_fx(job: Job) -> Found:
     passes = (*kept, *map(pass_from_dict, job.options.get("passes", ())))
     config = base.replace(weight=base.weight.replace(**fields), passes=passes)
     model = job.model()
-    qmodel = qfx.quantize(model, config, [{"input_ids": batch} for batch in job.batches], progress=False)
+    text = torch.cat(list(job.batches))[: job.options.get("windows")]
+    batches = [{"input_ids": batch} for batch in text.split(len(job.batches[0]))]
+    qmodel = qfx.quantize(model, config, batches, progress=False)
     job.quantized()
     eager = qmodel.eager()
     return {name: _attribute(eager, name) for name in model.state_dict()}, qmodel

@@ -17,6 +17,7 @@ from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import device_of, named_nodes
 from quark_fx.observers import MinMax
 from quark_fx.rescale.scale_sites import ScaledInput
+from quark_fx.system.memory import Slabs
 
 CALIBRATION, VALIDATION = "calibration", "validation"
 """The parts of the data."""
@@ -69,10 +70,19 @@ class Remembered:
     def _counts(self, fold: int | None, without: int | None) -> bool:
         return fold != without or len(self.ranges) == 1
 
-    def widen(self, fold: int, x: Tensor) -> None:
+    def widen(self, fold: int, x: Tensor, slabs: Slabs) -> None:
         """Let the range of a fold include the values of `x`."""
         rows = x.movedim(self.axis, -1).reshape(-1, x.shape[self.axis])
-        self.ranges[fold] = self.ranges.get(fold, MinMax()).observe(rows.mT)
+        now = self.ranges.get(fold, MinMax()).observe(rows.mT)
+        assert now.low is not None
+        assert now.high is not None
+        if fold not in self.ranges:
+            self.ranges[fold] = replace(now, low=slabs.empty_like(now.low), high=slabs.empty_like(now.high))
+        kept = self.ranges[fold]
+        assert kept.low is not None
+        assert kept.high is not None
+        kept.low.copy_(now.low)
+        kept.high.copy_(now.high)
 
     def merge(self, other: Remembered) -> Remembered:
         """Return what is remembered of the data of both, that of `other` after this."""
@@ -107,7 +117,8 @@ def remember(gm: GraphModule, inputs: Iterable[ScaledInput], context: Context) -
     for scaled in inputs:
         readers.setdefault((scaled.value, scaled.axis), []).append(scaled.linear)
     parts = {CALIBRATION: _Part.of(context.calibration, context), VALIDATION: _Part.of(context.validation, context)}
-    watches = {key: _Watch(key[1], linears, parts) for key, linears in readers.items()}
+    slabs = Slabs()
+    watches = {key: _Watch(key[1], linears, parts, slabs) for key, linears in readers.items()}
     nodes = named_nodes(gm)
     with watching(gm, ((nodes[value.name], watch) for (value, _), watch in watches.items())):
         run_batches(gm, context)
@@ -139,18 +150,19 @@ class _Watch(nn.Module):
         axis: dimension of the channels.
         readers: of the value.
         parts: of the data.
+        slabs: where what is remembered lies.
 
     Attributes:
         least: how many positions along each dimension between a reader computes one output from; `None` if all.
     """
 
-    def __init__(self, axis: int, readers: Sequence[Linear], parts: Mapping[str, _Part]) -> None:
+    def __init__(self, axis: int, readers: Sequence[Linear], parts: Mapping[str, _Part], slabs: Slabs) -> None:
         super().__init__()
         self.remembered = Remembered(axis, axis > 0 and not any(linear.stacked for linear in readers))
         windows = [_window(linear) for linear in readers]
         known = [window for window in windows if window is not None]
         self.least = list(map(max, zip_longest(*known, fillvalue=1))) if len(known) == len(windows) else None
-        self.parts, self.batches = parts, 0
+        self.parts, self.slabs, self.batches = parts, slabs, 0
 
     def forward(self, x: Tensor) -> None:
         for name, part in self.parts.items():
@@ -162,7 +174,7 @@ class _Watch(nn.Module):
                 if len(piece):
                     fold = (number * pieces + i) * _FOLDS // (part.count * pieces) if tuned else None
                     if fold is not None:
-                        self.remembered.widen(fold, piece)
+                        self.remembered.widen(fold, piece, self.slabs)
                     self._keep(name, fold, piece, number, part.count, pieces)
         self.batches += 1
 
@@ -175,7 +187,7 @@ class _Watch(nn.Module):
         positions = wanted * every / (count * pieces)
         if self.remembered.divisible:
             x = self._cut(x[: max(1, int(positions // each))], positions, number)
-        self.remembered.samples[part].append((fold, x.clone()))
+        self.remembered.samples[part].append((fold, self.slabs.empty_like(x).copy_(x)))
 
     def _cut(self, x: Tensor, positions: float, number: int) -> Tensor:
         """Return about so many positions of one sample, side by side, and of each batch at another place."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @dataclass
@@ -58,6 +59,27 @@ def give_back_at_once() -> None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
+@dataclass
+class Slabs:
+    """Room for tensors that stay, side by side in large pieces of memory.
+
+    A small tensor that stays would lie in the hole that one of many large ones left, where none as large fits in any
+    more: each would cost the memory of a large one.
+    """
+
+    _left: dict[tuple[torch.dtype, torch.device], Tensor] = field(default_factory=dict)
+
+    def empty_like(self, x: Tensor) -> Tensor:
+        """Return room for the values of `x`, contiguous."""
+        key, size = (x.dtype, x.device), x.numel()
+        left = self._left.get(key)
+        if left is None or len(left) < size:
+            # Pages that nothing is written to take no memory.
+            left = x.new_empty(max(size, _SLAB // x.element_size()))
+        self._left[key] = left[size:]
+        return left[:size].view(x.shape)
+
+
 def is_shortage(error: BaseException) -> bool:
     """Tell whether an error says that there is no memory left: torch raises a `RuntimeError` for that, too."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
@@ -72,6 +94,9 @@ def occupied() -> int:
     found = next((line for line in lines if line.startswith("RssAnon:")), "RssAnon: 0")
     return int(found.split()[1]) << 10
 
+
+_SLAB = 64 << 20
+"""Bytes of a slab: more than what the C library ever puts into a hole (`DEFAULT_MMAP_THRESHOLD_MAX` of glibc)."""
 
 _M_MMAP_THRESHOLD = -3
 
@@ -94,4 +119,4 @@ _PAUSE = 100
 
 _trim = _Trim(_function("malloc_trim"))
 
-__all__ = ["give_back", "give_back_at_once", "is_shortage", "occupied"]
+__all__ = ["Slabs", "give_back", "give_back_at_once", "is_shortage", "occupied"]

@@ -14,6 +14,7 @@ from quark_fx.solvers.hessian_trial import _TRIES
 from quark_fx.solvers.sample_trial import SampledSite
 from quark_fx.solvers.samples import CALIBRATION, Remembered
 from quark_fx.solvers.scaling import search
+from quark_fx.system.memory import Slabs
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.9], ids=["bowl", "valley"])
@@ -53,10 +54,10 @@ def test_a_long_axis_and_a_short_one_are_searched_together() -> None:
 
 def remembered(*folds: int) -> Remembered:
     """Return what is remembered of a value with two channels, a sample a fold; magnitudes are those of the fold."""
-    found = Remembered(1, divisible=True)
+    found, slabs = Remembered(1, divisible=True), Slabs()
     for fold in folds:
         x = (fold + 1) * rand(3, 2, seed=fold)
-        found.widen(fold, x)
+        found.widen(fold, x, slabs)
         found.samples[CALIBRATION].append((fold, x))
     return found
 
