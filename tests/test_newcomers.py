@@ -249,7 +249,10 @@ X = torch.ones(4, 8)
         ([None], "calibration batch 0 is None"),
         ((X, torch.arange(4)), r"a tuple is read as several batches: one batch of several inputs is \[\(x, y\)\]"),
         ([X, torch.ones(2, 4, 8)], r"captured for \(any, 8\), 2 dimension\(s\): give every batch as many"),
-        ([X, torch.ones(4, 9)], r"pad or cut dimension 1 to 8, or, .* \{'x': \{1: Dim\.AUTO\}\}"),
+        (
+            [X, torch.ones(4, 9)],
+            r"cut dimension 1 to 8, or, .* \{'x': \{0: Dim\.AUTO, 1: Dim\.AUTO\}\}\. If you did, the",
+        ),
         ([torch.ones(4, 9)], r"Keywords itself does not run on the first batch \(x: \(4, 9\) float32\): RuntimeError"),
         ([torch.ones(9)], r"itself does not run on the first batch \(x: \(9,\) float32\)"),
     ],
@@ -273,7 +276,6 @@ class Fixed(nn.Module):
     [
         (Keywords(), {"input": {0: Dim("batch")}}, r"whose inputs are x: \(4, 8\) float32: .*\['input'\]"),
         (Keywords(), {0: Dim("batch")}, "top-level keys must be the arg names"),
-        (Keywords(), {"x": {5: Dim("batch")}}, "write one entry for every input"),
         (Keywords(), "batch", "expected dynamic_shapes to be dict, tuple, or list"),
         (Keywords(), {"x": {1: Dim("features")}}, r"specialized it to be a constant \(8\)"),
         (Fixed(), {"x": {0: Dim("batch")}}, r"specialized it to be a constant \(4\)"),
@@ -287,6 +289,14 @@ def test_what_is_wrong_with_dynamic_shapes_is_said_and_how_to_write_them(
     assert "{'x': {0: Dim.AUTO}, ...}" in str(caught.value)
     assert "pass `dynamic_shapes`" not in str(caught.value)
     quantize(model.eval(), INT8, [X], dynamic_shapes={"x": {0: Dim.AUTO}})
+
+
+@pytest.mark.parametrize("size", [Dim.AUTO, Dim("batch")], ids=["auto", "named"])
+def test_a_dimension_that_an_input_does_not_have_is_named(size: Any) -> None:
+    with pytest.raises(
+        qfx.CaptureError, match=r"dimension 5 of x, whose shape is \(4, 8\); dimensions count from 0 to 1"
+    ):
+        quantize(Keywords().eval(), INT8, [X], dynamic_shapes={"x": {5: size}})
 
 
 def test_a_fixed_dimension_of_one_is_said_to_be_the_reason() -> None:

@@ -84,6 +84,7 @@ def _capture_program(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
 ) -> ExportedProgram:
     if dynamic_shapes is not None:
+        _require_dimensions(model, args, kwargs, dynamic_shapes)
         return _export(model, args, kwargs, dynamic_shapes)
     # torch.export specializes a dynamic dimension of size 1 in the example, so it is repeated: in every dynamic
     # dimension, or, where the model does not take that (an only channel), in the batch alone.
@@ -153,6 +154,20 @@ def _widen_ones(
         return x.repeat([2 if dim in ones else 1 for dim in range(x.dim())]) if ones else x
 
     return pytree.tree_map(widen, (args, dict(kwargs)))  # type: ignore[no-any-return]
+
+
+def _require_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> None:
+    """Raise `CaptureError` for a dimension that an input does not have, which torch.export passes over in silence."""
+    given = bind(model.forward, args, kwargs) or {}
+    for name, dimensions in dynamic_shapes.items() if isinstance(dynamic_shapes, Mapping) else ():
+        x = given.get(name)
+        if isinstance(x, Tensor) and isinstance(dimensions, Mapping):
+            for dimension in dimensions:
+                if isinstance(dimension, int) and not 0 <= dimension < x.dim():
+                    raise CaptureError(
+                        f"dynamic_shapes names dimension {dimension} of {name}, whose shape is {tuple(x.shape)}; "
+                        f"dimensions count from 0 to {x.dim() - 1}"
+                    )
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:

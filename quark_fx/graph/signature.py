@@ -94,8 +94,9 @@ class Signature:
             size = by_name[name].shape[dim]
             if size < low or (high is not None and size > high):
                 raise QuarkError(
-                    f"input {name} has size {size} in dimension {dim}; the model's code takes another path there than "
-                    f"the captured one, which holds from {low} to {high or 'any size'}; capture a batch of that size"
+                    f"input {name} has size {size} in dimension {dim}; the graph holds from {low} to "
+                    f"{high or 'any size'}: the model's code takes another path there, or a Dim of `dynamic_shapes` "
+                    "ends there; capture a batch of that size, or widen the Dim"
                 )
         for name, dim, multiple in self.input_multiples:
             size = by_name[name].shape[dim]
@@ -166,10 +167,11 @@ def _check_leaf(name: str, leaf: Any, shape: tuple[int | None, ...] | None, dtyp
         )
     wrong = [i for i, (d, n) in enumerate(zip(shape, leaf.shape, strict=True)) if d is not None and d != n]
     if wrong:
+        free = ", ".join(f"{i}: Dim.AUTO" for i, d in enumerate(shape) if d is None or i in wrong)
         raise QuarkError(
             f"input {name} has shape {tuple(leaf.shape)}; the graph was captured for {expected}: pad or cut dimension "
             f"{wrong[0]} to {shape[wrong[0]]}, or, if the model takes other sizes there, let it vary in "
-            f"`dynamic_shapes` of quantize(), {{{name!r}: {{{wrong[0]}: Dim.AUTO}}}}"
+            f"`dynamic_shapes` of quantize(), {{{name!r}: {{{free}}}}}. If you did, the model's code fixes that size"
         )
 
 

@@ -90,6 +90,11 @@ def _refuses(server: str) -> Callable[[str, TensorSpec, TensorSpec | None, Linea
         is_float = isinstance(weight.format, FloatFormat)
         if kind == "experts" and read is not None:
             return "experts of a checkpoint read float activations; set input=None"
+        inputs = 0 if linear is None else linear.shape[linear.input_axis]
+        if weight.group_size is not None and inputs % weight.group_size and inputs > weight.group_size:
+            fitting = (f"group_size={size}" for size in (128, 64, 32) if inputs % size == 0)
+            what = next(fitting, "granularity='channel'")
+            return f"{inputs} inputs are not a multiple of the group size {weight.group_size}; set {what}"
         if read is None:
             whole = not is_float and weight.granularity is Granularity.TENSOR
             return f"{server} has integer weights per channel or group; set granularity='channel'" if whole else ""

@@ -128,3 +128,37 @@ def test_layouts_that_sglang_loads_wrongly_are_refused(tmp_path: Path) -> None:
     for form in ("awq", "compressed-tensors"):
         written(tmp_path / form, left, form, mixture=True)
     written(tmp_path / "dense", HALF, "gptq")
+
+
+@pytest.mark.parametrize("form", ["gptq", "gptq_v2", "awq", "compressed-tensors"])
+def test_a_row_as_long_as_the_groups_of_other_layers_is_a_group(form: str, tmp_path: Path) -> None:
+    sizes = SIZES | {"intermediate_size": 128}
+    model = seeded(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)))
+    config = HALF.replace(weight=HALF.weight.replace(group_size=64))  # type: ignore[union-attr]
+    qmodel = quantize(model, config, [{"input_ids": torch.arange(8)[None]}])
+    qfx.export.huggingface(qmodel, tmp_path, format=form)
+    told = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    if form == "compressed-tensors":
+        (group,) = told["config_groups"].values()
+        assert (group["weights"]["strategy"], group["weights"]["group_size"]) == ("group", 64)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        ids = torch.arange(8)[None]
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(input_ids=ids).logits, qmodel(input_ids=ids).logits)
+    elif form != "awq":
+        assert told["group_size"] == 64
+
+
+def test_groups_that_do_not_divide_the_inputs_are_refused_before_calibration() -> None:
+    weight = HALF.weight.replace(group_size=48)  # type: ignore[union-attr]
+    with pytest.raises(qfx.ConfigError, match=r"down_proj: 64 inputs are not a multiple .* 48; set group_size=64"):
+        quantize(session(False), HALF.replace(weight=weight))
+
+
+def test_what_is_no_tokenizer_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    qmodel = quantize(session(False), HALF)
+    with pytest.raises(qfx.ExportError, match="tokenizer is a str; pass a tokenizer of transformers"):
+        qfx.export.huggingface(qmodel, tmp_path / "hf", tokenizer="gpt2")
+    with pytest.raises(qfx.ExportError, match="tokenizer is a str; pass a tokenizer of transformers"):
+        qfx.export.gguf(qmodel, tmp_path / "a.gguf", tokenizer="gpt2")
+    assert not list(tmp_path.iterdir())

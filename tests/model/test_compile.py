@@ -463,6 +463,22 @@ def test_a_compiled_model_is_not_compiled_again() -> None:
         quantized(flat, STATIC, ROWS).compile().compile()
 
 
+def test_an_onnx_export_leaves_no_sizes_behind_that_compile_stumbles_over(tmp_path: Path) -> None:
+    class Some(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x)
+            return y[y > 0]
+
+    x = rand(6, 4)
+    qmodel = qfx.quantize(seeded(Some()), STATIC, [x], progress=False)
+    qfx.export.onnx(qmodel, tmp_path / "some.onnx")
+    torch.testing.assert_close(qmodel.compile(backend="eager")(x), qmodel(x))
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

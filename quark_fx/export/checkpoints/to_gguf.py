@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from quark_fx.errors import ExportError
 from quark_fx.export.checkpoints.gguf_blocks import blocks_of, type_of
 from quark_fx.export.checkpoints.gguf_reader import Place, Reader
-from quark_fx.export.checkpoints.values import Checkpoint, Layer, refuse_caches, take_apart, unholdable
+from quark_fx.export.checkpoints.values import (
+    Checkpoint,
+    Layer,
+    refuse_caches,
+    require_tokenizer,
+    take_apart,
+    unholdable,
+)
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.system.isolation import isolated
@@ -70,7 +77,8 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
         raise ExportError("GGUF export needs the package gguf: pip install 'quark_fx[hf]'") from error
     path = Path(path)
     unfinished = path.with_name(path.name + ".partial")
-    require_possible(unfinished)
+    require_possible(path)
+    require_tokenizer(tokenizer)
     checkpoint = take_apart(qmodel, model)
     refuse_caches(checkpoint, "GGUF")
     reader = Reader.of(checkpoint.shell, package)

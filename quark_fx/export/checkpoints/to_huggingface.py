@@ -25,6 +25,7 @@ from quark_fx.export.checkpoints.values import (
     Layer,
     each_layer,
     refuse_caches,
+    require_tokenizer,
     take_apart,
     unholdable,
 )
@@ -88,9 +89,11 @@ def huggingface(
             transformers does not load what was written.
     """
     if format not in _WRITERS:
-        raise ExportError(f"unknown checkpoint format {format!r}; choose one of {', '.join(_WRITERS)}")
+        other = ", or use export.gguf" * (format == "gguf")
+        raise ExportError(f"unknown checkpoint format {format!r}; choose one of {', '.join(_WRITERS)}{other}")
     directory = Path(directory)
     require_possible(directory)
+    require_tokenizer(tokenizer)
     if directory.exists() and not directory.is_dir():
         raise ExportError(f"{directory} is a file; choose another directory")
     if (directory / GRAPH_FILE).exists():
@@ -181,13 +184,15 @@ def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
     schemes: dict[str, dict[str, Any]] = {}
     members: dict[str, list[Layer]] = {}
     stacks = {layer.stack: layer for layer in checkpoint.layers if layer.stack}.values()
-    group = next((size for layer in stacks if (size := group_size(layer.weight))), None)
+    group, sizes = next(iter(_groups_of(stacks)), None), _groups_of(checkpoint.layers)
 
     def write(layer: Layer) -> dict[str, Tensor]:
         scheme = _scheme(layer)
         if layer.stack and group and scheme["weights"]["strategy"] == "channel":
             # Transformers reads all experts by one scheme, and takes a row that is one group for any.
             scheme["weights"] |= {"strategy": "group", "group_size": group}
+        elif scheme["format"] == "pack-quantized" and (size := _row_or_group(layer.weight, sizes)) > 0:
+            scheme["weights"] |= {"strategy": "group", "group_size": size}
         key = repr(scheme)
         schemes[key] = scheme
         members.setdefault(key, []).append(layer)
@@ -288,7 +293,7 @@ def _require_readable(schemes: Mapping[str, dict[str, Any]], members: Mapping[st
         raise unholdable([f"{name}: {kind}; all experts of a checkpoint have the same" for name, kind in found.items()])
     others = {layer.name: key for key, some in members.items() for layer in some if not layer.stack}
     if _has_zero_points(schemes) and len(set(others.values())) > 1:
-        rule = "beside zero points all weights of a checkpoint but experts have the same"
+        rule = "with zero points, all layers but experts need the same bits and group size"
         raise unholdable([f"{name}: {kinds[key]}; {rule}" for name, key in others.items()])
 
 
@@ -441,8 +446,9 @@ def _compressed(layer: Layer, kind: str) -> dict[str, Tensor]:
 
 def _uniform(layers: list[Layer], bits: tuple[int, ...], form: str, shelf: Shelf) -> tuple[int, int]:
     """Return the bits and group size (-1: all inputs) that all layers have."""
+    groups = _groups_of(layers)
     weights = (layer.weight for layer in layers)
-    found = Counter((weight.format.bits, group_size(weight) or -1) for weight in weights)
+    found = Counter((weight.format.bits, _row_or_group(weight, groups)) for weight in weights)
     (common, _), *_ = found.most_common(1)
 
     def check(layer: Layer) -> dict[str, Tensor]:
@@ -451,12 +457,27 @@ def _uniform(layers: list[Layer], bits: tuple[int, ...], form: str, shelf: Shelf
             raise ExportError(f"{form} holds linear layers of {' or '.join(map(str, bits))}-bit integers, no experts")
         if layer.input is not None:
             raise ExportError(f"{form} has no place for quantized activations")
-        if (weight.format.bits, group_size(weight) or -1) != common:
-            raise ExportError(f"{form} holds one number of bits and one group size, here {common[0]} and {common[1]}")
+        if (weight.format.bits, _row_or_group(weight, groups)) != common:
+            size = "all inputs" if common[1] == -1 else common[1]
+            raise ExportError(
+                f"{form} holds one number of bits and one group size, here {common[0]} and {size}; set group_size= to "
+                "a divisor of all layers' inputs"
+            )
         return {}
 
     each_layer(layers, check, shelf)
     return common
+
+
+def _groups_of(layers: Iterable[Layer]) -> set[int]:
+    """Return the sizes of groups, of layers whose rows have several."""
+    return {size for layer in layers if (size := group_size(layer.weight))}
+
+
+def _row_or_group(weight: QuantizedTensor, groups: set[int]) -> int:
+    """Return the group size of a weight, -1 for rows with one scale, unless they are as long as groups of others."""
+    inputs = weight.codes.shape[1]
+    return group_size(weight) or (inputs if inputs in groups else -1)
 
 
 def _gptq(checkpoint: Checkpoint, shelf: Shelf, version: int = 1) -> Written:

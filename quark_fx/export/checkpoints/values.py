@@ -164,6 +164,12 @@ def fused_names(names: Iterable[str], fused: Mapping[str, tuple[str, ...]]) -> l
     return [owner + whole for owner, leaves in owned.items() for whole, parts in fused.items() if leaves >= {*parts}]
 
 
+def require_tokenizer(tokenizer: object) -> None:
+    """Raise `ExportError` for what is no tokenizer of transformers, nor `None`."""
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise ExportError(f"tokenizer is a {type(tokenizer).__name__}; pass a tokenizer of transformers")
+
+
 def refuse_caches(checkpoint: Checkpoint, form: str) -> None:
     """Raise `ExportError` if keys or values are rounded, for which a format has no place."""
     if checkpoint.caches:
@@ -270,4 +276,4 @@ def each_layer(layers: list[Layer], write: Callable[[Layer], dict[str, Tensor]],
     return tensors
 
 
-__all__ = ["Checkpoint", "Layer", "each_layer", "fused_names", "refuse_caches", "take_apart"]
+__all__ = ["Checkpoint", "Layer", "each_layer", "fused_names", "refuse_caches", "require_tokenizer", "take_apart"]

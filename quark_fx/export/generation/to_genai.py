@@ -13,6 +13,7 @@ from torch import nn
 
 from quark_fx.checkpoints.files import GRAPH_FILE
 from quark_fx.errors import ExportError, QuarkError
+from quark_fx.export.checkpoints.values import require_tokenizer
 from quark_fx.export.generation.cache_scales import CacheScales
 from quark_fx.export.generation.quantizer import GenerationQuantizer
 from quark_fx.model.quantized_model import QuantizedModel
@@ -68,8 +69,7 @@ def genai(
         raise ExportError(f"{directory} is a file; choose another directory")
     if (directory / GRAPH_FILE).exists():
         raise ExportError(f"{directory} holds a model that qmodel.save wrote; choose another one")
-    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
-        raise ExportError(f"tokenizer is a {type(tokenizer).__name__}; pass a tokenizer of transformers")
+    require_tokenizer(tokenizer)
     quantizer = GenerationQuantizer(format, accuracy_level, cache)
     if (source := qmodel.source if model is None else model) is not None:
         require_generator(source)

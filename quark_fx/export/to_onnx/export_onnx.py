@@ -6,7 +6,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,16 @@ from quark_fx.export.runtime.session import may_optimize, open_session, runtime_
 from quark_fx.export.to_onnx.respelling import respelled
 from quark_fx.export.to_onnx.table import translation_table
 from quark_fx.export.to_onnx.translation import translate
-from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, code_format, describe, results_of, target_name, tensor_names
+from quark_fx.graph.nodes import (
+    DEQUANTIZE,
+    QUANTIZE,
+    code_format,
+    describe,
+    fake_mode,
+    results_of,
+    target_name,
+    tensor_names,
+)
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.numbers.formats import (
     INT32,
@@ -205,7 +214,9 @@ def _translate(gm: GraphModule, input_names: Sequence[str], output_names: Sequen
     for decomposed in (True, False):
         program = to_exported_program(gm, decomposed=decomposed)
         try:
-            with _quiet_exporter():
+            # The exporter traces again, on the fake values of this graph, and forgets the sizes it makes up.
+            sizes = fake_mode(gm).shape_env
+            with _quiet_exporter(), nullcontext() if sizes is None else sizes.ignore_fresh_unbacked_symbols():
                 model = translate(program, names, result_names, opset=opset)
         except torch.onnx.OnnxExporterError as error:
             # Some operator has no lowering as it stands: let torch decompose the graph and try again.
