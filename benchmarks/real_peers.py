@@ -117,7 +117,7 @@ FORMATS = {
         Weights(4, GROUP),
         (
             _ours("w4a4_dynamic, sweeps=0", preset="w4a4_dynamic", replaced=[QUALITY]),
-            *_on_less("w4a4_dynamic, sweeps=0", 2, preset="w4a4_dynamic", replaced=[QUALITY]),
+            *_on_less("w4a4_dynamic, sweeps=0", 2, 4, preset="w4a4_dynamic", replaced=[QUALITY]),
             _ours("w4a4_dynamic", preset="w4a4_dynamic"),
             Row("llm-compressor", "GPTQ", {"gptq": True, **_ACTIVATIONS}),
             Row("llm-compressor", "SpinQuant R1 R2, GPTQ", {"spinquant": ["R1", "R2"], "gptq": True, **_ACTIVATIONS}),
