@@ -461,7 +461,7 @@ def _biases(operator: PlannedOperator) -> list[tuple[str, Node | None]]:
 def _require_finite(gm: GraphModule, operator: PlannedOperator, what: str, node: Node | None) -> None:
     if is_parameter(node) and not is_finite(parameter(gm, node)):
         raise CalibrationError(
-            f"{what} {node.target} of {describe(operator.node)} holds NaN or infinity; mend the checkpoint"
+            f"{what} {node.target!r} of {describe(operator.node)} holds NaN or infinity; mend the model's weights"
         )
 
 
