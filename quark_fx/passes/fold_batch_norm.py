@@ -84,7 +84,9 @@ def _require_usable(gm: GraphModule, node: Node, variance: Any, epsilon: float) 
     """Raise `CalibrationError` for a constant that is not finite, or a variance that no data has."""
     for constant in node.args:
         if is_parameter(constant) and not is_finite(parameter(gm, constant)):
-            raise CalibrationError(f"{constant.target} of {describe(node)} holds NaN or infinity; mend the model's weights")
+            raise CalibrationError(
+                f"{constant.target} of {describe(node)} holds NaN or infinity; mend the model's weights"
+            )
     smallest = float(parameter(gm, variance).detach().min()) if parameter(gm, variance).numel() else 0.0
     if smallest + epsilon <= 0:
         raise CalibrationError(

@@ -198,7 +198,7 @@ def _quantize_weight(
     except ValueError as error:
         remedy = "exclude the operator" if is_finite(weight) else "mend the model's weights"
         raise CalibrationError(
-            f"weight {op.weight_node.target} of {describe(op.node)} cannot be quantized: {error}; {remedy}"
+            f"weight {op.weight_node.target!r} of {describe(op.node)} cannot be quantized: {error}; {remedy}"
         ) from error
     sqnr = codes.sqnr(weight)
     if known is not None and observed is not None:

@@ -334,7 +334,7 @@ def test_sizes_padded_to_chunks_are_simple_expressions() -> None:
 def test_a_walk_over_chunks_holds_for_the_lengths_of_as_many() -> None:
     captured = assert_captured(seeded(Chunked(scanned=True)), rand(2, 10, 4), other=(rand(3, 12, 4),))
     assert captured.signature.input_limits == (("x", 1, 9, 12),)
-    with pytest.raises(qfx.QuarkError, match="from 9 to 12: .*; capture a batch of that size"):
+    with pytest.raises(qfx.QuarkError, match=r"from 9 to 12: .*; capture a batch of that size"):
         captured.signature.flatten((rand(2, 13, 4),), {})
 
 

@@ -370,7 +370,7 @@ def test_a_weight_that_is_not_a_number_is_named(preset: QuantConfig) -> None:
     model = seeded(Attention())
     with torch.no_grad():
         model.gate.weight[3, 5] = torch.nan
-    with pytest.raises(CalibrationError, match=r"weight gate.weight of .*(NaN or infinity|not finite)"):
+    with pytest.raises(CalibrationError, match=r"weight 'gate.weight' of .*(NaN or infinity|not finite)"):
         quantize(model, preset, ids(8, 8))
 
 
