@@ -164,9 +164,10 @@ def _require_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[st
         if isinstance(x, Tensor) and isinstance(dimensions, Mapping):
             for dimension in dimensions:
                 if isinstance(dimension, int) and not 0 <= dimension < x.dim():
+                    which = f"dimensions count from 0 to {x.dim() - 1}" if x.dim() else "a scalar has none: give it {}"
                     raise CaptureError(
                         f"dynamic_shapes names dimension {dimension} of {name}, whose shape is {tuple(x.shape)}; "
-                        f"dimensions count from 0 to {x.dim() - 1}"
+                        f"{which}"
                     )
 
 

@@ -71,7 +71,9 @@ class Remembered:
         return fold != without or len(self.ranges) == 1
 
     def widen(self, fold: int, x: Tensor, slabs: Slabs) -> None:
-        """Let the range of a fold include the values of `x`."""
+        """Let the range of a fold, whose tensors change, include the values of `x`."""
+        if not x.numel():
+            return
         rows = x.movedim(self.axis, -1).reshape(-1, x.shape[self.axis])
         now = self.ranges.get(fold, MinMax()).observe(rows.mT)
         assert now.low is not None
@@ -91,15 +93,15 @@ class Remembered:
         ranges = {fold: self.ranges.get(fold, MinMax()).merge(other.ranges.get(fold, MinMax())) for fold in folds}
         return replace(self, ranges=ranges, samples=samples)
 
-    def to(self, device: torch.device | str) -> Remembered:
-        """Return it on a device."""
-        ranges = {f: replace(r, low=_on(device, r.low), high=_on(device, r.high)) for f, r in self.ranges.items()}
-        samples = {part: [(fold, x.to(device)) for fold, x in found] for part, found in self.samples.items()}
+    def to(self, device: torch.device | str, *, copy: bool = False) -> Remembered:
+        """Return it on a device, in memory of its own if it is copied."""
+
+        def on(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.to(device, copy=copy)
+
+        ranges = {fold: replace(r, low=on(r.low), high=on(r.high)) for fold, r in self.ranges.items()}
+        samples = {part: [(f, x.to(device, copy=copy)) for f, x in found] for part, found in self.samples.items()}
         return replace(self, ranges=ranges, samples=samples)
-
-
-def _on(device: torch.device | str, x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.to(device)
 
 
 def remember(gm: GraphModule, inputs: Iterable[ScaledInput], context: Context) -> dict[tuple[Node, int], Remembered]:
@@ -124,7 +126,8 @@ def remember(gm: GraphModule, inputs: Iterable[ScaledInput], context: Context) -
         run_batches(gm, context)
     found = {}
     for key, watch in watches.items():
-        ours = watch.remembered if context.ranks.alone else watch.remembered.to("cpu")
+        # What is sent takes its whole piece of memory along.
+        ours = watch.remembered if context.ranks.alone else watch.remembered.to("cpu", copy=True)
         found[key] = context.ranks.fold(ours, Remembered.merge).to(device_of(gm))
     return found
 

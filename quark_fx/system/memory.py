@@ -1,4 +1,4 @@
-"""Memory that nobody uses, back to the system."""
+"""Memory that nobody uses, back to the system, and room for what stays where it does not keep other memory."""
 
 from __future__ import annotations
 
@@ -67,16 +67,17 @@ class Slabs:
     more: each would cost the memory of a large one.
     """
 
-    _left: dict[tuple[torch.dtype, torch.device], Tensor] = field(default_factory=dict)
+    _left: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     def empty_like(self, x: Tensor) -> Tensor:
-        """Return room for the values of `x`, contiguous."""
-        key, size = (x.dtype, x.device), x.numel()
-        left = self._left.get(key)
+        """Return room for the values of `x`, contiguous: in a slab on a CPU, since no other allocator has such holes."""
+        slab, size = _SLAB // x.element_size(), x.numel()
+        if not x.is_cpu or size > slab // 2:
+            return x.new_empty(x.shape)
+        left = self._left.get(x.dtype)
         if left is None or len(left) < size:
-            # Pages that nothing is written to take no memory.
-            left = x.new_empty(max(size, _SLAB // x.element_size()))
-        self._left[key] = left[size:]
+            left = x.new_empty(slab)  # pages that nothing is written to take no memory
+        self._left[x.dtype] = left[-(-size // _ALIGNED) * _ALIGNED :]
         return left[:size].view(x.shape)
 
 
@@ -97,6 +98,9 @@ def occupied() -> int:
 
 _SLAB = 64 << 20
 """Bytes of a slab: more than what the C library ever puts into a hole (`DEFAULT_MMAP_THRESHOLD_MAX` of glibc)."""
+
+_ALIGNED = 64
+"""Elements that a tensor in a slab begins at a multiple of."""
 
 _M_MMAP_THRESHOLD = -3
 

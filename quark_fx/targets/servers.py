@@ -1,7 +1,7 @@
 """What servers of language models share that read the checkpoints of `quark_fx.export.huggingface`: vLLM, SGLang.
 
 The rules are those of vLLM 0.32: its configuration parsers (`CompressedTensorsConfig`, `AutoGPTQConfig`,
-`AutoAWQConfig`) and the layers that it builds. SGLang 0.5 began with the same code.
+`AutoAWQConfig`) and the layers that it builds. `benchmarks.in_sglang` shows that SGLang refuses the same.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from quark_fx.graph.linear import Linear
 from quark_fx.graph.operators import ATTENTION, KINDS
 from quark_fx.numbers.formats import FP4_E2M1, FP8_E4M3, INT8, UINT8, FloatFormat
 from quark_fx.numbers.qparams import Symmetry
+
+_CHANNEL = "granularity='channel'"
 
 ELSE = "or target='torch'"
 """The way out that every refusal has."""
@@ -93,8 +95,8 @@ def _refuses(server: str) -> Callable[[str, TensorSpec, TensorSpec | None, Linea
         inputs = 0 if linear is None else linear.shape[linear.input_axis]
         if weight.group_size is not None and inputs % weight.group_size and inputs > weight.group_size:
             fitting = (f"group_size={size}" for size in (128, 64, 32) if inputs % size == 0)
-            what = next(fitting, "granularity='channel'")
-            return f"{inputs} inputs are not a multiple of the group size {weight.group_size}; set {what}"
+            what = "exclude it, or use fp8_e4m3" if is_float else f"set {next(fitting, _CHANNEL)}"
+            return f"{inputs} inputs are not a multiple of the group size {weight.group_size}; {what}"
         if read is None:
             whole = not is_float and weight.granularity is Granularity.TENSOR
             return f"{server} has integer weights per channel or group; set granularity='channel'" if whole else ""

@@ -56,7 +56,7 @@ SGLANG = Target(
         *refusals("SGLang"),
         Refusal(
             _is_calibrated,
-            "SGLang does not load calibrated {spec.format} activations of layers that it fuses; use "
+            "SGLang does not load calibrated {spec.format} activations: of layers that it fuses it has one scale; use "
             "granularity='token' with dynamic=True, fp8_e4m3, " + ELSE,
         ),
     ),

@@ -219,7 +219,7 @@ REFUSED: dict[str, tuple[str, QuantConfig, str]] = {
             overrides=(Override(pattern="*.q_proj", weight=FOURS),),
             exclude=FLOAT_ENDS,
         ),
-        "beside zero points all weights of a checkpoint but experts have the same",
+        "with zero points; transformers needs the same of all layers but experts",
     ),
     "zero points of a tensor": (
         "compressed-tensors",

@@ -18,8 +18,9 @@ from tiny import quantize, seeded
 
 import quark_fx as qfx
 from quark_fx.config.block_formats import MXFP4, MXFP8_E4M3, NVFP4
-from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
-from quark_fx.numbers.formats import FP8_E4M3, INT3, INT8, UINT8
+from quark_fx.config.quant_config import Granularity, Override, QuantConfig, TensorSpec
+from quark_fx.export.checkpoints.values import fused_names
+from quark_fx.numbers.formats import FP8_E4M3, INT3, INT4, INT8, UINT8
 from quark_fx.numbers.qparams import ScaleType
 from quark_fx.presets import FP8_DYNAMIC, FP8_STATIC, W4A16_RTN, W8A8_DYNAMIC
 from quark_fx.targets import SGLANG, VLLM
@@ -72,6 +73,12 @@ def test_fused_layers_in_float_have_the_name_that_sglang_looks_for(form: str, tm
     assert not looks_up(told, form, "model.layers.0.mlp.gate_up_proj")
     told = written(tmp_path / "vllm", config.replace(target="vllm"), form)
     assert not looks_up(told, form, f"{ATTENTION}.qkv_proj")
+
+
+def test_a_fused_name_needs_all_of_its_parts() -> None:
+    fused = SGLANG.checkpoints.fused
+    assert fused_names(["a.gate_proj", "b.up_proj"], fused) == []
+    assert fused_names(["a.gate_proj", "b.up_proj", "a.up_proj"], fused) == ["a.gate_up_proj"]
 
 
 def test_transformers_reads_a_checkpoint_with_fused_names(tmp_path: Path) -> None:
@@ -145,8 +152,31 @@ def test_a_row_as_long_as_the_groups_of_other_layers_is_a_group(form: str, tmp_p
         ids = torch.arange(8)[None]
         with torch.no_grad():
             torch.testing.assert_close(loaded(input_ids=ids).logits, qmodel(input_ids=ids).logits)
-    elif form != "awq":
+    else:
         assert told["group_size"] == 64
+
+
+def test_one_scale_and_experts_per_channel_stay_beside_groups(tmp_path: Path) -> None:
+    sizes, ids = SIZES | {"intermediate_size": 128}, torch.arange(8)[None]
+    model = seeded(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)))
+    config = HALF.replace(weight=HALF.weight.replace(group_size=64), target="torch")  # type: ignore[union-attr]
+    whole = TensorSpec(format=INT4)
+    config = config.replace(overrides=(Override(pattern="*.o_proj", weight=whole),))
+    mixture = transformers.MixtralConfig(
+        **SIZES | {"intermediate_size": 32}, num_local_experts=2, num_experts_per_tok=1
+    )
+    experts = HALF.replace(
+        target="torch", overrides=(Override(pattern="op:experts", weight=CHANNEL.replace(format=INT4)),)
+    )
+    for name, made, how in (
+        ("one", model, config),
+        ("experts", seeded(transformers.MixtralForCausalLM(mixture)), experts),
+    ):
+        qmodel = quantize(made, how, [{"input_ids": ids}])
+        qfx.export.huggingface(qmodel, tmp_path / name)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(input_ids=ids).logits, qmodel(input_ids=ids).logits)
 
 
 def test_groups_that_do_not_divide_the_inputs_are_refused_before_calibration() -> None:

@@ -78,6 +78,7 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
     path = Path(path)
     unfinished = path.with_name(path.name + ".partial")
     require_possible(path)
+    require_possible(unfinished)
     require_tokenizer(tokenizer)
     checkpoint = take_apart(qmodel, model)
     refuse_caches(checkpoint, "GGUF")

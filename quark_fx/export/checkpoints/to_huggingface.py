@@ -184,15 +184,16 @@ def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
     schemes: dict[str, dict[str, Any]] = {}
     members: dict[str, list[Layer]] = {}
     stacks = {layer.stack: layer for layer in checkpoint.layers if layer.stack}.values()
-    group, sizes = next(iter(_groups_of(stacks)), None), _groups_of(checkpoint.layers)
+    group, sizes = next(iter(_groups_of(stacks)), None), _groups_of(x for x in checkpoint.layers if not x.stack)
 
     def write(layer: Layer) -> dict[str, Tensor]:
         scheme = _scheme(layer)
         if layer.stack and group and scheme["weights"]["strategy"] == "channel":
             # Transformers reads all experts by one scheme, and takes a row that is one group for any.
             scheme["weights"] |= {"strategy": "group", "group_size": group}
-        elif scheme["format"] == "pack-quantized" and (size := _row_or_group(layer.weight, sizes)) > 0:
-            scheme["weights"] |= {"strategy": "group", "group_size": size}
+        elif scheme["format"] == "pack-quantized" and scheme["weights"]["strategy"] == "channel" and not layer.stack:
+            size = _row_or_group(layer.weight, sizes)
+            scheme["weights"] |= {"strategy": "group", "group_size": size} if size > 0 else {}
         key = repr(scheme)
         schemes[key] = scheme
         members.setdefault(key, []).append(layer)
@@ -287,13 +288,17 @@ def _require_readable(schemes: Mapping[str, dict[str, Any]], members: Mapping[st
     It reads all experts by one scheme, and all other layers by one if it dequantizes them.
     """
     shown = ("num_bits", "strategy", "group_size")
-    kinds = {key: f"{s['format']} {[s['weights'][what] for what in shown]}" for key, s in schemes.items()}
+    kinds = {
+        key: f"{s['format']} {[s['weights'][what] for what in shown]}"
+        + " with zero points" * (not s["weights"]["symmetric"])
+        for key, s in schemes.items()
+    }
     found = {layer.stack: kinds[key] for key, some in members.items() for layer in some if layer.stack}
     if len(set(found.values())) > 1:
         raise unholdable([f"{name}: {kind}; all experts of a checkpoint have the same" for name, kind in found.items()])
     others = {layer.name: key for key, some in members.items() for layer in some if not layer.stack}
     if _has_zero_points(schemes) and len(set(others.values())) > 1:
-        rule = "with zero points, all layers but experts need the same bits and group size"
+        rule = "transformers needs the same of all layers but experts, if one has zero points"
         raise unholdable([f"{name}: {kinds[key]}; {rule}" for name, key in others.items()])
 
 
@@ -470,12 +475,12 @@ def _uniform(layers: list[Layer], bits: tuple[int, ...], form: str, shelf: Shelf
 
 
 def _groups_of(layers: Iterable[Layer]) -> set[int]:
-    """Return the sizes of groups, of layers whose rows have several."""
-    return {size for layer in layers if (size := group_size(layer.weight))}
+    """Return the group sizes of integer layers with several groups in a row."""
+    return {size for weight in (x.weight for x in layers) if not weight.is_float and (size := group_size(weight))}
 
 
 def _row_or_group(weight: QuantizedTensor, groups: set[int]) -> int:
-    """Return the group size of a weight, -1 for rows with one scale, unless they are as long as groups of others."""
+    """Return the group size; for one scale per row the row's length if other layers have such groups, else -1."""
     inputs = weight.codes.shape[1]
     return group_size(weight) or (inputs if inputs in groups else -1)
 

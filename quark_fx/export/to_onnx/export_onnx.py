@@ -214,7 +214,8 @@ def _translate(gm: GraphModule, input_names: Sequence[str], output_names: Sequen
     for decomposed in (True, False):
         program = to_exported_program(gm, decomposed=decomposed)
         try:
-            # The exporter traces again, on the fake values of this graph, and forgets the sizes it makes up.
+            # The exporter traces again on this graph's fake values; sizes that it makes up must not stay pending there,
+            # or `compile` fails.
             sizes = fake_mode(gm).shape_env
             with _quiet_exporter(), nullcontext() if sizes is None else sizes.ignore_fresh_unbacked_symbols():
                 model = translate(program, names, result_names, opset=opset)
