@@ -251,7 +251,7 @@ X = torch.ones(4, 8)
         ([X, torch.ones(2, 4, 8)], r"captured for \(any, 8\), 2 dimension\(s\): give every batch as many"),
         (
             [X, torch.ones(4, 9)],
-            r"cut dimension 1 to 8, or, .* \{'x': \{0: Dim\.AUTO, 1: Dim\.AUTO\}\}\. If you did, the",
+            r"cut dimension 1 to 8, or, .* \{'x': \{0: Dim\.AUTO, 1: Dim\.AUTO\}\}\. If you did, its",
         ),
         ([torch.ones(4, 9)], r"Keywords itself does not run on the first batch \(x: \(4, 9\) float32\): RuntimeError"),
         ([torch.ones(9)], r"itself does not run on the first batch \(x: \(9,\) float32\)"),

@@ -171,8 +171,7 @@ def _check_leaf(name: str, leaf: Any, shape: tuple[int | None, ...] | None, dtyp
         raise QuarkError(
             f"input {name} has shape {tuple(leaf.shape)}; the graph was captured for {expected}: pad or cut dimension "
             f"{wrong[0]} to {shape[wrong[0]]}, or, if the model takes other sizes there, let it vary in "
-            f"`dynamic_shapes` of quantize(), {{{name!r}: {{{free}}}}}. If you did, the model's code fixes that size: pad "
-            "or cut"
+            f"`dynamic_shapes` of quantize(), {{{name!r}: {{{free}}}}}. If you did, its code fixes that: pad or cut"
         )
 
 

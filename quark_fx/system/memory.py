@@ -70,7 +70,7 @@ class Slabs:
     _left: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     def empty_like(self, x: Tensor) -> Tensor:
-        """Return room for the values of `x`, contiguous: in a slab on a CPU, since no other allocator has such holes."""
+        """Return room for the values of `x`, contiguous: in a slab on a CPU, as other allocators have no such holes."""
         slab, size = _SLAB // x.element_size(), x.numel()
         if not x.is_cpu or size > slab // 2:
             return x.new_empty(x.shape)

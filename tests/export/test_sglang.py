@@ -162,9 +162,8 @@ def test_one_scale_and_experts_per_channel_stay_beside_groups(tmp_path: Path) ->
     config = HALF.replace(weight=HALF.weight.replace(group_size=64), target="torch")  # type: ignore[union-attr]
     whole = TensorSpec(format=INT4)
     config = config.replace(overrides=(Override(pattern="*.o_proj", weight=whole),))
-    mixture = transformers.MixtralConfig(
-        **SIZES | {"intermediate_size": 32}, num_local_experts=2, num_experts_per_tok=1
-    )
+    small = SIZES | {"intermediate_size": 32}
+    mixture = transformers.MixtralConfig(**small, num_local_experts=2, num_experts_per_tok=1)
     experts = HALF.replace(
         target="torch", overrides=(Override(pattern="op:experts", weight=CHANNEL.replace(format=INT4)),)
     )
