@@ -180,7 +180,7 @@ qmodel = qfx.quantize(llm, config, token_batches)
 qfx.export.huggingface(qmodel, "llm-int4", tokenizer=tokenizer)
 ```
 
-The rules are those of [vLLM](vllm.md) and a few more: integers of 4 and 8 bits, no MXFP4, no calibrated int8
+The rules are those of [vLLM](vllm.md) and a few more: integers of 4 and 8 bits, no MX formats, no calibrated int8
 activations, no experts in float beside GPTQ. Layers that stay in float are named as the checkpoint has them, and by the
 name of the layer that SGLang loads them into (`qkv_proj`, `gate_up_proj`), which it looks for.
 
