@@ -223,7 +223,7 @@ def test_every_parameter_of_a_recurrent_layer_is_looked_at() -> None:
     model = seeded(Model())
     with torch.no_grad():
         model.get_parameter("lstm.bias_hh_l0")[3] = torch.nan
-    with pytest.raises(qfx.CalibrationError, match=r"bias lstm\.bias_hh_l0 of aten.lstm"):
+    with pytest.raises(qfx.CalibrationError, match=r"bias 'lstm\.bias_hh_l0' of aten.lstm"):
         quantize(model, "int8_weight_only", [rand(5, 2, 4)])
 
 
