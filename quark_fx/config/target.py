@@ -151,8 +151,8 @@ class CheckpointFiles:
             modules that stay in float.
         stacks: whether compressed-tensors stores experts that stay in float as stacks, where transformers looks for
             them beside quantized layers; otherwise each expert has its own matrices, as in a float checkpoint.
-        fused: by the name of a layer of the backend, the names of those that it loads into it. Where all of them stay
-            in float, the checkpoint says so by the backend's name as well.
+        fused: the backend's names of fused layers, each with the names of the layers that it fuses. Where all of these
+            stay in float, the checkpoint lists the fused name as well.
     """
 
     refuses: Callable[[str, Mapping[str, Any], Sequence[str]], str] = _taken

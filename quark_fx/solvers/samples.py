@@ -126,7 +126,7 @@ def remember(gm: GraphModule, inputs: Iterable[ScaledInput], context: Context) -
         run_batches(gm, context)
     found = {}
     for key, watch in watches.items():
-        # What is sent takes its whole piece of memory along.
+        # A view is sent with its whole storage, which here is a slab.
         ours = watch.remembered if context.ranks.alone else watch.remembered.to("cpu", copy=True)
         found[key] = context.ranks.fold(ours, Remembered.merge).to(device_of(gm))
     return found

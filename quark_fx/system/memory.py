@@ -1,4 +1,4 @@
-"""Memory that nobody uses, back to the system, and room for what stays where it does not keep other memory."""
+"""Return unused memory to the system, and keep small tensors that live long from holding more than their own."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def give_back_at_once() -> None:
 
 @dataclass
 class Slabs:
-    """Room for tensors that stay, side by side in large pieces of memory.
+    """Memory for small tensors that live long, side by side in large pieces.
 
-    A small tensor that stays would lie in the hole that one of many large ones left, where none as large fits in any
-    more: each would cost the memory of a large one.
+    Allocated among large temporaries, a small tensor takes the start of a block that one of them freed. The rest no
+    longer fits another one, so each small tensor would cost the memory of a large one.
     """
 
     _left: dict[torch.dtype, Tensor] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """What servers of language models share that read the checkpoints of `quark_fx.export.huggingface`: vLLM, SGLang.
 
 The rules are those of vLLM 0.32: its configuration parsers (`CompressedTensorsConfig`, `AutoGPTQConfig`,
-`AutoAWQConfig`) and the layers that it builds. `benchmarks.in_sglang` shows that SGLang refuses the same.
+`AutoAWQConfig`) and the layers that it builds. `benchmarks.in_sglang` shows what SGLang makes of what they refuse.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def _is_no_weight(spec: TensorSpec, operand: Operand) -> bool:
 
 
 def _is_calibrated(spec: TensorSpec, operand: Operand) -> bool:
-    """Tell whether an integer activation has one scale: SGLang has no place for those of the layers that it fuses."""
+    """Tell whether an integer activation has a calibrated scale."""
     return operand is Operand.INPUT and not spec.dynamic and not isinstance(spec.format, FloatFormat)
 
 
@@ -56,8 +56,8 @@ SGLANG = Target(
         *refusals("SGLang"),
         Refusal(
             _is_calibrated,
-            "SGLang does not load calibrated {spec.format} activations: of layers that it fuses it has one scale; use "
-            "granularity='token' with dynamic=True, fp8_e4m3, " + ELSE,
+            "SGLang does not load calibrated {spec.format} activations, because a fused layer has room for one scale; "
+            "use granularity='token' with dynamic=True, fp8_e4m3, " + ELSE,
         ),
     ),
     placement=placement("SGLang"),

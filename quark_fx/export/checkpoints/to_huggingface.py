@@ -187,13 +187,13 @@ def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
     group, sizes = next(iter(_groups_of(stacks)), None), _groups_of(x for x in checkpoint.layers if not x.stack)
 
     def write(layer: Layer) -> dict[str, Tensor]:
-        scheme = _scheme(layer)
-        if layer.stack and group and scheme["weights"]["strategy"] == "channel":
-            # Transformers reads all experts by one scheme, and takes a row that is one group for any.
-            scheme["weights"] |= {"strategy": "group", "group_size": group}
-        elif scheme["format"] == "pack-quantized" and scheme["weights"]["strategy"] == "channel" and not layer.stack:
+        scheme, size = _scheme(layer), None
+        if scheme["weights"]["strategy"] == "channel" and layer.stack:
+            size = group  # transformers reads all experts by one scheme, and takes a row that is one group for any
+        elif scheme["weights"]["strategy"] == "channel" and scheme["format"] == "pack-quantized":
             size = _row_or_group(layer.weight, sizes)
-            scheme["weights"] |= {"strategy": "group", "group_size": size} if size > 0 else {}
+        if size is not None and size > 0:
+            scheme["weights"] |= {"strategy": "group", "group_size": size}
         key = repr(scheme)
         schemes[key] = scheme
         members.setdefault(key, []).append(layer)
