@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from quark_fx.checkpoints.files import GRAPH_FILE, CheckpointFiles
 from quark_fx.checkpoints.open_checkpoint import open_checkpoint
 from quark_fx.checkpoints.shelf import Shelf
-from quark_fx.config.quant_config import Override, QuantConfig, TensorSpec
+from quark_fx.config.quant_config import Override, QuantConfig, TensorSpec, takes_configuration
 from quark_fx.engine.activation_cache import CacheBudget
 from quark_fx.engine.context import Checkpoint, Context, fingerprint, require_resources
 from quark_fx.engine.quantized_weights import quantized_weights
@@ -56,6 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 @isolated
+@takes_configuration
 def quantize(
     model: nn.Module | ExportedProgram | str | Path | Session,
     config: str | QuantConfig | Mapping[str, Any] = "int8_static",
@@ -222,6 +223,7 @@ def _transformed(
 
 
 @isolated
+@takes_configuration
 def predict(
     model: nn.Module | ExportedProgram | str | Path | Session,
     config: str | QuantConfig | Mapping[str, Any] = "int8_static",
@@ -279,6 +281,7 @@ def needs_data(config: QuantConfig) -> bool:
 
 
 @isolated
+@takes_configuration
 def check(
     model: nn.Module | str | Path | Session,
     config: str | QuantConfig | Mapping[str, Any],

@@ -140,7 +140,10 @@ def test_a_checkpoint_becomes_a_verified_file_a_saved_model_and_a_checkpoint_by_
     assert answer("verify", "a.onnx", "q", *data)["max_steps"] < 0.01
     call("export", "q", "--float", checkpoint, "--format", "compressed-tensors", "-o", "ct")
     assert (Path("ct") / "tokenizer.json").is_file()
-    assert answer("verify", "ct", "q", *data)["max_steps"] < 0.01
+    found = answer("verify", "ct", "q", *data)
+    assert found["max_steps"] < 0.01
+    assert [w["runtime"] for w in made["written"]] == ["onnxruntime", None]
+    assert found["runtime"] == "transformers"
     judged = [answer("evaluate", m, *data, "--reference", checkpoint)["figures"] for m in ("a.onnx", "q", "ct")]
     assert all(figures["perplexity"] == pytest.approx(judged[0]["perplexity"], rel=1e-5) for figures in judged)
     assert all(0 < figures["KL"] < 1 for figures in judged)
@@ -185,6 +188,20 @@ def test_a_dry_run_says_what_is_going_to_happen_and_writes_nothing(folder: Path)
     assert made["expected"]["memory"] > 0
     assert made["config"] == PRESETS["int8_static"].to_dict()
     assert sorted(p for p in folder.iterdir() if p.name != "__pycache__") == before
+
+
+def test_a_target_is_quantized_for_and_the_file_verified_in_its_runtime(folder: Path) -> None:
+    pytest.importorskip("openvino")
+    options = ("--preset", "int8_static", "--data", "x.npy", "--target", "openvino")
+    made = answer("quantize", "factories:cnn", *options, "-o", "a.onnx", "-o", "q")
+    assert made["config"]["target"] == "openvino"
+    found = answer("verify", "a.onnx", "q", "--data", "x.npy", "--runtime", "openvino")
+    assert found["runtime"] == "openvino"
+    assert found["max_steps"] <= 1
+    line = call("quantize", "factories:cnn", *options, "-o", "a.onnx").stdout
+    assert re.search(r"wrote a\.onnx .*verified: in onnxruntime at most \d\.\d+ quantization steps", line), line
+    refused = call("quantize", "factories:cnn", *options[:-1], "tensorrt", "-o", "a.onnx", code=1)
+    assert "TensorRT" in refused.stderr
 
 
 def test_a_checkpoint_in_bfloat16_is_read_in_what_onnx_runtime_computes(checkpoint: Path) -> None:
@@ -826,7 +843,9 @@ def test_a_file_of_another_model_is_told_from_its_own() -> None:
         call("quantize", "factories:with_example", "--preset", preset, "-o", name, "-o", f"{name}.onnx")
     call("verify", "a.onnx", "a", "--data", "x.npy")
     result = call("verify", "b.onnx", "a", "--data", "x.npy", "--limit", 0.1, code=1)
-    assert re.search(r"b.onnx is [\d.]+ quantization steps from a, more than 0.1; --per-node shows", result.stderr)
+    assert re.search(
+        r"b.onnx in onnxruntime is [\d.]+ quantization steps from a, more than 0.1; --per-node shows", result.stderr
+    )
 
 
 def test_presets_are_all_there_and_say_what_the_documentation_says_of_data() -> None:

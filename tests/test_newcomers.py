@@ -292,11 +292,37 @@ def test_what_is_wrong_with_dynamic_shapes_is_said_and_how_to_write_them(
 
 
 @pytest.mark.parametrize("size", [Dim.AUTO, Dim("batch")], ids=["auto", "named"])
-def test_a_dimension_that_an_input_does_not_have_is_named(size: Any) -> None:
+@pytest.mark.parametrize("by_name", [True, False], ids=["by name", "in order"])
+def test_a_dimension_that_an_input_does_not_have_is_named(size: Any, by_name: bool) -> None:
     with pytest.raises(
         qfx.CaptureError, match=r"dimension 5 of x, whose shape is \(4, 8\); dimensions count from 0 to 1"
     ):
-        quantize(Keywords().eval(), INT8, [X], dynamic_shapes={"x": {5: size}})
+        quantize(Keywords().eval(), INT8, [X], dynamic_shapes={"x": {5: size}} if by_name else ({5: size},))
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, given: dict[str, Any]) -> Any:
+        return self.linear(given["parts"][1])
+
+
+def test_a_dimension_that_a_part_of_an_input_does_not_have_is_named() -> None:
+    shapes: list[Any] = [{"parts": [{}, {0: Dim.AUTO}]}, {"parts": [{}, {2: Dim.AUTO}]}]
+    batch = ({"parts": [torch.zeros(1), X]},)
+    quantize(Nested().eval(), INT8, [batch], dynamic_shapes={"given": shapes[0]})
+    with pytest.raises(qfx.CaptureError, match=r"dimension 2 of given\['parts'\]\[1\], whose shape is \(4, 8\)"):
+        quantize(Nested().eval(), INT8, [batch], dynamic_shapes={"given": shapes[1]})
+
+
+@pytest.mark.parametrize("call", [qfx.quantize, qfx.predict, qfx.check, qfx.analyze])
+def test_what_belongs_in_a_configuration_is_said_where_it_is_passed_beside_it(call: Any) -> None:
+    with pytest.raises(qfx.ConfigError, match=r"has no argument target; .*write INT8_STATIC\.replace\(target=\.\.\.\)"):
+        call(Keywords().eval(), INT8, [X], target="openvino")
+    with pytest.raises(qfx.ConfigError, match=r"has no argument dynamic_shape; .*did you mean 'dynamic_shapes'"):
+        call(Keywords().eval(), INT8, [X], dynamic_shape=None)
 
 
 def test_a_fixed_dimension_of_one_is_said_to_be_the_reason() -> None:

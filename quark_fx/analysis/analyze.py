@@ -18,7 +18,7 @@ from quark_fx.analysis.report import Analysis, Contribution
 from quark_fx.analysis.switches import RoundedValue, SwitchedGraph
 from quark_fx.analysis.trials import Trials, metric_of, parts_of, samples_in
 from quark_fx.config.named import PRESETS
-from quark_fx.config.quant_config import QuantConfig
+from quark_fx.config.quant_config import QuantConfig, takes_configuration
 from quark_fx.errors import ConfigError
 from quark_fx.plan.placement import Plan
 from quark_fx.quantization import resolve
@@ -33,6 +33,7 @@ _CULPRIT = 1.5
 
 
 @isolated
+@takes_configuration
 def analyze(
     model: nn.Module | ExportedProgram | str | Path | Session,
     config: str | QuantConfig | Mapping[str, Any] = "int8_static",

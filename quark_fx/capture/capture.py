@@ -159,16 +159,32 @@ def _widen_ones(
 def _require_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> None:
     """Raise `CaptureError` for a dimension that an input does not have, which torch.export passes over in silence."""
     given = bind(model.forward, args, kwargs) or {}
-    for name, dimensions in dynamic_shapes.items() if isinstance(dynamic_shapes, Mapping) else ():
-        x = given.get(name)
-        if isinstance(x, Tensor) and isinstance(dimensions, Mapping):
-            for dimension in dimensions:
-                if isinstance(dimension, int) and not 0 <= dimension < x.dim():
-                    which = f"dimensions count from 0 to {x.dim() - 1}" if x.dim() else "a scalar has none: give it {}"
-                    raise CaptureError(
-                        f"dynamic_shapes names dimension {dimension} of {name}, whose shape is {tuple(x.shape)}; "
-                        f"{which}"
-                    )
+    for name, x, dimension in _named_dimensions(dynamic_shapes, given):
+        if not 0 <= dimension < x.dim():
+            which = f"dimensions count from 0 to {x.dim() - 1}" if x.dim() else "a scalar has none: give it {}"
+            raise CaptureError(
+                f"dynamic_shapes names dimension {dimension} of {name}, whose shape is {tuple(x.shape)}; {which}"
+            )
+
+
+def _named_dimensions(shapes: Any, given: Any, name: str = "") -> Iterator[tuple[str, Tensor, int]]:
+    """Yield each dimension that shapes name by its number, with its tensor, and what that is called.
+
+    Args:
+        shapes: of `given`, or of its parts, by name or one after the other.
+        given: a tensor, or parts.
+        name: of `given`.
+    """
+    if isinstance(given, Tensor):
+        if isinstance(shapes, Mapping):
+            yield from ((name, given, dimension) for dimension in shapes if isinstance(dimension, int))
+    elif isinstance(given, Mapping | list | tuple):
+        parts: dict[Any, Any] = dict(given if isinstance(given, Mapping) else enumerate(given))
+        own = shapes if isinstance(shapes, Mapping) else {}
+        if isinstance(shapes, list | tuple):
+            own = dict(zip(parts, shapes, strict=False))  # torch.export counts them
+        for part in parts.keys() & own.keys():
+            yield from _named_dimensions(own[part], parts[part], f"{name}[{part!r}]" if name else str(part))
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:

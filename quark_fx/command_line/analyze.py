@@ -9,16 +9,12 @@ import typer
 
 import quark_fx as qfx
 from quark_fx.command_line.options import (
-    Config,
-    Exclude,
+    Configuring,
     FloatModel,
-    GroupSize,
     Html,
     Json,
-    Preset,
     Reading,
-    configuration,
-    reads_data,
+    shares_options,
 )
 from quark_fx.command_line.outputs import write_text
 from quark_fx.command_line.printing import show
@@ -27,14 +23,11 @@ from quark_fx.command_line.subjects import float_subject
 from quark_fx.system.writable import require_file_place
 
 
-@reads_data
+@shares_options
 def analyze(
     model: FloatModel,
+    configuring: Configuring,
     reading: Reading,
-    preset: Preset = None,
-    config: Config = None,
-    exclude: Exclude = None,
-    group_size: GroupSize = None,
     metric: Annotated[
         str, typer.Option(help="error: of the outputs, relative; kl: the divergence of the classes, in nats.")
     ] = "error",
@@ -46,13 +39,13 @@ def analyze(
     json: Json = False,
 ) -> None:
     """Say which operators make the error of a configuration, and propose one with less."""
-    chosen = configuration(preset, config, exclude, group_size)
+    chosen = configuring.chosen()
     for place in filter(None, (html, output)):
         require_file_place(place)
     source = float_subject(model)
     batches = calibration(reading, source, needed=True)
-    named = preset is not None and not exclude and group_size is None
-    found = qfx.analyze(source.model, preset if named and preset else chosen, batches, metric=metric, top=top)
+    named = None if configuring.exclude or configuring.changes else configuring.preset
+    found = qfx.analyze(source.model, named or chosen, batches, metric=metric, top=top)
     show(json, found.to_dict(), str(found))  # before a file that cannot be written
     if html is not None:
         found.html(html)

@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from quark_fx import evaluation
-from quark_fx.command_line.options import AnyModel, Json, Reading, reads_data
+from quark_fx.command_line.options import AnyModel, Json, Reading, shares_options
 from quark_fx.command_line.printing import show, table
 from quark_fx.command_line.reading import read_batches
 from quark_fx.command_line.subjects import subject
 
 
-@reads_data
+@shares_options
 def compare(
     first: AnyModel,
     second: Annotated[str, typer.Argument(help="What is compared with it, likewise.")],

@@ -10,7 +10,7 @@ import typer
 from torch.utils import _pytree as pytree
 
 import quark_fx as qfx
-from quark_fx.command_line.options import AnyModel, Json, Reading, reads_data
+from quark_fx.command_line.options import AnyModel, Json, Reading, shares_options
 from quark_fx.command_line.printing import show, table
 from quark_fx.command_line.reading import has_labels, is_text, read_batches, read_labeled
 from quark_fx.command_line.subjects import Subject, subject
@@ -26,7 +26,7 @@ class Task(StrEnum):
     EMBEDDING = "embedding"
 
 
-@reads_data
+@shares_options
 def evaluate(
     model: AnyModel,
     reading: Reading,

@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from quark_fx.config.quant_config import QuantConfig
+from quark_fx.config.target import TARGETS
 from quark_fx.presets import PRESETS, preset
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
@@ -35,16 +36,11 @@ def _preset_names(incomplete: str) -> list[str]:
     return [name for name in PRESETS if name.startswith(incomplete)]
 
 
+def _targets(incomplete: str) -> list[str]:
+    return [name for name in TARGETS if name.startswith(incomplete)]
+
+
 Preset = Annotated[str | None, typer.Option(help="One of `quark-fx presets`.", autocompletion=_preset_names)]
-
-Config = Annotated[Path | None, typer.Option(help="A YAML file; `preset: NAME` in it starts from a preset.")]
-
-Exclude = Annotated[
-    list[str] | None,
-    typer.Option(help='Operators that stay in float: a glob on names, or "op:" and one on kinds. Repeatable.'),
-]
-
-GroupSize = Annotated[int | None, typer.Option(help="Weights that share a scale.")]
 
 Outputs = Annotated[
     list[Path],
@@ -101,39 +97,64 @@ class Reading:
     std: Annotated[str | None, typer.Option(help="Images: standard deviation of each color, likewise.")] = None
 
 
-def reads_data(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of `Reading` in the place of its argument `reading`."""
-    signature, hints = inspect.signature(command), get_type_hints(command, include_extras=True)
-    own = {name: p.replace(annotation=hints[name]) for name, p in signature.parameters.items() if name != "reading"}
-    types = get_type_hints(Reading, include_extras=True)
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    shared = {
-        f.name: inspect.Parameter(f.name, keyword, default=f.default, annotation=types[f.name]) for f in fields(Reading)
-    }
+@dataclass(frozen=True, kw_only=True)
+class Configuring:
+    """A configuration: a preset or a file, and what other options change."""
+
+    preset: Preset = None
+    config: Annotated[Path | None, typer.Option(help="A YAML file; `preset: NAME` in it starts from a preset.")] = None
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(help='Operators that stay in float: a glob on names, or "op:" and one on kinds. Repeatable.'),
+    ] = None
+    group_size: Annotated[int | None, typer.Option(help="Weights that share a scale.")] = None
+    target: Annotated[
+        str | None,
+        typer.Option(help="What the result is to run on; default: the configuration's own.", autocompletion=_targets),
+    ] = None
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """What is not as the preset or the file has it."""
+        given = {"group_size": self.group_size, "target": self.target}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def chosen(self) -> QuantConfig:
+        """Return the configuration.
+
+        Raises:
+            typer.BadParameter: if neither a preset nor a file is given, or both.
+            ConfigError: for an unknown preset, or a file that cannot be read or contradicts itself.
+        """
+        if (self.preset is None) == (self.config is None):
+            raise typer.BadParameter("give --preset NAME or --config FILE, one of them")
+        chosen = preset(self.preset) if self.preset is not None else QuantConfig.from_yaml(self.config or Path())
+        chosen = chosen.replace(**self.changes)
+        return chosen.replace(exclude=(*chosen.exclude, *self.exclude)) if self.exclude else chosen
+
+
+_SHARED = (Reading, Configuring)
+
+
+def shares_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command, in the place of each argument that is a `Reading` or a `Configuring`, the options of it."""
+    hints = get_type_hints(command, include_extras=True)
+    groups, parameters = dict[str, type[Any]](), list[inspect.Parameter]()
+    for name, own in inspect.signature(command).parameters.items():
+        if hints[name] in _SHARED:
+            groups[name] = hints[name]
+            types = get_type_hints(hints[name], include_extras=True)
+            defaults = {f.name: f.default for f in fields(hints[name])}
+        else:
+            types, defaults = hints, {name: own.default}
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters += [inspect.Parameter(n, keyword, default=d, annotation=types[n]) for n, d in defaults.items()]
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        reading = Reading(**{name: given.pop(name) for name in shared})
-        command(**given, reading=reading)
+        made = {name: group(**{f.name: given.pop(f.name) for f in fields(group)}) for name, group in groups.items()}
+        command(**given, **made)
 
-    parameters = [p.replace(kind=keyword) for p in own.values()] + list(shared.values())
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
-
-
-def configuration(
-    name: str | None, file: Path | None, exclude: list[str] | None, group_size: int | None
-) -> QuantConfig:
-    """Return what `--preset` or `--config` names, with what the other options change.
-
-    Raises:
-        typer.BadParameter: if neither is given, or both.
-        ConfigError: for an unknown preset, or a file that cannot be read or contradicts itself.
-    """
-    if (name is None) == (file is None):
-        raise typer.BadParameter("give --preset NAME or --config FILE, one of them")
-    chosen = preset(name) if name is not None else QuantConfig.from_yaml(file or Path())
-    if group_size is not None:
-        chosen = chosen.replace(group_size=group_size)
-    return chosen.replace(exclude=(*chosen.exclude, *exclude)) if exclude else chosen

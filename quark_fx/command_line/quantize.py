@@ -15,18 +15,14 @@ from torch import Tensor
 import quark_fx as qfx
 from quark_fx.command_line.contents import grouped, parts_of, parts_table
 from quark_fx.command_line.options import (
-    Config,
-    Exclude,
+    Configuring,
     FloatModel,
     Formats,
-    GroupSize,
     Html,
     Json,
     Outputs,
-    Preset,
     Reading,
-    configuration,
-    reads_data,
+    shares_options,
 )
 from quark_fx.command_line.outputs import (
     Output,
@@ -51,15 +47,12 @@ from quark_fx.system.writable import require_file_place
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-@reads_data
+@shares_options
 def quantize(
     model: FloatModel,
+    configuring: Configuring,
     output: Outputs,
     reading: Reading,
-    preset: Preset = None,
-    config: Config = None,
-    exclude: Exclude = None,
-    group_size: GroupSize = None,
     format: Formats = None,
     opset: Annotated[int | None, typer.Option(help="ONNX: 14 to 25.")] = None,
     dtype: Annotated[
@@ -85,7 +78,7 @@ def quantize(
     json: Json = False,
 ) -> None:
     """Quantize a model and write it: as an ONNX file, a checkpoint, or a directory that quark_fx loads again."""
-    chosen = configuration(preset, config, exclude, group_size)
+    chosen = configuring.chosen()
     outputs = outputs_of(output, format or [])
     if stream and [o.kind for o in outputs] != ["saved"]:
         raise typer.BadParameter("--stream writes a directory that quark_fx loads again, and nothing else")
@@ -218,10 +211,16 @@ def _finished(
         write(qmodel, output, tokenizer=tokenizer, opset=opset)
     elif tokenizer is not None:
         tokenizer.save_pretrained(path)
-    steps = None
+    found = None
     if batch is not None and output.can_be_verified and _has_a_reader(qmodel, output):
-        steps = qfx.verify(qmodel, path, [batch]).max_steps
-    return {"path": str(path), "kind": output.kind, "bytes": written_bytes(path), "max_steps": steps}
+        found = qfx.verify(qmodel, path, [batch])
+    return {
+        "path": str(path),
+        "kind": output.kind,
+        "bytes": written_bytes(path),
+        "max_steps": None if found is None else found.max_steps,
+        "runtime": None if found is None else found.runtime,
+    }
 
 
 def _has_a_reader(qmodel: qfx.QuantizedModel, output: Output) -> bool:
@@ -232,7 +231,11 @@ def _has_a_reader(qmodel: qfx.QuantizedModel, output: Output) -> bool:
 
 def _line(written: dict[str, Any]) -> str:
     steps = written["max_steps"]
-    verified = "" if steps is None else f", verified: at most {steps:.3f} quantization steps from torch on one batch"
+    verified = (
+        ""
+        if steps is None
+        else f", verified: in {written['runtime']} at most {steps:.3f} quantization steps from torch on one batch"
+    )
     return f"wrote {written['path']} ({written['kind']}, {size(written['bytes'])}{verified})"
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import quark_fx as qfx
-from quark_fx.command_line.options import FloatModel, Html, Json, Reading, reads_data
+from quark_fx.command_line.options import FloatModel, Html, Json, Reading, shares_options
 from quark_fx.command_line.outputs import write_text
 from quark_fx.command_line.printing import show
 from quark_fx.command_line.reading import calibration
@@ -16,7 +16,7 @@ from quark_fx.command_line.subjects import float_subject
 from quark_fx.system.writable import require_file_place
 
 
-@reads_data
+@shares_options
 def search(
     model: FloatModel,
     reading: Reading,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 import quark_fx as qfx
-from quark_fx.command_line.options import Json, Reading, reads_data
+from quark_fx.command_line.options import Json, Reading, shares_options
 from quark_fx.command_line.printing import show
 from quark_fx.command_line.reading import read_batches
 from quark_fx.command_line.subjects import subject
@@ -17,7 +17,7 @@ from quark_fx.errors import ExportError
 from quark_fx.model.quantized_model import QuantizedModel
 
 
-@reads_data
+@shares_options
 def verify(
     file: Annotated[Path, typer.Argument(help="The .onnx or .gguf file, or the directory of a checkpoint.")],
     model: Annotated[str, typer.Argument(help="The directory of the quantized model it was exported from.")],
@@ -28,14 +28,19 @@ def verify(
     limit: Annotated[
         float, typer.Option(min=0, help="Quantization steps above which the command ends with code 1.")
     ] = 1.0,
+    runtime: Annotated[
+        Literal["onnxruntime", "openvino", "transformers"] | None,
+        typer.Option(help="What runs the file; default: transformers for checkpoints and .gguf, else onnxruntime."),
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Run the same data in torch and in ONNX Runtime or transformers, and compare outputs in quantization steps."""
+    """Run the same data in torch and in what reads the file, and compare outputs in quantization steps."""
     made_of = subject(model)
     if not isinstance(made_of.model, QuantizedModel):
         raise ExportError(f"{model} is no quantized model of quark_fx; give the directory that quantize wrote")
-    found = qfx.verify(made_of.model, file, read_batches(reading, made_of), per_node=per_node)
+    found = qfx.verify(made_of.model, file, read_batches(reading, made_of), per_node=per_node, runtime=runtime)
     data = {
+        "runtime": found.runtime,
         "max_steps": found.max_steps,
         "limit": limit,
         "cause": found.cause,
@@ -45,7 +50,7 @@ def verify(
     show(json, data, str(found))
     if not found.max_steps <= limit:
         raise ExportError(
-            f"{file} is {found.max_steps:.3g} quantization steps from {model}, more than {limit:g}; --per-node shows "
-            "where that comes from (a value between two codes may be rounded either way, and a deep network carries "
-            "that on)"
+            f"{file} in {found.runtime} is {found.max_steps:.3g} quantization steps from {model}, more than {limit:g}; "
+            "--per-node shows where that comes from (a value between two codes may be rounded either way, and a deep "
+            "network carries that on)"
         )

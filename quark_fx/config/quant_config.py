@@ -26,7 +26,7 @@ from quark_fx.graph.pass_manager import (
 )
 from quark_fx.numbers.formats import INT32
 from quark_fx.numbers.qparams import Symmetry
-from quark_fx.system.options import checked, checked_call, known_fields, parsed
+from quark_fx.system.options import checked, checked_call, checked_names, known_fields, parsed
 from quark_fx.system.untrusted import YAML_LIMIT, brief, parse_yaml, read_bytes
 
 
@@ -140,8 +140,6 @@ class QuantConfig:
             raise ConfigError("an integer bias needs statically quantized inputs; set `input`, or bias=None")
         if self.bias is not None and self.bias.format == INT32 and self.bias != TensorSpec(format=INT32):
             raise ConfigError("an INT32 bias takes its scale from input and weight; drop its other options")
-        if reason := self.target.refusal(self.bias, Operand.BIAS):
-            raise ConfigError(f"`bias`: {reason}")
         for p in self.passes:
             if (targets := pass_targets(p)) and self.target.name not in targets:
                 raise ConfigError(
@@ -199,7 +197,9 @@ class QuantConfig:
         ):
             if wrong:
                 raise ConfigError(message + where)
-        reasons = ((o, self.target.refusal(getattr(specs, o), o)) for o in map(Operand, _PER_OPERATOR))
+        operands = [Operand(name) for name in (_PER_OPERATOR if override else _SPECS)]
+        given = {operand: getattr(self if operand is Operand.BIAS else specs, operand) for operand in operands}
+        reasons = ((operand, self.target.refusal(spec, operand)) for operand, spec in given.items())
         if refused := [f"`{operand}`: {reason}{where}" for operand, reason in reasons if reason]:
             raise ConfigError("\n".join(refused))
 
@@ -335,4 +335,24 @@ def _preset(name: Any) -> QuantConfig:
     return preset(name)
 
 
-__all__ = ["INHERIT", "Granularity", "OperatorSpecs", "Override", "QuantConfig", "Target", "TensorSpec", "matches"]
+takes_configuration: Final = checked_names(
+    {
+        field.name: f"; {field.name} is a field of the configuration: write INT8_STATIC.replace({field.name}=...), or "
+        "so of another of `quark_fx.presets`"
+        for field in fields(QuantConfig)
+    }
+)
+"""Decorates a function that is given a configuration, and perhaps what belongs in it."""
+
+
+__all__ = [
+    "INHERIT",
+    "Granularity",
+    "OperatorSpecs",
+    "Override",
+    "QuantConfig",
+    "Target",
+    "TensorSpec",
+    "matches",
+    "takes_configuration",
+]

@@ -6,7 +6,7 @@ name. Nothing asks which target it is: configurations, placement, training and e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, ClassVar, Final
@@ -274,6 +274,15 @@ def stored_target(name: str) -> Target:
     return TARGETS.get(name) or StoredTarget(name=name)
 
 
+def fitting_size(inputs: int, sizes: Iterable[int]) -> str | None:
+    """Return how to set the first of these group sizes that divides the inputs of an operator; `None` if none does.
+
+    >>> fitting_size(192, (128, 64, 32))
+    'group_size=64'
+    """
+    return next((f"group_size={size}" for size in sizes if inputs % size == 0), None)
+
+
 parsed(Target, ("a Target", "its name"), str, find_target)
 
 __all__ = [
@@ -288,5 +297,5 @@ __all__ = [
         "StoredTarget",
         "Target",
     ),
-    *("find_target", "register_target", "stored_target"),
+    *("find_target", "fitting_size", "register_target", "stored_target"),
 ]

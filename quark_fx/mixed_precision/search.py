@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from tqdm import tqdm
 
 from quark_fx.analysis.trials import Trials, metric_of, parts_of, samples_in
-from quark_fx.config.quant_config import QuantConfig
+from quark_fx.config.quant_config import QuantConfig, takes_configuration
 from quark_fx.engine.block_walk import compute_weights
 from quark_fx.engine.context import require_no_nan
 from quark_fx.errors import CalibrationError, ConfigError
@@ -48,6 +48,7 @@ _Judge = Callable[[str, QuantConfig], Verified]
 
 
 @isolated
+@takes_configuration
 def search(
     model: nn.Module | ExportedProgram | str | Path | Session,
     candidates: Sequence[Any],

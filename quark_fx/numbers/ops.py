@@ -24,6 +24,8 @@ Source: https://onnx.ai/onnx/operators/onnx__QuantizeLinear.html.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -178,11 +180,19 @@ def fake_quantize(
     """
     fmt = parse_format(format)
     y = _codes(x, scale, zero_point, fmt, axis, block_size, _limits(fmt, low, high))
-    y = (y.to(fmt.dtype) if isinstance(fmt, FloatFormat) else y).float()
-    scale, points = spread(scale, x, axis, block_size), spread(zero_point, x, axis, block_size)
+    return _decoded(y, scale, zero_point, fmt, axis, block_size).to(x.dtype)
+
+
+def _decoded(y: Tensor, scale: Tensor, zero_point: Tensor, fmt: Format, axis: int | None, block_size: int) -> Tensor:
+    """Return, float32, what codes stand for in the type that `_codes` has them in, perhaps in their place."""
+    if isinstance(fmt, FloatFormat) and fmt.bits == 8:
+        # As storing rounds them, signs of zeros included; to store and read them takes a CPU four times as long.
+        y = fmt.round_(y.clone()).copysign_(y)
+    y, spread_scale = y.float(), spread(scale, y, axis, block_size)
     if zero_point.is_floating_point():
-        return decode(y, scale, out=y).add_(points).to(x.dtype)
-    return decode(y, scale, None if isinstance(fmt, FloatFormat) else points, out=y).to(x.dtype)
+        return decode(y, spread_scale, out=y).add_(spread(zero_point, y, axis, block_size))
+    points = None if isinstance(fmt, FloatFormat) else spread(zero_point, y, axis, block_size)
+    return decode(y, spread_scale, points, out=y)
 
 
 @fake_quantize.register_fake
@@ -388,16 +398,33 @@ def spread(parameter: Tensor, x: Tensor, axis: int | None, block_size: int) -> T
 def encode(x: Tensor, qparams: QParams, scheme: Scheme, axis: int | None = None, block_size: int = 0) -> Tensor:
     """Quantize `x` like `quantize`, and keep to the codes the *scheme* allows (±127 for symmetric int8)."""
     codes = torch.empty(x.shape, dtype=scheme.format.dtype, device=x.device)
-    whole = QuantizedTensor.of(codes, qparams.scale, qparams.zero_point, scheme.format, axis, block_size)
-    for rows, part in whole.pieces():
-        codes[rows] = _encode(x[rows], part.scale, part.zero_point, scheme, axis, block_size)
+    for rows, scale, zero_point in _pieces(x, qparams, scheme, axis, block_size):
+        codes[rows] = _encode(x[rows], scale, zero_point, scheme, axis, block_size)
     return codes
 
 
+def rounded(x: Tensor, qparams: QParams, scheme: Scheme, axis: int | None = None, block_size: int = 0) -> Tensor:
+    """Return what the codes stand for that `encode` returns, float32, without storing them."""
+    values = torch.empty_like(x, dtype=torch.float32)
+    for rows, scale, zero_point in _pieces(x, qparams, scheme, axis, block_size):
+        codes = _encode(x[rows], scale, zero_point, scheme, axis, block_size)
+        values[rows] = _decoded(codes, scale, zero_point, scheme.format, axis, block_size)
+    return values
+
+
+def _pieces(
+    x: Tensor, qparams: QParams, scheme: Scheme, axis: int | None, block_size: int
+) -> Iterator[tuple[slice | EllipsisType, Tensor, Tensor]]:
+    """Yield some rows of `x` at a time, as an index, and their scales and zero points."""
+    whole = QuantizedTensor.of(x, qparams.scale, qparams.zero_point, scheme.format, axis, block_size)
+    for rows, part in whole.pieces():
+        yield rows, part.scale, part.zero_point
+
+
 def _encode(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, axis: int | None, block_size: int) -> Tensor:
+    """Return codes in a type that computes."""
     if isinstance(scheme.format, FloatFormat):
-        codes: Tensor = quantize(x, scale, zero_point, str(scheme.format), axis, block_size)
-        return codes
+        return _codes(x, scale, zero_point, scheme.format, axis, block_size)
     wide = torch.float64 if scheme.format.bits > 16 else torch.float32  # float32 holds every code of 16 bits
     x, zero_point = _without_offset(x.to(wide), zero_point, axis, block_size)
     y = x / spread(scale, x, axis, block_size)
@@ -422,6 +449,7 @@ __all__ = [
     "encode",
     "fake_quantize",
     "quantize",
+    "rounded",
     "spread",
     "straight_through",
 ]

@@ -224,10 +224,20 @@ def affine_qparams(low: Tensor, high: Tensor, scheme: Scheme) -> QParams:
     Source:
         Jacob et al. 2018, section 2.1 (`r = S * (q - Z)`); ONNX Runtime `compute_scale_zp`.
     """
+    require_range(low, high)
+    return qparams_of_range(low, high, scheme)
+
+
+def require_range(low: Tensor, high: Tensor) -> None:
+    """Raise `ValueError` if a bound is NaN or infinite, or `low` is above `high`; waits for the device."""
     if not bool((torch.isfinite(low) & torch.isfinite(high) & (low <= high)).all()):
         finite = bool((torch.isfinite(low) & torch.isfinite(high)).all())
         what = "ends below its beginning" if finite else "is not finite"
         raise ValueError(f"the range {what}: low {_show(low)}, high {_show(high)}")
+
+
+def qparams_of_range(low: Tensor, high: Tensor, scheme: Scheme) -> QParams:
+    """Return what `affine_qparams` does, of bounds that `require_range` has seen."""
     low, high = low.double().clamp(max=0), high.double().clamp(min=0)
     if scheme.symmetric:
         found = symmetric_qparams(torch.maximum(-low, high), scheme, high)
@@ -407,7 +417,7 @@ def like(x: Tensor, scale: Tensor | float) -> Tensor:
 
 def _two_level(size: Tensor, multiple: Tensor, unit: Tensor) -> Tensor:
     """Return the multiple of `unit` that E4M3 holds, nearest to `multiple`; one `unit` where `size` is zero."""
-    held = multiple.clamp(_E4M3_TINY, _E4M3_MAX).to(FP8_E4M3.dtype).float()
+    held = FP8_E4M3.round_(multiple.clamp(_E4M3_TINY, _E4M3_MAX))
     return torch.where(size == 0, 1.0, held) * unit
 
 

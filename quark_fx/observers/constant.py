@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from quark_fx.numbers.formats import FloatFormat
-from quark_fx.numbers.ops import dequantize, encode
-from quark_fx.numbers.qparams import QParams, Scheme, affine_qparams
+from quark_fx.numbers.ops import rounded
+from quark_fx.numbers.qparams import QParams, Scheme, qparams_of_range, require_range
 
 _Thresholds = Callable[[Tensor], tuple[Tensor, Tensor]]
 """From a share of the range, shape (channels,), to the lower and the upper threshold."""
@@ -45,6 +45,7 @@ def smallest_error_qparams(x: Tensor, scheme: Scheme) -> QParams:
     """
     x = x.detach().float()
     low, high = x.amin(1).clamp(max=0), x.amax(1).clamp(min=0)
+    require_range(low, high)  # once: those that are tried are shares of it
     share = _best_share(x, scheme, lambda share: (low * share, high * share), torch.ones_like(low))
     low, high = low * share, high * share
     if not scheme.symmetric:
@@ -52,7 +53,7 @@ def smallest_error_qparams(x: Tensor, scheme: Scheme) -> QParams:
         high = high * share
         share = _best_share(x, scheme, lambda share: (low * share, high), torch.ones_like(low))
         low = low * share
-    return affine_qparams(low, high, scheme)
+    return qparams_of_range(low, high, scheme)
 
 
 def _best_share(x: Tensor, scheme: Scheme, thresholds: _Thresholds, best: Tensor) -> Tensor:
@@ -78,7 +79,5 @@ def _best_share(x: Tensor, scheme: Scheme, thresholds: _Thresholds, best: Tensor
 
 
 def _squared_error(x: Tensor, scheme: Scheme, low: Tensor, high: Tensor) -> Tensor:
-    qparams = affine_qparams(low, high, scheme)
-    codes = encode(x, qparams, scheme, 0)
-    values: Tensor = dequantize(codes, qparams.scale, qparams.zero_point, str(scheme.format), 0)
-    return values.sub_(x).square_().sum(1)
+    qparams = qparams_of_range(low, high, scheme)
+    return rounded(x, qparams, scheme, 0).sub_(x).square_().sum(1)

@@ -143,18 +143,10 @@ def checked_call(function: Callable[P, R]) -> Callable[P, R]:
             annotation does not allow.
     """
     signature = inspect.signature(function)
-    arguments = [
-        argument for argument in signature.parameters.values() if argument.kind is not argument.POSITIONAL_ONLY
-    ]
-    names = [argument.name for argument in arguments if argument.name != "self"]
 
+    @checked_names({})
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if unknown := sorted(set(kwargs) - set(names)):
-            raise ConfigError(
-                f"{function.__name__} has no argument {', '.join(unknown)}; it has {', '.join(names)}"
-                f"{nearest(unknown[0], names)}"
-            )
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError:
@@ -165,6 +157,31 @@ def checked_call(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return call
+
+
+def checked_names(elsewhere: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator that checks the names of the arguments of a function, as `checked_call` does.
+
+    Args:
+        elsewhere: by name of an argument that belongs elsewhere, what to write instead.
+    """
+
+    def checking(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = inspect.signature(function).parameters.values()
+        names = [p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY and p.name != "self"]
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if unknown := sorted(set(kwargs) - set(names)):
+                raise ConfigError(
+                    f"{function.__name__} has no argument {', '.join(unknown)}; it has {', '.join(names)}"
+                    f"{elsewhere.get(unknown[0]) or nearest(unknown[0], names)}"
+                )
+            return function(*args, **kwargs)
+
+        return call
+
+    return checking
 
 
 @functools.cache
@@ -350,5 +367,5 @@ def nearest(name: object, names: Iterable[str]) -> str:
 
 __all__ = [
     *("Interval", "NonNegativeFloat", "NonNegativeInt", "PositiveInt"),
-    *("checked", "checked_call", "enum_member", "known_fields", "nearest", "parsed"),
+    *("checked", "checked_call", "checked_names", "enum_member", "known_fields", "nearest", "parsed"),
 ]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quark_fx.config.specs import Granularity, TensorSpec
-from quark_fx.config.target import Operand, Placement, Refusal
+from quark_fx.config.target import Operand, Placement, Refusal, fitting_size
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.operators import ATTENTION, KINDS
 from quark_fx.numbers.formats import FP4_E2M1, FP8_E4M3, INT8, UINT8, FloatFormat
@@ -94,8 +94,8 @@ def _refuses(server: str) -> Callable[[str, TensorSpec, TensorSpec | None, Linea
             return "experts of a checkpoint read float activations; set input=None"
         inputs = 0 if linear is None else linear.shape[linear.input_axis]
         if weight.group_size is not None and inputs % weight.group_size and inputs > weight.group_size:
-            fitting = (f"group_size={size}" for size in (128, 64, 32) if inputs % size == 0)
-            what = "exclude it, or use fp8_e4m3" if is_float else f"set {next(fitting, _CHANNEL)}"
+            instead = fitting_size(inputs, (128, 64, 32)) or _CHANNEL
+            what = "exclude it, or use fp8_e4m3" if is_float else f"set {instead}"
             return f"{inputs} inputs are not a multiple of the group size {weight.group_size}; {what}"
         if read is None:
             whole = not is_float and weight.granularity is Granularity.TENSOR

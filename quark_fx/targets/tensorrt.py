@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from quark_fx.config.specs import Granularity, TensorSpec
-from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Target
+from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Target, fitting_size
 from quark_fx.errors import ExportError
 from quark_fx.graph.operators import RECURRENT
 from quark_fx.numbers.formats import INT4, INT8
@@ -318,8 +318,8 @@ def _refuses(kind: str, weight: TensorSpec, read: TensorSpec | None, linear: Lin
     size, inputs = weight.group_size, 0 if linear is None else linear.shape[linear.input_axis]
     if size is None or inputs % size == 0:
         return ""
-    fitting = next((f"group_size={other}" for other in _BLOCK_SIZES if inputs % other == 0), "weight=None")
-    return f"blocks of {size} do not divide its {inputs} inputs, as TensorRT needs; set {fitting} for it"
+    instead = fitting_size(inputs, _BLOCK_SIZES) or "weight=None"
+    return f"blocks of {size} do not divide its {inputs} inputs, as TensorRT needs; set {instead} for it"
 
 
 def _scales_by_output(weight: TensorSpec, linear: Linear | None) -> str:

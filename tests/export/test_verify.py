@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -325,12 +325,29 @@ def test_per_node_reports_a_file_whose_kernels_are_others_than_with_codes_shown(
 
 @pytest.mark.parametrize("per_node", [False, True])
 def test_a_file_that_does_not_run_is_named(per_node: bool, tmp_path: Path) -> None:
+    of_tokens = quantize(seeded(nn.Embedding(9, 3)), "int8_static", [torch.ones(6, 4, dtype=torch.int64)])
+    path = qfx.export.onnx(of_tokens, tmp_path / "m.onnx")
+    qmodel = quantize(seeded(nn.Linear(4, 3)), "int8_static", [rand(6, 4)])
+    with pytest.raises(qfx.ExportError, match=r"m\.onnx does not run on batch 0: .*Unexpected input data type"):
+        qfx.verify(qmodel, path, [rand(6, 4)], per_node=per_node)
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_a_file_of_other_sizes_or_of_another_model_is_named(
+    runtime: Literal["onnxruntime", "openvino"], tmp_path: Path
+) -> None:
+    if runtime == "openvino":
+        pytest.importorskip("openvino")
     model = seeded(nn.Linear(4, 3))
     varies = quantize(model, "int8_static", [rand(6, 4)])
     fixed = quantize(model, "int8_static", [rand(6, 4)], dynamic_shapes={"input": None})
     path = qfx.export.onnx(fixed, tmp_path / "m.onnx")
-    with pytest.raises(qfx.ExportError, match=r"m\.onnx does not run on batch 1"):
-        qfx.verify(varies, path, [rand(6, 4), rand(5, 4)], per_node=per_node)
+    assert qfx.verify(varies, path, [rand(6, 4)], runtime=runtime).runtime == runtime
+    with pytest.raises(qfx.ExportError, match=r"batch 1: .*shape \(6, 4\), .* one of shape \(5, 4\): it is the export"):
+        qfx.verify(varies, path, [rand(6, 4), rand(5, 4)], runtime=runtime)
+    other = quantize(seeded(nn.Conv2d(4, 3, 1)), "int8_static", [rand(6, 4, 5, 5)])
+    with pytest.raises(qfx.ExportError, match=r"batch 0: .*shape \(6, 4\), .*of another model, .*qfx\.export\.onnx"):
+        qfx.verify(other, path, [rand(6, 4, 5, 5)], runtime=runtime)
 
 
 def test_rounding_of_a_constant_output_is_no_difference(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from quark_fx.numbers.formats import FORMATS, FloatFormat, IntFormat, parse_format
-from quark_fx.numbers.ops import dequantize, dynamic_qparams, encode, quantize, spread
+from quark_fx.numbers.ops import dequantize, dynamic_qparams, encode, quantize, rounded, spread
 from quark_fx.numbers.qparams import QParams, Scheme, Symmetry, affine_qparams
 from quark_fx.observers import PowerOfTwoMinMse
 
@@ -190,6 +190,29 @@ def test_round_trip_error_is_at_most_half_a_step_inside_the_range(
     y = dequantize(encode(x, p, scheme), p.scale, p.zero_point, name)
     rounding = abs(float(x)) * 2**-23  # of x and of y to float32
     assert abs(float(y) - float(x)) <= float(p.scale) / 2 + rounding
+
+
+@on_devices
+@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if not isinstance(f, FloatFormat) or f.needs_scale])
+@pytest.mark.parametrize("layout", [(None, 0, ()), (0, 0, (4096,)), (1, 3, (4096, 3))], ids=str)
+def test_what_is_rounded_without_codes_is_what_codes_stand_for_bit_for_bit(
+    name: str, layout: tuple[int | None, int, tuple[int, ...]], device: torch.device
+) -> None:
+    axis, block, shape = layout
+    signed = not name.startswith("uint")
+    scheme = Scheme(format=FORMATS[name], symmetry=Symmetry.SYMMETRIC if signed else Symmetry.ASYMMETRIC)
+    # All magnitudes that a format has, those around and below its smallest, and what saturates.
+    x = (rand(4096, 7) * torch.logspace(-12, 6, 4096)[:, None]).to(device)
+    scale = (torch.rand(shape, generator=torch.Generator().manual_seed(2)) + 0.5).to(device)
+    point = torch.full_like(scale, 0 if signed else 3, dtype=torch.int32)
+    found = rounded(x, QParams(scale, point), scheme, axis, block)
+    codes = encode(x, QParams(scale, point), scheme, axis, block)
+    stored = dequantize(codes, scale, point, name, axis, block)
+    assert torch.equal(found.view(torch.int32), stored.view(torch.int32)), "signs of zeros, too"
+    codes = quantize(x, scale, point, name, axis, block)
+    stored = dequantize(codes, scale, point, name, axis, block)
+    at_once = ops.fake_quantize(x, scale, point, name, axis, block)
+    assert torch.equal(at_once.view(torch.int32), stored.view(torch.int32))
 
 
 @given(x=st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=40))

@@ -130,9 +130,10 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
             none of transformers.
     """
     try:
+        given = qmodel.source if model is None else model
+        if given is not None and not hasattr(given, "save_pretrained"):
+            raise ExportError(f"{type(given).__name__} is not a Transformers model; use qmodel.save(directory)")
         source, found = placed(qmodel, model)
-        if not hasattr(source, "save_pretrained"):
-            raise ExportError(f"{type(source).__name__} is not a Transformers model; use qmodel.save(directory)")
     except QuarkError as error:
         raise ExportError(str(error)) from error
     layers = _layers(source, found)

@@ -12,9 +12,10 @@ from quark_fx.errors import ExportError
 
 @dataclass(frozen=True)
 class Named:
-    """An input or output of a file."""
+    """An input or output of a file, and the sizes of an input: no number for those that vary."""
 
     name: str
+    shape: tuple[int | None, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class OpenVinoSession:
 
     def get_inputs(self) -> list[Named]:
         """Return the inputs in order."""
-        return [Named(port.any_name) for port in self._compiled.inputs]
+        return [Named(port.any_name, _sizes(port.partial_shape)) for port in self._compiled.inputs]
 
     def get_outputs(self) -> list[Named]:
         """Return the outputs in order, called as in the file: OpenVINO may know one by several names."""
@@ -83,3 +84,10 @@ class OpenVinoSession:
             for one in self._request.profiling_info
             if one.status == one.Status.EXECUTED
         ]
+
+
+def _sizes(shape: Any) -> tuple[int | None, ...] | None:
+    """Return the sizes of a shape of OpenVINO, `None` if it does not say how many it has."""
+    if shape.rank.is_dynamic:
+        return None
+    return tuple(None if size.is_dynamic else size.get_length() for size in shape)

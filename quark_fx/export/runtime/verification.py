@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,10 @@ from quark_fx.system.options import checked_call
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+
+Runtime = Literal["onnxruntime", "openvino", "transformers"]
+"""What runs a file."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class Verification:
         skipped: quantized values that could not be compared by themselves: ONNX Runtime gives out no codes of 4 bits
             or of 8-bit floats, and none that a kernel keeps to itself.
         cause: what this processor's arithmetic has to do with a difference of more than one step; empty if nothing.
+        runtime: what ran the file.
         shipped: by node, of those outputs that the file as it is makes otherwise than with its codes shown. ONNX
             Runtime fuses less where codes are outputs, so that the kernels compared by node are not all those that
             run.
@@ -78,6 +83,7 @@ class Verification:
     skipped: tuple[str, ...] = ()
     cause: str = ""
     shipped: tuple[Difference, ...] = ()
+    runtime: Runtime = "onnxruntime"
 
     @property
     def max_steps(self) -> float:
@@ -117,7 +123,7 @@ def verify(
     per_node: bool = False,
     optimize: bool | None = None,
     session_options: Any = None,
-    runtime: Literal["onnxruntime", "openvino", "transformers"] | None = None,
+    runtime: Runtime | None = None,
 ) -> Verification:
     """Run the same batches in torch and in what reads the file, and compare.
 
@@ -182,6 +188,7 @@ def verify(
             raise ExportError(
                 f"{path} has {len(inputs)} inputs, the model {len(feed)}: it is not this model's export; {_AGAIN}"
             )
+        _require_shapes(inputs, feed, path, count)
         feeds = {i.name: leaf.numpy(force=True) for i, leaf in zip(inputs, feed, strict=True)}
         results = _run(session, feeds, path, count)
         codes = {name: torch.from_numpy(value) for name, value in results.items() if name in shown}
@@ -209,6 +216,7 @@ def verify(
         differences,
         tuple(name for name in quantizers if name not in shown),
         shipped=tuple(d for d in shipped.differences() if d not in differences),
+        runtime=runtime,
     )
     if runtime == "onnxruntime" and result.max_steps > 1 and (cause := _saturation(Path(path), qmodel, optimize)):
         result = replace(result, cause=cause)
@@ -233,7 +241,7 @@ def _verify_checkpoint(qmodel: QuantizedModel, path: Path, batches: list[Any]) -
                     f"the model of {path} returns no {name or 'lone tensor'}: it was made of another model"
                 )
             compared.add(name or "output", own, found[name])
-    return Verification(compared.differences())
+    return Verification(compared.differences(), runtime="transformers")
 
 
 def _open(
@@ -291,10 +299,25 @@ def _require_file(path: str | os.PathLike[str]) -> None:
         os.stat(path)
     except (OSError, ValueError) as error:
         raise ExportError(
-            f"{os.fspath(path)!r} cannot be read: {error}; write it with qfx.export.onnx first"
+            f"{os.fspath(path)!r} cannot be read: {error}; write it with qfx.export.onnx first, or huggingface or gguf"
         ) from error
     if not os.path.isfile(path):
         raise ExportError(f"{path} is a directory or a device; give the file that qfx.export.onnx wrote")
+
+
+def _require_shapes(inputs: Sequence[Any], feed: Sequence[Tensor], path: str | os.PathLike[str], batch: int) -> None:
+    """Refuse inputs of other sizes than the file says, which torch may take."""
+    for value, given in zip(inputs, feed, strict=True):
+        if value.shape is None:
+            continue
+        fixed = [size if isinstance(size, int) else None for size in value.shape]
+        if len(fixed) != given.dim() or any(f not in (None, size) for f, size in zip(fixed, given.shape, strict=True)):
+            sizes = ", ".join("any" if size is None else str(size) for size in fixed)
+            raise ExportError(
+                f"batch {batch}: {path} has an input {value.name!r} of shape ({sizes}), and is given one of shape "
+                f"{tuple(given.shape)}: it is the export of another model, or of this one with fixed sizes; {_AGAIN}, "
+                "or give it batches of its own sizes"
+            )
 
 
 def _require_values(feed: list[Tensor], batch: int) -> None:
