@@ -145,7 +145,7 @@ FORMATS = {
         (
             _ours("nvfp4", preset="nvfp4"),
             _ours("nvfp4_best", preset="nvfp4_best"),
-            *_on_less("nvfp4_best", 4, preset="nvfp4_best"),
+            *_on_less("nvfp4_best", 2, 4, preset="nvfp4_best"),
             Row("llm-compressor", "to nearest", {"scheme": "NVFP4"}),
             Row("llm-compressor", "GPTQ", {"scheme": "NVFP4", "gptq": True}),
             Row("llm-compressor", "SmoothQuant, GPTQ", {"scheme": "NVFP4", "smoothquant": True, "gptq": True}),
@@ -159,7 +159,7 @@ FORMATS = {
         (
             _ours("mxfp4", preset="mxfp4"),
             _ours("mxfp4_best", preset="mxfp4_best"),
-            *_on_less("mxfp4_best", 4, preset="mxfp4_best"),
+            *_on_less("mxfp4_best", 2, 4, preset="mxfp4_best"),
             Row("llm-compressor", "to nearest", {"scheme": "MXFP4"}),
             Row("llm-compressor", "GPTQ", {"scheme": "MXFP4", "gptq": True}),
             Row("AMD Quark", "GPTQ", {"scheme": "mxfp4", "algorithm": "gptq"}),

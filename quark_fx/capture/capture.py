@@ -183,7 +183,7 @@ def _named_dimensions(shapes: Any, given: Any, name: str = "") -> Iterator[tuple
         own = shapes if isinstance(shapes, Mapping) else {}
         if isinstance(shapes, list | tuple):
             own = dict(zip(parts, shapes, strict=False))  # torch.export counts them
-        for part in parts.keys() & own.keys():
+        for part in (part for part in parts if part in own):
             yield from _named_dimensions(own[part], parts[part], f"{name}[{part!r}]" if name else str(part))
 
 
