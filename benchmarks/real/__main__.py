@@ -1,4 +1,6 @@
-"""What quantization costs trained models: every preset that makes sense, in torch and in the exported file.
+"""What quantization costs trained models: every preset that makes sense, and recipes.
+
+Both in torch and in the exported file.
 
     python -m benchmarks.real [--models crnn ...] [--presets int8_static ...] [--write]
 
@@ -17,7 +19,7 @@ from pathlib import Path
 import quark_fx as qfx
 from benchmarks.common import DOCS, environment, publish, table
 from benchmarks.real.exported import exported
-from benchmarks.real.models import MODELS, ONNX
+from benchmarks.real.models import CONFIGS, MODELS, ONNX
 from benchmarks.real.packages import PACKAGES, MissingPackageError
 from benchmarks.real.real_model import RealModel
 
@@ -35,7 +37,7 @@ def measured(real: RealModel, preset: str, folder: Path) -> tuple[str, ...]:
         QuarkError: if the model cannot be quantized so, or not exported.
     """
     start = time.process_time()
-    qmodel = qfx.quantize(real.model, preset, real.calibration, progress=False)
+    qmodel = qfx.quantize(real.model, CONFIGS[preset], real.calibration, progress=False)
     seconds = time.process_time() - start
     cells = [_shown(value) for value in real.judge(qmodel).values()]
     if preset in ONNX:
