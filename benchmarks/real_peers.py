@@ -1,21 +1,21 @@
-"""A language model with real weights, in every format, beside other tools: divergence, processor time, memory.
+"""Language models in every format, beside other tools: divergence, processor time, memory.
 
-    python -m benchmarks.real_peers [--formats W4 W3 W2 W4A4 W8A8 NVFP4 MXFP4] [--only PART ...]
+    python -m benchmarks.real_peers [--model smollm2] [--formats W4 W3 W2 W4A4 W8A8 NVFP4 MXFP4] [--only PART ...]
         [--quark-fx quark/bin/python] [--llm-compressor llmc/bin/python] [--gptqmodel gptqm/bin/python]
         [--auto-round ar/bin/python] [--amd-quark amdquark/bin/python] [--jobs FOLDER] [--write]
 
-SmolLM2-135M (`benchmarks.real.smollm2`), calibrated on 64 windows of 512 tokens in batches of 4, judged on 16 windows
-of other documents. Integer weights are in groups of 64: symmetric at 4 bits, with zero points at 3 and 2. Embedding and
-head stay in float. Each run is a process of its own on one core, as `benchmarks.language_peers` says, which lists what
-the environments need. Formats of weights alone are judged by the weights that a tool leaves, computed with in the float
-model; the others by what each tool's own model predicts.
+SmolLM2-135M (`benchmarks.real.smollm2`), or a Llama of `benchmarks.language_models`, with outlier channels or without,
+calibrated on 64 windows and judged on others. Integer weights are in groups of 64: symmetric at 4 bits, with zero
+points at 3 and 2. Embedding and head stay in float. Each run is a process of its own on one core, as
+`benchmarks.language_peers` says, which lists what the environments need. Formats of weights alone are judged by the
+weights that a tool leaves, computed with in the float model; the others by what each tool's own model predicts.
 
 AMD Quark has no rows with int4 activations: what it measures at run time is one scale for a position of all windows of
 a batch, not for a token.
 
 `--only` runs the rows whose tool and method contain one of the parts. `--jobs` keeps finished runs, so that rows can be
-measured one after another; `--write` replaces the sections of these formats in `docs/real_peers.md` by the rows of this
-run.
+measured one after another; `--write` replaces the sections of these formats in the page of the model by the rows of
+this run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import sys
 import tempfile
 import textwrap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import language_models
 from benchmarks.common import environment, publish, sections_of, table
 from benchmarks.language_models import Trained
 from benchmarks.language_peers import (
@@ -171,13 +172,57 @@ FORMATS = {
 }
 
 
-@cache
-def trained() -> Trained:
-    """Return the model with its text, as the comparisons of trained models take it."""
+@dataclass(frozen=True)
+class Model:
+    """A model of the comparison.
+
+    Attributes:
+        page: of `docs` that has its tables.
+        title: of the page.
+        text: what it is, and what text calibrates and judges it.
+        load: returns it with its text, as the comparisons of trained models take it.
+    """
+
+    page: str
+    title: str
+    text: str
+    load: Callable[[], Trained]
+
+
+def _smollm2() -> Trained:
     from benchmarks.real import smollm2
 
     real = smollm2.load(calibration=WINDOWS)
     return Trained(smollm2.writable(real.model), smollm2.tokenizer(), real.calibration, real.judged)
+
+
+_TRAINED = (
+    "4 layers of 256 channels, 3.7 million parameters, trained for these measurements on the documentation of Python, "
+    f"calibrated on {WINDOWS} windows of 256 tokens in batches of 8, judged on others"
+)
+
+MODELS = {
+    "smollm2": Model(
+        "real_peers.md",
+        "SmolLM2 in every format, beside other tools",
+        f"SmolLM2-135M, whose weights are real, calibrated on {WINDOWS} windows of 512 tokens of Wikipedia in batches "
+        "of 4, judged on 16 windows of other documents",
+        cache(_smollm2),
+    ),
+    "llama": Model(
+        "real_peers_llama.md",
+        "A small Llama in every format, beside other tools",
+        f"A Llama of {_TRAINED}",
+        cache(lambda: language_models.load("llama")),
+    ),
+    "llama_outliers": Model(
+        "real_peers_outliers.md",
+        "A Llama with outlier channels in every format, beside other tools",
+        f"A Llama of {_TRAINED}; some of its channels then made large, in a way that leaves its function as it is, as "
+        "those of large models are",
+        cache(lambda: language_models.load("llama_outliers")),
+    ),
+}
 
 
 def verdict(measured: Sequence[Measured]) -> str:
@@ -220,21 +265,23 @@ def section(name: str, measured: Sequence[Measured]) -> str:
 def main() -> None:
     """Measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", choices=MODELS)
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
     add_pythons(parser, {row.tool for form in FORMATS.values() for row in form.rows})
     parser.add_argument("--only", nargs="+", default=[""], help="rows whose tool and method contain one of these")
     parser.add_argument("--jobs", type=Path, help="folder for the runs, kept; default: a temporary one")
-    parser.add_argument("--write", action="store_true", help="update docs/real_peers.md")
+    parser.add_argument("--write", action="store_true", help="update the page of the model")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    pythons = pythons_of(arguments)
-    sections = sections_of("real_peers.md") if arguments.write else {}
+    pythons, model = pythons_of(arguments), MODELS[arguments.model]
+    sections = sections_of(model.page) if arguments.write else {}
     with tempfile.TemporaryDirectory() as temporary:
         for name in arguments.formats:
             form = FORMATS[name]
-            folder = (arguments.jobs or Path(temporary)) / ("predictions" if form.activations else "weights") / name
-            subject = Subject(name, trained(), folder, form.weights, held_out=form.activations)
+            kind = "predictions" if form.activations else "weights"
+            folder = (arguments.jobs or Path(temporary)) / arguments.model / kind / name
+            subject = Subject(name, model.load(), folder, form.weights, held_out=form.activations)
             rows = [row for row in form.rows if any(part in str(row) for part in arguments.only)]
             measured = measure(subject, rows, pythons)
             if not measured:
@@ -243,24 +290,29 @@ def main() -> None:
             made = section(name, measured)
             sections = {title: text for title, text in sections.items() if not title.startswith(f"`{name}`")}
             sections[made.partition("\n")[0].removeprefix("## ")] = made
-            publish(page(sections), "real_peers.md" if arguments.write else None)
+            publish(page(arguments.model, sections), model.page if arguments.write else None)
 
 
-def page(sections: dict[str, str]) -> str:
-    """Return the page."""
+def page(name: str, sections: dict[str, str]) -> str:
+    """Return the page of a model."""
+    model = MODELS[name]
+    text = textwrap.fill(
+        f"{model.text}, where the float model's perplexity is {model.load().perplexity():.2f}. Integer weights are in "
+        f"groups of {GROUP}: symmetric at 4 bits, where ours with `fit_scales` are sign-aware, and with zero points at "
+        "3 and 2. Embedding and head stay in float. Every run is a process of its own on one core and reads the same "
+        "checkpoint and tokens; CPU seconds, user and system, are those of the whole process: imports, loading, "
+        "quantizing, writing. The machine was shared with other work: seconds vary by tens of percent. KL is the mean "
+        "divergence from the float model's predictions in nats per token; smaller is better. Where activations are "
+        "rounded too, each tool's own model predicts; elsewhere its weights are read and put into the float model. "
+        f"Reproduce with `python -m benchmarks.real_peers --model {name}`, whose docstring says what the environments "
+        "need.",
+        120,
+    )
     order = {f"`{name}`": place for place, name in enumerate(FORMATS)}
     shown = "\n".join(text for title, text in sorted(sections.items(), key=lambda it: order[it[0].partition(":")[0]]))
-    return f"""# SmolLM2 in every format, beside other tools
+    return f"""# {model.title}
 
-SmolLM2-135M, whose weights are real, calibrated on {WINDOWS} windows of 512 tokens of Wikipedia in batches of 4, judged
-on 16 windows of other documents, where the float model's perplexity is {trained().perplexity():.2f}. Integer weights
-are in groups of {GROUP}: symmetric at 4 bits, where ours with `fit_scales` are sign-aware, and with zero points at 3
-and 2. Embedding and head stay in float. Every run is a process of its own on one core and reads the same checkpoint and
-tokens; CPU seconds, user and system, are those of the whole process: imports, loading, quantizing, writing. The machine
-was shared with other work: seconds vary by tens of percent. KL is the mean divergence from the float model's
-predictions in nats per token; smaller is better. Where activations are rounded too, each tool's own model predicts;
-elsewhere its weights are read and put into the float model. Reproduce with `python -m benchmarks.real_peers`, whose
-docstring says what the environments need.
+{text}
 
 Rows that name a number of windows are calibrated on that many, all others on {WINDOWS}.
 

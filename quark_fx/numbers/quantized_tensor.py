@@ -31,6 +31,18 @@ def decode(codes: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, ou
     return torch.mul(shifted, scale, out=out)
 
 
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+"""The value of every byte."""
+
+
+def _read(codes: Tensor) -> Tensor:
+    """Return codes in float32, where they are executed, not traced."""
+    if codes.dtype is torch.float8_e4m3fn and codes.is_cpu and type(codes) is Tensor:
+        # torch converts them one by one on a CPU, which takes five times as long as looking them up.
+        return _E4M3.index_select(0, codes.view(torch.uint8).flatten().int()).view(codes.shape)
+    return codes.to(torch.float32)
+
+
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
     """Codes with their scales: `(codes - zero_point) * scale`, or `codes * scale + offset`.
@@ -110,12 +122,16 @@ class QuantizedTensor:
         result = torch.empty_like(self.codes, dtype=dtype)
         # The float32 values of a large weight beside its spread scales would take several times what the result does.
         for rows, part in self.pieces():
-            result[rows] = part.decoded()
+            result[rows] = part._of(_read(part.codes))
         return result
 
     def decoded(self) -> Tensor:
         """Return what the codes stand for, float32, all at once: `dequantize` does it in pieces."""
-        codes, scale = self.codes.to(torch.float32), self.layout.spread(self.scale)
+        return self._of(self.codes.to(torch.float32))
+
+    def _of(self, codes: Tensor) -> Tensor:
+        """Return what codes in float32 stand for."""
+        scale = self.layout.spread(self.scale)
         if self.has_offsets:
             return decode(codes, scale).add_(self.layout.spread(self.zero_point))
         return decode(codes, scale, None if self.is_float else self.layout.spread(self.zero_point))
