@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,6 +55,11 @@ def integer_convolution(product: Product) -> str:
     residual = Residual.of(product) if isinstance(read.scale, float) else None
     if residual is not None:
         return _convolve_onto(product, residual, read, packed, scale, bias, *geometry)
+    if codes.dim() == 3:
+        # torch takes the length of a result from the packed weight, of four dimensions: as if its kernel were of size 1.
+        stride, padding, dilation, groups = geometry
+        read = replace(read, codes=product.insert(aten.unsqueeze.default, read.codes, 2))
+        geometry = [1, *stride], [0, *padding], [1, *dilation], groups
     _multiply(product, onednn.qconv_pointwise, read, packed, scale, bias, *geometry)
     return "onednn.qconv_pointwise"
 
@@ -155,6 +161,8 @@ def _multiply(
         *(read.codes, read.scale, read.zero_point, packed, scale, torch.zeros_like(scale, dtype=torch.int32), bias),
         *(*geometry, step, point, dtype, result.function, [], result.algorithm),
     )
+    if geometry and len(geometry[0]) > product.weight.codes.dim() - 2:  # of rows that were images of one line
+        made = product.insert(aten.squeeze.dim, made, 2)
     _replace(product, quantizers or (result.node,), made, signed)
 
 
