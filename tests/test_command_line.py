@@ -199,7 +199,8 @@ def test_a_target_is_quantized_for_and_the_file_verified_in_its_runtime(folder: 
     assert found["runtime"] == "openvino"
     assert found["max_steps"] <= 1
     line = call("quantize", "factories:cnn", *options, "-o", "a.onnx").stdout
-    assert re.search(r"wrote a\.onnx .*verified: in onnxruntime at most \d\.\d+ quantization steps", line), line
+    assert re.search(r"wrote a\.onnx .*verified: in openvino at most \d\.\d+ quantization steps", line), line
+    assert made["written"][0]["runtime"] == "openvino"
     refused = call("quantize", "factories:cnn", *options[:-1], "tensorrt", "-o", "a.onnx", code=1)
     assert "TensorRT" in refused.stderr
 
@@ -808,6 +809,10 @@ USAGE = {
         ("quantize", "a:b", "--preset", "fp16", "-o", "q", "--format", "awq", "--format", "gptq"),
         "both formats of",
     ),
+    "a file that nothing writes": (
+        ("quantize", "a:b", "--preset", "fp16", "-o", "q.pte"),
+        "q.pte is neither an .onnx nor a .gguf file",
+    ),
     "an output twice": (("quantize", "a:b", "--preset", "fp16", "-o", "q", "-o", "./q"), "is given as --output twice"),
     "an opset of a directory": (("quantize", "a:b", "--preset", "fp16", "-o", "q", "--opset", "21"), "ends with .onnx"),
     "streams to a file": (("quantize", "a:b", "--preset", "fp16", "-o", "a.onnx", "--stream"), "--stream writes a dir"),
@@ -842,6 +847,10 @@ def test_a_file_of_another_model_is_told_from_its_own() -> None:
     for preset, name in (("int8_static", "a"), ("int8_weight_only", "b")):
         call("quantize", "factories:with_example", "--preset", preset, "-o", name, "-o", f"{name}.onnx")
     call("verify", "a.onnx", "a", "--data", "x.npy")
+    other = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 4)).eval()
+    qfx.export.onnx(qfx.quantize(other, "int8_static", [torch.rand(4, 3, 8, 8)], progress=False), "other.onnx")
+    result = call("verify", "other.onnx", "a", "--data", "x.npy", code=1)
+    assert re.search("nothing in it is like what torch computes: is it the file of this model", result.stderr)
     result = call("verify", "b.onnx", "a", "--data", "x.npy", "--limit", 0.1, code=1)
     assert re.search(
         r"b.onnx in onnxruntime is [\d.]+ quantization steps from a, more than 0.1; --per-node shows", result.stderr

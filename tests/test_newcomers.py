@@ -279,6 +279,8 @@ class Fixed(nn.Module):
         (Keywords(), "batch", "expected dynamic_shapes to be dict, tuple, or list"),
         (Keywords(), {"x": {1: Dim("features")}}, r"specialized it to be a constant \(8\)"),
         (Fixed(), {"x": {0: Dim("batch")}}, r"specialized it to be a constant \(4\)"),
+        (Keywords(), True, "dynamic_shapes does not fit Keywords"),
+        (Keywords(), {"x": {"batch": 0}}, "dynamic_shapes does not fit Keywords"),
     ],
 )
 def test_what_is_wrong_with_dynamic_shapes_is_said_and_how_to_write_them(
@@ -286,7 +288,7 @@ def test_what_is_wrong_with_dynamic_shapes_is_said_and_how_to_write_them(
 ) -> None:
     with pytest.raises(qfx.CaptureError, match=words) as caught:
         quantize(model.eval(), INT8, [X], dynamic_shapes=shapes)
-    assert "{'x': {0: Dim.AUTO}, ...}" in str(caught.value)
+    assert "as {'x': {0: Dim.AUTO}}, with None" in str(caught.value)
     assert "pass `dynamic_shapes`" not in str(caught.value)
     quantize(model.eval(), INT8, [X], dynamic_shapes={"x": {0: Dim.AUTO}})
 
@@ -307,6 +309,39 @@ class Nested(nn.Module):
 
     def forward(self, given: dict[str, Any]) -> Any:
         return self.linear(given["parts"][1])
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, other: Tensor) -> Any:
+        return self.linear(x).sum(-1) + other.sum()
+
+
+def test_the_advice_on_sizes_names_every_input_and_works() -> None:
+    first, second = (X, torch.zeros(4, 3, 5, 5)), (X, torch.zeros(4, 3, 7, 5))
+    qmodel = quantize(Pair().eval(), INT8, [first])
+    with pytest.raises(qfx.QuarkError, match="pad or cut dimension 2") as caught:
+        qmodel(*second)
+    written = str(caught.value).partition("quantize(), ")[2].partition(". If you did")[0]
+    shapes = eval(written, {"Dim": Dim})
+    assert shapes.keys() == {"x", "other"}
+    quantize(Pair().eval(), INT8, [first], dynamic_shapes=shapes)(*second)
+    with pytest.raises(qfx.CaptureError, match="top-level keys must be") as caught:
+        quantize(Nested().eval(), INT8, [({"parts": [torch.zeros(1), X]},)], dynamic_shapes={"given ": None})
+    assert "whose inputs are given['parts'][0]: (1,)" in str(caught.value)
+    written = str(caught.value).partition(", as ")[2].partition(", with None")[0]
+    batch = ({"parts": [torch.zeros(2), X]},)
+    quantize(Nested().eval(), INT8, [batch], dynamic_shapes=eval(written, {"Dim": Dim}))
+
+
+def test_a_size_that_a_length_divides_is_captured() -> None:
+    model = nn.Sequential(nn.Conv1d(2, 6, 3, stride=2, dilation=2), nn.Flatten(), nn.Linear(6 * 18, 5))
+    x = torch.zeros(3, 2, 40)
+    qmodel = quantize(model.eval(), INT8, [x])
+    assert qmodel(x[:2]).shape == (2, 5)
 
 
 def test_a_dimension_that_a_part_of_an_input_does_not_have_is_named() -> None:

@@ -7,6 +7,7 @@ import keyword
 import re
 import traceback
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from quark_fx.errors import CaptureError
 from quark_fx.graph.nodes import static_size
+from quark_fx.graph.signature import bind
 from quark_fx.system.isolation import warn
 from quark_fx.system.memory import is_shortage
 
@@ -178,8 +180,24 @@ def _reason(error: Exception) -> str:
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return the inputs of a batch in words."""
     leaves = pytree.tree_flatten_with_path((list(args), kwargs))[0]
-    named = ((pytree.keystr(path[1:]).strip("[]'"), leaf) for path, leaf in leaves if isinstance(leaf, Tensor))
+    named = ((_name(path[1:]), leaf) for path, leaf in leaves if isinstance(leaf, Tensor))
     return ", ".join(f"{name}: {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for name, x in named)
+
+
+def _name(path: pytree.KeyPath) -> str:
+    """Return what an input is called, or a part of one."""
+    return pytree.keystr(path[:1]).strip("[]'") + pytree.keystr(path[1:])
+
+
+def _first_varies(given: Any) -> str:
+    """Return `dynamic_shapes` by which the first dimension of every tensor in `given` varies, as it is written."""
+    if isinstance(given, Tensor):
+        return "{0: Dim.AUTO}" if given.dim() else "{}"
+    if isinstance(given, Mapping):
+        return f"{{{', '.join(f'{name!r}: {_first_varies(part)}' for name, part in given.items())}}}"
+    if isinstance(given, list | tuple):
+        return f"[{', '.join(map(_first_varies, given))}]"
+    return "None"
 
 
 def explain_dynamic_shapes(error: Exception, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -188,18 +206,18 @@ def explain_dynamic_shapes(error: Exception, model: nn.Module, args: tuple[Any, 
     text = " ".join(lines)
     last = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
     about = ("dynamic_shapes", "Constraints violated", "not in range", "dynamic dimension")
-    checked = type(error) in (AssertionError, IndexError) and "export" in "".join(last)  # by torch.export's own code
+    ours = any(word in "".join(last) for word in ("export", "pytree"))
+    checked = ours and type(error) in (AssertionError, AttributeError, IndexError, KeyError, TypeError)
     if not checked and not any(words in text for words in about):
         return ""
     details = [line for line in lines if line.startswith("- ") or re.match(r"\w+ = ", line)]
-    inputs = _shapes(args, kwargs)
-    name = inputs.partition(":")[0]
+    inputs, written = _shapes(args, kwargs), _first_varies(bind(model.forward, args, kwargs) or kwargs)
     ones = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and 1 in x.shape]
     single = "a dimension of size 1 in the example is always fixed: capture with 2 or more there; " if ones else ""
     return (
         f"dynamic_shapes does not fit {type(model).__name__}, whose inputs are {inputs}: "
         f"{' '.join(details[:4] or lines[:1]) or type(error).__name__}\n"
-        f"{single}write one entry for every input, {{{name!r}: {{0: Dim.AUTO}}, ...}}, with None for what is fixed; "
+        f"{single}write one entry for every input, as {written}, with None for what is fixed; "
         "Dim.AUTO takes what the model's code allows. Without dynamic_shapes batch and sequence vary as far as they can"
     )
 

@@ -165,9 +165,15 @@ def _multiple(guard: Any, symbol: Any) -> Iterator[int]:
     """Yield the number whose multiples fulfil `guard`, while no size between them does, if there is one."""
     import sympy  # takes half a second, and is loaded where there are symbols
 
+    def holds(size: int) -> bool:
+        try:
+            return bool(guard.xreplace({symbol: sympy.Integer(size)}) == sympy.true)
+        except ZeroDivisionError:  # it divides by what is left of such a size
+            return False
+
     for number in sorted({int(n) for n in guard.atoms(sympy.Integer) if n > 1}):
         sizes = range(2 * number, 5 * number)
-        if all((guard.xreplace({symbol: sympy.Integer(n)}) == sympy.true) == (n % number == 0) for n in sizes):
+        if all(holds(n) == (n % number == 0) for n in sizes):
             yield number
             return
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -213,7 +214,7 @@ def _finished(
         tokenizer.save_pretrained(path)
     found = None
     if batch is not None and output.can_be_verified and _has_a_reader(qmodel, output):
-        found = qfx.verify(qmodel, path, [batch])
+        found = qfx.verify(qmodel, path, [batch], runtime=_runtime(qmodel, output))
     return {
         "path": str(path),
         "kind": output.kind,
@@ -221,6 +222,12 @@ def _finished(
         "max_steps": None if found is None else found.max_steps,
         "runtime": None if found is None else found.runtime,
     }
+
+
+def _runtime(qmodel: qfx.QuantizedModel, output: Output) -> Literal["openvino"] | None:
+    """Return the runtime that an output is written for if it is another than the default, and is installed."""
+    wanted = output.kind == "ONNX" and qmodel.config.target.onnx.runtime == "openvino"
+    return "openvino" if wanted and find_spec("openvino") is not None else None
 
 
 def _has_a_reader(qmodel: qfx.QuantizedModel, output: Output) -> bool:

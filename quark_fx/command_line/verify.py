@@ -49,8 +49,16 @@ def verify(
     }
     show(json, data, str(found))
     if not found.max_steps <= limit:
+        if found.is_of_another_model:
+            why = "nothing in it is like what torch computes: is it the file of this model?"
+        elif found.runtime == "onnxruntime":
+            why = (
+                "--per-node shows where that comes from (a value between two codes may be rounded either way, and a "
+                "deep network carries that on)"
+            )
+        else:
+            why = "a value between two codes may be rounded either way, and a deep network carries that on"
         raise ExportError(
             f"{file} in {found.runtime} is {found.max_steps:.3g} quantization steps from {model}, more than {limit:g}; "
-            "--per-node shows where that comes from (a value between two codes may be rounded either way, and a deep "
-            "network carries that on)"
+            f"{why}"
         )

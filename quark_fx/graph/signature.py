@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,7 +86,7 @@ class Signature:
         for name, leaf, shape, dtype in zip(
             self.input_names, leaves, self.input_shapes, self.input_dtypes, strict=True
         ):
-            _check_leaf(name, leaf, shape, dtype)
+            _check_leaf(name, leaf, shape, dtype, self._varying)
             if name in self.input_constants:
                 _check_constant(name, leaf, self.input_constants[name])
         by_name = dict(zip(self.input_names, leaves, strict=True))
@@ -107,6 +107,17 @@ class Signature:
                     "whose size is none"
                 )
         return leaves
+
+    def _varying(self, name: str, dims: Sequence[int]) -> str:
+        """Return `dynamic_shapes` by which dimensions of an input vary beside those that do, as they are written."""
+        if not {*self.input_names} <= {*self.parameters}:  # parts of inputs
+            return f"in the structure of the batch, with Dim.AUTO for {', '.join(map(str, dims))} of {name}"
+        parts = list[str]()
+        for one, shape in zip(self.input_names, self.input_shapes, strict=True):
+            free = [i for i, size in enumerate(shape or ()) if size is None or (one == name and i in dims)]
+            sizes = None if shape is None else f"{{{', '.join(f'{i}: Dim.AUTO' for i in free)}}}"
+            parts.append(f"{one!r}: {sizes}")
+        return f"{{{', '.join(parts)}}}"
 
     def _without_fixed(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         for name, captured in self.fixed_arguments.items():
@@ -149,7 +160,13 @@ def _check_constant(name: str, leaf: Any, captured: Any) -> None:
         )
 
 
-def _check_leaf(name: str, leaf: Any, shape: tuple[int | None, ...] | None, dtype: torch.dtype | None) -> None:
+def _check_leaf(
+    name: str,
+    leaf: Any,
+    shape: tuple[int | None, ...] | None,
+    dtype: torch.dtype | None,
+    varying: Callable[[str, Sequence[int]], str],
+) -> None:
     if shape is None:
         return
     if not isinstance(leaf, Tensor):
@@ -167,11 +184,10 @@ def _check_leaf(name: str, leaf: Any, shape: tuple[int | None, ...] | None, dtyp
         )
     wrong = [i for i, (d, n) in enumerate(zip(shape, leaf.shape, strict=True)) if d is not None and d != n]
     if wrong:
-        free = ", ".join(f"{i}: Dim.AUTO" for i, d in enumerate(shape) if d is None or i in wrong)
         raise QuarkError(
             f"input {name} has shape {tuple(leaf.shape)}; the graph was captured for {expected}: pad or cut dimension "
             f"{wrong[0]} to {shape[wrong[0]]}, or, if the model takes other sizes there, let it vary in "
-            f"`dynamic_shapes` of quantize(), {{{name!r}: {{{free}}}}}. If you did, its code fixes that: pad or cut"
+            f"`dynamic_shapes` of quantize(), {varying(name, wrong)}. If you did, its code fixes that: pad or cut"
         )
 
 

@@ -95,7 +95,7 @@ def _refuses(server: str) -> Callable[[str, TensorSpec, TensorSpec | None, Linea
         inputs = 0 if linear is None else linear.shape[linear.input_axis]
         if weight.group_size is not None and inputs % weight.group_size and inputs > weight.group_size:
             instead = fitting_size(inputs, (128, 64, 32)) or _CHANNEL
-            what = "exclude it, or use fp8_e4m3" if is_float else f"set {instead}"
+            what = "exclude it, or use fp8_e4m3" if is_float else f"set {instead} for it"
             return f"{inputs} inputs are not a multiple of the group size {weight.group_size}; {what}"
         if read is None:
             whole = not is_float and weight.granularity is Granularity.TENSOR

@@ -329,7 +329,10 @@ def _scales_by_output(weight: TensorSpec, linear: Linear | None) -> str:
     # With groups, channels of an output lie along the inputs' dimension.
     if linear.output_groups > 1 or linear.shape[linear.output_axis] == 1:
         return ""
-    return "TensorRT has scales of a transposed convolution along its inputs; set granularity='tensor' for its weight"
+    return (
+        "TensorRT has scales of a transposed convolution along its inputs; set granularity='tensor' for its weight "
+        "(Override(pattern=..., weight=config.weight.replace(granularity='tensor')))"
+    )
 
 
 TENSORRT = Target(

@@ -162,7 +162,7 @@ CASES = [
 
 
 def test_every_rule_has_a_case() -> None:
-    assert {name for name, *_ in CASES} | {"type_codes"} == set(RULES)
+    assert {name for name, *_ in CASES} | {"type_codes", "count_convolved_codes_from_zero"} == set(RULES)
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), CASES, ids=[case[0] for case in CASES])
@@ -187,6 +187,22 @@ def test_codes_get_the_type_of_their_zero_point() -> None:
     codes.dtype = ir.DataType.INT8  # as torch's exporter has it
     RULES["type_codes"](model)
     assert codes.dtype == ir.DataType.INT4
+
+
+@pytest.mark.parametrize(
+    ("reader", "expected"),
+    [("m = MaxPool<kernel_shape=[2, 2]>(a)  y = Conv(m, w)", "UINT8"), ("y = MatMul(a, a)", "INT8")],
+)
+def test_signed_codes_that_a_convolution_reads_are_stored_as_unsigned_ones(reader: str, expected: str) -> None:
+    model = graph(
+        f"{IMAGE} | float xs = {{0.02}}, int8 xz = {{3}}, float[2,2,1,1] w = {{1, 2, 3, 4}} | {CODES}  {reader}"
+    )
+    before = run(model)
+    assert RULES["count_convolved_codes_from_zero"](model) == ()
+    codes = model.graph[0].outputs[0]
+    assert codes.dtype is not None
+    assert codes.dtype.name == expected
+    np.testing.assert_array_equal(run(model), before)
 
 
 DECLINED = [
@@ -251,5 +267,5 @@ def test_what_all_targets_need_works_around_nothing() -> None:
     assert {rule.name for rule in RULES.values()} - {rule.name for rule in general} == {
         *("spell_out_row_scales", "settle_average_pool", "repeat_moved_pair", "keep_sum_from_norm"),
         *("keep_product_from_activation", "keep_padding_from_pool", "dequantize_once", "keep_floats"),
-        "give_every_convolution_a_bias",
+        *("give_every_convolution_a_bias", "count_convolved_codes_from_zero"),
     }

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
+import onnx_ir
 import pytest
 import torch
 from processors import needs_emulator, run_without_vnni
@@ -15,7 +17,9 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from quark_fx.export.runtime.openvino_session import OpenVinoSession
 from quark_fx.graph.nodes import QUANTIZE, target_name
+from quark_fx.numbers.formats import INT8
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_DYNAMIC, INT8_STATIC, INT8_WEIGHT_ONLY, PRESETS
+from quark_fx.targets.openvino import OPENVINO
 
 needs_openvino = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="OpenVINO is not installed")
 STATIC = INT8_STATIC.replace(target="openvino")
@@ -67,9 +71,15 @@ def test_coded_weights_are_multiplied_as_they_are_stored(config: qfx.QuantConfig
     assert qfx.verify(qmodel, path, tokens(), runtime="openvino").max_steps <= 0.01
 
 
-def test_groups_that_it_does_not_read_are_refused(tmp_path: Path) -> None:
+def test_groups_that_it_does_not_read_are_refused() -> None:
+    with pytest.raises(qfx.ConfigError, match=r"groups of 32 do not divide its 48 inputs, .*; set group_size=16"):
+        quantize(mlp(), INT4_WEIGHT_ONLY.replace(target="openvino"), tokens())
+
+
+def test_a_file_of_other_groups_is_refused(tmp_path: Path) -> None:
+    _, path = exported(mlp(), INT4_WEIGHT_ONLY, tokens(), tmp_path)
     with pytest.raises(qfx.ExportError, match=r"groups that do not divide(?s:.*)48 values in groups of 32"):
-        exported(mlp(), INT4_WEIGHT_ONLY.replace(target="openvino"), tokens(), tmp_path)
+        OPENVINO.onnx.check(onnx_ir.load(path))  # type: ignore[misc]  # which it has
 
 
 @pytest.mark.parametrize(
@@ -111,6 +121,32 @@ def test_a_convolution_without_a_bias_keeps_its_scale_for_every_reader(readers: 
         nn.init.zeros_(model.first.bias)  # as a folded batch norm may leave them
     data = [rand(2, 16, 8, 8), rand(2, 16, 8, 8, seed=2)]
     qmodel, path = exported(model, STATIC, data, tmp_path)
+    assert qfx.verify(qmodel, path, data).max_steps <= 1
+    assert qfx.verify(qmodel, path, data, runtime="openvino").max_steps <= 1
+
+
+class Joined(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.second = nn.Conv2d(3, 8, 1), nn.Conv2d(3, 8, 1)
+        self.last = nn.Conv2d(8 if how == "along rows" else 16, 8, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        first, second = self.first(x), self.second(x)
+        if self.how == "of halves":
+            first, second = first[..., ::2], nn.functional.max_pool2d(second, (1, 2))
+        joined = torch.cat((first, second), 2 if self.how == "along rows" else 1)
+        return self.last(torch.relu(joined) if self.how == "before a function" else joined)
+
+
+@needs_openvino
+@pytest.mark.parametrize("symmetry", ["symmetric", "asymmetric"])
+@pytest.mark.parametrize("how", ["of channels", "along rows", "of halves", "before a function"])
+def test_signed_codes_of_a_concatenation_are_read_right(how: str, symmetry: str, tmp_path: Path) -> None:
+    spec = qfx.TensorSpec(format=INT8, symmetry=qfx.Symmetry(symmetry))
+    data = images(4, 2)
+    qmodel, path = exported(seeded(Joined(how)), STATIC.replace(input=spec, output=None), data, tmp_path)
     assert qfx.verify(qmodel, path, data).max_steps <= 1
     assert qfx.verify(qmodel, path, data, runtime="openvino").max_steps <= 1
 
@@ -167,7 +203,7 @@ def test_what_is_onnx_runtimes_alone_is_refused(tmp_path: Path) -> None:
             qfx.verify(qmodel, path, [rand(2, 4)], runtime="openvino", **options)
     with pytest.raises(qfx.QuarkError, match=r"'open_vino'.*'openvino'"):
         qfx.verify(qmodel, path, [rand(2, 4)], runtime="open_vino")  # type: ignore[arg-type]
-    with pytest.raises(qfx.ExportError, match=r"model\.onnx does not run on batch 0"):
+    with pytest.raises(qfx.ExportError, match=r"shape \(any, 4\), .* shape \(2, 6\): it is the export"):
         qfx.verify(quantize(seeded(nn.Linear(6, 4)), STATIC, [rand(2, 6)]), path, [rand(2, 6)], runtime="openvino")
 
 

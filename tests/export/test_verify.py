@@ -332,6 +332,15 @@ def test_a_file_that_does_not_run_is_named(per_node: bool, tmp_path: Path) -> No
         qfx.verify(qmodel, path, [rand(6, 4)], per_node=per_node)
 
 
+def test_a_file_that_computes_something_else_is_said_to_be_of_another_model(tmp_path: Path) -> None:
+    own, other = (quantize(seeded(nn.Linear(4, 3), seed), "int8_static", [rand(64, 4)]) for seed in (0, 1))
+    path = qfx.export.onnx(own, tmp_path / "m.onnx")
+    found = qfx.verify(other, path, [rand(64, 4)])
+    assert found.is_of_another_model
+    assert "the file may be of another model" in str(found)
+    assert not qfx.verify(own, path, [rand(64, 4)]).is_of_another_model
+
+
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
 def test_a_file_of_other_sizes_or_of_another_model_is_named(
     runtime: Literal["onnxruntime", "openvino"], tmp_path: Path

@@ -548,6 +548,27 @@ def test_torch_compile_computes_the_same_for_every_batch_size() -> None:
     torch.testing.assert_close(other.compile()(x), other(x), rtol=0, atol=2**-20)
 
 
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(6, 6, 5, padding=2), nn.Conv1d(6, 6, 3, stride=2, dilation=2, groups=6)
+        self.last = nn.Linear(6 * 18, 5)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(torch.relu(self.second(torch.relu(self.first(x)) + x)).flatten(1))
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("config", [INT8_STATIC, INT8_STATIC.replace(target="inductor"), INT8_DYNAMIC])
+def test_what_reads_a_convolution_of_rows_knows_their_length(config: QuantConfig) -> None:
+    qmodel = quantized(Rows, config, rand(8, 6, 40))
+    compiled = qmodel.compile()
+    assert [row.kernel for row in compiled.report()][:2] == ["onednn.qconv_pointwise"] * 2
+    for size in (8, 3):
+        x = rand(size, 6, 40, seed=size)
+        torch.testing.assert_close(compiled(x), qmodel(x), rtol=0, atol=2e-2)
+
+
 @NEEDS_COMPILER
 def test_torch_compile_reads_codes_where_there_is_one_row() -> None:
     qmodel = quantized(flat, QuantConfig(weight=GROUPS), ROWS)

@@ -90,6 +90,11 @@ class Verification:
         """The largest difference of any value, in quantization steps, with its codes shown or as shipped."""
         return max((d.steps for d in (*self.differences, *self.shipped)), default=0.0)
 
+    @property
+    def is_of_another_model(self) -> bool:
+        """Whether the file computes something else altogether: no output, or value, is like that of torch."""
+        return bool(self.differences) and all(d.sqnr < _LIKE for d in self.differences)
+
     def __getitem__(self, name: str) -> Difference:
         return next(d for d in self.differences if d.name == name)
 
@@ -107,6 +112,7 @@ class Verification:
         if as_shipped:
             lines += ["of the file as shipped, whose kernels differ from those with codes shown:", *as_shipped]
         skipped = [f"not compared: {', '.join(self.skipped)}"] if self.skipped else []
+        skipped += ["nothing is like what torch computes: the file may be of another model"] * self.is_of_another_model
         left_out = [
             f"{d.name}: {d.uncompared} values not compared, NaN in both" for d in self.differences if d.uncompared
         ]
@@ -127,8 +133,9 @@ def verify(
 ) -> Verification:
     """Run the same batches in torch and in what reads the file, and compare.
 
-    Two correct kernels may round a value that lies between two codes differently, and a deep network
-    carries such a flip along: the difference of an output then says little about the operators. Values that are NaN in
+    Two correct kernels may round a value that lies between two codes differently, and a deep network carries such a
+    flip along: the difference of an output then says little about the operators. Less still does that of an output
+    behind `topk`, `argmax` or `sort`, which choose another value where two are equal in codes. Values that are NaN in
     both are not compared, of which a warning says the number; NaN in one only is an infinite difference. With
     `per_node` every quantized value whose codes can be read is compared by itself: torch computes it from the codes
     ONNX Runtime computed before it, so each kernel is held to its own arithmetic. The others are `skipped`. The file as
@@ -176,7 +183,8 @@ def verify(
     except ExportError:
         raise
     except Exception as error:  # protobuf's and the runtimes' own
-        raise ExportError(f"{path} cannot be loaded: {error}; write it with qfx.export.onnx again") from error
+        again = _AGAIN + ", quantized with target='openvino'" * (runtime == "openvino")
+        raise ExportError(f"{path} cannot be loaded: {error}; {again}") from error
     inputs, names = session.get_inputs(), [output.name for output in session.get_outputs()]
     compared, shipped = _Comparison(qmodel, shown), _Comparison(qmodel, shown)
     count = 0
@@ -289,6 +297,9 @@ def _run(session: Any, feeds: dict[str, Any], path: str | os.PathLike[str], batc
             "the model takes, or leave the operator out that the message names"
         ) from error
 
+
+_LIKE = 3.0
+"""Decibels below which two values have nothing in common: noise as large as half of the signal's power."""
 
 _AGAIN = "write it with qfx.export.onnx again"
 _NO_BATCH = "no batch to verify with; pass at least one"

@@ -56,7 +56,7 @@ def integer_convolution(product: Product) -> str:
     if residual is not None:
         return _convolve_onto(product, residual, read, packed, scale, bias, *geometry)
     if codes.dim() == 3:
-        # torch takes the length of a result from the packed weight, of four dimensions: as if its kernel were of size 1.
+        # torch takes the length of a result from the packed weight, which has four dimensions and whose third is 1.
         stride, padding, dilation, groups = geometry
         read = replace(read, codes=product.insert(aten.unsqueeze.default, read.codes, 2))
         geometry = [1, *stride], [0, *padding], [1, *dilation], groups
