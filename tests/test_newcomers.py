@@ -239,7 +239,7 @@ X = torch.ones(4, 8)
     ("batches", "words"),
     [
         ([{"x": X, "label": X}], r"the batch has the keys x, label: leave out the others: .* for key in \['x'\]"),
-        ([{"input": X}], "missing a required argument: 'x'; the batch has the keys input: rename them"),
+        ([{"input": X}], "missing a required argument: 'x'; the batch has the keys input: rename input"),
         ([(X, X, X)], "too many positional arguments; if the loader yields"),
         ([X, X.numpy()], "batch 1 .* is a ndarray; .* convert it with torch.from_numpy"),
         ([X.numpy()], "is a ndarray; convert it with torch.from_numpy"),

@@ -199,9 +199,12 @@ class QuantConfig:
                 raise ConfigError(message + where)
         operands = [Operand(name) for name in (_PER_OPERATOR if override else _SPECS)]
         given = {operand: getattr(self if operand is Operand.BIAS else specs, operand) for operand in operands}
-        reasons = ((operand, self.target.refusal(spec, operand)) for operand, spec in given.items())
-        if refused := [f"`{operand}`: {reason}{where}" for operand, reason in reasons if reason]:
-            raise ConfigError("\n".join(refused))
+        refused = dict[str, list[str]]()
+        for operand, spec in given.items():
+            if reason := self.target.refusal(spec, operand):
+                refused.setdefault(reason, []).append(f"`{operand}`")
+        if refused:
+            raise ConfigError("\n".join(f"{', '.join(names)}: {reason}{where}" for reason, names in refused.items()))
 
     def specs_for(self, name: str, *kinds: str) -> OperatorSpecs:
         """Return the specs of the operator of module `name` and the given kinds, after all overrides."""

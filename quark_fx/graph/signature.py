@@ -213,7 +213,10 @@ def bind(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
         hint = "; if the loader yields (input, label) pairs, pass `(x for x, _ in loader)`" if len(args) > 1 else ""
         if kwargs and not args:
             taken = [name for name in kwargs if name in signature.parameters]
-            fitting = f"leave out the others: {{key: batch[key] for key in {taken}}}" if taken else "rename them"
+            others = [name for name in kwargs if name not in signature.parameters]
+            fitting = f"rename {', '.join(others)}" if others else "add what is missing"
+            if "missing" not in str(error):
+                fitting = f"leave out the others: {{key: batch[key] for key in {taken}}}"
             hint = f"; the batch has the keys {', '.join(kwargs)}: {fitting}"
         raise CaptureError(f"a batch does not fit `forward{signature}`: {error}{hint}") from error
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)

@@ -65,6 +65,12 @@ def test_what_cannot_be_compared_is_named(here: None, checkpoint: Path, tmp_path
     qmodel = quantized(CONFIG)
     with pytest.raises(ExportError, match=r"has no config\.json; give the directory that qfx\.export\.huggingface"):
         qfx.verify(qmodel, tmp_path, BATCHES)
+    qmodel.save(tmp_path / "saved")
+    with pytest.raises(ExportError, match=r"saved is what qmodel\.save wrote; qfx\.load reads it"):
+        qfx.verify(qmodel, tmp_path / "saved", BATCHES)
+    (tmp_path / "a.onnx").touch()
+    with pytest.raises(ExportError, match=r"a\.onnx is neither a directory nor a \.gguf file"):
+        qfx.verify(qmodel, tmp_path / "a.onnx", BATCHES, runtime="transformers")
     with pytest.raises(ExportError, match=r"gone\.gguf does not exist; write it with qfx\.export\.gguf"):
         qfx.verify(qmodel, tmp_path / "gone.gguf", BATCHES)
     with pytest.raises(ExportError, match="no batch to verify with"):

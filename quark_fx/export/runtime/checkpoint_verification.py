@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quark_fx.checkpoints.files import GRAPH_FILE
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime import checkpoint_process
 
@@ -38,6 +39,10 @@ def checkpoint_answers(
     """
     if not path.exists():
         raise ExportError(f"{path} does not exist; write it with qfx.export.gguf or qfx.export.huggingface first")
+    if path.is_file() and path.suffix != ".gguf":
+        raise ExportError(f"{path} is neither a directory nor a .gguf file, which transformers reads; drop runtime=")
+    if (path / GRAPH_FILE).is_file():
+        raise ExportError(f"{path} is what qmodel.save wrote; qfx.load reads it, and an export is compared with it")
     if path.is_dir() and not (path / "config.json").is_file():
         raise ExportError(f"{path} has no config.json; give the directory that qfx.export.huggingface wrote, or a file")
     with tempfile.TemporaryDirectory() as folder:
