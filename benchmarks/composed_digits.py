@@ -1,4 +1,4 @@
-"""Networks that quantization can hurt: pairs of noisy digits in one image, 100 classes, three networks, five seeds.
+"""Networks that quantization can hurt: pairs of noisy digits or letters, 100 classes, three networks, five seeds.
 
     python -m benchmarks.composed_digits
 
@@ -8,6 +8,10 @@ number from 00 to 99 they spell. No digit of a held-out image occurs in a traini
 many points and leave something to repair; the others are for less than 8 bits. A network is trained on one thread the
 first time it is loaded, in one to four minutes, and kept in the folder named by `QUARK_FX_CACHE` (default:
 `~/.cache/quark_fx`). The command trains all that are missing.
+
+`load("vit, letters", seed)` has letters instead of digits, ten of them, drawn in Debian's fonts at an angle (`apt-get
+install fonts-dejavu fonts-liberation fonts-freefont-ttf`); the held-out ones are of fonts that no training image has.
+Nothing was chosen by what quantization does on them.
 """
 
 from __future__ import annotations
@@ -15,12 +19,14 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
+from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -40,6 +46,15 @@ HEIGHT, WIDTH, CLASSES = 12, 20, 100
 
 DIGITS = 1200
 """Digits to compose training images of; the other 597 are for held-out images."""
+
+LETTERS = "ACEGHKMNST"
+"""The letters of the ten classes."""
+
+_FONTS, _OTHER_FONTS = ("freefont", "liberation"), ("dejavu",)
+"""Folders of fonts: for training, and for held-out images."""
+
+_TURNED = 5
+"""How often each letter of a font is drawn."""
 
 EPOCH = 12_000
 """Training images composed afresh in each epoch."""
@@ -74,10 +89,12 @@ def load(name: str, seed: int) -> Benchmark:
     Raises:
         KeyError: if `name` is not in `NETWORKS`.
     """
-    network, epochs, batch, rate = _RECIPES[name]
+    kind, _, source = name.partition(", ")
+    network, epochs, batch, rate = _RECIPES[kind]
+    known = data(source or "digits")
     file = cache_folder() / f"{name}-{seed}.safetensors"
     if not file.exists():
-        state = train(network, epochs=epochs, batch=batch, rate=rate, seed=seed).state_dict()
+        state = train(network, known, epochs=epochs, batch=batch, rate=rate, seed=seed).state_dict()
         file.parent.mkdir(parents=True, exist_ok=True)
         # Renaming is atomic: whoever reads meanwhile finds the whole file or none.
         partial = file.with_suffix(f".{os.getpid()}")
@@ -86,7 +103,7 @@ def load(name: str, seed: int) -> Benchmark:
     with torch.random.fork_rng(devices=[]):
         model = network()
     model.load_state_dict(load_file(file))
-    return Benchmark(model.eval(), list(data().calibration.split(64)), data().images, data().labels)
+    return Benchmark(model.eval(), list(known.calibration.split(64)), known.images, known.labels)
 
 
 def cache_folder() -> Path:
@@ -100,8 +117,8 @@ class Data:
     """What all networks and seeds share.
 
     Attributes:
-        digits: digits to compose training images of, `(1200, 8, 8)` in [0, 1].
-        classes: which digit each of them is, `(1200,)`.
+        digits: digits or letters to compose training images of, `(count, 8, 8)` in [0, 1].
+        classes: which one each of them is, 0 to 9, `(count,)`.
         calibration: images composed of `digits`, `(1024, 1, 12, 20)`.
         images: images composed of the other digits, `(4000, 1, 12, 20)`.
         labels: the classes of `images`, `(4000,)`.
@@ -115,17 +132,60 @@ class Data:
 
 
 @cache
-def data() -> Data:
-    """Split the digits, and compose the images to calibrate on and to judge by."""
-    pixels, target = load_digits(return_X_y=True)
+def data(source: str = "digits") -> Data:
+    """Return the signs of a source, and the images composed of them to calibrate on and to judge by."""
     generator = torch.Generator().manual_seed(0)
+    known, held_out = _SOURCES[source](generator)
+    calibration, _ = _compose(*known, 1_024, generator)
+    return Data(*known, calibration, *_compose(*held_out, 4_000, generator))
+
+
+_Signs = tuple[Tensor, Tensor]
+"""Images of signs, `(count, 8, 8)` in [0, 1], and their classes."""
+
+
+def _digits(generator: torch.Generator) -> tuple[_Signs, _Signs]:
+    """Return digits to compose training images of, and the others."""
+    pixels, target = load_digits(return_X_y=True)
     order = torch.randperm(len(target), generator=generator)
     digits = torch.from_numpy(pixels).float().reshape(-1, 8, 8)[order] / 16
     labels = torch.from_numpy(target).long()[order]
-    calibration, _ = _compose(digits[:DIGITS], labels[:DIGITS], 1_024, generator)
-    return Data(
-        digits[:DIGITS], labels[:DIGITS], calibration, *_compose(digits[DIGITS:], labels[DIGITS:], 4_000, generator)
-    )
+    return (digits[:DIGITS], labels[:DIGITS]), (digits[DIGITS:], labels[DIGITS:])
+
+
+def _letters(generator: torch.Generator) -> tuple[_Signs, _Signs]:
+    """Return letters of the fonts to compose training images of, and of others.
+
+    Raises:
+        FileNotFoundError: if the fonts are not installed.
+    """
+
+    def drawn(folders: Sequence[str]) -> _Signs:
+        files = sorted(file for folder in folders for file in (_FONT_FOLDER / folder).glob("*.ttf"))
+        if not files:
+            raise FileNotFoundError("run apt-get install fonts-dejavu fonts-liberation fonts-freefont-ttf")
+        signs = [(file, label) for file in files for label in range(len(LETTERS)) for _ in range(_TURNED)]
+        angles = 30 * torch.rand(len(signs), generator=generator) - 15
+        images = [_letter(file, LETTERS[c], float(angle)) for (file, c), angle in zip(signs, angles, strict=True)]
+        return torch.stack(images), torch.tensor([label for _, label in signs])
+
+    return drawn(_FONTS), drawn(_OTHER_FONTS)
+
+
+_FONT_FOLDER = Path("/usr/share/fonts/truetype")
+
+
+def _letter(file: Path, letter: str, angle: float) -> Tensor:
+    """Return a letter in 8×8 pixels, turned by an angle in degrees."""
+    image = Image.new("L", (64, 64))
+    font = ImageFont.truetype(file, 72)
+    ImageDraw.Draw(image).text((32, 32), letter, 255, font, anchor="mm")
+    small = image.rotate(angle, Image.Resampling.BILINEAR).resize((8, 8), Image.Resampling.BOX)
+    pixels = torch.from_numpy(np.array(small, dtype=np.float32))
+    return pixels / pixels.max()
+
+
+_SOURCES = {"digits": _digits, "letters": _letters}
 
 
 def _compose(digits: Tensor, labels: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -260,13 +320,14 @@ _RECIPES: dict[str, tuple[Callable[[], nn.Module], int, int, float]] = {
 }
 """Network, epochs, batch size and largest learning rate."""
 
-NETWORKS = tuple(_RECIPES)
+NETWORKS = (*_RECIPES, *(f"{name}, letters" for name in _RECIPES))
 """The names `load` knows."""
 
 
-def train(network: Callable[[], nn.Module], *, epochs: int, batch: int, rate: float, seed: int) -> nn.Module:
+def train(
+    network: Callable[[], nn.Module], known: Data, *, epochs: int, batch: int, rate: float, seed: int
+) -> nn.Module:
     """Build and train a network; the same seed gives the same one on the same kind of processor."""
-    digits, classes = data().digits, data().classes
     generator = torch.Generator().manual_seed(1 + seed)
     with torch.random.fork_rng(devices=[]), one_thread():
         torch.manual_seed(seed)
@@ -274,7 +335,7 @@ def train(network: Callable[[], nn.Module], *, epochs: int, batch: int, rate: fl
         optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.02)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=epochs * EPOCH // batch)
         for _ in range(epochs):
-            images, labels = _compose(digits, classes, EPOCH, generator)
+            images, labels = _compose(known.digits, known.classes, EPOCH, generator)
             for x, y in zip(images.split(batch), labels.split(batch), strict=True):
                 loss = F.cross_entropy(model(x), y)
                 optimizer.zero_grad()

@@ -1,11 +1,12 @@
 """What the passes that equalize, correct and learn are worth: accuracy on trained networks at 8 bits and below.
 
-    python -m benchmarks.learned [--networks resnet depthwise vit minilm] [--seeds 5] [--kept] [--write]
+    python -m benchmarks.learned [--networks resnet depthwise vit minilm "vit, letters" ...] [--seeds 5] [--kept]
+        [--write]
 
 The networks are those of `benchmarks.composed_digits` (100 classes, 4,000 held-out images, one of which is 0.025 %) and
 the sentence encoder all-MiniLM-L6-v2 (100 times the mean cosine between the embeddings of 64 held-out sentences before
 and after). Results are kept beside the networks, so that an interrupted run continues and several may run at once; to
-measure again, remove that folder. `--write` updates `docs/learned.md`.
+measure again, remove that folder. `--write` updates the sections of these networks in `docs/learned.md`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import nn
 
 import quark_fx as qfx
 from benchmarks import composed_digits
-from benchmarks.common import environment, publish, table
+from benchmarks.common import environment, publish, sections_of, table
 from quark_fx import Granularity, Override, QuantConfig, Symmetry, Target, TensorSpec
 from quark_fx.engine.blocks import Unit
 from quark_fx.evaluation import Embedding
@@ -117,6 +118,12 @@ CELLS: dict[str, dict[str, Sequence[str]]] = {
         "W3A3": _LEARNED,
         "W2A8": _ALL,
     },
+    "depthwise, letters": {
+        "W8A8 power of two, MSE": ("none", "CLE + bias", "CLE + AdaRound"),
+        "W4A4": ("none", "CLE + AdaRound", "QDrop"),
+    },
+    "resnet, letters": {"W4A4": _LEARNED, "W2A8": _LEARNED},
+    "vit, letters": {"W8A8 power of two, MSE": ("none", "CLE + bias"), "W4A4": _LEARNED, "W2A8": _ALL},
     "minilm": {
         "W8A8 per tensor": ("none", "SmoothQuant"),
         "W8A8 power of two, MSE": ("none", "CLE + bias"),
@@ -187,10 +194,9 @@ def results(
     return found
 
 
-def page(networks: Sequence[str], seeds: int, wanted: Sequence[str], *, kept: bool) -> str:
-    """Return the tables: points below float, mean over the seeds, and the largest."""
-    found = results(networks, seeds, wanted, kept=kept)
-    parts = []
+def sections(networks: Sequence[str], seeds: int, wanted: Sequence[str], *, kept: bool) -> dict[str, str]:
+    """Return the tables by title: points below float, mean over the seeds, and the largest."""
+    found, made = results(networks, seeds, wanted, kept=kept), dict[str, str]()
     for network in networks:
         floats = [100.0] if network == "minilm" else [composed_digits.load(network, s).accuracy() for s in range(seeds)]
         rows = []
@@ -204,21 +210,34 @@ def page(networks: Sequence[str], seeds: int, wanted: Sequence[str], *, kept: bo
                     fewer = f" of {len(lost)}" if len(lost) < len(floats) else ""
                     cells[passes] = f"{statistics.mean(lost):.2f}{worst}{fewer}"
             rows.append((config, *(cells.get(passes, "") for passes in PASSES)))
-        title = f"`{network}`, float {statistics.mean(floats):.2f}"
-        parts.append(f"## {title}\n\n{table(('points lost', *PASSES), rows)}\n")
+        trainings = f", {seeds} trainings" if len(floats) > 1 else ""
+        title = f"`{network}`, float {statistics.mean(floats):.2f}{trainings}"
+        made[title] = f"## {title}\n\n{table(('points lost', *PASSES), rows)}\n\n{environment()}\n"
+    return made
+
+
+def page(found: dict[str, str]) -> str:
+    """Return the page with these sections."""
+    order = {f"`{network}`": place for place, network in enumerate(CELLS)}
+    parts = [found[title] for title in sorted(found, key=lambda title: order[_network(title)])]
     return f"""# What equalization, correction and learning are worth
 
-Points of accuracy below float on held-out data, the mean of {seeds} trainings and in brackets the worst (*of n*: of the
+Points of accuracy below float on held-out data, the mean of some trainings and in brackets the worst (*of n*: of the
 first n only; `minilm`: one training, 100 times 1 - cosine). Nothing is measured on data it was tuned on. `resnet`,
 `depthwise` (a MobileNetV2 whose batch-norm factors spread over three decades) and `vit` read two noisy digits, 100
 classes; 1,024 images calibrate. Below 8 bits weights have one scale per channel, activations are quantized where a
 weighted operator reads them, ranges have the smallest squared error, and the first and last operator keep 8 bits (not
-so for `minilm`). At 8 bits weights have one scale per tensor. `QDrop` is block reconstruction with dropped quantization
-and learned activation scales, after CLE; `AdaQuant` learns blocks, too. Reproduce with `python -m benchmarks.learned`.
+so for `minilm`). *Letters* are networks trained on another kind of data, letters in many fonts, held out by font; no
+option was chosen by them. At 8 bits weights have one scale per tensor. `QDrop` is block reconstruction with dropped
+quantization and learned activation scales, after CLE; `AdaQuant` learns blocks, too. Reproduce with `python -m
+benchmarks.learned`.
 
-{chr(10).join(parts)}
-{environment()}
-"""
+{chr(10).join(parts)}"""
+
+
+def _network(title: str) -> str:
+    """Return the network of a section, in backticks."""
+    return f"`{title.split('`')[1]}`"
 
 
 def main() -> None:
@@ -233,8 +252,13 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="update docs/learned.md")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
-    text = page(arguments.networks, arguments.seeds, arguments.passes, kept=arguments.kept)
-    publish(text, "learned.md" if arguments.write else None)
+    made = sections(arguments.networks, arguments.seeds, arguments.passes, kept=arguments.kept)
+    there = sections_of("learned.md") if arguments.write else {}
+    again = {_network(title) for title in made}
+    publish(
+        page({title: text for title, text in there.items() if _network(title) not in again} | made),
+        "learned.md" if arguments.write else None,
+    )
 
 
 if __name__ == "__main__":

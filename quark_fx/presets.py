@@ -139,12 +139,12 @@ W8A8_DYNAMIC = QuantConfig(
 
 W4A4_DYNAMIC = W4A16_RTN.replace(
     weight=_SIGN_AWARE,
-    input=TensorSpec(format=INT4, granularity=Granularity.TOKEN, dynamic=True),
+    input=TensorSpec(format=INT4, granularity=Granularity.TOKEN, dynamic=True, symmetry=Symmetry.SYMMETRIC_FULL),
     passes=(*_FUSE, Rotate(), _FEEDBACK),
     overrides=(_NO_TOKENS,),
 )
 """int4 weights in groups of 128 by GPTQ, with scales of either sign that fit the data, and int4 activations per token
-at run time, both rotated, which spreads the outliers that 4 bits have no room for."""
+at run time, of which every code is used; both rotated, which spreads the outliers that 4 bits have no room for."""
 
 FP8_DYNAMIC = QuantConfig(
     weight=TensorSpec(format=FP8_E4M3, granularity=Granularity.CHANNEL),
