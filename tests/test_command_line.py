@@ -811,7 +811,7 @@ USAGE = {
     ),
     "a file that nothing writes": (
         ("quantize", "a:b", "--preset", "fp16", "-o", "q.pte"),
-        "q.pte is neither an .onnx nor a .gguf file",
+        "q.pte: write to .onnx, .gguf, or a directory",
     ),
     "an output twice": (("quantize", "a:b", "--preset", "fp16", "-o", "q", "-o", "./q"), "is given as --output twice"),
     "an opset of a directory": (("quantize", "a:b", "--preset", "fp16", "-o", "q", "--opset", "21"), "ends with .onnx"),
@@ -850,7 +850,7 @@ def test_a_file_of_another_model_is_told_from_its_own() -> None:
     other = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 4)).eval()
     qfx.export.onnx(qfx.quantize(other, "int8_static", [torch.rand(4, 3, 8, 8)], progress=False), "other.onnx")
     result = call("verify", "other.onnx", "a", "--data", "x.npy", code=1)
-    assert re.search("nothing in it is like what torch computes: is it the file of this model", result.stderr)
+    assert re.search("nothing in it resembles what torch computes: is it the file of this model", result.stderr)
     result = call("verify", "b.onnx", "a", "--data", "x.npy", "--limit", 0.1, code=1)
     assert re.search(
         r"b.onnx in onnxruntime is [\d.]+ quantization steps from a, more than 0.1; --per-node shows", result.stderr

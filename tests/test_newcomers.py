@@ -337,6 +337,36 @@ def test_the_advice_on_sizes_names_every_input_and_works() -> None:
     quantize(Nested().eval(), INT8, [batch], dynamic_shapes=eval(written, {"Dim": Dim}))
 
 
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, pair: tuple[Tensor, Tensor], *others: Tensor) -> Any:
+        return self.linear(pair[0]) + self.linear(pair[1]) + sum(others)
+
+
+def test_the_advice_on_sizes_has_the_types_of_the_inputs() -> None:
+    batch = ((X, X), torch.zeros(4, 4))
+    with pytest.raises(qfx.CaptureError, match="top-level keys must be") as caught:
+        quantize(Parts().eval(), INT8, [batch], dynamic_shapes={"pairs": None})
+    written = str(caught.value).partition(", as ")[2].partition(", with None")[0]
+    assert written == "{'pair': ({0: Dim.AUTO}, {0: Dim.AUTO},), 'others': ({0: Dim.AUTO},)}"
+    quantize(Parts().eval(), INT8, [batch], dynamic_shapes=eval(written, {"Dim": Dim}))
+
+
+def test_an_error_of_the_model_is_none_of_dynamic_shapes() -> None:
+    code = """def forward(self, x):
+    return self.layer(x) if not torch.compiler.is_exporting() else {}["mode"]
+"""
+    names: dict[str, Any] = {"torch": torch}
+    exec(compile(code, "exporter/pytree.py", "exec"), names)
+    model = type("Failing", (Keywords,), {"forward": names["forward"]})()
+    with pytest.raises(qfx.CaptureError, match="KeyError: 'mode'") as caught:
+        quantize(model.eval(), INT8, [X], dynamic_shapes={"x": {0: Dim.AUTO}})
+    assert "dynamic_shapes does not fit" not in str(caught.value)
+
+
 def test_a_size_that_a_length_divides_is_captured() -> None:
     model = nn.Sequential(nn.Conv1d(2, 6, 3, stride=2, dilation=2), nn.Flatten(), nn.Linear(6 * 18, 5))
     x = torch.zeros(3, 2, 40)
@@ -352,10 +382,12 @@ def test_a_dimension_that_a_part_of_an_input_does_not_have_is_named() -> None:
         quantize(Nested().eval(), INT8, [batch], dynamic_shapes={"given": shapes[1]})
 
 
-@pytest.mark.parametrize("call", [qfx.quantize, qfx.predict, qfx.check, qfx.analyze])
+@pytest.mark.parametrize("call", [qfx.quantize, qfx.predict, qfx.check, qfx.analyze, qfx.search])
 def test_what_belongs_in_a_configuration_is_said_where_it_is_passed_beside_it(call: Any) -> None:
-    with pytest.raises(qfx.ConfigError, match=r"has no argument target; .*write INT8_STATIC\.replace\(target=\.\.\.\)"):
-        call(Keywords().eval(), INT8, [X], target="openvino")
+    with pytest.raises(
+        qfx.ConfigError, match=r"has no argument batch_size, target; .*write INT8_STATIC\.replace\(target=\.\.\.\)"
+    ):
+        call(Keywords().eval(), INT8, [X], batch_size=2, target="openvino")
     with pytest.raises(qfx.ConfigError, match=r"has no argument dynamic_shape; .*did you mean 'dynamic_shapes'"):
         call(Keywords().eval(), INT8, [X], dynamic_shape=None)
 

@@ -168,7 +168,7 @@ def _require_dimensions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _named_dimensions(shapes: Any, given: Any, name: str = "") -> Iterator[tuple[str, Tensor, int]]:
-    """Yield each dimension that shapes name by its number, with its tensor, and what that is called.
+    """Yield (name, tensor, dimension) for every dimension that `dynamic_shapes` mentions.
 
     Args:
         shapes: of `given`, or of its parts, by name or one after the other.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import keyword
 import re
@@ -19,11 +20,12 @@ from torch.utils import _pytree as pytree
 
 from quark_fx.errors import CaptureError
 from quark_fx.graph.nodes import static_size
-from quark_fx.graph.signature import bind
 from quark_fx.system.isolation import warn
 from quark_fx.system.memory import is_shortage
 
 _HERE = str(Path(__file__).parent)
+
+_TORCH_EXPORT = tuple(Path(torch.__file__).parent / name for name in ("export", "_export"))
 
 
 def require_capturable(model: nn.Module) -> None:
@@ -190,13 +192,15 @@ def _name(path: pytree.KeyPath) -> str:
 
 
 def _first_varies(given: Any) -> str:
-    """Return `dynamic_shapes` by which the first dimension of every tensor in `given` varies, as it is written."""
+    """Return the literal of `dynamic_shapes` that lets the first dimension of every tensor in `given` vary."""
     if isinstance(given, Tensor):
         return "{0: Dim.AUTO}" if given.dim() else "{}"
     if isinstance(given, Mapping):
         return f"{{{', '.join(f'{name!r}: {_first_varies(part)}' for name, part in given.items())}}}"
-    if isinstance(given, list | tuple):
+    if isinstance(given, list):
         return f"[{', '.join(map(_first_varies, given))}]"
+    if isinstance(given, tuple):  # of the type that the input has, or torch.export refuses it
+        return f"({''.join(f'{_first_varies(part)}, ' for part in given).strip()})"
     return "None"
 
 
@@ -204,14 +208,14 @@ def explain_dynamic_shapes(error: Exception, model: nn.Module, args: tuple[Any, 
     """Return what is wrong with the `dynamic_shapes` that were asked for, empty if that is not why capture failed."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines)
-    last = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
+    last = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
     about = ("dynamic_shapes", "Constraints violated", "not in range", "dynamic dimension")
-    ours = any(word in "".join(last) for word in ("export", "pytree"))
-    checked = ours and type(error) in (AssertionError, AttributeError, IndexError, KeyError, TypeError)
+    checked = any(map(Path(last).is_relative_to, _TORCH_EXPORT)) or last == pytree.__file__
     if not checked and not any(words in text for words in about):
         return ""
     details = [line for line in lines if line.startswith("- ") or re.match(r"\w+ = ", line)]
-    inputs, written = _shapes(args, kwargs), _first_varies(bind(model.forward, args, kwargs) or kwargs)
+    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments  # by name, as torch.export wants it
+    inputs, written = _shapes(args, kwargs), _first_varies(given)
     ones = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and 1 in x.shape]
     single = "a dimension of size 1 in the example is always fixed: capture with 2 or more there; " if ones else ""
     return (

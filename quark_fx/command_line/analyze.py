@@ -9,7 +9,7 @@ import typer
 
 import quark_fx as qfx
 from quark_fx.command_line.options import (
-    Configuring,
+    ConfigOptions,
     FloatModel,
     Html,
     Json,
@@ -26,7 +26,7 @@ from quark_fx.system.writable import require_file_place
 @shares_options
 def analyze(
     model: FloatModel,
-    configuring: Configuring,
+    options: ConfigOptions,
     reading: Reading,
     metric: Annotated[
         str, typer.Option(help="error: of the outputs, relative; kl: the divergence of the classes, in nats.")
@@ -39,12 +39,12 @@ def analyze(
     json: Json = False,
 ) -> None:
     """Say which operators make the error of a configuration, and propose one with less."""
-    chosen = configuring.chosen()
+    chosen = options.chosen()
     for place in filter(None, (html, output)):
         require_file_place(place)
     source = float_subject(model)
     batches = calibration(reading, source, needed=True)
-    named = None if configuring.exclude or configuring.changes else configuring.preset
+    named = None if options.exclude or options.changes else options.preset
     found = qfx.analyze(source.model, named or chosen, batches, metric=metric, top=top)
     show(json, found.to_dict(), str(found))  # before a file that cannot be written
     if html is not None:

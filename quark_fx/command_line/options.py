@@ -98,7 +98,7 @@ class Reading:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Configuring:
+class ConfigOptions:
     """A configuration: a preset or a file, and what other options change."""
 
     preset: Preset = None
@@ -133,11 +133,11 @@ class Configuring:
         return chosen.replace(exclude=(*chosen.exclude, *self.exclude)) if self.exclude else chosen
 
 
-_SHARED = (Reading, Configuring)
+_SHARED = (Reading, ConfigOptions)
 
 
 def shares_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command, in the place of each argument that is a `Reading` or a `Configuring`, the options of it."""
+    """Give a command, in the place of each argument that is a `Reading` or a `ConfigOptions`, the options of it."""
     hints = get_type_hints(command, include_extras=True)
     groups, parameters = dict[str, type[Any]](), list[inspect.Parameter]()
     for name, own in inspect.signature(command).parameters.items():

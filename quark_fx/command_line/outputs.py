@@ -94,18 +94,14 @@ def require_opset(opset: int | None, outputs: Sequence[Output], target: Target) 
     require_known(opset, target)
 
 
-_OTHERS = (".pte", ".engine", ".plan", ".pt", ".pt2", ".pth", ".bin", ".xml", ".tflite", ".safetensors", ".zip")
-"""Names of files that nothing here writes, and that no directory should have."""
+_NOT_WRITTEN = (".pte", ".engine", ".plan", ".pt", ".pt2", ".pth", ".bin", ".xml", ".tflite", ".safetensors", ".zip")
+"""Suffixes of files that nothing here writes, and that no directory should have."""
 
 
 def _output(path: Path, chosen: dict[str, str]) -> Output:
-    if path.suffix in _OTHERS:
-        hint = "; in Python, quark_fx.export.pt2e makes programs for ExecuTorch and others" * path.suffix.startswith(
-            ".pt"
-        )
-        raise typer.BadParameter(
-            f"{path} is neither an .onnx nor a .gguf file, and no name of a directory, which are what is written{hint}"
-        )
+    if path.suffix.lower() in _NOT_WRITTEN:
+        hint = "; in Python, quark_fx.export.pt2e makes programs for ExecuTorch" if path.suffix == ".pte" else ""
+        raise typer.BadParameter(f"{path}: write to .onnx, .gguf, or a directory, whose name has no such suffix{hint}")
     if path.suffix == ".onnx":
         return Output(path, "ONNX", chosen.get("ONNX"))
     if path.suffix == ".gguf":

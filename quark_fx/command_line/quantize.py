@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -16,7 +16,7 @@ from torch import Tensor
 import quark_fx as qfx
 from quark_fx.command_line.contents import grouped, parts_of, parts_table
 from quark_fx.command_line.options import (
-    Configuring,
+    ConfigOptions,
     FloatModel,
     Formats,
     Html,
@@ -38,6 +38,7 @@ from quark_fx.command_line.reading import calibration, find_tokenizer
 from quark_fx.command_line.subjects import Subject, float_subject
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.errors import ConfigError
+from quark_fx.export.runtime.verification import Runtime
 from quark_fx.graph.pass_manager import learns_from_data, pass_name
 from quark_fx.graph.signature import split_batch
 from quark_fx.plan.report import Report
@@ -51,7 +52,7 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 @shares_options
 def quantize(
     model: FloatModel,
-    configuring: Configuring,
+    options: ConfigOptions,
     output: Outputs,
     reading: Reading,
     format: Formats = None,
@@ -79,7 +80,7 @@ def quantize(
     json: Json = False,
 ) -> None:
     """Quantize a model and write it: as an ONNX file, a checkpoint, or a directory that quark_fx loads again."""
-    chosen = configuring.chosen()
+    chosen = options.chosen()
     outputs = outputs_of(output, format or [])
     if stream and [o.kind for o in outputs] != ["saved"]:
         raise typer.BadParameter("--stream writes a directory that quark_fx loads again, and nothing else")
@@ -224,7 +225,7 @@ def _finished(
     }
 
 
-def _runtime(qmodel: qfx.QuantizedModel, output: Output) -> Literal["openvino"] | None:
+def _runtime(qmodel: qfx.QuantizedModel, output: Output) -> Runtime | None:
     """Return the runtime that an output is written for if it is another than the default, and is installed."""
     wanted = output.kind == "ONNX" and qmodel.config.target.onnx.runtime == "openvino"
     return "openvino" if wanted and find_spec("openvino") is not None else None

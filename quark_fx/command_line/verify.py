@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -14,6 +14,7 @@ from quark_fx.command_line.printing import show
 from quark_fx.command_line.reading import read_batches
 from quark_fx.command_line.subjects import subject
 from quark_fx.errors import ExportError
+from quark_fx.export.runtime.verification import Runtime
 from quark_fx.model.quantized_model import QuantizedModel
 
 
@@ -29,7 +30,7 @@ def verify(
         float, typer.Option(min=0, help="Quantization steps above which the command ends with code 1.")
     ] = 1.0,
     runtime: Annotated[
-        Literal["onnxruntime", "openvino", "transformers"] | None,
+        Runtime | None,
         typer.Option(help="What runs the file; default: transformers for checkpoints and .gguf, else onnxruntime."),
     ] = None,
     json: Json = False,
@@ -49,8 +50,8 @@ def verify(
     }
     show(json, data, str(found))
     if not found.max_steps <= limit:
-        if found.is_of_another_model:
-            why = "nothing in it is like what torch computes: is it the file of this model?"
+        if found.unrelated:
+            why = "nothing in it resembles what torch computes: is it the file of this model?"
         elif found.runtime == "onnxruntime":
             why = (
                 "--per-node shows where that comes from (a value between two codes may be rounded either way, and a "

@@ -340,12 +340,12 @@ def _preset(name: Any) -> QuantConfig:
 
 takes_configuration: Final = checked_names(
     {
-        field.name: f"; {field.name} is a field of the configuration: write INT8_STATIC.replace({field.name}=...), or "
-        "so of another of `quark_fx.presets`"
-        for field in fields(QuantConfig)
+        name: f"; {name} belongs in the configuration: write INT8_STATIC.replace({name}=...), or `.replace` on another "
+        "preset"
+        for name in (*(field.name for field in fields(QuantConfig)), "group_size")
     }
 )
-"""Decorates a function that is given a configuration, and perhaps what belongs in it."""
+"""Rejects unknown arguments; says so if the configuration takes one of that name."""
 
 
 __all__ = [

@@ -274,13 +274,23 @@ def stored_target(name: str) -> Target:
     return TARGETS.get(name) or StoredTarget(name=name)
 
 
-def fitting_size(inputs: int, sizes: Iterable[int]) -> str | None:
-    """Return how to set the first of these group sizes that divides the inputs of an operator; `None` if none does.
+def undivided_groups(
+    weight: TensorSpec, linear: Linear | None, sizes: Iterable[int], otherwise: str, *, shorter: bool = True
+) -> str:
+    """Return why a backend cannot run groups that do not divide the inputs of an operator; empty if they do.
 
-    >>> fitting_size(192, (128, 64, 32))
-    'group_size=64'
+    Args:
+        weight: in groups or not.
+        linear: the operator's geometry.
+        sizes: the group sizes the backend has, of which the first that divides the inputs is proposed.
+        otherwise: what to do if none does.
+        shorter: whether it takes rows shorter than a group.
     """
-    return next((f"group_size={size}" for size in sizes if inputs % size == 0), None)
+    size, inputs = weight.group_size, 0 if linear is None else linear.shape[linear.input_axis]
+    if size is None or inputs % size == 0 or (shorter and inputs < size):
+        return ""
+    instead = next((f"set group_size={other} for it" for other in sizes if inputs % other == 0), otherwise)
+    return f"{inputs} inputs are not a multiple of the group size {size}; {instead}"
 
 
 parsed(Target, ("a Target", "its name"), str, find_target)
@@ -297,5 +307,5 @@ __all__ = [
         "StoredTarget",
         "Target",
     ),
-    *("find_target", "fitting_size", "register_target", "stored_target"),
+    *("find_target", "register_target", "stored_target", "undivided_groups"),
 ]

@@ -109,9 +109,9 @@ class Signature:
         return leaves
 
     def _varying(self, name: str, dims: Sequence[int]) -> str:
-        """Return `dynamic_shapes` by which dimensions of an input vary beside those that do, as they are written."""
+        """Return the literal of `dynamic_shapes` that also lets `dims` of the input `name` vary."""
         if not {*self.input_names} <= {*self.parameters}:  # parts of inputs
-            return f"in the structure of the batch, with Dim.AUTO for {', '.join(map(str, dims))} of {name}"
+            return f"nested as the batch is, with Dim.AUTO for dimension {', '.join(map(str, dims))} of {name}"
         parts = list[str]()
         for one, shape in zip(self.input_names, self.input_shapes, strict=True):
             free = [i for i, size in enumerate(shape or ()) if size is None or (one == name and i in dims)]

@@ -35,7 +35,7 @@ from torch import Tensor
 from quark_fx.numbers.formats import FloatFormat, Format, IntFormat, parse_format
 from quark_fx.numbers.layout import Layout
 from quark_fx.numbers.qparams import QParams, ScaleType, Scheme, Symmetry, block_scale, like, share_scale
-from quark_fx.numbers.quantized_tensor import QuantizedTensor, decode
+from quark_fx.numbers.quantized_tensor import QuantizedTensor, codes_to_float32, decode, values_at_once
 
 
 @torch.library.custom_op("quark_fx::quantize", mutates_args=())
@@ -184,10 +184,9 @@ def fake_quantize(
 
 
 def _decoded(y: Tensor, scale: Tensor, zero_point: Tensor, fmt: Format, axis: int | None, block_size: int) -> Tensor:
-    """Return, float32, what codes stand for in the type that `_codes` has them in, perhaps in their place."""
-    if isinstance(fmt, FloatFormat) and fmt.bits == 8:
-        # As storing rounds them, signs of zeros included; to store and read them takes a CPU four times as long.
-        y = fmt.round_(y.clone()).copysign_(y)
+    """Dequantize codes held in a type that computes, to float32; may overwrite `y`."""
+    if isinstance(fmt, FloatFormat) and fmt.bits >= 8:
+        y = codes_to_float32(y.to(fmt.dtype))  # the dtype rounds
     y, spread_scale = y.float(), spread(scale, y, axis, block_size)
     if zero_point.is_floating_point():
         return decode(y, spread_scale, out=y).add_(spread(zero_point, y, axis, block_size))
@@ -395,30 +394,32 @@ def spread(parameter: Tensor, x: Tensor, axis: int | None, block_size: int) -> T
     return Layout.of(x.shape, axis, block_size).spread(parameter)
 
 
+@torch.no_grad()
 def encode(x: Tensor, qparams: QParams, scheme: Scheme, axis: int | None = None, block_size: int = 0) -> Tensor:
     """Quantize `x` like `quantize`, and keep to the codes the *scheme* allows (±127 for symmetric int8)."""
     codes = torch.empty(x.shape, dtype=scheme.format.dtype, device=x.device)
-    for rows, scale, zero_point in _pieces(x, qparams, scheme, axis, block_size):
+    for rows, scale, zero_point in _pieces(x, qparams, axis, block_size):
         codes[rows] = _encode(x[rows], scale, zero_point, scheme, axis, block_size)
     return codes
 
 
+@torch.no_grad()
 def rounded(x: Tensor, qparams: QParams, scheme: Scheme, axis: int | None = None, block_size: int = 0) -> Tensor:
     """Return what the codes stand for that `encode` returns, float32, without storing them."""
     values = torch.empty_like(x, dtype=torch.float32)
-    for rows, scale, zero_point in _pieces(x, qparams, scheme, axis, block_size):
+    for rows, scale, zero_point in _pieces(x, qparams, axis, block_size):
         codes = _encode(x[rows], scale, zero_point, scheme, axis, block_size)
         values[rows] = _decoded(codes, scale, zero_point, scheme.format, axis, block_size)
     return values
 
 
 def _pieces(
-    x: Tensor, qparams: QParams, scheme: Scheme, axis: int | None, block_size: int
+    x: Tensor, qparams: QParams, axis: int | None, block_size: int
 ) -> Iterator[tuple[slice | EllipsisType, Tensor, Tensor]]:
     """Yield some rows of `x` at a time, as an index, and their scales and zero points."""
-    whole = QuantizedTensor.of(x, qparams.scale, qparams.zero_point, scheme.format, axis, block_size)
-    for rows, part in whole.pieces():
-        yield rows, part.scale, part.zero_point
+    layout = Layout.of(x.shape, axis, block_size)
+    for rows in layout.pieces(values_at_once(x)):
+        yield rows, layout.of_rows(qparams.scale, rows), layout.of_rows(qparams.zero_point, rows)
 
 
 def _encode(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, axis: int | None, block_size: int) -> Tensor:

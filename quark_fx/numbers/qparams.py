@@ -225,7 +225,7 @@ def affine_qparams(low: Tensor, high: Tensor, scheme: Scheme) -> QParams:
         Jacob et al. 2018, section 2.1 (`r = S * (q - Z)`); ONNX Runtime `compute_scale_zp`.
     """
     require_range(low, high)
-    return qparams_of_range(low, high, scheme)
+    return unchecked_affine_qparams(low, high, scheme)
 
 
 def require_range(low: Tensor, high: Tensor) -> None:
@@ -236,7 +236,7 @@ def require_range(low: Tensor, high: Tensor) -> None:
         raise ValueError(f"the range {what}: low {_show(low)}, high {_show(high)}")
 
 
-def qparams_of_range(low: Tensor, high: Tensor, scheme: Scheme) -> QParams:
+def unchecked_affine_qparams(low: Tensor, high: Tensor, scheme: Scheme) -> QParams:
     """Return what `affine_qparams` does, of bounds that `require_range` has seen."""
     low, high = low.double().clamp(max=0), high.double().clamp(min=0)
     if scheme.symmetric:

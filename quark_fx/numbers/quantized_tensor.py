@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from quark_fx.numbers.formats import Format, IntFormat, parse_format
 from quark_fx.numbers.layout import Layout
@@ -31,16 +33,27 @@ def decode(codes: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, ou
     return torch.mul(shifted, scale, out=out)
 
 
-_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-"""The value of every byte."""
+@functools.cache
+def _values_of_e4m3() -> Tensor:
+    """Return the value of every byte."""
+    with unset_fake_temporarily():
+        return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
 
 
-def _read(codes: Tensor) -> Tensor:
-    """Return codes in float32, where they are executed, not traced."""
-    if codes.dtype is torch.float8_e4m3fn and codes.is_cpu and type(codes) is Tensor:
-        # torch converts them one by one on a CPU, which takes five times as long as looking them up.
-        return _E4M3.index_select(0, codes.view(torch.uint8).flatten().int()).view(codes.shape)
-    return codes.to(torch.float32)
+def codes_to_float32(codes: Tensor) -> Tensor:
+    """Return stored codes in float32, as a new tensor; for codes that are executed, not traced."""
+    if codes.dtype is not torch.float8_e4m3fn or not codes.is_cpu or type(codes) is not Tensor:
+        return codes.to(torch.float32)
+    # torch converts E4M3 one by one on a CPU, which takes three times as long as looking the bytes up.
+    bits, values = codes.view(torch.uint8).flatten(), torch.empty(codes.numel(), device="cpu")
+    for some, found in zip(bits.split(_AT_ONCE), values.split(_AT_ONCE), strict=True):
+        torch.index_select(_values_of_e4m3(), 0, some.int(), out=found)
+    return values.view(codes.shape)
+
+
+def values_at_once(x: Tensor) -> int:
+    """Return how many values of a tensor are worked on together, so that what is between takes little memory."""
+    return _AT_ONCE if x.is_cpu else _AT_ONCE << 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +135,7 @@ class QuantizedTensor:
         result = torch.empty_like(self.codes, dtype=dtype)
         # The float32 values of a large weight beside its spread scales would take several times what the result does.
         for rows, part in self.pieces():
-            result[rows] = part._of(_read(part.codes))
+            result[rows] = part._of(codes_to_float32(part.codes))
         return result
 
     def decoded(self) -> Tensor:
@@ -138,7 +151,7 @@ class QuantizedTensor:
 
     def pieces(self) -> Iterator[tuple[slice | EllipsisType, QuantizedTensor]]:
         """Yield some rows (of dimension 0) at a time, as an index and what they are quantized to."""
-        for rows in self.layout.pieces(_AT_ONCE if self.codes.is_cpu else _AT_ONCE << 8):
+        for rows in self.layout.pieces(values_at_once(self.codes)):
             yield rows, self[rows]
 
     def __getitem__(self, rows: slice | EllipsisType) -> QuantizedTensor:
@@ -184,4 +197,4 @@ def _decibels(signal: float, noise: float) -> float:
     return 10 * math.log10(signal / noise) if noise > 0 and signal > 0 else math.inf
 
 
-__all__ = ["QuantizedTensor", "decode", "sqnr"]
+__all__ = ["QuantizedTensor", "codes_to_float32", "decode", "sqnr", "values_at_once"]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quark_fx.numbers.formats import FloatFormat
 from quark_fx.numbers.ops import rounded
-from quark_fx.numbers.qparams import QParams, Scheme, qparams_of_range, require_range
+from quark_fx.numbers.qparams import QParams, Scheme, require_range, unchecked_affine_qparams
 
 _Thresholds = Callable[[Tensor], tuple[Tensor, Tensor]]
 """From a share of the range, shape (channels,), to the lower and the upper threshold."""
@@ -45,7 +45,7 @@ def smallest_error_qparams(x: Tensor, scheme: Scheme) -> QParams:
     """
     x = x.detach().float()
     low, high = x.amin(1).clamp(max=0), x.amax(1).clamp(min=0)
-    require_range(low, high)  # once: those that are tried are shares of it
+    require_range(low, high)  # once; a share above 1 may overflow, and is not chosen, as its error is no smaller
     share = _best_share(x, scheme, lambda share: (low * share, high * share), torch.ones_like(low))
     low, high = low * share, high * share
     if not scheme.symmetric:
@@ -53,7 +53,7 @@ def smallest_error_qparams(x: Tensor, scheme: Scheme) -> QParams:
         high = high * share
         share = _best_share(x, scheme, lambda share: (low * share, high), torch.ones_like(low))
         low = low * share
-    return qparams_of_range(low, high, scheme)
+    return unchecked_affine_qparams(low, high, scheme)
 
 
 def _best_share(x: Tensor, scheme: Scheme, thresholds: _Thresholds, best: Tensor) -> Tensor:
@@ -79,5 +79,5 @@ def _best_share(x: Tensor, scheme: Scheme, thresholds: _Thresholds, best: Tensor
 
 
 def _squared_error(x: Tensor, scheme: Scheme, low: Tensor, high: Tensor) -> Tensor:
-    qparams = qparams_of_range(low, high, scheme)
+    qparams = unchecked_affine_qparams(low, high, scheme)
     return rounded(x, qparams, scheme, 0).sub_(x).square_().sum(1)

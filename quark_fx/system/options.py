@@ -175,7 +175,7 @@ def checked_names(elsewhere: Mapping[str, str]) -> Callable[[Callable[P, R]], Ca
             if unknown := sorted(set(kwargs) - set(names)):
                 raise ConfigError(
                     f"{function.__name__} has no argument {', '.join(unknown)}; it has {', '.join(names)}"
-                    f"{elsewhere.get(unknown[0]) or nearest(unknown[0], names)}"
+                    f"{''.join(elsewhere.get(name) or nearest(name, names) for name in unknown)}"
                 )
             return function(*args, **kwargs)
 

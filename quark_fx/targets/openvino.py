@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quark_fx.config.specs import TensorSpec
-from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Target, fitting_size
+from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Target, undivided_groups
 from quark_fx.errors import ExportError
 from quark_fx.graph.operators import RECURRENT
 from quark_fx.numbers.formats import FloatFormat
@@ -51,11 +51,7 @@ def _check(model: ir.Model) -> None:
 
 def _refuses(kind: str, weight: TensorSpec, read: TensorSpec | None, linear: Linear | None) -> str:
     """Return why OpenVINO cannot read the groups of a weight; empty if it can."""
-    size, inputs = weight.group_size, 0 if linear is None else linear.shape[linear.input_axis]
-    if size is None or inputs % size == 0 or inputs < size:
-        return ""
-    instead = fitting_size(inputs, (128, 64, 32, 16)) or "granularity='channel'"
-    return f"groups of {size} do not divide its {inputs} inputs, as OpenVINO needs; set {instead} for it"
+    return undivided_groups(weight, linear, (128, 64, 32, 16), "set granularity='channel' for it")
 
 
 OPENVINO = Target(

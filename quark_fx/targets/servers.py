@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quark_fx.config.specs import Granularity, TensorSpec
-from quark_fx.config.target import Operand, Placement, Refusal, fitting_size
+from quark_fx.config.target import Operand, Placement, Refusal, undivided_groups
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.operators import ATTENTION, KINDS
 from quark_fx.numbers.formats import FP4_E2M1, FP8_E4M3, INT8, UINT8, FloatFormat
@@ -92,11 +92,9 @@ def _refuses(server: str) -> Callable[[str, TensorSpec, TensorSpec | None, Linea
         is_float = isinstance(weight.format, FloatFormat)
         if kind == "experts" and read is not None:
             return "experts of a checkpoint read float activations; set input=None"
-        inputs = 0 if linear is None else linear.shape[linear.input_axis]
-        if weight.group_size is not None and inputs % weight.group_size and inputs > weight.group_size:
-            instead = fitting_size(inputs, (128, 64, 32)) or _CHANNEL
-            what = "exclude it, or use fp8_e4m3" if is_float else f"set {instead} for it"
-            return f"{inputs} inputs are not a multiple of the group size {weight.group_size}; {what}"
+        otherwise = "exclude it, or use fp8_e4m3" if is_float else f"set {_CHANNEL} for it"
+        if why := undivided_groups(weight, linear, () if is_float else (128, 64, 32), otherwise):
+            return why
         if read is None:
             whole = not is_float and weight.granularity is Granularity.TENSOR
             return f"{server} has integer weights per channel or group; set granularity='channel'" if whole else ""

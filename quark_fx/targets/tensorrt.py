@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from quark_fx.config.specs import Granularity, TensorSpec
-from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Target, fitting_size
+from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Target, undivided_groups
 from quark_fx.errors import ExportError
 from quark_fx.graph.operators import RECURRENT
 from quark_fx.numbers.formats import INT4, INT8
@@ -315,11 +315,7 @@ def _refuses(kind: str, weight: TensorSpec, read: TensorSpec | None, linear: Lin
         )
     if read is not None:
         return "TensorRT multiplies int4 weights by activations in float; set input=None"
-    size, inputs = weight.group_size, 0 if linear is None else linear.shape[linear.input_axis]
-    if size is None or inputs % size == 0:
-        return ""
-    instead = fitting_size(inputs, _BLOCK_SIZES) or "weight=None"
-    return f"blocks of {size} do not divide its {inputs} inputs, as TensorRT needs; set {instead} for it"
+    return undivided_groups(weight, linear, _BLOCK_SIZES, "set weight=None for it", shorter=False)
 
 
 def _scales_by_output(weight: TensorSpec, linear: Linear | None) -> str:

@@ -162,7 +162,7 @@ CASES = [
 
 
 def test_every_rule_has_a_case() -> None:
-    assert {name for name, *_ in CASES} | {"type_codes", "count_convolved_codes_from_zero"} == set(RULES)
+    assert {name for name, *_ in CASES} | {"type_codes", "store_convolution_inputs_unsigned"} == set(RULES)
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), CASES, ids=[case[0] for case in CASES])
@@ -198,7 +198,7 @@ def test_signed_codes_that_a_convolution_reads_are_stored_as_unsigned_ones(reade
         f"{IMAGE} | float xs = {{0.02}}, int8 xz = {{3}}, float[2,2,1,1] w = {{1, 2, 3, 4}} | {CODES}  {reader}"
     )
     before = run(model)
-    assert RULES["count_convolved_codes_from_zero"](model) == ()
+    assert RULES["store_convolution_inputs_unsigned"](model) == ()
     codes = model.graph[0].outputs[0]
     assert codes.dtype is not None
     assert codes.dtype.name == expected
@@ -234,6 +234,12 @@ DECLINED = [
         "nothing reads the averages, so that they are not fused with a quantizer",
     ),
     (
+        "store_convolution_inputs_unsigned",
+        f"{IMAGE} | float xs = {{0.02}}, int8 xz = {{3}}, int8 other = {{4}}, float[2,2,1,1] w = {{1, 2, 3, 4}} |"
+        "q = QuantizeLinear(x, xs, xz)  a = DequantizeLinear(q, xs, other)  y = Conv(a, w)",
+        "something else than its own dequantizer reads its codes",
+    ),
+    (
         "keep_sum_from_norm",
         f"{MATRIX} | float[4] one = {{1, 1, 1, 1}} | s = Add(x, one)  n = LayerNormalization(s, one)  y = Add(s, n)",
         "something else reads the sum",
@@ -267,5 +273,5 @@ def test_what_all_targets_need_works_around_nothing() -> None:
     assert {rule.name for rule in RULES.values()} - {rule.name for rule in general} == {
         *("spell_out_row_scales", "settle_average_pool", "repeat_moved_pair", "keep_sum_from_norm"),
         *("keep_product_from_activation", "keep_padding_from_pool", "dequantize_once", "keep_floats"),
-        *("give_every_convolution_a_bias", "count_convolved_codes_from_zero"),
+        *("give_every_convolution_a_bias", "store_convolution_inputs_unsigned"),
     }

@@ -113,12 +113,12 @@ UNFIT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[Tensor]]] =
         {"input": None},
         [rand(2, 64, 4, 4)],
     ),
-    "0: blocks of 64 do not divide its 96 inputs, as TensorRT needs; set weight=None for it": (
+    "0: 96 inputs are not a multiple of the group size 64; set weight=None for it": (
         lambda: nn.Sequential(nn.Linear(96, 4)),
         {"input": None},
         [rand(2, 96)],
     ),
-    "0: blocks of 128 do not divide its 192 inputs, as TensorRT needs; set group_size=64 for it": (
+    "0: 192 inputs are not a multiple of the group size 128; set group_size=64 for it": (
         lambda: nn.Sequential(Turned(192, 128)),
         {"weight": INT4.replace(group_size=128), "input": None},
         [rand(2, 192)],

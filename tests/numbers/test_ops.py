@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import cache
 from typing import Any
 
@@ -193,7 +195,7 @@ def test_round_trip_error_is_at_most_half_a_step_inside_the_range(
 
 
 @on_devices
-@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if not isinstance(f, FloatFormat) or f.needs_scale])
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("layout", [(None, 0, ()), (0, 0, (4096,)), (1, 3, (4096, 3))], ids=str)
 def test_what_is_rounded_without_codes_is_what_codes_stand_for_bit_for_bit(
     name: str, layout: tuple[int | None, int, tuple[int, ...]], device: torch.device
@@ -213,6 +215,21 @@ def test_what_is_rounded_without_codes_is_what_codes_stand_for_bit_for_bit(
     stored = dequantize(codes, scale, point, name, axis, block)
     at_once = ops.fake_quantize(x, scale, point, name, axis, block)
     assert torch.equal(at_once.view(torch.int32), stored.view(torch.int32))
+    assert not encode(x.clone().requires_grad_(), QParams(scale, point), scheme, axis, block).requires_grad
+
+
+def test_codes_of_e4m3_are_read_whatever_is_the_default_device_when_the_package_is_imported() -> None:
+    code = """
+import torch
+torch.set_default_device("meta")
+import quark_fx
+torch.set_default_device("cpu")
+codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).reshape(2, 128).T
+one, zero = torch.ones(()), torch.zeros((), dtype=torch.int32)
+found = quark_fx.ops.dequantize(codes, one, zero, "fp8_e4m3")
+assert torch.equal(found.nan_to_num(1e9), codes.float().nan_to_num(1e9))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @given(x=st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=40))

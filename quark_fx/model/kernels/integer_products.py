@@ -56,7 +56,7 @@ def integer_convolution(product: Product) -> str:
     if residual is not None:
         return _convolve_onto(product, residual, read, packed, scale, bias, *geometry)
     if codes.dim() == 3:
-        # torch takes the length of a result from the packed weight, which has four dimensions and whose third is 1.
+        # Given three dimensions, torch takes the length of the result from the packed weight's height, which is 1.
         stride, padding, dilation, groups = geometry
         read = replace(read, codes=product.insert(aten.unsqueeze.default, read.codes, 2))
         geometry = [1, *stride], [0, *padding], [1, *dilation], groups
@@ -161,8 +161,8 @@ def _multiply(
         *(read.codes, read.scale, read.zero_point, packed, scale, torch.zeros_like(scale, dtype=torch.int32), bias),
         *(*geometry, step, point, dtype, result.function, [], result.algorithm),
     )
-    if geometry and len(geometry[0]) > product.weight.codes.dim() - 2:  # of rows that were images of one line
-        made = product.insert(aten.squeeze.dim, made, 2)
+    if geometry and len(geometry[0]) > product.weight.codes.dim() - 2:
+        made = product.insert(aten.squeeze.dim, made, 2)  # the height that a Conv1d was given
     _replace(product, quantizers or (result.node,), made, signed)
 
 

@@ -3,7 +3,7 @@
 from quark_fx.export.to_onnx.rules.average_pools import settle_average_pool
 from quark_fx.export.to_onnx.rules.cast_likes import fold_cast_like
 from quark_fx.export.to_onnx.rules.code_types import type_codes
-from quark_fx.export.to_onnx.rules.convolved_codes import count_convolved_codes_from_zero
+from quark_fx.export.to_onnx.rules.convolved_codes import store_convolution_inputs_unsigned
 from quark_fx.export.to_onnx.rules.default_attributes import drop_default_attributes
 from quark_fx.export.to_onnx.rules.dynamic_codes import fuse_dynamic_quantization
 from quark_fx.export.to_onnx.rules.dynamic_gemms import split_dynamic_gemm
@@ -46,7 +46,7 @@ FORMATTED: tuple[OnnxRule, ...] = (
     keep_padding_from_pool,
     dequantize_once,
     give_every_convolution_a_bias,
-    count_convolved_codes_from_zero,
+    store_convolution_inputs_unsigned,
 )
 """What runs on a graph in a format that runtimes have kernels for."""
 

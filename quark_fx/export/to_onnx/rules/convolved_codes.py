@@ -1,4 +1,4 @@
-"""Codes that convolutions read are unsigned, for OpenVINO."""
+"""Codes that convolutions read are stored unsigned, for OpenVINO."""
 
 from __future__ import annotations
 
@@ -11,24 +11,31 @@ from quark_fx.targets.onnxruntime import MOVES
 
 
 @onnx_rule("QuantizeLinear", runtime="openvino")
-def count_convolved_codes_from_zero(model: ir.Model, node: ir.Node) -> bool:
-    """Store int8 codes that a convolution reads as uint8 ones, 128 larger: the same numbers.
+def store_convolution_inputs_unsigned(model: ir.Model, node: ir.Node) -> bool:
+    """Store int8 codes that a convolution reads as uint8 codes, 128 larger: the same numbers.
 
-    OpenVINO 2026.4 rounds in front of concatenations what the graph rounds behind them, and where codes are signed,
-    convolutions compute something else then. Products of matrices keep signed codes, which have no zero points.
+    OpenVINO 2026.4 moves requantization in front of `Concat`; convolutions of signed codes then return wrong values.
+    Products of matrices keep signed codes, which need no zero points.
     """
-    zero = constant_of(node.inputs[2] if len(node.inputs) > 2 else None)
-    if zero is None or zero.dtype != np.int8 or not _is_convolved(node.outputs[0]):
+    point, codes = node.inputs[2] if len(node.inputs) > 2 else None, node.outputs[0]
+    zero = constant_of(point)
+    if point is None or zero is None or zero.dtype != np.int8 or not _is_convolved(codes):
         return False
-    readers = [reader for reader, _ in node.outputs[0].uses()]
-    if any(reader.op_type != "DequantizeLinear" for reader in readers):
-        raise DeclinedError("something else than a dequantizer reads its codes")
-    shifted = (zero.astype(np.int16) + 128).astype(np.uint8)
-    point = add_array(model, f"{node.name}_from_zero", shifted)
+    readers = [reader for reader, _ in codes.uses()]
+    if codes.is_graph_output() or any(not _dequantizes(reader, point) for reader in readers):
+        raise DeclinedError("something else than its own dequantizer reads its codes")
+    name = f"{node.name or codes.name}_zero_point_unsigned"
+    unsigned = add_array(model, name, (zero.astype(np.int16) + 128).astype(np.uint8))
     for one in (node, *readers):
-        one.replace_input_with(2, point)
-    node.outputs[0].dtype = ir.DataType.UINT8
+        one.replace_input_with(2, unsigned)
+    node.attributes.pop("output_dtype", None)  # the zero point says it
+    codes.dtype = ir.DataType.UINT8
     return True
+
+
+def _dequantizes(node: ir.Node, point: ir.Value) -> bool:
+    """Tell whether a node dequantizes with a zero point."""
+    return node.op_type == "DequantizeLinear" and len(node.inputs) > 2 and node.inputs[2] is point
 
 
 def _is_convolved(value: ir.Value) -> bool:
