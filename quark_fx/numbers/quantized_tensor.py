@@ -41,8 +41,9 @@ def _values_of_e4m3() -> Tensor:
 
 
 def codes_to_float32(codes: Tensor) -> Tensor:
-    """Return stored codes in float32, as a new tensor; for codes that are executed, not traced."""
-    if codes.dtype is not torch.float8_e4m3fn or not codes.is_cpu or type(codes) is not Tensor:
+    """Return stored codes in float32, as a new tensor."""
+    traced = type(codes) is not Tensor or torch.compiler.is_compiling()
+    if traced or codes.dtype is not torch.float8_e4m3fn or not codes.is_cpu:
         return codes.to(torch.float32)
     # torch converts E4M3 one by one on a CPU, which takes three times as long as looking the bytes up.
     bits, values = codes.view(torch.uint8).flatten(), torch.empty(codes.numel(), device="cpu")
@@ -135,16 +136,12 @@ class QuantizedTensor:
         result = torch.empty_like(self.codes, dtype=dtype)
         # The float32 values of a large weight beside its spread scales would take several times what the result does.
         for rows, part in self.pieces():
-            result[rows] = part._of(codes_to_float32(part.codes))
+            result[rows] = part.decoded()
         return result
 
     def decoded(self) -> Tensor:
         """Return what the codes stand for, float32, all at once: `dequantize` does it in pieces."""
-        return self._of(self.codes.to(torch.float32))
-
-    def _of(self, codes: Tensor) -> Tensor:
-        """Return what codes in float32 stand for."""
-        scale = self.layout.spread(self.scale)
+        codes, scale = codes_to_float32(self.codes), self.layout.spread(self.scale)
         if self.has_offsets:
             return decode(codes, scale).add_(self.layout.spread(self.zero_point))
         return decode(codes, scale, None if self.is_float else self.layout.spread(self.zero_point))
