@@ -94,6 +94,7 @@ def _weight_only(title: str, weights: Weights, best: str) -> Format:
         _ours("GPTQ(asymmetry=0.5, fit_scales=True, guided=True)", passes=[QUICK], **spelled),
         _ours(f"{best}, sweeps=0", preset=best, replaced=[QUICK]),
         _ours(best, preset=best),
+        *([] if weights.bits == 4 else [_ours(f"{best}, TuneScales()", preset=best, passes=["TuneScales"])]),
         Row("llm-compressor", "GPTQ", {"gptq": True}),
         Row("llm-compressor", "AWQ, GPTQ", {"awq": True, "gptq": True}),
         Row("GPTQModel", "GPTAQ, mse=2.4, desc_act, static_groups, damp 0.01", BEST),
