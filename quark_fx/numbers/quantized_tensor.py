@@ -41,15 +41,17 @@ def _values_of_e4m3() -> Tensor:
 
 
 def codes_to_float32(codes: Tensor) -> Tensor:
-    """Return stored codes in float32, as a new tensor."""
+    """Return stored codes in float32, as a new tensor of the same memory layout."""
     traced = type(codes) is not Tensor or torch.compiler.is_compiling()
     if traced or codes.dtype is not torch.float8_e4m3fn or not codes.is_cpu:
         return codes.to(torch.float32)
     # torch converts E4M3 one by one on a CPU, which takes three times as long as looking the bytes up.
-    bits, values = codes.view(torch.uint8).flatten(), torch.empty(codes.numel(), device="cpu")
+    bits = codes.view(torch.uint8).flatten()
+    values = torch.empty(codes.numel(), dtype=torch.float32, device="cpu")
     for some, found in zip(bits.split(_AT_ONCE), values.split(_AT_ONCE), strict=True):
         torch.index_select(_values_of_e4m3(), 0, some.int(), out=found)
-    return values.view(codes.shape)
+    values = values.view(codes.shape)
+    return values if codes.is_contiguous() else torch.empty_like(codes, dtype=torch.float32).copy_(values)
 
 
 def values_at_once(x: Tensor) -> int:

@@ -218,7 +218,8 @@ def test_what_is_rounded_without_codes_is_what_codes_stand_for_bit_for_bit(
     assert not encode(x.clone().requires_grad_(), QParams(scale, point), scheme, axis, block).requires_grad
 
 
-def test_codes_of_e4m3_are_read_whatever_is_the_default_device_when_the_package_is_imported() -> None:
+def test_codes_of_e4m3_are_read_whatever_are_the_defaults_and_keep_their_layout() -> None:
+    # A caller may set a default device before the package is imported, and a default dtype later.
     code = """
 import torch
 torch.set_default_device("meta")
@@ -226,7 +227,11 @@ import quark_fx
 torch.set_default_device("cpu")
 codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).reshape(2, 128).T
 one, zero = torch.ones(()), torch.zeros((), dtype=torch.int32)
+torch.set_default_dtype(torch.float64)
 found = quark_fx.ops.dequantize(codes, one, zero, "fp8_e4m3")
+assert found.dtype is torch.float32
+assert found.stride() == codes.stride()
+assert quark_fx.ops.fake_quantize(codes.float(), one, zero, "fp8_e4m3").stride() == codes.stride()
 assert torch.equal(found.nan_to_num(1e9), codes.float().nan_to_num(1e9))
 """
     subprocess.run([sys.executable, "-c", code], check=True)
