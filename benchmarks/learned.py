@@ -222,7 +222,7 @@ def page(found: dict[str, str]) -> str:
     parts = [found[title] for title in sorted(found, key=lambda title: order[_network(title)])]
     return f"""# What equalization, correction and learning are worth
 
-Points of accuracy below float on held-out data, the mean of some trainings and in brackets the worst (*of n*: of the
+Points of accuracy below float on held-out data, the mean of several trainings and in brackets the worst (*of n*: of the
 first n only; `minilm`: one training, 100 times 1 - cosine). Nothing is measured on data it was tuned on. `resnet`,
 `depthwise` (a MobileNetV2 whose batch-norm factors spread over three decades) and `vit` read two noisy digits, 100
 classes; 1,024 images calibrate. Below 8 bits weights have one scale per channel, activations are quantized where a

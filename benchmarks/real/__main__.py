@@ -1,6 +1,4 @@
-"""What quantization costs trained models: every preset that makes sense, and recipes.
-
-Both in torch and in the exported file.
+"""What presets and recipes cost trained models, in torch and in the exported file.
 
     python -m benchmarks.real [--models crnn ...] [--presets int8_static ...] [--write]
 

@@ -19,7 +19,6 @@ def _then(config: QuantConfig, *passes: GraphPass) -> QuantConfig:
 
 
 _ZERO_POINTS = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=32, symmetry=Symmetry.ASYMMETRIC)
-_LEARNED = GPTQ(asymmetry=0.5, fit_scales=True)
 
 CONFIGS: dict[str, QuantConfig] = PRESETS | {
     "int8_static, Rotate()": _then(INT8_STATIC, Rotate()),
@@ -27,7 +26,7 @@ CONFIGS: dict[str, QuantConfig] = PRESETS | {
     "xint8, Rotate()": _then(XINT8, Rotate()),
     "xint8, Rotate(), GPTQ()": _then(XINT8, Rotate(), GPTQ()),
     "int4_weight_only, asymmetric, GPTQ(asymmetry=0.5, fit_scales=True)": _then(
-        INT4_WEIGHT_ONLY.replace(weight=_ZERO_POINTS), _LEARNED
+        INT4_WEIGHT_ONLY.replace(weight=_ZERO_POINTS), GPTQ(asymmetry=0.5, fit_scales=True)
     ),
 }
 """Configurations by name: presets, and presets with more passes."""

@@ -168,7 +168,7 @@ def _multiple(guard: Any, symbol: Any) -> Iterator[int]:
     def holds(size: int) -> bool:
         try:
             return bool(guard.xreplace({symbol: sympy.Integer(size)}) == sympy.true)
-        except ZeroDivisionError:  # it divides by what is left of such a size
+        except ZeroDivisionError:  # the guard divides by zero at this size
             return False
 
     for number in sorted({int(n) for n in guard.atoms(sympy.Integer) if n > 1}):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -32,15 +32,10 @@ FloatModel = Annotated[
 ]
 
 
-def _preset_names(incomplete: str) -> list[str]:
-    return [name for name in PRESETS if name.startswith(incomplete)]
+def _completing(names: Iterable[str]) -> Callable[[str], list[str]]:
+    """Return what the shell completes the beginning of a name with."""
+    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
 
-
-def _targets(incomplete: str) -> list[str]:
-    return [name for name in TARGETS if name.startswith(incomplete)]
-
-
-Preset = Annotated[str | None, typer.Option(help="One of `quark-fx presets`.", autocompletion=_preset_names)]
 
 Outputs = Annotated[
     list[Path],
@@ -101,7 +96,9 @@ class Reading:
 class ConfigOptions:
     """A configuration: a preset or a file, and what other options change."""
 
-    preset: Preset = None
+    preset: Annotated[
+        str | None, typer.Option(help="One of `quark-fx presets`.", autocompletion=_completing(PRESETS))
+    ] = None
     config: Annotated[Path | None, typer.Option(help="A YAML file; `preset: NAME` in it starts from a preset.")] = None
     exclude: Annotated[
         list[str] | None,
@@ -110,12 +107,14 @@ class ConfigOptions:
     group_size: Annotated[int | None, typer.Option(help="Weights that share a scale.")] = None
     target: Annotated[
         str | None,
-        typer.Option(help="What the result is to run on; default: the configuration's own.", autocompletion=_targets),
+        typer.Option(
+            help="What the result is to run on; default: the configuration's own.", autocompletion=_completing(TARGETS)
+        ),
     ] = None
 
     @property
     def changes(self) -> dict[str, Any]:
-        """What is not as the preset or the file has it."""
+        """The fields of the preset or the file that options override, apart from `exclude`, which adds."""
         given = {"group_size": self.group_size, "target": self.target}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -137,7 +136,7 @@ _SHARED = (Reading, ConfigOptions)
 
 
 def shares_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command, in the place of each argument that is a `Reading` or a `ConfigOptions`, the options of it."""
+    """Expand each argument of a command that is a `Reading` or a `ConfigOptions` into its options."""
     hints = get_type_hints(command, include_extras=True)
     groups, parameters = dict[str, type[Any]](), list[inspect.Parameter]()
     for name, own in inspect.signature(command).parameters.items():

@@ -239,11 +239,9 @@ def _has_a_reader(qmodel: qfx.QuantizedModel, output: Output) -> bool:
 
 def _line(written: dict[str, Any]) -> str:
     steps = written["max_steps"]
-    verified = (
-        ""
-        if steps is None
-        else f", verified: in {written['runtime']} at most {steps:.3f} quantization steps from torch on one batch"
-    )
+    verified = ""
+    if steps is not None:
+        verified = f", verified: in {written['runtime']} at most {steps:.3f} quantization steps from torch on one batch"
     return f"wrote {written['path']} ({written['kind']}, {size(written['bytes'])}{verified})"
 
 

@@ -405,7 +405,7 @@ def encode(x: Tensor, qparams: QParams, scheme: Scheme, axis: int | None = None,
 
 @torch.no_grad()
 def rounded(x: Tensor, qparams: QParams, scheme: Scheme, axis: int | None = None, block_size: int = 0) -> Tensor:
-    """Return what the codes stand for that `encode` returns, float32, without storing them."""
+    """Return `dequantize(encode(x))`, float32, without storing the codes."""
     values = torch.empty_like(x, dtype=torch.float32)
     for rows, scale, zero_point in _pieces(x, qparams, axis, block_size):
         codes = _encode(x[rows], scale, zero_point, scheme, axis, block_size)
@@ -416,7 +416,7 @@ def rounded(x: Tensor, qparams: QParams, scheme: Scheme, axis: int | None = None
 def _pieces(
     x: Tensor, qparams: QParams, axis: int | None, block_size: int
 ) -> Iterator[tuple[slice | EllipsisType, Tensor, Tensor]]:
-    """Yield some rows of `x` at a time, as an index, and their scales and zero points."""
+    """Yield slices of the rows of `x`, each with its scales and zero points."""
     layout = Layout.of(x.shape, axis, block_size)
     for rows in layout.pieces(values_at_once(x)):
         yield rows, layout.of_rows(qparams.scale, rows), layout.of_rows(qparams.zero_point, rows)

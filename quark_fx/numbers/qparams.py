@@ -237,7 +237,7 @@ def require_range(low: Tensor, high: Tensor) -> None:
 
 
 def unchecked_affine_qparams(low: Tensor, high: Tensor, scheme: Scheme) -> QParams:
-    """Return what `affine_qparams` does, of bounds that `require_range` has seen."""
+    """Do what `affine_qparams` does, for bounds that `require_range` has checked."""
     low, high = low.double().clamp(max=0), high.double().clamp(min=0)
     if scheme.symmetric:
         found = symmetric_qparams(torch.maximum(-low, high), scheme, high)

@@ -55,7 +55,7 @@ def codes_to_float32(codes: Tensor) -> Tensor:
 
 
 def values_at_once(x: Tensor) -> int:
-    """Return how many values of a tensor are worked on together, so that what is between takes little memory."""
+    """Return how many values of a tensor to process at a time, to bound temporary memory."""
     return _AT_ONCE if x.is_cpu else _AT_ONCE << 8
 
 

@@ -12,7 +12,7 @@ from quark_fx.errors import ExportError
 
 @dataclass(frozen=True)
 class Named:
-    """An input or output of a file, and the sizes of an input: no number for those that vary."""
+    """An input or output of a file; the shape of an input has `None` for sizes that vary."""
 
     name: str
     shape: tuple[int | None, ...] | None = None

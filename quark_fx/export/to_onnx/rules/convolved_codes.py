@@ -34,7 +34,7 @@ def store_convolution_inputs_unsigned(model: ir.Model, node: ir.Node) -> bool:
 
 
 def _dequantizes(node: ir.Node, point: ir.Value) -> bool:
-    """Tell whether a node dequantizes with a zero point."""
+    """Tell whether a node dequantizes codes whose zero point is `point`."""
     return node.op_type == "DequantizeLinear" and len(node.inputs) > 2 and node.inputs[2] is point
 
 
