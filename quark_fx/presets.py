@@ -12,7 +12,7 @@ from quark_fx.numbers.formats import BF16 as BFLOAT16
 from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, INT16, INT32, UINT8, FloatFormat
 from quark_fx.numbers.formats import FP16 as FLOAT16
 from quark_fx.numbers.qparams import ScaleType, Symmetry
-from quark_fx.observers import Mse, PowerOfTwoMinMse
+from quark_fx.observers import Adjusted, Mse, PowerOfTwoMinMse
 from quark_fx.passes.awq import AWQ
 from quark_fx.passes.dpu.align_shifts import AlignShifts
 from quark_fx.passes.dpu.average import use_dpu_averages
@@ -137,14 +137,25 @@ W8A8_DYNAMIC = QuantConfig(
 )
 """int8 weights per channel, int8 activations per token at run time, smoothed."""
 
+_THREE_QUARTERS = Adjusted(ratio=0.75)
+"""What is rotated is nearly normal. Of 16 codes the squared error is then least if they reach to 0.85 of the largest of
+256 values, 0.78 of 576, 0.68 of 4096."""
+
 W4A4_DYNAMIC = W4A16_RTN.replace(
     weight=_SIGN_AWARE,
-    input=TensorSpec(format=INT4, granularity=Granularity.TOKEN, dynamic=True, symmetry=Symmetry.SYMMETRIC_FULL),
-    passes=(*_FUSE, Rotate(), _FEEDBACK),
+    input=TensorSpec(
+        format=INT4,
+        granularity=Granularity.TOKEN,
+        dynamic=True,
+        symmetry=Symmetry.SYMMETRIC_FULL,
+        observer=_THREE_QUARTERS,
+    ),
+    passes=(*_FUSE, SmoothQuant(rotated=True), Rotate(streams=False), _FEEDBACK),
     overrides=(_NO_TOKENS,),
 )
 """int4 weights in groups of 128 by GPTQ, with scales of either sign that fit the data, and int4 activations per token
-at run time, of which every code is used; both rotated, which spreads the outliers that 4 bits have no room for."""
+at run time, in three quarters of the range; both smoothed, and rotated at run time, which spreads the outliers that 4
+bits have no room for."""
 
 FP8_DYNAMIC = QuantConfig(
     weight=TensorSpec(format=FP8_E4M3, granularity=Granularity.CHANNEL),

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from quark_fx.errors import ConfigError
 from quark_fx.numbers.formats import FloatFormat, Format, IntFormat
+from quark_fx.numbers.ops import Measurement
 from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
 from quark_fx.observers import Adjusted, Distribution, MinMax, NonOverflow, Observer, Placeholder, PowerOfTwoMinMse
 from quark_fx.observers.base import observer_to_dict, stored_observer
@@ -45,7 +46,8 @@ class TensorSpec:
         symmetry: default: symmetric for signed formats, asymmetric for unsigned ones.
         scale_type: which scales are allowed.
         observer: how the range is found; default `MinMax`, or `Placeholder` for 16-bit floats.
-        dynamic: measure the range at run time instead of by calibration (activations only).
+        dynamic: measure the range at run time instead of by calibration (activations only); a share of it with the
+            observer `Adjusted(ratio=...)`.
         reduce_range: use 7 bits of an 8-bit integer format, or 15 of 16: -64 to 64 of int8, 0 to 127 of uint8
             (weights only).
 
@@ -162,8 +164,13 @@ class TensorSpec:
             ),
             (self.dynamic and cast, f"{self.format} has no range to measure; drop dynamic=True"),
             (
-                self.dynamic and self.observer != MinMax(),
-                "a dynamic range is the minimum and maximum at run time; drop the observer",
+                self.dynamic and self.observer not in (MinMax(), Adjusted(ratio=self.ratio)),
+                "a dynamic range is the minimum and maximum at run time, or a share of them; drop the observer, or use "
+                "Adjusted(ratio=0.9)",
+            ),
+            (
+                self.dynamic and self.scale_type.is_8_bit and self.ratio != 1,
+                f"scale_type='{self.scale_type}' takes the whole range at run time; drop the observer",
             ),
         ):
             if wrong:
@@ -201,7 +208,12 @@ class TensorSpec:
         """Values per stored scale, for `Granularity.GROUP`."""
         return self.sub_group_size or self.group_size
 
-    def measurement(self, dim: int) -> tuple[str, str, int | None, int, str, int]:
+    @property
+    def ratio(self) -> float:
+        """The share of a range that `Adjusted` keeps."""
+        return self.observer.ratio if isinstance(self.observer, Adjusted) else 1.0
+
+    def measurement(self, dim: int) -> Measurement:
         """Return the arguments of `quark_fx.numbers.ops.dynamic_qparams` behind the tensor, for a dynamic spec.
 
         Args:
@@ -213,7 +225,7 @@ class TensorSpec:
         elif self.block_size is not None:
             axis, block = dim, self.block_size
         group = self.group_size if self.sub_group_size and self.group_size else 0
-        return str(self.format), str(self.symmetry), axis, block, str(self.scale_type), group
+        return str(self.format), str(self.symmetry), axis, block, str(self.scale_type), group, self.ratio
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with `changes`, checked again; what followed from the format follows from a new one.

@@ -134,11 +134,12 @@ class _Lowering:
         return call(self.gm, _OPS.dequantize_per_tensor.tensor, *given, like=node, **out)
 
     def _measure(self, node: Node) -> Node:
-        x, name, symmetry, axis, block, scale_type, _ = (argument(node, position) for position in range(7))
+        x, name, symmetry, axis, block, scale_type, _, ratio = (argument(node, position) for position in range(8))
         whole = axis is None or (axis % x.meta["val"].dim() == x.meta["val"].dim() - 1 and block == -1)
         known = parse_format(name) in (INT8, UINT8) and symmetry == Symmetry.ASYMMETRIC
-        if not (whole and known and scale_type in (None, ScaleType.FLOAT32)):
-            raise _UnsupportedError(f"{symmetry} {name} measured at run time{' in groups' * (not whole)}")
+        if not (whole and known and scale_type in (None, ScaleType.FLOAT32) and ratio in (None, 1)):
+            how = " in groups" * (not whole) + " in a share of the range" * (ratio not in (None, 1))
+            raise _UnsupportedError(f"{symmetry} {name} measured at run time{how}")
         _require_float32_or_less(x)
         if axis is not None:
             return call(self.gm, _OPS.choose_qparams_per_token_asymmetric.default, x, torch.int8, like=node)

@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from quark_fx.errors import QuarkError
 from quark_fx.graph.nodes import describe, is_activation, module_calls, module_path, target_name
 from quark_fx.graph.operators import MOVING
+from quark_fx.numbers.ops import Measurement
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +60,7 @@ class Activation:
         block_size: values per measured scale, see `quark_fx.numbers.ops`.
         scale_type: of measured scales.
         group_size: of them, see `quark_fx.numbers.ops.dynamic_qparams`.
+        ratio: likewise.
         cast: the 16-bit float it is cast to and back.
         factors: what it is multiplied by before, in order.
     """
@@ -71,6 +73,7 @@ class Activation:
     block_size: int = 0
     scale_type: str = "float32"
     group_size: int = 0
+    ratio: float = 1.0
     cast: torch.dtype | None = None
     factors: tuple[Factor, ...] = ()
 
@@ -90,9 +93,9 @@ class Activation:
         return self.axis, self.block_size
 
     @property
-    def measurement(self) -> tuple[str, str, int | None, int, str, int]:
+    def measurement(self) -> Measurement:
         """The arguments of `quark_fx.numbers.ops.dynamic_qparams` behind the tensor."""
-        return self.format, self.symmetry, *self.layout, self.scale_type, self.group_size
+        return self.format, self.symmetry, *self.layout, self.scale_type, self.group_size, self.ratio
 
     @property
     def per_token(self) -> bool:

@@ -304,6 +304,10 @@ def _gradient_of_grouped_mm(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, 
 grouped_mm.register_autograd(_gradient_of_grouped_mm, setup_context=_keep_factors)
 
 
+Measurement = tuple[str, str, int | None, int, str, int, float]
+"""The arguments of `dynamic_qparams` behind the tensor."""
+
+
 @torch.library.custom_op("quark_fx::dynamic_qparams", mutates_args=())
 def dynamic_qparams(
     x: Tensor,
@@ -313,6 +317,7 @@ def dynamic_qparams(
     block_size: int = 0,
     scale_type: str = "float32",
     group_size: int = 0,
+    ratio: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Return scale (float32) and zero point (int32) of the range of `x`, measured now.
 
@@ -324,6 +329,7 @@ def dynamic_qparams(
         block_size: see the module docstring; 0 goes with `axis=None`, for one scale.
         scale_type: a `ScaleType` value: `"float32"`, or one of 8 bits.
         group_size: of the groups that blocks of `block_size` share an exponent in, but for one bit; 0 for none.
+        ratio: share of the range that is kept, 1 with scales of 8 bits; what lies beyond saturates.
 
     Source:
         https://onnx.ai/onnx/operators/onnx__DynamicQuantizeLinear.html, for uint8 per tensor;
@@ -332,6 +338,8 @@ def dynamic_qparams(
     x = x.float()
     scheme = Scheme(format=parse_format(format), symmetry=Symmetry(symmetry), scale_type=ScaleType(scale_type))
     low, high = _extremes(x, axis, block_size)
+    if ratio != 1:
+        low, high = low * ratio, high * ratio
     if scheme.scale_type.is_8_bit:
         scale = block_scale(torch.maximum(-low, high), scheme, high=high)
         if group_size:
@@ -364,6 +372,7 @@ def _(
     block_size: int = 0,
     scale_type: str = "float32",
     group_size: int = 0,
+    ratio: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     shape: list[int] = []
     if axis is not None:
@@ -445,6 +454,7 @@ SHAPES: dict[Any, Any] = {
 
 __all__ = [
     "SHAPES",
+    "Measurement",
     "dequantize",
     "dynamic_qparams",
     "encode",

@@ -45,6 +45,10 @@ def _is_measured_otherwise(spec: TensorSpec, operand: Operand) -> bool:
     return operand is Operand.INPUT and spec.granularity is not taken
 
 
+def _is_cut(spec: TensorSpec, operand: Operand) -> bool:
+    return operand is Operand.INPUT and spec.dynamic and spec.ratio != 1
+
+
 def _is_rounded_late(spec: TensorSpec, operand: Operand) -> bool:
     return operand in (Operand.OUTPUT, Operand.BIAS)
 
@@ -66,6 +70,10 @@ def refusals(server: str) -> tuple[Refusal, ...]:
             _is_measured_otherwise,
             f"an activation in {server} has one calibrated scale, or one for each token that is measured at run time; "
             "set granularity='tensor', or 'token' with dynamic=True",
+        ),
+        Refusal(
+            _is_cut,
+            f"{server} measures the whole range at run time; drop the observer {{spec.observer}}",
         ),
         Refusal(
             _is_rounded_late,

@@ -285,6 +285,21 @@ def test_dynamic_parameters_are_the_static_ones_of_the_same_range(
 
 
 @on_devices
+@pytest.mark.parametrize("symmetry", [Symmetry.SYMMETRIC_FULL, Symmetry.ASYMMETRIC])
+def test_a_share_of_the_range_is_that_of_both_ends(symmetry: Symmetry, device: torch.device) -> None:
+    x = rand(5, 4, 16).to(device)
+    scale, zero = dynamic_qparams(x, "int4", str(symmetry), -1, -1, "float32", 0, 0.75)
+    # float32 at run time, float64 beforehand: the last bit of the scale may differ.
+    expected = affine_qparams(
+        0.75 * x.amin(-1, True), 0.75 * x.amax(-1, True), Scheme(format=FORMATS["int4"], symmetry=symmetry)
+    )
+    torch.testing.assert_close(scale, expected.scale, rtol=2**-22, atol=0)
+    assert torch.equal(zero, expected.zero_point)
+    whole, _ = dynamic_qparams(x, "int4", str(symmetry), -1, -1)
+    torch.testing.assert_close(scale, 0.75 * whole)
+
+
+@on_devices
 def test_a_token_of_zeros_has_scale_one(device: torch.device) -> None:
     x = torch.zeros(2, 3, device=device)
     x[1] = torch.tensor([-1.0, 0.5, 254.0])
@@ -315,6 +330,7 @@ WAITING = {"as_tensor", "tensor", "from_numpy", "item", "tolist", "__bool__", "_
         ("uint8", "asymmetric"),
         ("int8", "symmetric"),
         ("int8", "symmetric", -1, -1),
+        ("int4", "symmetric", -1, -1, "float32", 0, 0.9),
         ("fp8_e4m3", "symmetric", 1, -1),
         ("fp4_e2m1", "symmetric", 1, 16, "fp8_e4m3"),
         ("int8", "symmetric", 1, 16, "e8m0_even"),
@@ -385,6 +401,7 @@ def test_the_operators_pass_torchs_own_checks_in_every_memory_layout(layout: str
         ("uint8", "asymmetric"),
         ("uint8", "asymmetric", 2, -1),
         ("uint8", "asymmetric", -2, 2),
+        ("int4", "symmetric", 2, -1, "float32", 0, 0.9),
         ("fp4_e2m1", "symmetric", 2, 3, "fp8_e4m3"),
         ("sm5", "symmetric", -1, 2, "e8m0_floor", 4),
     ],

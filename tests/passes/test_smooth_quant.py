@@ -609,7 +609,8 @@ def test_a_strength_that_is_no_sequence_is_refused_with_the_remedy() -> None:
 
 
 def test_options_survive_plain_data() -> None:
-    config = INT8_STATIC.replace(passes=(*INT8_STATIC.passes, SmoothQuant(alphas=(0.1, 0.9), explicit=True)))
+    smooth = SmoothQuant(alphas=(0.1, 0.9), rotated=True, explicit=True)
+    config = INT8_STATIC.replace(passes=(*INT8_STATIC.passes, smooth))
     assert QuantConfig.from_dict(config.to_dict()) == config
     assert QuantConfig.from_yaml(config.to_yaml()) == config
 

@@ -343,6 +343,8 @@ def _scheme(layer: Layer) -> dict[str, Any]:
         raise ExportError(
             "activations in groups, or with scales of 8 bits; it holds float32 scales per tensor or token"
         )
+    if activation.ratio != 1:
+        raise ExportError("activations in a share of the range at run time; drop the observer Adjusted")
     zero = activation.zero_point
     middle = 0 if isinstance(fmt, FloatFormat) or fmt.signed else 128
     symmetric = activation.symmetry != Symmetry.ASYMMETRIC if zero is None else int(zero) == middle

@@ -30,6 +30,7 @@ from quark_fx.graph.nodes import (
     target_name,
     tensor_names,
 )
+from quark_fx.graph.operators import argument
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.numbers.formats import (
     INT32,
@@ -304,7 +305,10 @@ def _require_onnx_types(gm: GraphModule, *, wide: bool) -> None:
         elif target_name(node) == DEQUANTIZE and node.args[2].meta["val"].is_floating_point():
             bad.append(f"  {fmt} with offsets between codes: {describe(node)}")
         elif target_name(node) == "quark_fx.dynamic_qparams.default" and not _is_measured(node):
-            bad.append(f"  {node.args[1]} with zero points, or 8-bit scales, at run time: {describe(node)}")
+            bad.append(
+                f"  {node.args[1]} with zero points, 8-bit scales, or a share of the range of groups, at run time: "
+                f"{describe(node)}"
+            )
     if bad:
         raise ExportError("format(s) without an ONNX type:\n" + "\n".join(bad) + "\nUse 2 to 8 or 16 bits instead.")
 
@@ -322,11 +326,14 @@ def _is_built(node: Node, fmt: Format) -> bool:
 
 
 def _is_measured(node: Node) -> bool:
-    """Tell whether there is a lowering of a `dynamic_qparams`: any but zero points of groups, and lone 8-bit scales."""
-    fmt, symmetry, _, block, scale_type, _ = node.args[1:]
+    """Tell whether there is a lowering of a `dynamic_qparams`.
+
+    There is of any but zero points, or a share of the range, of groups, and lone 8-bit scales.
+    """
+    fmt, symmetry, _, block, scale_type, _, ratio = (argument(node, position) for position in range(1, 8))
     if block in (0, -1):
         return bool(scale_type == ScaleType.FLOAT32)
-    return Scheme(format=parse_format(str(fmt)), symmetry=Symmetry(str(symmetry))).symmetric
+    return ratio in (None, 1) and Scheme(format=parse_format(str(fmt)), symmetry=Symmetry(str(symmetry))).symmetric
 
 
 def _require_values(gm: GraphModule) -> None:

@@ -118,6 +118,7 @@ def dynamic_qparams(
     block_size: int = 0,
     scale_type: str = "float32",
     group_size: int = 0,
+    ratio: float = 1.0,
 ) -> Any:
     """`DynamicQuantizeLinear` where it is what is meant, else its arithmetic spelled out, per tensor or row."""
     x = _float32(x)
@@ -127,13 +128,15 @@ def dynamic_qparams(
         return scale, op.Constant(value=ir.Tensor(np.zeros((), np.int32)))
     assert scale_type == ScaleType.FLOAT32, "the export refuses others beforehand"
     scheme = Scheme(format=parse_format(format), symmetry=Symmetry(symmetry))
-    if format == "uint8" and not scheme.symmetric and axis is None:
+    if format == "uint8" and not scheme.symmetric and axis is None and ratio == 1:
         _, scale, zero_point = op.DynamicQuantizeLinear(x)
         return scale, op.Cast(zero_point, to=ir.DataType.INT32)
     zero, tiny = (op.Constant(value_float=v) for v in (0.0, torch.finfo(torch.float32).tiny))
     axes = {"keepdims": 0 if axis is None else 1}
     last = () if axis is None else (op.Constant(value_ints=[axis]),)
     low, high = op.Min(op.ReduceMin(x, *last, **axes), zero), op.Max(op.ReduceMax(x, *last, **axes), zero)
+    if ratio != 1:
+        low, high = (op.Mul(end, op.Constant(value_float=ratio)) for end in (low, high))
     if scheme.symmetric:
         ideal = op.Div(op.Max(op.Neg(low), high), op.Constant(value_float=float(scheme.largest)))
     else:
