@@ -196,9 +196,9 @@ MXFP4 = _block(block_formats.MXFP4)
 MXFP4_WEIGHT_ONLY = _block(block_formats.MXFP4, weight_only=True)
 """The weights of `MXFP4`, float activations."""
 
-MXFP4_BEST = MXFP4.replace(passes=(*_FUSE, Rotate(), GPTQ(asymmetry=0.5)))
-"""What is most accurate at `MXFP4`: rotated, which spreads the outliers that make a power of two for 32 values too
-large for the others, and GPTQ half way towards the float model's own activations."""
+MXFP4_BEST = MXFP4.replace(passes=(*_FUSE, SmoothQuant(rotated=True), Rotate(streams=False), GPTQ(asymmetry=0.5)))
+"""What is most accurate at `MXFP4`: smoothed, and rotated at run time, which spreads the outliers that make a power of
+two for 32 values too large for the others, and GPTQ half way towards the float model's own activations."""
 
 MXINT8 = _block(block_formats.MXINT8)
 """Microscaling 8-bit integers, otherwise as `MXFP8_E4M3`."""

@@ -6,6 +6,7 @@ from quark_fx.passes.adaround import AdaRound
 from quark_fx.passes.autoround import AutoRound
 from quark_fx.passes.awq import AWQ
 from quark_fx.passes.bias_correction import BiasCorrection
+from quark_fx.passes.block_ap import BlockAP
 from quark_fx.passes.calibrate import calibrate
 from quark_fx.passes.convert import convert
 from quark_fx.passes.cross_layer_equalization import CrossLayerEqualization
@@ -38,6 +39,7 @@ __all__ = [
     "AlignShifts",
     "AutoRound",
     "BiasCorrection",
+    "BlockAP",
     "CrossLayerEqualization",
     "FitScales",
     "Rotate",

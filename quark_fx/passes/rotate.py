@@ -40,6 +40,8 @@ class Rotate(Selective):
         streams: rotate residual streams as a whole. Otherwise what norms make is rotated where operators read it, at
             run time. The factors of norms then stay in the activations, where a small channel takes little of the
             range; that loses less at 4 bits, and leaves room for the scales of `SmoothQuant(rotated=True)`.
+        block: rotate blocks of at most so many channels, all by one matrix, instead of all channels together. Scales of
+            small groups (MXFP4, NVFP4) then stay apart, and rotating at run time costs less.
         keys: rotate quantized keys, and their queries.
         seed: of the random signs.
 
@@ -50,6 +52,7 @@ class Rotate(Selective):
 
     overhead: Annotated[float, Interval("[0, inf)")] = 0.5
     streams: bool = True
+    block: Annotated[int, Interval("[2, inf)")] | None = None
     keys: bool = True
     seed: Annotated[int, Interval("[0, 2147483647]")] = 0
 
@@ -62,14 +65,17 @@ class Rotate(Selective):
                 what = f"skipped: {reason}" if self.selects(names[node]) else NOT_SELECTED
                 note(Change(names[node].name, what, changed=False))
         generator, rotated, at_run_time = torch.Generator().manual_seed(self.seed), 0, 0
-        for site in analysis.sites:
-            readers = [names[linear.node] for linear in site.readers if linear.node in names]
+        for found in analysis.sites:
+            readers = [names[linear.node] for linear in found.readers if linear.node in names]
             if not readers:
                 continue
+            site = found if self.block is None else found.in_blocks(self.block)
             rotation = site.draw(generator)
             share = site.overhead(rotation)
             if not all(map(self.selects, readers)):
                 what = NOT_SELECTED
+            elif site.size == 1:
+                what = f"skipped: {found.size} channels do not divide into blocks of at most {self.block}"
             elif share > self.overhead:
                 what = (
                     f"skipped: rotating at run time would cost {share:.0%} of the products (overhead={self.overhead:g})"

@@ -11,7 +11,7 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -99,6 +99,12 @@ class RotationSite:
     def at_run_time(self) -> tuple[Node, ...]:
         """The values that are multiplied when the model runs."""
         return (*self.made, *(value for value, _ in self.read))
+
+    def in_blocks(self, most: int) -> RotationSite:
+        """Return the site of one matrix for all blocks of at most so many channels, of the largest size that divides."""
+        size = next(size for size in range(min(most, self.size), 0, -1) if self.size % size == 0)
+        absorbers = tuple(replace(found, runs=found.runs.reshape(-1, size)) for found in self.absorbers)
+        return replace(self, size=size, absorbers=absorbers)
 
     def draw(self, generator: torch.Generator) -> Rotation:
         """Return a random matrix for the site."""

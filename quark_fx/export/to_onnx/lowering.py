@@ -156,8 +156,9 @@ def rotate(x: Any, left: Any, right: Any) -> Any:
     (a, _), (b, _) = left.shape, right.shape
     if a == 1 and x.shape[-1] == b:
         return op.MatMul(x, right)
-    runs = op.Reshape(x, op.Constant(value_ints=[-1, a, b]))
-    rows = op.MatMul(op.Transpose(left, perm=[1, 0]), op.MatMul(runs, right))
+    rows = op.MatMul(op.Reshape(x, op.Constant(value_ints=[-1, a, b])), right)
+    if a > 1:
+        rows = op.MatMul(op.Transpose(left, perm=[1, 0]), rows)
     return op.Reshape(rows, op.Shape(x))
 
 
