@@ -42,7 +42,9 @@ from quark_fx.presets import PRESETS
 
 BEST = {"nvfp4": "nvfp4_best", "mxfp4": "mxfp4_best"}
 
-INSTEAD: dict[str, GraphPass] = {"nvfp4": Rotate(), "mxfp4": SmoothQuant()}
+_ROTATED = (SmoothQuant(rotated=True), Rotate(streams=False))
+
+INSTEAD: dict[str, tuple[GraphPass, ...]] = {"nvfp4": _ROTATED, "mxfp4": (Rotate(),)}
 """The way to spread outliers that the best preset has not."""
 
 PEERS = {"nvfp4": ("NVFP4", "NVFP4, GPTQ", "NVFP4, SmoothQuant, GPTQ"), "mxfp4": ()}
@@ -63,8 +65,8 @@ def configs(preset: str) -> dict[str, QuantConfig]:
         found[f"{preset}, {_said(part)}"] = plain.replace(passes=(*plain.passes, part))
     found[BEST[preset]] = best
     solver = next(part for part in parts if isinstance(part, GPTQ))
-    other = INSTEAD[preset]
-    return found | {f"{preset}, {_said(other)}, {_said(solver)}": plain.replace(passes=(*plain.passes, other, solver))}
+    other = (*INSTEAD[preset], solver)
+    return found | {", ".join([preset, *map(_said, other)]): plain.replace(passes=(*plain.passes, *other))}
 
 
 def _said(part: Any) -> str:

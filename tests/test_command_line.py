@@ -628,6 +628,14 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
         lambda _: (*factory("cnn"), "--data", "images", "--image-size", 12),
         r"shape|mat1|size",
     ),
+    "how images are read, for arrays": (
+        lambda _: (*factory("cnn"), "--data", "x.npy", "--image-size", 8, "--std", "1,1,1"),
+        r"x.npy is a file of arrays; drop --image-size, --std, for images",
+    ),
+    "how text is read, for images": (
+        lambda _: (*factory("cnn"), "--data", "images", "--lines"),
+        r"images is a folder of images; drop --lines, for text",
+    ),
     "a damaged image": (
         lambda _: (*factory("cnn"), "--data", damaged_image()),
         r"the image images/0/0.png cannot be read",

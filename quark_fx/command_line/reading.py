@@ -25,6 +25,7 @@ def read_batches(reading: Reading, subject: Subject) -> list[Any]:
         CalibrationError: if there is no data, it cannot be read, or text has no tokenizer.
     """
     path = _existing(reading)
+    _require_used(reading, path)
     if path.is_dir():
         return image_folder(path, count=reading.samples, batch_size=reading.batch_size, **_images(reading, subject))
     if path.suffix in ARRAY_SUFFIXES:
@@ -59,6 +60,7 @@ def read_labeled(reading: Reading, subject: Subject) -> list[tuple[Any, torch.Te
         CalibrationError: if there are no labels, or as for `read_batches`.
     """
     path = _existing(reading)
+    _require_used(reading, path)
     if path.is_dir():
         return labeled_images(path, count=reading.samples, batch_size=reading.batch_size, **_images(reading, subject))
     if path.suffix not in ARRAY_SUFFIXES:
@@ -119,6 +121,22 @@ def _existing(reading: Reading) -> Path:
     if not reading.data.exists() and not is_installed_name(reading.data):
         raise CalibrationError(f"the data {reading.data} does not exist")
     return reading.data
+
+
+_OF_IMAGES, _OF_TEXT = ("image_size", "mean", "std"), ("lines",)
+"""Options that say how one kind of data is read."""
+
+
+def _require_used(reading: Reading, path: Path) -> None:
+    """Raise `CalibrationError` for options of another kind of data than there is."""
+    kind, others = "a folder of images", {"text": _OF_TEXT}
+    if path.suffix in ARRAY_SUFFIXES:
+        kind, others = "a file of arrays", {"images": _OF_IMAGES, "text": _OF_TEXT}
+    elif not path.is_dir():
+        kind, others = "text", {"images": _OF_IMAGES}
+    for other, names in others.items():
+        if given := [f"--{name.replace('_', '-')}" for name in names if getattr(reading, name) is not None]:
+            raise CalibrationError(f"{path} is {kind}; drop {', '.join(given)}, for {other}")
 
 
 def _text(path: Path, reading: Reading, subject: Subject) -> list[Any]:

@@ -16,12 +16,12 @@ from quark_fx.system.options import NonNegativeFloat, NonNegativeInt, PositiveIn
 class BlockAP(AdaQuant):
     """`AdaQuant` for language models: all weights of a block and their scales, from the codes of error feedback.
 
-    A weight may go to any code, where `AutoRound` moves it by one at most: at 2 bits the best code is often further away.
+    A weight may go to any code, where `AutoRound` moves it by one at most: at 2 bits the best is often further away.
     `TuneScales` behind it is the other half of EfficientQAT.
 
     Source:
-        Chen et al. 2024 (EfficientQAT), section 3.2 (Block-AP). Zero points stay, which are whole numbers here; with few
-        data, steps are larger and fewer.
+        Chen et al. 2024 (EfficientQAT), section 3.2 (Block-AP). Zero points stay, which are whole numbers here; with
+        little data, steps are larger and fewer.
     """
 
     unit: Unit = Unit.BLOCK

@@ -101,7 +101,7 @@ class RotationSite:
         return (*self.made, *(value for value, _ in self.read))
 
     def in_blocks(self, most: int) -> RotationSite:
-        """Return the site of one matrix for all blocks of at most so many channels, of the largest size that divides."""
+        """Return the site of one matrix for all blocks of at most so many channels, the largest that divide them."""
         size = next(size for size in range(min(most, self.size), 0, -1) if self.size % size == 0)
         absorbers = tuple(replace(found, runs=found.runs.reshape(-1, size)) for found in self.absorbers)
         return replace(self, size=size, absorbers=absorbers)
