@@ -42,7 +42,7 @@ from quark_fx.presets import PRESETS
 
 BEST = {"nvfp4": "nvfp4_best", "mxfp4": "mxfp4_best"}
 
-_ROTATED = (SmoothQuant(rotated=True), Rotate(streams=False))
+_ROTATED = (SmoothQuant(rms=True), Rotate(streams=False))
 
 INSTEAD: dict[str, tuple[GraphPass, ...]] = {"nvfp4": _ROTATED, "mxfp4": (Rotate(),)}
 """The way to spread outliers that the best preset has not."""

@@ -13,6 +13,7 @@ import argparse
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -46,7 +47,7 @@ def _rotated(spec: TensorSpec) -> QuantConfig:
 
 
 def _unrotated_keys(config: QuantConfig) -> QuantConfig:
-    passes = tuple(Rotate(keys=False) if isinstance(p, Rotate) else p for p in config.passes)
+    passes = tuple(replace(p, keys=False) if isinstance(p, Rotate) else p for p in config.passes)
     return config.replace(passes=passes)
 
 

@@ -131,7 +131,7 @@ _NO_TOKENS = Override(pattern="op:conv*", input=None)
 W8A8_DYNAMIC = QuantConfig(
     weight=_WEIGHT,
     input=TensorSpec(format=INT8, granularity=Granularity.TOKEN, dynamic=True),
-    passes=(*_FUSE, SmoothQuant()),
+    passes=(*_FUSE, SmoothQuant(rms=True)),
     overrides=(_NO_TOKENS,),
     exclude=_IN_FLOAT,
 )
@@ -150,7 +150,7 @@ W4A4_DYNAMIC = W4A16_RTN.replace(
         symmetry=Symmetry.SYMMETRIC_FULL,
         observer=_THREE_QUARTERS,
     ),
-    passes=(*_FUSE, SmoothQuant(rotated=True), Rotate(streams=False), _FEEDBACK),
+    passes=(*_FUSE, SmoothQuant(rms=True), Rotate(streams=False), _FEEDBACK),
     overrides=(_NO_TOKENS,),
 )
 """int4 weights in groups of 128 by GPTQ, with scales of either sign that fit the data, and int4 activations per token
@@ -196,7 +196,7 @@ MXFP4 = _block(block_formats.MXFP4)
 MXFP4_WEIGHT_ONLY = _block(block_formats.MXFP4, weight_only=True)
 """The weights of `MXFP4`, float activations."""
 
-MXFP4_BEST = MXFP4.replace(passes=(*_FUSE, SmoothQuant(rotated=True), Rotate(streams=False), GPTQ(asymmetry=0.5)))
+MXFP4_BEST = MXFP4.replace(passes=(*_FUSE, SmoothQuant(rms=True), Rotate(streams=False), GPTQ(asymmetry=0.5)))
 """What is most accurate at `MXFP4`: smoothed, and rotated at run time, which spreads the outliers that make a power of
 two for 32 values too large for the others, and GPTQ half way towards the float model's own activations."""
 
@@ -209,7 +209,7 @@ NVFP4 = _block(block_formats.NVFP4)
 NVFP4_WEIGHT_ONLY = _block(block_formats.NVFP4, weight_only=True)
 """The weights of `NVFP4`, float activations."""
 
-NVFP4_BEST = NVFP4.replace(passes=(*_FUSE, SmoothQuant(), GPTQ(asymmetry=0.5, static_groups=False)))
+NVFP4_BEST = NVFP4.replace(passes=(*_FUSE, SmoothQuant(rms=True), GPTQ(asymmetry=0.5, static_groups=False)))
 """What is most accurate at `NVFP4`: smoothed, and GPTQ half way towards the float model's own activations, which
 chooses each group's scale just before rounding it."""
 

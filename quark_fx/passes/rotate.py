@@ -39,7 +39,7 @@ class Rotate(Selective):
             the rotated value. 0 rotates only where weights absorb everything, and no keys.
         streams: rotate residual streams as a whole. Otherwise what norms make is rotated where operators read it, at
             run time. The factors of norms then stay in the activations, where a small channel takes little of the
-            range; that loses less at 4 bits, and leaves room for the scales of `SmoothQuant(rotated=True)`.
+            range; that loses less at 4 bits, and leaves room for the scales of `SmoothQuant(rms=True)`.
         block: rotate blocks of at most so many channels, all by one matrix, instead of all channels together. Scales of
             small groups (MXFP4, NVFP4) then stay apart, and rotating at run time costs less.
         keys: rotate quantized keys, and their queries.

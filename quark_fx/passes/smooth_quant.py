@@ -30,12 +30,14 @@ class SmoothQuant(ScalingSolver):
     chosen by a few samples, and kept if all that are remembered, of the calibration batches and of the validation ones,
     agree that a good part of the error is gone.
 
-    Set `rotated=True` if `Rotate(streams=False)` follows. A rotation spreads each channel over all, so `a` and `w` are
-    root mean squares then, and the error is what a rotation leaves (`quark_fx.solvers.energy_trial`).
+    With `rms=True`, `a` and `w` are root mean squares, and the error is what is lost where rounding errors are as large
+    in every channel (`quark_fx.solvers.energy_trial`). So they are behind a rotation, and about so where each token or
+    small group is measured at run time.
 
     Args:
         alphas: strengths to choose from; leaving the site alone is always one more.
-        rotated: choose the scales that a rotation behind them loses least with.
+        rms: scale by root mean squares instead of largest magnitudes; for ranges that are measured at run time, and
+            before `Rotate(streams=False)`.
         explicit: insert a multiplication where nothing before can absorb the scale.
 
     Source:
@@ -46,7 +48,7 @@ class SmoothQuant(ScalingSolver):
     trial: ClassVar = SampleTrial
 
     alphas: tuple[Annotated[float, Interval("[0, 1]")], ...] = (0.35, 0.5, 0.65, 0.8)
-    rotated: bool = False
+    rms: bool = False
 
     def __post_init__(self) -> None:
         if not self.alphas:
@@ -55,7 +57,7 @@ class SmoothQuant(ScalingSolver):
     @property
     def judge(self) -> type[Trial[Any]]:
         """Samples in codes, or the energy of channels."""
-        return EnergyTrial if self.rotated else SampleTrial
+        return EnergyTrial if self.rms else self.trial
 
     @property
     def grid(self) -> dict[str, list[float]]:
@@ -63,18 +65,18 @@ class SmoothQuant(ScalingSolver):
         return {"alpha": sorted(self.alphas)}
 
     def scale(self, seen: SampledSite | EnergySite, values: tuple[float, ...]) -> Tensor:
-        """Return the scale of a strength, 1 where the activation or the weights are zero."""
+        """Return the scale of a strength, 1 where the activation or, but with `rms`, the weights are zero."""
         (alpha,) = values
-        if isinstance(seen, EnergySite):
-            a, w = seen.activation, seen.weight
-        else:
-            a, w = seen.largest, seen.largest_weight
+        a, w = (seen.activation, seen.weight) if isinstance(seen, EnergySite) else (seen.largest, seen.largest_weight)
         used = (a > 0) & (w > 0)
         if not bool(used.any()):
             return torch.ones_like(a)
-        # What a rotation spreads is not clipped where it was small on the calibration data.
-        floored = a if self.rotated else a.maximum(a[used].median())
-        return torch.where(used, (floored**alpha / w ** (1 - alpha)).clamp(_SMALLEST, _LARGEST), 1.0)
+        floored = a if self.rms else a.maximum(a[used].median())
+        scale = floored**alpha / w ** (1 - alpha)
+        if self.rms:  # where a common factor does not count; what no weight reads is only in the way
+            scale = torch.where(w > 0, scale, scale[used].max()) / scale[used].median()
+            used = a > 0
+        return torch.where(used, scale.clamp(_SMALLEST, _LARGEST), 1.0)
 
 
 __all__ = ["SmoothQuant"]

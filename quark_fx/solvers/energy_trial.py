@@ -1,4 +1,4 @@
-"""Judge a scale by what a rotation behind it leaves: every channel of activation and weight is as large as the mean."""
+"""Judge a scale by the sums of squares of channels, in activations and in weights."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from quark_fx.config.quant_config import Granularity
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.calibration import run_batches, watching
-from quark_fx.engine.context import Context
+from quark_fx.engine.context import Context, without_padding
 from quark_fx.engine.sizes import FLOAT32, Moment, Need, Sizes
 from quark_fx.graph.linear import Linear
-from quark_fx.graph.nodes import device_of, named_nodes
+from quark_fx.graph.nodes import named_nodes
 from quark_fx.plan.placement import Coded
 from quark_fx.rescale.components import Means, per_element
 from quark_fx.rescale.planned_sites import PlannedSite, Reader
@@ -28,13 +29,14 @@ shape (2, channels)."""
 class EnergyTrial(Trial[Linear]):
     """A site and the squares of its channels, in activations `x` and weights `w`.
 
-    A rotation makes all channels alike: the rounding errors of one side are spread evenly, and count by the squares of
-    the other. With scales, the squared error of the output is then proportional to `sum (s w)**2 * sum (x / s)**2`. The
-    error here is that over `n * sum (w x)**2`: 1 where all n channels contribute alike, and smaller where some do not
-    and scales make use of it. Its minimum is at `s = sqrt(x / w)`.
+    Rounding errors that are as large in every channel, and in proportion to the root mean square of all, count by the
+    squares of what they are multiplied by. With scales `s`, the squared error of the output is then proportional to
+    `sum (s w)**2 * sum (x / s)**2`, from activations as from weights. A rotation makes errors so exactly; with a range
+    for each token or small group they are about so. The error here is that over `n * sum (w x)**2`. Its minimum is at
+    `s = sqrt(x / w)` for one operator: 1 if all n channels contribute alike, smaller otherwise. Padding does not count.
 
     Source:
-        Ours; the matrix that minimizes it, of which this is the diagonal one, is that of Chen et al. 2025 (WUSH).
+        Ours; Chen et al. 2025 (WUSH) minimize the same over all matrices, of which this is the diagonal one.
     """
 
     unread = "not every operator that reads it has codes, and all channels in every output"
@@ -44,6 +46,8 @@ class EnergyTrial(Trial[Linear]):
         self.seen = EnergySite(site.site.channels, self.readers)
         if not all(bool(reader.activation.isfinite().all()) for reader in self.readers):
             self.refusal = "what it reads is too large to be squared"
+        elif any(found.operator.weight.granularity is Granularity.TENSOR for found in site.producers):
+            self.refusal = "the weights that make it share one scale"
 
     @classmethod
     def reads(cls, operator: Coded) -> Linear | None:
@@ -59,15 +63,15 @@ class EnergyTrial(Trial[Linear]):
         context.require_batches()
         read = {(r.scaled.value, r.scaled.axis) for site in sites.values() for r in site.readers}
         parts = [frozenset(context.calibration), frozenset(context.validation)]
-        watches = {key: _Watch(key[1], parts) for key in read}
+        watches = {key: _Watch(key[1], parts, context) for key in read}
         nodes = named_nodes(gm)
         with watching(gm, ((nodes[value.name], watch) for (value, _), watch in watches.items())):
             run_batches(gm, context)
-        device, found = device_of(gm), dict[tuple[Node, int], Tensor]()
+        found = dict[tuple[Node, int], Tensor]()
         del gm  # what scales replace is not kept
         for key in sorted(watches, key=lambda key: (key[0].name, key[1])):  # alike on all ranks
             seen, channels = watches[key].squares, key[0].meta["val"].shape[key[1]]
-            zero = torch.zeros(int(channels), dtype=torch.float32, device=device)
+            zero = torch.zeros(int(channels), dtype=torch.float32, device=context.device)
             found[key] = torch.stack([zero if part is None else part for part in seen])
             context.ranks.add(found[key])
         yield from ((number, found) for number in sites)
@@ -125,7 +129,7 @@ class _Squared:
 
 @dataclass(frozen=True, eq=False)
 class EnergySite:
-    """What is seen of a site, by squares. All tensors have the shape (components,).
+    """What is seen of a site, by squares; tensors of shape (components,), each up to a common factor.
 
     Attributes:
         components: of the site.
@@ -137,12 +141,12 @@ class EnergySite:
 
     @property
     def activation(self) -> Tensor:
-        """The root of the mean over channels of the activation's sums of squares."""
+        """The root mean square of the activation."""
         return self._root([(reader.labels, reader.activation[0]) for reader in self.readers])
 
     @property
     def weight(self) -> Tensor:
-        """The same of the weights."""
+        """The root mean square of the weights."""
         return self._root([(reader.labels, reader.weight) for reader in self.readers])
 
     def _root(self, found: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -158,20 +162,22 @@ class _Watch(nn.Module):
     Args:
         axis: dimension of the channels.
         parts: the numbers of the batches of each part of the data.
+        context: of the run.
 
     Attributes:
         squares: of each part, float32, shape (channels,); `None` before the first batch of it.
     """
 
-    def __init__(self, axis: int, parts: list[frozenset[int]]) -> None:
+    def __init__(self, axis: int, parts: list[frozenset[int]], context: Context) -> None:
         super().__init__()
-        self.axis, self.parts, self.batches = axis, parts, 0
+        self.axis, self.parts, self.context, self.batches = axis, parts, context, 0
         self.squares: list[Tensor | None] = [None for _ in parts]
 
     def forward(self, x: Tensor) -> None:
         for i, part in enumerate(self.parts):
             if self.batches in part:
-                found = x.float().movedim(self.axis, 0).flatten(1).square().sum(1)
+                rows = without_padding(x.movedim(self.axis, -1), self.context.kept_positions(self.batches))
+                found = rows.float().square().sum(0)
                 known = self.squares[i]
                 self.squares[i] = found if known is None else known + found
         self.batches += 1

@@ -101,7 +101,7 @@ def test_the_factors_of_norms_lose_less_in_activations_than_in_weights() -> None
 
 def test_scales_before_a_rotation_are_worth_more() -> None:
     model = with_outliers(llama(tied=False))
-    passes = (*W4A4.passes, SmoothQuant(rotated=True), Rotate(overhead=9, streams=False))
+    passes = (*W4A4.passes, SmoothQuant(rms=True), Rotate(overhead=9, streams=False))
     scaled, rotated = losses(model, W4A4.replace(passes=passes), rotating(W4A4, overhead=9, streams=False))
     assert scaled < 0.5 * rotated
 

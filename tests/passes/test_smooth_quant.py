@@ -609,7 +609,7 @@ def test_a_strength_that_is_no_sequence_is_refused_with_the_remedy() -> None:
 
 
 def test_options_survive_plain_data() -> None:
-    smooth = SmoothQuant(alphas=(0.1, 0.9), rotated=True, explicit=True)
+    smooth = SmoothQuant(alphas=(0.1, 0.9), rms=True, explicit=True)
     config = INT8_STATIC.replace(passes=(*INT8_STATIC.passes, smooth))
     assert QuantConfig.from_dict(config.to_dict()) == config
     assert QuantConfig.from_yaml(config.to_yaml()) == config
