@@ -630,11 +630,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "how images are read, for arrays": (
         lambda _: (*factory("cnn"), "--data", "x.npy", "--image-size", 8, "--std", "1,1,1"),
-        r"x.npy is a file of arrays; drop --image-size, --std, for images",
+        r"x.npy is not a folder of images; drop --image-size, --std",
     ),
     "how text is read, for images": (
-        lambda _: (*factory("cnn"), "--data", "images", "--lines"),
-        r"images is a folder of images; drop --lines, for text",
+        lambda _: (*factory("cnn"), "--data", "images", "--windows"),
+        r"images is not text; drop --windows",
     ),
     "a damaged image": (
         lambda _: (*factory("cnn"), "--data", damaged_image()),

@@ -129,14 +129,17 @@ _OF_IMAGES, _OF_TEXT = ("image_size", "mean", "std"), ("lines",)
 
 def _require_used(reading: Reading, path: Path) -> None:
     """Raise `CalibrationError` for options of another kind of data than there is."""
-    kind, others = "a folder of images", {"text": _OF_TEXT}
-    if path.suffix in ARRAY_SUFFIXES:
-        kind, others = "a file of arrays", {"images": _OF_IMAGES, "text": _OF_TEXT}
-    elif not path.is_dir():
-        kind, others = "text", {"images": _OF_IMAGES}
-    for other, names in others.items():
-        if given := [f"--{name.replace('_', '-')}" for name in names if getattr(reading, name) is not None]:
-            raise CalibrationError(f"{path} is {kind}; drop {', '.join(given)}, for {other}")
+    given = {
+        f"--{name.replace('_', '-')}": name for name in _OF_IMAGES + _OF_TEXT if getattr(reading, name) is not None
+    }
+    if reading.lines is False:
+        given = {"--windows" if name == "lines" else option: name for option, name in given.items()}
+    for what, names, fits in (
+        ("a folder of images", _OF_IMAGES, path.is_dir()),
+        ("text", _OF_TEXT, not path.is_dir() and path.suffix not in ARRAY_SUFFIXES),
+    ):
+        if wrong := [option for option, name in given.items() if name in names and not fits]:
+            raise CalibrationError(f"{path} is not {what}; drop {', '.join(wrong)}")
 
 
 def _text(path: Path, reading: Reading, subject: Subject) -> list[Any]:

@@ -138,7 +138,8 @@ class _Lowering:
         whole = axis is None or (axis % x.meta["val"].dim() == x.meta["val"].dim() - 1 and block == -1)
         known = parse_format(name) in (INT8, UINT8) and symmetry == Symmetry.ASYMMETRIC
         if not (whole and known and scale_type in (None, ScaleType.FLOAT32) and ratio in (None, 1)):
-            how = " in groups" * (not whole) + " in a share of the range" * (ratio not in (None, 1))
+            share = " in a share of the range, for which you drop the observer" * (ratio not in (None, 1))
+            how = f"{' in groups' * (not whole)}{share}"
             raise _UnsupportedError(f"{symmetry} {name} measured at run time{how}")
         _require_float32_or_less(x)
         if axis is not None:

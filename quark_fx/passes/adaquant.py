@@ -84,7 +84,7 @@ class AdaQuant(GradientSolver):
 
     @property
     def fits_scales(self) -> bool:
-        """Whether a start by error feedback shrinks scales first."""
+        """Whether scales of weights are learned."""
         return self.range_rate > 0
 
     def begin(self, grid: Grid, weight: Tensor, start: Tensor) -> StraightThrough:

@@ -110,7 +110,7 @@ class AutoRound(GradientSolver):
 
     @property
     def fits_scales(self) -> bool:
-        """Whether a start by error feedback shrinks scales first."""
+        """Whether scales of weights are learned."""
         return self.ranges
 
     def optimizer(

@@ -38,10 +38,11 @@ class Rotate(Selective):
         overhead: multiplications at run time that a rotation may take, as a share of those of the operators that read
             the rotated value. 0 rotates only where weights absorb everything, and no keys.
         streams: rotate residual streams as a whole. Otherwise what norms make is rotated where operators read it, at
-            run time. The factors of norms then stay in the activations, where a small channel takes little of the
-            range; that loses less at 4 bits, and leaves room for the scales of `SmoothQuant(rms=True)`.
-        block: rotate blocks of at most so many channels, all by one matrix, instead of all channels together. Scales of
-            small groups (MXFP4, NVFP4) then stay apart, and rotating at run time costs less.
+            run time. The factors of norms then stay in the activations instead of going into the weights. That loses
+            less at 4 bits, and `SmoothQuant(rms=True)` can change these factors.
+        block: rotate blocks of at most so many channels, of the largest size that divides them and all by one matrix,
+            instead of all channels together. Rotating at run time costs less then, and groups of that size (MXFP4,
+            NVFP4) keep scales of their own. Keys are rotated as a whole.
         keys: rotate quantized keys, and their queries.
         seed: of the random signs.
 
@@ -75,7 +76,7 @@ class Rotate(Selective):
             if not all(map(self.selects, readers)):
                 what = NOT_SELECTED
             elif site.size == 1:
-                what = f"skipped: {found.size} channels do not divide into blocks of at most {self.block}"
+                what = f"skipped: {found.size} channels do not divide into blocks of at most {self.block}; raise block"
             elif share > self.overhead:
                 what = (
                     f"skipped: rotating at run time would cost {share:.0%} of the products (overhead={self.overhead:g})"
@@ -83,7 +84,7 @@ class Rotate(Selective):
             else:
                 apply_rotation(gm, site, rotation)
                 rotated, at_run_time = rotated + 1, at_run_time + len(site.at_run_time)
-                what = _said(site, share)
+                what = _said(site, share, in_blocks=site.size < found.size)
             name = readers[0].name + f" and {len(readers) - 1} more" * (len(readers) > 1)
             note(Change(name, what, what.startswith("rotated")))
         if self.keys and self.overhead > 0:
@@ -117,9 +118,9 @@ def _names(gm: GraphModule, context: Context | None) -> Mapping[Node, Named]:
     return {op.node: op for op in operators if isinstance(op, Quantized)}
 
 
-def _said(site: RotationSite, share: float) -> str:
+def _said(site: RotationSite, share: float, *, in_blocks: bool) -> str:
     online = f", at run time for {share:.1%} of the products" if site.at_run_time else ""
-    return f"rotated by a matrix of size {site.size}{online}"
+    return f"rotated{' in blocks' * in_blocks} by a matrix of size {site.size}{online}"
 
 
 __all__ = ["Rotate"]

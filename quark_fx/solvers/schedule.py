@@ -18,6 +18,9 @@ from quark_fx.system.options import Interval, NonNegativeFloat, NonNegativeInt, 
 _LEARNED_COPIES = 6
 """Copies of a weight while it is learned: real, parameter, gradient, two moments of the optimizer, and rounded."""
 
+_RANGED_COPIES = 4
+"""Those that the gradient of its scales keeps besides."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(Selective):
@@ -57,7 +60,7 @@ class Schedule(Selective):
 
     @property
     def fits_scales(self) -> bool:
-        """Whether scales of weights are chosen, too, where they may change; error feedback shrinks them first."""
+        """Whether scales of weights are learned, too, where they may change; error feedback shrinks them first."""
         return False
 
     def needs(self, sizes: Sizes) -> Need:
@@ -71,7 +74,7 @@ class Schedule(Selective):
             moments = (3 * m.moment + block.weights for m in block.matrices)
             feedback = (kept + working for kept, working in zip(moments, rounded, strict=True))
             starts: dict[Start, Iterable[int]] = {Start.DESCENT: descent, Start.FEEDBACK: feedback}
-            copies = _LEARNED_COPIES + (self.start is Start.FEEDBACK)
+            copies = _LEARNED_COPIES + (self.start is Start.FEEDBACK) + _RANGED_COPIES * self.fits_scales
             steps = 2 * block.every_value + copies * block.weights
             return max((steps, *starts.get(self.start, ())))
 

@@ -35,6 +35,10 @@ def _is_measured_symmetric(spec: TensorSpec, operand: Operand) -> bool:
     return spec.dynamic and spec.scheme.symmetric
 
 
+def _measures_a_share(spec: TensorSpec, operand: Operand) -> bool:
+    return spec.dynamic and spec.ratio != 1
+
+
 def _is_cache_by_channel(spec: TensorSpec, operand: Operand) -> bool:
     return operand is Operand.KV_CACHE and spec.granularity is Granularity.CHANNEL
 
@@ -62,6 +66,10 @@ EXECUTORCH = Target(
         Refusal(
             _is_measured_symmetric,
             "XNNPACK measures ranges at run time with zero points; set symmetry='asymmetric', or use target='torch'",
+        ),
+        Refusal(
+            _measures_a_share,
+            "XNNPACK measures the whole range at run time; drop the observer, or use target='torch'",
         ),
         Refusal(
             _is_cache_by_channel,

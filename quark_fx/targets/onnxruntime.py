@@ -38,6 +38,10 @@ def _groups_with_zero_points(spec: TensorSpec, operand: Operand) -> bool:
     return operand is not Operand.WEIGHT and spec.group_size is not None and not spec.scheme.symmetric
 
 
+def _measures_a_share_of_groups(spec: TensorSpec, operand: Operand) -> bool:
+    return operand is not Operand.WEIGHT and spec.dynamic and spec.group_size is not None and spec.ratio != 1
+
+
 def _has_offsets(spec: TensorSpec, operand: Operand) -> bool:
     return spec.symmetry is Symmetry.OFFSET
 
@@ -52,6 +56,10 @@ ONNX_TYPES = (
     Refusal(
         _groups_with_zero_points,
         "activations in groups have no zero points in ONNX; set symmetry='symmetric', or target='torch'",
+    ),
+    Refusal(
+        _measures_a_share_of_groups,
+        "activations in groups are measured in their whole range in ONNX; drop the observer, or use target='torch'",
     ),
 )
 """What no ONNX file holds."""
@@ -75,7 +83,7 @@ def _is_read_in_integers(kind: str, spec: TensorSpec) -> bool:
     """Tell whether an operator of a kind reads codes: of recurrent layers, an LSTM alone, which measures its input."""
     if kind not in RECURRENT:
         return True
-    return kind == "lstm" and spec == TensorSpec(format=UINT8, dynamic=True)
+    return kind == "lstm" and spec.ratio == 1 and spec.replace(observer=None) == TensorSpec(format=UINT8, dynamic=True)
 
 
 PLACEMENT = Placement(arithmetic=ARITHMETIC, rounds_output=_is_convolution, rounds_input=_is_read_in_integers)

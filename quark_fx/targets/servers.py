@@ -73,7 +73,7 @@ def refusals(server: str) -> tuple[Refusal, ...]:
         ),
         Refusal(
             _is_cut,
-            f"{server} measures the whole range at run time; drop the observer {{spec.observer}}",
+            f"{server} measures the whole range at run time; drop the observer, {ELSE}",
         ),
         Refusal(
             _is_rounded_late,

@@ -215,14 +215,15 @@ def test_the_report_says_what_runs_when() -> None:
 def test_blocks_are_rotated_by_one_matrix_of_the_largest_size_that_divides() -> None:
     record = record_of(quantize(tied_llama(), rotating(W4A4, overhead=9, block=14)), "Rotate")
     sizes = {change.name: change.what for change in record.changes if change.changed}
-    assert sizes["model.layers.0.mlp.down_proj"].startswith("rotated by a matrix of size 12, at run time")  # of 48
+    said = "rotated in blocks by a matrix of size 12, at run time"
+    assert sizes["model.layers.0.mlp.down_proj"].startswith(said)  # of 48
     assert sizes["model.layers.0.self_attn.o_proj"] == "rotated by a matrix of size 8"  # of 8
     model = seeded(nn.Sequential(nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 8), nn.ReLU(), nn.Linear(8, 8)))
     weight = W4A4.weight
     config = qfx.QuantConfig(weight=weight, input=W4A4.input, passes=(Rotate(block=4, overhead=99),))
     record = record_of(quantize(model, config, [rand(4, 8)]), "Rotate")
     assert {change.name: change.what for change in record.changes}["2"] == (
-        "skipped: 7 channels do not divide into blocks of at most 4"
+        "skipped: 7 channels do not divide into blocks of at most 4; raise block"
     )
 
 

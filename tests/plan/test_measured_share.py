@@ -69,11 +69,20 @@ def test_other_observers_of_a_measured_range_are_refused_with_the_remedy() -> No
 def test_what_cannot_hold_it_says_so(tmp_path: Path) -> None:
     model, x = seeded(nn.Sequential(nn.Linear(64, 64))), rand(8, 64)
     config = W8A8_DYNAMIC.replace(passes=(), exclude=(), input=SPECS["int8 per token"])
-    with pytest.raises(ConfigError, match="vLLM measures the whole range at run time; drop the observer"):
-        config.replace(target="vllm")
+    for target, said in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        with pytest.raises(ConfigError, match=f"{said} measures the whole range at run time; drop the observer"):
+            config.replace(target=target)
     asymmetric = config.replace(input=measured(symmetry=Symmetry.ASYMMETRIC, observer=SHARE))
-    with pytest.raises(qfx.QuarkError, match="measured at run time in a share of the range"):
+    with pytest.raises(ConfigError, match="XNNPACK measures the whole range at run time; drop the observer"):
+        asymmetric.replace(target="executorch")
+    with pytest.raises(
+        qfx.QuarkError, match="measured at run time in a share of the range, for which you drop the obs"
+    ):
         qfx.export.pt2e(quantize(model, asymmetric, [x]))
-    groups = config.replace(input=measured(granularity=Granularity.GROUP, group_size=32, observer=SHARE))
-    with pytest.raises(qfx.QuarkError, match="a share of the range of groups"):
+    groups = config.replace(
+        target="torch", input=measured(granularity=Granularity.GROUP, group_size=32, observer=SHARE)
+    )
+    with pytest.raises(ConfigError, match="measured in their whole range in ONNX; drop the observer"):
+        groups.replace(target="onnx")
+    with pytest.raises(qfx.QuarkError, match=r"in a share of the range of groups \(drop the observer\) at run time"):
         qfx.export.onnx(quantize(model, groups, [x]), tmp_path / "model.onnx")

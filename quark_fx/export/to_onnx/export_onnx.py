@@ -305,10 +305,10 @@ def _require_onnx_types(gm: GraphModule, *, wide: bool) -> None:
         elif target_name(node) == DEQUANTIZE and node.args[2].meta["val"].is_floating_point():
             bad.append(f"  {fmt} with offsets between codes: {describe(node)}")
         elif target_name(node) == "quark_fx.dynamic_qparams.default" and not _is_measured(node):
-            bad.append(
-                f"  {node.args[1]} with zero points, 8-bit scales, or a share of the range of groups, at run time: "
-                f"{describe(node)}"
-            )
+            what = "in a share of the range of groups (drop the observer)"
+            if argument(node, 7) in (None, 1):
+                what = "with zero points, or 8-bit scales,"
+            bad.append(f"  {node.args[1]} {what} at run time: {describe(node)}")
     if bad:
         raise ExportError("format(s) without an ONNX type:\n" + "\n".join(bad) + "\nUse 2 to 8 or 16 bits instead.")
 

@@ -288,7 +288,10 @@ def _integer_bias(model: ir.Model, node: ir.Node, x: Codes, w: Codes) -> ir.Valu
     source = made_by(bias, "DequantizeLinear")
     codes, scale = (array_of(value) for value in source.inputs[:2]) if source is not None else (None, None)
     if source is None or codes is None or scale is None or x.factor is None or w.factor is None:
-        raise DeclinedError("its bias is not in integers; set bias=TensorSpec(format='int32')")
+        raise DeclinedError(
+            "its bias is not in integers; set bias=TensorSpec(format='int32'), or use format='qdq' where its input is "
+            "measured at run time"
+        )
     ratio = scale / (x.factor * w.factor)
     if source.inputs[0] is not None and codes.dtype == np.int32 and np.allclose(ratio, 1, rtol=1e-5, atol=0):
         return source.inputs[0]
