@@ -138,8 +138,8 @@ W8A8_DYNAMIC = QuantConfig(
 """int8 weights per channel, int8 activations per token at run time, smoothed."""
 
 _THREE_QUARTERS = Adjusted(ratio=0.75)
-"""What is rotated is nearly normal. Of 16 codes the squared error is then least if they reach to 0.85 of the largest of
-256 values, 0.78 of 576, 0.68 of 4096."""
+"""Rotated values are nearly normal. With 16 codes, the squared error of normal values is smallest where the range ends
+at 0.85 of the largest of 256 values, 0.78 of 576, 0.68 of 4096."""
 
 W4A4_DYNAMIC = W4A16_RTN.replace(
     weight=_SIGN_AWARE,

@@ -13,6 +13,8 @@ from torch.fx import GraphModule, Node
 import quark_fx as qfx
 from quark_fx.graph.nodes import parameter, target_name
 from quark_fx.graph.pass_manager import PassRecord
+from quark_fx.numbers.grid import FreeScales, Grid
+from quark_fx.numbers.layout import Layout
 from quark_fx.presets import PRESETS
 
 M = TypeVar("M", bound=nn.Module)
@@ -51,6 +53,13 @@ def record_of(qmodel: qfx.QuantizedModel, name: str) -> PassRecord:
 def rand(*shape: int, seed: int = 1) -> Tensor:
     """Return normal values that do not depend on what ran before."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def free_grid(weight: Tensor, largest: float, limits: tuple[float, float], block: int = 4) -> Grid:
+    """Return a grid with a free scale for each block of inputs, which maps its largest magnitude to a code."""
+    scale = weight.reshape(len(weight), -1, block).abs().amax(-1) / largest
+    spread = scale.repeat_interleave(block, 1)
+    return Grid(spread, torch.zeros_like(spread), limits, FreeScales(scale, Layout.of(weight.shape, 1, block)))
 
 
 class Residual(nn.Module):

@@ -25,7 +25,6 @@ def read_batches(reading: Reading, subject: Subject) -> list[Any]:
         CalibrationError: if there is no data, it cannot be read, or text has no tokenizer.
     """
     path = _existing(reading)
-    _require_used(reading, path)
     if path.is_dir():
         return image_folder(path, count=reading.samples, batch_size=reading.batch_size, **_images(reading, subject))
     if path.suffix in ARRAY_SUFFIXES:
@@ -60,7 +59,6 @@ def read_labeled(reading: Reading, subject: Subject) -> list[tuple[Any, torch.Te
         CalibrationError: if there are no labels, or as for `read_batches`.
     """
     path = _existing(reading)
-    _require_used(reading, path)
     if path.is_dir():
         return labeled_images(path, count=reading.samples, batch_size=reading.batch_size, **_images(reading, subject))
     if path.suffix not in ARRAY_SUFFIXES:
@@ -120,6 +118,7 @@ def _existing(reading: Reading) -> Path:
         )
     if not reading.data.exists() and not is_installed_name(reading.data):
         raise CalibrationError(f"the data {reading.data} does not exist")
+    _require_used(reading, reading.data)
     return reading.data
 
 
@@ -129,16 +128,13 @@ _OF_IMAGES, _OF_TEXT = ("image_size", "mean", "std"), ("lines",)
 
 def _require_used(reading: Reading, path: Path) -> None:
     """Raise `CalibrationError` for options of another kind of data than there is."""
-    given = {
-        f"--{name.replace('_', '-')}": name for name in _OF_IMAGES + _OF_TEXT if getattr(reading, name) is not None
-    }
-    if reading.lines is False:
-        given = {"--windows" if name == "lines" else option: name for option, name in given.items()}
     for what, names, fits in (
         ("a folder of images", _OF_IMAGES, path.is_dir()),
         ("text", _OF_TEXT, not path.is_dir() and path.suffix not in ARRAY_SUFFIXES),
     ):
-        if wrong := [option for option, name in given.items() if name in names and not fits]:
+        given = {name: value for name in names if (value := getattr(reading, name)) is not None}
+        if given and not fits:
+            wrong = ("--windows" if value is False else f"--{name.replace('_', '-')}" for name, value in given.items())
             raise CalibrationError(f"{path} is not {what}; drop {', '.join(wrong)}")
 
 

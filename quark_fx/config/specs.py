@@ -169,7 +169,7 @@ class TensorSpec:
                 "Adjusted(ratio=0.9)",
             ),
             (
-                self.dynamic and self.scale_type.is_8_bit and self.ratio != 1,
+                self.scale_type.is_8_bit and self.measures_a_share,
                 f"scale_type='{self.scale_type}' takes the whole range at run time; drop the observer",
             ),
         ):
@@ -212,6 +212,11 @@ class TensorSpec:
     def ratio(self) -> float:
         """The share of a range that `Adjusted` keeps."""
         return self.observer.ratio if isinstance(self.observer, Adjusted) else 1.0
+
+    @property
+    def measures_a_share(self) -> bool:
+        """Whether a part of the range is used that is measured at run time."""
+        return self.dynamic and self.ratio != 1
 
     def measurement(self, dim: int) -> Measurement:
         """Return the arguments of `quark_fx.numbers.ops.dynamic_qparams` behind the tensor, for a dynamic spec.

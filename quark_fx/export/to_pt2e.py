@@ -29,7 +29,7 @@ from quark_fx.graph.nodes import (
     parameter,
     target_name,
 )
-from quark_fx.graph.operators import argument
+from quark_fx.graph.operators import argument, measured_share
 from quark_fx.graph.pass_manager import copy_graph
 from quark_fx.model.constants import Constant, constant_of, table_of
 from quark_fx.model.kernels.product import Activation, Rounded
@@ -134,12 +134,12 @@ class _Lowering:
         return call(self.gm, _OPS.dequantize_per_tensor.tensor, *given, like=node, **out)
 
     def _measure(self, node: Node) -> Node:
-        x, name, symmetry, axis, block, scale_type, _, ratio = (argument(node, position) for position in range(8))
+        x, name, symmetry, axis, block, scale_type = (argument(node, position) for position in range(6))
         whole = axis is None or (axis % x.meta["val"].dim() == x.meta["val"].dim() - 1 and block == -1)
         known = parse_format(name) in (INT8, UINT8) and symmetry == Symmetry.ASYMMETRIC
-        if not (whole and known and scale_type in (None, ScaleType.FLOAT32) and ratio in (None, 1)):
-            share = " in a share of the range, for which you drop the observer" * (ratio not in (None, 1))
-            how = f"{' in groups' * (not whole)}{share}"
+        share = measured_share(node) != 1
+        if not (whole and known and scale_type in (None, ScaleType.FLOAT32)) or share:
+            how = " in groups" * (not whole) + " in a share of the range (drop the observer)" * share
             raise _UnsupportedError(f"{symmetry} {name} measured at run time{how}")
         _require_float32_or_less(x)
         if axis is not None:

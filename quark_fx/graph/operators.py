@@ -206,6 +206,11 @@ def argument(node: Node, position: int) -> Any:
     return node.kwargs.get(schema[position].name)
 
 
+def measured_share(node: Node) -> float:
+    """Return the share of the range that a `dynamic_qparams` node keeps; models stored by earlier versions have all."""
+    return float(argument(node, 7) or 1)
+
+
 def named_argument(node: Node, name: str) -> Any:
     """Return the argument that the operator's schema has under a name; `None` if it was not given."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]

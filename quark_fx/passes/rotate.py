@@ -60,7 +60,7 @@ class Rotate(Selective):
     def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
         """Rotate the inputs of operators that will be quantized, without a context of all; return how many sites."""
         names, note = _names(gm, context), context.note if context is not None else lambda change: None
-        analysis = find_rotation_sites(gm, fold_norms=self.streams)
+        analysis = find_rotation_sites(gm, streams=self.streams)
         for node, reason in analysis.reasons.items():
             if node in names:
                 what = f"skipped: {reason}" if self.selects(names[node]) else NOT_SELECTED

@@ -30,9 +30,9 @@ class SmoothQuant(ScalingSolver):
     chosen by a few samples, and kept if all that are remembered, of the calibration batches and of the validation ones,
     agree that a good part of the error is gone.
 
-    With `rms=True`, `a` and `w` are root mean squares, and the error is what is lost where rounding errors are as large
-    in every channel (`quark_fx.solvers.energy_trial`). So they are behind a rotation, and about so where each token or
-    small group is measured at run time.
+    With `rms=True`, `a` and `w` are root mean squares, and the error assumes that rounding errors have the same size in
+    every channel (`quark_fx.solvers.energy_trial`). Behind a rotation they do, and roughly so where the range of each
+    token or small group is measured at run time.
 
     Args:
         alphas: strengths to choose from; leaving the site alone is always one more.
@@ -56,7 +56,7 @@ class SmoothQuant(ScalingSolver):
 
     @property
     def judge(self) -> type[Trial[Any]]:
-        """Samples in codes, or the energy of channels."""
+        """Samples in codes, or with `rms` the energy of channels."""
         return EnergyTrial if self.rms else self.trial
 
     @property
@@ -73,7 +73,8 @@ class SmoothQuant(ScalingSolver):
             return torch.ones_like(a)
         floored = a if self.rms else a.maximum(a[used].median())
         scale = floored**alpha / w ** (1 - alpha)
-        if self.rms:  # where a common factor does not count; what no weight reads is only in the way
+        if self.rms:
+            # A common factor does not matter. A channel that no weight reads adds energy, so it is made small.
             scale = torch.where(w > 0, scale, scale[used].max()) / scale[used].median()
             used = a > 0
         return torch.where(used, scale.clamp(_SMALLEST, _LARGEST), 1.0)

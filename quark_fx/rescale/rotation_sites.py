@@ -101,7 +101,7 @@ class RotationSite:
         return (*self.made, *(value for value, _ in self.read))
 
     def in_blocks(self, most: int) -> RotationSite:
-        """Return the site of one matrix for all blocks of at most so many channels, the largest that divide them."""
+        """Return the site of one matrix for all blocks of channels; their size is the largest divisor up to `most`."""
         size = next(size for size in range(min(most, self.size), 0, -1) if self.size % size == 0)
         absorbers = tuple(replace(found, runs=found.runs.reshape(-1, size)) for found in self.absorbers)
         return replace(self, size=size, absorbers=absorbers)
@@ -126,12 +126,12 @@ class RotationAnalysis:
     reasons: dict[Node, str] = field(default_factory=dict)
 
 
-def find_rotation_sites(gm: GraphModule, *, fold_norms: bool = True) -> RotationAnalysis:
+def find_rotation_sites(gm: GraphModule, *, streams: bool = True) -> RotationAnalysis:
     """Find all sites of a graph; rotating any subset of them leaves the function unchanged up to rounding.
 
     Args:
         gm: a captured graph; left as it is.
-        fold_norms: fold the factors of norms into the operators behind them, so that a rotation passes norms and whole
+        streams: fold the factors of norms into the operators behind them, so that rotations pass norms and whole
             residual streams are rotated. Otherwise what a norm makes is a site of its own, rotated at run time.
     """
     walk, reasons = RotationWalk(gm), dict[Node, str]()
@@ -149,18 +149,16 @@ def find_rotation_sites(gm: GraphModule, *, fold_norms: bool = True) -> Rotation
             walk.join(value, fresh.reshape([-1 if d == axis else 1 for d in range(rank)]))
     walk.run()
     rotated = [linear for linear in readers if linear.node not in reasons]
-    return _Sites(walk, rotated, reasons, fold_norms=fold_norms).found()
+    return _Sites(walk, rotated, reasons, streams=streams).found()
 
 
 class _Sites:
     """Coordinates of a finished walk, grouped to sites."""
 
-    def __init__(
-        self, walk: RotationWalk, readers: list[Linear], reasons: dict[Node, str], *, fold_norms: bool
-    ) -> None:
+    def __init__(self, walk: RotationWalk, readers: list[Linear], reasons: dict[Node, str], *, streams: bool) -> None:
         self.walk, self.reasons = walk, reasons
         self.roots = walk.components.roots(torch.arange(walk.components.count))
-        self.folded = self._fold_norms(fold_norms=fold_norms)
+        self.folded = self._fold_norms(streams=streams)
         table = torch.arange(walk.components.count)
         for folded in self.folded:
             table[self.roots[folded.norm.outputs]] = self.roots[folded.norm.inputs]
@@ -186,7 +184,7 @@ class _Sites:
         sites.sort(key=lambda site: order[site.readers[0].node])
         return RotationAnalysis(tuple(sites), self.reasons)
 
-    def _fold_norms(self, *, fold_norms: bool) -> list[Folded]:
+    def _fold_norms(self, *, streams: bool) -> list[Folded]:
         """Return the norms whose factors all that reads them can take; the others stop a rotation on both sides."""
         walk, count = self.walk, self.walk.components.count
         other = torch.zeros(count, dtype=torch.bool)
@@ -212,7 +210,7 @@ class _Sites:
             inputs = self.roots[norm.inputs.clamp(min=0)]
             # Where nothing absorbs a rotation of what is normalized, it is one of a single result behind the norm.
             gains = known and (bool((several[inputs] > 1).any()) or any(i in consumers for i in inputs.tolist()))
-            alone = fold_norms and gains and not bool(other[roots].any()) and bool((several[roots] == 1).all())
+            alone = streams and gains and not bool(other[roots].any()) and bool((several[roots] == 1).all())
             made = self._folded(norm, roots, consumers) if alone and len(roots.unique()) == len(roots) else None
             if made is not None:
                 folded.append(made)

@@ -29,11 +29,11 @@ shape (2, channels)."""
 class EnergyTrial(Trial[Linear]):
     """A site and the squares of its channels, in activations `x` and weights `w`.
 
-    Rounding errors that are as large in every channel, and in proportion to the root mean square of all, count by the
-    squares of what they are multiplied by. With scales `s`, the squared error of the output is then proportional to
-    `sum (s w)**2 * sum (x / s)**2`, from activations as from weights. A rotation makes errors so exactly; with a range
-    for each token or small group they are about so. The error here is that over `n * sum (w x)**2`. Its minimum is at
-    `s = sqrt(x / w)` for one operator: 1 if all n channels contribute alike, smaller otherwise. Padding does not count.
+    Suppose rounding adds an error of the same size to every channel, proportional to the root mean square over all
+    channels. With scales `s`, the squared error of the output is then proportional to `sum (s w)**2 * sum (x / s)**2`,
+    whether activations or weights are rounded. Behind a rotation this holds; with a range for each token or small group
+    it holds roughly. The error here is that product over `n * sum (w x)**2`, for n channels. For one operator, it is
+    smallest at `s = sqrt(x / w)`: 1 if all channels contribute alike, less otherwise. Padding does not count.
 
     Source:
         Ours; Chen et al. 2025 (WUSH) minimize the same over all matrices, of which this is the diagonal one.

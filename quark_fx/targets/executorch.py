@@ -36,7 +36,7 @@ def _is_measured_symmetric(spec: TensorSpec, operand: Operand) -> bool:
 
 
 def _measures_a_share(spec: TensorSpec, operand: Operand) -> bool:
-    return spec.dynamic and spec.ratio != 1
+    return spec.measures_a_share
 
 
 def _is_cache_by_channel(spec: TensorSpec, operand: Operand) -> bool:

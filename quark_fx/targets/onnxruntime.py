@@ -39,7 +39,7 @@ def _groups_with_zero_points(spec: TensorSpec, operand: Operand) -> bool:
 
 
 def _measures_a_share_of_groups(spec: TensorSpec, operand: Operand) -> bool:
-    return operand is not Operand.WEIGHT and spec.dynamic and spec.group_size is not None and spec.ratio != 1
+    return spec.measures_a_share and spec.group_size is not None
 
 
 def _has_offsets(spec: TensorSpec, operand: Operand) -> bool:

@@ -45,8 +45,8 @@ def _is_measured_otherwise(spec: TensorSpec, operand: Operand) -> bool:
     return operand is Operand.INPUT and spec.granularity is not taken
 
 
-def _is_cut(spec: TensorSpec, operand: Operand) -> bool:
-    return operand is Operand.INPUT and spec.dynamic and spec.ratio != 1
+def _measures_a_share(spec: TensorSpec, operand: Operand) -> bool:
+    return operand is Operand.INPUT and spec.measures_a_share
 
 
 def _is_rounded_late(spec: TensorSpec, operand: Operand) -> bool:
@@ -72,7 +72,7 @@ def refusals(server: str) -> tuple[Refusal, ...]:
             "set granularity='tensor', or 'token' with dynamic=True",
         ),
         Refusal(
-            _is_cut,
+            _measures_a_share,
             f"{server} measures the whole range at run time; drop the observer, {ELSE}",
         ),
         Refusal(

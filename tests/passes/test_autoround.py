@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from devices import on_devices
-from tiny import mlp, quantize, rand, seeded, tokens
+from tiny import free_grid, mlp, quantize, rand, seeded, tokens
 from torch import nn
 
 from quark_fx import Granularity, QuantConfig, Target, TensorSpec
@@ -17,8 +17,7 @@ from quark_fx.engine.blocks import Unit
 from quark_fx.errors import ConfigError
 from quark_fx.graph.nodes import stored_tensors
 from quark_fx.numbers.formats import INT2, INT3, INT4, IntFormat
-from quark_fx.numbers.grid import FreeScales, Grid
-from quark_fx.numbers.layout import Layout
+from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.qparams import ScaleType, allowed_scales
 from quark_fx.passes import AutoRound, autoround
 from quark_fx.passes.autoround import SignRounding
@@ -29,16 +28,10 @@ WEIGHT = TensorSpec(format=INT3, granularity=Granularity.GROUP, group_size=16)
 CONFIG = QuantConfig(weight=WEIGHT, target=Target.TORCH, exclude=("op:embedding",))
 
 
-def grid_of(weight: torch.Tensor, block: int = 4) -> Grid:
-    scale = weight.reshape(len(weight), -1, block).abs().amax(-1) / 3
-    spread = scale.repeat_interleave(block, 1)
-    return Grid(spread, torch.zeros_like(spread), (-4, 3), FreeScales(scale, Layout.of(weight.shape, 1, block)))
-
-
 @on_devices
 def test_it_begins_at_the_codes_it_is_given(device: torch.device) -> None:
     weight = rand(6, 12).to(device)
-    grid = grid_of(weight)
+    grid = free_grid(weight, 3, (-4, 3))
     nearest = grid.position(weight).round().clamp(*grid.limits)
     elsewhere = (nearest + torch.randint(-1, 2, nearest.shape, device=device)).clamp(*grid.limits)
     for start in (nearest, elsewhere):
@@ -49,7 +42,7 @@ def test_it_begins_at_the_codes_it_is_given(device: torch.device) -> None:
 
 def test_an_offset_moves_a_code_by_one_at_most_and_leads_back() -> None:
     weight = rand(6, 12)
-    grid = grid_of(weight)
+    grid = free_grid(weight, 3, (-4, 3))
     rounding = SignRounding(grid, weight, grid.position(weight).round().clamp(*grid.limits), AutoRound(ranges=False))
     start = rounding.codes()
     with torch.no_grad():
@@ -63,7 +56,7 @@ def test_an_offset_moves_a_code_by_one_at_most_and_leads_back() -> None:
 
 def test_a_share_shrinks_all_weights_of_its_scale_and_no_other() -> None:
     weight = rand(6, 12)
-    grid = grid_of(weight)
+    grid = free_grid(weight, 3, (-4, 3))
     rounding = SignRounding(grid, weight, grid.position(weight).round().clamp(*grid.limits), AutoRound())
     shares = rounding.parameters[-1]
     assert tuple(shares.shape) == (6, 3)
@@ -115,7 +108,7 @@ def test_experts_are_learned_with_what_sends_them_their_rows_or_left(unit: Unit)
 @pytest.mark.parametrize("rate", [0.1, 1.0])
 def test_shares_move_in_steps_of_their_own(rate: float) -> None:
     weight = rand(6, 12)
-    grid = grid_of(weight)
+    grid = free_grid(weight, 3, (-4, 3))
     rounding = SignRounding(grid, weight, grid.round(grid.position(weight)), AutoRound(range_rate=rate))
     with torch.no_grad():
         rounding.parameters[-1].sub_(0.25)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from devices import on_devices
-from tiny import mlp, quantize, rand, record_of, tokens
+from tiny import free_grid, mlp, quantize, rand, record_of, tokens
 
 from quark_fx import Granularity, QuantConfig, Target, TensorSpec
 from quark_fx.config.block_formats import NVFP4
 from quark_fx.graph.nodes import stored_tensors
 from quark_fx.numbers.formats import INT2
-from quark_fx.numbers.grid import FreeScales, Grid
-from quark_fx.numbers.layout import Layout
 from quark_fx.passes import AdaQuant, AutoRound, BlockAP
 from quark_fx.passes.adaquant import StraightThrough
 from quark_fx.solvers.starts import Start
@@ -21,16 +19,10 @@ WEIGHT = TensorSpec(format=INT2, granularity=Granularity.GROUP, group_size=16, s
 CONFIG = QuantConfig(weight=WEIGHT, target=Target.TORCH, exclude=("op:embedding",))
 
 
-def grid_of(weight: torch.Tensor, block: int = 4) -> Grid:
-    scale = weight.reshape(len(weight), -1, block).abs().amax(-1) / 2
-    spread = scale.repeat_interleave(block, 1)
-    return Grid(spread, torch.zeros_like(spread), (-2, 1), FreeScales(scale, Layout.of(weight.shape, 1, block)))
-
-
 @on_devices
 def test_it_begins_at_the_codes_it_is_given(device: torch.device) -> None:
     weight = rand(6, 12).to(device)
-    grid = grid_of(weight)
+    grid = free_grid(weight, 2, (-2, 1))
     nearest = grid.round(grid.position(weight))
     for start in (nearest, (nearest + 1).clamp(*grid.limits)):
         straight = StraightThrough(grid, weight, start, 0.1)
@@ -41,7 +33,7 @@ def test_it_begins_at_the_codes_it_is_given(device: torch.device) -> None:
 def test_scales_have_the_gradient_of_lsq() -> None:
     """`round(w / s) - w / s` within the range, the limit beyond it (Esser et al. 2020, equation 3)."""
     weight, rate = rand(6, 12), 0.1
-    grid = grid_of(weight)
+    grid = free_grid(weight, 2, (-2, 1))
     straight = StraightThrough(grid, weight, grid.round(grid.position(weight)), rate)
     with torch.no_grad():
         straight.parameter.mul_(2)  # some are beyond the range now
@@ -60,7 +52,7 @@ def test_scales_have_the_gradient_of_lsq() -> None:
 
 def test_a_weight_stays_while_its_scale_moves() -> None:
     weight = rand(6, 12)
-    grid = grid_of(weight)
+    grid = free_grid(weight, 2, (-2, 1))
     straight = StraightThrough(grid, weight, grid.round(grid.position(weight)), 0.5)
     assert straight.logarithms is not None
     with torch.no_grad():

@@ -22,11 +22,11 @@ ROUNDING = 1e-11
 """Of the largest output, for float64."""
 
 
-def rotated(gm: GraphModule, *, fold_norms: bool = True, block: int | None = None) -> GraphModule:
+def rotated(gm: GraphModule, *, streams: bool = True, block: int | None = None) -> GraphModule:
     """Return a copy with all of its sites rotated."""
     gm = copy_graph(gm)
     generator = torch.Generator().manual_seed(0)
-    for found in find_rotation_sites(gm, fold_norms=fold_norms).sites:
+    for found in find_rotation_sites(gm, streams=streams).sites:
         site = found if block is None else found.in_blocks(block)
         apply_rotation(gm, site, site.draw(generator))
     gm.graph.lint()
@@ -64,22 +64,22 @@ ROTATED = {
 folded and without; of most CNNs as of ResNeXt."""
 
 
-@pytest.mark.parametrize("fold_norms", [True, False], ids=["streams", "inputs"])
+@pytest.mark.parametrize("streams", [True, False], ids=["whole streams", "inputs"])
 @pytest.mark.parametrize("name", ROTATED)
-def test_an_architecture_keeps_its_function(name: str, fold_norms: bool) -> None:
+def test_an_architecture_keeps_its_function(name: str, streams: bool) -> None:
     case = ZOO[name]
     torch.manual_seed(0)
     gm, _ = run_passes(capture(seeded(case.make()), case.batches[0]), [fold_batch_norm, fold_constants])
     gm = in_double(gm)
-    whole, blocks = (rotated(gm, fold_norms=fold_norms, block=block) for block in (None, 4))
+    whole, blocks = (rotated(gm, streams=streams, block=block) for block in (None, 4))
     for inputs in map(double_inputs, case.batches):
         for changed in (whole, blocks):
             assert difference(outputs(gm, inputs), outputs(changed, inputs)) < ROUNDING
-    analysis = find_rotation_sites(gm, fold_norms=fold_norms)
+    analysis = find_rotation_sites(gm, streams=streams)
     readers = {node for node in gm.graph.nodes if Linear.of(node) is not None}
     found = {linear.node for site in analysis.sites for linear in site.readers}
     assert readers - found == set(analysis.reasons), "an operator is in a site or has a reason"
-    assert (len(found), sum(len(site.at_run_time) for site in analysis.sites)) == ROTATED[name][not fold_norms]
+    assert (len(found), sum(len(site.at_run_time) for site in analysis.sites)) == ROTATED[name][not streams]
 
 
 def llama(**options: Any) -> nn.Module:

@@ -30,7 +30,7 @@ from quark_fx.graph.nodes import (
     target_name,
     tensor_names,
 )
-from quark_fx.graph.operators import argument
+from quark_fx.graph.operators import measured_share
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.numbers.formats import (
     INT32,
@@ -304,10 +304,7 @@ def _require_onnx_types(gm: GraphModule, *, wide: bool) -> None:
             bad.append(f"  {fmt}: {describe(node)}")
         elif target_name(node) == DEQUANTIZE and node.args[2].meta["val"].is_floating_point():
             bad.append(f"  {fmt} with offsets between codes: {describe(node)}")
-        elif target_name(node) == "quark_fx.dynamic_qparams.default" and not _is_measured(node):
-            what = "in a share of the range of groups (drop the observer)"
-            if argument(node, 7) in (None, 1):
-                what = "with zero points, or 8-bit scales,"
+        elif target_name(node) == "quark_fx.dynamic_qparams.default" and (what := _unmeasured(node)):
             bad.append(f"  {node.args[1]} {what} at run time: {describe(node)}")
     if bad:
         raise ExportError("format(s) without an ONNX type:\n" + "\n".join(bad) + "\nUse 2 to 8 or 16 bits instead.")
@@ -325,15 +322,15 @@ def _is_built(node: Node, fmt: Format) -> bool:
     return bool(grouped or constant) and (isinstance(fmt, FloatFormat) or fmt.sign_magnitude)
 
 
-def _is_measured(node: Node) -> bool:
-    """Tell whether there is a lowering of a `dynamic_qparams`.
-
-    There is of any but zero points, or a share of the range, of groups, and lone 8-bit scales.
-    """
-    fmt, symmetry, _, block, scale_type, _, ratio = (argument(node, position) for position in range(1, 8))
+def _unmeasured(node: Node) -> str:
+    """Say what of a `dynamic_qparams` has no lowering; empty if it has one."""
+    fmt, symmetry, _, block, scale_type = node.args[1:6]
     if block in (0, -1):
-        return bool(scale_type == ScaleType.FLOAT32)
-    return ratio in (None, 1) and Scheme(format=parse_format(str(fmt)), symmetry=Symmetry(str(symmetry))).symmetric
+        return "" if scale_type == ScaleType.FLOAT32 else "with 8-bit scales"
+    if measured_share(node) != 1:
+        return "in a share of the range of groups (drop the observer)"
+    symmetric = Scheme(format=parse_format(str(fmt)), symmetry=Symmetry(str(symmetry))).symmetric
+    return "" if symmetric else "in groups with zero points"
 
 
 def _require_values(gm: GraphModule) -> None:

@@ -29,7 +29,7 @@ from quark_fx.graph.nodes import (
     tensor_names,
     value_of,
 )
-from quark_fx.graph.operators import argument, named_argument
+from quark_fx.graph.operators import measured_share, named_argument
 from quark_fx.graph.straight_through import quantize_of
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
@@ -130,7 +130,7 @@ def _is_measured(x: Node) -> bool:
     pair = quantize_of(x)
     scale: Any = None if pair is None else pair.args[1]
     measure = scale.args[0] if scale is not None and is_getitem(scale) else None
-    if measure is None or argument(measure, 7) not in (None, 1):
+    if measure is None or measured_share(measure) != 1:
         return False
     return measure.args[1:5] == ("uint8", str(Symmetry.ASYMMETRIC), None, 0)  # type: ignore[no-any-return]
 
