@@ -38,6 +38,7 @@ from benchmarks.compiled import llama_135m
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, TensorSpec
 from quark_fx.numbers.formats import FP8_E4M3, INT8, UINT8
 from quark_fx.numbers.qparams import ScaleType
+from quark_fx.passes import Rotate
 from quark_fx.presets import (
     FP8_DYNAMIC,
     FP8_STATIC,
@@ -69,6 +70,10 @@ _HEAD = tuple(pattern for pattern in _ENDS if pattern != "op:head")
 _KEY_APART = (*_ENDS, "*.1.self_attn.k_proj")
 _INT4, _INT8 = W4A16_RTN, W8A8_DYNAMIC
 _CHANNEL = TensorSpec(format=INT8, granularity=Granularity.CHANNEL)
+
+
+def _rotated(config: QuantConfig, block: int | None) -> QuantConfig:
+    return config.replace(passes=(*config.passes, Rotate(streams=False, block=block)))
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,9 @@ def all_rows() -> list[Row]:
         Row("llama", CT, "int4, head too", _INT4.replace(exclude=_HEAD)),
         Row("llama", CT, "int4, attention in float", _INT4.replace(exclude=(*_ENDS, "*.self_attn.*"))),
         Row("llama", CT, "int4, FP8 cache", _INT4.replace(kv_cache=TensorSpec(format=FP8_E4M3))),
+        Row("llama", CT, "int4, groups of 128, rotated in blocks of 64", _rotated(_INT4, 64)),
+        Row("llama", CT, "int4, groups of 128, rotated as a whole", _rotated(_INT4, None)),
+        Row("llama", CT, "int8, activations int8 per token, rotated in blocks of 64", _rotated(_INT8, 64), float32),
         Row("llama", CT, "int8, activations int8 per token", _INT8, float32),
         Row("llama", CT, "int8, activations int8 per token", _INT8),
         Row("llama", CT, "int8, head too, activations int8 per token", _INT8.replace(exclude=_HEAD), float32),
@@ -186,6 +194,7 @@ class Job:
                 "prompts": prompts.tolist(),
                 "generate": TOKENS,
                 "likeliest": LIKELIEST,
+                "rotating": True,
             }
             done = self._run(job)
             for name, dtype in left:
@@ -392,8 +401,7 @@ qfx.export.huggingface(qmodel, "llm-int4", tokenizer=tokenizer)
 vllm.LLM(model="llm-int4").generate("Once upon a time")
 ```
 
-On the command line, `--config` takes a YAML file with the lines `preset: w4a16_gptq` and `target: vllm`, and
-`--format compressed-tensors` writes the checkpoint.
+On the command line, this is `--preset w4a16_gptq --target vllm --format compressed-tensors`.
 
 - vLLM runs query, key and value as one kernel, and so the gate and up projections of an MLP, and the experts of a
   layer. Each such group has one scheme, or stays in float; otherwise the error names its operators. What goes together
@@ -404,6 +412,11 @@ On the command line, `--config` takes a YAML file with the lines `preset: w4a16_
   beside quantized layers of compressed-tensors: for transformers use another target, which stores them as stacks.
 - A KV cache is FP8 with one scale for keys and one for values. Activations are int8 or FP8, calibrated or measured per
   token, beside weights of the same kind. Checkpoints of quark_fx hold no int4 weights beside int8 activations.
+- Inputs that `Rotate` rotates at run time (`w4a16_rotated`) are rotated in vLLM, too: the checkpoint has the matrices
+  and says where (`transform_config`). Transformers and SGLang leave them out and would compute something else, so only
+  `target="vllm"` writes such checkpoints. vLLM has no biases beside them, and no tensor parallelism. On a CPU, vLLM
+  0.32 fails to multiply by them: below, torch's product takes the place of the missing one, which shows what the
+  checkpoint means, not what a CPU runs.
 - The target does not know your processor. Whether vLLM has a kernel there is for vLLM to say; below is what it says on
   this CPU. No GPU was used. SGLang has a target of its own ([In SGLang](sglang.md)).
 

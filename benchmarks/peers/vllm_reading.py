@@ -10,6 +10,7 @@ is written as soon as it is known, so that a crash leaves the earlier ones.
     prompts      token ids that are continued greedily, `(prompts, length)`
     generate     how many tokens; the token 0 is never chosen
     likeliest    how many log probabilities at a position
+    rotating     whether to let vLLM rotate activations on a CPU, which it cannot by itself (default: no)
     cache        whether to write `cache.json`, what `cache_rounding` returns (default: no)
 
 Results are `name.dtype.json`: `error`, or `kernels`, `logprobs` (pairs of token and log probability at each position of
@@ -39,6 +40,8 @@ def read(folder: Path, dtype: str, job: dict[str, Any]) -> dict[str, Any]:
     """Load a checkpoint and return its result."""
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
+    if job.get("rotating"):
+        _rotate_on_a_cpu()
     lengths = (*(len(row) + 1 for row in job["windows"]), *(len(row) + job["generate"] for row in job["prompts"]))
     model = LLM(
         model=str(folder),
@@ -69,6 +72,20 @@ def read(folder: Path, dtype: str, job: dict[str, Any]) -> dict[str, Any]:
         }
     finally:
         model.llm_engine.engine_core.shutdown()
+
+
+def _rotate_on_a_cpu() -> None:
+    """Let vLLM rotate activations on a CPU, by torch's product, for which its own classes lack an attribute.
+
+    It also forgets which matrices it divided: an address that was one's may be another's in the next model.
+    """
+    import torch
+    from vllm.model_executor.layers.quantization.compressed_tensors.transform.module import (  # type: ignore[import-not-found]
+        HadamardTransform,
+    )
+
+    HadamardTransform.cpu_linear = staticmethod(torch.nn.functional.linear)
+    HadamardTransform.scaled_data_ptrs.clear()
 
 
 def cache_rounding() -> dict[str, float]:

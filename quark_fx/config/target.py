@@ -153,11 +153,14 @@ class CheckpointFiles:
             them beside quantized layers; otherwise each expert has its own matrices, as in a float checkpoint.
         fused: the backend's names of fused layers, each with the names of the layers that it fuses. Where all of these
             stay in float, the checkpoint lists the fused name as well.
+        rotates: whether the backend multiplies what a layer without bias reads by the matrices of compressed-tensors'
+            `transform_config`. Others leave them out, and compute something else.
     """
 
     refuses: Callable[[str, Mapping[str, Any], Sequence[str]], str] = _taken
     stacks: bool = True
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    rotates: bool = False
 
 
 @checked

@@ -66,13 +66,16 @@ def shell_of(model: nn.Module, gm: GraphModule, kept: Mapping[str, Tensor]) -> n
     return copy.deepcopy(model, memo)
 
 
-def correspond(model: nn.Module, gm: GraphModule, kept: Mapping[str, Tensor]) -> Correspondence:
+def correspond(
+    model: nn.Module, gm: GraphModule, kept: Mapping[str, Tensor], *, at_readers: bool = False
+) -> Correspondence:
     """Find the module behind every constant and every rounded activation of a quantized graph.
 
     Args:
         model: the original one, or one of the same architecture.
         gm: the quantized graph.
         kept: see `QuantizedModel.kept`.
+        at_readers: of `place_rounding`.
 
     Raises:
         QuarkError: naming the operator, where the graph computes what no module of the model does.
@@ -86,7 +89,7 @@ def correspond(model: nn.Module, gm: GraphModule, kept: Mapping[str, Tensor]) ->
     within = {edge for edge in view.rounded if edge[0] in inside and inside[edge[0]] == inside.get(edge[1])}
     found.attentions, attended = place_attentions(view.graph, view.rounded)
     rest = {edge: a for edge, a in view.rounded.items() if edge not in within | attended}
-    found.rounding = place_rounding(view.graph, rest)
+    found.rounding = place_rounding(view.graph, rest, at_readers=at_readers)
     return found
 
 

@@ -319,10 +319,12 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
     )
 
 
-def placed(qmodel: QuantizedModel, model: nn.Module | None = None) -> tuple[nn.Module, Correspondence]:
+def placed(
+    qmodel: QuantizedModel, model: nn.Module | None = None, *, at_readers: bool = False
+) -> tuple[nn.Module, Correspondence]:
     """Return the original model, without the weights that the graph has, and what its modules have to compute with.
 
-    Arguments and errors are those of `eager`.
+    Arguments and errors are those of `eager`; `at_readers` is that of `place_rounding`.
     """
     if model is None:
         if qmodel.source is None:
@@ -330,7 +332,7 @@ def placed(qmodel: QuantizedModel, model: nn.Module | None = None) -> tuple[nn.M
                 "this quantized model does not know the module it was made of (it was loaded, or made of an "
                 "ExportedProgram or of a module that cannot be copied); pass a float model of the same architecture"
             )
-        return qmodel.source, correspond(qmodel.source, qmodel.graph_module, qmodel.kept)
+        return qmodel.source, correspond(qmodel.source, qmodel.graph_module, qmodel.kept, at_readers=at_readers)
     if "no_shapes" in qmodel.graph_module.meta:
         raise QuarkError(
             f"the shapes in this graph are not known ({qmodel.graph_module.meta['no_shapes']}); call the quantized "
@@ -339,7 +341,7 @@ def placed(qmodel: QuantizedModel, model: nn.Module | None = None) -> tuple[nn.M
     _require_same_modules(qmodel, model)
     try:
         source = shell_of(model, qmodel.graph_module, qmodel.kept)
-        return source, correspond(source, qmodel.graph_module, qmodel.kept)
+        return source, correspond(source, qmodel.graph_module, qmodel.kept, at_readers=at_readers)
     except QuarkError:
         raise
     except Exception as error:  # what the notes of a damaged graph break is anyone's guess

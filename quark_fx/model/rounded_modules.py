@@ -132,20 +132,26 @@ class RoundedModules:
     outputs: dict[str, Activation] = field(default_factory=dict)
 
 
-def place_rounding(graph: Graph, rounded: Rounded) -> RoundedModules:
+def place_rounding(graph: Graph, rounded: Rounded, *, at_readers: bool = False) -> RoundedModules:
     """Find the modules whose own inputs or results the rounded activations of a graph are.
+
+    Args:
+        graph: the float one.
+        rounded: its activations that are rounded or multiplied.
+        at_readers: what is only multiplied is, if possible, multiplied by every module that reads it; otherwise once,
+            by the module that makes it.
 
     Raises:
         QuarkError: naming an operator that reads one that is neither.
     """
-    return _Places(graph, rounded).find()
+    return _Places(graph, rounded, at_readers=at_readers).find()
 
 
 class _Places:
     """The calls of modules in a graph, and what was found about them."""
 
-    def __init__(self, graph: Graph, rounded: Rounded) -> None:
-        self.rounded = rounded
+    def __init__(self, graph: Graph, rounded: Rounded, *, at_readers: bool) -> None:
+        self.rounded, self.at_readers = rounded, at_readers
         self.calls: dict[str, set[str]] = {}
         self.regions: dict[str, list[Node]] = {}
         for node in graph.nodes:
@@ -156,14 +162,15 @@ class _Places:
         self.found = RoundedModules()
 
     def find(self) -> RoundedModules:
-        for value in {value: None for value, _ in self.rounded}:
+        for value in {} if self.at_readers else {value: None for value, _ in self.rounded}:
             self._place_factors(value)
         for (value, reader), activation in self.rounded.items():
             if activation.is_fixed and _commutes(reader, activation) and self._all_round(reader, activation):
                 continue  # moved, and rounded again to the same codes
             ways = [self._place_input, self._place_output]
-            # What is multiplied and not rounded must not be multiplied by its readers again.
-            if not any(place(value, reader, activation) for place in (ways if activation.rounds else reversed(ways))):
+            if not activation.rounds and not self.at_readers:
+                ways.reverse()  # multiplied once
+            if not any(place(value, reader, activation) for place in ways):
                 raise _not_of_a_module(reader, activation)
         for path, hooked in self.hooked.items():
             if hooked != self.calls[path]:

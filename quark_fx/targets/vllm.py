@@ -20,7 +20,7 @@ VLLM = Target(
         *refusals("vLLM"),
     ),
     placement=placement("vLLM"),
-    checkpoints=CheckpointFiles(refuses=unread, stacks=False),
+    checkpoints=CheckpointFiles(refuses=unread, stacks=False, rotates=True),
 )
 
 __all__ = ["VLLM"]

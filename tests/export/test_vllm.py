@@ -26,6 +26,7 @@ from quark_fx.config.target import stored_target
 from quark_fx.mixed_precision.groups import groups_of
 from quark_fx.numbers.formats import FP8_E4M3, FP8_E5M2, INT4, INT8, INT16, UINT4
 from quark_fx.numbers.qparams import ScaleType
+from quark_fx.passes import Rotate
 from quark_fx.presets import FP8_DYNAMIC, FP8_STATIC, INT8_STATIC, W4A4_DYNAMIC, W4A16_RTN, W8A8_DYNAMIC
 from quark_fx.targets import VLLM
 
@@ -238,6 +239,75 @@ def test_layouts_that_vllm_does_not_read_are_refused_and_not_written(
         written(tmp_path / "folder", config, form)
     assert not list(tmp_path.glob("folder/*.json"))
     written(tmp_path / "awq", config, "awq")
+
+
+def decoder(kind: str = "Llama", **fields: Any) -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    """Return a language model of one layer and a batch."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 64}
+    config = getattr(transformers, f"{kind}Config")(**sizes, num_attention_heads=2, num_key_value_heads=1, **fields)
+    ids = torch.randint(64, (1, 16), generator=torch.Generator().manual_seed(0))
+    return seeded(getattr(transformers, f"{kind}ForCausalLM")(config)), [{"input_ids": ids}]
+
+
+ROTATED = W4.replace(passes=(*W4.passes, Rotate(streams=False, block=32)))
+
+
+@pytest.mark.parametrize("rotate", [Rotate(streams=False, block=32), Rotate(streams=False)], ids=["blocks", "whole"])
+def test_rotations_are_written_as_vllm_multiplies_by_them(rotate: Rotate, tmp_path: Path) -> None:
+    """The float model computes the same with the weights times the stored matrices, over the roots of their sizes."""
+    model, batches = decoder()
+    qmodel = quantize(qfx.Session(model, batches), ROTATED.replace(passes=(*W4.passes, rotate)))
+    with pytest.warns(UserWarning, match="transformers leaves out the matrices"):
+        qfx.export.huggingface(qmodel, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    told = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["transform_config"]
+    matrices = dict[str, Tensor]()
+    for name, scheme in told["config_groups"].items():
+        (where,) = scheme["apply"]
+        assert (where["location"], where["inverse"], scheme["type"]) == ("input", False, "random-hadamard")
+        for path in where["targets"]:
+            matrices[path] = stored.pop(f"{path}.{name}_input.weight")
+            assert len(matrices[path]) == scheme["head_dim"]
+    assert not any("_input.weight" in name for name in stored)
+    eager = qmodel.eager()
+    with torch.no_grad():
+        for path, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                matrix = matrices.pop(path, torch.ones(1, 1))
+                weight: Any = eager.get_submodule(path).weight
+                parts = weight.unflatten(1, (-1, len(matrix)))
+                module.weight.copy_((parts @ matrix.T / len(matrix) ** 0.5).flatten(1))
+        torch.testing.assert_close(model(**batches[0]).logits, qmodel(**batches[0])["logits"], atol=1e-5, rtol=1e-5)
+    assert not matrices
+
+
+def test_operators_that_read_one_value_share_a_matrix(tmp_path: Path) -> None:
+    model, batches = decoder()
+    with pytest.warns(UserWarning, match="transformers leaves out the matrices"):
+        qfx.export.huggingface(quantize(qfx.Session(model, batches), ROTATED), tmp_path)
+    told = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["transform_config"]
+    targets = [scheme["apply"][0]["targets"] for scheme in told["config_groups"].values()]
+    leaves = [[path.rpartition(".")[2] for path in some] for some in targets]
+    assert leaves == [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "form", "why"),
+    [
+        ("Llama", "torch", "compressed-tensors", r"q_proj: what it reads is multiplied by a pass .*target='vllm'"),
+        ("Llama", "sglang", "compressed-tensors", r"q_proj: what it reads is multiplied by a pass .*target='vllm'"),
+        ("Llama", "vllm", "gptq", r"q_proj: GPTQ has no place for a matrix that rotates"),
+        ("Llama", "vllm", "awq", r"q_proj: AWQ has no place for a matrix that rotates"),
+        ("Qwen2", "vllm", "compressed-tensors", r"q_proj: what it reads is rotated, and it has a bias"),
+    ],
+)
+def test_rotations_without_a_place_are_refused(kind: str, target: str, form: str, why: str, tmp_path: Path) -> None:
+    model, batches = decoder(kind)
+    weight = HALF.weight
+    qmodel = quantize(qfx.Session(model, batches), ROTATED.replace(target=target, weight=weight))
+    with pytest.raises(qfx.ExportError, match=why):
+        qfx.export.huggingface(qmodel, tmp_path / "folder", format=form)
+    assert not list(tmp_path.glob("folder/*.json"))
 
 
 def test_experts_share_a_scheme() -> None:

@@ -20,8 +20,8 @@ from quark_fx.export.checkpoints.gguf_reader import Place, Reader
 from quark_fx.export.checkpoints.values import (
     Checkpoint,
     Layer,
-    refuse_caches,
     require_tokenizer,
+    require_weights_alone,
     take_apart,
     unholdable,
 )
@@ -81,7 +81,7 @@ def gguf(qmodel: QuantizedModel, path: str | Path, *, tokenizer: Any = None, mod
     require_possible(unfinished)
     require_tokenizer(tokenizer)
     checkpoint = take_apart(qmodel, model)
-    refuse_caches(checkpoint, "GGUF")
+    require_weights_alone(checkpoint, "GGUF")
     reader = Reader.of(checkpoint.shell, package)
     tensors, errors = _tensors(checkpoint, reader, package)
     if errors:

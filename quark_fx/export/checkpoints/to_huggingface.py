@@ -24,8 +24,8 @@ from quark_fx.export.checkpoints.values import (
     Checkpoint,
     Layer,
     each_layer,
-    refuse_caches,
     require_tokenizer,
+    require_weights_alone,
     take_apart,
     unholdable,
 )
@@ -222,9 +222,10 @@ def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
         groups[f"group_{index}"] = {"targets": targets, "output_activations": None, **schemes[key]}
     formats = {scheme["format"] for scheme in schemes.values()}
     scales, cache = _cache(checkpoint)
+    matrices, transforms = _transforms(checkpoint)
     # Transformers 5.23 has no place for packed zero points beside packed codes.
     dequantized = {"dequantize": True} if _has_zero_points(schemes) else {}
-    return tensors | scales, {
+    return tensors | scales | matrices, {
         "quant_method": "compressed-tensors",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
@@ -235,8 +236,32 @@ def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
             *(f"re:^{literal(path)}[.]" for path in checkpoint.left_stacks),
         ],
         "kv_cache_scheme": cache,
+        **transforms,
         **dequantized,
     }
+
+
+def _transforms(checkpoint: Checkpoint) -> Written:
+    """Return the matrices that activations are multiplied by at run time, and the transforms that say where.
+
+    Readers share a matrix among all layers of a transform, and divide it by the root of its size.
+    """
+    alike: list[tuple[Tensor, list[str]]] = []
+    for path, matrix in checkpoint.rotations.items():
+        found = next((paths for known, paths in alike if torch.equal(known, matrix)), None)
+        if found is None:
+            alike.append((matrix, [path]))
+        else:
+            found.append(path)
+    tensors, groups = dict[str, Tensor](), dict[str, Any]()
+    for index, (matrix, paths) in enumerate(alike):
+        size, name = len(matrix), f"R{index}"
+        where = {"targets": paths, "location": "input", "inverse": False, "ignore": []}
+        groups[name] = {"type": "random-hadamard", "head_dim": size, "apply": [where]}
+        tensors |= {f"{path}.{name}_input.weight": matrix * size**0.5 for path in paths}
+    if groups:
+        warn("transformers leaves out the matrices that rotate activations in this checkpoint; run it in a server")
+    return tensors, {"transform_config": {"config_groups": groups}} if groups else {}
 
 
 def _cache(checkpoint: Checkpoint) -> Written | tuple[dict[str, Tensor], None]:
@@ -490,7 +515,7 @@ def _row_or_group(weight: QuantizedTensor, groups: set[int]) -> int:
 def _gptq(checkpoint: Checkpoint, shelf: Shelf, version: int = 1) -> Written:
     """The layout of AutoGPTQ and GPTQModel; version 1 stores the zero point less one."""
     layers = checkpoint.layers
-    refuse_caches(checkpoint, "GPTQ")
+    require_weights_alone(checkpoint, "GPTQ")
     bits, group = _uniform(layers, (2, 4, 8), "GPTQ", shelf)
 
     def write(layer: Layer) -> dict[str, Tensor]:
@@ -533,7 +558,7 @@ def _gptq_v2(checkpoint: Checkpoint, shelf: Shelf) -> Written:
 
 def _awq(checkpoint: Checkpoint, shelf: Shelf) -> Written:
     """The GEMM layout of AutoAWQ."""
-    refuse_caches(checkpoint, "AWQ")
+    require_weights_alone(checkpoint, "AWQ")
     bits, group = _uniform(checkpoint.layers, (4,), "AWQ", shelf)
 
     def write(layer: Layer) -> dict[str, Tensor]:

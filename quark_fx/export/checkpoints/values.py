@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from quark_fx.checkpoints.shelf import Shelf
@@ -24,7 +25,7 @@ from quark_fx.model.correspondence import Correspondence
 from quark_fx.model.eager import placed
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.model.rounded_attention import RoundedAttention
-from quark_fx.model.rounded_modules import Activation
+from quark_fx.model.rounded_modules import Activation, Factor
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 
 _CLASSES = (nn.Linear, nn.Embedding)
@@ -70,6 +71,8 @@ class Checkpoint:
         tensors: the rest of the model's state by name, in float.
         stacks: names of the tensors that hold experts, and of the modules a checkpoint has instead.
         rows: by the name of a quantized stack, what makes the rows of its matrices, one after another.
+        rotations: by the path of a linear layer, the matrix that what it reads is multiplied by, shape (n, n), for
+            each n channels in turn.
         caches: by the path of a module, how the keys and values of its attention are rounded.
         float_caches: names of the modules whose attention has them in float, where some have not.
         fused: of `CheckpointFiles`.
@@ -80,6 +83,7 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     stacks: dict[str, list[str]]
     rows: Mapping[str, Callable[[], QuantizedTensor]]
+    rotations: dict[str, Tensor]
     caches: dict[str, RoundedAttention]
     float_caches: list[str]
     fused: Mapping[str, tuple[str, ...]]
@@ -133,10 +137,13 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
         given = qmodel.source if model is None else model
         if given is not None and not hasattr(given, "save_pretrained"):
             raise ExportError(f"{type(given).__name__} is not a Transformers model; use qmodel.save(directory)")
-        source, found = placed(qmodel, model)
+        source, found = placed(qmodel, model, at_readers=True)
     except QuarkError as error:
         raise ExportError(str(error)) from error
-    layers = _layers(source, found)
+    files = qmodel.config.target.checkpoints
+    layers = _layers(source, found, rotates=files.rotates)
+    read = found.rounding.inputs.items()
+    rotations = {path: _whole(activation.factors[0]) for path, activation in read if activation.factors}
     shell: Any = copy.deepcopy(source)
     state = shell.state_dict(keep_vars=True)
     taken = {n: c.value() for n, c in found.constants.items() if c.is_float and n in state}
@@ -148,8 +155,7 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
     stacks = {name: names for name, names in apart.items() if names}
     rows = {layer.stack: partial(stacked_rows, found.constants[layer.stack]) for layer in layers if layer.stack}
     floats = [row.name for row in qmodel.report() if row.kind == ATTENTION.kind and row.reason]
-    fused = qmodel.config.target.checkpoints.fused
-    return Checkpoint(shell, layers, tensors, stacks, rows, found.attentions, floats, fused)
+    return Checkpoint(shell, layers, tensors, stacks, rows, rotations, found.attentions, floats, files.fused)
 
 
 def fused_names(names: Iterable[str], fused: Mapping[str, tuple[str, ...]]) -> list[str]:
@@ -171,14 +177,28 @@ def require_tokenizer(tokenizer: object) -> None:
         raise ExportError(f"tokenizer is a {type(tokenizer).__name__}; pass a tokenizer of transformers")
 
 
-def refuse_caches(checkpoint: Checkpoint, form: str) -> None:
-    """Raise `ExportError` if keys or values are rounded, for which a format has no place."""
-    if checkpoint.caches:
-        raise unholdable([f"{path}: {form} has no place for quantized keys and values" for path in checkpoint.caches])
+def require_weights_alone(checkpoint: Checkpoint, form: str) -> None:
+    """Raise `ExportError` if keys or values are rounded, or activations rotated, for which a format has no place."""
+    errors = [f"{path}: {form} has no place for quantized keys and values" for path in checkpoint.caches]
+    errors += [f"{path}: {form} has no place for a matrix that rotates what it reads" for path in checkpoint.rotations]
+    if errors:
+        raise unholdable(errors)
 
 
-def _layers(model: nn.Module, found: Correspondence) -> list[Layer]:
-    """Return the modules with quantized weights, or one error about all that no format holds."""
+def _whole(factor: Factor) -> Tensor:
+    """Return the matrix of a rotation, in float32."""
+    left, right = factor.tensors
+    return torch.kron(left.float(), right.float())
+
+
+def _layers(model: nn.Module, found: Correspondence, *, rotates: bool) -> list[Layer]:
+    """Return the modules with quantized weights, or one error about all that no format holds.
+
+    Args:
+        model: the original one.
+        found: what its modules compute with.
+        rotates: of `CheckpointFiles`.
+    """
     layers: list[Layer] = []
     errors, names = [], list[str]()
 
@@ -197,8 +217,9 @@ def _layers(model: nn.Module, found: Correspondence) -> list[Layer]:
         module = model.get_submodule(path)
         try:
             if experts := apart(name):
-                if path in found.rounding.inputs:
-                    raise ExportError("the activations of experts are quantized; keep them in float")
+                if (read := found.rounding.inputs.get(path)) is not None:
+                    what, remedy = ("quantized", "keep them in float") if read.rounds else ("rotated", "exclude them")
+                    raise ExportError(f"the activations of experts are {what}; {remedy}")
                 layers += [Layer(key, module, partial(of_expert, name, key), None, name) for key in experts]
                 continue
             simple = isinstance(module, _CLASSES) and len(inspect.signature(module.forward).parameters) == 1
@@ -212,26 +233,52 @@ def _layers(model: nn.Module, found: Correspondence) -> list[Layer]:
                     f"{leaf} of a {type(module).__name__}, {shape}"
                 )
             matrix_of(constant)  # what cannot be is found now
-            layers.append(Layer(path, module, partial(matrix_of, constant), found.rounding.inputs.get(path)))
+            read = found.rounding.inputs.get(path)
+            rounded = read if read is not None and read.rounds else None
+            layers.append(Layer(path, module, partial(matrix_of, constant), rounded))
         except ExportError as error:
             errors.append(f"{name}: {error}")
             names.append(path if isinstance(module, nn.RNNBase) else name.removesuffix(".weight"))
     errors += [
-        f"{p}: its activation is quantized and its weight is not" for p in found.rounding.inputs if p not in paths
+        f"{p}: its activation is quantized and its weight is not"
+        for p, activation in found.rounding.inputs.items()
+        if activation.rounds and p not in paths
     ]
-    errors += [f"{p or 'the model'}: its result is quantized" for p in found.rounding.outputs]
+    errors += [
+        f"{p or 'the model'}: its result is {'quantized' if activation.rounds else _MULTIPLIED}"
+        for p, activation in found.rounding.outputs.items()
+    ]
     errors += [f"{p}: a pass rewrote what it computes" for p in found.slices]
     errors += [f"{p}: it is folded into its neighbor" for p in found.identities]
     errors += [
-        f"{p}: a pass multiplies what it reads; quantize without explicit=True of that pass, or with Rotate(overhead=0)"
+        f"{p}: {why}"
         for p, activation in found.rounding.inputs.items()
-        if activation.factors
+        if activation.factors and (why := _unrotatable(model.get_submodule(p), activation, rotates=rotates))
     ]
     if errors:
         raise unholdable(errors, names, [layer.stack or layer.name for layer in layers])
     if not layers:
         raise ExportError("no weight is quantized; save the float model instead")
     return layers
+
+
+_MULTIPLIED = (
+    "multiplied by a pass at run time; quantize without explicit=True of that pass, or with Rotate(overhead=0)"
+)
+
+
+def _unrotatable(module: nn.Module, activation: Activation, *, rotates: bool) -> str:
+    """Say why a checkpoint cannot hold what a module's input is multiplied by; empty if it can."""
+    rotations = [factor for factor in activation.factors if factor.by_rows]
+    if len(activation.factors) > len(rotations) or not rotates:
+        return f"what it reads is {_MULTIPLIED}" + ", or for target='vllm', which multiplies" * bool(rotations)
+    if len(rotations) > 1:
+        return "what it reads is rotated more than once"
+    if not isinstance(module, nn.Linear):
+        return "what it reads is rotated, and it is no linear layer"
+    return "what it reads is rotated, and it has a bias, which the server takes no matrix beside" * (
+        module.bias is not None
+    )
 
 
 def unholdable(errors: list[str], names: Iterable[str] = (), held: Sequence[str] = ()) -> ExportError:
@@ -277,4 +324,7 @@ def each_layer(layers: list[Layer], write: Callable[[Layer], dict[str, Tensor]],
     return tensors
 
 
-__all__ = ["Checkpoint", "Layer", "each_layer", "fused_names", "refuse_caches", "require_tokenizer", "take_apart"]
+__all__ = [
+    *("Checkpoint", "Layer", "each_layer", "fused_names", "require_tokenizer", "require_weights_alone"),
+    *("take_apart", "unholdable"),
+]
