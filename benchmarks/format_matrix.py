@@ -119,6 +119,7 @@ ELSEWHERE = {
     **dict.fromkeys(("w4a16_gptq", "w4a16_awq", "w4a16_best"), "other codes and scales than `w4a16_rtn`"),
     "nvfp4_best": "other codes and scales than `nvfp4`",
     "mxfp4_best": "other codes and scales than `mxfp4`, and a rotation at run time",
+    "w4a16_rotated": "other codes and scales than `w4a16_rtn`, and rotations at run time",
     "w4a16_best_asym": "zero points beside the codes and scales of `w4a16_rtn`",
 }
 """Why a number format or a preset has no row."""

@@ -8,7 +8,8 @@ SmolLM2-135M (`benchmarks.real.smollm2`), or a Llama of `benchmarks.language_mod
 calibrated on 64 windows and judged on others. Integer weights are in groups of 64: symmetric at 4 bits, with zero
 points at 3 and 2. Embedding and head stay in float. Each run is a process of its own on one core, as
 `benchmarks.language_peers` says, which lists what the environments need. Formats of weights alone are judged by the
-weights that a tool leaves, computed with in the float model; the others by what each tool's own model predicts.
+weights that a tool leaves, computed with in the float model, unless the model rotates activations at run time; the
+others by what each tool's own model predicts.
 
 AMD Quark has no rows with int4 activations: what it measures at run time is one scale for a position of all windows of
 a batch, not for a token.
@@ -53,6 +54,8 @@ from benchmarks.language_peers import (
 WINDOWS, ITERATIONS, GROUP = 64, 200, 64
 """Windows to calibrate on, steps of auto-round for each block, and weights of a group."""
 
+ROTATED = "w4a16_rotated"
+
 QUICK = {**QUALITY, "guided": True}
 """The solver of `w4a16_best` without its sweeps."""
 
@@ -65,13 +68,17 @@ class Format:
         title: of its section.
         weights: integer weights; None if the rows' options say what they are.
         rows: of all tools.
-        activations: they are rounded too, so that each tool's own model is judged.
+        activations: they are rounded too.
     """
 
     title: str
     weights: Weights | None
     rows: tuple[Row, ...]
     activations: bool = False
+
+    def predicts(self, row: Row) -> bool:
+        """Tell whether a tool's own model is judged, as its weights alone do not say what it computes."""
+        return self.activations or row.options.get("preset") == ROTATED
 
 
 def _ours(method: str, **options: Any) -> Row:
@@ -92,6 +99,9 @@ def _weight_only(title: str, weights: Weights, best: str) -> Format:
         _ours("GPTQ(asymmetry=0.5, fit_scales=True)", passes=[QUALITY], **spelled),
         *_on_less("GPTQ(asymmetry=0.5, fit_scales=True)", 2, 4, passes=[QUALITY], **spelled),
         _ours("GPTQ(asymmetry=0.5, fit_scales=True, guided=True)", passes=[QUICK], **spelled),
+        _ours(f"{ROTATED}, sweeps=0", preset=ROTATED, replaced=[QUALITY]),
+        *_on_less(f"{ROTATED}, sweeps=0", 2, 4, preset=ROTATED, replaced=[QUALITY]),
+        _ours(ROTATED, preset=ROTATED),
         _ours(f"{best}, sweeps=0", preset=best, replaced=[QUICK]),
         _ours(best, preset=best),
         *([] if weights.bits == 4 else [_ours(f"{best}, TuneScales()", preset=best, passes=["TuneScales"])]),
@@ -280,11 +290,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for name in arguments.formats:
             form = FORMATS[name]
-            kind = "predictions" if form.activations else "weights"
-            folder = (arguments.jobs or Path(temporary)) / arguments.model / kind / name
-            subject = Subject(name, model.load(), folder, form.weights, held_out=form.activations)
-            rows = [row for row in form.rows if any(part in str(row) for part in arguments.only)]
-            measured = measure(subject, rows, pythons)
+            found = dict[str, Measured]()
+            for predicted, kind in ((False, "weights"), (True, "predictions")):
+                folder = (arguments.jobs or Path(temporary)) / arguments.model / kind / name
+                subject = Subject(name, model.load(), folder, form.weights, held_out=predicted)
+                rows = [row for row in form.rows if any(part in str(row) for part in arguments.only)]
+                rows = [row for row in rows if form.predicts(row) is predicted]
+                found |= {str(one.row): one for one in measure(subject, rows, pythons)}
+            ordered = (found[str(row)] for row in form.rows if str(row) in found)
+            measured = sorted(ordered, key=lambda one: (not one.row.ours, one.row.tool))
             if not measured:
                 print(f"{name}: no rows", file=sys.stderr)
                 continue
@@ -304,7 +318,8 @@ def page(name: str, sections: dict[str, str]) -> str:
         "checkpoint and tokens; CPU seconds, user and system, are those of the whole process: imports, loading, "
         "quantizing, writing. The machine was shared with other work: seconds vary by tens of percent. KL is the mean "
         "divergence from the float model's predictions in nats per token; smaller is better. Where activations are "
-        "rounded too, each tool's own model predicts; elsewhere its weights are read and put into the float model. "
+        "rounded or rotated, each tool's own model predicts; elsewhere its weights are read and put into the float "
+        "model. "
         f"Reproduce with `python -m benchmarks.real_peers --model {name}`, whose docstring says what the environments "
         "need.",
         120,

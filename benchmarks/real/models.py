@@ -45,6 +45,7 @@ LANGUAGE = (
     "w4a16_awq",
     "w4a16_best",
     "w4a16_best_asym",
+    "w4a16_rotated",
     "w8a8_dynamic",
     "w4a4_dynamic",
     "fp8_dynamic",
