@@ -355,14 +355,14 @@ def main() -> None:
     """Measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path, required=True, metavar="PYTHON", help="the Python of its environment")
-    parser.add_argument("--only", default="", help="rows whose checkpoint or model contains this; no other tables")
+    parser.add_argument("--only", default="", help="rows whose model, checkpoint or description contains this; no other tables")
     parser.add_argument("--rounds", type=int, default=3, help="of the speeds")
     parser.add_argument("--write", action="store_true", help="update docs/vllm.md")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     with one_thread(), tempfile.TemporaryDirectory() as folder:
         job = Job(options.vllm, Path(folder))
-        run, without = measure(job, [row for row in all_rows() if options.only in f"{row.model} {row.form}"])
+        run, without = measure(job, [row for row in all_rows() if options.only in f"{row.model} {row.form} {row.what}"])
         if options.only:
             publish("\n\n".join((table(HEADER, run), table(("model", "checkpoint", "what", "says"), without))), None)
             return
