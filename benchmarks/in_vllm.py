@@ -355,7 +355,7 @@ def main() -> None:
     """Measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path, required=True, metavar="PYTHON", help="the Python of its environment")
-    parser.add_argument("--only", default="", help="rows whose model, checkpoint or description contains this; no other tables")
+    parser.add_argument("--only", default="", help="rows that contain this; no other tables")
     parser.add_argument("--rounds", type=int, default=3, help="of the speeds")
     parser.add_argument("--write", action="store_true", help="update docs/vllm.md")
     options = parser.parse_args()

@@ -128,8 +128,9 @@ W4A16_BEST_ASYM = W4A16_BEST.replace(weight=_GROUPS.replace(symmetry=Symmetry.AS
 W4A16_ROTATED = W4A16_BEST.replace(
     passes=(*_FUSE, SmoothQuant(rms=True, feedback=True), Rotate(streams=False, block=64), _FEEDBACK)
 )
-"""More accurate than `W4A16_BEST` at the same bits, in less time: inputs of weights are rotated in blocks of 64 at run
-time, for a few percent of the products. PyTorch, ONNX and vLLM run it; other servers have no rotations."""
+"""The bits of `W4A16_BEST`. What operators read is rotated in blocks of 64 at run time, for a few percent of the
+products, which spreads the outliers of weights; the scales before suit error feedback. PyTorch, ONNX and vLLM run it,
+other servers have no rotations."""
 
 _NO_TOKENS = Override(pattern="op:conv*", input=None)
 """Tokens are rows of the last dimension, which those of an image are not."""
