@@ -330,7 +330,8 @@ def page(name: str, sections: dict[str, str]) -> str:
 
 {text}
 
-Rows that name a number of windows are calibrated on that many, all others on {WINDOWS}.
+Rows that name a number of windows are calibrated on that many, all others on {WINDOWS}. The rows of a table may be of
+several runs.
 
 The goal is a smaller divergence than each tool's best row in at most half of its time. Below a table, our row is the
 one of smallest divergence within that time.

@@ -125,12 +125,10 @@ about four times the time of `W4A16_GPTQ`."""
 W4A16_BEST_ASYM = W4A16_BEST.replace(weight=_GROUPS.replace(symmetry=Symmetry.ASYMMETRIC))
 """`W4A16_BEST` with zero points, for 0.03 bits more; experts with zero points have no place in a checkpoint."""
 
-W4A16_ROTATED = W4A16_BEST.replace(
-    passes=(*_FUSE, SmoothQuant(rms=True, feedback=True), Rotate(streams=False, block=64), _FEEDBACK)
-)
-"""The bits of `W4A16_BEST`. What operators read is rotated in blocks of 64 at run time, for a few percent of the
-products, which spreads the outliers of weights; the scales before suit error feedback. PyTorch, ONNX and vLLM run it,
-other servers have no rotations."""
+W4A16_ROTATED = W4A16_BEST.replace(passes=(*_FUSE, Rotate(streams=False, block=64), _FEEDBACK))
+"""The bits of `W4A16_BEST`. What operators read is rotated in blocks of 64 at run time, for a few percent more
+multiplications, so that outliers of weights are spread. PyTorch, ONNX and vLLM run it; other servers have no rotations,
+and vLLM has none beside biases or in experts."""
 
 _NO_TOKENS = Override(pattern="op:conv*", input=None)
 """Tokens are rows of the last dimension, which those of an image are not."""

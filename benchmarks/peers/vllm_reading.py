@@ -75,9 +75,9 @@ def read(folder: Path, dtype: str, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rotate_on_a_cpu() -> None:
-    """Let vLLM rotate activations on a CPU, by torch's product, for which its own classes lack an attribute.
+    """Give vLLM's transforms the `cpu_linear` that they lack, and clear its record of matrices it has divided.
 
-    It also forgets which matrices it divided: an address that was one's may be another's in the next model.
+    That record is kept by address, which may be that of another matrix in the next model.
     """
     import torch
     from vllm.model_executor.layers.quantization.compressed_tensors.transform.module import (  # type: ignore[import-not-found]

@@ -327,6 +327,20 @@ def read_configuration(directory: Path) -> dict[str, Any]:
     return config  # type: ignore[no-any-return]
 
 
+def is_rotated(config: dict[str, Any]) -> bool:
+    """Tell whether a configuration has matrices that rotate activations, which transformers leaves out."""
+    return any(key.rpartition(".")[2] == "transform_config" and bool(value) for key, value in _entries(config))
+
+
+def require_unrotated(config: dict[str, Any], path: Path) -> None:
+    """Raise `CheckpointError` for a checkpoint with rotations, of which transformers computes something else."""
+    if is_rotated(config):
+        raise CheckpointError(
+            f"{path} rotates activations, which transformers leaves out, so that it computes something else; run it in "
+            "vLLM, or take the quantized model, saved or exported to ONNX"
+        )
+
+
 def quantized_by(config: dict[str, Any]) -> str:
     """Return the key under which a configuration says that its weights are quantized, empty if it does not."""
     names = ("quantization_config", "compression_config")
@@ -398,4 +412,13 @@ def _library(name: str) -> Any:
         raise CheckpointError(f"reading a checkpoint piece by piece needs {name}: pip install {name}") from error
 
 
-__all__ = ["class_of", "open_checkpoint", "quantized_by", "read_configuration", "require_no_weights", "stage"]
+__all__ = [
+    "class_of",
+    "is_rotated",
+    "open_checkpoint",
+    "quantized_by",
+    "read_configuration",
+    "require_no_weights",
+    "require_unrotated",
+    "stage",
+]

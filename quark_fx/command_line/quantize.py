@@ -14,6 +14,7 @@ import typer
 from torch import Tensor
 
 import quark_fx as qfx
+from quark_fx.checkpoints.open_checkpoint import is_rotated, read_configuration
 from quark_fx.command_line.contents import grouped, parts_of, parts_table
 from quark_fx.command_line.options import (
     ConfigOptions,
@@ -232,7 +233,9 @@ def _runtime(qmodel: qfx.QuantizedModel, output: Output) -> Runtime | None:
 
 
 def _has_a_reader(qmodel: qfx.QuantizedModel, output: Output) -> bool:
-    """Tell whether transformers can read an output: it does not find float experts that are stored one by one."""
+    """Tell whether transformers can read an output: no rotations, and no float experts that are stored one by one."""
+    if output.kind == "checkpoint" and is_rotated(read_configuration(output.path)):
+        return False
     in_float = any(row.kind == "experts" and row.reason for row in qmodel.report())
     return output.kind != "checkpoint" or qmodel.config.target.checkpoints.stacks or not in_float
 

@@ -153,8 +153,8 @@ class CheckpointFiles:
             them beside quantized layers; otherwise each expert has its own matrices, as in a float checkpoint.
         fused: the backend's names of fused layers, each with the names of the layers that it fuses. Where all of these
             stay in float, the checkpoint lists the fused name as well.
-        rotates: whether the backend multiplies what a layer without bias reads by the matrices of compressed-tensors'
-            `transform_config`. Others leave them out, and compute something else.
+        rotates: whether the backend applies compressed-tensors' `transform_config`, which it does to linear layers
+            without bias. Others ignore it, and compute something else.
     """
 
     refuses: Callable[[str, Mapping[str, Any], Sequence[str]], str] = _taken

@@ -17,7 +17,14 @@ from torch.utils import _pytree as pytree
 
 from quark_fx.checkpoints.files import GRAPH_FILE, CheckpointFiles, some_of
 from quark_fx.checkpoints.gguf_file import open_gguf
-from quark_fx.checkpoints.open_checkpoint import class_of, open_checkpoint, quantized_by, read_configuration, stage
+from quark_fx.checkpoints.open_checkpoint import (
+    class_of,
+    open_checkpoint,
+    quantized_by,
+    read_configuration,
+    require_unrotated,
+    stage,
+)
 from quark_fx.errors import CheckpointError, ExportError, QuarkError
 from quark_fx.export.runtime.checkpoint_process import named_tensors
 from quark_fx.export.runtime.session import file_may_optimize, open_session, session_options
@@ -165,6 +172,7 @@ def _quantized_checkpoint(path: Path) -> nn.Module:
     """Return what transformers makes of a quantized checkpoint; the reader of its format has to be installed."""
     transformers = _transformers()
     config, files = read_configuration(path), CheckpointFiles.of(path)
+    require_unrotated(config, path)
     kind = class_of(config, path, transformers)
     options = {"dtype": "auto", "local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
     with tempfile.TemporaryDirectory() as folder:

@@ -138,8 +138,8 @@ def place_rounding(graph: Graph, rounded: Rounded, *, at_readers: bool = False) 
     Args:
         graph: the float one.
         rounded: its activations that are rounded or multiplied.
-        at_readers: what is only multiplied is, if possible, multiplied by every module that reads it; otherwise once,
-            by the module that makes it.
+        at_readers: what is only multiplied is multiplied by every module that reads it, as checkpoints need it, or
+            where that cannot be, by the module that makes it; otherwise the other way round, which multiplies once.
 
     Raises:
         QuarkError: naming an operator that reads one that is neither.
@@ -162,8 +162,9 @@ class _Places:
         self.found = RoundedModules()
 
     def find(self) -> RoundedModules:
-        for value in {} if self.at_readers else {value: None for value, _ in self.rounded}:
-            self._place_factors(value)
+        if not self.at_readers:
+            for value in {value: None for value, _ in self.rounded}:
+                self._place_factors(value)
         for (value, reader), activation in self.rounded.items():
             if activation.is_fixed and _commutes(reader, activation) and self._all_round(reader, activation):
                 continue  # moved, and rounded again to the same codes

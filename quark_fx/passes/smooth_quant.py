@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quark_fx.errors import ConfigError
-from quark_fx.solvers.energy_trial import EnergySite, EnergyTrial, FeedbackTrial
+from quark_fx.solvers.energy_trial import EnergySite, EnergyTrial
 from quark_fx.solvers.sample_trial import SampledSite, SampleTrial
 from quark_fx.solvers.scaling import ScalingSolver, Trial, scaling_solver
 from quark_fx.system.options import Interval
@@ -34,14 +34,10 @@ class SmoothQuant(ScalingSolver):
     every channel (`quark_fx.solvers.energy_trial`). Behind a rotation they do, and roughly so where the range of each
     token or small group is measured at run time.
 
-    With `feedback=True`, the error is what error feedback behind a rotation loses if activations stay in float
-    (`FeedbackTrial`). For one operator it is least at a strength of 1/3, where that of rounding to nearest is at 1/2.
-
     Args:
         alphas: strengths to choose from; leaving the site alone is always one more.
         rms: scale by root mean squares instead of largest magnitudes; for ranges that are measured at run time, and
             before `Rotate(streams=False)`.
-        feedback: choose for `Rotate(streams=False)` and `GPTQ` of weights alone; needs `rms=True`.
         explicit: insert a multiplication where nothing before can absorb the scale.
 
     Source:
@@ -53,19 +49,14 @@ class SmoothQuant(ScalingSolver):
 
     alphas: tuple[Annotated[float, Interval("[0, 1]")], ...] = (0.35, 0.5, 0.65, 0.8)
     rms: bool = False
-    feedback: bool = False
 
     def __post_init__(self) -> None:
         if not self.alphas:
             raise ConfigError("alphas are one or more strengths from 0 to 1; write alphas=(0.5,)")
-        if self.feedback and not self.rms:
-            raise ConfigError("feedback=True scales by root mean squares; write SmoothQuant(rms=True, feedback=True)")
 
     @property
     def judge(self) -> type[Trial[Any]]:
-        """Samples in codes, or with `rms` the energy of channels, and with `feedback` that of weights alone."""
-        if self.feedback:
-            return FeedbackTrial
+        """Samples in codes, or with `rms` the energy of channels."""
         return EnergyTrial if self.rms else self.trial
 
     @property

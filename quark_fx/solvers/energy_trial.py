@@ -98,23 +98,6 @@ class EnergyTrial(Trial[Linear]):
         return sum(reader.error(scale, part) for reader in self.readers) / len(self.readers)
 
 
-class FeedbackTrial(EnergyTrial):
-    """The same where error feedback rounds the weights, and activations stay in float.
-
-    Behind a rotation, error feedback loses about the mean square of the weight times the square of the mean root of the
-    Hessian's eigenvalues, which for uncorrelated channels are the mean squares of the activations. The error here is
-    `mean (s w)**2 * (mean |x| / s)**2`, `|x|` the root of the mean square, over its smallest value,
-    `(mean (w x)**(2/3))**3`. For one operator, it is smallest at `s = x**(1/3) / w**(2/3)`.
-
-    Source:
-        Ours; the loss of error feedback behind a rotation: Chee et al. 2023 (QuIP), lemma 2.
-    """
-
-    def _error(self, scale_of: ScaleOf, part: int) -> float:
-        scale = scale_of(self.seen)
-        return sum(reader.feedback_error(scale, part) for reader in self.readers) / len(self.readers)
-
-
 @dataclass(frozen=True, eq=False)
 class _Squared:
     """The sums of squares of what one operator reads and of its weight, by channel.
@@ -142,13 +125,6 @@ class _Squared:
         w = self.weight.double()
         alike = len(x) * (w * x).sum()
         return float((w * s).sum() * (x / s).sum() / alike.clamp_min(torch.finfo(torch.float32).tiny))
-
-    def feedback_error(self, scale: Tensor, part: int) -> float:
-        """Return `FeedbackTrial`'s error with a scale, on a part of the data."""
-        x, s = self.activation[part].double(), per_element(self.labels, scale).double().square()
-        w = self.weight.double()
-        alike = (w * x).pow(1 / 3).mean().pow(3).clamp_min(torch.finfo(torch.float32).tiny)
-        return float((w * s).mean() * (x / s).sqrt().mean().square() / alike)
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,4 +183,4 @@ class _Watch(nn.Module):
         self.batches += 1
 
 
-__all__ = ["EnergySite", "EnergyTrial", "FeedbackTrial"]
+__all__ = ["EnergySite", "EnergyTrial"]

@@ -243,8 +243,8 @@ def test_layouts_that_vllm_does_not_read_are_refused_and_not_written(
 
 def decoder(kind: str = "Llama", **fields: Any) -> tuple[nn.Module, list[dict[str, Tensor]]]:
     """Return a language model of one layer and a batch."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 64}
-    config = getattr(transformers, f"{kind}Config")(**sizes, num_attention_heads=2, num_key_value_heads=1, **fields)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 64} | fields
+    config = getattr(transformers, f"{kind}Config")(**sizes, num_attention_heads=2, num_key_value_heads=1)
     ids = torch.randint(64, (1, 16), generator=torch.Generator().manual_seed(0))
     return seeded(getattr(transformers, f"{kind}ForCausalLM")(config)), [{"input_ids": ids}]
 
@@ -257,7 +257,7 @@ def test_rotations_are_written_as_vllm_multiplies_by_them(rotate: Rotate, tmp_pa
     """The float model computes the same with the weights times the stored matrices, over the roots of their sizes."""
     model, batches = decoder()
     qmodel = quantize(qfx.Session(model, batches), ROTATED.replace(passes=(*W4.passes, rotate)))
-    with pytest.warns(UserWarning, match="transformers leaves out the matrices"):
+    with pytest.warns(UserWarning, match="only vLLM applies the rotations"):
         qfx.export.huggingface(qmodel, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     told = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["transform_config"]
@@ -283,7 +283,7 @@ def test_rotations_are_written_as_vllm_multiplies_by_them(rotate: Rotate, tmp_pa
 
 def test_operators_that_read_one_value_share_a_matrix(tmp_path: Path) -> None:
     model, batches = decoder()
-    with pytest.warns(UserWarning, match="transformers leaves out the matrices"):
+    with pytest.warns(UserWarning, match="only vLLM applies the rotations"):
         qfx.export.huggingface(quantize(qfx.Session(model, batches), ROTATED), tmp_path)
     told = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["transform_config"]
     targets = [scheme["apply"][0]["targets"] for scheme in told["config_groups"].values()]
@@ -294,11 +294,16 @@ def test_operators_that_read_one_value_share_a_matrix(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "target", "form", "why"),
     [
-        ("Llama", "torch", "compressed-tensors", r"q_proj: what it reads is multiplied by a pass .*target='vllm'"),
-        ("Llama", "sglang", "compressed-tensors", r"q_proj: what it reads is multiplied by a pass .*target='vllm'"),
+        ("Llama", "torch", "compressed-tensors", r"q_proj: a pass rotates what it reads .*target='vllm'"),
+        ("Llama", "sglang", "compressed-tensors", r"q_proj: a pass rotates what it reads .*target='vllm'"),
         ("Llama", "vllm", "gptq", r"q_proj: GPTQ has no place for a matrix that rotates"),
         ("Llama", "vllm", "awq", r"q_proj: AWQ has no place for a matrix that rotates"),
-        ("Qwen2", "vllm", "compressed-tensors", r"q_proj: what it reads is rotated, and it has a bias"),
+        (
+            "Qwen2",
+            "vllm",
+            "compressed-tensors",
+            r"q_proj: what it reads is rotated, and it has a bias, beside which servers do not rotate",
+        ),
     ],
 )
 def test_rotations_without_a_place_are_refused(kind: str, target: str, form: str, why: str, tmp_path: Path) -> None:
@@ -308,6 +313,35 @@ def test_rotations_without_a_place_are_refused(kind: str, target: str, form: str
     with pytest.raises(qfx.ExportError, match=why):
         qfx.export.huggingface(qmodel, tmp_path / "folder", format=form)
     assert not list(tmp_path.glob("folder/*.json"))
+
+
+def test_transformers_is_not_asked_for_what_a_rotated_checkpoint_means(tmp_path: Path) -> None:
+    model, batches = decoder()
+    qmodel = quantize(qfx.Session(model, batches), ROTATED)
+    with pytest.warns(UserWarning, match="only vLLM applies the rotations"):
+        qfx.export.huggingface(qmodel, tmp_path)
+    with pytest.raises(qfx.ExportError, match="rotates activations, which transformers leaves out"):
+        qfx.export.verify(qmodel, tmp_path, batches)
+    task = qfx.evaluation.LanguageModeling(batches)
+    with pytest.raises(qfx.CheckpointError, match="rotates activations, which transformers leaves out"):
+        qfx.evaluate(tmp_path, task)
+
+
+def test_a_rotated_head_is_refused(tmp_path: Path) -> None:
+    """A head is no linear layer in vLLM, which rotates what these read."""
+    model, batches = decoder(tie_word_embeddings=False)
+    qmodel = quantize(qfx.Session(model, batches), ROTATED.replace(exclude=("op:embedding",)))
+    with pytest.raises(qfx.ExportError, match=r"lm_head: what it reads is rotated, .* no head; .*Rotate \(only=\)"):
+        qfx.export.huggingface(qmodel, tmp_path / "folder")
+
+
+def test_a_large_matrix_is_refused(tmp_path: Path) -> None:
+    model, batches = decoder(intermediate_size=2048)
+    config = ROTATED.replace(passes=(*W4.passes, Rotate(streams=False, overhead=9)))
+    with pytest.raises(
+        qfx.ExportError, match=r"down_proj: it is rotated by a matrix of size 2048, above 1024.*block=64"
+    ):
+        qfx.export.huggingface(quantize(qfx.Session(model, batches), config), tmp_path / "folder")
 
 
 def test_experts_share_a_scheme() -> None:

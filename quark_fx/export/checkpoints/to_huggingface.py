@@ -68,7 +68,8 @@ def huggingface(
     (`symmetry="symmetric_full"`), other readers by 127. Small floats in groups are read in bfloat16. Weights of experts
     lie apart, a matrix for each projection of each, which transformers 5.23 dequantizes as it reads them; those that
     stay in float lie in their stacks, as it would not find them beside quantized layers otherwise; with
-    `target="vllm"` or `"sglang"` they lie apart, where servers find them. GPTQModel reads zero points of GPTQ in
+    `target="vllm"` or `"sglang"` they lie apart, where servers find them. Rotations at run time are written for
+    `target="vllm"` alone, in compressed-tensors. GPTQModel reads zero points of GPTQ in
     `"gptq_v2"`, in `"gptq"` only what it wrote itself.
 
     Args:
@@ -242,10 +243,16 @@ def _compressed_tensors(checkpoint: Checkpoint, shelf: Shelf) -> Written:
 
 
 def _transforms(checkpoint: Checkpoint) -> Written:
-    """Return the matrices that activations are multiplied by at run time, and the transforms that say where.
+    """Return the matrices that rotate activations at run time, and the transforms that say where.
 
-    Readers share a matrix among all layers of a transform, and divide it by the root of its size.
+    vLLM shares a matrix among all layers of a transform. It takes orthogonal ones for Hadamard matrices and divides
+    them by the root of their size, so they are stored times that.
     """
+    saved = as_saved(checkpoint.shell, {f"{path}.weight": m for path, m in checkpoint.rotations.items()})
+    if other := [path for path in checkpoint.rotations if f"{path}.weight" not in saved]:
+        raise unholdable(
+            [f"{path}: it is rotated, and called otherwise in a checkpoint; use Rotate(overhead=0)" for path in other]
+        )
     alike: list[tuple[Tensor, list[str]]] = []
     for path, matrix in checkpoint.rotations.items():
         found = next((paths for known, paths in alike if torch.equal(known, matrix)), None)
@@ -260,7 +267,10 @@ def _transforms(checkpoint: Checkpoint) -> Written:
         groups[name] = {"type": "random-hadamard", "head_dim": size, "apply": [where]}
         tensors |= {f"{path}.{name}_input.weight": matrix * size**0.5 for path in paths}
     if groups:
-        warn("transformers leaves out the matrices that rotate activations in this checkpoint; run it in a server")
+        warn(
+            "only vLLM applies the rotations of this checkpoint; transformers leaves out the matrices, and computes "
+            "something else"
+        )
     return tensors, {"transform_config": {"config_groups": groups}} if groups else {}
 
 

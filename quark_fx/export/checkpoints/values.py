@@ -6,6 +6,7 @@ import copy
 import fnmatch
 import glob
 import inspect
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,8 +92,7 @@ class Checkpoint:
     @property
     def head(self) -> str:
         """The module that projects to the vocabulary; empty if there is none."""
-        head = self.shell.get_output_embeddings()
-        return next((name for name, module in self.shell.named_modules() if module is head), "")
+        return _head(self.shell)
 
     @property
     def left(self) -> list[str]:
@@ -141,7 +141,7 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
     except QuarkError as error:
         raise ExportError(str(error)) from error
     files = qmodel.config.target.checkpoints
-    layers = _layers(source, found, rotates=files.rotates)
+    layers = _layers(source, found, head=_head(source), rotates=files.rotates)
     read = found.rounding.inputs.items()
     rotations = {path: _whole(activation.factors[0]) for path, activation in read if activation.factors}
     shell: Any = copy.deepcopy(source)
@@ -177,10 +177,18 @@ def require_tokenizer(tokenizer: object) -> None:
         raise ExportError(f"tokenizer is a {type(tokenizer).__name__}; pass a tokenizer of transformers")
 
 
+def _head(model: Any) -> str:
+    head = model.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is head), "")
+
+
 def require_weights_alone(checkpoint: Checkpoint, form: str) -> None:
     """Raise `ExportError` if keys or values are rounded, or activations rotated, for which a format has no place."""
     errors = [f"{path}: {form} has no place for quantized keys and values" for path in checkpoint.caches]
-    errors += [f"{path}: {form} has no place for a matrix that rotates what it reads" for path in checkpoint.rotations]
+    errors += [
+        f"{path}: {form} has no place for a matrix that rotates what it reads; use format='compressed-tensors'"
+        for path in checkpoint.rotations
+    ]
     if errors:
         raise unholdable(errors)
 
@@ -191,12 +199,13 @@ def _whole(factor: Factor) -> Tensor:
     return torch.kron(left.float(), right.float())
 
 
-def _layers(model: nn.Module, found: Correspondence, *, rotates: bool) -> list[Layer]:
+def _layers(model: nn.Module, found: Correspondence, *, head: str, rotates: bool) -> list[Layer]:
     """Return the modules with quantized weights, or one error about all that no format holds.
 
     Args:
         model: the original one.
         found: what its modules compute with.
+        head: path of the module that projects to the vocabulary.
         rotates: of `CheckpointFiles`.
     """
     layers: list[Layer] = []
@@ -217,9 +226,8 @@ def _layers(model: nn.Module, found: Correspondence, *, rotates: bool) -> list[L
         module = model.get_submodule(path)
         try:
             if experts := apart(name):
-                if (read := found.rounding.inputs.get(path)) is not None:
-                    what, remedy = ("quantized", "keep them in float") if read.rounds else ("rotated", "exclude them")
-                    raise ExportError(f"the activations of experts are {what}; {remedy}")
+                if path in found.rounding.inputs:
+                    raise ExportError("the activations of experts are quantized or rotated; keep them in float")
                 layers += [Layer(key, module, partial(of_expert, name, key), None, name) for key in experts]
                 continue
             simple = isinstance(module, _CLASSES) and len(inspect.signature(module.forward).parameters) == 1
@@ -244,16 +252,16 @@ def _layers(model: nn.Module, found: Correspondence, *, rotates: bool) -> list[L
         for p, activation in found.rounding.inputs.items()
         if activation.rounds and p not in paths
     ]
-    errors += [
-        f"{p or 'the model'}: its result is {'quantized' if activation.rounds else _MULTIPLIED}"
-        for p, activation in found.rounding.outputs.items()
-    ]
+    for p, activation in found.rounding.outputs.items():
+        what = "quantized" if activation.rounds else f"multiplied by a pass at run time; {_UNROTATED}"
+        errors.append(f"{p or 'the model'}: its result is {what}")
     errors += [f"{p}: a pass rewrote what it computes" for p in found.slices]
     errors += [f"{p}: it is folded into its neighbor" for p in found.identities]
     errors += [
         f"{p}: {why}"
         for p, activation in found.rounding.inputs.items()
-        if activation.factors and (why := _unrotatable(model.get_submodule(p), activation, rotates=rotates))
+        if activation.factors
+        and (why := _unrotatable(model.get_submodule(p), activation, rotates=rotates, is_head=p == head))
     ]
     if errors:
         raise unholdable(errors, names, [layer.stack or layer.name for layer in layers])
@@ -262,23 +270,32 @@ def _layers(model: nn.Module, found: Correspondence, *, rotates: bool) -> list[L
     return layers
 
 
-_MULTIPLIED = (
-    "multiplied by a pass at run time; quantize without explicit=True of that pass, or with Rotate(overhead=0)"
-)
+_UNROTATED = "quantize with Rotate(overhead=0), or leave it out of Rotate (only=)"
+
+_LARGEST = 1024
+"""Sizes of a matrix that servers multiply by as a whole, not by two factors as the graph does."""
 
 
-def _unrotatable(module: nn.Module, activation: Activation, *, rotates: bool) -> str:
+def _unrotatable(module: nn.Module, activation: Activation, *, rotates: bool, is_head: bool) -> str:
     """Say why a checkpoint cannot hold what a module's input is multiplied by; empty if it can."""
     rotations = [factor for factor in activation.factors if factor.by_rows]
-    if len(activation.factors) > len(rotations) or not rotates:
-        return f"what it reads is {_MULTIPLIED}" + ", or for target='vllm', which multiplies" * bool(rotations)
+    if len(activation.factors) > len(rotations):
+        return "a pass multiplies what it reads; quantize without explicit=True of that pass"
+    if not rotates:
+        return (
+            "a pass rotates what it reads at run time; quantize with Rotate(overhead=0), or for target='vllm' and "
+            "format='compressed-tensors'"
+        )
+    size = math.prod(len(tensor) for tensor in rotations[0].tensors)
     if len(rotations) > 1:
-        return "what it reads is rotated more than once"
-    if not isinstance(module, nn.Linear):
-        return "what it reads is rotated, and it is no linear layer"
-    return "what it reads is rotated, and it has a bias, which the server takes no matrix beside" * (
-        module.bias is not None
-    )
+        return f"what it reads is rotated more than once; {_UNROTATED}"
+    if is_head or not isinstance(module, nn.Linear):
+        return f"what it reads is rotated, which servers do for linear layers alone, no head; {_UNROTATED}"
+    if module.bias is not None:
+        return f"what it reads is rotated, and it has a bias, beside which servers do not rotate; {_UNROTATED}"
+    if size > _LARGEST:
+        return f"it is rotated by a matrix of size {size}, above {_LARGEST}; quantize with Rotate(block=64)"
+    return ""
 
 
 def unholdable(errors: list[str], names: Iterable[str] = (), held: Sequence[str] = ()) -> ExportError:

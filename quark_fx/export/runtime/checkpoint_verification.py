@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from quark_fx.checkpoints.files import GRAPH_FILE
-from quark_fx.errors import ExportError
+from quark_fx.checkpoints.open_checkpoint import read_configuration, require_unrotated
+from quark_fx.errors import CheckpointError, ExportError
 from quark_fx.export.runtime import checkpoint_process
 
 _LAST_LINES = 5
@@ -35,7 +36,7 @@ def checkpoint_answers(
         batches: positional and keyword arguments.
 
     Raises:
-        ExportError: if there is no checkpoint, or transformers does not load or run it.
+        ExportError: if there is no checkpoint, or transformers does not load or run it, or leaves out its rotations.
     """
     if not path.exists():
         raise ExportError(f"{path} does not exist; write it with qfx.export.gguf or qfx.export.huggingface first")
@@ -45,6 +46,11 @@ def checkpoint_answers(
         raise ExportError(f"{path} is what qmodel.save wrote; qfx.load reads it, and an export is compared with it")
     if path.is_dir() and not (path / "config.json").is_file():
         raise ExportError(f"{path} has no config.json; give the directory that qfx.export.huggingface wrote, or a file")
+    if path.is_dir():
+        try:
+            require_unrotated(read_configuration(path), path)
+        except CheckpointError as error:
+            raise ExportError(str(error)) from error
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder) / "given.pt", Path(folder) / "made.pt"
         torch.save([*batches], given)
