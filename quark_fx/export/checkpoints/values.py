@@ -291,7 +291,8 @@ def _unrotatable(module: nn.Module, activation: Activation, *, rotates: bool, is
         return f"what it reads is rotated more than once; {_UNROTATED}"
     if is_head or not isinstance(module, nn.Linear):
         return f"what it reads is rotated, which servers do for linear layers alone, no head; {_UNROTATED}"
-    if module.bias is not None:
+    bias: Tensor | None = module.bias  # typed as if there always were one
+    if bias is not None:
         return f"what it reads is rotated, and it has a bias, beside which servers do not rotate; {_UNROTATED}"
     if size > _LARGEST:
         return f"it is rotated by a matrix of size {size}, above {_LARGEST}; quantize with Rotate(block=64)"
