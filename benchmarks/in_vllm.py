@@ -412,11 +412,11 @@ On the command line, this is `--preset w4a16_gptq --target vllm --format compres
   beside quantized layers of compressed-tensors: for transformers use another target, which stores them as stacks.
 - A KV cache is FP8 with one scale for keys and one for values. Activations are int8 or FP8, calibrated or measured per
   token, beside weights of the same kind. Checkpoints of quark_fx hold no int4 weights beside int8 activations.
-- Inputs that `Rotate` rotates at run time (`w4a16_rotated`) are rotated in vLLM, too: the checkpoint has the matrices
-  and says where (`transform_config`). Transformers and SGLang leave them out and would compute something else, so only
-  `target="vllm"` writes such checkpoints. vLLM has no biases beside them, and no tensor parallelism. On a CPU, vLLM
-  0.32 fails to multiply by them: below, torch's product takes the place of the missing one, which shows what the
-  checkpoint means, not what a CPU runs.
+- Rotations at run time (`w4a16_rotated`) run in vLLM, too: the checkpoint holds the matrices and says where they apply
+  (`transform_config`). Transformers and SGLang ignore them and would compute something else, so only `target="vllm"`
+  writes such checkpoints. vLLM rotates no layer that has a bias, and needs a single GPU. On a CPU, vLLM 0.32 fails:
+  the benchmark puts torch's product in place of the missing one, so the rows below show what the checkpoint means, not
+  what a CPU runs.
 - The target does not know your processor. Whether vLLM has a kernel there is for vLLM to say; below is what it says on
   this CPU. No GPU was used. SGLang has a target of its own ([In SGLang](sglang.md)).
 

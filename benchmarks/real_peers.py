@@ -290,14 +290,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for name in arguments.formats:
             form = FORMATS[name]
+            chosen = [row for row in form.rows if any(part in str(row) for part in arguments.only)]
             found = dict[str, Measured]()
             for predicted, kind in ((False, "weights"), (True, "predictions")):
                 folder = (arguments.jobs or Path(temporary)) / arguments.model / kind / name
                 subject = Subject(name, model.load(), folder, form.weights, held_out=predicted)
-                rows = [row for row in form.rows if any(part in str(row) for part in arguments.only)]
-                rows = [row for row in rows if form.predicts(row) is predicted]
+                rows = [row for row in chosen if form.predicts(row) is predicted]
                 found |= {str(one.row): one for one in measure(subject, rows, pythons)}
-            ordered = (found[str(row)] for row in form.rows if str(row) in found)
+            ordered = (found[str(row)] for row in chosen if str(row) in found)
             measured = sorted(ordered, key=lambda one: (not one.row.ours, one.row.tool))
             if not measured:
                 print(f"{name}: no rows", file=sys.stderr)

@@ -335,6 +335,21 @@ def test_a_rotated_head_is_refused(tmp_path: Path) -> None:
         qfx.export.huggingface(qmodel, tmp_path / "folder")
 
 
+def test_a_rotated_module_that_is_saved_under_another_name_is_refused(tmp_path: Path) -> None:
+    text = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=64, use_cache=False,
+    )  # fmt: skip
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=63)
+    model = seeded(transformers.LlavaForConditionalGeneration(config))
+    qmodel = quantize(qfx.Session(model, [{"input_ids": torch.arange(8)[None]}]), ROTATED)
+    with pytest.raises(qfx.ExportError, match=r"q_proj: it is rotated, and transformers saves it under another name"):
+        qfx.export.huggingface(qmodel, tmp_path / "folder")
+
+
 def test_a_large_matrix_is_refused(tmp_path: Path) -> None:
     model, batches = decoder(intermediate_size=2048)
     config = ROTATED.replace(passes=(*W4.passes, Rotate(streams=False, overhead=9)))

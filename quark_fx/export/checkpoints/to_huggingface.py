@@ -68,9 +68,9 @@ def huggingface(
     (`symmetry="symmetric_full"`), other readers by 127. Small floats in groups are read in bfloat16. Weights of experts
     lie apart, a matrix for each projection of each, which transformers 5.23 dequantizes as it reads them; those that
     stay in float lie in their stacks, as it would not find them beside quantized layers otherwise; with
-    `target="vllm"` or `"sglang"` they lie apart, where servers find them. Rotations at run time are written for
-    `target="vllm"` alone, in compressed-tensors. GPTQModel reads zero points of GPTQ in
-    `"gptq_v2"`, in `"gptq"` only what it wrote itself.
+    `target="vllm"` or `"sglang"` they lie apart, where servers find them. GPTQModel reads zero points of GPTQ in
+    `"gptq_v2"`, in `"gptq"` only what it wrote itself. Rotations at run time are written in compressed-tensors for
+    `target="vllm"` only.
 
     Args:
         qmodel: from `quantize`.
@@ -250,9 +250,8 @@ def _transforms(checkpoint: Checkpoint) -> Written:
     """
     saved = as_saved(checkpoint.shell, {f"{path}.weight": m for path, m in checkpoint.rotations.items()})
     if other := [path for path in checkpoint.rotations if f"{path}.weight" not in saved]:
-        raise unholdable(
-            [f"{path}: it is rotated, and called otherwise in a checkpoint; use Rotate(overhead=0)" for path in other]
-        )
+        why = "it is rotated, and transformers saves it under another name; quantize with Rotate(overhead=0)"
+        raise unholdable([f"{path}: {why}" for path in other])
     alike: list[tuple[Tensor, list[str]]] = []
     for path, matrix in checkpoint.rotations.items():
         found = next((paths for known, paths in alike if torch.equal(known, matrix)), None)
