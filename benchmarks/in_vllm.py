@@ -414,9 +414,9 @@ On the command line, this is `--preset w4a16_gptq --target vllm --format compres
   token, beside weights of the same kind. Checkpoints of quark_fx hold no int4 weights beside int8 activations.
 - Rotations at run time (`w4a16_rotated`) run in vLLM, too: the checkpoint holds the matrices and says where they apply
   (`transform_config`). Transformers and SGLang ignore them and would compute something else, so only `target="vllm"`
-  writes such checkpoints. vLLM rotates no layer that has a bias, and needs a single GPU. On a CPU, vLLM 0.32 fails:
-  the benchmark puts torch's product in place of the missing one, so the rows below show what the checkpoint means, not
-  what a CPU runs.
+  writes such checkpoints. `Rotate` skips what vLLM does not rotate at run time: heads, experts, keys, and what layers
+  with a bias read. vLLM needs a single GPU for it. On a CPU, vLLM 0.32 fails: the benchmark puts torch's product in
+  place of the missing one, so the rows below show what the checkpoint means, not what a CPU runs.
 - The target does not know your processor. Whether vLLM has a kernel there is for vLLM to say; below is what it says on
   this CPU. No GPU was used. SGLang has a target of its own ([In SGLang](sglang.md)).
 

@@ -127,8 +127,8 @@ W4A16_BEST_ASYM = W4A16_BEST.replace(weight=_GROUPS.replace(symmetry=Symmetry.AS
 
 W4A16_ROTATED = W4A16_BEST.replace(passes=(*_FUSE, Rotate(streams=False, block=64), _FEEDBACK))
 """The bits of `W4A16_BEST`. What operators read is rotated in blocks of 64 at run time, for a few percent more
-multiplications, so that outliers of weights are spread. PyTorch, ONNX and vLLM run it; other servers have no rotations,
-and vLLM has none beside biases or in experts."""
+multiplications, so that outliers of weights are spread. PyTorch, ONNX and vLLM run it. Other servers have no rotations;
+`Rotate` skips what a target does not rotate, as experts and layers with biases in vLLM."""
 
 _NO_TOKENS = Override(pattern="op:conv*", input=None)
 """Tokens are rows of the last dimension, which those of an image are not."""

@@ -140,6 +140,10 @@ class OnnxFiles:
             )
 
 
+Unrotated = Callable[[Sequence[str], bool, int], str]
+"""Says why a backend does not rotate what an operator reads: see `CheckpointFiles`."""
+
+
 @checked
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFiles:
@@ -153,14 +157,16 @@ class CheckpointFiles:
             them beside quantized layers; otherwise each expert has its own matrices, as in a float checkpoint.
         fused: the backend's names of fused layers, each with the names of the layers that it fuses. Where all of these
             stay in float, the checkpoint lists the fused name as well.
-        rotates: whether the backend applies compressed-tensors' `transform_config`, which it does to linear layers
-            without bias. Others ignore it, and compute something else.
+        unrotated: says why the backend does not rotate what an operator reads at run time, as compressed-tensors'
+            `transform_config` has it, and what to do instead; empty if it does. Its arguments are the kinds of the
+            operator that patterns know, whether it has a bias, and the size of the matrix. `Rotate` skips what it
+            refuses. `None`: the backend does not read checkpoints, or nothing is known of it; none has rotations then.
     """
 
     refuses: Callable[[str, Mapping[str, Any], Sequence[str]], str] = _taken
     stacks: bool = True
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    rotates: bool = False
+    unrotated: Unrotated | None = None
 
 
 @checked

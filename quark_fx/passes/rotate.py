@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from quark_fx.config.selection import NOT_SELECTED, Named, Selective
+from quark_fx.config.target import Unrotated
 from quark_fx.engine.context import Context
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.pass_manager import Change, graph_pass
@@ -30,6 +31,8 @@ class Rotate(Selective):
     they can; the factors of norms are folded into the operators behind them. Elsewhere, as before the down projection
     of an MLP, the model multiplies at run time, by two factors of a Kronecker product. The graph's function stays what
     it is, up to rounding. Needs no data.
+
+    What the target does not rotate at run time is skipped, with a reason.
 
     Where keys are quantized (`QuantConfig.kv_cache`), they and the queries that multiply them are rotated head by head
     at run time, behind rotary embeddings.
@@ -65,6 +68,7 @@ class Rotate(Selective):
             if node in names:
                 what = f"skipped: {reason}" if self.selects(names[node]) else NOT_SELECTED
                 note(Change(names[node].name, what, changed=False))
+        unrotated = context.config.target.checkpoints.unrotated if context is not None else None
         generator, rotated, at_run_time = torch.Generator().manual_seed(self.seed), 0, 0
         for found in analysis.sites:
             readers = [names[linear.node] for linear in found.readers if linear.node in names]
@@ -81,6 +85,8 @@ class Rotate(Selective):
                 what = (
                     f"skipped: rotating at run time would cost {share:.0%} of the products (overhead={self.overhead:g})"
                 )
+            elif site.at_run_time and unrotated is not None and (why := _unrotated(site, unrotated)):
+                what = f"skipped: {why}"
             else:
                 apply_rotation(gm, site, rotation)
                 rotated, at_run_time = rotated + 1, at_run_time + len(site.at_run_time)
@@ -89,7 +95,7 @@ class Rotate(Selective):
             note(Change(name, what, what.startswith("rotated")))
         if self.keys and self.overhead > 0:
             attending = [op for op in names.values() if isinstance(op, Attending)]
-            changes = [self._rotate_keys(gm, op, generator) for op in attending]
+            changes = [self._rotate_keys(gm, op, generator, unrotated) for op in attending]
             rotated += sum(change.changed for change in changes)
             at_run_time += 2 * sum(change.changed for change in changes)
             for change in changes:
@@ -99,13 +105,17 @@ class Rotate(Selective):
         gm.recompile()
         return rotated
 
-    def _rotate_keys(self, gm: GraphModule, op: Attending, generator: torch.Generator) -> Change:
+    def _rotate_keys(
+        self, gm: GraphModule, op: Attending, generator: torch.Generator, unrotated: Unrotated | None
+    ) -> Change:
         """Rotate the keys and queries of an attention, unless there is a reason not to."""
         if not self.selects(op):
             return Change(op.name, NOT_SELECTED, changed=False)
         size = channels_of_keys(gm, op.attention)
         if isinstance(size, str):
             return Change(op.name, f"skipped: {size}", changed=False)
+        if unrotated is not None and (why := unrotated(op.kinds, False, size)):
+            return Change(op.name, f"skipped: {why}", changed=False)
         rotate_keys(gm, op.attention, Rotation.random(size, generator))
         return Change(op.name, f"rotated queries and keys by a matrix of size {size}, at run time")
 
@@ -116,6 +126,14 @@ def _names(gm: GraphModule, context: Context | None) -> Mapping[Node, Named]:
         return {node: names_of(node) for node in gm.graph.nodes if Linear.of(node) is not None}
     operators = plan_quantization(gm, context.config, quiet=True).operators
     return {op.node: op for op in operators if isinstance(op, Quantized)}
+
+
+def _unrotated(site: RotationSite, unrotated: Unrotated) -> str:
+    """Say why a target does not multiply at run time by the matrix of a site; empty if it does."""
+    if site.read:
+        return "others read this value as it was, and no server rotates it back for them"
+    reasons = (unrotated(names_of(r.node).kinds, r.bias is not None, site.size) for r in site.readers)
+    return next(filter(None, reasons), "")
 
 
 def _said(site: RotationSite, share: float, *, in_blocks: bool) -> str:

@@ -45,6 +45,10 @@ def _unread(form: str, config: Mapping[str, Any], left_experts: Sequence[str]) -
     return unread(form, config, left_experts)
 
 
+def _unrotated(*_: object) -> str:
+    return "SGLang rotates nothing at run time; target='vllm' does"
+
+
 SGLANG = Target(
     name="sglang",
     refuses=(
@@ -61,7 +65,7 @@ SGLANG = Target(
         ),
     ),
     placement=placement("SGLang"),
-    checkpoints=CheckpointFiles(refuses=_unread, stacks=False, fused=_FUSED),
+    checkpoints=CheckpointFiles(refuses=_unread, stacks=False, fused=_FUSED, unrotated=_unrotated),
 )
 
 __all__ = ["SGLANG"]

@@ -6,8 +6,24 @@ Which format has a kernel on which processor, its documentation says (https://do
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quark_fx.config.target import CheckpointFiles, Refusal, Target
 from quark_fx.targets.servers import ELSE, no_weight, placement, refusals, unread
+
+_LARGEST = 1024
+"""Sizes of a matrix that it multiplies by as a whole; the graph has two factors of it."""
+
+
+def _unrotated(kinds: Sequence[str], has_bias: bool, size: int) -> str:
+    if "linear" not in kinds or "head" in kinds:
+        return "vLLM rotates at run time what linear layers read, but no heads, experts or keys"
+    if has_bias:
+        return "vLLM rotates nothing at run time that a layer with a bias reads"
+    if size > _LARGEST:
+        return f"vLLM has no matrix of size {size} at run time, only up to {_LARGEST}; set block=64 of Rotate"
+    return ""
+
 
 VLLM = Target(
     name="vllm",
@@ -20,7 +36,7 @@ VLLM = Target(
         *refusals("vLLM"),
     ),
     placement=placement("vLLM"),
-    checkpoints=CheckpointFiles(refuses=unread, stacks=False, rotates=True),
+    checkpoints=CheckpointFiles(refuses=unread, stacks=False, unrotated=_unrotated),
 )
 
 __all__ = ["VLLM"]

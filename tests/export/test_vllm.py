@@ -15,14 +15,16 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tiny import quantize, seeded
+from tiny import quantize, record_of, seeded
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 import quark_fx as qfx
 from quark_fx.config.block_formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3, NVFP4
 from quark_fx.config.gguf_types import Q4_1
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, TensorSpec
 from quark_fx.config.target import stored_target
+from quark_fx.graph.pass_manager import graph_pass
 from quark_fx.mixed_precision.groups import groups_of
 from quark_fx.numbers.formats import FP8_E4M3, FP8_E5M2, INT4, INT8, INT16, UINT4
 from quark_fx.numbers.qparams import ScaleType
@@ -292,22 +294,15 @@ def test_operators_that_read_one_value_share_a_matrix(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "target", "form", "why"),
+    ("target", "form", "why"),
     [
-        ("Llama", "torch", "compressed-tensors", r"q_proj: a pass rotates what it reads .*target='vllm'"),
-        ("Llama", "sglang", "compressed-tensors", r"q_proj: a pass rotates what it reads .*target='vllm'"),
-        ("Llama", "vllm", "gptq", r"q_proj: GPTQ has no place for a matrix that rotates"),
-        ("Llama", "vllm", "awq", r"q_proj: AWQ has no place for a matrix that rotates"),
-        (
-            "Qwen2",
-            "vllm",
-            "compressed-tensors",
-            r"q_proj: what it reads is rotated, and it has a bias, beside which servers do not rotate",
-        ),
+        ("torch", "compressed-tensors", r"q_proj: a pass rotates what it reads .*target='vllm'"),
+        ("vllm", "gptq", r"q_proj: GPTQ has no place for a matrix that rotates"),
+        ("vllm", "awq", r"q_proj: AWQ has no place for a matrix that rotates"),
     ],
 )
-def test_rotations_without_a_place_are_refused(kind: str, target: str, form: str, why: str, tmp_path: Path) -> None:
-    model, batches = decoder(kind)
+def test_rotations_without_a_place_are_refused(target: str, form: str, why: str, tmp_path: Path) -> None:
+    model, batches = decoder()
     weight = HALF.weight
     qmodel = quantize(qfx.Session(model, batches), ROTATED.replace(target=target, weight=weight))
     with pytest.raises(qfx.ExportError, match=why):
@@ -327,11 +322,71 @@ def test_transformers_is_not_asked_for_what_a_rotated_checkpoint_means(tmp_path:
         qfx.evaluate(tmp_path, task)
 
 
-def test_a_rotated_head_is_refused(tmp_path: Path) -> None:
-    """A head is no linear layer in vLLM, which rotates what these read."""
-    model, batches = decoder(tie_word_embeddings=False)
-    qmodel = quantize(qfx.Session(model, batches), ROTATED.replace(exclude=("op:embedding",)))
-    with pytest.raises(qfx.ExportError, match=r"lm_head: what it reads is rotated, .* no head; .*Rotate \(only=\)"):
+WHOLE = Rotate(streams=False, overhead=9)
+EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+
+HEAD = "vLLM rotates at run time what linear layers read, but no heads, experts or keys"
+BIAS = "vLLM rotates nothing at run time that a layer with a bias reads"
+LARGE = "vLLM has no matrix of size 2048 at run time, only up to 1024; set block=64 of Rotate"
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "config", "skipped", "rotated"),
+    [
+        ("Llama", {}, ROTATED.replace(exclude=("op:embedding",)), {"lm_head": HEAD}, "q_proj"),
+        ("Qwen2", {}, ROTATED, {"q_proj": BIAS}, "down_proj"),
+        ("Llama", {"intermediate_size": 2048}, W4.replace(passes=(*W4.passes, WHOLE)), {"down_proj": LARGE}, "q_proj"),
+        ("Qwen3Moe", EXPERTS, ROTATED, {"experts": HEAD}, "q_proj"),
+        ("Llama", {}, ROTATED.replace(kv_cache=TensorSpec(format="fp8_e4m3")), {"self_attn": HEAD}, "q_proj"),
+    ],
+    ids=["head", "bias", "large", "experts", "keys"],
+)
+def test_what_vllm_does_not_rotate_is_skipped(
+    kind: str, fields: Any, config: QuantConfig, skipped: dict[str, str], rotated: str, tmp_path: Path
+) -> None:
+    """With a reason in the report, and the checkpoint has the rest."""
+    model, batches = decoder(kind, **fields)
+    qmodel = quantize(qfx.Session(model, batches), config)
+    changes = {change.name: change for change in record_of(qmodel, "Rotate").changes}
+    for leaf, why in skipped.items():
+        assert any(leaf in name and change.what == f"skipped: {why}" for name, change in changes.items())
+    assert any(rotated in name and change.changed for name, change in changes.items())
+    with pytest.warns(UserWarning, match="only vLLM applies the rotations"):
+        qfx.export.huggingface(qmodel, tmp_path)
+
+
+def test_nothing_is_rotated_at_run_time_for_sglang(tmp_path: Path) -> None:
+    model, batches = decoder()
+    qmodel = quantize(qfx.Session(model, batches), ROTATED.replace(target="sglang"))
+    said = {change.name.rpartition(".")[2]: change for change in record_of(qmodel, "Rotate").changes}
+    why = "skipped: SGLang rotates nothing at run time; target='vllm' does"
+    assert [name for name, change in said.items() if change.what == why] == [
+        "q_proj and 2 more",
+        "gate_proj and 1 more",
+        "down_proj",
+    ]
+    assert said["o_proj"].changed  # weights absorb that
+    qfx.export.huggingface(qmodel, tmp_path)
+
+
+@graph_pass
+def rotate_whatever_the_target(gm: GraphModule) -> int:
+    """Rotate all, as a pass of a user's may."""
+    return WHOLE(gm)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "why"),
+    [
+        ("Qwen2", {}, rf"q_proj: what it reads is rotated, but {BIAS}; .*Rotate \(only=\)"),
+        ("Llama", {"intermediate_size": 2048}, f"down_proj: what it reads is rotated, but {LARGE}"),
+        ("Llama", {"tie_word_embeddings": False}, f"lm_head: what it reads is rotated, but {HEAD}"),
+    ],
+)
+def test_what_a_pass_rotates_regardless_is_refused(kind: str, fields: Any, why: str, tmp_path: Path) -> None:
+    model, batches = decoder(kind, **fields)
+    qmodel = quantize(qfx.Session(model, batches), W4.replace(passes=(*W4.passes, rotate_whatever_the_target)))
+    with pytest.raises(qfx.ExportError, match=why):
         qfx.export.huggingface(qmodel, tmp_path / "folder")
 
 
@@ -348,43 +403,3 @@ def test_a_rotated_module_that_is_saved_under_another_name_is_refused(tmp_path: 
     qmodel = quantize(qfx.Session(model, [{"input_ids": torch.arange(8)[None]}]), ROTATED)
     with pytest.raises(qfx.ExportError, match=r"q_proj: it is rotated, and transformers saves it under another name"):
         qfx.export.huggingface(qmodel, tmp_path / "folder")
-
-
-def test_a_large_matrix_is_refused(tmp_path: Path) -> None:
-    model, batches = decoder(intermediate_size=2048)
-    config = ROTATED.replace(passes=(*W4.passes, Rotate(streams=False, overhead=9)))
-    with pytest.raises(
-        qfx.ExportError, match=r"down_proj: it is rotated by a matrix of size 2048, above 1024.*block=64"
-    ):
-        qfx.export.huggingface(quantize(qfx.Session(model, batches), config), tmp_path / "folder")
-
-
-def test_experts_share_a_scheme() -> None:
-    with pytest.raises(qfx.ConfigError, match=r"experts\.gate_up_proj: float; .*experts\.down_proj: int4 .*one kernel"):
-        quantize(mixtral(), HALF.replace(exclude=("*.gate_up_proj",)))
-    told = Override(pattern="op:experts", weight=CHANNEL, input=TOKEN)
-    with pytest.raises(qfx.ConfigError, match=r"gate_up_proj: experts of a checkpoint read float activations"):
-        quantize(mixtral(), HALF.replace(overrides=(told,)))
-    assert VLLM.checkpoints.refuses("gptq", {"sym": True, "bits": 2, "group_size": 32}, []).startswith("GPTQ in 2 bits")
-
-
-def test_a_search_gives_fused_operators_one_candidate() -> None:
-    _, groups = groups_of(mixtral().captured.module)
-    layer = "model.layers.0."
-    together = [set(group.names) for group in groups if len(group.names) > 1]
-    assert {f"{layer}self_attn.{name}_proj" for name in "qkv"} in together
-    assert {f"{layer}mlp.experts.{name}_proj" for name in ("gate_up", "down")} in together
-
-
-def test_groups_of_int4_may_be_any() -> None:
-    assert not VLLM.checkpoints.refuses("compressed-tensors", {}, [])
-    assert (
-        VLLM.refusal(TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=16), qfx.targets.Operand.WEIGHT)
-        is None
-    )
-
-
-def test_a_stored_model_whose_target_nobody_registered_is_written_without_its_rules() -> None:
-    with pytest.raises(qfx.ConfigError, match="known from a stored model only"):
-        _ = stored_target("nowhere").onnx
-    assert stored_target("nowhere").checkpoints.stacks

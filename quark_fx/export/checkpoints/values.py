@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.config.selection import without_numbers
+from quark_fx.config.target import Unrotated
 from quark_fx.errors import ExportError, QuarkError
 from quark_fx.export.checkpoints.experts import as_saved, matrices, stacked_rows, taken_apart
 from quark_fx.export.packing import matrix_of
@@ -28,6 +29,7 @@ from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.model.rounded_attention import RoundedAttention
 from quark_fx.model.rounded_modules import Activation, Factor
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.plan.placement import HEAD
 
 _CLASSES = (nn.Linear, nn.Embedding)
 """The modules whose weights checkpoint formats hold."""
@@ -141,7 +143,7 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
     except QuarkError as error:
         raise ExportError(str(error)) from error
     files = qmodel.config.target.checkpoints
-    layers = _layers(source, found, head=_head(source), rotates=files.rotates)
+    layers = _layers(source, found, head=_head(source), unrotated=files.unrotated)
     read = found.rounding.inputs.items()
     rotations = {path: _whole(activation.factors[0]) for path, activation in read if activation.factors}
     shell: Any = copy.deepcopy(source)
@@ -199,14 +201,14 @@ def _whole(factor: Factor) -> Tensor:
     return torch.kron(left.float(), right.float())
 
 
-def _layers(model: nn.Module, found: Correspondence, *, head: str, rotates: bool) -> list[Layer]:
+def _layers(model: nn.Module, found: Correspondence, *, head: str, unrotated: Unrotated | None) -> list[Layer]:
     """Return the modules with quantized weights, or one error about all that no format holds.
 
     Args:
         model: the original one.
         found: what its modules compute with.
         head: path of the module that projects to the vocabulary.
-        rotates: of `CheckpointFiles`.
+        unrotated: of `CheckpointFiles`.
     """
     layers: list[Layer] = []
     errors, names = [], list[str]()
@@ -261,7 +263,7 @@ def _layers(model: nn.Module, found: Correspondence, *, head: str, rotates: bool
         f"{p}: {why}"
         for p, activation in found.rounding.inputs.items()
         if activation.factors
-        and (why := _unrotatable(model.get_submodule(p), activation, rotates=rotates, is_head=p == head))
+        and (why := _unrotatable(model.get_submodule(p), activation, unrotated, is_head=p == head))
     ]
     if errors:
         raise unholdable(errors, names, [layer.stack or layer.name for layer in layers])
@@ -272,31 +274,24 @@ def _layers(model: nn.Module, found: Correspondence, *, head: str, rotates: bool
 
 _UNROTATED = "quantize with Rotate(overhead=0), or leave it out of Rotate (only=)"
 
-_LARGEST = 1024
-"""Sizes of a matrix that servers multiply by as a whole, not by two factors as the graph does."""
 
-
-def _unrotatable(module: nn.Module, activation: Activation, *, rotates: bool, is_head: bool) -> str:
+def _unrotatable(module: nn.Module, activation: Activation, unrotated: Unrotated | None, *, is_head: bool) -> str:
     """Say why a checkpoint cannot hold what a module's input is multiplied by; empty if it can."""
     rotations = [factor for factor in activation.factors if factor.by_rows]
     if len(activation.factors) > len(rotations):
         return "a pass multiplies what it reads; quantize without explicit=True of that pass"
-    if not rotates:
+    if unrotated is None:
         return (
             "a pass rotates what it reads at run time; quantize with Rotate(overhead=0), or for target='vllm' and "
             "format='compressed-tensors'"
         )
-    size = math.prod(len(tensor) for tensor in rotations[0].tensors)
     if len(rotations) > 1:
         return f"what it reads is rotated more than once; {_UNROTATED}"
-    if is_head or not isinstance(module, nn.Linear):
-        return f"what it reads is rotated, which servers do for linear layers alone, no head; {_UNROTATED}"
-    bias: Tensor | None = module.bias  # typed as if there always were one
-    if bias is not None:
-        return f"what it reads is rotated, and it has a bias, beside which servers do not rotate; {_UNROTATED}"
-    if size > _LARGEST:
-        return f"it is rotated by a matrix of size {size}, above {_LARGEST}; quantize with Rotate(block=64)"
-    return ""
+    kinds = ["linear"] * isinstance(module, nn.Linear) + [HEAD] * is_head
+    bias: Tensor | None = getattr(module, "bias", None)
+    size = math.prod(len(tensor) for tensor in rotations[0].tensors)
+    why = unrotated(kinds, bias is not None, size)
+    return f"what it reads is rotated, but {why}; {_UNROTATED}" if why else ""
 
 
 def unholdable(errors: list[str], names: Iterable[str] = (), held: Sequence[str] = ()) -> ExportError:
