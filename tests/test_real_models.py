@@ -7,17 +7,20 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
-from torch import Tensor
+from onnx import helper, numpy_helper
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
-from benchmarks.real import crnn, speaker, whisper
+from benchmarks.real import crnn, mtcnn, speaker, whisper
 from benchmarks.real.__main__ import Table, page, sections
 from benchmarks.real.craft import boxes
 from benchmarks.real.ctranslate2_weights import read_weights
 from benchmarks.real.error_rates import best_overlaps, edit_distance, error_rate, overlap
+from benchmarks.real.onnx_weights import with_weights
 from benchmarks.real.packages import PACKAGES, MissingPackageError, package, submodule
 
 
@@ -88,6 +91,59 @@ def test_weights_of_another_version_or_type_are_refused(tmp_path: Path) -> None:
         read_weights(stored(tmp_path / "new.bin", {"scale": (9, torch.zeros(1))}, {}))
 
 
+class Swapped(nn.Module):
+    """Runs its layers in another order than it names them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.convolution = nn.Linear(4, 4), nn.BatchNorm2d(4), nn.Conv2d(3, 4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(self.convolution(x)).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def in_a_file(network: Swapped) -> onnx.ModelProto:
+    """Return the weights as Paddle's converter stores them, in the order of use, beside a constant of one value."""
+    norm, convolution, linear = network.norm, network.convolution, network.linear
+    stored = {
+        "kernel": convolution.weight,
+        "kernel_bias": convolution.bias.reshape(1, 4, 1, 1),  # type: ignore[union-attr]
+        **dict(zip(("scale", "shift", "mean", "variance"), norm.state_dict().values(), strict=False)),
+        "one": torch.ones(1),
+        "matrix": linear.weight.T,
+        "matrix_bias": linear.bias,
+    }
+    used = [
+        ("kernel",),
+        ("kernel_bias",),
+        ("scale", "shift", "mean", "variance"),
+        ("one",),
+        ("matrix",),
+        ("matrix_bias",),
+    ]
+    nodes = [helper.make_node("Op", ["x", *names], [f"y{i}"]) for i, names in enumerate(used)]
+    initializers = [numpy_helper.from_array(stored[name].numpy(force=True), name) for name in sorted(stored)]
+    return helper.make_model(helper.make_graph(nodes, "network", [], [], initializers))
+
+
+def test_weights_of_an_onnx_file_are_read_in_the_order_in_which_layers_run() -> None:
+    expected, found, x = Swapped().eval(), Swapped(), torch.randn(2, 3, 5, 5)
+    for value in expected.state_dict().values():
+        value.copy_(torch.rand(value.shape) + 0.5)
+    assert with_weights(found, in_a_file(expected), x) is found
+    torch.testing.assert_close(found(x), expected(x), rtol=0, atol=0)
+
+
+def test_weights_of_another_network_are_refused() -> None:
+    file, x = in_a_file(Swapped()), torch.randn(2, 3, 5, 5)
+    other = Swapped()
+    other.convolution = nn.Conv2d(3, 4, 3)
+    with pytest.raises(ValueError, match=r"\(4, 3, 2, 2\), the network's \(4, 3, 3, 3\)"):
+        with_weights(other, file, x)
+    with pytest.raises(ValueError, match="zip"):
+        with_weights(nn.Conv2d(3, 4, 2), file, x)
+
+
 @pytest.mark.parametrize(
     ("found", "expected", "edits"),
     [
@@ -130,6 +186,22 @@ def test_repetitions_and_blanks_are_not_read() -> None:
     steps = [0, 37, 37, 0, 37, 48, 0, 0, 0, 0]
     logits = F.one_hot(torch.tensor([steps, [0] * 10]), len(crnn.CHARACTERS) + 1).float()
     assert crnn.read(logits) == [crnn.CHARACTERS[36] * 2 + crnn.CHARACTERS[47], ""]
+
+
+def test_windows_of_a_mosaic_are_as_bright_as_they_overlap_what_is_bright() -> None:
+    """Faces are white here and other pieces black: windows in another order, or cut elsewhere, would not agree."""
+    batch, dense, cut = mtcnn._mosaic(torch.ones(1, 25, 25), torch.zeros(1, 25, 25), seed=0)
+    pixels = {name: (images[:, 0] * 128 + 127.5) / 255 for name, images in batch.items()}
+    of_pnet = F.avg_pool2d(pixels["mosaic"][:, None], 12, 2).flatten()
+    for overlaps, brightness in (
+        (dense, of_pnet),
+        (cut, pixels["small"].mean((1, 2))),
+        (cut, pixels["large"].mean((1, 2))),
+    ):
+        assert (overlaps > 0.65).any()
+        assert (overlaps == 0).any()
+        assert float(brightness[overlaps > 0.65].min()) > 0.65 * 0.7 - 0.05
+        assert float(brightness[overlaps == 0].max()) < 0.1
 
 
 SPOKEN = [1, 2, 3, 4, 5, 6, 7, 8, 9]

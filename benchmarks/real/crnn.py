@@ -7,7 +7,7 @@ probabilities from the float model's, in nats per step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,7 @@ from benchmarks.real.easyocr_weights import with_weights
 from benchmarks.real.error_rates import error_rate
 from benchmarks.real.packages import submodule
 from benchmarks.real.real_model import RealModel
-from benchmarks.real.rendered import CALIBRATION_WORDS, JUDGED_WORDS, word_image
+from benchmarks.real.rendered import CALIBRATION_WORDS, JUDGED_WORDS, spread, word_image
 
 HEIGHT, WIDTH, BATCH, CALIBRATION, JUDGED = 64, 320, 16, 64, 320
 """Size of an image in pixels, words of a batch, and numbers of words."""
@@ -49,8 +49,8 @@ def load() -> RealModel:
     """
     network = submodule("easyocr", "model.vgg_model").Model(1, 256, 256, len(CHARACTERS) + 1)
     model = Recognizer(with_weights(network, "english_g2.pth")).eval()
-    words = _spread(JUDGED_WORDS, JUDGED)
-    judged = _batches(words, 1000)
+    words = spread(JUDGED_WORDS, JUDGED)
+    judged = batches(words, 1000)
     with torch.no_grad():
         expected = torch.cat([model(batch) for batch in judged]).log_softmax(-1)
 
@@ -66,23 +66,24 @@ def load() -> RealModel:
             "KL": float(divergence),
         }
 
-    return RealModel(model, _batches(_spread(CALIBRATION_WORDS, CALIBRATION), 0), judged, judge)
+    return RealModel(model, batches(spread(CALIBRATION_WORDS, CALIBRATION), 0), judged, judge)
 
 
-def _spread(words: list[str], count: int) -> list[str]:
-    return [words[i * len(words) // count] for i in range(count)]
-
-
-def _batches(words: list[str], seed: int) -> list[Tensor]:
+def batches(words: list[str], seed: int) -> list[Tensor]:
+    """Return images of words, `(16, 1, 64, 320)` from -1 to 1, each drawn from a seed of its own."""
     images = [word_image(word, HEIGHT, WIDTH, seed + i) for i, word in enumerate(words)]
     return list((2 * torch.stack(images)[:, None] - 1).split(BATCH))
 
 
-def read(logits: Tensor) -> list[str]:
+def read(logits: Tensor, characters: Sequence[str] = CHARACTERS) -> list[str]:
     """Return the text of the best class of every step, `(words, steps, classes)`: repetitions, then blanks, left out.
+
+    Args:
+        logits: or anything that grows with them.
+        characters: those of the classes after the blank.
 
     Source:
         Graves et al. 2006, best path decoding of connectionist temporal classification.
     """
     best = [torch.unique_consecutive(steps) for steps in logits.argmax(-1)]
-    return ["".join(CHARACTERS[i - 1] for i in steps[steps > 0]) for steps in best]
+    return ["".join(characters[i - 1] for i in steps[steps > 0]) for steps in best]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import ModuleType
 
-from benchmarks.real import craft, crnn, minilm, smollm2, speaker, whisper
+from benchmarks.real import craft, crnn, minilm, mtcnn, ppocr, smollm2, speaker, whisper
 from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
 from quark_fx.graph.pass_manager import GraphPass
 from quark_fx.numbers.formats import INT4
 from quark_fx.numbers.qparams import Symmetry
-from quark_fx.passes import GPTQ, Rotate
+from quark_fx.passes import GPTQ, CrossLayerEqualization, Rotate
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC, INT8_STATIC_MSE, PRESETS, XINT8
 
 
@@ -20,7 +20,7 @@ def _then(config: QuantConfig, *passes: GraphPass) -> QuantConfig:
 
 _ZERO_POINTS = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=32, symmetry=Symmetry.ASYMMETRIC)
 
-CONFIGS: dict[str, QuantConfig] = PRESETS | {
+_RECIPES = {
     "int8_static, Rotate()": _then(INT8_STATIC, Rotate()),
     "int8_static_mse, Rotate(), GPTQ()": _then(INT8_STATIC_MSE, Rotate(), GPTQ()),
     "xint8, Rotate()": _then(XINT8, Rotate()),
@@ -29,11 +29,17 @@ CONFIGS: dict[str, QuantConfig] = PRESETS | {
         INT4_WEIGHT_ONLY.replace(weight=_ZERO_POINTS), GPTQ(asymmetry=0.5, fit_scales=True)
     ),
 }
+
+_EQUALIZED = {
+    "int8_static, CrossLayerEqualization()": _then(INT8_STATIC, CrossLayerEqualization()),
+    "xint8, CrossLayerEqualization(), GPTQ()": _then(XINT8, CrossLayerEqualization(), GPTQ()),
+}
+
+CONFIGS: dict[str, QuantConfig] = PRESETS | _RECIPES | _EQUALIZED
 """Configurations by name: presets, and presets with more passes."""
 
-_RECIPES = tuple(name for name in CONFIGS if name not in PRESETS)
-
 VISION = ("int8_static", "int8_static_mse", "int8_dynamic", "int4_weight_only", "fp8_static", "xint8")
+DEPTHWISE = (*VISION, *_EQUALIZED)
 ENCODER = (*VISION, "w8a8_dynamic", *_RECIPES)
 SPEECH = (
     *("int8_static", "int8_static_mse", "int8_dynamic", "int4_weight_only", "w4a16_gptq", "w8a8_dynamic", "xint8"),
@@ -55,7 +61,7 @@ LANGUAGE = (
     "mxfp4_best",
 )
 
-ONNX = frozenset({*VISION, *SPEECH}) - {"w4a16_gptq", "w8a8_dynamic"}
+ONNX = frozenset({*DEPTHWISE, *SPEECH}) - {"w4a16_gptq", "w8a8_dynamic"}
 """Those that are measured in the exported file, too."""
 
 
@@ -72,6 +78,8 @@ MODELS = {
     "minilm": Entry(minilm, ENCODER),
     "craft": Entry(craft, VISION),
     "crnn": Entry(crnn, VISION),
+    "ppocr": Entry(ppocr, DEPTHWISE),
+    "mtcnn": Entry(mtcnn, VISION),
     "speaker": Entry(speaker, VISION),
     "whisper": Entry(whisper, SPEECH),
 }

