@@ -17,6 +17,7 @@ import torch
 from extensions.clip_activations import ClipActivations
 from extensions.deviation_scales import DeviationScales
 from extensions.fold_constant_scales import fold_constant_scales
+from extensions.qronos import Qronos
 from extensions.quick_gelu import fuse_quick_gelu
 from extensions.refit_scales import RefitScales
 from extensions.shift_channels import ShiftChannels, Shifted
@@ -72,7 +73,11 @@ def test_an_extension_is_one_short_file(file: Path) -> None:
     assert len(file.read_text().splitlines()) <= 60
 
 
-@pytest.mark.parametrize("p", [RefitScales(damping=0.1), ClipActivations(steps=8)], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize(
+    "p",
+    [RefitScales(damping=0.1), ClipActivations(steps=8), Qronos(alpha=1e-3)],
+    ids=lambda p: type(p).__name__,
+)
 def test_a_solver_is_found_by_name_and_its_needs_are_predicted(p: Solver) -> None:
     config = QuantConfig.from_dict(FOUR_BITS.replace(passes=(p,)).to_dict())
     assert config.passes == (p,)
