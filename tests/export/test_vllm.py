@@ -403,3 +403,34 @@ def test_a_rotated_module_that_is_saved_under_another_name_is_refused(tmp_path: 
     qmodel = quantize(qfx.Session(model, [{"input_ids": torch.arange(8)[None]}]), ROTATED)
     with pytest.raises(qfx.ExportError, match=r"q_proj: it is rotated, and transformers saves it under another name"):
         qfx.export.huggingface(qmodel, tmp_path / "folder")
+
+
+def test_experts_share_a_scheme() -> None:
+    with pytest.raises(qfx.ConfigError, match=r"experts\.gate_up_proj: float; .*experts\.down_proj: int4 .*one kernel"):
+        quantize(mixtral(), HALF.replace(exclude=("*.gate_up_proj",)))
+    told = Override(pattern="op:experts", weight=CHANNEL, input=TOKEN)
+    with pytest.raises(qfx.ConfigError, match=r"gate_up_proj: experts of a checkpoint read float activations"):
+        quantize(mixtral(), HALF.replace(overrides=(told,)))
+    assert VLLM.checkpoints.refuses("gptq", {"sym": True, "bits": 2, "group_size": 32}, []).startswith("GPTQ in 2 bits")
+
+
+def test_a_search_gives_fused_operators_one_candidate() -> None:
+    _, groups = groups_of(mixtral().captured.module)
+    layer = "model.layers.0."
+    together = [set(group.names) for group in groups if len(group.names) > 1]
+    assert {f"{layer}self_attn.{name}_proj" for name in "qkv"} in together
+    assert {f"{layer}mlp.experts.{name}_proj" for name in ("gate_up", "down")} in together
+
+
+def test_groups_of_int4_may_be_any() -> None:
+    assert not VLLM.checkpoints.refuses("compressed-tensors", {}, [])
+    assert (
+        VLLM.refusal(TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=16), qfx.targets.Operand.WEIGHT)
+        is None
+    )
+
+
+def test_a_stored_model_whose_target_nobody_registered_is_written_without_its_rules() -> None:
+    with pytest.raises(qfx.ConfigError, match="known from a stored model only"):
+        _ = stored_target("nowhere").onnx
+    assert stored_target("nowhere").checkpoints.stacks
