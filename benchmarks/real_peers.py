@@ -59,6 +59,11 @@ ROTATED = "w4a16_rotated"
 QUICK = {**QUALITY, "guided": True}
 """The solver of `w4a16_best` without its sweeps."""
 
+BOTH = {**QUICK, "two_sided": True}
+
+TURNED = {"name": "Rotate", "streams": False, "block": 64}
+"""The rotation of `w4a16_rotated`."""
+
 
 @dataclass(frozen=True)
 class Format:
@@ -78,7 +83,8 @@ class Format:
 
     def predicts(self, row: Row) -> bool:
         """Tell whether a tool's own model is judged, as its weights alone do not say what it computes."""
-        return self.activations or row.options.get("preset") == ROTATED
+        rotated = row.options.get("preset") == ROTATED or TURNED in row.options.get("passes", ())
+        return self.activations or rotated
 
 
 def _ours(method: str, **options: Any) -> Row:
@@ -99,9 +105,12 @@ def _weight_only(title: str, weights: Weights, best: str) -> Format:
         _ours("GPTQ(asymmetry=0.5, fit_scales=True)", passes=[QUALITY], **spelled),
         *_on_less("GPTQ(asymmetry=0.5, fit_scales=True)", 2, 4, passes=[QUALITY], **spelled),
         _ours("GPTQ(asymmetry=0.5, fit_scales=True, guided=True)", passes=[QUICK], **spelled),
+        _ours("GPTQ(asymmetry=0.5, fit_scales=True, guided=True, two_sided=True)", passes=[BOTH], **spelled),
         _ours(f"{ROTATED}, sweeps=0", preset=ROTATED, replaced=[QUALITY]),
         *_on_less(f"{ROTATED}, sweeps=0", 2, 4, preset=ROTATED, replaced=[QUALITY]),
         _ours(ROTATED, preset=ROTATED),
+        _ours(f"{ROTATED}, sweeps=0, guided, two_sided", preset=ROTATED, replaced=[BOTH]),
+        _ours(f"NormalizeColumns(), {ROTATED}, sweeps=0", passes=["NormalizeColumns", TURNED, QUALITY], **spelled),
         _ours(f"{best}, sweeps=0", preset=best, replaced=[QUICK]),
         _ours(best, preset=best),
         *([] if weights.bits == 4 else [_ours(f"{best}, TuneScales()", preset=best, passes=["TuneScales"])]),

@@ -9,6 +9,7 @@ from typing import Annotated
 import torch
 
 from quark_fx.engine.sizes import Matrices
+from quark_fx.errors import ConfigError
 from quark_fx.solvers.error_feedback import DAMPING, working_bytes
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.matrix_feedback import (
@@ -51,6 +52,9 @@ class GPTQ(Solver):
         sweeps: of coordinate descent over the codes that error feedback chose, at most. Error feedback makes up for the
             error of an input in those after it alone; a sweep moves each code to the best one given all others. Each
             costs as much as rounding.
+        two_sided: rows of a weight make up for the errors of other rows, too, by which output channels' errors add up
+            in what the model predicts. It costs the passes of `guided`, and a Hessian of the outputs for each operator;
+            together they cost the passes once. Operators of several matrices are rounded as without.
         guided: weight each row of the data by how much the model's predictions depend on it. It costs a forward and a
             backward pass of the float model, and a Hessian for each operator. Rows routed to experts weigh the same.
 
@@ -61,7 +65,8 @@ class GPTQ(Solver):
         Frantar et al. 2023 (GPTQ), which recomputes the range of each group on the way, where we search; for
         `asymmetry` the objective of Li et al. 2025 (GPTAQ) and Zhang et al. 2025 (Qronos), minimized column by column
         (Qronos rounds the first column for the float weights of the others); for `sweeps` Behdin et al. 2023
-        (QuantEase); for `guided` Kim et al. 2025 (GuidedQuant).
+        (QuantEase); for `guided` Kim et al. 2025 (GuidedQuant); for `two_sided`
+        Tseng et al. 2025 (YAQA).
     """
 
     damping: Annotated[float, Interval("(0, 1]")] = DAMPING
@@ -71,11 +76,18 @@ class GPTQ(Solver):
     static_groups: bool = True
     sweeps: NonNegativeInt = 0
     guided: bool = False
+    two_sided: bool = False
+
+    def __post_init__(self) -> None:
+        if self.two_sided and (self.sweeps or not self.static_groups):
+            raise ConfigError(
+                "two_sided=True of GPTQ goes with sweeps=0 and static_groups=True: both move one row given itself alone"
+            )
 
     @property
     def reads(self) -> InputHessian:
         """The Hessian, as guided, and where the target moves, what the float model makes of its own inputs."""
-        return InputHessian(shifted=self.asymmetry > 0, guided=self.guided)
+        return InputHessian(shifted=self.asymmetry > 0, guided=self.guided, two_sided=self.two_sided)
 
     def solve(self, weight: QuantizedMatrix, seen: Hessian) -> Proposal:
         """Round the weight with error feedback."""
@@ -95,6 +107,7 @@ class GPTQ(Solver):
             * (not self.static_groups and not chooses),
             f"damped by {float(most):g}" * bool(most > torch.full_like(most, self.damping)),
             f"unguided: {seen.unguided}" * bool(seen.unguided),
+            "one-sided: several matrices, or no gradient" * (self.two_sided and weight.outputs is None),
             _few(seen),
         )
         return Proposal(weight, "; ".join(filter(None, remarks)), self.asymmetry)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quark_fx.engine.context import Context
-from quark_fx.engine.guidance import guidance_of
+from quark_fx.engine.guidance import Guidance, guidance_of
 from quark_fx.errors import ConfigError
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.places import OperatorPlace, Place
@@ -72,10 +72,13 @@ class InputHessian(Reading):
         shifted: with `Hessian.shift`, which takes a second forward pass.
         guided: weight each row by how sensitive the end loss is to an error there (`quark_fx.engine.guidance`). It
             takes a forward and a backward pass of the float model, and each operator has a Hessian of its own.
+        two_sided: judge weights by which output channels' errors add up in the end loss, too
+            (`QuantizedMatrix.outputs`). It takes the same passes.
     """
 
     shifted: bool = False
     guided: bool = False
+    two_sided: bool = False
     choices: ClassVar = (QuantizedMatrix,)
 
     @property
@@ -83,10 +86,20 @@ class InputHessian(Reading):
         """Whether operators that multiply one value get the same."""
         return not self.guided
 
+    def guidance(self, context: Context) -> Guidance | None:
+        """Return what it reads of the end loss; every rank has to ask for it."""
+        asked = self.guided or self.two_sided
+        return guidance_of(context, outputs=self.two_sided) if asked else None
+
+    def now(self, part: Part, context: Context) -> QuantizedMatrix:
+        """Return a weight as it is quantized, with what says how its errors count."""
+        outputs = guidance_of(context, outputs=True).outputs if self.two_sided else None
+        return replace(part.now, outputs=(outputs or {}).get(part.weight.linear.node.name))
+
     def measure(self, places: Sequence[Place], context: Context, batches: Sequence[int]) -> Hessian:
         """Return the sums over all rows."""
         parts = tuple(place for place in places if isinstance(place, Part))
-        guidance = guidance_of(context) if self.guided else None
+        guidance = self.guidance(context) if self.guided else None
         return Product(parts).hessian(context, shifted=self.shifted, guidance=guidance, batches=batches)
 
 

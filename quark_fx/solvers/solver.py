@@ -10,7 +10,7 @@ predicts memory.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 from torch.fx import GraphModule
@@ -19,7 +19,7 @@ from quark_fx.config.selection import Selective
 from quark_fx.engine.block_walk import walk_blocks
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Context
-from quark_fx.engine.guidance import guidance_of
+from quark_fx.engine.guidance import together_bytes
 from quark_fx.engine.sizes import FLOAT32, BlockSize, Matrices, Need, Sizes
 from quark_fx.errors import ConfigError
 from quark_fx.graph.pass_manager import Stage, graph_pass
@@ -106,8 +106,8 @@ class Solver(Selective, ABC):
         reads, form, find = self._reading, self._form, places_of(self.chooses, gm, context, self)
         judge = BlockJudge(self.solve, reads, context) if form is None else FormJudge(self.solve, form, context)
         label = type(self).__name__
-        if form is not None and form.guided:
-            guidance_of(context)  # before blocks and what enters them take memory
+        if form is not None:
+            form.guidance(context)  # before blocks and what enters them take memory
         for run in walk_blocks(gm, context, unit=Unit.OPERATOR, label=label, side_by_side=self._side_by_side):
             for places in [] if run.finished else find(run):
                 for some in [places] if reads.shared else [(place,) for place in places]:
@@ -117,7 +117,7 @@ class Solver(Selective, ABC):
     def needs(self, sizes: Sizes) -> Need:
         """Return what a run takes: what it reads of both kinds of batches, or blocks, and `working_bytes`."""
         by_form, hessians = self._form is not None, 2 * (1 + self._side_by_side)
-        guided = self._form is not None and self._form.guided
+        guided, two_sided = (form.guided, form.two_sided) if (form := self._form) is not None else (False, False)
 
         def measuring(block: BlockSize) -> int:
             # Rows of another dtype are copied, and those with weights.
@@ -139,7 +139,9 @@ class Solver(Selective, ABC):
             return sum(measured) + sum(map(self.working_operations, block.matrices))
 
         turn = measuring if by_form else running
-        before = sizes.back_walk() if guided else Need(())
+        before = sizes.back_walk() if guided or two_sided else Need(())
+        if two_sided:
+            before = replace(before, held=sum(together_bytes(m) for m in sizes.matrices.values()))
         return before + sizes.walk(Unit.OPERATOR, turn, streams=1 + self._side_by_side, work=work)
 
 

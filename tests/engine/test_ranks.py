@@ -114,6 +114,7 @@ CONFIGS: dict[str, QuantConfig] = {
     "gptq": in_groups(W4A16_GPTQ),
     "gptq, asymmetric": in_groups(W4A16_GPTQ).replace(passes=(GPTQ(asymmetry=0.5, fit_scales=True, sweeps=2),)),
     "gptq, guided": in_groups(W4A16_GPTQ).replace(passes=(GPTQ(guided=True),)),
+    "gptq, two-sided": in_groups(W4A16_GPTQ).replace(passes=(GPTQ(two_sided=True),)),
     # With a full range the largest weight of a group lies between two codes, which the last bits of a sum decide.
     "awq": in_groups(W4A16_AWQ, symmetry=Symmetry.SYMMETRIC),
     "fitted scales": in_groups(W4A16_GPTQ).replace(passes=(FitScales(),)),

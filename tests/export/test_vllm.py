@@ -337,7 +337,7 @@ LARGE = "vLLM has no matrix of size 2048 at run time, only up to 1024; set block
         ("Qwen2", {}, ROTATED, {"q_proj": BIAS}, "down_proj"),
         ("Llama", {"intermediate_size": 2048}, W4.replace(passes=(*W4.passes, WHOLE)), {"down_proj": LARGE}, "q_proj"),
         ("Qwen3Moe", EXPERTS, ROTATED, {"experts": HEAD}, "q_proj"),
-        ("Llama", {}, ROTATED.replace(kv_cache=TensorSpec(format="fp8_e4m3")), {"self_attn": HEAD}, "q_proj"),
+        ("Llama", {}, ROTATED.replace(kv_cache=TensorSpec(format=FP8_E4M3)), {"self_attn": HEAD}, "q_proj"),
     ],
     ids=["head", "bias", "large", "experts", "keys"],
 )

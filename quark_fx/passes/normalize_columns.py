@@ -1,0 +1,85 @@
+"""Scale the columns of weights to one size, which a rotation and error feedback then lose least of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from quark_fx.config.quant_config import Granularity
+from quark_fx.config.selection import Selective
+from quark_fx.engine.context import Context
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.pass_manager import Change, graph_pass
+from quark_fx.plan.placement import Coded
+from quark_fx.rescale.components import Means
+from quark_fx.rescale.planned_sites import PlannedSite, planned_sites
+from quark_fx.rescale.scale_sites import apply_scale
+
+_SMALLEST = 1e-4
+"""Of a column, relative to the largest: one that is never read is scaled like one that hardly is."""
+
+
+@graph_pass()
+@dataclass(frozen=True, kw_only=True)
+class NormalizeColumns(Selective):
+    """Divide every input channel of quantized weights by its root mean square, and multiply what they read by it.
+
+    For `Rotate(streams=False)` with `GPTQ`, where activations stay in float; needs no data. Behind a rotation, all
+    weights are rounded by steps proportional to the root mean square of all, and error feedback multiplies the squared
+    steps by the geometric mean of what the Hessian leaves of each channel. Scales `s` change that mean by the geometric
+    mean of `s**-2`, whatever the data is, so what counts is the arithmetic mean of `(s w)**2` over the geometric mean
+    of `s**2`, for root mean squares `w` of the columns. It is smallest at `s = 1 / w`. The report has it before and
+    after, over its smallest value.
+
+    Args:
+        explicit: insert a multiplication where nothing before can absorb the scale.
+
+    Source:
+        Ours. Chee et al. 2023 (QuIP), theorem 1, for the loss of error feedback; Müller et al. 2025 (SINQ) scale
+        columns, and rows, to one size for rounding to nearest.
+    """
+
+    explicit: bool = False
+
+    def __call__(self, gm: GraphModule, context: Context) -> int:
+        """Scale the sites of `gm` that quantized weights read; return how many changed."""
+        sites = planned_sites(gm, context, self, explicit=self.explicit, reads=_linear, unread=_UNREAD)
+        changed = 0
+        for site in sites:
+            if any(made.operator.weight.granularity is Granularity.TENSOR for made in site.producers):
+                context.note(Change(site.name, "skipped: the weights that make it share one scale", changed=False))
+                continue
+            squares = _mean_squares(gm, site)
+            scale = squares.rsqrt()
+            before = float(squares.mean() / squares.log().mean().exp())
+            apply_scale(gm, site.site, scale)
+            said = f"scaled by {float(scale.min()):.2g} to {float(scale.max()):.2g}"
+            context.note(Change(site.name, said, before=before, after=1.0))
+            changed += 1
+        return changed
+
+
+_UNREAD = "not every operator that reads it has codes, and all channels in every output"
+
+
+def _linear(operator: Coded) -> Linear | None:
+    linear = operator.linear
+    return None if operator.weight.is_cast or linear is None or linear.groups > 1 else linear
+
+
+def _mean_squares(gm: GraphModule, site: PlannedSite[Linear]) -> Tensor:
+    """Return those of the weights that read each component, around 1, shape (components,)."""
+    means = Means.of_none(site.site.channels)
+    for reader in site.readers:
+        scaled = reader.scaled
+        columns = reader.value(gm).float().movedim(scaled.linear.input_axis, 0).flatten(1)
+        means.add(scaled.labels, columns.square().sum(1))
+    found = means.means / means.means.max().clamp_min(torch.finfo(torch.float32).tiny)
+    found = found.clamp_min(_SMALLEST**2)
+    return found / found.log().mean().exp()
+
+
+__all__ = ["NormalizeColumns"]
