@@ -28,6 +28,7 @@ from quark_fx.passes import (
     BlockAP,
     CrossLayerEqualization,
     FitScales,
+    NormalizeColumns,
     Rotate,
     SmoothQuant,
     TuneScales,
@@ -41,7 +42,7 @@ STEPS: dict[Any, dict[str, Any]] = {
     TuneScales: {"iterations": 16},
 }
 ROUNDING: list[Any] = [GPTQ, FitScales, AdaRound, AdaQuant, AutoRound, BlockAP, BiasCorrection, TuneScales]
-SCALING: list[Any] = [AWQ, SmoothQuant, CrossLayerEqualization, AbsorbHighBias]
+SCALING: list[Any] = [AWQ, SmoothQuant, NormalizeColumns, CrossLayerEqualization, AbsorbHighBias]
 
 
 class Two(nn.Module):
