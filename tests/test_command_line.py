@@ -870,6 +870,7 @@ def test_presets_are_all_there_and_say_what_the_documentation_says_of_data() -> 
     page = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([a-z0-9_]+)` \|(.*)\|$", page, re.MULTILINE)
     assert found == {name: "calibration set" in cells for name, cells in rows}
+    assert "Rotate" in call("presets").stdout
 
 
 def test_doctor_knows_every_extra_of_the_project_and_its_packages() -> None:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from quark_fx.command_line.options import Json
 from quark_fx.command_line.printing import show, table
-from quark_fx.graph.pass_manager import learns_from_data, pass_name
+from quark_fx.config.selection import Selective
+from quark_fx.graph.pass_manager import pass_name
 from quark_fx.presets import PRESETS
 from quark_fx.quantization import needs_data
 
 
 def presets(json: Json = False) -> None:
-    """List the presets: their number formats, what learns from data, and what stays in float."""
-    header = ("preset", "weights", "activations", "learns", "stays in float", "data", "target")
+    """List the presets: their number formats, the passes that rescale, rotate or learn, and what stays in float."""
+    header = ("preset", "weights", "activations", "passes", "stays in float", "data", "target")
     rows = [
         (
             name,
             str(config.weight or "float"),
             str(config.input or "float"),
-            ", ".join(pass_name(p) for p in config.passes if learns_from_data(p)),
+            ", ".join(pass_name(p) for p in config.passes if isinstance(p, Selective)),
             ", ".join(config.exclude),
             "calibration set" if needs_data(config) else "one batch",
             str(config.target),
