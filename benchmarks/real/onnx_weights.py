@@ -35,7 +35,10 @@ def with_weights(network: nn.Module, file: onnx.ModelProto, example: Tensor) -> 
         network.eval()(example)
         for hook in hooks:
             hook.remove()
-        for tensor, weight in zip(tensors, _weights(file), strict=True):
+        weights = list(_weights(file))
+        if len(weights) != len(tensors):
+            raise ValueError(f"the file has {len(weights)} weights, the network {len(tensors)}")
+        for tensor, weight in zip(tensors, weights, strict=True):
             # Paddle adds the bias of a convolution as (1, channels, 1, 1).
             value = weight.flatten() if tensor.dim() == 1 else weight
             if value.shape != tensor.shape:

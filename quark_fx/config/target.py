@@ -160,7 +160,7 @@ class CheckpointFiles:
         unrotated: says why the backend does not rotate what an operator reads at run time, as compressed-tensors'
             `transform_config` has it, and what to do instead; empty if it does. Its arguments are the kinds of the
             operator that patterns know, whether it has a bias, and the size of the matrix. `Rotate` skips what it
-            refuses. `None`: the backend does not read checkpoints, or nothing is known of it; none has rotations then.
+            refuses. `None`: nothing is known, so checkpoints with rotations are refused.
     """
 
     refuses: Callable[[str, Mapping[str, Any], Sequence[str]], str] = _taken

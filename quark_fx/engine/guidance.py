@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -26,10 +26,10 @@ _ENOUGH = 8
 rows."""
 
 _TOGETHER = 1024
-"""Output channels, at most, whose errors are taken together: the largest divisor of all of them up to this."""
+"""The most output channels whose errors are taken together; runs have the largest size up to it that divides them."""
 
-_SMALLEST = 1e-30
-"""Of a row's gradient, which is divided by its length."""
+_SMALLEST = 1e-18
+"""The least length that a row's gradient is divided by: squares of shorter ones are 0 in float32."""
 
 _POWERS = (0.5, 0.375, 0.25, 0.125)
 """Powers of the weights to try, in this order; if none leaves enough effective rows, all rows weigh the same, and the
@@ -56,6 +56,7 @@ class Guidance:
         reasons: why an operator has none, by its node.
         outputs: by operator's node, half of these sums and half the identity, float32, shape (runs, n, n) for runs of
             `n` channels, the diagonal 1 on average; of operators with one matrix, `None` if they were not measured.
+        alone: why an operator has none of these, by its node.
 
     Source:
         Kim et al. 2025 (GuidedQuant), equation 6 with one group of outputs; the gradient is a draw from the model's own
@@ -66,17 +67,18 @@ class Guidance:
     weights: dict[tuple[str, int], Tensor]
     reasons: dict[str, str]
     outputs: dict[str, Tensor] | None = None
+    alone: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def measure(cls, gm: GraphModule, context: Context, *, outputs: bool) -> Self:
         """Run every calibration batch through a float graph and back; return the weights of all quantized operators.
 
+        If the gradient does not pass an operator, none has weights, and the reason names the block.
+
         Args:
             gm: the float graph.
             context: of the run.
             outputs: measure these, too.
-
-        If the gradient does not pass an operator, none has weights, and the reason names the block.
 
         Raises:
             CalibrationError: if there is no data.
@@ -105,11 +107,14 @@ class Guidance:
                 blocked = str(error)
                 break
         if blocked := next(filter(None, context.ranks.gather(blocked)), ""):
-            return cls({}, dict.fromkeys(kernels, blocked))
+            reasons = dict.fromkeys(kernels, blocked)
+            return cls({}, reasons, {} if outputs else None, reasons)
         context.ranks.add(*together.values())
-        for found in together.values():
+        alone = {name: why for name, found in together.items() if (why := _unusable(found))}
+        for found in (together[name] for name in together.keys() - alone.keys()):
             _shrink(found)
-        return cls(*_tempered(weights, inputs, context), together if outputs else None)
+        usable = {name: found for name, found in together.items() if name not in alone}
+        return cls(*_tempered(weights, inputs, context), usable if outputs else None, alone)
 
     def of(self, operator: str, batch: int) -> Tensor | None:
         """Return the weights of an operator's rows, `None` if it has none (`missing`)."""
@@ -120,6 +125,12 @@ class Guidance:
         if linear.offsets_at is not None:  # the quantized model may send a token elsewhere than the float one
             return "data chooses its rows"
         return self.reasons.get(linear.node.name, "")
+
+    def together(self, linear: Linear) -> tuple[Tensor | None, str]:
+        """Return the `outputs` of an operator, or `None` and why it has none."""
+        name = linear.node.name
+        found = None if self.outputs is None else self.outputs.get(name)
+        return found, "" if found is not None else self.alone.get(name, "it has several matrices")
 
 
 def _is_single(linear: Linear) -> bool:
@@ -149,11 +160,19 @@ def _add_together(sums: Tensor, rows: Tensor) -> None:
     sums.baddbmm_(alike.mT, alike)
 
 
+def _unusable(sums: Tensor) -> str:
+    """Say why sums cannot be used; empty if they can."""
+    size = float(sums.diagonal(dim1=-2, dim2=-1).sum())
+    if not math.isfinite(size):
+        return "its gradient is not finite"
+    return "" if size else "no prediction depends on it"
+
+
 def _shrink(sums: Tensor) -> None:
     """Replace sums by their mean with the identity, once their diagonal is 1 on average."""
     # A row's gradient is one draw, and the two sides of an error are not independent, as taking one matrix for all rows
-    # supposes. On trained Llamas, the mean lost less than the sums with a hundredth of the identity.
-    sums /= sums.diagonal(dim1=-2, dim2=-1).mean().clamp_min(_SMALLEST)
+    # supposes: the sums themselves say too much.
+    sums /= sums.diagonal(dim1=-2, dim2=-1).mean()
     sums.diagonal(dim1=-2, dim2=-1).add_(1)
     sums /= 2
 

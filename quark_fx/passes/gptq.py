@@ -8,6 +8,7 @@ from typing import Annotated
 
 import torch
 
+from quark_fx.engine.guidance import together_bytes
 from quark_fx.engine.sizes import Matrices
 from quark_fx.errors import ConfigError
 from quark_fx.solvers.error_feedback import DAMPING, working_bytes
@@ -81,7 +82,8 @@ class GPTQ(Solver):
     def __post_init__(self) -> None:
         if self.two_sided and (self.sweeps or not self.static_groups):
             raise ConfigError(
-                "two_sided=True of GPTQ goes with sweeps=0 and static_groups=True: both move one row given itself alone"
+                "two_sided=True of GPTQ needs sweeps=0 and static_groups=True, as sweeps and moving scales treat rows "
+                "as independent; leave out one of them"
             )
 
     @property
@@ -107,7 +109,7 @@ class GPTQ(Solver):
             * (not self.static_groups and not chooses),
             f"damped by {float(most):g}" * bool(most > torch.full_like(most, self.damping)),
             f"unguided: {seen.unguided}" * bool(seen.unguided),
-            "one-sided: several matrices, or no gradient" * (self.two_sided and weight.outputs is None),
+            f"one-sided: {weight.one_sided}" * bool(weight.one_sided),
             _few(seen),
         )
         return Proposal(weight, "; ".join(filter(None, remarks)), self.asymmetry)
@@ -116,12 +118,15 @@ class GPTQ(Solver):
         """Return the bytes of a factor and a piece of a weight at work, and of what moves targets and fits scales."""
         more = matrices.moment * bool(self.asymmetry or self.fit_scales) + matrices.target * bool(self.asymmetry)
         more += matrices.moment * bool(self.sweeps)
+        if self.two_sided:  # the errors and the target in steps, and the factor of the outputs
+            more += 4 * matrices.target + 2 * together_bytes(matrices)
         tried = 0 if self.static_groups else MOST_TRIED
         return working_bytes(matrices.groups, matrices.outputs, matrices.inputs, tried) + more
 
     def working_operations(self, matrices: Matrices) -> float:
         """Return the multiplications of rounding a weight."""
-        return 2 * (1 + self.sweeps) * matrices.inputs * matrices.values
+        rounding = 2 * (1 + self.sweeps) * matrices.inputs * matrices.values
+        return rounding * (3 if self.two_sided else 1)  # judging takes all outputs, once before and once after
 
 
 def _few(seen: Hessian) -> str:

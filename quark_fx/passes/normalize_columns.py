@@ -19,7 +19,7 @@ from quark_fx.rescale.planned_sites import PlannedSite, planned_sites
 from quark_fx.rescale.scale_sites import apply_scale
 
 _SMALLEST = 1e-4
-"""Of a column, relative to the largest: one that is never read is scaled like one that hardly is."""
+"""The least size of a column, relative to the largest: one that no weight reads is scaled like a very small one."""
 
 
 @graph_pass()
@@ -31,8 +31,8 @@ class NormalizeColumns(Selective):
     weights are rounded by steps proportional to the root mean square of all, and error feedback multiplies the squared
     steps by the geometric mean of what the Hessian leaves of each channel. Scales `s` change that mean by the geometric
     mean of `s**-2`, whatever the data is, so what counts is the arithmetic mean of `(s w)**2` over the geometric mean
-    of `s**2`, for root mean squares `w` of the columns. It is smallest at `s = 1 / w`. The report has it before and
-    after, over its smallest value.
+    of `s**2`, for root mean squares `w` of the columns. It is smallest at `s = 1 / w`. The report has it before, over
+    what it is afterwards.
 
     Args:
         explicit: insert a multiplication where nothing before can absorb the scale.
@@ -53,8 +53,10 @@ class NormalizeColumns(Selective):
                 context.note(Change(site.name, "skipped: the weights that make it share one scale", changed=False))
                 continue
             squares = _mean_squares(gm, site)
-            scale = squares.rsqrt()
-            before = float(squares.mean() / squares.log().mean().exp())
+            least = squares.max().clamp_min(torch.finfo(torch.float32).tiny) * _SMALLEST**2
+            scale = squares.maximum(least).rsqrt()
+            scale /= scale.log().mean().exp()
+            before = float(squares.mean() / (squares * scale.square()).mean())
             apply_scale(gm, site.site, scale)
             said = f"scaled by {float(scale.min()):.2g} to {float(scale.max()):.2g}"
             context.note(Change(site.name, said, before=before, after=1.0))
@@ -71,15 +73,13 @@ def _linear(operator: Coded) -> Linear | None:
 
 
 def _mean_squares(gm: GraphModule, site: PlannedSite[Linear]) -> Tensor:
-    """Return those of the weights that read each component, around 1, shape (components,)."""
+    """Return those of all weights that read each component, shape (components,)."""
     means = Means.of_none(site.site.channels)
     for reader in site.readers:
         scaled = reader.scaled
         columns = reader.value(gm).float().movedim(scaled.linear.input_axis, 0).flatten(1)
-        means.add(scaled.labels, columns.square().sum(1))
-    found = means.means / means.means.max().clamp_min(torch.finfo(torch.float32).tiny)
-    found = found.clamp_min(_SMALLEST**2)
-    return found / found.log().mean().exp()
+        means.add(scaled.labels.unsqueeze(1).expand_as(columns), columns.square())
+    return means.means
 
 
 __all__ = ["NormalizeColumns"]

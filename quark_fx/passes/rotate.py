@@ -131,7 +131,7 @@ def _names(gm: GraphModule, context: Context | None) -> Mapping[Node, Named]:
 def _unrotated(site: RotationSite, unrotated: Unrotated) -> str:
     """Say why a target does not multiply at run time by the matrix of a site; empty if it does."""
     if site.read:
-        return "others read this value as it was, and no server rotates it back for them"
+        return "others read this value as it was, and no server rotates it back for them; set streams=False"
     reasons = (unrotated(names_of(r.node).kinds, r.bias is not None, site.size) for r in site.readers)
     return next(filter(None, reasons), "")
 

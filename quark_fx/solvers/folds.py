@@ -92,9 +92,11 @@ class InputHessian(Reading):
         return guidance_of(context, outputs=self.two_sided) if asked else None
 
     def now(self, part: Part, context: Context) -> QuantizedMatrix:
-        """Return a weight as it is quantized, with what says how its errors count."""
-        outputs = guidance_of(context, outputs=True).outputs if self.two_sided else None
-        return replace(part.now, outputs=(outputs or {}).get(part.weight.linear.node.name))
+        """Return a weight as it is quantized, with what says how its errors count; it measures nothing."""
+        if not self.two_sided or context.guidance is None:
+            return part.now
+        outputs, why = context.guidance.together(part.weight.linear)
+        return replace(part.now, outputs=outputs, one_sided=why)
 
     def measure(self, places: Sequence[Place], context: Context, batches: Sequence[int]) -> Hessian:
         """Return the sums over all rows."""

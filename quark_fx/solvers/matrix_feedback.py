@@ -20,8 +20,7 @@ Factors = Iterable[tuple[slice, Factor]]
 """The factors of a Hessian, each with the matrices of a stack that it is of."""
 
 _ROWS, _STEPS = 32, 8
-"""Rows of a run that are rounded together where rows make up for each other, at most, and the least steps of a run. On
-a trained Llama at 3 bits, 16 rows lost 4 % less than 64."""
+"""The most rows of a run that are rounded together where rows make up for each other, and the fewest steps of a run."""
 
 
 def round_matrix(weight: QuantizedMatrix, target: Tensor, factors: Factors) -> tuple[QuantizedMatrix, Tensor]:

@@ -40,6 +40,7 @@ class QuantizedMatrix:
             `stored`; `None` for other scales.
         outputs: which output channels' errors add up (`Guidance.outputs`), shape (runs, n, n) for runs of `n` of them;
             `None`: each counts by itself.
+        one_sided: why there are no `outputs` where they were asked for.
     """
 
     name: str
@@ -51,6 +52,7 @@ class QuantizedMatrix:
     storable: Callable[[Tensor], Tensor]
     ranges: Callable[[QParams], QParams] | None = None
     outputs: Tensor | None = None
+    one_sided: str = ""
 
     @property
     def codes(self) -> Tensor:

@@ -140,9 +140,14 @@ class Solver(Selective, ABC):
 
         turn = measuring if by_form else running
         before = sizes.back_walk() if guided or two_sided else Need(())
-        if two_sided:
-            before = replace(before, held=sum(together_bytes(m) for m in sizes.matrices.values()))
-        return before + sizes.walk(Unit.OPERATOR, turn, streams=1 + self._side_by_side, work=work)
+        need = before + sizes.walk(Unit.OPERATOR, turn, streams=1 + self._side_by_side, work=work)
+        if not two_sided:
+            return need
+        matrices = sizes.matrices.values()  # what is measured of their outputs stays to the end
+        kept = sum(map(together_bytes, matrices)) + max((2 * FLOAT32 * m.rows * m.outputs for m in matrices), default=0)
+        operations = need.operations + int(sum(m.rows * together_bytes(m) / 2 for m in matrices) * sizes.batches)
+        moments = tuple(replace(moment, working=moment.working + kept) for moment in need.moments)
+        return replace(need, moments=moments, operations=operations)
 
 
 def solver(cls: S) -> S:

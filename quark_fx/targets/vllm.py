@@ -12,7 +12,7 @@ from quark_fx.config.target import CheckpointFiles, Refusal, Target
 from quark_fx.targets.servers import ELSE, no_weight, placement, refusals, unread
 
 _LARGEST = 1024
-"""Sizes of a matrix that it multiplies by as a whole; the graph has two factors of it."""
+"""The largest matrix that it multiplies by. It takes matrices as a whole, where the graph has two factors of one."""
 
 
 def _unrotated(kinds: Sequence[str], has_bias: bool, size: int) -> str:

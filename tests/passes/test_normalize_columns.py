@@ -104,6 +104,48 @@ def test_a_channel_that_no_weight_reads_stays_finite() -> None:
         model.first.weight[:, 7] = 0
         model.second.weight[:, 7] = 0
     assert lost(model, NormalizeColumns(), *SOLVE) < 1.1 * lost(model, *SOLVE)
+    qmodel = quantize(model, configured(NormalizeColumns()), data())
+    factors = stored_tensors(qmodel.graph_module)["norm.weight"]
+    scale = model.norm.weight.detach() / factors
+    assert float(scale[7] / scale.median()) == pytest.approx(1e4, rel=0.5)
+    (change,) = record_of(qmodel, "NormalizeColumns").changes
+    assert change.before is not None
+    assert change.before < 2
+
+
+def test_every_weight_that_reads_a_channel_counts_once() -> None:
+    """Channels that more rows read are not scaled for that."""
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, half = nn.RMSNorm(WIDTH), WIDTH // 2
+            self.few, self.many = nn.Linear(half, 4, bias=False), nn.Linear(half, 256, bias=False)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            first, second = self.norm(x).chunk(2, -1)
+            return self.few(first), self.many(second)
+
+    model: Any = seeded(Parts())
+    qmodel = quantize(model, configured(NormalizeColumns()), data())
+    scale = model.norm.weight.detach() / stored_tensors(qmodel.graph_module)["norm.weight"]
+    assert float(scale[:16].median() / scale[16:].median()) == pytest.approx(1, rel=0.3)
+
+
+def test_groups_of_channels_and_casts_have_a_reason() -> None:
+    model = seeded(nn.Sequential(nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, groups=4)))
+    config = QuantConfig(weight=TensorSpec(format=INT8), input=None, passes=(NormalizeColumns(),))
+    record = record_of(quantize(model, config, [rand(2, 8, 6, 6)]), "NormalizeColumns")
+    assert ["not every operator that reads it" in change.what for change in record.changes] == [True]
+
+
+def test_explicit_multiplies_where_nothing_absorbs_the_scale() -> None:
+    model, x = seeded(nn.Linear(WIDTH, 8)), rand(4, 6, WIDTH)
+    with torch.no_grad():
+        model.weight *= torch.logspace(-1, 1, WIDTH)
+    for explicit in (False, True):
+        record = record_of(quantize(model, configured(NormalizeColumns(explicit=explicit)), [x]), "NormalizeColumns")
+        assert any(change.changed for change in record.changes) is explicit
 
 
 def test_experts_and_the_operators_around_them_are_scaled() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,14 +15,18 @@ from torch.fx import GraphModule
 import quark_fx as qfx
 from quark_fx import Granularity, QuantConfig, TensorSpec
 from quark_fx.engine import guidance
+from quark_fx.engine.back_walk import BackWalk, NoGradientError
 from quark_fx.engine.context import Context
-from quark_fx.engine.guidance import guidance_of
+from quark_fx.engine.guidance import guidance_of, together_bytes
+from quark_fx.engine.sizes import Matrices
 from quark_fx.graph.pass_manager import graph_pass
 from quark_fx.numbers.formats import INT3, INT8
 from quark_fx.numbers.grid import Grid
 from quark_fx.passes import GPTQ
 from quark_fx.solvers import matrix_feedback
 from quark_fx.solvers.error_feedback import factor, round_with_feedback
+from quark_fx.solvers.hessian import Hessian
+from quark_fx.solvers.solver import InputHessian, QuantizedMatrix, Skip, Solver, solver
 
 WEIGHT = TensorSpec(format=INT3, granularity=Granularity.CHANNEL)
 
@@ -169,15 +174,145 @@ def test_a_proposal_is_judged_on_both_sides() -> None:
     assert before[True] != pytest.approx(before[False], rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        (lambda y: (y * (y > 0)).abs().sqrt(), "its gradient is not finite"),
+        (lambda y: torch.argsort(y, -1).float(), "no prediction depends on it"),
+    ],
+    ids=["not finite", "zero"],
+)
+def test_operators_without_a_gradient_say_that_they_are_rounded_as_without(end: Any, why: str) -> None:
+    class Ended(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(16, 16, bias=False), nn.Linear(16, 7)
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.head(end(self.first(x)))
+            return logits
+
+    config = QuantConfig(weight=WEIGHT, input=None, exclude=("head",), passes=(GPTQ(two_sided=True),))
+    (change,) = record_of(quantize(seeded(Ended()), config, data()), "GPTQ").changes
+    assert change.changed
+    assert change.what.endswith(f"one-sided: {why}")
+
+
+def test_what_no_gradient_passes_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured, measure = list[bool](), guidance.Guidance.measure.__func__  # type: ignore[attr-defined]
+
+    def counted(cls: Any, gm: GraphModule, context: Context, *, outputs: bool) -> Any:
+        measured.append(outputs)
+        return measure(cls, gm, context, outputs=outputs)
+
+    monkeypatch.setattr(guidance.Guidance, "measure", classmethod(counted))
+    monkeypatch.setattr(BackWalk, "backward", _blocked)
+    config = QuantConfig(weight=WEIGHT, input=None, passes=(GPTQ(two_sided=True),))
+    changes = record_of(quantize(seeded(Summed(32)), config, data(8)), "GPTQ").changes
+    assert measured == [True]
+    assert len(changes) == 2
+    assert all(change.what.endswith("one-sided: nothing passes") for change in changes)
+    quantize(seeded(Summed(32)), config.replace(passes=(GPTQ(guided=True), GPTQ(two_sided=True))), data(8))
+    assert measured == [True, False, True]
+
+
+def _blocked(*_: Any) -> Any:
+    raise NoGradientError("nothing passes")
+
+
+@on_devices
+def test_rows_count_by_their_direction_alone(device: torch.device) -> None:
+    """However large or small their gradients are; what is 0 in float32 when squared counts less."""
+    rows = torch.tensor([[3e8, 4e8], [-3e-9, 4e-9], [3e-23, 4e-23], [0, 0]], device=device, dtype=torch.float32)
+    sums = torch.zeros(1, 2, 2, device=device)
+    guidance._add_together(sums, rows)
+    expected = torch.tensor([[[0.72, 0.0], [0.0, 1.28]]], device=device)
+    torch.testing.assert_close(sums, expected, atol=1e-4, rtol=0)
+
+
+def test_channels_of_convolutions_are_their_second_dimension() -> None:
+    class Image(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(4, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x)
+            logits: Tensor = self.head((y[:, ::2] + y[:, 1::2]).mean((2, 3)))
+            return logits
+
+    SEEN.clear()
+    config = QuantConfig(weight=WEIGHT, input=None, exclude=("head",), passes=(looking,))
+    quantize(seeded(Image()), config, [rand(16, 3, 9, 7, seed=i) for i in range(3)])
+    (outputs,) = SEEN.values()
+    assert outputs.shape == (1, 8, 8)
+    torch.testing.assert_close(outputs[0, 0, 1], outputs[0, 0, 0] - 0.5)
+
+
+@pytest.mark.parametrize("symmetry", ["asymmetric", "symmetric"])
+def test_codes_and_zero_points_are_those_of_their_rows(symmetry: str) -> None:
+    """At 8 bits what is stored is near the weight, whatever the order of rows; and a moved target is judged."""
+    model: Any = seeded(Summed(32))
+    with torch.no_grad():
+        model.first.weight += torch.linspace(-3, 3, 32)[:, None]
+        model.first.weight *= torch.logspace(-1, 1, 32)[torch.randperm(32)][:, None]
+    weight = TensorSpec(format=INT8, granularity=Granularity.CHANNEL, symmetry=symmetry)  # type: ignore[arg-type]
+    config = QuantConfig(weight=weight, input=None, exclude=("head",), passes=(GPTQ(two_sided=True, asymmetry=0.5),))
+    qmodel = quantize(model, config, data())
+    (change,) = record_of(qmodel, "GPTQ").changes
+    assert change.changed
+    assert change.after is not None
+    assert change.after < 1e-3
+    with torch.no_grad():
+        eager: Any = qmodel.eager()
+        found, real = eager.first.weight.detach(), model.first.weight.detach()
+    assert float(((found - real).norm(dim=1) / real.norm(dim=1)).max()) < 0.03
+
+
+def test_memory_for_the_outputs_is_predicted() -> None:
+    sizes = Matrices(groups=1, outputs=3072, inputs=64, itemsize=4, rows=8)
+    assert together_bytes(sizes) == 4 * 3072 * 1024
+    one, two = GPTQ().working_bytes(sizes), GPTQ(two_sided=True).working_bytes(sizes)
+    assert two - one >= 2 * together_bytes(sizes)
+
+
+def test_the_error_is_the_distance_to_the_target_on_both_sides() -> None:
+    seen = list[tuple[float, float, float]]()
+
+    @solver
+    @dataclass(frozen=True, kw_only=True)
+    class Asking(Solver):
+        """Asks for errors, and changes nothing."""
+
+        @property
+        def reads(self) -> InputHessian:
+            return InputHessian(two_sided=True)
+
+        def solve(self, weight: QuantizedMatrix, seen_: Hessian) -> Skip:
+            value, target = weight.grid().value(weight.codes.float()), weight.real + 0.1 * weight.real.flip(-1)
+            assert weight.outputs is not None
+            expected = form(weight.outputs[0], (value - target)[0], seen_.h[0]) / form(
+                weight.outputs[0], target[0], seen_.h[0]
+            )
+            seen.append((weight.error(value, seen_.h), weight.error(target, seen_.h), expected))
+            return Skip("only asked")
+
+    config = QuantConfig(weight=WEIGHT, input=None, exclude=("head",), passes=(Asking(),))
+    quantize(seeded(Summed(32)), config, data())
+    ((none, found, expected),) = seen
+    assert none == 0
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
 def test_operators_of_several_matrices_say_that_they_are_rounded_as_without() -> None:
     model = seeded(nn.Sequential(nn.Conv2d(8, 8, 3, groups=2), nn.Flatten(), nn.Linear(8 * 16, 5)))
     config = QuantConfig(weight=TensorSpec(format=INT8), input=None, passes=(GPTQ(two_sided=True),))
     conv, linear = record_of(quantize(model, config, [rand(64, 8, 6, 6, seed=i) for i in range(3)]), "GPTQ").changes
-    assert "one-sided: several matrices, or no gradient" in conv.what
+    assert "one-sided: it has several matrices" in conv.what
     assert "one-sided" not in linear.what
 
 
 @pytest.mark.parametrize("options", [{"sweeps": 2}, {"static_groups": False}])
 def test_what_moves_rows_by_themselves_is_refused(options: Any) -> None:
-    with pytest.raises(qfx.ConfigError, match=r"two_sided=True of GPTQ goes with sweeps=0 and static_groups=True"):
+    with pytest.raises(qfx.ConfigError, match=r"two_sided=True of GPTQ needs sweeps=0 and static_groups=True"):
         GPTQ(two_sided=True, **options)
