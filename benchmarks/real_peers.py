@@ -112,6 +112,7 @@ def _weight_only(title: str, weights: Weights, best: str) -> Format:
         _ours(f"{ROTATED}, sweeps=0, guided, two_sided", preset=ROTATED, replaced=[BOTH]),
         _ours(f"NormalizeColumns(), {ROTATED}, sweeps=0", passes=["NormalizeColumns", TURNED, QUALITY], **spelled),
         _ours(f"{best}, sweeps=0", preset=best, replaced=[QUICK]),
+        _ours(f"{best}, sweeps=0, two_sided", preset=best, replaced=[BOTH]),
         _ours(best, preset=best),
         *([] if weights.bits == 4 else [_ours(f"{best}, TuneScales()", preset=best, passes=["TuneScales"])]),
         Row("llm-compressor", "GPTQ", {"gptq": True}),
