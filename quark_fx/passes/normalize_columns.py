@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from quark_fx.config.quant_config import Granularity
 from quark_fx.config.selection import Selective
 from quark_fx.engine.context import Context
+from quark_fx.engine.sizes import FLOAT32, Moment, Need, Sizes
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.pass_manager import Change, graph_pass
 from quark_fx.plan.placement import Coded
@@ -27,7 +28,7 @@ _SMALLEST = 1e-4
 class NormalizeColumns(Selective):
     """Divide every input channel of quantized weights by its root mean square, and multiply what they read by it.
 
-    For `Rotate(streams=False)` with `GPTQ`, where activations stay in float; needs no data. Behind a rotation, all
+    For `Rotate(streams=False)` with `GPTQ`, where activations stay in float; reads no data. Behind a rotation, all
     weights are rounded by steps proportional to the root mean square of all, and error feedback multiplies the squared
     steps by the geometric mean of what the Hessian leaves of each channel. Scales `s` change that mean by the geometric
     mean of `s**-2`, whatever the data is, so what counts is the arithmetic mean of `(s w)**2` over the geometric mean
@@ -62,6 +63,12 @@ class NormalizeColumns(Selective):
             context.note(Change(site.name, said, before=before, after=1.0))
             changed += 1
         return changed
+
+    def needs(self, sizes: Sizes) -> Need:
+        """Return what a run takes: the squares of a weight, and the weights that are scaled."""
+        squared = max((2 * FLOAT32 * m.values for m in sizes.matrices.values()), default=0)
+        scaled = sum(m.values * m.itemsize for m in sizes.matrices.values())
+        return Need((Moment(scaled + squared),), held=scaled)
 
 
 _UNREAD = "not every operator that reads it has codes, and all channels in every output"

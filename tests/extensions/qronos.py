@@ -31,10 +31,8 @@ class Qronos(Solver):
 
     def solve(self, weight: QuantizedMatrix, seen: Hessian) -> Proposal | Skip:
         """Round the input with the largest diagonal for the float weights of the others, then one after the other."""
-        if seen.shift is None:
-            return Skip("data chooses its rows")
-        if not bool(seen.h.any((-1, -2)).all()):
-            return Skip("what it reads is always zero")
+        if seen.shift is None or not bool(seen.h.any((-1, -2)).all()):
+            return Skip("what it reads is always zero, or data chooses its rows")
         order = seen.h.diagonal(dim1=-2, dim2=-1).argsort(descending=True, stable=True)
         across, down = order.unsqueeze(-2), order.unsqueeze(-1).expand_as(seen.h)
         h, shift = (m.double().gather(-2, down).gather(-1, across.expand_as(m)) for m in (seen.h, seen.shift))
