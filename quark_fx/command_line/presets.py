@@ -5,7 +5,6 @@ from __future__ import annotations
 from quark_fx.command_line.options import Json
 from quark_fx.command_line.printing import show, table
 from quark_fx.config.selection import Selective
-from quark_fx.graph.pass_manager import pass_name
 from quark_fx.presets import PRESETS
 from quark_fx.quantization import needs_data
 
@@ -18,7 +17,7 @@ def presets(json: Json = False) -> None:
             name,
             str(config.weight or "float"),
             str(config.input or "float"),
-            ", ".join(pass_name(p) for p in config.passes if isinstance(p, Selective)),
+            ", ".join(type(p).__name__ for p in config.passes if isinstance(p, Selective)),
             ", ".join(config.exclude),
             "calibration set" if needs_data(config) else "one batch",
             str(config.target),
