@@ -111,9 +111,9 @@ class Guidance:
             return cls({}, reasons, {} if outputs else None, reasons)
         context.ranks.add(*together.values())
         alone = {name: why for name, found in together.items() if (why := _unusable(found))}
-        for found in (together[name] for name in together.keys() - alone.keys()):
-            _shrink(found)
         usable = {name: found for name, found in together.items() if name not in alone}
+        for found in usable.values():
+            _shrink(found)
         return cls(*_tempered(weights, inputs, context), usable if outputs else None, alone)
 
     def of(self, operator: str, batch: int) -> Tensor | None:

@@ -66,8 +66,8 @@ class GPTQ(Solver):
         Frantar et al. 2023 (GPTQ), which recomputes the range of each group on the way, where we search; for
         `asymmetry` the objective of Li et al. 2025 (GPTAQ) and Zhang et al. 2025 (Qronos), minimized column by column
         (Qronos rounds the first column for the float weights of the others); for `sweeps` Behdin et al. 2023
-        (QuantEase); for `guided` Kim et al. 2025 (GuidedQuant); for `two_sided`
-        Tseng et al. 2025 (YAQA).
+        (QuantEase); for `guided` Kim et al. 2025 (GuidedQuant); for `two_sided` Tseng
+        et al. 2025 (YAQA).
     """
 
     damping: Annotated[float, Interval("(0, 1]")] = DAMPING

@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from quark_fx.config.quant_config import Granularity
 from quark_fx.config.selection import Selective
 from quark_fx.engine.context import Context
 from quark_fx.engine.sizes import FLOAT32, Moment, Need, Sizes
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.pass_manager import Change, graph_pass
-from quark_fx.plan.placement import Coded
 from quark_fx.rescale.components import Means
-from quark_fx.rescale.planned_sites import PlannedSite, planned_sites
+from quark_fx.rescale.planned_sites import NOT_WHOLE, SHARED_SCALE, PlannedSite, planned_sites, reads_whole
 from quark_fx.rescale.scale_sites import apply_scale
 
 _SMALLEST = 1e-4
@@ -32,8 +30,8 @@ class NormalizeColumns(Selective):
     weights are rounded by steps proportional to the root mean square of all, and error feedback multiplies the squared
     steps by the geometric mean of what the Hessian leaves of each channel. Scales `s` change that mean by the geometric
     mean of `s**-2`, whatever the data is, so what counts is the arithmetic mean of `(s w)**2` over the geometric mean
-    of `s**2`, for root mean squares `w` of the columns. It is smallest at `s = 1 / w`. The report has it before, over
-    what it is afterwards.
+    of `s**2`, for root mean squares `w` of the columns. It is smallest at `s = 1 / w`. The report has what it was
+    before, as a multiple of what it is afterwards (1).
 
     Args:
         explicit: insert a multiplication where nothing before can absorb the scale.
@@ -47,15 +45,17 @@ class NormalizeColumns(Selective):
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Scale the sites of `gm` that quantized weights read; return how many changed."""
-        sites = planned_sites(gm, context, self, explicit=self.explicit, reads=_linear, unread=_UNREAD)
+        sites = planned_sites(gm, context, self, explicit=self.explicit, reads=reads_whole, unread=NOT_WHOLE)
         changed = 0
         for site in sites:
-            if any(made.operator.weight.granularity is Granularity.TENSOR for made in site.producers):
-                context.note(Change(site.name, "skipped: the weights that make it share one scale", changed=False))
+            if site.shares_scale:
+                context.note(Change(site.name, f"skipped: {SHARED_SCALE}", changed=False))
                 continue
             squares = _mean_squares(gm, site)
-            least = squares.max().clamp_min(torch.finfo(torch.float32).tiny) * _SMALLEST**2
-            scale = squares.maximum(least).rsqrt()
+            if float(squares.max()) < torch.finfo(torch.float32).tiny / _SMALLEST**2:
+                context.note(Change(site.name, "skipped: all weights that read it are zero", changed=False))
+                continue
+            scale = squares.clamp_min(float(squares.max()) * _SMALLEST**2).rsqrt()
             scale /= scale.log().mean().exp()
             before = float(squares.mean() / (squares * scale.square()).mean())
             apply_scale(gm, site.site, scale)
@@ -69,14 +69,6 @@ class NormalizeColumns(Selective):
         squared = max((2 * FLOAT32 * m.values for m in sizes.matrices.values()), default=0)
         scaled = sum(m.values * m.itemsize for m in sizes.matrices.values())
         return Need((Moment(scaled + squared),), held=scaled)
-
-
-_UNREAD = "not every operator that reads it has codes, and all channels in every output"
-
-
-def _linear(operator: Coded) -> Linear | None:
-    linear = operator.linear
-    return None if operator.weight.is_cast or linear is None or linear.groups > 1 else linear
 
 
 def _mean_squares(gm: GraphModule, site: PlannedSite[Linear]) -> Tensor:

@@ -9,8 +9,10 @@ from typing import Generic, TypeVar
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from quark_fx.config.quant_config import Granularity
 from quark_fx.config.selection import NOT_SELECTED, Named, Selective
 from quark_fx.engine.context import Context
+from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import parameter
 from quark_fx.graph.pass_manager import Change
 from quark_fx.plan.placement import Coded, plan_quantization, require_finite_weights
@@ -64,6 +66,24 @@ class PlannedSite(Generic[T]):
     name: str
     readers: tuple[Reader[T], ...]
     producers: tuple[PlannedWeight, ...]
+
+    @property
+    def shares_scale(self) -> bool:
+        """Whether a weight that makes the value has one scale, so that dividing rows changes how it is rounded."""
+        return any(found.operator.weight.granularity is Granularity.TENSOR for found in self.producers)
+
+
+NOT_WHOLE = "not every operator that reads it has codes, and all channels in every output"
+"""Why sites are left at which `reads_whole` takes not every reader."""
+
+SHARED_SCALE = "the weights that make it share one scale"
+"""Why sites are left that are `PlannedSite.shares_scale`."""
+
+
+def reads_whole(operator: Coded) -> Linear | None:
+    """Return an operator whose weights have codes and read all channels, `None` for another."""
+    linear = operator.linear
+    return None if operator.weight.is_cast or linear is None or linear.groups > 1 else linear
 
 
 def planned_sites(
@@ -149,4 +169,7 @@ def _producers(site: ScaleSite, coded: Mapping[Node, Coded]) -> Iterator[Planned
             yield PlannedWeight(op, absorber.labels)
 
 
-__all__ = ["PlannedSite", "PlannedWeight", "Reader", "planned_sites", "selected_sites", "site_name"]
+__all__ = [
+    *("NOT_WHOLE", "SHARED_SCALE", "PlannedSite", "PlannedWeight", "Reader"),
+    *("planned_sites", "reads_whole", "selected_sites", "site_name"),
+]

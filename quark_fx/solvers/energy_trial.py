@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from quark_fx.config.quant_config import Granularity
 from quark_fx.engine.blocks import Unit
 from quark_fx.engine.calibration import run_batches, watching
 from quark_fx.engine.context import Context, without_padding
@@ -18,7 +17,7 @@ from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import named_nodes
 from quark_fx.plan.placement import Coded
 from quark_fx.rescale.components import Means, per_element
-from quark_fx.rescale.planned_sites import PlannedSite, Reader
+from quark_fx.rescale.planned_sites import NOT_WHOLE, SHARED_SCALE, PlannedSite, Reader, reads_whole
 from quark_fx.solvers.scaling import ScaleOf, Trial
 
 _Squares = Mapping[tuple[Node, int], Tensor]
@@ -39,21 +38,20 @@ class EnergyTrial(Trial[Linear]):
         Ours; Chen et al. 2025 (WUSH) minimize the same over all matrices, of which this is the diagonal one.
     """
 
-    unread = "not every operator that reads it has codes, and all channels in every output"
+    unread = NOT_WHOLE
 
     def __init__(self, gm: GraphModule, site: PlannedSite[Linear], found: _Squares) -> None:
         self.readers = tuple(_Squared.of(gm, reader, found) for reader in site.readers)
         self.seen = EnergySite(site.site.channels, self.readers)
         if not all(bool(reader.activation.isfinite().all()) for reader in self.readers):
             self.refusal = "what it reads is too large to be squared"
-        elif any(found.operator.weight.granularity is Granularity.TENSOR for found in site.producers):
-            self.refusal = "the weights that make it share one scale"
+        elif site.shares_scale:
+            self.refusal = SHARED_SCALE
 
     @classmethod
     def reads(cls, operator: Coded) -> Linear | None:
         """Return an operator whose weights have codes and read all channels, `None` for another."""
-        linear = operator.linear
-        return None if operator.weight.is_cast or linear is None or linear.groups > 1 else linear
+        return reads_whole(operator)
 
     @classmethod
     def measured(

@@ -113,6 +113,17 @@ def test_a_channel_that_no_weight_reads_stays_finite() -> None:
     assert change.before < 2
 
 
+def test_weights_that_are_all_zero_are_left() -> None:
+    model = normed()
+    with torch.no_grad():
+        model.first.weight.zero_()
+        model.second.weight.zero_()
+    qmodel = quantize(model, configured(NormalizeColumns()), data())
+    (change,) = record_of(qmodel, "NormalizeColumns").changes
+    assert (change.what, change.changed) == ("skipped: all weights that read it are zero", False)
+    assert bool(stored_tensors(qmodel.graph_module)["norm.weight"].isfinite().all())
+
+
 def test_every_weight_that_reads_a_channel_counts_once() -> None:
     """Channels that more rows read are not scaled for that."""
 
