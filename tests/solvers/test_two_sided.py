@@ -281,7 +281,7 @@ def test_the_error_is_the_distance_to_the_target_on_both_sides() -> None:
 
     @solver
     @dataclass(frozen=True, kw_only=True)
-    class Asking(Solver):
+    class AskingForErrors(Solver):
         """Asks for errors, and changes nothing."""
 
         @property
@@ -297,7 +297,7 @@ def test_the_error_is_the_distance_to_the_target_on_both_sides() -> None:
             seen.append((weight.error(value, seen_.h), weight.error(target, seen_.h), expected))
             return Skip("only asked")
 
-    config = QuantConfig(weight=WEIGHT, input=None, exclude=("head",), passes=(Asking(),))
+    config = QuantConfig(weight=WEIGHT, input=None, exclude=("head",), passes=(AskingForErrors(),))
     quantize(seeded(Summed(32)), config, data())
     ((none, found, expected),) = seen
     assert none == 0
