@@ -57,9 +57,13 @@ WINDOWS, ITERATIONS, GROUP = 64, 200, 64
 ROTATED = "w4a16_rotated"
 
 QUICK = {**QUALITY, "guided": True}
-"""The solver of `w4a16_best` without its sweeps."""
+"""The solver of `w4a16_best`, but rows do not make up for each other."""
 
 BOTH = {**QUICK, "two_sided": True}
+"""That solver."""
+
+BRANCH = {"GPTQ": {"name": "LowRank", "rank": 16}}
+"""What a branch of 16 directions comes before."""
 
 TURNED = {"name": "Rotate", "streams": False, "block": 64}
 """The rotation of `w4a16_rotated`."""
@@ -96,6 +100,12 @@ def _on_less(method: str, *parts: int, **options: Any) -> list[Row]:
     return [_ours(f"{method}, {WINDOWS // n} windows", windows=WINDOWS // n, **options) for n in parts]
 
 
+def _branched(method: str, **options: Any) -> list[Row]:
+    """Return rows of ours with a branch in float, which takes bits beside those of the format."""
+    method = f"LowRank(rank=16), {method}"
+    return [_ours(method, before=BRANCH, **options), *_on_less(method, 2, 4, before=BRANCH, **options)]
+
+
 def _weight_only(title: str, weights: Weights, best: str) -> Format:
     """Return the rows of integer weights; `best` is the preset with such weights."""
     spelled = {"symmetry": "sign_aware"} if weights.symmetric else {}
@@ -106,14 +116,14 @@ def _weight_only(title: str, weights: Weights, best: str) -> Format:
         *_on_less("GPTQ(asymmetry=0.5, fit_scales=True)", 2, 4, passes=[QUALITY], **spelled),
         _ours("GPTQ(asymmetry=0.5, fit_scales=True, guided=True)", passes=[QUICK], **spelled),
         _ours("GPTQ(asymmetry=0.5, fit_scales=True, guided=True, two_sided=True)", passes=[BOTH], **spelled),
-        _ours(f"{ROTATED}, sweeps=0", preset=ROTATED, replaced=[QUALITY]),
-        *_on_less(f"{ROTATED}, sweeps=0", 2, 4, preset=ROTATED, replaced=[QUALITY]),
+        _ours(f"{ROTATED}, unguided", preset=ROTATED, replaced=[QUALITY]),
+        *_on_less(f"{ROTATED}, unguided", 2, 4, preset=ROTATED, replaced=[QUALITY]),
         _ours(ROTATED, preset=ROTATED),
-        _ours(f"{ROTATED}, sweeps=0, guided, two_sided", preset=ROTATED, replaced=[BOTH]),
-        _ours(f"NormalizeColumns(), {ROTATED}, sweeps=0", passes=["NormalizeColumns", TURNED, QUALITY], **spelled),
-        _ours(f"{best}, sweeps=0", preset=best, replaced=[QUICK]),
-        _ours(f"{best}, sweeps=0, two_sided", preset=best, replaced=[BOTH]),
+        *_on_less(ROTATED, 2, 4, preset=ROTATED),
+        _ours(f"NormalizeColumns(), {ROTATED}, unguided", passes=["NormalizeColumns", TURNED, QUALITY], **spelled),
+        _ours(f"{best}, one-sided", preset=best, replaced=[QUICK]),
         _ours(best, preset=best),
+        *_on_less(best, 2, 4, preset=best),
         *([] if weights.bits == 4 else [_ours(f"{best}, TuneScales()", preset=best, passes=["TuneScales"])]),
         Row("llm-compressor", "GPTQ", {"gptq": True}),
         Row("llm-compressor", "AWQ, GPTQ", {"awq": True, "gptq": True}),
@@ -141,6 +151,7 @@ FORMATS = {
             _ours("w4a4_dynamic, sweeps=0", preset="w4a4_dynamic", replaced=[QUALITY]),
             *_on_less("w4a4_dynamic, sweeps=0", 2, 4, preset="w4a4_dynamic", replaced=[QUALITY]),
             _ours("w4a4_dynamic", preset="w4a4_dynamic"),
+            *_branched("w4a4_dynamic, sweeps=0", preset="w4a4_dynamic", replaced=[QUALITY]),
             Row("llm-compressor", "GPTQ", {"gptq": True, **_ACTIVATIONS}),
             Row("llm-compressor", "SpinQuant R1 R2, GPTQ", {"spinquant": ["R1", "R2"], "gptq": True, **_ACTIVATIONS}),
             Row(
@@ -168,6 +179,7 @@ FORMATS = {
             _ours("nvfp4", preset="nvfp4"),
             _ours("nvfp4_best", preset="nvfp4_best"),
             *_on_less("nvfp4_best", 2, 4, preset="nvfp4_best"),
+            *_branched("nvfp4_best", preset="nvfp4_best"),
             Row("llm-compressor", "to nearest", {"scheme": "NVFP4"}),
             Row("llm-compressor", "GPTQ", {"scheme": "NVFP4", "gptq": True}),
             Row("llm-compressor", "SmoothQuant, GPTQ", {"scheme": "NVFP4", "smoothquant": True, "gptq": True}),
@@ -182,6 +194,7 @@ FORMATS = {
             _ours("mxfp4", preset="mxfp4"),
             _ours("mxfp4_best", preset="mxfp4_best"),
             *_on_less("mxfp4_best", 2, 4, preset="mxfp4_best"),
+            *_branched("mxfp4_best", preset="mxfp4_best"),
             Row("llm-compressor", "to nearest", {"scheme": "MXFP4"}),
             Row("llm-compressor", "GPTQ", {"scheme": "MXFP4", "gptq": True}),
             Row("AMD Quark", "GPTQ", {"scheme": "mxfp4", "algorithm": "gptq"}),

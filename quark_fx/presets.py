@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from quark_fx.config import block_formats
 from quark_fx.config.named import PRESETS as PRESETS
 from quark_fx.config.named import preset as preset
@@ -115,17 +113,19 @@ W4A16_AWQ = W4A16_RTN.replace(passes=(*_FUSE, AWQ()))
 
 _FEEDBACK = GPTQ(asymmetry=0.5, fit_scales=True, sweeps=4)
 
+_GUIDED = GPTQ(asymmetry=0.5, fit_scales=True, guided=True, two_sided=True)
+
 _SIGN_AWARE = _GROUPS.replace(symmetry=Symmetry.SIGN_AWARE)
 
-W4A16_BEST = W4A16_RTN.replace(weight=_SIGN_AWARE, passes=(*_FUSE, AWQ(feedback=True), replace(_FEEDBACK, guided=True)))
+W4A16_BEST = W4A16_RTN.replace(weight=_SIGN_AWARE, passes=(*_FUSE, AWQ(feedback=True), _GUIDED))
 """What is most accurate at the bits of `W4A16_RTN`: scales of either sign that fit the data, AWQ's scales where GPTQ
-loses less with them, and GPTQ half way towards the float model's own activations, guided by the model's predictions;
-about four times the time of `W4A16_GPTQ`."""
+loses less with them, and GPTQ half way towards the float model's own activations, guided by the model's predictions,
+where rows make up for each other's errors; about four times the time of `W4A16_GPTQ`."""
 
 W4A16_BEST_ASYM = W4A16_BEST.replace(weight=_GROUPS.replace(symmetry=Symmetry.ASYMMETRIC))
 """`W4A16_BEST` with zero points, for 0.03 bits more; experts with zero points have no place in a checkpoint."""
 
-W4A16_ROTATED = W4A16_BEST.replace(passes=(*_FUSE, Rotate(streams=False, block=64), _FEEDBACK))
+W4A16_ROTATED = W4A16_BEST.replace(passes=(*_FUSE, Rotate(streams=False, block=64), _GUIDED))
 """The bits of `W4A16_BEST`. What operators read is rotated in blocks of 64 at run time, for a few percent more
 multiplications, so that outliers of weights are spread. PyTorch, ONNX and vLLM run it. Other servers have no rotations;
 `Rotate` skips what a target does not rotate, as experts and layers with biases in vLLM."""

@@ -51,6 +51,7 @@ class Job:
         batches: of token ids, `(windows, length)`.
         weights: `bits`, `group` and `symmetric` of integer weights; None if the options say what they are.
         options: of the tool.
+        reads_weights: whether the tensors that the tool leaves are read; otherwise its model predicts.
         peak: MiB of resident memory, the most until the tool had quantized; taken by `quantized`.
     """
 
@@ -58,6 +59,7 @@ class Job:
     batches: list[Tensor]
     weights: Mapping[str, Any] | None
     options: Mapping[str, Any]
+    reads_weights: bool = True
     peak: list[float] = field(default_factory=list)
 
     def quantized(self) -> None:
@@ -89,8 +91,8 @@ class Job:
 def quark_fx(job: Job) -> Found:
     """Quantize with a `preset`, by default `w4a16_rtn`, `passes` (names and options) after its own, and `symmetry`.
 
-    `replaced` (names and options) are passes of the preset with other options. `windows` are the first ones that it
-    calibrates on; default: all.
+    `replaced` (names and options) are passes of the preset with other options, and one of `before` comes before the
+    pass that it is named for. `windows` are the first ones that it calibrates on; default: all.
     """
     import quark_fx as qfx
     from quark_fx.graph.pass_manager import pass_from_dict
@@ -102,7 +104,11 @@ def quark_fx(job: Job) -> Found:
         fields |= {"format": f"int{job.weights['bits']}", "group_size": job.weights["group"]}
         fields |= {} if job.weights["symmetric"] else {"symmetry": "asymmetric"}
     replaced = {type(one).__name__: one for one in map(pass_from_dict, job.options.get("replaced", ()))}
-    kept = (replaced.get(type(one).__name__, one) for one in base.passes)
+    before = {name: pass_from_dict(one) for name, one in job.options.get("before", {}).items()}
+    kept = list[Any]()
+    for one in base.passes:
+        name = type(one).__name__
+        kept += [before[name]] * (name in before) + [replaced.get(name, one)]
     passes = (*kept, *map(pass_from_dict, job.options.get("passes", ())))
     config = base.replace(weight=base.weight.replace(**fields), passes=passes)
     model = job.model()
@@ -110,6 +116,8 @@ def quark_fx(job: Job) -> Found:
     batches = [{"input_ids": batch} for batch in text.split(len(job.batches[0]))]
     qmodel = qfx.quantize(model, config, batches, progress=False)
     job.quantized()
+    if not job.reads_weights:
+        return {}, qmodel
     eager = qmodel.eager()
     return {name: _attribute(eager, name) for name in model.state_dict()}, qmodel
 
@@ -333,14 +341,15 @@ def run(path: Path) -> None:
     distribution, quantize = TOOLS[options["tool"]]
     torch.manual_seed(0)
     batches, weights = list(tokens.split(options["batch"])), options["weights"]
-    job = Job(path.parent / options["model"], batches, weights, options["options"])
+    reads_weights = "held_out" not in texts
+    job = Job(path.parent / options["model"], batches, weights, options["options"], reads_weights)
     tensors, model = quantize(job)
     with torch.no_grad():
         logits = {"quantized": model(input_ids=tokens[:1]).logits.detach().float()}
-        if "held_out" in texts:
+        if not reads_weights:
             parts = texts["held_out"].split(options["batch"])
             logits["held_out"] = torch.cat([model(input_ids=part).logits.half() for part in parts])
-    if "held_out" not in texts:
+    if reads_weights:
         # Copies: an embedding that is the head as well is not saved.
         copies = {name: tensor.detach().float().contiguous().clone() for name, tensor in tensors.items()}
         save_file(copies, output / "weights.safetensors")

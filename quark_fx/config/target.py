@@ -161,12 +161,15 @@ class CheckpointFiles:
             `transform_config` has it, and what to do instead; empty if it does. Its arguments are the kinds of the
             operator that patterns know, whether it has a bias, and the size of the matrix. `Rotate` skips what it
             refuses. `None`: nothing is known, so checkpoints with rotations are refused.
+        branches: whether the backend computes what a pass puts beside an operator. `LowRank` changes nothing where it
+            does not.
     """
 
     refuses: Callable[[str, Mapping[str, Any], Sequence[str]], str] = _taken
     stacks: bool = True
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unrotated: Unrotated | None = None
+    branches: bool = True
 
 
 @checked

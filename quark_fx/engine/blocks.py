@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import results_of, value_of
-from quark_fx.graph.operators import operator_row
+from quark_fx.graph.operators import BRANCH, operator_row
 from quark_fx.plan.placement import module_name
 
 _LONGEST_SPAN = 8
@@ -180,7 +180,7 @@ def _is_placeholder(node: Node) -> bool:
 
 def _is_weighted(node: Node) -> bool:
     row = operator_row(node)
-    return row is not None and row.weight is not None
+    return row is not None and row.weight is not None and BRANCH not in node.meta
 
 
 def _activation(node: Node) -> object:

@@ -75,6 +75,9 @@ ATTENTION = Operator(kind="attention", activations=(), by_default=False)
 KINDS = frozenset(row.kind for row in (*_OPERATORS.values(), _PRODUCT, ATTENTION))
 """Every operator family, as patterns name them."""
 
+BRANCH = "branch"
+"""Marks what a pass computes beside a quantized operator, in float (`node.meta`): the operator's name in the graph."""
+
 TARGETS = frozenset(_OPERATORS)
 """Every operator with a row of its own, by target name."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -15,7 +16,7 @@ from quark_fx.config.quant_config import Granularity, TensorSpec
 from quark_fx.engine.quantized_weights import least_bias_scale
 from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import call, cast, describe, get_attr, is_finite, is_parameter, parameter, value_of
-from quark_fx.graph.operators import argument
+from quark_fx.graph.operators import BRANCH, argument
 from quark_fx.graph.provenance import inherit
 from quark_fx.numbers.formats import INT32, IntFormat
 from quark_fx.numbers.qparams import QParams, ScaleType
@@ -59,7 +60,7 @@ def quantize_constants(
         CalibrationError: if a weight is not finite, or overflows its format; the message names it.
     """
     stored: dict[_Key, _Stored] = {}
-    rows, joint = [], _joint_magnitudes(gm, plan)
+    rows, joint, beside = [], _joint_magnitudes(gm, plan), _branch_bytes(gm)
     # What looks rows of a tied weight up reads the codes of an operator that multiplies by it.
     coded = (op for op in reversed(plan.operators) if isinstance(op, Coded))
     pairs = {str(op.weight_node): op.pairs for op in coded if op.pairs is not None}
@@ -70,8 +71,18 @@ def quantize_constants(
         give_back()
         op = replace(op, pairs=op.pairs or pairs.get(str(op.weight_node)))
         amax = joint.get(op.node)
-        rows.append(_quantize_operator(gm, op, input_scales.get(op.node), bias, stored, amax, settled, known))
+        row = _quantize_operator(gm, op, input_scales.get(op.node), bias, stored, amax, settled, known)
+        rows.append(replace(row, bytes_after=row.bytes_after + beside[op.node.name]))
     return rows
+
+
+def _branch_bytes(gm: GraphModule) -> Counter[str]:
+    """Return the bytes of what passes put beside operators in float, by the operators' names."""
+    found = Counter[str]()
+    for node in gm.graph.nodes:
+        if BRANCH in node.meta:
+            found[node.meta[BRANCH]] += sum(parameter(gm, n).nbytes for n in node.all_input_nodes if is_parameter(n))
+    return found
 
 
 def _joint_magnitudes(gm: GraphModule, plan: Plan) -> dict[Node, Tensor]:

@@ -38,6 +38,7 @@ from quark_fx.graph.nodes import (
 )
 from quark_fx.graph.operators import (
     ATTENTION,
+    BRANCH,
     KINDS,
     MOVING,
     Operator,
@@ -270,7 +271,7 @@ def names_of(node: Node) -> Names:
 
 def _operators(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperator]:
     for node in gm.graph.nodes:
-        if node.op != "call_function":
+        if node.op != "call_function" or BRANCH in node.meta:
             continue
         row = operator_row(node)
         if row is not None:
@@ -524,7 +525,7 @@ def _is_head(node: Node) -> bool:
             return True
         # What moves a value may read a size beside it; what squashes it by another value computes something new.
         squashed = target_name(user) in _SQUASHING and user.all_input_nodes == [node]
-        if target_name(user) not in MOVING | _CASTS and not squashed:
+        if target_name(user) not in MOVING | _CASTS and not squashed and BRANCH not in user.meta:
             return False
         node = user
     return False
@@ -551,7 +552,7 @@ class _Placement:
         self.outputs: dict[Node, Node] = {}
         self.arithmetic: dict[Node, TensorSpec] = {}
         for node in gm.graph.nodes:
-            if self._computes(node) and is_floating(gm, node):
+            if self._computes(node) and is_floating(gm, node) and BRANCH not in node.meta:
                 kind = target_name(node).split(".")[1]
                 name = module_name(node)
                 output = config.specs_for(name, kind).output

@@ -39,7 +39,7 @@ class Row:
         scale_max: largest weight scale.
         sqnr: signal to quantization noise of the weight, dB.
         bytes_before: bytes of the weight in the captured model.
-        bytes_after: bytes of codes, scales and zero points.
+        bytes_after: bytes of codes, scales and zero points, and of what `LowRank` computes beside them.
         reason: why it is in float; empty if it is quantized.
         parameter: name of the weight; operators that share one share its bytes.
     """

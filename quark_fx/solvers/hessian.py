@@ -119,6 +119,13 @@ class Hessian:
         moment.finish(routed=entrance.mapping.offsets is not None)
         return moment
 
+    @classmethod
+    def of_parts(cls, context: Context, entrance: Entrance) -> tuple[Hessian, Hessian]:
+        """Return the sums over the batches to learn from, and over those that judge; without any, the same ones."""
+        learned = cls.measure(context, entrance, batches=context.calibration)
+        judged = context.has_validation
+        return learned, cls.measure(context, entrance, batches=context.validation) if judged else learned
+
     def add(self, mapping: LinearMap, values: Entering, reals: Entering | None = None) -> None:
         """Add the rows of a batch.
 

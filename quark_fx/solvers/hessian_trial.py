@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -306,9 +306,7 @@ def _measured(run: FloatRun, readers: Sequence[Reader[LinearMap]], context: Cont
             continue
         linear, mapping = reader.scaled.linear.at(nodes[reader.scaled.reader.name]), reader.how
         if (key := Entrance.key(linear, mapping)) not in known:
-            measure = partial(Hessian.measure, context, Entrance(run.module, linear, mapping, run.inputs))
-            seen = measure(batches=context.calibration)
-            known[key] = seen, measure(batches=context.validation) if context.has_validation else seen
+            known[key] = Hessian.of_parts(context, Entrance(run.module, linear, mapping, run.inputs))
         found[reader] = known[key]
     return found
 

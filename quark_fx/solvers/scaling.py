@@ -26,6 +26,7 @@ from quark_fx.graph.pass_manager import Change, copy_graph, graph_pass
 from quark_fx.plan.placement import Coded
 from quark_fx.rescale.planned_sites import PlannedSite, planned_sites
 from quark_fx.rescale.scale_sites import apply_scale
+from quark_fx.solvers.in_turn import Chosen, choose_in_turn
 
 S = TypeVar("S", bound=type)
 T = TypeVar("T")
@@ -137,22 +138,13 @@ class ScalingSolver(Selective, ABC):
         found = planned_sites(
             gm, context, self, explicit=self.explicit, reads=self.judge.reads, unread=self.judge.unread
         )
-        sites, walk = dict(enumerate(found)), context.next_walk()
-        known = list(_known(walk, context))
-        left = {number: site for number, site in sites.items() if number not in {n for n, _, _ in known}}
-        # Scales change the values between operators, so the data goes through the graph as it was.
-        measured = self.judge.measured(copy_graph(gm), left, context, type(self).__name__) if left else iter(())
-        rest = self._settled(gm, measured, left, context)
-        changed = 0
-        for index, (number, scale, change) in enumerate(itertools.chain(known, rest)):
-            if scale is not None:
-                apply_scale(gm, sites[number].site, scale)
-            changed += change.changed
-            context.note(change)
-            if index >= len(known):
-                learned = {str(number): torch.empty(0, dtype=torch.float32) if scale is None else scale}
-                context.keep_block(walk, index, learned, [change])
-        return changed
+
+        def chosen(left: Mapping[int, PlannedSite[Any]]) -> Iterator[Chosen]:
+            # Scales change the values between operators, so the data goes through the graph as it was.
+            measured = self.judge.measured(copy_graph(gm), left, context, type(self).__name__)
+            return self._settled(gm, measured, left, context)
+
+        return choose_in_turn(found, context, chosen, lambda site, scale: apply_scale(gm, site.site, scale))
 
     def needs(self, sizes: Sizes) -> Need:
         """Return what a run takes."""
@@ -164,7 +156,7 @@ class ScalingSolver(Selective, ABC):
         measured: Iterator[tuple[int, Any]],
         sites: Mapping[int, PlannedSite[Any]],
         context: Context,
-    ) -> Iterator[_Settled]:
+    ) -> Iterator[Chosen]:
         for number, found in measured:
             settled = self._settle(self.judge(gm, sites[number], found), sites[number], context)
             del found  # before the next site is measured
@@ -197,20 +189,6 @@ def _refusal(before: Sequence[float], after: Sequence[float], gain: float, conte
     if all(a < b for b, a in zip(before, after, strict=True)):
         return f"less than {1 - gain:.0%} better"
     return f"no better on {'the calibration data' if after[0] < before[0] else context.judged_on}"
-
-
-_Settled = tuple[int, Tensor | None, Change]
-"""The number of a site, its scale, `None` if it is left alone, and what to note."""
-
-
-def _known(walk: int, context: Context) -> Iterator[_Settled]:
-    """Yield what an interrupted run settled, in its order."""
-    if context.checkpoint is not None:
-        for index in itertools.count():
-            if (stored := context.checkpoint.load(walk, index)) is None:
-                return
-            ((number, scale),), (change,) = stored[0].items(), stored[1]
-            yield int(number), scale if scale.numel() else None, change
 
 
 def search(error: Callable[[Point], float], sizes: Sequence[int]) -> Point:

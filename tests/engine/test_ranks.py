@@ -37,7 +37,17 @@ from quark_fx.model.model_directory import tensor_file
 from quark_fx.numbers.formats import INT4, UINT4, UINT8
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.observers import Percentile
-from quark_fx.passes import GPTQ, AdaQuant, AdaRound, AutoRound, BiasCorrection, FitScales, SmoothQuant, TuneScales
+from quark_fx.passes import (
+    GPTQ,
+    AdaQuant,
+    AdaRound,
+    AutoRound,
+    BiasCorrection,
+    FitScales,
+    LowRank,
+    SmoothQuant,
+    TuneScales,
+)
 from quark_fx.presets import INT8_STATIC, W4A16_AWQ, W4A16_GPTQ
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
@@ -117,6 +127,7 @@ CONFIGS: dict[str, QuantConfig] = {
     "gptq, two-sided": in_groups(W4A16_GPTQ).replace(passes=(GPTQ(two_sided=True),)),
     # With a full range the largest weight of a group lies between two codes, which the last bits of a sum decide.
     "awq": in_groups(W4A16_AWQ, symmetry=Symmetry.SYMMETRIC),
+    "branches": in_groups(W4A16_GPTQ, symmetry=Symmetry.SYMMETRIC).replace(passes=(LowRank(rank=2, overhead=9),)),
     "fitted scales": in_groups(W4A16_GPTQ).replace(passes=(FitScales(),)),
     "tuned scales": in_groups(W4A16_GPTQ).replace(passes=(TuneScales(iterations=3, batches=3),)),
     "refitted scales": in_groups(W4A16_GPTQ).replace(passes=(RefitScales(),)),

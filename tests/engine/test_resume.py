@@ -42,7 +42,7 @@ from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.graph.nodes import stored_tensors
 from quark_fx.graph.pass_manager import Change, PassRecord, Promise, Stage
 from quark_fx.numbers.formats import INT4, UINT4
-from quark_fx.passes import AWQ, GPTQ, SmoothQuant, TuneScales
+from quark_fx.passes import AWQ, GPTQ, LowRank, SmoothQuant, TuneScales
 from quark_fx.passes.adaquant import AdaQuant
 from quark_fx.passes.adaround import AdaRound
 from quark_fx.passes.bias_correction import BiasCorrection
@@ -124,6 +124,11 @@ RUNS: dict[str, Run] = {
     ),
     "awq": lambda: scaling(INT4_WEIGHT_ONLY.replace(weight=IN_GROUPS), AWQ(explicit=True)),
     "smooth": lambda: scaling(INT8_STATIC, SmoothQuant(explicit=True)),
+    "branches": lambda: (
+        mlp(),
+        INT4_WEIGHT_ONLY.replace(exclude=(), passes=(LowRank(rank=2, overhead=9),)),
+        tokens(4, 4),
+    ),
     "deviations": lambda: scaling(INT8_STATIC, DeviationScales()),
     "shifted channels": lambda: (cnn(), learning(ShiftChannels(iterations=20, batch_size=2)), images(4, 4)),
     "tuned scales": lambda: (

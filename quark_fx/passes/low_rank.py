@@ -1,0 +1,257 @@
+"""Compute the directions in which activations and weights are largest in float, beside quantized operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from quark_fx.config.selection import NOT_SELECTED, Selective
+from quark_fx.engine.block_walk import walk_float_blocks
+from quark_fx.engine.blocks import Unit
+from quark_fx.engine.context import Context
+from quark_fx.engine.sizes import BlockSize, Need, Sizes
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.nodes import call, get_attr, named_nodes, parameter, value_of
+from quark_fx.graph.operators import BRANCH, set_argument
+from quark_fx.graph.pass_manager import Change, copy_graph, graph_pass
+from quark_fx.plan.placement import Coded, plan_quantization, require_finite_weights
+from quark_fx.rescale.scale_rules import weight_sharer
+from quark_fx.rescale.scale_sites import replace_parameter
+from quark_fx.rescale.scale_walk import Walk
+from quark_fx.solvers.hessian import Entrance, Hessian
+from quark_fx.solvers.in_turn import Chosen, choose_in_turn
+from quark_fx.system.options import Interval, PositiveInt
+
+_MORE, _ROUNDS = 8, 12
+"""Directions that are iterated beside those wanted, and how often: the error is within 1 % of what more rounds find."""
+
+_LEAST = 1e-6
+"""The least share of the squares that is taken to be left."""
+
+
+@graph_pass(after=("fold_constants", "fold_batch_norm"), distributed=True, validated=True)
+@dataclass(frozen=True, kw_only=True)
+class LowRank(Selective):
+    """Split `rank` directions off what quantized operators read, and multiply them in float.
+
+    With orthonormal columns `U`, `W x = W' (x - U U' x) + (W U) (U' x)`, where `W' = W - W U U'` and `x - U U' x` are
+    quantized and the second product is not. Operators that read one value share `U`. The graph's function stays what it
+    is, up to rounding.
+
+    Rounding errors of activations are proportional to the root mean square of what is rounded, and multiply weights;
+    those of weights are proportional to theirs, and multiply activations. Either way the squared error of the output is
+    proportional to the product of both mean squares, and `U` are the directions without which that product is smallest.
+    The report has its share that is left, on validation data.
+
+    Place it behind `SmoothQuant(rms=True)`, whose scales lessen the same error, and before `Rotate(streams=False)` and
+    `GPTQ`.
+
+    Args:
+        rank: directions; a branch has `2 rank (inputs + outputs)` operations for each row, and as many floats as half
+            of that and another `rank * inputs`.
+        overhead: multiplications that a branch may take, as a share of those of the operators that read the value.
+
+    Source:
+        Ours. Li et al. 2024 (SVDQuant) split off directions of weights, Saxena et al. 2024 (ResQ) those of activations,
+        which they keep in 8 bits.
+    """
+
+    rank: PositiveInt = 32
+    overhead: Annotated[float, Interval("[0, inf)")] = 0.5
+
+    def __call__(self, gm: GraphModule, context: Context) -> int:
+        """Split the inputs of operators with codes, value by value; return how many values were.
+
+        Raises:
+            CalibrationError: if there is no data, or a weight is not finite.
+        """
+
+        def chosen(left: Mapping[int, _Site]) -> Iterator[Chosen]:
+            return _measured(gm, copy_graph(gm), left, context, self.rank)
+
+        sites = self._sites(gm, context)
+        changed = choose_in_turn(sites, context, chosen, lambda site, directions: _split(gm, site, directions))
+        gm.recompile()
+        return changed
+
+    def needs(self, sizes: Sizes) -> Need:
+        """Return what a run takes: both Hessians of what is read, the weights that read it, and new ones."""
+
+        def turn(block: BlockSize) -> int:
+            moment = 3 * max((m.moment for m in block.matrices), default=0)
+            return moment + max(block.entrances, 3 * sum(m.target for m in block.matrices))
+
+        def work(block: BlockSize) -> float:
+            pairs = ((m.inputs, m.inputs * (m.rows * sizes.batches + m.outputs)) for m in block.matrices)
+            return sum(columns + 2 * _ROUNDS * n * n * (self.rank + _MORE) for n, columns in pairs)
+
+        matrices = sizes.matrices.values()
+        scaled = sum(m.values * m.itemsize for m in matrices)
+        branches = sum(self.rank * (2 * m.inputs + m.outputs) * m.itemsize for m in matrices)
+        return sizes.walk(Unit.OPERATOR, turn, held=scaled + branches, work=work)
+
+    def _sites(self, gm: GraphModule, context: Context) -> list[_Site]:
+        """Return the values to split, in graph order; note why operators read none."""
+        planned = [op for op in plan_quantization(gm, context.config, quiet=True).operators if isinstance(op, Coded)]
+        require_finite_weights(gm, planned)
+        walk, found = Walk(gm), dict[Node, list[Coded]]()
+        for op in planned:
+            if why := self._refusal(op, walk, context):
+                context.note(Change(op.name, why, changed=False))
+            elif op.linear is not None:
+                found.setdefault(op.linear.activation, []).append(op)
+        sites = []
+        for operators in found.values():
+            site = _Site(tuple(operators))
+            if (share := site.overhead(self.rank)) > self.overhead:
+                cost = f"a branch of rank {self.rank} would cost {share:.0%} of the products"
+                context.note(Change(site.name, f"skipped: {cost} (overhead={self.overhead:g})", changed=False))
+            else:
+                sites.append(site)
+        return sites
+
+    def _refusal(self, op: Coded, walk: Walk, context: Context) -> str:
+        """Say why what an operator reads is not split; empty if it is."""
+        linear = op.linear
+        if not self.selects(op):
+            return NOT_SELECTED
+        if not context.config.target.checkpoints.branches:
+            return f"skipped: target={str(context.config.target)!r} computes nothing beside a layer"
+        if linear is None or linear.kernel or linear.stacked or linear.has_factors:
+            return "skipped: it is no product with one matrix"
+        if op.weight.is_cast:
+            return "skipped: its weight has no codes"
+        sharer = weight_sharer(walk, linear)
+        return "" if sharer is None else f"skipped: its weight is shared with %{sharer.name}"
+
+
+@dataclass(frozen=True, eq=False)
+class _Site:
+    """Operators that read one value."""
+
+    operators: tuple[Coded, ...]
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """What they multiply."""
+        return tuple(op.linear for op in self.operators if op.linear is not None)
+
+    @property
+    def name(self) -> str:
+        """Their modules."""
+        return ", ".join(op.name for op in self.operators)
+
+    def overhead(self, rank: int) -> float:
+        """Return the multiplications of a branch over those of the operators."""
+        inputs = self.linears[0].shape[self.linears[0].input_axis]
+        outputs = sum(linear.shape[linear.output_axis] for linear in self.linears)
+        return rank * (2 * inputs + outputs) / (inputs * outputs)
+
+
+def _measured(
+    gm: GraphModule, before: GraphModule, sites: Mapping[int, _Site], context: Context, rank: int
+) -> Iterator[Chosen]:
+    """Yield the directions of each site, shape (inputs, rank); the data goes through the graph as it was before."""
+    for run in walk_float_blocks(before, context, unit=Unit.OPERATOR, label=LowRank.__name__):
+        nodes = named_nodes(run.module)
+        for number, site in sites.items():
+            first = site.linears[0]
+            if first.node.name not in run.block.operators:
+                continue
+            linear = first.at(nodes[first.node.name])
+            assert linear.matrices is not None  # a product with one matrix
+            learned, judge = Hessian.of_parts(context, Entrance(run.module, linear, linear.matrices, run.inputs))
+            settled = _settled(gm, site, learned.h[0], judge.h[0], rank)
+            yield number, *context.ranks.gather(settled)[0]  # another processor may see other directions
+
+
+def _settled(gm: GraphModule, site: _Site, learned: Tensor, judge: Tensor, rank: int) -> tuple[Tensor | None, Change]:
+    """Return the directions to split off a value, `None` if there are none, and what to note."""
+    weights = torch.zeros_like(learned)
+    for linear in site.linears:
+        matrix = _matrix(gm, linear).to(learned.device)
+        weights.addmm_(matrix.T, matrix)
+    if not bool(learned.isfinite().all() & weights.isfinite().all()):
+        return None, Change(
+            site.name, "skipped: what it reads, or its weight, is too large to be squared", changed=False
+        )
+    if not bool((learned.trace() > 0) & (weights.trace() > 0)):
+        return None, Change(site.name, "skipped: what it reads, or its weight, is zero", changed=False)
+    found = _directions(learned, weights, rank)
+    judged = judge if bool(judge.trace() > 0) else learned
+    after = float(_left(judged, found) * _left(weights, found) / (judged.trace() * weights.trace()))
+    share = f"rank {rank}, for {site.overhead(rank):.1%} of the products"
+    return found.cpu().contiguous(), Change(site.name, share, before=1.0, after=after)
+
+
+def _directions(x: Tensor, w: Tensor, rank: int) -> Tensor:
+    """Return orthonormal columns `U`, shape (n, rank), that leave the least of `tr(P x) tr(P w)`, with `P = 1 - U U'`.
+
+    At the minimum they span the leading eigenvectors of `x / tr(P x) + w / tr(P w)`, which subspace iteration finds
+    while the two numbers settle.
+
+    Args:
+        x, w: positive semidefinite, shape (n, n).
+        rank: less than n.
+    """
+    generator, n = torch.Generator().manual_seed(0), len(x)
+    basis = torch.randn(n, min(n, rank + _MORE), generator=generator, dtype=torch.float32).to(x.device)
+    mixed = x / x.trace() + w / w.trace()
+    found = basis
+    for _ in range(_ROUNDS):
+        basis = torch.linalg.qr(mixed @ basis)[0]
+        basis = basis @ torch.linalg.eigh(basis.T @ mixed @ basis)[1]
+        found = basis[:, -rank:]  # eigenvalues ascend
+        mixed = x / _left(x, found).clamp_min(_LEAST * x.trace()) + w / _left(w, found).clamp_min(_LEAST * w.trace())
+    return found
+
+
+def _left(form: Tensor, directions: Tensor) -> Tensor:
+    """Return the trace of a form without some directions."""
+    return form.trace() - (directions * (form @ directions)).sum()
+
+
+def _matrix(gm: GraphModule, linear: Linear) -> Tensor:
+    """Return a weight as a float32 matrix, shape (outputs, inputs)."""
+    assert linear.matrices is not None  # a product with one matrix
+    return linear.matrices.matrix(parameter(gm, linear.stored.node).detach())[0].float()
+
+
+def _split(gm: GraphModule, site: _Site, directions: Tensor) -> None:
+    """Split directions off the value that the operators of a site read."""
+    first, value = site.linears[0], site.linears[0].activation
+    linear, like = torch.ops.aten.linear.default, value_of(gm, value)
+
+    def added(target: object, *args: Node, beside: Node) -> Node:
+        node = call(gm, target, *args, like=beside)
+        node.meta[BRANCH] = beside.name
+        return node
+
+    def stored(name: str, tensor: Tensor) -> Node:
+        return get_attr(gm, name, tensor.to(device=like.device, dtype=like.dtype).contiguous())
+
+    with gm.graph.inserting_before(first.node):
+        into = stored(f"{first.node.name}_into", directions.T)
+        back = stored(f"{first.node.name}_back", directions)
+        parts = added(linear, value, into, beside=first.node)
+        rest = added(torch.ops.aten.sub.Tensor, value, added(linear, parts, back, beside=first.node), beside=first.node)
+    for own in site.linears:
+        node, stored_at = own.node, own.stored.node
+        matrix, old = _matrix(gm, own), parameter(gm, stored_at).detach()
+        columns = matrix @ directions.to(matrix)
+        kept = (matrix - columns @ directions.to(matrix).T).unsqueeze(0).to(old.dtype)
+        assert own.matrices is not None  # a product with one matrix
+        replace_parameter(gm, stored_at, own.matrices.restore(kept, old))
+        set_argument(node, own.activation_at, rest)
+        with gm.graph.inserting_before(node.next):
+            beside = added(linear, parts, stored(f"{node.name}_branch", columns), beside=node)
+            whole = added(torch.ops.aten.add.Tensor, node, beside, beside=node)
+        node.replace_all_uses_with(whole, delete_user_cb=lambda user, whole=whole: user is not whole)
+
+
+__all__ = ["LowRank"]

@@ -1,0 +1,63 @@
+"""Choose a tensor for one site of a float graph after another, and apply it; an interrupted run goes on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from quark_fx.engine.context import Context
+from quark_fx.graph.pass_manager import Change
+
+S = TypeVar("S")
+
+Chosen = tuple[int, Tensor | None, Change]
+"""The number of a site, what was chosen, `None` if it is left alone, and what to note."""
+
+
+def choose_in_turn(
+    sites: Sequence[S],
+    context: Context,
+    choose: Callable[[Mapping[int, S]], Iterable[Chosen]],
+    apply: Callable[[S, Tensor], None],
+) -> int:
+    """Choose something for every site; return how many changed.
+
+    What an interrupted run chose is read from its checkpoint and applied first.
+
+    Args:
+        sites: of a graph.
+        context: of the run.
+        choose: called before the graph changes; yields what it chooses for some of the sites, by number, in any order
+            that is the same in every run.
+        apply: changes the graph at a site.
+    """
+    numbered, walk = dict(enumerate(sites)), context.next_walk()
+    known = list(_known(walk, context))
+    left = {number: site for number, site in numbered.items() if number not in {n for n, _, _ in known}}
+    changed = 0
+    for index, (number, found, change) in enumerate(itertools.chain(known, choose(left) if left else ())):
+        if found is not None:
+            apply(numbered[number], found)
+        changed += change.changed
+        context.note(change)
+        if index >= len(known):
+            learned = {str(number): torch.empty(0, dtype=torch.float32) if found is None else found}
+            context.keep_block(walk, index, learned, [change])
+    return changed
+
+
+def _known(walk: int, context: Context) -> Iterator[Chosen]:
+    """Yield what an interrupted run chose, in its order."""
+    if context.checkpoint is not None:
+        for index in itertools.count():
+            if (stored := context.checkpoint.load(walk, index)) is None:
+                return
+            ((number, found),), (change,) = stored[0].items(), stored[1]
+            yield int(number), found if found.numel() else None, change
+
+
+__all__ = ["Chosen", "choose_in_turn"]
