@@ -251,7 +251,8 @@ def _split(gm: GraphModule, site: _Site, directions: Tensor) -> None:
         with gm.graph.inserting_before(node.next):
             beside = added(linear, parts, stored(f"{node.name}_branch", columns), beside=node)
             whole = added(torch.ops.aten.add.Tensor, node, beside, beside=node)
-        node.replace_all_uses_with(whole, delete_user_cb=lambda user, whole=whole: user is not whole)
+        for user in [user for user in node.users if user is not whole]:
+            user.replace_input_with(node, whole)
 
 
 __all__ = ["LowRank"]
