@@ -108,7 +108,8 @@ def quark_fx(job: Job) -> Found:
     kept = list[Any]()
     for one in base.passes:
         name = type(one).__name__
-        kept += [before[name]] * (name in before) + [replaced.get(name, one)]
+        kept += [before[name]] if name in before else []
+        kept.append(replaced.get(name, one))
     passes = (*kept, *map(pass_from_dict, job.options.get("passes", ())))
     config = base.replace(weight=base.weight.replace(**fields), passes=passes)
     model = job.model()
