@@ -33,7 +33,7 @@ from benchmarks.common import environment, one_thread, publish, table
 from quark_fx import QuantConfig
 from quark_fx.graph.pass_manager import GraphPass
 from quark_fx.passes import AWQ, GPTQ, AdaQuant, AdaRound, AutoRound, BiasCorrection, FitScales, SmoothQuant, TuneScales
-from quark_fx.presets import INT8_STATIC, W4A16_RTN
+from quark_fx.presets import INT8_STATIC, W4A16_BEST, W4A16_RTN
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -44,7 +44,7 @@ VISION = ("cnn", "mobilenet", "vit")
 WEIGHTS: dict[str, tuple[GraphPass, ...]] = {
     "FitScales": (FitScales(),),
     "GPTQ": (GPTQ(),),
-    "GPTQ, as w4a16_best has it": (GPTQ(asymmetry=0.5, fit_scales=True, sweeps=4, guided=True),),
+    "GPTQ, as w4a16_best has it": W4A16_BEST.passes[-1:],
     "AWQ": (AWQ(),),
     "AWQ(feedback=True)": (AWQ(feedback=True),),
     "AutoRound": (AutoRound(iterations=50),),

@@ -100,7 +100,7 @@ def page(models: Sequence[str]) -> str:
 Perplexity of held-out text, and in brackets the mean divergence (KL, nats per token) of the predictions from the float
 model's. Small models trained here on the text that comes with Python; embeddings and head stay in float. Scales are
 symmetric and use every code (HQQ: asymmetric; *best*: sign-aware, `GPTQ(asymmetry=0.5, fit_scales=True)`;
-*guided*: with `guided=True`; the preset `w4a16_best`: *best, guided* with `sweeps=4`, after `AWQ(feedback=True)`;
+*guided*: with `guided=True`; the preset `w4a16_best`: *best, guided* with `two_sided=True`, after `AWQ(feedback=True)`;
 `w4a16_best_asym`: the same with zero points). Reproduce with
 `python -m benchmarks.language_quality`.
 
