@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quark_fx.config import block_formats
 from quark_fx.config.named import PRESETS as PRESETS
 from quark_fx.config.named import preset as preset
@@ -113,14 +115,14 @@ W4A16_AWQ = W4A16_RTN.replace(passes=(*_FUSE, AWQ()))
 
 _FEEDBACK = GPTQ(asymmetry=0.5, fit_scales=True, sweeps=4)
 
-_GUIDED = GPTQ(asymmetry=0.5, fit_scales=True, guided=True, two_sided=True)
+_GUIDED = replace(_FEEDBACK, guided=True, two_sided=True)
 
 _SIGN_AWARE = _GROUPS.replace(symmetry=Symmetry.SIGN_AWARE)
 
 W4A16_BEST = W4A16_RTN.replace(weight=_SIGN_AWARE, passes=(*_FUSE, AWQ(feedback=True), _GUIDED))
 """What is most accurate at the bits of `W4A16_RTN`: scales of either sign that fit the data, AWQ's scales where GPTQ
 loses less with them, and GPTQ half way towards the float model's own activations, guided by the model's predictions,
-where rows make up for each other's errors; about four times the time of `W4A16_GPTQ`."""
+where rows make up for each other's errors; experts are swept instead; about four times the time of `W4A16_GPTQ`."""
 
 W4A16_BEST_ASYM = W4A16_BEST.replace(weight=_GROUPS.replace(symmetry=Symmetry.ASYMMETRIC))
 """`W4A16_BEST` with zero points, for 0.03 bits more; experts with zero points have no place in a checkpoint."""

@@ -312,6 +312,11 @@ def check(
     if export not in _EXPORTS:
         raise ConfigError(f"unknown export {export!r}; choose one of {', '.join(_EXPORTS)}")
     config = resolve(config)
+    if export in _MODULES and (branching := [p for p in config.passes if getattr(p, "promise", Promise()).branches]):
+        raise ExportError(
+            f"export={export!r} has no place for what {pass_name(branching[0])} computes in float beside layers; leave "
+            "that pass out, or export an ONNX file"
+        )
     config = config.replace(passes=tuple(p for p in config.passes if not needs_context(p)))
     first, _ = peek(calibration_data)
     with tempfile.TemporaryDirectory() as folder:
@@ -322,8 +327,13 @@ def check(
         _EXPORTS[export](qmodel, Path(folder, "checked"))
 
 
+_CHECKPOINTS = ("compressed-tensors", "gptq", "gptq_v2", "awq")
+
+_MODULES = (*_CHECKPOINTS, "gguf")
+"""Exports of what modules of the model compute."""
+
 _EXPORTS: dict[str, Callable[..., Any]] = {
-    **{name: partial(huggingface, format=name) for name in ("compressed-tensors", "gptq", "gptq_v2", "awq")},
+    **{name: partial(huggingface, format=name) for name in _CHECKPOINTS},
     "gguf": gguf,
     **{name: partial(onnx, format=name) for name in ("qdq", "qoperator", "matmul_nbits", "vitis")},
     "pt2e": lambda qmodel, _: pt2e(qmodel),

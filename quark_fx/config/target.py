@@ -91,6 +91,8 @@ class Placement:
             layers and embeddings).
         fuses: whether the backend runs siblings (`quark_fx.plan.siblings`) as one kernel, so that all have the same
             specs, or all stay in float.
+        branches: whether it computes in float what a pass puts beside an operator. `LowRank` changes nothing where it
+            does not.
     """
 
     arithmetic: frozenset[str] = frozenset()
@@ -101,6 +103,7 @@ class Placement:
     continues: Callable[[Node, Node], bool] = _no
     refuses: Callable[[str, TensorSpec, TensorSpec | None, Linear | None], str] = _taken
     fuses: bool = False
+    branches: bool = True
 
 
 @checked
@@ -161,15 +164,12 @@ class CheckpointFiles:
             `transform_config` has it, and what to do instead; empty if it does. Its arguments are the kinds of the
             operator that patterns know, whether it has a bias, and the size of the matrix. `Rotate` skips what it
             refuses. `None`: nothing is known, so checkpoints with rotations are refused.
-        branches: whether the backend computes what a pass puts beside an operator. `LowRank` changes nothing where it
-            does not.
     """
 
     refuses: Callable[[str, Mapping[str, Any], Sequence[str]], str] = _taken
     stacks: bool = True
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unrotated: Unrotated | None = None
-    branches: bool = True
 
 
 @checked

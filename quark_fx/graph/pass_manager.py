@@ -77,6 +77,7 @@ class Promise:
         targets: names of the targets it is for; empty for any.
         validated: it keeps a change only where that lowers the error on batches it did not learn from, and notes that
             error; otherwise what it notes is the error on the data it learned from.
+        branches: it computes something beside operators, for which modules of the model and checkpoints have no place.
     """
 
     exact: bool = True
@@ -87,6 +88,7 @@ class Promise:
     distributed: bool = False
     targets: tuple[str, ...] = ()
     validated: bool = False
+    branches: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,7 @@ def graph_pass(
     distributed: bool = False,
     targets: tuple[str, ...] = (),
     validated: bool = False,
+    branches: bool = False,
 ) -> Callable[[P], P]: ...
 @checked_call
 def graph_pass(
@@ -192,6 +195,7 @@ def graph_pass(
     distributed: bool = False,
     targets: tuple[str, ...] = (),
     validated: bool = False,
+    branches: bool = False,
 ) -> Any:
     """Register a pass under its name and attach its `Promise`: `@graph_pass`, or `@graph_pass(stage="quantized")`.
 
@@ -222,7 +226,9 @@ def graph_pass(
                 f"{target.__module__} registers a pass called {name}, and {known.__module__} has one of that name; "
                 "configurations name passes, so give it another name"
             )
-        target.promise = Promise(exact, requires, ensures, stage, after, distributed, targets, validated)  # type: ignore[attr-defined]
+        target.promise = Promise(  # type: ignore[attr-defined]
+            exact, requires, ensures, stage, after, distributed, targets, validated, branches
+        )
         PASSES[name] = target
         return checked(target) if isinstance(target, type) else target
 

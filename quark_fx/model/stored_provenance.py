@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from quark_fx.errors import QuarkError
 from quark_fx.graph.nodes import target_name
+from quark_fx.graph.operators import BRANCH
 from quark_fx.graph.provenance import FACTORS, Folded, Kind, Rewrite, rewrites
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.model.stored_data import listed, mapping, text, texts
@@ -58,6 +59,8 @@ def notes_to_data(node: Node, stacks: Stacks) -> dict[str, Any]:
         data["absorbed"] = [[name, stacks.number(stack)] for name, stack in absorbed]
     if node.meta.get("factor"):
         data["factor"] = True
+    if beside := node.meta.get(BRANCH):
+        data["branch"] = beside
     return data
 
 
@@ -144,6 +147,8 @@ class Provenance:
             node.meta["absorbed"] = tuple((text(name), self._stack(call)) for name, call in absorbed)
         if data.get("factor") is True and len(node.all_input_nodes) == 1 + FACTORS.get(target_name(node), -1):
             node.meta["factor"] = True
+        if "branch" in data:
+            node.meta[BRANCH] = text(data["branch"])
         if node.op == "get_attr":
             node.meta |= self.notes.get(str(node.target), {})
 

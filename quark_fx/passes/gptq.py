@@ -52,10 +52,11 @@ class GPTQ(Solver):
             a scale.
         sweeps: of coordinate descent over the codes that error feedback chose, at most. Error feedback makes up for the
             error of an input in those after it alone; a sweep moves each code to the best one given all others. Each
-            costs as much as rounding.
+            costs as much as rounding. Rows that make up for each other are not swept.
         two_sided: rows of a weight make up for the errors of other rows, too, by which output channels' errors add up
             in what the model predicts. It costs the passes of `guided`, and a Hessian of the outputs for each operator;
-            together they cost the passes once. Operators of several matrices are rounded as without.
+            together they cost the passes once. Operators of several matrices, as stacks of experts, are rounded as
+            without.
         guided: weight each row of the data by how much the model's predictions depend on it. It costs a forward and a
             backward pass of the float model, and a Hessian for each operator. Rows routed to experts weigh the same.
 
@@ -80,10 +81,10 @@ class GPTQ(Solver):
     two_sided: bool = False
 
     def __post_init__(self) -> None:
-        if self.two_sided and (self.sweeps or not self.static_groups):
+        if self.two_sided and not self.static_groups:
             raise ConfigError(
-                "two_sided=True of GPTQ needs sweeps=0 and static_groups=True, as sweeps and moving scales treat rows "
-                "as independent; leave out one of them"
+                "two_sided=True of GPTQ needs static_groups=True, as scales that move treat rows as independent; leave "
+                "out one of them"
             )
 
     @property
@@ -100,7 +101,7 @@ class GPTQ(Solver):
         if fits:
             weight = fitted_to_feedback(weight, target, factors())
         weight, damping = (round_groups_of if chooses else round_matrix)(weight, target, factors())
-        if self.sweeps:
+        if self.sweeps and weight.outputs is None:
             weight = refined(weight, target, seen.h, damping, sweeps=self.sweeps)
         most = damping.amax()
         remarks = (
@@ -125,8 +126,9 @@ class GPTQ(Solver):
 
     def working_operations(self, matrices: Matrices) -> float:
         """Return the multiplications of rounding a weight."""
-        rounding = 2 * (1 + self.sweeps) * matrices.inputs * matrices.values
-        return rounding * (3 if self.two_sided else 1)  # judging takes all outputs, once before and once after
+        rounding = 2 * matrices.inputs * matrices.values
+        two_sided = self.two_sided and matrices.groups == 1
+        return rounding * (3 if two_sided else 1 + self.sweeps)  # judging takes all outputs, once before and once after
 
 
 def _few(seen: Hessian) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated
@@ -16,7 +17,7 @@ from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Context
 from quark_fx.engine.sizes import BlockSize, Need, Sizes
 from quark_fx.graph.linear import Linear
-from quark_fx.graph.nodes import call, get_attr, named_nodes, parameter, value_of
+from quark_fx.graph.nodes import call, describe, get_attr, named_nodes, parameter, value_of
 from quark_fx.graph.operators import BRANCH, set_argument
 from quark_fx.graph.pass_manager import Change, copy_graph, graph_pass
 from quark_fx.plan.placement import Coded, plan_quantization, require_finite_weights
@@ -27,14 +28,22 @@ from quark_fx.solvers.hessian import Entrance, Hessian
 from quark_fx.solvers.in_turn import Chosen, choose_in_turn
 from quark_fx.system.options import Interval, PositiveInt
 
-_MORE, _ROUNDS = 8, 12
-"""Directions that are iterated beside those wanted, and how often: the error is within 1 % of what more rounds find."""
+_MORE, _ROUNDS, _STARTS = 8, 12, 3
+"""Directions that are iterated beside those wanted, how often, and from how many starts. More rounds find less than 1 %
+less."""
 
 _LEAST = 1e-6
 """The least share of the squares that is taken to be left."""
 
+_CONFIRMED = 1.25
+"""How much more of the squares may be left of validation data than of what directions were learned from. Calibrated
+ranges come from the data that directions fit best, so other data is clipped."""
 
-@graph_pass(after=("fold_constants", "fold_batch_norm"), distributed=True, validated=True)
+_BEFORE = ("fold_constants", "fold_batch_norm", "CrossLayerEqualization", "SmoothQuant", "NormalizeColumns", "AWQ")
+"""What finds no scales any more once values are split."""
+
+
+@graph_pass(after=_BEFORE, distributed=True, branches=True)
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Selective):
     """Split `rank` directions off what quantized operators read, and multiply them in float.
@@ -45,20 +54,23 @@ class LowRank(Selective):
 
     Rounding errors of activations are proportional to the root mean square of what is rounded, and multiply weights;
     those of weights are proportional to theirs, and multiply activations. Either way the squared error of the output is
-    proportional to the product of both mean squares, and `U` are the directions without which that product is smallest.
-    The report has its share that is left, on validation data.
+    proportional to the mean square of one times that of the other. `U` is chosen so that little is left of both without
+    it. The report has the factor that the error falls by, on validation data. Where ranges of activations are
+    calibrated, a value is skipped if much more is left of validation data than of what `U` was learned from.
 
-    Place it behind `SmoothQuant(rms=True)`, whose scales lessen the same error, and before `Rotate(streams=False)` and
-    `GPTQ`.
+    Place it behind `SmoothQuant(rms=True)`, whose scales lessen the same error, and before `GPTQ`. The quantized model,
+    `compile()` and ONNX files compute branches; modules of the model and checkpoints do not.
 
     Args:
-        rank: directions; a branch has `2 rank (inputs + outputs)` operations for each row, and as many floats as half
-            of that and another `rank * inputs`.
+        rank: directions, fewer than the inputs of an operator. A branch has `rank * (2 * inputs + outputs)` floats, and
+            as many multiplications for each row.
         overhead: multiplications that a branch may take, as a share of those of the operators that read the value.
 
     Source:
-        Ours. Li et al. 2024 (SVDQuant) split off directions of weights, Saxena et al. 2024 (ResQ) those of activations,
-        which they keep in 8 bits.
+        Ours. Li et al. 2024 (SVDQuant) compute the largest directions of weights in float, and Saxena et al. 2024
+        (ResQ) those of activations in 8 bits. Scetbon and Hensman 2024 (LRC) fit float matrices of low rank, which
+        multiply activations that are not rounded, to the error of rounded ones; here they come first, share `U`, and
+        leave the function as it is.
     """
 
     rank: PositiveInt = 32
@@ -83,12 +95,12 @@ class LowRank(Selective):
         """Return what a run takes: both Hessians of what is read, the weights that read it, and new ones."""
 
         def turn(block: BlockSize) -> int:
-            moment = 3 * max((m.moment for m in block.matrices), default=0)
-            return moment + max(block.entrances, 3 * sum(m.target for m in block.matrices))
+            forms = 3 * max((m.moment for m in block.matrices), default=0)  # of both kinds of data, and of weights
+            return forms + max(block.entrances, 3 * max((m.target for m in block.matrices), default=0))
 
         def work(block: BlockSize) -> float:
-            pairs = ((m.inputs, m.inputs * (m.rows * sizes.batches + m.outputs)) for m in block.matrices)
-            return sum(columns + 2 * _ROUNDS * n * n * (self.rank + _MORE) for n, columns in pairs)
+            steps = 4 * _STARTS * _ROUNDS * (self.rank + _MORE)  # two products each, with two forms
+            return sum(m.inputs**2 * (m.rows * sizes.batches + m.outputs + 2 * steps) for m in block.matrices)
 
         matrices = sizes.matrices.values()
         scaled = sum(m.values * m.itemsize for m in matrices)
@@ -97,6 +109,8 @@ class LowRank(Selective):
 
     def _sites(self, gm: GraphModule, context: Context) -> list[_Site]:
         """Return the values to split, in graph order; note why operators read none."""
+        if not context.config.target.placement.branches:
+            context.remark = f"target={str(context.config.target)!r} computes nothing in float beside a layer"
         planned = [op for op in plan_quantization(gm, context.config, quiet=True).operators if isinstance(op, Coded)]
         require_finite_weights(gm, planned)
         walk, found = Walk(gm), dict[Node, list[Coded]]()
@@ -108,8 +122,11 @@ class LowRank(Selective):
         sites = []
         for operators in found.values():
             site = _Site(tuple(operators))
-            if (share := site.overhead(self.rank)) > self.overhead:
-                cost = f"a branch of rank {self.rank} would cost {share:.0%} of the products"
+            if self.rank >= site.inputs:
+                what = f"skipped: it has {site.inputs} directions; set a rank below that"
+                context.note(Change(site.name, what, changed=False))
+            elif (share := site.overhead(self.rank)) > self.overhead:
+                cost = f"a branch of rank {self.rank} would cost {share:.0%} of the multiplications"
                 context.note(Change(site.name, f"skipped: {cost} (overhead={self.overhead:g})", changed=False))
             else:
                 sites.append(site)
@@ -120,14 +137,14 @@ class LowRank(Selective):
         linear = op.linear
         if not self.selects(op):
             return NOT_SELECTED
-        if not context.config.target.checkpoints.branches:
-            return f"skipped: target={str(context.config.target)!r} computes nothing beside a layer"
+        if not context.config.target.placement.branches:
+            return f"skipped: target={str(context.config.target)!r} computes nothing in float beside a layer"
         if linear is None or linear.kernel or linear.stacked or linear.has_factors:
-            return "skipped: it is no product with one matrix"
+            return "skipped: only products of rows and one matrix are split, no convolutions, stacks or tables"
         if op.weight.is_cast:
             return "skipped: its weight has no codes"
         sharer = weight_sharer(walk, linear)
-        return "" if sharer is None else f"skipped: its weight is shared with %{sharer.name}"
+        return "" if sharer is None else f"skipped: its weight is shared with {describe(sharer)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,11 +163,20 @@ class _Site:
         """Their modules."""
         return ", ".join(op.name for op in self.operators)
 
+    @property
+    def inputs(self) -> int:
+        """How many channels they read."""
+        return self.linears[0].shape[self.linears[0].input_axis]
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the range of what one of them reads is found on calibration data."""
+        return any(op.input is not None and not op.input.dynamic and not op.input.is_cast for op in self.operators)
+
     def overhead(self, rank: int) -> float:
         """Return the multiplications of a branch over those of the operators."""
-        inputs = self.linears[0].shape[self.linears[0].input_axis]
         outputs = sum(linear.shape[linear.output_axis] for linear in self.linears)
-        return rank * (2 * inputs + outputs) / (inputs * outputs)
+        return rank * (2 * self.inputs + outputs) / (self.inputs * outputs)
 
 
 def _measured(
@@ -172,42 +198,58 @@ def _measured(
 
 def _settled(gm: GraphModule, site: _Site, learned: Tensor, judge: Tensor, rank: int) -> tuple[Tensor | None, Change]:
     """Return the directions to split off a value, `None` if there are none, and what to note."""
+    began = time.perf_counter()
     weights = torch.zeros_like(learned)
     for linear in site.linears:
         matrix = _matrix(gm, linear).to(learned.device)
         weights.addmm_(matrix.T, matrix)
-    if not bool(learned.isfinite().all() & weights.isfinite().all()):
+    if not all(bool(form.isfinite().all()) for form in (learned, judge, weights)):
         return None, Change(
             site.name, "skipped: what it reads, or its weight, is too large to be squared", changed=False
         )
     if not bool((learned.trace() > 0) & (weights.trace() > 0)):
         return None, Change(site.name, "skipped: what it reads, or its weight, is zero", changed=False)
     found = _directions(learned, weights, rank)
-    judged = judge if bool(judge.trace() > 0) else learned
-    after = float(_left(judged, found) * _left(weights, found) / (judged.trace() * weights.trace()))
-    share = f"rank {rank}, for {site.overhead(rank):.1%} of the products"
-    return found.cpu().contiguous(), Change(site.name, share, before=1.0, after=after)
+    judge = judge if bool(judge.trace() > 0) else learned
+    own, other, columns = (max(0.0, float(_left(form, found) / form.trace())) for form in (learned, judge, weights))
+    if site.is_calibrated and other > _CONFIRMED * own:
+        what = (
+            f"skipped: {own:.0%} of the squares are left of what was learned from, {other:.0%} of other data; pass more"
+        )
+        return None, Change(site.name, what, changed=False)
+    what = f"rank {rank}, for {site.overhead(rank):.1%} of the multiplications; error times {other * columns:.2g}"
+    return found.cpu().contiguous(), Change(site.name, what, seconds=time.perf_counter() - began)
 
 
 def _directions(x: Tensor, w: Tensor, rank: int) -> Tensor:
-    """Return orthonormal columns `U`, shape (n, rank), that leave the least of `tr(P x) tr(P w)`, with `P = 1 - U U'`.
+    """Return orthonormal columns `U`, shape (n, rank), that leave little of `tr(P x) tr(P w)`, with `P = 1 - U U'`.
 
-    At the minimum they span the leading eigenvectors of `x / tr(P x) + w / tr(P w)`, which subspace iteration finds
-    while the two numbers settle.
+    At a minimum they span the leading eigenvectors of `x / tr(P x) + w / tr(P w)`. Subspace iteration finds such
+    directions while the two numbers settle, which lessens the product in every round. It begins with either form, and
+    with both; the best of the three minima is taken.
 
     Args:
-        x, w: positive semidefinite, shape (n, n).
+        x, w: positive semidefinite, not zero, shape (n, n).
         rank: less than n.
     """
     generator, n = torch.Generator().manual_seed(0), len(x)
-    basis = torch.randn(n, min(n, rank + _MORE), generator=generator, dtype=torch.float32).to(x.device)
-    mixed = x / x.trace() + w / w.trace()
-    found = basis
-    for _ in range(_ROUNDS):
-        basis = torch.linalg.qr(mixed @ basis)[0]
-        basis = basis @ torch.linalg.eigh(basis.T @ mixed @ basis)[1]
-        found = basis[:, -rank:]  # eigenvalues ascend
-        mixed = x / _left(x, found).clamp_min(_LEAST * x.trace()) + w / _left(w, found).clamp_min(_LEAST * w.trace())
+    start = torch.randn(n, min(n, rank + _MORE), generator=generator, dtype=torch.float32).to(x.device)
+    one, other = 1 / x.trace(), 1 / w.trace()
+    found, least = start[:, :rank], torch.full_like(one, torch.inf)
+    for of_x, of_w in ((one, other), (one, 0 * other), (0 * one, other))[:_STARTS]:
+        basis = start
+        for _ in range(_ROUNDS):
+            basis = torch.linalg.qr(of_x * (x @ basis) + of_w * (w @ basis))[0]
+            seen = x @ basis, w @ basis
+            _, turned = torch.linalg.eigh(basis.T @ (of_x * seen[0] + of_w * seen[1]))
+            kept = turned[:, -rank:]  # eigenvalues ascend
+            left = [
+                (form.trace() - ((basis @ kept) * (product @ kept)).sum()).clamp_min(_LEAST * form.trace())
+                for form, product in zip((x, w), seen, strict=True)
+            ]
+            of_x, of_w = 1 / left[0], 1 / left[1]
+        if bool(one * left[0] * other * left[1] < least):
+            found, least = basis @ kept, one * left[0] * other * left[1]
     return found
 
 

@@ -67,6 +67,7 @@ DPU = Target(
         rounds_output=_is_computed,
         in_float=RECURRENT,
         continues=continues,
+        branches=False,
     ),
     onnx=OnnxFiles(runtime="onnxruntime"),
 )

@@ -91,7 +91,7 @@ def placement(server: str) -> Placement:
     """Return where a server has codes: neither embeddings nor routers, and one scheme for the layers that it fuses."""
     # Many of its models build embeddings and routers in float whatever the configuration says.
     in_float = (KINDS - {"linear", "experts", ATTENTION.kind}) | {"router"}
-    return Placement(in_float=in_float, refuses=_refuses(server), fuses=True)
+    return Placement(in_float=in_float, refuses=_refuses(server), fuses=True, branches=False)
 
 
 def _refuses(server: str) -> Callable[[str, TensorSpec, TensorSpec | None, Linear | None], str]:

@@ -65,7 +65,7 @@ SGLANG = Target(
         ),
     ),
     placement=placement("SGLang"),
-    checkpoints=CheckpointFiles(refuses=_unread, stacks=False, fused=_FUSED, unrotated=_unrotated, branches=False),
+    checkpoints=CheckpointFiles(refuses=_unread, stacks=False, fused=_FUSED, unrotated=_unrotated),
 )
 
 __all__ = ["SGLANG"]

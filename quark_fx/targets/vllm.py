@@ -36,7 +36,7 @@ VLLM = Target(
         *refusals("vLLM"),
     ),
     placement=placement("vLLM"),
-    checkpoints=CheckpointFiles(refuses=unread, stacks=False, unrotated=_unrotated, branches=False),
+    checkpoints=CheckpointFiles(refuses=unread, stacks=False, unrotated=_unrotated),
 )
 
 __all__ = ["VLLM"]

@@ -19,8 +19,9 @@ from quark_fx.engine.back_walk import BackWalk, NoGradientError
 from quark_fx.engine.context import Context
 from quark_fx.engine.guidance import guidance_of, together_bytes
 from quark_fx.engine.sizes import Matrices
+from quark_fx.graph.nodes import stored_tensors
 from quark_fx.graph.pass_manager import graph_pass
-from quark_fx.numbers.formats import INT3, INT8
+from quark_fx.numbers.formats import INT3, INT4, INT8
 from quark_fx.numbers.grid import Grid
 from quark_fx.passes import GPTQ
 from quark_fx.solvers import matrix_feedback
@@ -312,7 +313,26 @@ def test_operators_of_several_matrices_say_that_they_are_rounded_as_without() ->
     assert "one-sided" not in linear.what
 
 
-@pytest.mark.parametrize("options", [{"sweeps": 2}, {"static_groups": False}])
-def test_what_moves_rows_by_themselves_is_refused(options: Any) -> None:
-    with pytest.raises(qfx.ConfigError, match=r"two_sided=True of GPTQ needs sweeps=0 and static_groups=True"):
-        GPTQ(two_sided=True, **options)
+def test_what_moves_scales_of_rows_by_themselves_is_refused() -> None:
+    with pytest.raises(qfx.ConfigError, match=r"two_sided=True of GPTQ needs static_groups=True"):
+        GPTQ(two_sided=True, static_groups=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "swept"),
+    [(nn.Sequential(nn.Conv2d(8, 8, 3, groups=2), nn.Flatten()), True), (nn.Sequential(nn.Linear(8, 16)), False)],
+    ids=["groups", "one matrix"],
+)
+def test_sweeps_are_for_operators_of_several_matrices(model: nn.Sequential, swept: bool) -> None:
+    """Rows that make up for each other keep what they were rounded to; the others are swept as without."""
+    mixed, shape = rand(8, 8, seed=9) @ torch.diag(torch.logspace(0, -1, 8)), (64, 6, 6, 8) if swept else (64, 8)
+    batches = [(rand(*shape, seed=i) @ mixed).movedim(-1, 1) for i in range(3)]
+
+    def codes(**options: Any) -> Tensor:
+        config = QuantConfig(weight=TensorSpec(format=INT3), input=None, passes=(GPTQ(guided=True, **options),))
+        stored = stored_tensors(quantize(seeded(model), config, batches).graph_module)
+        return next(t for name, t in stored.items() if name.endswith("weight_codes"))
+
+    both = codes(two_sided=True, sweeps=3)
+    assert torch.equal(both, codes(two_sided=True)) is not swept
+    assert torch.equal(both, codes(sweeps=3)) is swept
