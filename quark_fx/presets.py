@@ -122,7 +122,7 @@ _SIGN_AWARE = _GROUPS.replace(symmetry=Symmetry.SIGN_AWARE)
 W4A16_BEST = W4A16_RTN.replace(weight=_SIGN_AWARE, passes=(*_FUSE, AWQ(feedback=True), _GUIDED))
 """What is most accurate at the bits of `W4A16_RTN`: scales of either sign that fit the data, AWQ's scales where GPTQ
 loses less with them, and GPTQ half way towards the float model's own activations, guided by the model's predictions,
-where rows make up for each other's errors; experts are swept instead; about four times the time of `W4A16_GPTQ`."""
+where rows make up for each other's errors; experts are swept instead; four to eight times the time of `W4A16_GPTQ`."""
 
 W4A16_BEST_ASYM = W4A16_BEST.replace(weight=_GROUPS.replace(symmetry=Symmetry.ASYMMETRIC))
 """`W4A16_BEST` with zero points, for 0.03 bits more; experts with zero points have no place in a checkpoint."""

@@ -106,6 +106,8 @@ def quark_fx(job: Job) -> Found:
     replaced = {type(one).__name__: one for one in map(pass_from_dict, job.options.get("replaced", ()))}
     before = {name: pass_from_dict(one) for name, one in job.options.get("before", {}).items()}
     kept = list[Any]()
+    if unknown := (replaced.keys() | before.keys()) - {type(one).__name__ for one in base.passes}:
+        raise ValueError(f"the preset has no {', '.join(sorted(unknown))}")
     for one in base.passes:
         name = type(one).__name__
         kept += [before[name]] if name in before else []

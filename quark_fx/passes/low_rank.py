@@ -20,7 +20,7 @@ from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import call, describe, get_attr, named_nodes, parameter, value_of
 from quark_fx.graph.operators import BRANCH, set_argument
 from quark_fx.graph.pass_manager import Change, copy_graph, graph_pass
-from quark_fx.plan.placement import Coded, plan_quantization, require_finite_weights
+from quark_fx.plan.placement import Coded, plan_quantization
 from quark_fx.rescale.scale_rules import weight_sharer
 from quark_fx.rescale.scale_sites import replace_parameter
 from quark_fx.rescale.scale_walk import Walk
@@ -80,7 +80,7 @@ class LowRank(Selective):
         """Split the inputs of operators with codes, value by value; return how many values were.
 
         Raises:
-            CalibrationError: if there is no data, or a weight is not finite.
+            CalibrationError: if there is no data.
         """
 
         def chosen(left: Mapping[int, _Site]) -> Iterator[Chosen]:
@@ -112,7 +112,6 @@ class LowRank(Selective):
         if not context.config.target.placement.branches:
             context.remark = f"target={str(context.config.target)!r} computes nothing in float beside a layer"
         planned = [op for op in plan_quantization(gm, context.config, quiet=True).operators if isinstance(op, Coded)]
-        require_finite_weights(gm, planned)
         walk, found = Walk(gm), dict[Node, list[Coded]]()
         for op in planned:
             if why := self._refusal(op, walk, context):

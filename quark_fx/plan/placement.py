@@ -552,7 +552,7 @@ class _Placement:
         self.outputs: dict[Node, Node] = {}
         self.arithmetic: dict[Node, TensorSpec] = {}
         for node in gm.graph.nodes:
-            if self._computes(node) and is_floating(gm, node) and BRANCH not in node.meta:
+            if self._computes(node) and is_floating(gm, node):
                 kind = target_name(node).split(".")[1]
                 name = module_name(node)
                 output = config.specs_for(name, kind).output

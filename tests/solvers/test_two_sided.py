@@ -21,7 +21,7 @@ from quark_fx.engine.guidance import guidance_of, together_bytes
 from quark_fx.engine.sizes import Matrices
 from quark_fx.graph.nodes import stored_tensors
 from quark_fx.graph.pass_manager import graph_pass
-from quark_fx.numbers.formats import INT3, INT4, INT8
+from quark_fx.numbers.formats import INT3, INT8
 from quark_fx.numbers.grid import Grid
 from quark_fx.passes import GPTQ
 from quark_fx.solvers import matrix_feedback
