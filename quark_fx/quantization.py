@@ -90,7 +90,7 @@ def quantize(
         progress: show a progress bar.
         device: where blocks run, their weights on it only meanwhile; default: where the model is.
         cache: memory that cached activations may take before they go to disk; default: as much as there is.
-        checkpoint: a directory for finished blocks of AWQ and of passes that round weights. The same call with the
+        checkpoint: a directory for what passes that learn from data have finished. The same call with the
             same directory continues where an interrupted one stopped, with the same result.
         output_dir: where to save the result (`QuantizedModel.save`). The model then needs less memory than it has
             weights: it runs block by block, and what passes make of its weights is kept in files of this directory,

@@ -17,6 +17,7 @@ from quark_fx.engine.blocks import Unit
 from quark_fx.engine.context import Context
 from quark_fx.engine.sizes import BlockSize, Need, Sizes
 from quark_fx.graph.linear import Linear
+from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import call, describe, get_attr, named_nodes, parameter, value_of
 from quark_fx.graph.operators import BRANCH, set_argument
 from quark_fx.graph.pass_manager import Change, copy_graph, graph_pass
@@ -112,15 +113,16 @@ class LowRank(Selective):
         if not context.config.target.placement.branches:
             context.remark = f"target={str(context.config.target)!r} computes nothing in float beside a layer"
         planned = [op for op in plan_quantization(gm, context.config, quiet=True).operators if isinstance(op, Coded)]
-        walk, found = Walk(gm), dict[Node, list[Coded]]()
+        walk, found = Walk(gm), dict[Node, list[_Reader]]()
         for op in planned:
-            if why := self._refusal(op, walk, context):
-                context.note(Change(op.name, why, changed=False))
-            elif op.linear is not None:
-                found.setdefault(op.linear.activation, []).append(op)
+            reader = self._reader(op, walk, context)
+            if isinstance(reader, str):
+                context.note(Change(op.name, reader, changed=False))
+            else:
+                found.setdefault(reader.linear.activation, []).append(reader)
         sites = []
-        for operators in found.values():
-            site = _Site(tuple(operators))
+        for readers in found.values():
+            site = _Site(tuple(readers))
             if self.rank >= site.inputs:
                 what = f"skipped: it has {site.inputs} directions; set a rank below that"
                 context.note(Change(site.name, what, changed=False))
@@ -131,50 +133,62 @@ class LowRank(Selective):
                 sites.append(site)
         return sites
 
-    def _refusal(self, op: Coded, walk: Walk, context: Context) -> str:
-        """Say why what an operator reads is not split; empty if it is."""
-        linear = op.linear
+    def _reader(self, op: Coded, walk: Walk, context: Context) -> _Reader | str:
+        """Return an operator whose input can be split, or say why it cannot."""
+        linear, mapping = op.linear, None if op.linear is None else op.linear.matrices
         if not self.selects(op):
             return NOT_SELECTED
         if not context.config.target.placement.branches:
             return f"skipped: target={str(context.config.target)!r} computes nothing in float beside a layer"
-        if linear is None or linear.kernel or linear.stacked or linear.has_factors:
+        if linear is None or mapping is None or mapping.kernel or mapping.stacked or linear.has_factors:
             return "skipped: only products of rows and one matrix are split, no convolutions, stacks or tables"
         if op.weight.is_cast:
             return "skipped: its weight has no codes"
         sharer = weight_sharer(walk, linear)
-        return "" if sharer is None else f"skipped: its weight is shared with {describe(sharer)}"
+        return (
+            _Reader(op, linear, mapping) if sharer is None else f"skipped: its weight is shared with {describe(sharer)}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Reader:
+    """An operator that multiplies rows by one matrix."""
+
+    operator: Coded
+    linear: Linear
+    mapping: LinearMap
+
+    def matrix(self, gm: GraphModule) -> Tensor:
+        """Return its weight in float32, shape (outputs, inputs)."""
+        return self.mapping.matrix(parameter(gm, self.operator.weight_node).detach())[0].float()
 
 
 @dataclass(frozen=True, eq=False)
 class _Site:
     """Operators that read one value."""
 
-    operators: tuple[Coded, ...]
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        """What they multiply."""
-        return tuple(op.linear for op in self.operators if op.linear is not None)
+    readers: tuple[_Reader, ...]
 
     @property
     def name(self) -> str:
         """Their modules."""
-        return ", ".join(op.name for op in self.operators)
+        return ", ".join(reader.operator.name for reader in self.readers)
 
     @property
     def inputs(self) -> int:
         """How many channels they read."""
-        return self.linears[0].shape[self.linears[0].input_axis]
+        first = self.readers[0].linear
+        return first.shape[first.input_axis]
 
     @property
     def is_calibrated(self) -> bool:
         """Whether the range of what one of them reads is found on calibration data."""
-        return any(op.input is not None and not op.input.dynamic and not op.input.is_cast for op in self.operators)
+        specs = (reader.operator.input for reader in self.readers)
+        return any(spec is not None and not spec.dynamic and not spec.is_cast for spec in specs)
 
     def overhead(self, rank: int) -> float:
         """Return the multiplications of a branch over those of the operators."""
-        outputs = sum(linear.shape[linear.output_axis] for linear in self.linears)
+        outputs = sum(reader.linear.shape[reader.linear.output_axis] for reader in self.readers)
         return rank * (2 * self.inputs + outputs) / (self.inputs * outputs)
 
 
@@ -185,12 +199,11 @@ def _measured(
     for run in walk_float_blocks(before, context, unit=Unit.OPERATOR, label=LowRank.__name__):
         nodes = named_nodes(run.module)
         for number, site in sites.items():
-            first = site.linears[0]
-            if first.node.name not in run.block.operators:
+            first = site.readers[0]
+            if first.linear.node.name not in run.block.operators:
                 continue
-            linear = first.at(nodes[first.node.name])
-            assert linear.matrices is not None  # a product with one matrix
-            learned, judge = Hessian.of_parts(context, Entrance(run.module, linear, linear.matrices, run.inputs))
+            linear = first.linear.at(nodes[first.linear.node.name])
+            learned, judge = Hessian.of_parts(context, Entrance(run.module, linear, first.mapping, run.inputs))
             settled = _settled(gm, site, learned.h[0], judge.h[0], rank)
             yield number, *context.ranks.gather(settled)[0]  # another processor may see other directions
 
@@ -199,8 +212,8 @@ def _settled(gm: GraphModule, site: _Site, learned: Tensor, judge: Tensor, rank:
     """Return the directions to split off a value, `None` if there are none, and what to note."""
     began = time.perf_counter()
     weights = torch.zeros_like(learned)
-    for linear in site.linears:
-        matrix = _matrix(gm, linear).to(learned.device)
+    for reader in site.readers:
+        matrix = reader.matrix(gm).to(learned.device)
         weights.addmm_(matrix.T, matrix)
     if not all(bool(form.isfinite().all()) for form in (learned, judge, weights)):
         return None, Change(
@@ -257,15 +270,9 @@ def _left(form: Tensor, directions: Tensor) -> Tensor:
     return form.trace() - (directions * (form @ directions)).sum()
 
 
-def _matrix(gm: GraphModule, linear: Linear) -> Tensor:
-    """Return a weight as a float32 matrix, shape (outputs, inputs)."""
-    assert linear.matrices is not None  # a product with one matrix
-    return linear.matrices.matrix(parameter(gm, linear.stored.node).detach())[0].float()
-
-
 def _split(gm: GraphModule, site: _Site, directions: Tensor) -> None:
     """Split directions off the value that the operators of a site read."""
-    first, value = site.linears[0], site.linears[0].activation
+    first, value = site.readers[0].linear.node, site.readers[0].linear.activation
     linear, like = torch.ops.aten.linear.default, value_of(gm, value)
 
     def added(target: object, *args: Node, beside: Node) -> Node:
@@ -276,19 +283,17 @@ def _split(gm: GraphModule, site: _Site, directions: Tensor) -> None:
     def stored(name: str, tensor: Tensor) -> Node:
         return get_attr(gm, name, tensor.to(device=like.device, dtype=like.dtype).contiguous())
 
-    with gm.graph.inserting_before(first.node):
-        into = stored(f"{first.node.name}_into", directions.T)
-        back = stored(f"{first.node.name}_back", directions)
-        parts = added(linear, value, into, beside=first.node)
-        rest = added(torch.ops.aten.sub.Tensor, value, added(linear, parts, back, beside=first.node), beside=first.node)
-    for own in site.linears:
-        node, stored_at = own.node, own.stored.node
-        matrix, old = _matrix(gm, own), parameter(gm, stored_at).detach()
+    with gm.graph.inserting_before(first):
+        into, back = stored(f"{first.name}_into", directions.T), stored(f"{first.name}_back", directions)
+        parts = added(linear, value, into, beside=first)
+        rest = added(torch.ops.aten.sub.Tensor, value, added(linear, parts, back, beside=first), beside=first)
+    for reader in site.readers:
+        node, weight = reader.linear.node, reader.operator.weight_node
+        matrix, old = reader.matrix(gm), parameter(gm, weight).detach()
         columns = matrix @ directions.to(matrix)
         kept = (matrix - columns @ directions.to(matrix).T).unsqueeze(0).to(old.dtype)
-        assert own.matrices is not None  # a product with one matrix
-        replace_parameter(gm, stored_at, own.matrices.restore(kept, old))
-        set_argument(node, own.activation_at, rest)
+        replace_parameter(gm, weight, reader.mapping.restore(kept, old))
+        set_argument(node, reader.linear.activation_at, rest)
         with gm.graph.inserting_before(node.next):
             beside = added(linear, parts, stored(f"{node.name}_branch", columns), beside=node)
             whole = added(torch.ops.aten.add.Tensor, node, beside, beside=node)

@@ -145,18 +145,19 @@ class Report:
         several = {name for name, found in weights.items() if len(found - {""}) > 1}
         return [row.parameter if row.parameter and row.name in several else row.name for row in self.rows]
 
-    def pass_table(self, name: str | None = None) -> str:
-        """Return what the passes changed, one line per operator or site, as a table; `passes` has all of long reasons.
+    def pass_table(self, name: str | None = None, *, full: bool = False) -> str:
+        """Return what the passes changed, one line per operator or site, as a table.
 
         Args:
             name: of one pass; default: all that changed anything operator by operator.
+            full: with all of long reasons.
         """
         header = ("pass", "operator", "change", "error before", "error after", "seconds")
         body = [
             (
                 record.name,
                 change.name,
-                _shortened(change.what),
+                change.what if full else _shortened(change.what),
                 _number(change.before),
                 _number(change.after),
                 "-" if math.isnan(change.seconds) else f"{change.seconds:.2f}",

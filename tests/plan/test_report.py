@@ -206,6 +206,7 @@ def test_a_long_reason_is_shortened_in_the_table_and_kept_in_full() -> None:
     assert "…" in line
     assert "/home" not in line
     assert len(max(report.pass_table().splitlines(), key=len)) < 130
+    assert len(max(report.pass_table(full=True).splitlines(), key=len)) > 130
     assert report.passes[0].changes[0].what == change.what
 
 
