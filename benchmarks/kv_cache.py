@@ -23,7 +23,7 @@ from benchmarks.common import environment, publish, table
 from benchmarks.real import smollm2
 from quark_fx import Granularity, QuantConfig, TensorSpec
 from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, UINT4
-from quark_fx.passes import Rotate, fold_constants
+from quark_fx.passes import LowRank, Rotate, fold_constants
 from quark_fx.presets import W4A4_DYNAMIC, W4A16_BEST, W4A16_RTN
 
 _MEASURED: dict[str, Any] = {"granularity": Granularity.TOKEN, "dynamic": True}
@@ -59,6 +59,10 @@ def _in_groups(config: QuantConfig) -> QuantConfig:
     return config.replace(group_size=GROUPS_OF_64)
 
 
+def _branched(config: QuantConfig) -> QuantConfig:
+    return config.replace(passes=(*config.passes[:-1], LowRank(rank=32), config.passes[-1]))
+
+
 ROWS: dict[str, QuantConfig] = {
     **{f"KV {name}": QuantConfig(kv_cache=spec) for name, spec in CACHES.items()},
     **{f"KV {name}, keys rotated": _rotated(spec) for name, spec in CACHES.items() if "4, per" in name},
@@ -67,6 +71,7 @@ ROWS: dict[str, QuantConfig] = {
     "w4a4_dynamic": _in_groups(W4A4_DYNAMIC),
     "w4a4_dynamic, KV uint4": _unrotated_keys(_in_groups(W4A4_DYNAMIC).replace(kv_cache=KV4)),
     "w4a4_dynamic, KV uint4, keys rotated": _in_groups(W4A4_DYNAMIC).replace(kv_cache=KV4),
+    "LowRank(rank=32), w4a4_dynamic, KV uint4, keys rotated": _branched(_in_groups(W4A4_DYNAMIC).replace(kv_cache=KV4)),
 }
 """What is measured, by the name of its row."""
 
@@ -122,6 +127,7 @@ nats per token) of the predictions from the float model's. `llama` is a small mo
 tokens; `smollm2` is SmolLM2-135M-Instruct, calibrated on 8 windows of 512 tokens and judged on 4, so on 2,044
 predictions, which settle the order of rows that are far apart and no more. *Keys rotated* is `Rotate()`: queries and
 keys are multiplied by a random Hadamard matrix behind the rotary embedding. Weights are in groups of {GROUPS_OF_64}.
+`LowRank(rank=32)` computes 32 directions of what operators read in float, which takes bits beside the codes.
 Reproduce with `python -m benchmarks.kv_cache`.
 
 {chr(10).join(parts)}
