@@ -29,9 +29,8 @@ from quark_fx.solvers.hessian import Entrance, Hessian
 from quark_fx.solvers.in_turn import Chosen, choose_in_turn
 from quark_fx.system.options import Interval, PositiveInt
 
-_MORE, _ROUNDS, _STARTS = 8, 12, 3
-"""Directions that are iterated beside those wanted, how often, and from how many starts. More rounds find less than 1 %
-less."""
+_MORE, _ROUNDS = 8, 12
+"""Directions that are iterated beside those wanted, and how often: more rounds leave less than 1 % less."""
 
 _LEAST = 1e-6
 """The least share of the squares that is taken to be left."""
@@ -100,7 +99,7 @@ class LowRank(Selective):
             return forms + max(block.entrances, 3 * max((m.target for m in block.matrices), default=0))
 
         def work(block: BlockSize) -> float:
-            steps = 4 * _STARTS * _ROUNDS * (self.rank + _MORE)  # two products each, with two forms
+            steps = 4 * 3 * _ROUNDS * (self.rank + _MORE)  # from three starts, two products with two forms
             return sum(m.inputs**2 * (m.rows * sizes.batches + m.outputs + 2 * steps) for m in block.matrices)
 
         matrices = sizes.matrices.values()
@@ -248,7 +247,7 @@ def _directions(x: Tensor, w: Tensor, rank: int) -> Tensor:
     start = torch.randn(n, min(n, rank + _MORE), generator=generator, dtype=torch.float32).to(x.device)
     one, other = 1 / x.trace(), 1 / w.trace()
     found, least = start[:, :rank], torch.full_like(one, torch.inf)
-    for of_x, of_w in ((one, other), (one, 0 * other), (0 * one, other))[:_STARTS]:
+    for of_x, of_w in ((one, other), (one, 0 * other), (0 * one, other)):
         basis = start
         for _ in range(_ROUNDS):
             basis = torch.linalg.qr(of_x * (x @ basis) + of_w * (w @ basis))[0]
