@@ -262,7 +262,7 @@ MODELS = {
 
 
 def verdict(measured: Sequence[Measured]) -> str:
-    """Say by which row of ours each tool's best row is beaten, in what part of its time, and with as many bits."""
+    """Say by which row of ours with no more bits each tool's best row is beaten, and in what part of its time."""
     said = list[str]()
     mine = [one for one in measured if one.row.ours and "before" not in one.row.options]
     for tool in PEERS:

@@ -276,7 +276,7 @@ def needs_data(config: QuantConfig) -> bool:
     """
     read: tuple[QuantConfig | Override, ...] = (config, *config.overrides)
     specs = [spec for some in read for spec in (some.input, some.output, some.kv_cache)]
-    ranges = any(isinstance(spec, TensorSpec) and not spec.dynamic and not spec.is_cast for spec in specs)
+    ranges = any(isinstance(spec, TensorSpec) and spec.is_calibrated for spec in specs)
     return ranges or any(map(learns_from_data, config.passes))
 
 

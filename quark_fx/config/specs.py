@@ -204,6 +204,11 @@ class TensorSpec:
         return isinstance(self.format, FloatFormat) and not self.format.needs_scale
 
     @property
+    def is_calibrated(self) -> bool:
+        """Whether scales of activations are found on calibration data: neither measured at run time, nor a cast."""
+        return not self.dynamic and not self.is_cast
+
+    @property
     def block_size(self) -> int | None:
         """Values per stored scale, for `Granularity.GROUP`."""
         return self.sub_group_size or self.group_size

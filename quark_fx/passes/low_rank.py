@@ -40,7 +40,7 @@ _CONFIRMED = 1.25
 ranges come from the data that directions fit best, so other data is clipped."""
 
 _BEFORE = ("fold_constants", "fold_batch_norm", "CrossLayerEqualization", "SmoothQuant", "NormalizeColumns", "AWQ")
-"""What finds no scales any more once values are split."""
+"""Passes that come first: they find nothing to scale in a graph with branches."""
 
 
 @graph_pass(after=_BEFORE, distributed=True, branches=True)
@@ -54,9 +54,9 @@ class LowRank(Selective):
 
     Rounding errors of activations are proportional to the root mean square of what is rounded, and multiply weights;
     those of weights are proportional to theirs, and multiply activations. Either way the squared error of the output is
-    proportional to the mean square of one times that of the other. `U` is chosen so that little is left of both without
-    it. The report has the factor that the error falls by, on validation data. Where ranges of activations are
-    calibrated, a value is skipped if much more is left of validation data than of what `U` was learned from.
+    proportional to the product of the two mean squares. `U` is chosen to minimize that product once both have lost
+    these directions. The report says what the error is multiplied by, on validation data. Where ranges of activations
+    are calibrated, a value is skipped if `U` leaves much more of validation data than of what it was learned from.
 
     Place it behind `SmoothQuant(rms=True)`, whose scales lessen the same error, and before `GPTQ`. The quantized model,
     `compile()` and ONNX files compute branches; modules of the model and checkpoints do not.
@@ -109,12 +109,13 @@ class LowRank(Selective):
 
     def _sites(self, gm: GraphModule, context: Context) -> list[_Site]:
         """Return the values to split, in graph order; note why operators read none."""
-        if not context.config.target.placement.branches:
-            context.remark = f"target={str(context.config.target)!r} computes nothing in float beside a layer"
+        target = context.config.target
+        beside = f"target={str(target)!r} computes nothing in float beside a layer"
+        context.remark = refused = "" if target.placement.branches else beside
         planned = [op for op in plan_quantization(gm, context.config, quiet=True).operators if isinstance(op, Coded)]
         walk, found = Walk(gm), dict[Node, list[_Reader]]()
         for op in planned:
-            reader = self._reader(op, walk, context)
+            reader = self._reader(op, walk, refused=refused)
             if isinstance(reader, str):
                 context.note(Change(op.name, reader, changed=False))
             else:
@@ -123,7 +124,7 @@ class LowRank(Selective):
         for readers in found.values():
             site = _Site(tuple(readers))
             if self.rank >= site.inputs:
-                what = f"skipped: it has {site.inputs} directions; set a rank below that"
+                what = f"skipped: rank {self.rank} is not below its {site.inputs} channels; set a smaller rank"
                 context.note(Change(site.name, what, changed=False))
             elif (share := site.overhead(self.rank)) > self.overhead:
                 cost = f"a branch of rank {self.rank} would cost {share:.0%} of the multiplications"
@@ -132,13 +133,13 @@ class LowRank(Selective):
                 sites.append(site)
         return sites
 
-    def _reader(self, op: Coded, walk: Walk, context: Context) -> _Reader | str:
-        """Return an operator whose input can be split, or say why it cannot."""
+    def _reader(self, op: Coded, walk: Walk, *, refused: str) -> _Reader | str:
+        """Return an operator whose input can be split, or say why it cannot; `refused`: why the target has none."""
         linear, mapping = op.linear, None if op.linear is None else op.linear.matrices
         if not self.selects(op):
             return NOT_SELECTED
-        if not context.config.target.placement.branches:
-            return f"skipped: target={str(context.config.target)!r} computes nothing in float beside a layer"
+        if refused:
+            return f"skipped: {refused}"
         if linear is None or mapping is None or mapping.kernel or mapping.stacked or linear.has_factors:
             return "skipped: only products of rows and one matrix are split, no convolutions, stacks or tables"
         if op.weight.is_cast:
@@ -183,7 +184,7 @@ class _Site:
     def is_calibrated(self) -> bool:
         """Whether the range of what one of them reads is found on calibration data."""
         specs = (reader.operator.input for reader in self.readers)
-        return any(spec is not None and not spec.dynamic and not spec.is_cast for spec in specs)
+        return any(spec is not None and spec.is_calibrated for spec in specs)
 
     def overhead(self, rank: int) -> float:
         """Return the multiplications of a branch over those of the operators."""
@@ -225,7 +226,8 @@ def _settled(gm: GraphModule, site: _Site, learned: Tensor, judge: Tensor, rank:
     own, other, columns = (max(0.0, float(_left(form, found) / form.trace())) for form in (learned, judge, weights))
     if site.is_calibrated and other > _CONFIRMED * own:
         what = (
-            f"skipped: {own:.0%} of the squares are left of what was learned from, {other:.0%} of other data; pass more"
+            f"skipped: the directions leave {own:.0%} of the calibration data and {other:.0%} of the validation data; "
+            "pass more data"
         )
         return None, Change(site.name, what, changed=False)
     what = f"rank {rank}, for {site.overhead(rank):.1%} of the multiplications; error times {other * columns:.2g}"

@@ -212,11 +212,7 @@ class Plan:
     @property
     def observed(self) -> dict[tuple[Node, TensorSpec], int | None]:
         """The (source, spec) pairs that need an observer, in graph order of discovery, with `Point.reduced`."""
-        return {
-            (point.source, point.spec): point.reduced
-            for point in self.points.values()
-            if not point.spec.dynamic and not point.spec.is_cast
-        }
+        return {(point.source, point.spec): point.reduced for point in self.points.values() if point.spec.is_calibrated}
 
 
 def plan_quantization(gm: GraphModule, config: QuantConfig, *, quiet: bool = False) -> Plan:

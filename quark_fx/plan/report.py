@@ -150,7 +150,7 @@ class Report:
 
         Args:
             name: of one pass; default: all that changed anything operator by operator.
-            full: with all of long reasons.
+            full: do not shorten long reasons.
         """
         header = ("pass", "operator", "change", "error before", "error after", "seconds")
         body = [

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import on_devices
 from tiny import quantize, rand, record_of, seeded
 from torch import Tensor, nn
 from zoo import ZOO
@@ -147,6 +148,16 @@ def test_the_float_function_is_unchanged(name: str) -> None:
     model = seeded(case.make())
     qmodel = quantize(model, config, list(case.batches)[:2], verify=True)
     assert record_of(qmodel, "LowRank").rewrites > 0
+
+
+@on_devices
+def test_quantized_models_lose_on_any_device_what_they_lose_on_the_cpu(device: torch.device) -> None:
+    model, config = seeded(Mlp()), configured(LowRank(rank=8), Rotate(streams=False, overhead=9))
+    expected, (x,) = lost(model, config), data(1, seed=99)
+    qmodel = quantize(model.to(device), config, [batch.to(device) for batch in data()])
+    with torch.no_grad():
+        difference, y = qmodel(x.to(device)) - model(x.to(device)), model(x.to(device))
+    assert float(difference.square().sum() / y.square().sum()) == pytest.approx(expected, rel=0.1)
 
 
 def test_quantized_models_lose_less_by_what_the_report_says() -> None:
@@ -336,7 +347,7 @@ def test_what_is_not_split_has_a_reason() -> None:
 @pytest.mark.parametrize("rank", [64, 200])
 def test_a_rank_of_all_directions_is_skipped(rank: int) -> None:
     found = changes(quantize(seeded(Mlp()), configured(LowRank(rank=rank, overhead=99)), data()))
-    assert found["gate, up"].what == "skipped: it has 64 directions; set a rank below that"
+    assert found["gate, up"].what == f"skipped: rank {rank} is not below its 64 channels; set a smaller rank"
 
 
 @pytest.mark.parametrize(("rows", "split"), [(64, False), (2048, True)])
@@ -347,7 +358,7 @@ def test_calibrated_ranges_need_directions_that_other_data_confirms(rows: int, s
     batches = list(rand(rows, WIDTH, seed=5).split(rows // 8))
     (change,) = record_of(quantize(model, config, batches), "LowRank").changes
     assert change.changed is split
-    assert split or change.what.endswith("of other data; pass more")
+    assert split or change.what.endswith("of the validation data; pass more data")
     dynamic = configured(LowRank(rank=16, overhead=1))
     assert record_of(quantize(model, dynamic, batches), "LowRank").changes[0].changed
 
