@@ -337,13 +337,13 @@ def dynamic_qparams(
     """
     x = x.float()
     scheme = Scheme(format=parse_format(format), symmetry=Symmetry(symmetry), scale_type=ScaleType(scale_type))
-    low, high = _extremes(x, axis, block_size)
+    low, high = extremes(x, axis, block_size)
     if ratio != 1:
         low, high = low * ratio, high * ratio
     if scheme.scale_type.is_8_bit:
         scale = block_scale(torch.maximum(-low, high), scheme, high=high)
         if group_size:
-            low, high = _extremes(x, axis, group_size)
+            low, high = extremes(x, axis, group_size)
             group = block_scale(torch.maximum(-low, high), scheme, high=high)
             scale = share_scale(scale, spread(group, scale, axis, group_size // block_size))
         return scale, torch.full_like(scale, scheme.middle, dtype=torch.int32)
@@ -381,7 +381,7 @@ def _(
     return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int32)
 
 
-def _extremes(x: Tensor, axis: int | None, block_size: int) -> tuple[Tensor, Tensor]:
+def extremes(x: Tensor, axis: int | None, block_size: int) -> tuple[Tensor, Tensor]:
     """Return the lower and the upper end of the range of each block, with zero in it; shapes as scales have them."""
     if axis is None:
         low, high = torch.aminmax(x)
@@ -458,6 +458,7 @@ __all__ = [
     "dequantize",
     "dynamic_qparams",
     "encode",
+    "extremes",
     "fake_quantize",
     "quantize",
     "rounded",

@@ -24,6 +24,7 @@ from quark_fx.passes.gptq import GPTQ
 from quark_fx.passes.hard_sigmoid import harden_sigmoids
 from quark_fx.passes.insert_observers import insert_observers
 from quark_fx.passes.large_pool import SplitLargePools
+from quark_fx.passes.learn_rotations import LearnRotations
 from quark_fx.passes.low_rank import LowRank
 from quark_fx.passes.normalize_columns import NormalizeColumns
 from quark_fx.passes.rotate import Rotate
@@ -44,6 +45,7 @@ __all__ = [
     "BlockAP",
     "CrossLayerEqualization",
     "FitScales",
+    "LearnRotations",
     "LowRank",
     "NormalizeColumns",
     "Rotate",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -21,21 +22,19 @@ from quark_fx.rescale.rotation_sites import RotationSite, apply_rotation, find_r
 from quark_fx.system.options import Interval
 
 
-@graph_pass(after=("fold_constants", "fold_batch_norm"))
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """A site with its matrix, what to call it, and what to note of it."""
+
+    name: str
+    site: RotationSite
+    rotation: Rotation
+    what: str
+
+
 @dataclass(frozen=True, kw_only=True)
-class Rotate(Selective):
-    """Multiply what quantized operators read by random Hadamard matrices, and their weights by the inverses.
-
-    A sum of many channels with random signs is nearly normal: outliers are spread over all channels of activations and
-    weights. The residual stream is rotated as a whole, values of attention head by head. Weights absorb a matrix where
-    they can; the factors of norms are folded into the operators behind them. Elsewhere, as before the down projection
-    of an MLP, the model multiplies at run time, by two factors of a Kronecker product. The graph's function stays what
-    it is, up to rounding. Needs no data.
-
-    What the target does not rotate at run time is skipped, with a reason.
-
-    Where keys are quantized (`QuantConfig.kv_cache`), they and the queries that multiply them are rotated head by head
-    at run time, behind rotary embeddings.
+class Rotating(Selective, ABC):
+    """What rotates the sites of a graph that operators with codes read, and keys.
 
     Args:
         overhead: multiplications at run time that a rotation may take, as a share of those of the operators that read
@@ -48,10 +47,6 @@ class Rotate(Selective):
             NVFP4) keep scales of their own. Keys are rotated as a whole.
         keys: rotate quantized keys, and their queries.
         seed: of the random signs.
-
-    Source:
-        Ashkboos et al. 2024 (QuaRot), of which these are R1, R2, R3 (keys) and R4; Chee et al. 2023 for why. LayerNorm
-        is kept, by matrices that keep means, instead of being replaced by RMSNorm.
     """
 
     overhead: Annotated[float, Interval("[0, inf)")] = 0.5
@@ -60,21 +55,59 @@ class Rotate(Selective):
     keys: bool = True
     seed: Annotated[int, Interval("[0, 2147483647]")] = 0
 
-    def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
+    def rotate(self, gm: GraphModule, context: Context | None) -> int:
         """Rotate the inputs of operators that will be quantized, without a context of all; return how many sites."""
         names, note = _names(gm, context), context.note if context is not None else lambda change: None
-        analysis = find_rotation_sites(gm, streams=self.streams)
+        unrotated = context.config.target.checkpoints.unrotated if context is not None else None
+        generator = torch.Generator().manual_seed(self.seed)
+        drawn = self._draw(gm, names, unrotated, generator, note)
+        self.turn(gm, drawn, names, context)
+        rotated, at_run_time = len(drawn), sum(len(one.site.at_run_time) for one in drawn)
+        if self.keys and self.overhead > 0:
+            attending = [op for op in names.values() if isinstance(op, Attending)]
+            changes = [self._rotate_keys(gm, op, generator, unrotated) for op in attending]
+            rotated += sum(change.changed for change in changes)
+            at_run_time += 2 * sum(change.changed for change in changes)
+            for change in changes:
+                note(change)
+        if context is not None and at_run_time:
+            context.remark = f"{at_run_time} values are rotated at run time"
+        gm.recompile()
+        return rotated
+
+    @abstractmethod
+    def turn(
+        self, gm: GraphModule, drawn: Sequence[Drawn], names: Mapping[Node, Named], context: Context | None
+    ) -> None:
+        """Rotate sites of a graph and note it.
+
+        Args:
+            gm: the graph.
+            drawn: the sites, with a matrix each.
+            names: of the operators that are to be quantized; `Quantized` ones if there is a context.
+            context: of the run, if there is one.
+        """
+
+    def _draw(
+        self,
+        gm: GraphModule,
+        names: Mapping[Node, Named],
+        unrotated: Unrotated | None,
+        generator: torch.Generator,
+        note: Callable[[Change], None],
+    ) -> list[Drawn]:
+        """Return the sites to rotate, each with a random matrix, in graph order; note why others are left."""
+        analysis, drawn = find_rotation_sites(gm, streams=self.streams), list[Drawn]()
         for node, reason in analysis.reasons.items():
             if node in names:
                 what = f"skipped: {reason}" if self.selects(names[node]) else NOT_SELECTED
                 note(Change(names[node].name, what, changed=False))
-        unrotated = context.config.target.checkpoints.unrotated if context is not None else None
-        generator, rotated, at_run_time = torch.Generator().manual_seed(self.seed), 0, 0
         for found in analysis.sites:
             readers = [names[linear.node] for linear in found.readers if linear.node in names]
             if not readers:
                 continue
             site = found if self.block is None else found.in_blocks(self.block)
+            name = readers[0].name + f" and {len(readers) - 1} more" * (len(readers) > 1)
             rotation = site.draw(generator)
             share = site.overhead(rotation)
             if not all(map(self.selects, readers)):
@@ -88,22 +121,10 @@ class Rotate(Selective):
             elif site.at_run_time and unrotated is not None and (why := _unrotated(site, unrotated)):
                 what = f"skipped: {why}"
             else:
-                apply_rotation(gm, site, rotation)
-                rotated, at_run_time = rotated + 1, at_run_time + len(site.at_run_time)
-                what = _said(site, share, in_blocks=site.size < found.size)
-            name = readers[0].name + f" and {len(readers) - 1} more" * (len(readers) > 1)
-            note(Change(name, what, what.startswith("rotated")))
-        if self.keys and self.overhead > 0:
-            attending = [op for op in names.values() if isinstance(op, Attending)]
-            changes = [self._rotate_keys(gm, op, generator, unrotated) for op in attending]
-            rotated += sum(change.changed for change in changes)
-            at_run_time += 2 * sum(change.changed for change in changes)
-            for change in changes:
-                note(change)
-        if context is not None and at_run_time:
-            context.remark = f"{at_run_time} values are rotated at run time"
-        gm.recompile()
-        return rotated
+                drawn.append(Drawn(name, site, rotation, _said(site, share, in_blocks=site.size < found.size)))
+                continue
+            note(Change(name, what, changed=False))
+        return drawn
 
     def _rotate_keys(
         self, gm: GraphModule, op: Attending, generator: torch.Generator, unrotated: Unrotated | None
@@ -118,6 +139,41 @@ class Rotate(Selective):
             return Change(op.name, f"skipped: {why}", changed=False)
         rotate_keys(gm, op.attention, Rotation.random(size, generator))
         return Change(op.name, f"rotated queries and keys by a matrix of size {size}, at run time")
+
+
+@graph_pass(after=("fold_constants", "fold_batch_norm"))
+@dataclass(frozen=True, kw_only=True)
+class Rotate(Rotating):
+    """Multiply what quantized operators read by random Hadamard matrices, and their weights by the inverses.
+
+    A sum of many channels with random signs is nearly normal: outliers are spread over all channels of activations and
+    weights. The residual stream is rotated as a whole, values of attention head by head. Weights absorb a matrix where
+    they can; the factors of norms are folded into the operators behind them. Elsewhere, as before the down projection
+    of an MLP, the model multiplies at run time, by two factors of a Kronecker product. The graph's function stays what
+    it is, up to rounding. Needs no data.
+
+    What the target does not rotate at run time is skipped, with a reason.
+
+    Where keys are quantized (`QuantConfig.kv_cache`), they and the queries that multiply them are rotated head by head
+    at run time, behind rotary embeddings.
+
+    Source:
+        Ashkboos et al. 2024 (QuaRot), of which these are R1, R2, R3 (keys) and R4; Chee et al. 2023 for why. LayerNorm
+        is kept, by matrices that keep means, instead of being replaced by RMSNorm.
+    """
+
+    def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
+        """Rotate the inputs of operators that will be quantized, without a context of all; return how many sites."""
+        return self.rotate(gm, context)
+
+    def turn(
+        self, gm: GraphModule, drawn: Sequence[Drawn], names: Mapping[Node, Named], context: Context | None
+    ) -> None:
+        """Rotate sites and note it."""
+        for one in drawn:
+            apply_rotation(gm, one.site, one.rotation)
+            if context is not None:
+                context.note(Change(one.name, one.what))
 
 
 def _names(gm: GraphModule, context: Context | None) -> Mapping[Node, Named]:
@@ -141,4 +197,4 @@ def _said(site: RotationSite, share: float, *, in_blocks: bool) -> str:
     return f"rotated{' in blocks' * in_blocks} by a matrix of size {site.size}{online}"
 
 
-__all__ = ["Rotate"]
+__all__ = ["Drawn", "Rotate", "Rotating"]

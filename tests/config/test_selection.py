@@ -28,6 +28,7 @@ from quark_fx.passes import (
     BlockAP,
     CrossLayerEqualization,
     FitScales,
+    LearnRotations,
     LowRank,
     NormalizeColumns,
     Rotate,
@@ -95,7 +96,7 @@ def tensors(qmodel: qfx.QuantizedModel, prefix: str) -> dict[str, Tensor]:
 def test_every_pass_that_reads_data_or_changes_weights_can_be_limited() -> None:
     learning = {p for p in PASSES.values() if isinstance(p, type) and p.__module__.startswith("quark_fx.passes")}
     limited = {p for p in learning if issubclass(p, Selective)}
-    assert limited == {*ROUNDING, *SCALING, LowRank, Rotate}
+    assert limited == {*ROUNDING, *SCALING, LearnRotations, LowRank, Rotate}
     # Shifts are settled for a whole graph, or for none of it.
     assert {p.__name__ for p in learning - limited if needs_context(p)} <= {"AlignShifts"}
 

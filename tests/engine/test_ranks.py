@@ -44,11 +44,12 @@ from quark_fx.passes import (
     AutoRound,
     BiasCorrection,
     FitScales,
+    LearnRotations,
     LowRank,
     SmoothQuant,
     TuneScales,
 )
-from quark_fx.presets import INT8_STATIC, W4A16_AWQ, W4A16_GPTQ
+from quark_fx.presets import INT8_STATIC, W4A4_DYNAMIC, W4A16_AWQ, W4A16_GPTQ
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.solver import Proposal, Skip, Solver, solver
@@ -128,6 +129,9 @@ CONFIGS: dict[str, QuantConfig] = {
     # With a full range the largest weight of a group lies between two codes, which the last bits of a sum decide.
     "awq": in_groups(W4A16_AWQ, symmetry=Symmetry.SYMMETRIC),
     "branches": in_groups(W4A16_GPTQ, symmetry=Symmetry.SYMMETRIC).replace(passes=(LowRank(rank=2, overhead=9),)),
+    "learned rotations": in_groups(W4A4_DYNAMIC).replace(
+        passes=(LearnRotations(overhead=9, streams=False, iterations=20),)
+    ),
     "fitted scales": in_groups(W4A16_GPTQ).replace(passes=(FitScales(),)),
     "tuned scales": in_groups(W4A16_GPTQ).replace(passes=(TuneScales(iterations=3, batches=3),)),
     "refitted scales": in_groups(W4A16_GPTQ).replace(passes=(RefitScales(),)),

@@ -42,11 +42,11 @@ from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.graph.nodes import stored_tensors
 from quark_fx.graph.pass_manager import Change, PassRecord, Promise, Stage
 from quark_fx.numbers.formats import INT4, UINT4
-from quark_fx.passes import AWQ, GPTQ, LowRank, SmoothQuant, TuneScales
+from quark_fx.passes import AWQ, GPTQ, LearnRotations, LowRank, SmoothQuant, TuneScales
 from quark_fx.passes.adaquant import AdaQuant
 from quark_fx.passes.adaround import AdaRound
 from quark_fx.passes.bias_correction import BiasCorrection
-from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC
+from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC, W4A4_DYNAMIC
 from quark_fx.solvers.hessian_trial import HessianTrial
 from quark_fx.solvers.sample_trial import SampleTrial
 from quark_fx.solvers.scaling import Trial
@@ -127,6 +127,11 @@ RUNS: dict[str, Run] = {
     "branches": lambda: (
         mlp(),
         INT4_WEIGHT_ONLY.replace(exclude=(), passes=(LowRank(rank=2, overhead=9),)),
+        tokens(4, 4),
+    ),
+    "learned rotations": lambda: (
+        mlp(),
+        W4A4_DYNAMIC.replace(exclude=(), passes=(LearnRotations(overhead=9, streams=False, iterations=20),)),
         tokens(4, 4),
     ),
     "deviations": lambda: scaling(INT8_STATIC, DeviationScales()),

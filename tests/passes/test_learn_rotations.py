@@ -1,0 +1,238 @@
+"""Rotations that are learned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from devices import on_devices
+from tiny import quantize, rand, record_of, seeded
+from torch import Tensor, nn
+from zoo import ZOO
+
+import quark_fx as qfx
+from quark_fx import Granularity, QuantConfig, TensorSpec
+from quark_fx.config import block_formats
+from quark_fx.config.selection import NOT_SELECTED
+from quark_fx.graph.nodes import stored_tensors
+from quark_fx.numbers import ops
+from quark_fx.numbers.formats import INT4, INT8, INT16, UINT4
+from quark_fx.numbers.rotation import Rotation
+from quark_fx.passes import GPTQ, LearnRotations, LowRank, Rotate, SmoothQuant
+from quark_fx.passes.learn_rotations import _cayley, _rounded
+
+WIDTH = 64
+
+PER_TOKEN = TensorSpec(format=INT4, granularity=Granularity.TOKEN, dynamic=True)
+WIDE = TensorSpec(format=INT16, granularity=Granularity.CHANNEL)
+CONFIG = QuantConfig(weight=WIDE, input=PER_TOKEN)
+"""Only activations lose anything."""
+
+LEARN, ROTATE = LearnRotations(streams=False, overhead=9), Rotate(streams=False, overhead=9)
+
+
+class Mlp(nn.Module):
+    """Two matrices read a norm's output, and a third what they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.gate, self.up = nn.Linear(WIDTH, 96), nn.Linear(WIDTH, 96, bias=False)
+        self.down = nn.Linear(96, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        out: Tensor = self.down(torch.relu(self.gate(y)) * self.up(y)) + x
+        return out
+
+
+def data(count: int = 8, seed: int = 1) -> list[Tensor]:
+    """Return batches that are largest in some directions, with an outlier in each row, which random matrices mix."""
+    basis = torch.linalg.qr(rand(WIDTH, WIDTH, seed=77))[0]
+    sizes = torch.logspace(1, -1, WIDTH)
+    return [rand(8, 16, WIDTH, seed=seed + i) * sizes @ basis.T for i in range(count)]
+
+
+def lost(model: nn.Module, config: QuantConfig, *passes: Any) -> float:
+    """Return the relative squared error on data that nothing is calibrated on."""
+    qmodel, (x,) = quantize(model, config.replace(passes=passes), data()), data(1, seed=99)
+    with torch.no_grad():
+        difference, expected = qmodel(x) - model(x), model(x)
+    return float(difference.square().sum() / expected.square().sum())
+
+
+def changes(qmodel: qfx.QuantizedModel) -> dict[str, Any]:
+    return {change.name: change for change in record_of(qmodel, "LearnRotations").changes}
+
+
+@pytest.mark.parametrize(
+    ("spec", "share"),
+    [
+        (PER_TOKEN, 0.9),
+        (TensorSpec(format=UINT4, granularity=Granularity.TOKEN, dynamic=True), 0.95),
+        (TensorSpec(format=INT4, dynamic=True), 0.9),
+        (TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=16, dynamic=True), 0.95),
+        # Steps of floats are as large as values, and scales are powers of two: a range says less.
+        (block_formats.MXFP4.replace(dynamic=True), 1.0),
+    ],
+    ids=["int4 per token", "uint4 per token", "int4", "int4 in groups", "MXFP4"],
+)
+def test_learned_matrices_lose_less_than_drawn_ones(spec: TensorSpec, share: float) -> None:
+    model = seeded(nn.Sequential(nn.Linear(WIDTH, 96)))
+    config = CONFIG.replace(input=spec)
+    drawn, learned = (quantize(model, config.replace(passes=(p,)), data()) for p in (ROTATE, LEARN))
+    assert lost(model, config, LEARN) < share * lost(model, config, ROTATE)
+    (change,) = changes(learned).values()
+    assert change.after < share * change.before
+    assert change.what.endswith("; learned")
+    assert record_of(learned, "LearnRotations").validated
+    assert record_of(drawn, "Rotate").rewrites == record_of(learned, "LearnRotations").rewrites == 1
+
+
+def test_the_report_has_the_errors_of_what_is_read() -> None:
+    """Every row of the last eighth, rounded as the operator reads it, relative to its squares."""
+    model = seeded(nn.Sequential(nn.Linear(WIDTH, 96)))
+    qmodel = quantize(model, CONFIG.replace(passes=(LEARN,)), data())
+    (change,) = changes(qmodel).values()
+    x = data()[-1].flatten(0, 1)
+    drawn = Rotation.random(WIDTH, torch.Generator().manual_seed(0))
+    stored = stored_tensors(qmodel.graph_module)
+    (left,), (right,) = ([t for n, t in stored.items() if n.endswith(side)] for side in ("_left", "_right"))
+    for rotation, said in ((drawn, change.before), (Rotation(left.double(), right.double()), change.after)):
+        turned = rotation.apply(x)
+        step = turned.abs().amax(1, keepdim=True) / 7
+        rounded = (turned / step).round() * step
+        assert said == pytest.approx(float((rounded - turned).square().sum() / x.square().sum()), rel=1e-3)
+    for factor in (left, right):
+        torch.testing.assert_close(factor.T @ factor, torch.eye(len(factor)), atol=1e-6, rtol=0)
+
+
+def test_cayley_turns_any_matrix_into_an_orthogonal_one() -> None:
+    turned = _cayley(3 * rand(12, 12).double())
+    torch.testing.assert_close(turned.T @ turned, torch.eye(12, dtype=torch.float64), atol=1e-12, rtol=0)
+    assert torch.equal(_cayley(torch.zeros(5, 5)), torch.eye(5))
+    torch.testing.assert_close(
+        _cayley(torch.tensor([[0.0, 1.0], [-1.0, 0.0]])), torch.tensor([[0.0, 1.0], [-1.0, 0.0]])
+    )
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [PER_TOKEN, TensorSpec(format=UINT4, granularity=Granularity.TOKEN, dynamic=True), block_formats.NVFP4],
+    ids=["symmetric", "asymmetric", "blocks"],
+)
+def test_what_is_rounded_has_the_values_that_operators_read_and_the_gradient_of_its_range(spec: TensorSpec) -> None:
+    x, spec = rand(6, 32, seed=3), spec.replace(dynamic=True)
+    measured = ops.dynamic_qparams(x, *spec.measurement(1))
+    name, _, axis, block, *_ = spec.measurement(1)
+    expected = ops.fake_quantize(x, *measured, name, axis, block)
+    torch.testing.assert_close(_rounded(x, spec), expected)
+    # Rounding errors grow as what is rounded does; with a range that is held, the gradient would be of the values.
+    x.requires_grad_()
+    noise = (_rounded(x, spec) - x).square().sum()
+    (gradient,) = torch.autograd.grad(noise, x)
+    assert float((gradient * x).sum()) == pytest.approx(2 * float(noise), rel=1e-3)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "ViT", "Swin", "Mixtral", "BERT", "T5 encoder"])
+def test_the_float_function_is_unchanged(name: str, streams: bool) -> None:
+    case = ZOO[name]
+    passes = (LearnRotations(overhead=9, streams=streams, iterations=3, learning_rate=0.3),)
+    spec = TensorSpec(format=INT16, granularity=Granularity.TOKEN, dynamic=True)
+    config = QuantConfig(weight=WIDE, input=spec, passes=passes, exclude=("op:embedding", "op:conv*"))
+    qmodel = quantize(seeded(case.make()), config, list(case.batches)[:2], verify=True)
+    assert record_of(qmodel, "LearnRotations").rewrites > 0
+
+
+def test_streams_are_learned_from_what_is_read_without_the_factors_of_norms() -> None:
+    """A site whose matrix weights absorb; one that read the factors would not know what it rounds."""
+    config = ZOO["Llama"]
+    model: Any = seeded(config.make())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.copy_(torch.logspace(-1, 1, len(parameter)))
+    batches = list(config.batches)[:4]
+    learned = LearnRotations(overhead=0, iterations=100)
+    setup = QuantConfig(weight=WIDE, input=PER_TOKEN, passes=(learned,), exclude=("op:embedding", "op:head"))
+    stream = next(c for c in changes(quantize(model, setup, batches)).values() if "q_proj" in c.name)
+    # What norms make without their factors has rows of one length; INT4 loses about 1/50 of their squares.
+    assert 0.005 < stream.after < stream.before < 0.05
+
+
+@on_devices
+def test_matrices_are_learned_on_any_device(device: torch.device) -> None:
+    model, (x,) = seeded(Mlp()), data(1, seed=99)
+    expected = lost(model, CONFIG, LEARN)
+    qmodel = quantize(model.to(device), CONFIG.replace(passes=(LEARN,)), [batch.to(device) for batch in data()])
+    with torch.no_grad():
+        difference, y = qmodel(x.to(device)) - model(x.to(device)), model(x.to(device))
+    assert float(difference.square().sum() / y.square().sum()) == pytest.approx(expected, rel=0.1)
+
+
+def test_it_goes_with_scales_branches_and_error_feedback() -> None:
+    model = seeded(Mlp())
+    config = CONFIG.replace(weight=TensorSpec(format=INT4, granularity=Granularity.CHANNEL))
+    before, behind = (SmoothQuant(rms=True),), (LowRank(rank=8), GPTQ())
+    assert lost(model, config, *before, LEARN, *behind) < lost(model, config, *before, ROTATE, *behind)
+    with pytest.raises(qfx.ConfigError, match="list it after"):
+        quantize(model, config.replace(passes=(LEARN, SmoothQuant(rms=True))), data())
+
+
+def test_readers_of_one_value_share_its_matrix_and_patterns_choose() -> None:
+    found = changes(quantize(seeded(Mlp()), CONFIG.replace(passes=(LEARN,)), data()))
+    assert {name: change.changed for name, change in found.items()} == {"gate and 1 more": True, "down": True}
+    only = LearnRotations(streams=False, overhead=9, only=("down",))
+    found = changes(quantize(seeded(Mlp()), CONFIG.replace(passes=(only,)), data()))
+    assert found["gate and 1 more"].what == NOT_SELECTED
+    assert found["down"].before is not None
+
+
+def test_where_nothing_can_be_learned_the_drawn_matrix_stays_and_the_report_says_why() -> None:
+    model, static = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH))), TensorSpec(format=INT8)
+    for spec in (static, None):
+        learned, drawn = (quantize(model, CONFIG.replace(input=spec, passes=(p,)), data()) for p in (LEARN, ROTATE))
+        (change,) = changes(learned).values()
+        assert change.changed
+        assert change.what.endswith(
+            "; as it was drawn: no operator reads it in codes whose range is measured at run time"
+        )
+        with torch.no_grad():
+            assert torch.equal(learned(data()[0]), drawn(data()[0]))
+    normed = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)))
+    found = changes(quantize(normed, CONFIG.replace(passes=(LearnRotations(overhead=9),)), data()))
+    assert any(change.what.endswith("; as it was drawn: it has to keep means") for change in found.values())
+
+
+def test_a_matrix_that_validation_data_does_not_confirm_stays_as_it_was_drawn() -> None:
+    """One batch to learn from, of four rows; the others are of another kind."""
+    model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+    few = [rand(1, 4, WIDTH, seed=1) * torch.logspace(1, -1, WIDTH) for _ in range(7)] + [rand(4, 64, WIDTH, seed=9)]
+    (change,) = changes(quantize(model, CONFIG.replace(passes=(LEARN,)), few)).values()
+    assert change.what.endswith("; as it was drawn: no better on validation data")
+    assert change.before == change.after
+    drawn, learned = (quantize(model, CONFIG.replace(passes=(p,)), few) for p in (ROTATE, LEARN))
+    with torch.no_grad():
+        assert torch.equal(learned(data()[0]), drawn(data()[0]))
+
+
+def test_it_needs_data() -> None:
+    program = torch.export.export(seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH))), (data()[0],))
+    with pytest.raises(qfx.CalibrationError, match="learns from data"):
+        qfx.quantize(program, CONFIG.replace(passes=(LEARN,)), None, progress=False)
+
+
+def test_what_it_takes_is_known_before() -> None:
+    known = qfx.predict(seeded(Mlp()), CONFIG.replace(passes=(LEARN,)), data(), dynamic_shapes=None)
+    (need,) = [need for name, _, need in known.stages if name == "LearnRotations"]
+    assert max(moment.working for moment in need.moments) >= 4 * WIDTH * 2048
+    assert need.operations > 150 * 256 * WIDTH * 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_models_in_half_precision_are_learned_too(dtype: torch.dtype) -> None:
+    model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH))).to(dtype)
+    (change,) = changes(quantize(model, CONFIG.replace(passes=(LEARN,)), [x.to(dtype) for x in data()])).values()
+    assert change.after < 0.97 * change.before
