@@ -65,6 +65,9 @@ BOTH = {**QUICK, "two_sided": True}
 BRANCH = {"GPTQ": {"name": "LowRank", "rank": 16}}
 """A branch of 16 directions, before `GPTQ`."""
 
+LEARNED = {"Rotate": {"name": "LearnRotations", "streams": False}}
+"""Matrices that are learned, instead of those of `w4a4_dynamic`."""
+
 TURNED = {"name": "Rotate", "streams": False, "block": 64}
 """The rotation of `w4a16_rotated`."""
 
@@ -153,6 +156,8 @@ FORMATS = {
             _ours("w4a4_dynamic, sweeps=0", preset="w4a4_dynamic", replaced=[QUALITY]),
             *_on_less("w4a4_dynamic, sweeps=0", 2, 4, preset="w4a4_dynamic", replaced=[QUALITY]),
             _ours("w4a4_dynamic", preset="w4a4_dynamic"),
+            _ours("LearnRotations, sweeps=0", preset="w4a4_dynamic", replaced=[QUALITY], instead=LEARNED),
+            *_on_less("LearnRotations, sweeps=0", 2, 4, preset="w4a4_dynamic", replaced=[QUALITY], instead=LEARNED),
             *_branched("w4a4_dynamic, sweeps=0", preset="w4a4_dynamic", replaced=[QUALITY]),
             Row("llm-compressor", "GPTQ", {"gptq": True, **_ACTIVATIONS}),
             Row("llm-compressor", "SpinQuant R1 R2, GPTQ", {"spinquant": ["R1", "R2"], "gptq": True, **_ACTIVATIONS}),

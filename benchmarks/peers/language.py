@@ -92,7 +92,7 @@ def quark_fx(job: Job) -> Found:
     """Quantize with a `preset`, by default `w4a16_rtn`, `passes` (names and options) after its own, and `symmetry`.
 
     `replaced` (names and options) are passes of the preset with other options, and one of `before` comes before the
-    pass that it is named for. `windows` are the first ones that it calibrates on; default: all.
+    pass that it is named for, or `instead` of it. `windows` are the first ones that it calibrates on; default: all.
     """
     import quark_fx as qfx
     from quark_fx.graph.pass_manager import pass_from_dict
@@ -105,6 +105,7 @@ def quark_fx(job: Job) -> Found:
         fields |= {} if job.weights["symmetric"] else {"symmetry": "asymmetric"}
     replaced = {type(one).__name__: one for one in map(pass_from_dict, job.options.get("replaced", ()))}
     before = {name: pass_from_dict(one) for name, one in job.options.get("before", {}).items()}
+    replaced |= {name: pass_from_dict(one) for name, one in job.options.get("instead", {}).items()}
     kept = list[Any]()
     if unknown := (replaced.keys() | before.keys()) - {type(one).__name__ for one in base.passes}:
         raise ValueError(f"the preset has no {', '.join(sorted(unknown))}")
