@@ -32,6 +32,7 @@ from typer.testing import CliRunner, Result
 import quark_fx as qfx
 from quark_fx.command_line.app import app
 from quark_fx.command_line.doctor import EXTRAS
+from quark_fx.passes import LowRank
 from quark_fx.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -123,6 +124,16 @@ def call(*arguments: object, code: int = 0) -> Result:
 
 def answer(*arguments: object) -> Any:
     return json.loads(call(*arguments, "--json").stdout)
+
+
+def test_a_pass_that_changed_nothing_is_said(checkpoint: Path) -> None:
+    config = qfx.presets.W4A16_RTN.replace(passes=(LowRank(rank=2, overhead=9),), target="vllm")
+    Path("c.json").write_text(json.dumps(config.to_dict()))
+    data = ("--data", "text.txt", "--length", 16, "--samples", 8)
+    why = "skipped: target='vllm' computes nothing in float beside a layer"
+    arguments = ("quantize", checkpoint, "--config", "c.json", "--group-size", 32, *data, "-o", "saved")
+    assert f"LowRank changed nothing: {why}" in call(*arguments).stdout
+    assert answer(*arguments)["idle"] == {"LowRank": why}
 
 
 def test_a_checkpoint_becomes_a_verified_file_a_saved_model_and_a_checkpoint_by_commands_alone(

@@ -119,13 +119,16 @@ def quantize(
     if html is not None:
         qmodel.report().html(html)
     parts, totals = grouped(parts_of(qmodel.report())), qmodel.report().totals
-    data = plan.to_dict() | {"operators": [asdict(part) for part in parts], "totals": totals, "written": written}
+    idle = qmodel.report().idle
+    data = plan.to_dict() | {"operators": [asdict(part) for part in parts], "totals": totals, "idle": idle}
+    data["written"] = written
     show(
         json,
         data,
         parts_table(parts),
         f"{totals['quantized']} of {totals['operators']} operators quantized; weights {size(totals['bytes_before'])} → "
         f"{size(totals['bytes_after'])}",
+        *(f"{name} changed nothing: {reason}" for name, reason in idle.items()),
         *(_line(one) for one in written),
     )
 

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 from torch import Tensor
 
 from quark_fx.config.specs import TensorSpec
+from quark_fx.errors import ConfigError
 from quark_fx.graph.pass_manager import PassRecord
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.plan.weights import stored_bytes
-from quark_fx.system.options import checked_call
+from quark_fx.system.options import checked_call, nearest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
@@ -151,7 +152,15 @@ class Report:
         Args:
             name: of one pass; default: all that changed anything operator by operator.
             full: do not shorten long reasons.
+
+        Raises:
+            ConfigError: if no pass of that name ran.
         """
+        names = list(dict.fromkeys(record.name for record in self.passes))
+        if name is not None and name not in names:
+            raise ConfigError(
+                f"no pass {name!r} ran; those that did: {', '.join(names) or 'none'}{nearest(name, names)}"
+            )
         header = ("pass", "operator", "change", "error before", "error after", "seconds")
         body = [
             (
@@ -167,6 +176,13 @@ class Report:
             for change in record.changes
         ]
         return "\n".join(aligned(header, body, right={3, 4, 5}))
+
+    @property
+    def idle(self) -> dict[str, str]:
+        """The passes that looked at operators or sites and changed none of them, each with the most common reason."""
+        reasons = {record.name: [change.what for change in record.changes] for record in self.passes}
+        changed = {record.name for record in self.passes if any(change.changed for change in record.changes)}
+        return {name: max(found, key=found.count) for name, found in reasons.items() if found and name not in changed}
 
     @property
     def totals(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 import quark_fx as qfx
 from quark_fx.config.quant_config import Granularity, QuantConfig, Target, TensorSpec
 from quark_fx.engine.context import Context
+from quark_fx.errors import ConfigError
 from quark_fx.graph.nodes import stored_tensors
 from quark_fx.graph.pass_manager import Change, PassRecord, graph_pass
 from quark_fx.numbers.formats import INT3, parse_format
@@ -193,6 +194,30 @@ def test_a_model_without_weights_has_an_empty_report() -> None:
     qmodel = qfx.quantize(nn.ReLU().eval(), "int8_static", [rand(3, 4)], progress=False)
     assert len(qmodel.report()) == 0
     assert not calls(qmodel, "quark_fx")
+
+
+def test_passes_that_changed_nothing_have_the_most_common_reason() -> None:
+    def record(name: str, *changes: tuple[str, bool]) -> PassRecord:
+        return PassRecord(name, 0, 1.0, tuple(Change(str(i), *change) for i, change in enumerate(changes)))
+
+    report = Report(
+        (),
+        (
+            record("AWQ", ("skipped: a", False), ("skipped: b", False), ("skipped: b", False)),
+            record("GPTQ", ("skipped: a", False), ("rounded", True)),
+            record("fold_constants"),
+        ),
+    )
+    assert report.idle == {"AWQ": "skipped: b"}
+
+
+def test_a_table_of_a_pass_that_did_not_run_is_refused() -> None:
+    report = Report((), (PassRecord("SmoothQuant", 0, 1.0, ()),))
+    assert report.pass_table("SmoothQuant").startswith("pass")
+    with pytest.raises(ConfigError, match=r"no pass 'SmothQuant' ran; those that did: SmoothQuant.*mean 'SmoothQuant'"):
+        report.pass_table("SmothQuant")
+    with pytest.raises(ConfigError, match="those that did: none"):
+        Report(()).pass_table("GPTQ")
 
 
 def test_a_long_reason_is_shortened_in_the_table_and_kept_in_full() -> None:
