@@ -28,6 +28,7 @@ from quark_fx.numbers.qparams import Symmetry
 from quark_fx.numbers.rotation import Rotation
 from quark_fx.observers import MinMax, Mse, Percentile
 from quark_fx.passes import Rotate, SmoothQuant
+from quark_fx.passes.rotate import Rotating
 from quark_fx.plan.placement import Coded, Plan, Quantized, names_of, plan_quantization
 from quark_fx.plan.siblings import siblings
 from quark_fx.plan.weights import quantize_tensor
@@ -175,7 +176,8 @@ class Estimates:
             if op.node in readers:
                 only = tuple(dict.fromkeys(names[node] for node in readers if node in names))
                 yield from remedy("SmoothQuant", trial.smoothed, passes=(SmoothQuant(only=only),))
-        for turned in self.rotation_sites.sites if plain and not op.linear.kernel and "Rotate" not in known else ():
+        rotates = any(isinstance(p, Rotating) for p in self.config.passes)
+        for turned in self.rotation_sites.sites if plain and not op.linear.kernel and not rotates else ():
             if any(linear.node is op.node for linear in turned.readers):
                 rotation = turned.draw(torch.Generator().manual_seed(0))
                 only = tuple(dict.fromkeys(names[r.node] for r in turned.readers if r.node in names))

@@ -30,40 +30,44 @@ from quark_fx.rescale.components import per_element
 from quark_fx.rescale.rotation_sites import apply_rotation
 from quark_fx.solvers.hessian import Entrance
 from quark_fx.solvers.in_turn import Chosen, choose_in_turn
+from quark_fx.solvers.samples import GOLDEN, Part
 from quark_fx.system.options import Interval, PositiveInt
 
-_ROWS, _AT_ONCE = 2048, 256
-"""Rows that a matrix is learned from, and those of one step."""
+_ROWS, _AT_ONCE, _FEW = 2048, 256, 32
+"""Rows that a matrix is learned from, those of one step, and the fewest of one value in a step."""
 
-_GOLDEN = 0.618
-"""Multiples of it fall evenly into the unit interval."""
+_TINY = torch.finfo(torch.float32).tiny
+
+_LEARNED = "learned"
+
+_BEFORE = ("fold_constants", "fold_batch_norm", "SmoothQuant", "NormalizeColumns", "AWQ", "LowRank")
+"""Passes that come first: they change what operators read."""
 
 
-@graph_pass(after=("fold_constants", "fold_batch_norm", "SmoothQuant"), distributed=True, validated=True)
+@graph_pass(after=_BEFORE, distributed=True, validated=True)
 @dataclass(frozen=True, kw_only=True)
 class LearnRotations(Rotating):
     """`Rotate` with matrices that are learned: what operators read loses less when it is rounded.
 
     Both Kronecker factors of a matrix begin as `Rotate` draws them. Each is multiplied by the Cayley transform of a
-    skew-symmetric matrix, which is orthogonal and has a gradient, so the graph's function stays what it is. Steps of
-    Adam minimize the squared rounding error of rows that operators read, relative to the squares of each row. The
-    learned matrix of a site is kept where it lowers that error on validation data.
+    skew-symmetric matrix, which is orthogonal, so the graph's function stays what it is, up to rounding. Steps of Adam
+    on the skew-symmetric matrix minimize the squared rounding error of rows that operators read, relative to the
+    squares of all rows. The learned matrix of a site is kept where it lowers that error on validation data.
 
     The drawn matrix stays where operators read floats or ranges that are calibrated, and where it has to keep means.
-    Matrices of keys are drawn, too.
+    Matrices of keys are drawn, too. Where one range is measured for a whole tensor, that of the rows stands for it.
 
     Args:
         iterations: steps for each site.
-        learning_rate: of the first step, in radians for each pair of channels; it decays to zero.
+        learning_rate: the angle, in radians, by which the first step turns two channels of a factor; it decays to zero.
 
     Source:
-        Liu et al. 2024 (SpinQuant) learn rotations with Cayley steps. They minimize the loss of the whole model, and
-        learn the matrices that weights absorb; here each site has its own error, and those that are multiplied at run
-        time are learned.
+        Liu et al. 2024 (SpinQuant) learn rotations that weights absorb, by steepest descent with Cayley transforms on
+        the loss of the whole model. Here each site has its own error, and what is multiplied at run time is learned.
     """
 
     iterations: PositiveInt = 150
-    learning_rate: Annotated[float, Interval("(0, inf)")] = 0.02
+    learning_rate: Annotated[float, Interval("(0, 1]")] = 0.04
 
     def __call__(self, gm: GraphModule, context: Context) -> int:
         """Rotate the inputs of operators that will be quantized; return how many sites.
@@ -71,14 +75,17 @@ class LearnRotations(Rotating):
         Raises:
             CalibrationError: if there is no data.
         """
-        return self.rotate(gm, context)
+        rotated = self.rotate(gm, context)
+        learned = sum(change.what.startswith(_LEARNED) for change in context.changes)
+        context.remark = "; ".join(filter(None, (f"{learned} of {rotated} matrices are learned", context.remark)))
+        return rotated
 
     def turn(
         self, gm: GraphModule, drawn: Sequence[Drawn], names: Mapping[Node, Named], context: Context | None
     ) -> None:
         """Learn the matrix of each site, and rotate it."""
         assert context is not None  # this pass needs one
-        sites = [_Site.of(gm, one, names) for one in drawn]
+        sites = [_Site.of(gm, one, names, context.device) for one in drawn]
 
         def chosen(left: Mapping[int, _Site]) -> Iterator[Chosen]:
             return self._learned(copy_graph(gm), left, context)
@@ -106,7 +113,7 @@ class LearnRotations(Rotating):
         """Yield the matrix of each site; the data goes through the graph as it was before."""
         for number, site in sites.items():
             if site.kept:
-                change = Change(site.drawn.name, f"{site.drawn.what}; as it was drawn: {site.kept}")
+                change = Change(site.drawn.name, f"as drawn, {site.kept}; {site.drawn.what}")
                 yield number, site.pack(site.drawn.rotation), change
         waiting = {number: site for number, site in sites.items() if not site.kept}
         for run in walk_float_blocks(gm, context, unit=Unit.OPERATOR, label=LearnRotations.__name__) if waiting else ():
@@ -115,7 +122,8 @@ class LearnRotations(Rotating):
                 for value in site.values:
                     if value.linear.node.name in run.block.operators:
                         linear = value.linear.at(nodes[value.linear.node.name])
-                        value.sample(context, Entrance(run.module, linear, value.mapping, run.inputs), len(site.values))
+                        entrance = Entrance(run.module, linear, value.mapping, run.inputs)
+                        value.sample(context, entrance, max(_FEW, _ROWS // len(site.values)))
                 if all(value.rows for value in site.values):
                     del waiting[number]
                     found = self._settle(site, context)
@@ -126,11 +134,14 @@ class LearnRotations(Rotating):
     def _settle(self, site: _Site, context: Context) -> tuple[Tensor, Change]:
         """Return the learned matrix of a site, or the drawn one if it is no worse, and what to note."""
         began, drawn = time.perf_counter(), site.drawn
+        if not all(len(value.rows["learned"]) for value in site.values):
+            why = "all positions of the calibration data are padding"
+            return site.pack(drawn.rotation), Change(drawn.name, f"as drawn, {why}; {drawn.what}")
         with torch.enable_grad():
             learned = self._learn(site)
-        before, after = (float(site.error(r, "judged")) for r in (drawn.rotation, learned))
+        before, after = (site.judge(rotation) for rotation in (drawn.rotation, learned))
         kept = after < before  # false if either is NaN
-        what = drawn.what + ("; learned" if kept else f"; as it was drawn: no better on {context.judged_on}")
+        what = f"{_LEARNED if kept else f'as drawn, no better on {context.judged_on}'}; {drawn.what}"
         seconds = time.perf_counter() - began
         change = Change(drawn.name, what, True, before, after if kept else before, seconds)
         return site.pack(learned if kept else drawn.rotation), change
@@ -145,7 +156,7 @@ class LearnRotations(Rotating):
         for step in range(self.iterations):
             optimizer.zero_grad(set_to_none=True)
             factors = (m @ _cayley(t) for m, t in zip((left, right), turns, strict=True))
-            site.error(Rotation(*factors), "learned", step).backward()
+            site.error(Rotation(*factors), step).backward()
             optimizer.step()
             decay.step()
         # In float64, the matrix is orthogonal to more digits than the model has.
@@ -163,7 +174,7 @@ class _Value:
         linear: the first of them.
         mapping: how it multiplies.
         spec: of the codes.
-        runs: channels, shape (runs, n): the matrix multiplies each row of them.
+        runs: channels in runs of n, each of which the matrix multiplies, on the device.
         factor: that a folded norm leaves out of the value, per channel; `None` for none.
         rows: samples of the value by what they are for, `"learned"` or `"judged"`, float32, shape (rows, channels).
     """
@@ -175,32 +186,36 @@ class _Value:
     factor: Tensor | None
     rows: dict[str, Tensor] = field(default_factory=dict)
 
-    def sample(self, context: Context, entrance: Entrance, values: int) -> None:
-        """Remember some rows of each batch, about `_ROWS` of all ranks, of so many values, together."""
+    def sample(self, context: Context, entrance: Entrance, wanted: int) -> None:
+        """Remember about as many rows as are wanted of the batches of all ranks, in random order."""
+        generator = torch.Generator().manual_seed(0)
         for what, batches in (("learned", context.calibration), ("judged", context.validation)):
-            count = sum(context.ranks.gather(len(batches)))
-            each = -(-_ROWS // max(1, count * values))
-            found = [self._some(entrance, batch, context, each) for batch in batches]
+            part = Part.of(batches, context)
+            each, every = -(-wanted // max(1, part.count)), -(-part.count // wanted)
+            numbered = ((batch, number) for batch, number in part.numbers.items() if number % every == 0)
+            found = [self._some(entrance, batch, number, context, each) for batch, number in numbered]
             empty = torch.empty(0, entrance.shape[1], device=context.device, dtype=torch.float32)
             here = context.ranks.gather(torch.cat([*found, empty]))
-            self.rows[what] = torch.cat([rows.to(context.device) for rows in here])
-        if not context.has_validation:
+            rows = torch.cat([rows.to(context.device) for rows in here])
+            self.rows[what] = rows[torch.randperm(len(rows), generator=generator).to(rows.device)]
+        if not len(self.rows["judged"]):
             self.rows["judged"] = self.rows["learned"]
 
     @torch.no_grad()
-    def _some(self, entrance: Entrance, batch: int, context: Context, count: int) -> Tensor:
+    def _some(self, entrance: Entrance, batch: int, number: int, context: Context, count: int) -> Tensor:
+        """Return rows of a batch, evenly spaced, and of each batch at other places."""
         (rows,) = entrance.values(batch, context.kept_positions(batch)).matrices(self.mapping)
         if count < len(rows):
-            rows = rows[(torch.arange(count) * _GOLDEN % 1 * len(rows)).long().to(rows.device)]
+            places = (torch.arange(count, dtype=torch.float64) + number * GOLDEN % 1) * (len(rows) / count)
+            rows = rows[places.long().to(rows.device)]
         return rows if self.factor is None else rows / self.factor.to(rows)
 
-    def error(self, rotation: Rotation, rows: Tensor) -> Tensor:
-        """Return the squared error of rounding rotated rows, relative to their squares."""
-        channels = self.runs.to(rows.device)
-        turned = torch.ops.quark_fx.rotate(rows[:, channels], *(m.to(rows) for m in (rotation.left, rotation.right)))
-        x = rows.index_copy(1, channels, turned)
-        noise = (_rounded(x, self.spec) - x).square().sum()
-        return noise / rows.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
+    def noise(self, rotation: Rotation, rows: Tensor) -> Tensor:
+        """Return the squared error of rounding rotated rows."""
+        factors = (m.to(rows) for m in (rotation.left, rotation.right))
+        turned = torch.ops.quark_fx.rotate(rows[:, self.runs], *factors)
+        x = rows.index_copy(1, self.runs, turned)
+        return (_rounded(x, self.spec) - x).square().sum()
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,41 +233,53 @@ class _Site:
     kept: str
 
     @classmethod
-    def of(cls, gm: GraphModule, drawn: Drawn, names: Mapping[Node, Named]) -> _Site:
-        site, values = drawn.site, dict[Node, _Value]()
-        runs = {absorber.parameter: absorber.runs for absorber in site.absorbers}
+    def of(cls, gm: GraphModule, drawn: Drawn, names: Mapping[Node, Named], device: torch.device) -> _Site:
+        """Return the site with the values that operators read in codes."""
+        site, values = drawn.site, dict[tuple[Node, TensorSpec], _Value]()
+        kept = "no operator reads it in codes whose range is measured at run time"
+        runs = {(absorber.parameter, absorber.axis): absorber.runs for absorber in site.absorbers}
         factors = {a.node: (folded, labels) for folded in site.norms for a, labels in folded.readers}
         for linear in site.readers:
             op, mapping = names.get(linear.node), linear.matrices
-            spec = op.input if isinstance(op, Coded) else None
-            if (
-                spec is None
-                or not spec.dynamic
-                or mapping is None
-                or mapping.stacked
-                or mapping.kernel
-                or mapping.offsets
-            ):
+            if not isinstance(op, Coded) or op.input is None or not op.input.dynamic:
+                continue
+            along = runs.get((op.weight_node, linear.input_axis - len(linear.shape)))
+            if along is None or mapping is None or mapping.stacked or mapping.kernel or mapping.offsets:
+                kept = "only products of rows and one matrix are learned from"
                 continue
             factor = None
             if linear.node in factors:
                 folded, labels = factors[linear.node]
                 factor = per_element(labels.flatten(), parameter(gm, folded.norm.factor).detach().float().flatten())
-            found = _Value(linear, mapping, spec, runs[linear.weight].flatten(), factor)
-            values.setdefault(linear.activation, found)
-        kept = "no operator reads it in codes whose range is measured at run time" if not values else ""
-        return cls(drawn, tuple(values.values()), "it has to keep means" if site.keeps_mean else kept)
+            found = _Value(linear, mapping, op.input, along.flatten().to(device), factor)
+            values.setdefault((linear.activation, op.input), found)
+        if site.keeps_mean:
+            kept = "it has to keep means"
+        elif any(value.factor is not None and not bool(value.factor.all()) for value in values.values()):
+            kept = "a factor of its norm is zero"
+        elif values:
+            kept = ""
+        return cls(drawn, tuple(values.values()), kept)
 
-    def error(self, rotation: Rotation, what: str, step: int | None = None) -> Tensor:
-        """Return the mean error of all values, on the rows of a step or, without one, on all."""
+    def error(self, rotation: Rotation, step: int) -> Tensor:
+        """Return the mean relative error of all values, on the rows of a step."""
+        errors, count = [], max(_FEW, _AT_ONCE // len(self.values))
+        for value in self.values:
+            rows = value.rows["learned"]
+            if count < len(rows):
+                rows = rows[torch.arange(step * count, (step + 1) * count, device=rows.device) % len(rows)]
+            errors.append(value.noise(rotation, rows) / rows.square().sum().clamp_min(_TINY))
+        return torch.stack(errors).mean()
+
+    @torch.no_grad()
+    def judge(self, rotation: Rotation) -> float:
+        """Return the mean relative error of all values, on the rows to judge by."""
         errors = []
         for value in self.values:
-            rows = value.rows[what]
-            if step is not None:
-                first = step * _AT_ONCE % max(1, len(rows))
-                rows = rows[first : first + _AT_ONCE]
-            errors.append(value.error(rotation, rows))
-        return torch.stack(errors).mean()
+            rows = value.rows["judged"]
+            noise = torch.stack([value.noise(rotation, some) for some in rows.split(_AT_ONCE)])
+            errors.append(noise.sum() / rows.square().sum().clamp_min(_TINY))
+        return float(torch.stack(errors).mean())
 
     def pack(self, rotation: Rotation) -> Tensor:
         """Return both factors in one tensor."""
@@ -266,8 +293,8 @@ class _Site:
 
 
 def _cayley(turn: Tensor) -> Tensor:
-    """Return the orthogonal matrix `(1 - s)^-1 (1 + s)` of the skew-symmetric part `s` of a matrix."""
-    skew = (turn - turn.T) / 2
+    """Return the orthogonal matrix `(1 - s / 2)^-1 (1 + s / 2)` of the skew-symmetric part `s` of a matrix."""
+    skew = (turn - turn.T) / 4
     one = torch.eye(len(turn), device=turn.device, dtype=turn.dtype)
     turned: Tensor = torch.linalg.solve_ex(one - skew, one + skew)[0]  # never singular, so nothing has to be looked at
     return turned
@@ -280,7 +307,9 @@ def _rounded(x: Tensor, spec: TensorSpec) -> Tensor:
         scale, zero_point = ops.dynamic_qparams(x, *measurement)
     low, high = ops.extremes(x, axis, block)
     width = torch.maximum(-low, high) if spec.scheme.symmetric else high - low
-    scale = ops.spread(scale * (width / width.detach()).nan_to_num(nan=1.0), x, axis, block)
+    # As large as before, with the gradient of the range; that of a row of zeros has none.
+    grows = torch.where(width > 0, width / width.detach().clamp_min(_TINY), 1)
+    scale = ops.spread(scale * grows, x, axis, block)
     ones = torch.ones_like(zero_point, dtype=torch.float32)
     rounded: Tensor = ops.fake_quantize(x / scale, ones, zero_point, name, axis, block)
     return rounded * scale

@@ -33,7 +33,7 @@ _BATCHES = 16
 _FOLDS = 4
 """Parts of the calibration data, each judged with scales and ranges that were measured on the others."""
 
-_GOLDEN = 0.618
+GOLDEN = 0.618
 """Multiples of it fall evenly into the unit interval."""
 
 Sample = tuple[int | None, Tensor]
@@ -118,7 +118,7 @@ def remember(gm: GraphModule, inputs: Iterable[ScaledInput], context: Context) -
     readers: dict[tuple[Node, int], list[Linear]] = {}
     for scaled in inputs:
         readers.setdefault((scaled.value, scaled.axis), []).append(scaled.linear)
-    parts = {CALIBRATION: _Part.of(context.calibration, context), VALIDATION: _Part.of(context.validation, context)}
+    parts = {CALIBRATION: Part.of(context.calibration, context), VALIDATION: Part.of(context.validation, context)}
     slabs = Slabs()
     watches = {key: _Watch(key[1], linears, parts, slabs) for key, linears in readers.items()}
     nodes = named_nodes(gm)
@@ -133,14 +133,15 @@ def remember(gm: GraphModule, inputs: Iterable[ScaledInput], context: Context) -
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """A part of the data: the number in it of each batch of this rank, and how many there are on all ranks."""
 
     numbers: Mapping[int, int]
     count: int
 
     @classmethod
-    def of(cls, batches: Sequence[int], context: Context) -> _Part:
+    def of(cls, batches: Sequence[int], context: Context) -> Part:
+        """Return the part that these batches of this rank are of."""
         counts = context.ranks.gather(len(batches))
         first = sum(counts[: context.ranks.index])
         return cls({batch: first + i for i, batch in enumerate(batches)}, sum(counts))
@@ -159,7 +160,7 @@ class _Watch(nn.Module):
         least: how many positions along each dimension between a reader computes one output from; `None` if all.
     """
 
-    def __init__(self, axis: int, readers: Sequence[Linear], parts: Mapping[str, _Part], slabs: Slabs) -> None:
+    def __init__(self, axis: int, readers: Sequence[Linear], parts: Mapping[str, Part], slabs: Slabs) -> None:
         super().__init__()
         self.remembered = Remembered(axis, axis > 0 and not any(linear.stacked for linear in readers))
         windows = [_window(linear) for linear in readers]
@@ -202,7 +203,7 @@ class _Watch(nn.Module):
         for dim, least in zip_longest(dims, self.least[: len(dims)], fillvalue=1):
             size = x.shape[dim]
             kept = min(size, max(least, round(size * share ** (1 / len(dims)))))
-            x = x.narrow(dim, int((size - kept + 1) * (number * _GOLDEN % 1)), kept)
+            x = x.narrow(dim, int((size - kept + 1) * (number * GOLDEN % 1)), kept)
         return x
 
 
@@ -213,4 +214,4 @@ def _window(linear: Linear) -> tuple[int, ...] | None:
     return tuple((size - 1) * step + 1 for size, step in zip(linear.kernel, linear.dilation, strict=True))
 
 
-__all__ = ["CALIBRATION", "POSITIONS", "VALIDATION", "Remembered", "Sample", "remember"]
+__all__ = ["CALIBRATION", "GOLDEN", "POSITIONS", "VALIDATION", "Part", "Remembered", "Sample", "remember"]
