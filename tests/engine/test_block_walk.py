@@ -173,7 +173,9 @@ def assert_identical(got: Any, expected: Any) -> None:
     for a, b in zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True):
         if isinstance(b, Tensor):
             assert (a.dtype, a.device) == (b.dtype, b.device)
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+        # Processors may add up in another order where a value lies elsewhere in memory.
+        apart = 1e-6 * float(b.abs().max()) if isinstance(b, Tensor) and b.is_floating_point() and b.numel() else 0.0
+        torch.testing.assert_close(a, b, rtol=0, atol=apart, equal_nan=True)
 
 
 def tensors(qmodel: qfx.QuantizedModel) -> dict[str, Tensor]:
