@@ -38,8 +38,6 @@ _ROWS, _AT_ONCE, _FEW = 2048, 256, 32
 
 _TINY = torch.finfo(torch.float32).tiny
 
-_LEARNED = "learned"
-
 _BEFORE = ("fold_constants", "fold_batch_norm", "SmoothQuant", "NormalizeColumns", "AWQ", "LowRank")
 """Passes that come first: they change what operators read."""
 
@@ -76,7 +74,7 @@ class LearnRotations(Rotating):
             CalibrationError: if there is no data.
         """
         rotated = self.rotate(gm, context)
-        learned = sum(change.what.startswith(_LEARNED) for change in context.changes)
+        learned = sum(change.before != change.after for change in context.changes)
         context.remark = "; ".join(filter(None, (f"{learned} of {rotated} matrices are learned", context.remark)))
         return rotated
 
@@ -141,7 +139,7 @@ class LearnRotations(Rotating):
             learned = self._learn(site)
         before, after = (site.judge(rotation) for rotation in (drawn.rotation, learned))
         kept = after < before  # false if either is NaN
-        what = f"{_LEARNED if kept else f'as drawn, no better on {context.judged_on}'}; {drawn.what}"
+        what = f"{'learned' if kept else f'as drawn, no better on {context.judged_on}'}; {drawn.what}"
         seconds = time.perf_counter() - began
         change = Change(drawn.name, what, True, before, after if kept else before, seconds)
         return site.pack(learned if kept else drawn.rotation), change
@@ -210,8 +208,12 @@ class _Value:
             rows = rows[places.long().to(rows.device)]
         return rows if self.factor is None else rows / self.factor.to(rows)
 
-    def noise(self, rotation: Rotation, rows: Tensor) -> Tensor:
-        """Return the squared error of rounding rotated rows."""
+    def error(self, rotation: Rotation, rows: Tensor) -> Tensor:
+        """Return the squared error of rounding rotated rows, relative to their squares."""
+        noise = torch.stack([self._noise(rotation, some) for some in rows.split(_AT_ONCE)]).sum()
+        return noise / rows.square().sum().clamp_min(_TINY)
+
+    def _noise(self, rotation: Rotation, rows: Tensor) -> Tensor:
         factors = (m.to(rows) for m in (rotation.left, rotation.right))
         turned = torch.ops.quark_fx.rotate(rows[:, self.runs], *factors)
         x = rows.index_copy(1, self.runs, turned)
@@ -268,18 +270,13 @@ class _Site:
             rows = value.rows["learned"]
             if count < len(rows):
                 rows = rows[torch.arange(step * count, (step + 1) * count, device=rows.device) % len(rows)]
-            errors.append(value.noise(rotation, rows) / rows.square().sum().clamp_min(_TINY))
+            errors.append(value.error(rotation, rows))
         return torch.stack(errors).mean()
 
     @torch.no_grad()
     def judge(self, rotation: Rotation) -> float:
         """Return the mean relative error of all values, on the rows to judge by."""
-        errors = []
-        for value in self.values:
-            rows = value.rows["judged"]
-            noise = torch.stack([value.noise(rotation, some) for some in rows.split(_AT_ONCE)])
-            errors.append(noise.sum() / rows.square().sum().clamp_min(_TINY))
-        return float(torch.stack(errors).mean())
+        return float(torch.stack([value.error(rotation, value.rows["judged"]) for value in self.values]).mean())
 
     def pack(self, rotation: Rotation) -> Tensor:
         """Return both factors in one tensor."""
