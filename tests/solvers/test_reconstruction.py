@@ -947,13 +947,15 @@ def test_four_bit_weights_keep_the_logits_of_trained_networks(name: str, learner
     """The squared error that is left of that of rounding to nearest, on images nothing was learned from.
 
     Measured: 0.09, 0.34, 0.13 and 0.11; the bounds are half as much again, for networks trained on another processor.
-    No more than three of 897 images may change sides for the worse, the standard deviation of the three that do either
-    way when all of them are chosen anew.
+    Accuracy is compared with the float network's, which rounding to nearest may exceed by luck (98.6 to 99.0 % for
+    MobileNet, trained on one processor). Learned codes change 0 to 5 of 897 predictions; no more than six images may be
+    lost.
     """
-    before, accuracy_before = rounded(name, INT4)
+    before, _ = rounded(name, INT4)
     after, accuracy = logit_error(name, with_passes(low_bits(INT4), learner))
+    network = trained(name)
     assert after <= factor * before
-    assert accuracy >= accuracy_before - 0.34
+    assert accuracy >= network.accuracy(network.model) - 100 * 6 / len(network.images)
 
 
 @pytest.mark.parametrize(("name", "points"), [("cnn", 10), ("mobilenet", 50)])
