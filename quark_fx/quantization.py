@@ -312,7 +312,9 @@ def check(
     if export not in _EXPORTS:
         raise ConfigError(f"unknown export {export!r}; choose one of {', '.join(_EXPORTS)}")
     config = resolve(config)
-    if export in _MODULES and (branching := [p for p in config.passes if getattr(p, "promise", Promise()).branches]):
+    if export in _WITHOUT_BRANCHES and (
+        branching := [p for p in config.passes if getattr(p, "promise", Promise()).branches]
+    ):
         raise ExportError(
             f"export={export!r} has no place for what {pass_name(branching[0])} computes in float beside layers; leave "
             "that pass out, or export an ONNX file"
@@ -329,8 +331,8 @@ def check(
 
 _CHECKPOINTS = ("compressed-tensors", "gptq", "gptq_v2", "awq")
 
-_MODULES = (*_CHECKPOINTS, "gguf")
-"""Exports of what modules of the model compute."""
+_WITHOUT_BRANCHES = (*_CHECKPOINTS, "gguf")
+"""Exports that hold weights of layers, and nothing beside them."""
 
 _EXPORTS: dict[str, Callable[..., Any]] = {
     **{name: partial(huggingface, format=name) for name in _CHECKPOINTS},

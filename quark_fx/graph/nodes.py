@@ -24,6 +24,7 @@ _OWN_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 QUANTIZE, DEQUANTIZE = "quark_fx.quantize.default", "quark_fx.dequantize.default"
 CAST, EMBEDDING = "aten._to_copy.default", "aten.embedding.default"
+ROTATE = "quark_fx.rotate.default"
 
 
 def target_name(node: Node) -> str:

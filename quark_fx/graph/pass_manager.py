@@ -77,7 +77,7 @@ class Promise:
         targets: names of the targets it is for; empty for any.
         validated: it keeps a change only where that lowers the error on batches it did not learn from, and notes that
             error; otherwise what it notes is the error on the data it learned from.
-        branches: it computes something beside operators, for which modules of the model and checkpoints have no place.
+        branches: it computes something beside operators, for which checkpoints have no place.
     """
 
     exact: bool = True

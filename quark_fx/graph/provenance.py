@@ -26,12 +26,22 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from quark_fx.graph.nodes import CAST, is_activation, is_parameter, module_calls, module_path, parameter, target_name
+from quark_fx.graph.nodes import (
+    CAST,
+    ROTATE,
+    is_activation,
+    is_parameter,
+    module_calls,
+    module_path,
+    parameter,
+    target_name,
+)
+from quark_fx.graph.operators import BRANCH
 
 CONVERT = "convert"
 """What has made the nodes of codes and quantizers."""
 
-FACTORS = {"aten.mul.Tensor": 1, "quark_fx.rotate.default": 2}
+FACTORS = {"aten.mul.Tensor": 1, ROTATE: 2}
 """Operators by which passes multiply what a module reads, or makes, with how many constants each takes."""
 
 _NOTES = ("parameter", "digest", "folded")
@@ -196,6 +206,8 @@ class Notes:
                 inherit(new, old)
             elif is_parameter(new) and old in self.constants:
                 continue  # it is computed beforehand now
+            elif BRANCH in new.meta:
+                continue  # what is left of a value, or the sum of an operator and its branch
             elif new not in self.operations and _is_factor(new, old):
                 new.meta["factor"] = True
             elif (skipped := _skipped(old, new, ends)) is not None:
@@ -210,7 +222,7 @@ class Notes:
                 kind = Kind.LEFT_OUT if left_out else Kind.REPLACED
                 found.setdefault((module_path(erased[0]), kind), self.names[erased[0]])
         for node in changed:
-            if node.op == "call_function" and "factor" not in node.meta:
+            if node.op == "call_function" and "factor" not in node.meta and BRANCH not in node.meta:
                 key = module_path(node), Kind.REPLACED
                 found[key] = found.get(key) or self.names.get(node) or replaced.get(node, "")
         if found:

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from quark_fx.errors import QuarkError
 from quark_fx.graph.nodes import describe, module_calls, module_path
-from quark_fx.graph.operators import BRANCH, argument, operator_row
+from quark_fx.graph.operators import argument, operator_row
 from quark_fx.graph.provenance import Folded, Kind, Rewrite, digest, rewrites
 from quark_fx.model.constants import Constant
 from quark_fx.model.float_view import FloatView
@@ -80,7 +80,6 @@ def correspond(
     Raises:
         QuarkError: naming the operator, where the graph computes what no module of the model does.
     """
-    _require_no_branches(gm)
     view = FloatView(gm)
     _name_modules_once(model, view)
     found = Correspondence()
@@ -90,20 +89,8 @@ def correspond(
     within = {edge for edge in view.rounded if edge[0] in inside and inside[edge[0]] == inside.get(edge[1])}
     found.attentions, attended = place_attentions(view.graph, view.rounded)
     rest = {edge: a for edge, a in view.rounded.items() if edge not in within | attended}
-    found.rounding = place_rounding(view.graph, rest, at_readers=at_readers)
+    found.rounding = place_rounding(view.graph, rest, view.branches, at_readers=at_readers)
     return found
-
-
-def _require_no_branches(gm: GraphModule) -> None:
-    """Raise for what a pass computes beside operators, for which modules have no place."""
-    branch = next((node for node in gm.graph.nodes if BRANCH in node.meta), None)
-    if branch is not None:
-        name, path = branch.meta.get("made_by", "a pass"), module_path(branch) or "layers"
-        raise QuarkError(
-            f"{name} computes a branch in float beside {path}, for which neither modules of the model nor checkpoints "
-            "have a place; call the quantized model itself, compile() it, save() it or export it to ONNX, or quantize "
-            f"without {name}"
-        )
 
 
 def _name_modules_once(model: nn.Module, view: FloatView) -> None:

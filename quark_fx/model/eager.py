@@ -6,9 +6,11 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial, update_wrapper
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn.utils import parametrize
@@ -140,6 +142,49 @@ class Round(nn.Module):
         return self
 
 
+class Branch(nn.Module):
+    """Multiplies directions of a module's input in float, and adds them to what the module computes of the rest.
+
+    Args:
+        rounding: what splits the directions off the input, and rounds the rest.
+        split: the index of the factor that splits.
+        directions: shape (rank, inputs).
+        columns: the weight of the directions, shape (outputs, rank).
+    """
+
+    directions: Tensor
+    columns: Tensor
+
+    def __init__(self, rounding: Round, split: int, directions: Tensor, columns: Tensor) -> None:
+        super().__init__()
+        self.rounding, self.split = rounding, split
+        self.register_buffer("directions", _own(directions))
+        self.register_buffer("columns", _own(columns))
+
+    def wrap(self, module: nn.Module) -> None:
+        """Make the forward of a module add the branch."""
+        module.forward = update_wrapper(partial(self._run, module.forward), module.forward)
+
+    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what `forward` computes of the rounded rest, with the branch added."""
+        parts = list[Tensor]()
+
+        def rest(x: Tensor) -> Tensor:
+            for i, factor in enumerate(self.rounding.factors):
+                if i == self.split:
+                    parts.append(F.linear(x, self.directions.to(x.dtype)))
+                x = factor(x)
+            rounded: Tensor = self.rounding(x, again=True)
+            return rounded
+
+        args, kwargs = _with_floating(rest, (args, kwargs), "a layer with a branch was quantized for one input")
+        return _with_floating(
+            lambda y: y + F.linear(parts[0], self.columns.to(y.dtype)),
+            forward(*args, **kwargs),
+            "a layer with a branch was quantized for one result",
+        )
+
+
 class Rewritten(nn.Module):
     """Computes what the quantized graph has in the place of a module without parameters.
 
@@ -255,8 +300,14 @@ def eager(
             if not activation.factors:
                 continue
         quantizer = quantizers.get(scales.get(id(activation.scale), ""))
-        module.add_module("round_input", rounding := Round(activation, quantizer))
-        module.register_forward_pre_hook(rounding.before, with_kwargs=True)
+        rounding = Round(activation, quantizer)
+        if (split := activation.split) is None:
+            module.add_module("round_input", rounding)
+            module.register_forward_pre_hook(rounding.before, with_kwargs=True)
+        else:
+            directions = activation.factors[split].tensors[0]
+            module.add_module("branch", beside := Branch(rounding, split, directions, found.rounding.branches[path]))
+            beside.wrap(module)
     for path, activation in found.rounding.outputs.items():
         module = result.get_submodule(path)
         quantizer = quantizers.get(scales.get(id(activation.scale), ""))

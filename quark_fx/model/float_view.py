@@ -6,11 +6,12 @@ beside: which constant stands for which parameter, and how each reader has a val
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from quark_fx.errors import QuarkError
@@ -26,12 +27,15 @@ from quark_fx.graph.nodes import (
     target_name,
     value_of,
 )
-from quark_fx.graph.operators import argument
+from quark_fx.graph.operators import BRANCH, argument
 from quark_fx.graph.provenance import CONVERT
 from quark_fx.model.constants import Constant, constant_of, table_of
-from quark_fx.model.rounded_modules import Activation, Factor
+from quark_fx.model.rounded_modules import SPLIT, Activation, Factor
 
 _CLAMP = torch.ops.aten.clamp.default
+
+_BRANCH = ("aten.sub.Tensor", "aten.add.Tensor", "aten.linear.default")
+"""What `LowRank` adds: what is left of a value, the sum of an operator and its branch, and their products."""
 
 
 class FloatView:
@@ -41,6 +45,7 @@ class FloatView:
         graph: the copy.
         constants: what its `get_attr` nodes stand for; the node has the notes on the parameter.
         rounded: how a reader has a value rounded, both nodes of the copy.
+        branches: what multiplies the directions that are split off the input of an operator, a node of the copy.
         originals: nodes of the quantized graph, by those of the copy.
 
     Raises:
@@ -51,6 +56,7 @@ class FloatView:
         self.graph = Graph()
         self.constants: dict[Node, Constant] = {}
         self.rounded: dict[tuple[Node, Node], Activation] = {}
+        self.branches: dict[Node, Tensor] = {}
         self.originals: dict[Node, Node] = {}
         self._gm = gm
         self._values: dict[Node, tuple[Node, Activation | None]] = {}
@@ -111,16 +117,42 @@ class FloatView:
             return True
         if node.meta.get("factor"):
             value, *factors = node.all_input_nodes
-            source, before = self._values[value]
-            if before is not None and before.rounds:
-                raise _rounded_differently(node)
-            known = before.factors if before is not None else ()
-            made = Factor(name, tuple(parameter(self._gm, factor) for factor in factors))
-            self._values[node] = source, Activation(factors=(*known, made))
+            self._values[node] = self._multiplied(node, value, Factor(name, self._tensors(factors)))
+            return True
+        if BRANCH in node.meta and name in _BRANCH:
+            self._undo_branch(node)
             return True
         # Codes that no runtime looks up are dequantized first: the look-up is the model's own.
         own = name == EMBEDDING and target_name(node.args[0]) == DEQUANTIZE  # type: ignore[arg-type]
         return (converted and not own) or name == QUANTIZE
+
+    def _undo_branch(self, node: Node) -> None:
+        """Note the directions that are split off a value, or what multiplies them beside an operator."""
+        beside: Any = node.args[1]  # a product, or a constant in a product
+        if target_name(node) == _BRANCH[0]:
+            value, parts = node.args[0], beside.args[0]
+            directions = Factor(SPLIT, self._tensors((parts.args[1], beside.args[1])))
+            self._values[node] = self._multiplied(node, cast(Node, value), directions)
+        elif target_name(node) == _BRANCH[1]:
+            operator = self.value_of(cast(Node, node.args[0]))
+            if operator in self.branches:
+                raise QuarkError(
+                    f"{describe(operator)} has two branches in float, and modules have a place for one; call the "
+                    "quantized model itself, or list LowRank once, with a larger rank"
+                )
+            self._values[node] = operator, None
+            (self.branches[operator],) = self._tensors(beside.args[1:2])
+
+    def _multiplied(self, node: Node, value: Node, factor: Factor) -> tuple[Node, Activation]:
+        """Return what a node makes of a value that is not rounded before."""
+        source, before = self._values[value]
+        if before is not None and before.rounds:
+            raise _rounded_differently(node)
+        known = before.factors if before is not None else ()
+        return source, Activation(factors=(*known, factor))
+
+    def _tensors(self, constants: Iterable[Node]) -> tuple[Tensor, ...]:
+        return tuple(parameter(self._gm, constant) for constant in constants)
 
     def _constant(self, node: Node, constant: Constant) -> Node:
         tensor = node

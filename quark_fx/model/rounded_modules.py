@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
@@ -15,14 +16,17 @@ from quark_fx.graph.nodes import describe, is_activation, module_calls, module_p
 from quark_fx.graph.operators import MOVING
 from quark_fx.numbers.ops import Measurement
 
+SPLIT = "split"
+"""The operator of a `Factor` that takes directions out of an activation."""
+
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """What a pass multiplies an activation by.
+    """What a pass multiplies an activation by, or the directions that it splits off.
 
     Attributes:
-        operator: its name, of `quark_fx.graph.provenance.FACTORS`.
-        tensors: its constants.
+        operator: its name, of `quark_fx.graph.provenance.FACTORS`, or `SPLIT`.
+        tensors: its constants; of `SPLIT` what `LowRank` multiplies by, shapes (rank, channels) and (channels, rank).
     """
 
     operator: str
@@ -34,7 +38,10 @@ class Factor:
         return self.operator != "aten.mul.Tensor"
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return `x` multiplied."""
+        """Return `x` multiplied, or what is left of it."""
+        if self.operator == SPLIT:
+            into, back = self.tensors
+            return x - F.linear(F.linear(x, into), back)
         if self.operator == "aten.mul.Tensor":
             return x * self.tensors[0]
         rotated: Tensor = torch.ops.quark_fx.rotate(x, *self.tensors)
@@ -83,6 +90,11 @@ class Activation:
         return bool(self.format) or self.cast is not None
 
     @property
+    def split(self) -> int | None:
+        """The index of the factor that splits directions off; their module multiplies them by a branch."""
+        return next((i for i, factor in enumerate(self.factors) if factor.operator == SPLIT), None)
+
+    @property
     def is_fixed(self) -> bool:
         """Whether what is rounded already stays as it is: no range is measured, and nothing multiplied."""
         return not self.factors and (self.scale is not None or self.cast is not None)
@@ -126,25 +138,35 @@ class RoundedModules:
     Attributes:
         inputs: by module path, how the module's floating-point input is rounded.
         outputs: by module path, how its floating-point result is.
+        branches: by module path, what multiplies the directions that are split off its input, shape (outputs, rank);
+            the product is added to its result.
     """
 
     inputs: dict[str, Activation] = field(default_factory=dict)
     outputs: dict[str, Activation] = field(default_factory=dict)
+    branches: dict[str, Tensor] = field(default_factory=dict)
 
 
-def place_rounding(graph: Graph, rounded: Rounded, *, at_readers: bool = False) -> RoundedModules:
+def place_rounding(
+    graph: Graph, rounded: Rounded, branches: Mapping[Node, Tensor], *, at_readers: bool = False
+) -> RoundedModules:
     """Find the modules whose own inputs or results the rounded activations of a graph are.
 
     Args:
         graph: the float one.
         rounded: its activations that are rounded or multiplied.
+        branches: by operator, what multiplies the directions that are split off its input.
         at_readers: what is only multiplied is multiplied by every module that reads it, as checkpoints need it, or
             where that cannot be, by the module that makes it; otherwise the other way round, which multiplies once.
 
     Raises:
         QuarkError: naming an operator that reads one that is neither.
     """
-    return _Places(graph, rounded, at_readers=at_readers).find()
+    places = _Places(graph, rounded, at_readers=at_readers)
+    found = places.find()
+    for node, branch in branches.items():
+        places.place_branch(node, branch)
+    return found
 
 
 class _Places:
@@ -182,7 +204,11 @@ class _Places:
     def _place_factors(self, value: Node) -> None:
         """Multiply the result of a module if all that read it have it multiplied alike, and some do not round it."""
         edges = {edge: activation for edge, activation in self.rounded.items() if edge[0] is value}
-        plain = [reader for (_, reader), activation in edges.items() if activation.factors and not activation.rounds]
+        plain = [
+            reader
+            for (_, reader), activation in edges.items()
+            if activation.factors and activation.split is None and not activation.rounds
+        ]
         if not plain or len(plain) == len(edges):
             return
         common = Activation(factors=edges[value, plain[0]].factors)
@@ -215,9 +241,11 @@ class _Places:
         """Round the result of a module that makes a value for `reader`, if all others have it rounded so.
 
         Its only call, as operators round alike from call to call by chance alone. Those that round their input as well
-        find it rounded, which changes nothing for a range that does not depend on the values.
+        find it rounded, which changes nothing for a range that does not depend on the values. Directions are split off
+        where they are multiplied.
         """
-        found = module_calls(value) if activation.is_fixed or not activation.rounds else {}
+        placed = activation.split is None and (activation.is_fixed or not activation.rounds)
+        found = module_calls(value) if placed else {}
         for key, path in reversed(found.items()):
             results = [n for n in self.regions[key] if any(key not in module_calls(user) for user in n.users)]
             outside = [user for user in value.users if key not in module_calls(user)]
@@ -230,6 +258,28 @@ class _Places:
                 self.found.outputs[path] = activation
                 return True
         return False
+
+    def place_branch(self, node: Node, branch: Tensor) -> None:
+        """Add a branch to the result of the module that computes `node` and nothing else.
+
+        Raises:
+            QuarkError: if there is none.
+        """
+        key, path = next(reversed(module_calls(node).items()), ("", ""))
+        activation = self.found.inputs.get(path)
+        result = node
+        while activation is not None and len(result.users) == 1:
+            (user,) = result.users
+            if key not in module_calls(user) or not _commutes(user, activation):
+                break
+            result = user
+        results = [n for n in self.regions.get(key, []) if any(key not in module_calls(user) for user in n.users)]
+        if activation is None or activation.split is None or results != [result]:
+            raise QuarkError(
+                f"{describe(node)} has a branch in float, and its module ({path or 'the model'}) computes something "
+                f"else, too; call the quantized model itself, or exclude the layer from LowRank"
+            )
+        self.found.branches[path] = branch
 
     def _all_round(self, value: Node, activation: Activation, users: Iterable[Node] | None = None) -> bool:
         """Tell whether all of `users`, by default all there are, read `value` rounded so, perhaps after moving it."""
@@ -244,6 +294,11 @@ class _Places:
 
 def _not_of_a_module(reader: Node, activation: Activation) -> QuarkError:
     path = module_path(reader)
+    if activation.split is not None:
+        return QuarkError(
+            f"{describe(reader)} reads what LowRank leaves of a value, which is not the only input of its module "
+            f"({path or 'the model'}); call the quantized model itself, or exclude the layer from LowRank"
+        )
     if not activation.rounds:
         return QuarkError(
             f"{describe(reader)} reads a value that a pass multiplies at run time, which is not the only input of its "
@@ -275,4 +330,4 @@ _RESHAPING = ("aten.reshape.default", "aten.flatten.using_ints", "aten.unflatten
 """Data movement that keeps the order of values."""
 
 
-__all__ = ["Activation", "Factor", "Rounded", "RoundedModules", "place_rounding"]
+__all__ = ["SPLIT", "Activation", "Factor", "Rounded", "RoundedModules", "place_rounding"]

@@ -59,7 +59,7 @@ class LowRank(Selective):
     are calibrated, a value is skipped if `U` leaves much more of validation data than of what it was learned from.
 
     Place it behind `SmoothQuant(rms=True)`, whose scales lessen the same error, and before `GPTQ`. The quantized model,
-    `compile()` and ONNX files compute branches; modules of the model and checkpoints do not.
+    `compile()`, `eager()` and ONNX files compute branches; checkpoints do not.
 
     Args:
         rank: directions, fewer than the inputs of an operator. A branch has `rank * (2 * inputs + outputs)` floats, and
@@ -142,6 +142,8 @@ class LowRank(Selective):
             return f"skipped: {refused}"
         if linear is None or mapping is None or mapping.kernel or mapping.stacked or linear.has_factors:
             return "skipped: only products of rows and one matrix are split, no convolutions, stacks or tables"
+        if BRANCH in linear.activation.meta:
+            return "skipped: directions are already split off what it reads; set a larger rank there"
         if op.weight.is_cast:
             return "skipped: its weight has no codes"
         sharer = weight_sharer(walk, linear)

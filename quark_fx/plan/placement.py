@@ -25,6 +25,7 @@ from quark_fx.graph.attention import Attention, find_attentions, is_pointwise
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import (
     CAST,
+    ROTATE,
     describe,
     is_finite,
     is_floating,
@@ -55,9 +56,7 @@ from quark_fx.system.isolation import warn
 
 _CASTS = frozenset({CAST, "aten.to.dtype"})
 
-_WRITTEN_BY_PASSES = frozenset(
-    {"aten.clamp.Tensor", "aten.clamp_min.Tensor", "aten.clamp_max.Tensor", "quark_fx.rotate.default"}
-)
+_WRITTEN_BY_PASSES = frozenset({"aten.clamp.Tensor", "aten.clamp_min.Tensor", "aten.clamp_max.Tensor", ROTATE})
 """Operators whose matrices are no weights: the bounds of a clamp that equalization made, and rotations."""
 
 HEAD = "head"

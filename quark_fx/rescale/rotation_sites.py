@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import (
+    ROTATE,
     call,
     describe,
     get_attr,
@@ -142,6 +143,8 @@ def find_rotation_sites(gm: GraphModule, *, streams: bool = True) -> RotationAna
             reasons[linear.node] = f"its weight is shared with {describe(sharer)}"
         elif linear.groups > 1:
             reasons[linear.node] = "it has groups of channels"
+        elif target_name(value) == ROTATE:
+            reasons[linear.node] = "what it reads is rotated at run time already"
         elif isinstance(value, Node):
             rank = len(walk.shape(value))
             axis = linear.channel_dim(rank)

@@ -134,11 +134,11 @@ class QuantizedMatrix:
         some, codes = slice(None, None, max(1, target.shape[1] // _SAMPLED)), self.codes
         noise, signal = torch.zeros(2, device=h.device, dtype=torch.float32)
         for matrices in [slice(i, i + 1) for i in range(len(h))] if self.mapping.stacked else [slice(None)]:
-            grid, aim = self.grid(matrices), target[matrices, some]
+            grid, aim = self.grid(matrices), target[matrices, some].float()
             scale, zero_point = (p.expand_as(target[matrices])[:, some] for p in (grid.scale, grid.zero_point))
             lost = decode(codes[matrices, some].float(), scale, zero_point) - aim
             noise += ((lost @ h[matrices]) * lost).sum()
-            signal += ((aim.float() @ h[matrices]) * aim).sum()
+            signal += ((aim @ h[matrices]) * aim).sum()
         return float(noise / signal.clamp_min(_TINY))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from devices import on_devices
+from gated_mlp import WIDTH, Mlp
 from tiny import quantize, rand, record_of, seeded
 from torch import Tensor, nn
 from zoo import ZOO
@@ -22,29 +23,12 @@ from quark_fx.numbers.rotation import Rotation
 from quark_fx.passes import AWQ, GPTQ, LearnRotations, LowRank, NormalizeColumns, Rotate, SmoothQuant
 from quark_fx.passes.learn_rotations import _cayley, _rounded
 
-WIDTH = 64
-
 PER_TOKEN = TensorSpec(format=INT4, granularity=Granularity.TOKEN, dynamic=True)
 WIDE = TensorSpec(format=INT16, granularity=Granularity.CHANNEL)
 CONFIG = QuantConfig(weight=WIDE, input=PER_TOKEN)
 """Only activations lose anything."""
 
 LEARN, ROTATE = LearnRotations(streams=False, overhead=9), Rotate(streams=False, overhead=9)
-
-
-class Mlp(nn.Module):
-    """Two matrices read a norm's output, and a third what they make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(WIDTH)
-        self.gate, self.up = nn.Linear(WIDTH, 96), nn.Linear(WIDTH, 96, bias=False)
-        self.down = nn.Linear(96, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        out: Tensor = self.down(torch.relu(self.gate(y)) * self.up(y)) + x
-        return out
 
 
 def data(count: int = 8, seed: int = 1) -> list[Tensor]:
@@ -163,7 +147,7 @@ def test_streams_are_learned_from_what_is_read_without_the_factors_of_norms() ->
 
 @on_devices
 def test_matrices_are_learned_on_any_device(device: torch.device) -> None:
-    model, (x,) = seeded(Mlp()), data(1, seed=99)
+    model, (x,) = seeded(Mlp(nn.RMSNorm)), data(1, seed=99)
     expected = lost(model, CONFIG, LEARN)
     qmodel = quantize(model.to(device), CONFIG.replace(passes=(LEARN,)), [batch.to(device) for batch in data()])
     with torch.no_grad():
@@ -172,7 +156,7 @@ def test_matrices_are_learned_on_any_device(device: torch.device) -> None:
 
 
 def test_it_goes_with_scales_branches_and_error_feedback() -> None:
-    model = seeded(Mlp())
+    model = seeded(Mlp(nn.RMSNorm))
     config = CONFIG.replace(weight=TensorSpec(format=INT4, granularity=Granularity.CHANNEL))
     before, behind = (SmoothQuant(rms=True), LowRank(rank=8)), (GPTQ(),)
     assert lost(model, config, *before, LEARN, *behind) < lost(model, config, *before, ROTATE, *behind)
@@ -182,10 +166,10 @@ def test_it_goes_with_scales_branches_and_error_feedback() -> None:
 
 
 def test_readers_of_one_value_share_its_matrix_and_patterns_choose() -> None:
-    found = changes(quantize(seeded(Mlp()), CONFIG.replace(passes=(LEARN,)), data()))
+    found = changes(quantize(seeded(Mlp(nn.RMSNorm)), CONFIG.replace(passes=(LEARN,)), data()))
     assert {name: change.changed for name, change in found.items()} == {"gate and 1 more": True, "down": True}
     only = LearnRotations(streams=False, overhead=9, only=("down",))
-    found = changes(quantize(seeded(Mlp()), CONFIG.replace(passes=(only,)), data()))
+    found = changes(quantize(seeded(Mlp(nn.RMSNorm)), CONFIG.replace(passes=(only,)), data()))
     assert found["gate and 1 more"].what == NOT_SELECTED
     assert found["down"].before is not None
 
@@ -256,11 +240,11 @@ def test_weights_that_the_model_transposes_are_learned_for(stored: tuple[int, in
 
 def test_readers_in_several_formats_all_count() -> None:
     wide = qfx.Override(pattern="gate", input=TensorSpec(format=INT8, granularity=Granularity.TOKEN, dynamic=True))
-    found = changes(quantize(seeded(Mlp()), CONFIG.replace(passes=(LEARN,), overrides=(wide,)), data()))
+    found = changes(quantize(seeded(Mlp(nn.RMSNorm)), CONFIG.replace(passes=(LEARN,), overrides=(wide,)), data()))
     assert (
         0.3
         < found["gate and 1 more"].before
-        / changes(quantize(seeded(Mlp()), CONFIG.replace(passes=(LEARN,)), data()))["gate and 1 more"].before
+        / changes(quantize(seeded(Mlp(nn.RMSNorm)), CONFIG.replace(passes=(LEARN,)), data()))["gate and 1 more"].before
         < 0.7
     )  # half of it from int4, and next to nothing from int8
 
@@ -339,6 +323,13 @@ def test_one_batch_teaches_and_judges_and_blocks_are_learned() -> None:
     assert change.after < change.before
 
 
+def test_what_is_rotated_at_run_time_is_not_rotated_again() -> None:
+    qmodel = quantize(Mlp(nn.RMSNorm).eval(), CONFIG.replace(passes=(ROTATE, LEARN)), data())
+    assert {change.what for change in changes(qmodel).values()} == {
+        "skipped: what it reads is rotated at run time already"
+    }
+
+
 def test_it_needs_data() -> None:
     program = torch.export.export(seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH))), (data()[0],))
     with pytest.raises(qfx.CalibrationError, match="learns from data"):
@@ -346,7 +337,7 @@ def test_it_needs_data() -> None:
 
 
 def test_what_it_takes_is_known_before() -> None:
-    known = qfx.predict(seeded(Mlp()), CONFIG.replace(passes=(LEARN,)), data(), dynamic_shapes=None)
+    known = qfx.predict(seeded(Mlp(nn.RMSNorm)), CONFIG.replace(passes=(LEARN,)), data(), dynamic_shapes=None)
     (need,) = [need for name, _, need in known.stages if name == "LearnRotations"]
     assert max(moment.working for moment in need.moments) >= 4 * WIDTH * 2048
     assert need.operations > 150 * 256 * WIDTH * 16

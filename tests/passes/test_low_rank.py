@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 from devices import on_devices
+from gated_mlp import WIDTH, Mlp
 from tiny import quantize, rand, record_of, seeded
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 from zoo import ZOO
 
 import quark_fx as qfx
@@ -25,27 +28,11 @@ from quark_fx.passes import AWQ, GPTQ, CrossLayerEqualization, LowRank, Normaliz
 from quark_fx.passes.low_rank import _directions, _left
 from quark_fx.presets import INT8_STATIC
 
-WIDTH = 64
 FEW = 4
 """Directions in which activations are large."""
 
 PER_TOKEN = TensorSpec(format=INT4, granularity=Granularity.TOKEN, dynamic=True, symmetry=Symmetry.SYMMETRIC_FULL)
 IN_FOUR_BITS = QuantConfig(weight=TensorSpec(format=INT4, granularity=Granularity.CHANNEL), input=PER_TOKEN)
-
-
-class Mlp(nn.Module):
-    """Two matrices read a norm's output, and a third what they make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.gate, self.up = nn.Linear(WIDTH, 96), nn.Linear(WIDTH, 96, bias=False)
-        self.down = nn.Linear(96, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        out: Tensor = self.down(torch.relu(self.gate(y)) * self.up(y)) + x
-        return out
 
 
 def data(count: int = 8, seed: int = 1, width: int = WIDTH) -> list[Tensor]:
@@ -228,7 +215,7 @@ def test_an_operator_is_still_the_head_of_the_model_and_a_router_still_routes() 
 # Files.
 
 
-def test_files_compute_the_same_and_modules_refuse_by_name(tmp_path: Path) -> None:
+def test_files_and_modules_compute_the_same(tmp_path: Path) -> None:
     model, (x,) = seeded(Mlp()), data(1, seed=99)
     qmodel = quantize(model, INT8_STATIC.replace(passes=(*INT8_STATIC.passes, LowRank(rank=8))), data(32))
     qmodel.save(tmp_path / "model")
@@ -237,13 +224,72 @@ def test_files_compute_the_same_and_modules_refuse_by_name(tmp_path: Path) -> No
         torch.testing.assert_close(qmodel.compile()(x), qmodel(x), rtol=1e-3, atol=1e-3)
     qfx.export.onnx(qmodel, tmp_path / "model.onnx")
     assert qfx.verify(qmodel, tmp_path / "model.onnx", [x]).max_steps <= 1
-    with pytest.raises(
-        qfx.QuarkError,
-        match="LowRank computes a branch in float beside gate",
-    ):
+    with torch.no_grad():
+        assert torch.equal(qmodel.eager()(x), qmodel(x))
+        assert torch.equal(qfx.load(tmp_path / "model").eager(model)(x), qmodel(x))
+        torch.testing.assert_close(qmodel.eager(kernels=True)(x), qmodel(x), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        IN_FOUR_BITS.replace(input=None, passes=(LowRank(rank=8),)),
+        configured(SmoothQuant(rms=True), LowRank(rank=8), Rotate(streams=False), GPTQ()),
+        configured(Rotate(streams=False), LowRank(rank=8)),
+        configured(LowRank(rank=8, only=("up", "down"))),
+    ],
+    ids=["weights alone", "rotated rest", "rotated before", "one of two readers"],
+)
+def test_modules_split_what_they_read(config: QuantConfig) -> None:
+    model, (x,) = seeded(Mlp()), data(1, seed=99)
+    qmodel = quantize(model, config, data())
+    assert any(BRANCH in node.meta for node in qmodel.graph_module.graph.nodes)
+    with torch.no_grad():
+        assert torch.equal(qmodel.eager()(x), qmodel(x))
+
+
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "BLOOM", "Llama", "T5 encoder"])
+def test_modules_of_transformers_compute_branches(name: str) -> None:
+    case = ZOO[name]
+    config = IN_FOUR_BITS.replace(passes=(LowRank(rank=2, overhead=9),), exclude=("op:embedding",))
+    batch = next(iter(case.batches))
+    qmodel = quantize(seeded(case.make()), config, [batch])
+    with torch.no_grad():
+        found, expected = (pytree.tree_leaves(run(**batch)) for run in (qmodel.eager(), qmodel))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+class Mixed(nn.Module):
+    """A module of two matrices that reads one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(rand(32, WIDTH)), nn.Parameter(rand(32, WIDTH, seed=2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([F.linear(x, self.one), F.linear(x, self.other)], -1)
+
+
+def test_a_module_that_computes_more_than_the_operator_is_refused_by_name() -> None:
+    qmodel = quantize(nn.Sequential(seeded(Mlp()), Mixed()).eval(), configured(LowRank(rank=8)), data())
+    with pytest.raises(qfx.QuarkError, match=r"has a branch in float, and its module \(1\) computes something else"):
         qmodel.eager()
-    with pytest.raises(qfx.QuarkError, match="LowRank computes a branch"):
-        qfx.load(tmp_path / "model").eager(model)
+
+
+def test_nothing_is_split_twice() -> None:
+    qmodel = quantize(seeded(Mlp()), configured(LowRank(rank=8), LowRank(rank=4, only=("down", "gate"))), data())
+    second = {change.name: change.what for change in record_of(qmodel, "LowRank").changes}
+    again = "skipped: directions are already split off what it reads; set a larger rank there"
+    assert second == {"gate": again, "up": NOT_SELECTED, "down": again}
+
+
+def test_checkpoints_refuse_branches_by_the_layer(tmp_path: Path) -> None:
+    case = ZOO["Llama"]
+    weight = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=8)
+    config = QuantConfig(weight=weight, passes=(LowRank(rank=2, overhead=9),), exclude=("op:embedding", "op:head"))
+    qmodel = quantize(seeded(case.make()), config, list(case.batches)[:1])
+    with pytest.raises(qfx.ExportError, match=r"no place for the branches in float that LowRank computes beside model"):
+        qfx.export.huggingface(qmodel, tmp_path)
 
 
 @pytest.mark.parametrize("export", ["compressed-tensors", "gptq", "gguf"])

@@ -142,6 +142,11 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
         source, found = placed(qmodel, model, at_readers=True)
     except QuarkError as error:
         raise ExportError(str(error)) from error
+    if branched := sorted(found.rounding.branches):
+        raise ExportError(
+            f"checkpoints have no place for the branches in float that LowRank computes beside {branched[0]} and "
+            f"{len(branched) - 1} more; save() the quantized model, export it to ONNX, or quantize without LowRank"
+        )
     files = qmodel.config.target.checkpoints
     layers = _layers(source, found, head=_head(source), unrotated=files.unrotated)
     read = found.rounding.inputs.items()
