@@ -62,10 +62,10 @@ QUICK = {**QUALITY, "guided": True}
 BOTH = {**QUICK, "two_sided": True}
 """The solver of `w4a16_best`."""
 
-BRANCH = {"GPTQ": {"name": "LowRank", "rank": 16}}
-"""A branch of 16 directions, before `GPTQ`."""
+BRANCH = {"name": "LowRank", "rank": 16}
+"""A branch of 16 directions."""
 
-LEARNED = {"Rotate": {"name": "LearnRotations", "streams": False}}
+LEARNED = {"Rotate": [{"name": "LearnRotations", "streams": False}], "GPTQ": [QUALITY]}
 """Matrices that are learned, instead of those of `w4a4_dynamic`."""
 
 TURNED = {"name": "Rotate", "streams": False, "block": 64}
@@ -103,10 +103,10 @@ def _on_less(method: str, *parts: int, **options: Any) -> list[Row]:
     return [_ours(f"{method}, {WINDOWS // n} windows", windows=WINDOWS // n, **options) for n in parts]
 
 
-def _branched(method: str, **options: Any) -> list[Row]:
+def _branched(method: str, preset: str, solver: Any = "same") -> list[Row]:
     """Return rows of ours with a branch in float, which takes bits beside those of the format."""
-    method = f"LowRank(rank=16), {method}"
-    return [_ours(method, before=BRANCH, **options), *_on_less(method, 2, 4, before=BRANCH, **options)]
+    method, options = f"LowRank(rank=16), {method}", {"preset": preset, "instead": {"GPTQ": [BRANCH, solver]}}
+    return [_ours(method, **options), *_on_less(method, 2, 4, **options)]
 
 
 def _weight_only(title: str, weights: Weights, best: str) -> Format:
@@ -119,14 +119,14 @@ def _weight_only(title: str, weights: Weights, best: str) -> Format:
         *_on_less("GPTQ(asymmetry=0.5, fit_scales=True)", 2, 4, passes=[QUALITY], **spelled),
         _ours("GPTQ(asymmetry=0.5, fit_scales=True, guided=True)", passes=[QUICK], **spelled),
         _ours("GPTQ(asymmetry=0.5, fit_scales=True, guided=True, two_sided=True)", passes=[BOTH], **spelled),
-        _ours(f"{ROTATED}, unguided", preset=ROTATED, replaced=[QUALITY]),
-        *_on_less(f"{ROTATED}, unguided", 2, 4, preset=ROTATED, replaced=[QUALITY]),
-        _ours(f"{ROTATED}, unguided, sweeps=4", preset=ROTATED, replaced=[{**QUALITY, "sweeps": 4}]),
+        _ours(f"{ROTATED}, unguided", preset=ROTATED, instead={"GPTQ": [QUALITY]}),
+        *_on_less(f"{ROTATED}, unguided", 2, 4, preset=ROTATED, instead={"GPTQ": [QUALITY]}),
+        _ours(f"{ROTATED}, unguided, sweeps=4", preset=ROTATED, instead={"GPTQ": [{**QUALITY, "sweeps": 4}]}),
         _ours(ROTATED, preset=ROTATED),
         *_on_less(ROTATED, 2, 4, preset=ROTATED),
         _ours(f"NormalizeColumns(), {ROTATED}, unguided", passes=["NormalizeColumns", TURNED, QUALITY], **spelled),
-        _ours(f"{best}, one-sided", preset=best, replaced=[QUICK]),
-        _ours(f"{best}, one-sided, sweeps=4", preset=best, replaced=[{**QUICK, "sweeps": 4}]),
+        _ours(f"{best}, one-sided", preset=best, instead={"GPTQ": [QUICK]}),
+        _ours(f"{best}, one-sided, sweeps=4", preset=best, instead={"GPTQ": [{**QUICK, "sweeps": 4}]}),
         _ours(best, preset=best),
         *_on_less(best, 2, 4, preset=best),
         *([] if weights.bits == 4 else [_ours(f"{best}, TuneScales()", preset=best, passes=["TuneScales"])]),
@@ -153,12 +153,12 @@ FORMATS = {
         "int4 weights, int4 activations per token",
         Weights(4, GROUP),
         (
-            _ours("w4a4_dynamic, sweeps=0", preset="w4a4_dynamic", replaced=[QUALITY]),
-            *_on_less("w4a4_dynamic, sweeps=0", 2, 4, preset="w4a4_dynamic", replaced=[QUALITY]),
+            _ours("w4a4_dynamic, sweeps=0", preset="w4a4_dynamic", instead={"GPTQ": [QUALITY]}),
+            *_on_less("w4a4_dynamic, sweeps=0", 2, 4, preset="w4a4_dynamic", instead={"GPTQ": [QUALITY]}),
             _ours("w4a4_dynamic", preset="w4a4_dynamic"),
-            _ours("LearnRotations, sweeps=0", preset="w4a4_dynamic", replaced=[QUALITY], instead=LEARNED),
-            *_on_less("LearnRotations, sweeps=0", 2, 4, preset="w4a4_dynamic", replaced=[QUALITY], instead=LEARNED),
-            *_branched("w4a4_dynamic, sweeps=0", preset="w4a4_dynamic", replaced=[QUALITY]),
+            _ours("LearnRotations, sweeps=0", preset="w4a4_dynamic", instead=LEARNED),
+            *_on_less("LearnRotations, sweeps=0", 2, 4, preset="w4a4_dynamic", instead=LEARNED),
+            *_branched("w4a4_dynamic, sweeps=0", "w4a4_dynamic", QUALITY),
             Row("llm-compressor", "GPTQ", {"gptq": True, **_ACTIVATIONS}),
             Row("llm-compressor", "SpinQuant R1 R2, GPTQ", {"spinquant": ["R1", "R2"], "gptq": True, **_ACTIVATIONS}),
             Row(
@@ -186,7 +186,7 @@ FORMATS = {
             _ours("nvfp4", preset="nvfp4"),
             _ours("nvfp4_best", preset="nvfp4_best"),
             *_on_less("nvfp4_best", 2, 4, preset="nvfp4_best"),
-            *_branched("nvfp4_best", preset="nvfp4_best"),
+            *_branched("nvfp4_best", "nvfp4_best"),
             Row("llm-compressor", "to nearest", {"scheme": "NVFP4"}),
             Row("llm-compressor", "GPTQ", {"scheme": "NVFP4", "gptq": True}),
             Row("llm-compressor", "SmoothQuant, GPTQ", {"scheme": "NVFP4", "smoothquant": True, "gptq": True}),
@@ -200,8 +200,8 @@ FORMATS = {
         (
             _ours("mxfp4", preset="mxfp4"),
             _ours("mxfp4_best", preset="mxfp4_best"),
-            *_on_less("mxfp4_best", 2, 4, preset="mxfp4_best"),
-            *_branched("mxfp4_best", preset="mxfp4_best"),
+            *_on_less("mxfp4_best", 2, 4, 8, preset="mxfp4_best"),
+            *_branched("mxfp4_best", "mxfp4_best"),
             Row("llm-compressor", "to nearest", {"scheme": "MXFP4"}),
             Row("llm-compressor", "GPTQ", {"scheme": "MXFP4", "gptq": True}),
             Row("AMD Quark", "GPTQ", {"scheme": "mxfp4", "algorithm": "gptq"}),
@@ -269,7 +269,9 @@ MODELS = {
 def verdict(measured: Sequence[Measured]) -> str:
     """Say by which row of ours with no more bits each tool's best row is beaten, and in what part of its time."""
     said = list[str]()
-    mine = [one for one in measured if one.row.ours and "before" not in one.row.options]
+    mine = [
+        one for one in measured if one.row.ours and BRANCH not in one.row.options.get("instead", {}).get("GPTQ", ())
+    ]
     for tool in PEERS:
         best = min((one for one in measured if one.row.tool == tool), key=lambda one: one.divergence, default=None)
         if best is None or not mine:

@@ -91,8 +91,8 @@ class Job:
 def quark_fx(job: Job) -> Found:
     """Quantize with a `preset`, by default `w4a16_rtn`, `passes` (names and options) after its own, and `symmetry`.
 
-    `replaced` (names and options) are passes of the preset with other options, and one of `before` comes before the
-    pass that it is named for, or `instead` of it. `windows` are the first ones that it calibrates on; default: all.
+    `instead` has by the name of a pass of the preset the passes in its place; `"same"` is the pass as it was. `windows`
+    are the first ones that it calibrates on; default: all.
     """
     import quark_fx as qfx
     from quark_fx.graph.pass_manager import pass_from_dict
@@ -103,16 +103,14 @@ def quark_fx(job: Job) -> Found:
     if job.weights is not None:
         fields |= {"format": f"int{job.weights['bits']}", "group_size": job.weights["group"]}
         fields |= {} if job.weights["symmetric"] else {"symmetry": "asymmetric"}
-    replaced = {type(one).__name__: one for one in map(pass_from_dict, job.options.get("replaced", ()))}
-    before = {name: pass_from_dict(one) for name, one in job.options.get("before", {}).items()}
-    replaced |= {name: pass_from_dict(one) for name, one in job.options.get("instead", {}).items()}
-    kept = list[Any]()
-    if unknown := (replaced.keys() | before.keys()) - {type(one).__name__ for one in base.passes}:
+    instead = job.options.get("instead", {})
+    if unknown := instead.keys() - {type(one).__name__ for one in base.passes}:
         raise ValueError(f"the preset has no {', '.join(sorted(unknown))}")
-    for one in base.passes:
-        name = type(one).__name__
-        kept += [before[name]] if name in before else []
-        kept.append(replaced.get(name, one))
+    kept = (
+        own if one == "same" else pass_from_dict(one)
+        for own in base.passes
+        for one in instead.get(type(own).__name__, ("same",))
+    )
     passes = (*kept, *map(pass_from_dict, job.options.get("passes", ())))
     config = base.replace(weight=base.weight.replace(**fields), passes=passes)
     model = job.model()

@@ -19,6 +19,9 @@ from quark_fx.numbers.ops import Measurement
 SPLIT = "split"
 """The operator of a `Factor` that takes directions out of an activation."""
 
+UNROTATED = "set overhead=0 in the pass that rotates (Rotate, LearnRotations)"
+"""What to do where a value cannot be multiplied at run time."""
+
 
 @dataclass(frozen=True, eq=False)
 class Factor:
@@ -303,7 +306,7 @@ def _not_of_a_module(reader: Node, activation: Activation) -> QuarkError:
         return QuarkError(
             f"{describe(reader)} reads a value that a pass multiplies at run time, which is not the only input of its "
             f"module ({path or 'the model'}) nor the only result of another one; call the quantized model itself, or "
-            "quantize with Rotate(overhead=0), or without explicit=True"
+            f"{UNROTATED}, or quantize without explicit=True"
         )
     alike = re.sub(r"\.\d+\.", ".*.", path)  # the same module in every layer
     return QuarkError(
@@ -330,4 +333,4 @@ _RESHAPING = ("aten.reshape.default", "aten.flatten.using_ints", "aten.unflatten
 """Data movement that keeps the order of values."""
 
 
-__all__ = ["SPLIT", "Activation", "Factor", "Rounded", "RoundedModules", "place_rounding"]
+__all__ = ["SPLIT", "UNROTATED", "Activation", "Factor", "Rounded", "RoundedModules", "place_rounding"]

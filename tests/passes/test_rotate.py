@@ -192,7 +192,7 @@ def test_what_no_module_can_multiply_is_said_so() -> None:
             return y
 
     qmodel = quantize(seeded(Sums()), rotating(W8A8_DYNAMIC.replace(passes=()), overhead=99), [rand(2, 5, 6)])
-    with pytest.raises(qfx.QuarkError, match=r"that a pass multiplies at run time.* Rotate\(overhead=0\)"):
+    with pytest.raises(qfx.QuarkError, match=r"that a pass multiplies at run time.* overhead=0 in the pass"):
         qmodel.eager()
 
 
@@ -260,7 +260,7 @@ def test_a_checkpoint_holds_what_weights_absorbed_and_refuses_what_runs_at_run_t
     session = qfx.Session(llama(tied=False), [TOKENS])
     held = quantize(session, rotating(config, overhead=0))
     qfx.export.huggingface(held, tmp_path / "held")
-    with pytest.raises(qfx.QuarkError, match=r"Rotate\(overhead=0\)"):
+    with pytest.raises(qfx.QuarkError, match="overhead=0 in the pass that rotates"):
         qfx.export.huggingface(quantize(session, rotating(config, overhead=9)), tmp_path / "refused")
 
 

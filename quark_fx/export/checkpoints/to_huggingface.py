@@ -41,6 +41,7 @@ from quark_fx.export.packing import (
     unsigned,
 )
 from quark_fx.model.quantized_model import QuantizedModel
+from quark_fx.model.rounded_modules import UNROTATED
 from quark_fx.numbers.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, INT8, FloatFormat, IntFormat, parse_format
 from quark_fx.numbers.qparams import ScaleType, Symmetry, recover_global_scale
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
@@ -250,7 +251,7 @@ def _transforms(checkpoint: Checkpoint) -> Written:
     """
     saved = as_saved(checkpoint.shell, {f"{path}.weight": m for path, m in checkpoint.rotations.items()})
     if other := [path for path in checkpoint.rotations if f"{path}.weight" not in saved]:
-        why = "it is rotated, and transformers saves it under another name; quantize with Rotate(overhead=0)"
+        why = f"it is rotated, and transformers saves it under another name; {UNROTATED}"
         raise unholdable([f"{path}: {why}" for path in other])
     alike: list[tuple[Tensor, list[str]]] = []
     for path, matrix in checkpoint.rotations.items():

@@ -27,7 +27,7 @@ from quark_fx.model.correspondence import Correspondence
 from quark_fx.model.eager import placed
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.model.rounded_attention import RoundedAttention
-from quark_fx.model.rounded_modules import Activation, Factor
+from quark_fx.model.rounded_modules import UNROTATED, Activation, Factor
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.plan.placement import HEAD
 
@@ -277,7 +277,7 @@ def _layers(model: nn.Module, found: Correspondence, *, head: str, unrotated: Un
     return layers
 
 
-_UNROTATED = "quantize with Rotate(overhead=0), or leave it out of Rotate (only=)"
+_UNROTATED = f"{UNROTATED}, or leave it out of that pass (only=)"
 
 
 def _unrotatable(module: nn.Module, activation: Activation, unrotated: Unrotated | None, *, is_head: bool) -> str:
@@ -287,7 +287,7 @@ def _unrotatable(module: nn.Module, activation: Activation, unrotated: Unrotated
         return "a pass multiplies what it reads; quantize without explicit=True of that pass"
     if unrotated is None:
         return (
-            "a pass rotates what it reads at run time; quantize with Rotate(overhead=0), or for target='vllm' and "
+            f"a pass rotates what it reads at run time; {UNROTATED}, or quantize for target='vllm' and "
             "format='compressed-tensors'"
         )
     if len(rotations) > 1:
