@@ -7,7 +7,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quark_fx.passes.dpu import shifts
@@ -97,6 +97,14 @@ def test_a_square_that_is_added_to_its_root_ends() -> None:
     """`x + x * x` with `x` up to 2**15: each is lowered for the other, twice as far every time."""
     limits = [*shifts.product_limits(("x", "x"), "p", "write", 32), *shifts.sum_limits("xp", "y", ADD)]
     assert settle(System({"x": -8, "p": -1, "y": 0}, limits=limits)).positions == {"x": 0, "p": -1, "y": 0}
+
+
+def test_a_square_that_is_added_to_its_root_ends_where_a_bias_is_coarse() -> None:
+    """No weight, however fine, lets an output be finer than its bias by more than 15."""
+    limits = [*shifts.product_limits(("o", "o"), "p", "write", 32), *shifts.sum_limits("op", "y", ADD)]
+    system = System({"i": -1, "w": -4, "b": -25, "o": -5, "p": 10, "y": 25}, limits=limits)
+    system.products.append(Product("i", "w", "b", "o"))
+    assert settle(system).positions == {"i": -1, "w": 1, "b": -15, "o": 0, "p": 0, "y": 7}
 
 
 def test_a_dense_block_raises_a_weight_rather_than_sink() -> None:
@@ -289,7 +297,20 @@ def test_positions_are_the_highest_there_are_and_no_weight_is_raised_without_nee
         assert highest_solution(System(lower, limits=system.limits, products=system.products)) is None
 
 
+def powers() -> System:
+    """Return `y = s + x * z * z` with sums `s` and `z`; a hard sigmoid reads `x`, which several floors may hold up."""
+    limits = [
+        *shifts.sum_limits("xx", "s", ADD),
+        *shifts.sum_limits("xx", "z", ADD),
+        *shifts.product_limits(("x", "z"), "p", "write", 32),
+        *shifts.product_limits(("p", "z"), "q", "write", 32),
+        *shifts.sum_limits("sq", "y", ADD),
+    ]
+    return System({"x": 0, "s": 0, "z": -1, "p": 0, "q": 0, "y": 0}, limits=limits, floors=[("hard_sigmoid", "x", 0)])
+
+
 @given(system=graphs())
+@example(system=powers())
 @settings(max_examples=100, deadline=None)
 def test_what_is_settled_stays(system: System) -> None:
     once = settle(system)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,8 +106,9 @@ def settle(system: System) -> Settled:
     made of it) get floors of zero for the factors of their products, with which lowering ends.
 
     It ends: positions only go down, each time by one at least, until all holds or one is below any that a float has.
-    Then the coarsest weight of the outputs lowered last is raised by a bit, taken back later where it was not needed,
-    or the factors get their floors, which happens once.
+    Then the coarsest weight of the outputs lowered last for theirs is raised by a bit, taken back later where it was
+    not needed, or, if there is none, the factors get their floors, which happens once. What satisfies all of the
+    system stays as it is.
     """
     chased, bits = False, Counter[int]()
     while (settling := _settled(system, chased, bits)).stuck:
@@ -138,7 +139,7 @@ class _Settling:
         chased: factors of products of activations have floors.
         bits: by the index of a product, how far its weight will be raised.
         stuck: lowering did not end.
-        chasing: indices of products whose output was lowered last.
+        chasing: indices of products whose output was lowered last for its weight.
     """
 
     def __init__(self, system: System, chased: bool, bits: Counter[int]) -> None:
@@ -156,7 +157,8 @@ class _Settling:
             floors += [(rule, g, 0) for rule, side in sides if len(side) > 1 for g in side]
         for rule, g, bound in floors:
             self._hold(g, bound, rule)
-        self._spread_floors()
+        if any(self._excess(limit) > 0 for limit in self.limits) or any(self._finer_outputs()):
+            self._spread_floors()
 
     def _cancelled(self, limit: Limit) -> Limit:
         """Return a limit on groups, without those on both sides."""
@@ -175,6 +177,7 @@ class _Settling:
     def _spread_floors(self) -> None:
         """Give floors to what could otherwise be lowered below what a floor holds up.
 
+        They may raise what nobody would lower, so they are only for systems in which something has to be lowered.
         Ends, as no floor is above the highest given one, of at most 7, and 0 is met by factors at 0.
         """
         news = True
@@ -204,7 +207,8 @@ class _Settling:
         """Lower activations until all their limits hold, and outputs until they fit their products."""
         self.stuck = not self._lower_all()
         while not self.stuck and (lowered := self._coarsen_outputs()):
-            self.chasing = lowered
+            # Raising a weight does not help an output that was lowered for its bias.
+            self.chasing = {index for index, rule in lowered.items() if rule == "cut"}
             self.stuck = not self._lower_all() or min(self.position.values()) < -_FAR
 
     def _lower_all(self) -> bool:
@@ -214,17 +218,22 @@ class _Settling:
                 return False
         return True
 
-    def _coarsen_outputs(self) -> set[int]:
-        """Lower outputs finer than their products, which have bits that say nothing; return whose were."""
-        lowered = set()
+    def _coarsen_outputs(self) -> dict[int, str]:
+        """Lower outputs finer than their products; return whose were, and the rules."""
+        lowered = {}
+        for index, fitting, rule in self._finer_outputs():
+            self._move(self.group[self.system.products[index].output], fitting, rule)
+            lowered[index] = rule
+        return lowered
+
+    def _finer_outputs(self) -> Iterator[tuple[int, int, str]]:
+        """Yield products whose output has bits that say nothing, the position it should be lowered to, and the rule."""
         for index, product in enumerate(self.system.products):
             o = self.group[product.output]
             fitting, rule = self._fitting_output(index)
             fitting = max(fitting, self.floor.get(o, fitting))
             if fitting < self.position[o]:
-                self._move(o, int(fitting), rule)
-                lowered.add(index)
-        return lowered
+                yield index, int(fitting), rule
 
     def _fitting_output(self, index: int) -> tuple[float, str]:
         """Return the highest position of an output for which weight and bias need no raising, and the rule."""
