@@ -173,9 +173,7 @@ def assert_identical(got: Any, expected: Any) -> None:
     for a, b in zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True):
         if isinstance(b, Tensor):
             assert (a.dtype, a.device) == (b.dtype, b.device)
-        # Processors may add up in another order where a value lies elsewhere in memory.
-        apart = 1e-6 * float(b.abs().max()) if isinstance(b, Tensor) and b.is_floating_point() and b.numel() else 0.0
-        torch.testing.assert_close(a, b, rtol=0, atol=apart, equal_nan=True)
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def tensors(qmodel: qfx.QuantizedModel) -> dict[str, Tensor]:
@@ -240,7 +238,9 @@ def test_a_walk_that_changes_nothing_leaves_the_graph_as_it_is(name: str) -> Non
 
     model, batches = case(name)
     qmodel = walk(model, batches, look)
-    assert_identical(tensors(qmodel), tensors(quantize(model, INT8_STATIC, batches)))
+    # Not `quantize(model, INT8_STATIC, batches)`: without a pass that takes the context no sample is held out, the last
+    # batch is calibrated on whole, and a matrix product of more rows may add up in another order.
+    assert_identical(tensors(qmodel), tensors(walk(model, batches, lambda *_: None)))
 
 
 def test_what_is_stored_lies_in_memory_as_a_checkpoint_gives_it_back() -> None:
