@@ -34,7 +34,7 @@ from quark_fx.graph.nodes import (
     target_name,
     tensor_of,
 )
-from quark_fx.graph.operators import argument, operator_row, set_argument, stored_weights
+from quark_fx.graph.operators import BRANCH, argument, operator_row, set_argument, stored_weights
 from quark_fx.graph.pass_manager import Change, PassRecord, copy_graph
 from quark_fx.graph.straight_through import quantize_of
 from quark_fx.model.constants import Constant, constant_of, parameter_name, table_of
@@ -421,7 +421,8 @@ class _Preparation:
             if node.op != "get_attr" or name in self.buffers or isinstance(tensor_of(self.gm, name), nn.Parameter):
                 continue
             value = tensor_of(self.gm, name)
-            if value.is_floating_point() and not any(u.target in _WITH_CODES for u in node.users):
+            made_up = any(u.meta.get("factor") or BRANCH in u.meta for u in node.users)  # eager() has no such parameter
+            if value.is_floating_point() and not made_up and not any(u.target in _WITH_CODES for u in node.users):
                 _register(self.gm, name, nn.Parameter(value))
                 self.floats.append(name)
 

@@ -283,6 +283,17 @@ def test_nothing_is_split_twice() -> None:
     assert second == {"gate": again, "up": NOT_SELECTED, "down": again}
 
 
+@pytest.mark.parametrize("made", [LowRank(rank=8), Rotate(streams=False, overhead=9)], ids=["branches", "rotations"])
+def test_training_leaves_what_passes_multiply_by_as_it_is(made: Any) -> None:
+    qat, (x,) = qfx.prepare_qat(quantize(seeded(Mlp()), configured(made), data())), data(1, seed=99)
+    module = qat.eager()
+    for parameter in qat.parameters():
+        parameter.data.mul_(1.01)
+    assert torch.equal(module(x), qat(x))
+    assert torch.equal(qat.eager()(x), qat(x))
+    assert torch.equal(qat.convert().eager()(x), qat(x))
+
+
 def test_checkpoints_refuse_branches_by_the_layer(tmp_path: Path) -> None:
     case = ZOO["Llama"]
     weight = TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=8)
