@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
-from benchmarks.real import crnn, mtcnn, speaker, whisper
+from benchmarks.real import crnn, mosaics, mtcnn, speaker, whisper
 from benchmarks.real.__main__ import Table, page, sections
 from benchmarks.real.craft import boxes
 from benchmarks.real.ctranslate2_weights import read_weights
@@ -190,18 +190,86 @@ def test_repetitions_and_blanks_are_not_read() -> None:
 
 def test_windows_of_a_mosaic_are_as_bright_as_they_overlap_what_is_bright() -> None:
     """Faces are white here and other pieces black: windows in another order, or cut elsewhere, would not agree."""
-    batch, dense, cut = mtcnn._mosaic(torch.ones(1, 25, 25), torch.zeros(1, 25, 25), seed=0)
-    pixels = {name: (images[:, 0] * 128 + 127.5) / 255 for name, images in batch.items()}
+    one = mosaics.mosaic(torch.ones(1, 25, 25), torch.zeros(1, 25, 25), seed=0)
+    pixels = {name: (images[:, 0] * 128 + 127.5) / 255 for name, images in one.batch.items()}
     of_pnet = F.avg_pool2d(pixels["mosaic"][:, None], 12, 2).flatten()
-    for overlaps, brightness in (
-        (dense, of_pnet),
-        (cut, pixels["small"].mean((1, 2))),
-        (cut, pixels["large"].mean((1, 2))),
+    for windows, brightness in (
+        (mosaics.DENSE, of_pnet),
+        (one.windows, pixels["small"].mean((1, 2))),
+        (one.windows, pixels["large"].mean((1, 2))),
     ):
+        overlaps = torch.tensor(best_overlaps(one.faces, windows))
         assert (overlaps > 0.65).any()
         assert (overlaps == 0).any()
         assert float(brightness[overlaps > 0.65].min()) > 0.65 * 0.7 - 0.05
         assert float(brightness[overlaps == 0].max()) < 0.1
+
+
+def test_a_window_outside_a_picture_is_cut_at_its_edge() -> None:
+    picture = torch.arange(150.0).repeat(150, 1) / 255  # as bright as the column
+    found = (
+        mosaics.cut(picture, [(-9, -9, 2, 5), (148, 200, 170, 210), (20, 0, 10, 5)], 2)[:4, 0] * 128 + 127.5
+    ).round()
+    assert found[:, 0].tolist() == [[0, 1], [148, 149], [20, 20], [0, 0]]
+
+
+class BrightSquares:
+    """Networks that take what is bright for a face.
+
+    P-Net makes windows larger; the others move the edges of a window to those of what is bright in it.
+
+    Attributes:
+        least: the mean brightness of the windows that each network accepts.
+    """
+
+    def __init__(self, *least: float) -> None:
+        self.least = least
+
+    def __call__(self, mosaic: Tensor, small: Tensor, large: Tensor) -> tuple[Tensor, ...]:
+        patches = F.unfold(mosaic[:, :1], 12, stride=2)[0].T.reshape(-1, 12, 12)
+        outputs = list[Tensor]()
+        for images, least in zip((patches, small[:, 0], large[:, 0]), self.least, strict=True):
+            pixels = (images * 128 + 127.5) / 255
+            columns, rows = ((pixels > 0.4).any(axis).int() for axis in (1, 2))
+            dark = torch.stack([edge.argmax(1) for edge in (columns, rows, columns.flip(1), rows.flip(1))], 1)
+            mean = pixels.mean((1, 2))
+            score = torch.where(mean > least, 0.7 + 0.3 * mean, 0.5 * mean)
+            outputs += dark / images.shape[-1] * torch.tensor([1, 1, -1, -1]), torch.stack([1 - score, score], 1)
+        larger = torch.tensor([-0.2, -0.2, 0.2, 0.2]).expand(len(patches), 4)
+        of_pnet = (values.T.reshape(1, -1, 34, 34) for values in (larger, outputs[1]))
+        return *of_pnet, *outputs[2:], torch.zeros(64, 10)
+
+
+def in_the_dark(*squares: tuple[int, int, float]) -> mosaics.Mosaic:
+    """Return a mosaic of squares of 25 pixels, each with its corner and brightness."""
+    black = mosaics.mosaic(torch.zeros(1, 25, 25), torch.zeros(1, 25, 25), seed=0)
+    black.picture.zero_()
+    for x, y, brightness in squares:
+        black.picture[y : y + 25, x : x + 25] = brightness
+    black.batch["mosaic"] = mosaics._input([black.picture], 78)
+    return black
+
+
+@pytest.mark.parametrize(
+    ("least", "count"),
+    [((0.7, 0.4, 0.4), 3), ((0.9, 0.4, 0.4), 2), ((0.7, 0.52, 0.4), 2), ((0.7, 0.4, 0.85), 2), ((2, 2, 2), 0)],
+)
+def test_a_cascade_finds_each_face_once_where_it_is(least: tuple[float, ...], count: int) -> None:
+    """Each of the networks can reject the third face, which is darker than the others."""
+    where = in_the_dark((20, 33, 1.0), (100, 90, 1.0), (22, 110, 0.8))
+    faces = [(20, 33, 45, 58), (100, 90, 125, 115), (22, 110, 47, 135)]
+    networks = BrightSquares(*least)
+    found = mtcnn.cascade(networks, where, networks(**where.batch))
+    assert len(found) == count
+    assert min(best_overlaps(found, faces[:count]), default=1) > 0.9
+
+
+def test_a_cascade_reads_the_most_probable_windows_of_too_many() -> None:
+    where = in_the_dark(*((x, y, 1.0 - 0.1 * (x > 0)) for x in range(0, 150, 25) for y in range(0, 150, 25)))
+    networks = BrightSquares(0.5, 0.5, 0.5)
+    found = mtcnn.cascade(networks, where, networks(**where.batch))
+    assert 0 < len(found) <= mosaics.WINDOWS
+    assert min(best_overlaps(found, [(0, y, 25, y + 25) for y in range(25, 125, 25)])) > 0.4
 
 
 SPOKEN = [1, 2, 3, 4, 5, 6, 7, 8, 9]

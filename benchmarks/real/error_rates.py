@@ -49,5 +49,25 @@ def best_overlaps(found: Sequence[Box], expected: Sequence[Box]) -> list[float]:
     return [max((overlap(one, other) for one in found), default=0.0) for other in expected]
 
 
+def detection_figures(found: Sequence[Sequence[Box]], expected: Sequence[Sequence[Box]]) -> dict[str, float]:
+    """Return how well boxes were found, image by image, in percent.
+
+    `overlap` is the mean overlap of expected boxes with the nearest found one, `found` counts those whose overlap is at
+    least one half, and `extra` counts found boxes that overlap no expected one by that much, in percent of the latter.
+
+    >>> detection_figures([[(0, 0, 4, 2)], []], [[(0, 0, 4, 1)], [(0, 0, 4, 1)]])
+    {'overlap, %': 25.0, 'found, %': 50.0, 'extra, %': 0.0}
+    """
+    pairs = list(zip(found, expected, strict=True))
+    overlaps = [best for boxes, there in pairs for best in best_overlaps(boxes, there)]
+    extra = sum(best < 0.5 for boxes, there in pairs for best in best_overlaps(there, boxes))
+    percent = 100 / len(overlaps)
+    return {
+        "overlap, %": percent * sum(overlaps),
+        "found, %": percent * sum(best >= 0.5 for best in overlaps),
+        "extra, %": percent * extra,
+    }
+
+
 def _area(box: Box) -> float:
     return (box[2] - box[0]) * (box[3] - box[1])
