@@ -11,17 +11,19 @@ import onnx
 import pytest
 import torch
 from onnx import helper, numpy_helper
+from PIL import ImageFont
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
-from benchmarks.real import crnn, mosaics, mtcnn, speaker, whisper
+from benchmarks.real import crnn, mosaics, mtcnn, ppocr_detector, rendered, speaker, whisper
 from benchmarks.real.__main__ import Table, page, sections
 from benchmarks.real.craft import boxes
 from benchmarks.real.ctranslate2_weights import read_weights
 from benchmarks.real.error_rates import best_overlaps, edit_distance, error_rate, overlap
 from benchmarks.real.onnx_weights import with_weights
 from benchmarks.real.packages import PACKAGES, MissingPackageError, package, submodule
+from benchmarks.real.text_detection import text_detector
 
 
 @pytest.fixture
@@ -103,13 +105,15 @@ class Swapped(nn.Module):
 
 
 def in_a_file(network: Swapped) -> onnx.ModelProto:
-    """Return the weights as Paddle's converter stores them, in the order of use, beside a constant of one value."""
+    """Return the weights as Paddle's converter stores them, in the order of use, beside constants."""
     norm, convolution, linear = network.norm, network.convolution, network.linear
     stored = {
         "kernel": convolution.weight,
         "kernel_bias": convolution.bias.reshape(1, 4, 1, 1),  # type: ignore[union-attr]
         **dict(zip(("scale", "shift", "mean", "variance"), norm.state_dict().values(), strict=False)),
         "one": torch.ones(1),
+        "half": torch.tensor(0.5),
+        "sizes": torch.tensor([1.0, 1.0, 2.0, 2.0]),
         "matrix": linear.weight.T,
         "matrix_bias": linear.bias,
     }
@@ -117,11 +121,12 @@ def in_a_file(network: Swapped) -> onnx.ModelProto:
         ("kernel",),
         ("kernel_bias",),
         ("scale", "shift", "mean", "variance"),
-        ("one",),
+        ("one", "half"),
         ("matrix",),
         ("matrix_bias",),
     ]
     nodes = [helper.make_node("Op", ["x", *names], [f"y{i}"]) for i, names in enumerate(used)]
+    nodes.append(helper.make_node("Resize", ["x", "", "sizes"], ["resized"]))
     initializers = [numpy_helper.from_array(stored[name].numpy(force=True), name) for name in sorted(stored)]
     return helper.make_model(helper.make_graph(nodes, "network", [], [], initializers))
 
@@ -132,6 +137,17 @@ def test_weights_of_an_onnx_file_are_read_in_the_order_in_which_layers_run() -> 
         value.copy_(torch.rand(value.shape) + 0.5)
     assert with_weights(found, in_a_file(expected), x) is found
     torch.testing.assert_close(found(x), expected(x), rtol=0, atol=0)
+
+
+def test_a_bias_of_one_value_is_a_weight() -> None:
+    network = nn.Conv2d(3, 1, 2)
+    stored = {"kernel": torch.ones(1, 3, 2, 2), "bias": torch.full((1, 1, 1, 1), 5.0)}
+    nodes = [helper.make_node("Op", ["x", name], [name + "_y"]) for name in stored]
+    initializers = [numpy_helper.from_array(value.numpy(), name) for name, value in stored.items()]
+    with_weights(
+        network, helper.make_model(helper.make_graph(nodes, "n", [], [], initializers)), torch.zeros(1, 3, 2, 2)
+    )
+    assert network(torch.ones(1, 3, 2, 2)).item() == 12 + 5
 
 
 def test_weights_of_another_network_are_refused() -> None:
@@ -182,6 +198,34 @@ def test_regions_become_boxes_in_pixels_of_the_page() -> None:
     assert boxes(scores) == [(10 - 4, 20 - 4, 42 + 4, 32 + 4)]
 
 
+def test_regions_of_differentiable_binarization_become_boxes_in_pixels_of_the_page() -> None:
+    scores = torch.zeros(80, 120)
+    scores[20:30, 10:50] = 0.9
+    scores[50:60, 10:50] = 0.4  # too faint
+    scores[50:52, 60:110] = 0.9  # too thin
+    grown = 0.7 * (10 * 40) / (2 * (10 + 40))
+    expected = [(10 - grown) / 2, (20 - grown) / 2, (50 + grown) / 2, (30 + grown) / 2]
+    assert [list(box) for box in ppocr_detector.boxes(scores)] == [pytest.approx(expected)]
+
+
+@pytest.fixture
+def any_font(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendered, "_font", lambda path, size: ImageFont.load_default(size))
+
+
+def test_words_are_a_space_and_the_gap_apart(any_font: None) -> None:
+    near, far = (rendered.page(["one", "two"], 100, 400, 0, (gap, gap)).boxes for gap in (4, 50))
+    assert near[0] == far[0]
+    assert far[1][0] - near[1][0] == 50 - 4
+
+
+def test_boxes_of_a_detector_are_compared_with_those_of_the_float_model(any_font: None) -> None:
+    real = text_detector(nn.Identity(), lambda image: [(0, 0, 9, 9)] * (float(image.std()) > 0), scale=2)
+    assert real.judged[0].shape == real.calibration[0].shape == (1, 3, 576, 896)
+    assert real.judge(real.model)["unchanged, %"] == 100
+    assert real.judge(torch.zeros_like)["unchanged, %"] == 0
+
+
 def test_repetitions_and_blanks_are_not_read() -> None:
     steps = [0, 37, 37, 0, 37, 48, 0, 0, 0, 0]
     logits = F.one_hot(torch.tensor([steps, [0] * 10]), len(crnn.CHARACTERS) + 1).float()
@@ -207,10 +251,9 @@ def test_windows_of_a_mosaic_are_as_bright_as_they_overlap_what_is_bright() -> N
 
 def test_a_window_outside_a_picture_is_cut_at_its_edge() -> None:
     picture = torch.arange(150.0).repeat(150, 1) / 255  # as bright as the column
-    found = (
-        mosaics.cut(picture, [(-9, -9, 2, 5), (148, 200, 170, 210), (20, 0, 10, 5)], 2)[:4, 0] * 128 + 127.5
-    ).round()
-    assert found[:, 0].tolist() == [[0, 1], [148, 149], [20, 20], [0, 0]]
+    windows = [(-9, -9, 2, 5), (148, 200, 170, 210), (-30, -30, -5, -5), (20, 0, 10, 5)]
+    found = (mosaics.cut(picture, windows, 2)[:5, 0] * 128 + 127.5).round()
+    assert found[:, 0].tolist() == [[0, 1], [148, 149], [0, 0], [20, 20], [0, 0]]
 
 
 class BrightSquares:

@@ -61,11 +61,10 @@ def detection_figures(found: Sequence[Sequence[Box]], expected: Sequence[Sequenc
     pairs = list(zip(found, expected, strict=True))
     overlaps = [best for boxes, there in pairs for best in best_overlaps(boxes, there)]
     extra = sum(best < 0.5 for boxes, there in pairs for best in best_overlaps(there, boxes))
-    percent = 100 / len(overlaps)
     return {
-        "overlap, %": percent * sum(overlaps),
-        "found, %": percent * sum(best >= 0.5 for best in overlaps),
-        "extra, %": percent * extra,
+        "overlap, %": 100 * sum(overlaps) / len(overlaps),
+        "found, %": 100 * sum(best >= 0.5 for best in overlaps) / len(overlaps),
+        "extra, %": 100 * extra / len(overlaps),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import ModuleType
 
-from benchmarks.real import craft, crnn, minilm, mtcnn, ppocr, smollm2, speaker, whisper
+from benchmarks.real import craft, crnn, minilm, mtcnn, ppocr, ppocr_detector, smollm2, speaker, whisper
 from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
 from quark_fx.graph.pass_manager import GraphPass
 from quark_fx.numbers.formats import INT4
@@ -79,6 +79,7 @@ MODELS = {
     "craft": Entry(craft, VISION),
     "crnn": Entry(crnn, VISION),
     "ppocr": Entry(ppocr, DEPTHWISE),
+    "ppocr_detector": Entry(ppocr_detector, DEPTHWISE),
     "mtcnn": Entry(mtcnn, VISION),
     "speaker": Entry(speaker, VISION),
     "whisper": Entry(whisper, SPEECH),

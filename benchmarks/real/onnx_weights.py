@@ -17,7 +17,7 @@ def with_weights(network: nn.Module, file: onnx.ModelProto, example: Tensor) -> 
 
     Args:
         network: with a `Linear` for each matrix product that has a weight.
-        file: its float32 initializers of more than one value are all weights.
+        file: its float32 initializers are all weights, but for scales of `Resize` and shapes `()` and `(1,)`.
         example: an input of the network.
 
     Raises:
@@ -50,6 +50,6 @@ def with_weights(network: nn.Module, file: onnx.ModelProto, example: Tensor) -> 
 def _weights(file: onnx.ModelProto) -> Iterator[Tensor]:
     stored = {one.name: numpy_helper.to_array(one) for one in file.graph.initializer}
     for node in file.graph.node:
-        for name in node.input:
-            if name in stored and stored[name].dtype == np.float32 and stored[name].size > 1:
+        for name in node.input if node.op_type != "Resize" else ():
+            if name in stored and stored[name].dtype == np.float32 and stored[name].shape not in ((), (1,)):
                 yield torch.from_numpy(stored[name].copy())

@@ -58,8 +58,11 @@ def _font(path: str, size: int) -> ImageFont.FreeTypeFont:
     return ImageFont.truetype(file, size)
 
 
-def page(words: Sequence[str], height: int, width: int, seed: int) -> Page:
-    """Return a page with as many of the words, in lines, as it holds."""
+def page(words: Sequence[str], height: int, width: int, seed: int, gap: tuple[int, int]) -> Page:
+    """Return a page with as many of the words, in lines, as it holds.
+
+    Words are a space and from `gap[0]` to `gap[1]` pixels apart.
+    """
     draw = random.Random(seed)
     paper = draw.randint(170, 255)
     image = Image.new("L", (width, height), paper)
@@ -74,7 +77,7 @@ def page(words: Sequence[str], height: int, width: int, seed: int) -> Page:
             word = rest.pop(0)
             pen.text((x, y), word, ink, font)
             boxes.append(tuple(float(edge) for edge in pen.textbbox((x, y), word, font)))  # type: ignore[arg-type]
-            x += round(font.getlength(word + " ")) + draw.randint(4, 12)
+            x += round(font.getlength(word + " ")) + draw.randint(*gap)
         y += round(size * draw.uniform(1.5, 1.9))
     return Page(_developed(image, draw), list(words[: len(boxes)]), boxes)
 
