@@ -201,9 +201,9 @@ from quark_fx.system.memory import occupied
 torch.set_num_threads(1)
 torch.manual_seed(0)
 name, job = sys.argv[1:]
-layers = [torch.nn.Linear(768, 3072), torch.nn.ReLU(), torch.nn.Linear(3072, 768), torch.nn.ReLU()]
-model = torch.nn.Sequential(*layers, torch.nn.Linear(768, 64)).eval()
-data = [torch.randn(8192, 768) for _ in range(2)]
+layers = [torch.nn.Linear(512, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 512), torch.nn.ReLU()]
+model = torch.nn.Sequential(*layers, torch.nn.Linear(512, 64)).eval()
+data = [torch.randn(8192, 512) for _ in range(2)]
 memory = "1TiB"
 if job != "measure":
     found = qfx.predict(model, name, data)

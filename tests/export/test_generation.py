@@ -300,18 +300,18 @@ def test_codes_are_appended_to_codes_and_looked_up_as_codes() -> None:
 
 def test_an_int8_cache_has_the_scales_of_the_configuration() -> None:
     spec = TensorSpec(format=INT8, granularity=Granularity.CHANNEL)
-    model = eager(llama, INT8_WEIGHT_ONLY.replace(kv_cache=spec))
+    model = eager(qwen3, INT8_WEIGHT_ONLY.replace(kv_cache=spec))
     scales = CacheScales.of(model)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        unrounded = AutoModelForCausalLM.from_config(llama()).eval()
+        unrounded = AutoModelForCausalLM.from_config(qwen3()).eval()
     measured = CacheScales.measure(unrounded, [{"input_ids": PROMPT}])
     assert scales.scales.keys() == measured.scales.keys()
     for name, scale in scales.scales.items():
         torch.testing.assert_close(scale, measured.scales[name])
     exported = export(model, GenerationQuantizer(cache=scales), "cpu")
     inputs = exported.components["decode"].program.graph.inputs
-    assert [v.dtype for v in inputs if held_in_cache(v.name)] == [ir.DataType.INT8] * 4
+    assert [v.dtype for v in inputs if held_in_cache(v.name)] == [ir.DataType.INT8] * 2
     runs = generator(exported, threads=1)
     assert torch.equal(runs.generate(PROMPT, **GREEDY), model.generate(PROMPT, **GREEDY))
 

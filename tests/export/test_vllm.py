@@ -378,7 +378,7 @@ def rotate_whatever_the_target(gm: GraphModule) -> int:
 @pytest.mark.parametrize(
     ("kind", "fields", "why"),
     [
-        ("Qwen2", {}, rf"q_proj: what it reads is rotated, but {BIAS}; .*Rotate \(only=\)"),
+        ("Qwen2", {}, rf"q_proj: what it reads is rotated, but {BIAS}; .*that pass \(only=\)"),
         ("Llama", {"intermediate_size": 2048}, f"down_proj: what it reads is rotated, but {LARGE}"),
         ("Llama", {"tie_word_embeddings": False}, f"lm_head: what it reads is rotated, but {HEAD}"),
     ],
