@@ -9,6 +9,7 @@ import torch
 from quark_fx.engine.sizes import Matrices
 from quark_fx.numbers.formats import FloatFormat
 from quark_fx.solvers.error_feedback import at_once, working_bytes
+from quark_fx.solvers.folds import InputHessian
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.range_search import fit_ranges
@@ -28,10 +29,21 @@ class FitScales(Solver):
     quantized, makes of the data, in one forward pass over it. Scales per tensor, `POWER_OF_TWO` scales and those of
     sub-blocks (MX4 to MX9) stay, and so does what is no better on validation data.
 
+    Args:
+        guided: weight each row of the data by how much the model's predictions depend on it, as `GPTQ` does. It costs a
+            forward and a backward pass of the float model, and a Hessian for each operator.
+
     Source:
         Lin et al. 2024 (AWQ), the clip search of its reference code, with the sum over tokens taken beforehand;
-        `fit_ranges` for offsets.
+        `fit_ranges` for offsets; for `guided` Kim et al. 2025 (GuidedQuant).
     """
+
+    guided: bool = False
+
+    @property
+    def reads(self) -> InputHessian:
+        """The Hessian, as guided."""
+        return InputHessian(guided=self.guided)
 
     def solve(self, weight: QuantizedMatrix, seen: Hessian) -> Proposal | Skip:
         """Fit the scales and round to nearest."""
@@ -43,14 +55,14 @@ class FitScales(Solver):
             fit_scales(weight.real[some].float(), seen.h[some], weight.grid(some), columns, allowed, tried)
             for some in at_once(seen.h)
         ]
-        return Proposal(weight.with_scales(torch.cat(ratio)).nearest())
+        return Proposal(weight.with_scales(torch.cat(ratio)).nearest(), seen.unguided)
 
     def _with_ranges(self, weight: QuantizedMatrix, seen: Hessian) -> Proposal | Skip:
         if weight.ranged_columns is None:
             return Skip("its scales are not free to change")
         importance = seen.h.diagonal(dim1=-2, dim2=-1)
         found = fit_ranges(weight.real, importance, weight.scheme, weight.ranged_columns)
-        return Proposal(weight.with_ranges(*found).nearest())
+        return Proposal(weight.with_ranges(*found).nearest(), seen.unguided)
 
     def working_bytes(self, matrices: Matrices) -> int:
         """Return the bytes of a piece of a weight at work."""

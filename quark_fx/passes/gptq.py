@@ -109,7 +109,7 @@ class GPTQ(Solver):
             "static groups kept: groups differ in size or share scales across outputs"
             * (not self.static_groups and not chooses),
             f"damped by {float(most):g}" * bool(most > torch.full_like(most, self.damping)),
-            f"unguided: {seen.unguided}" * bool(seen.unguided),
+            seen.unguided,
             f"one-sided: {weight.one_sided}" * bool(weight.one_sided),
             _few(seen),
         )

@@ -106,7 +106,7 @@ class Product:
         unguided = "" if guidance is None else guidance.missing(weight.linear)
         weights = None if guidance is None or unguided else partial(guidance.of, weight.linear.node.name)
         found = Hessian.measure(context, entrance, reference, batches=batches, weights=weights)
-        found.unguided = unguided
+        found.unguided = f"unguided: {unguided}" * bool(unguided)
         if not bool(found.h.diagonal(dim1=-2, dim2=-1).isfinite().all()):
             raise blamed(self.parts, CalibrationError("what it reads on the calibration data is not finite"))
         return found

@@ -23,7 +23,7 @@ from quark_fx.engine.guidance import guidance_of
 from quark_fx.graph.nodes import named_nodes, stored_tensors
 from quark_fx.numbers.formats import INT4
 from quark_fx.numbers.qparams import Symmetry
-from quark_fx.passes import GPTQ
+from quark_fx.passes import GPTQ, FitScales
 from quark_fx.presets import INT8_WEIGHT_ONLY, W4A16_RTN
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.solver import InputHessian, QuantizedMatrix, Skip, Solver, solver
@@ -319,8 +319,9 @@ def test_a_guided_hessian_weights_its_rows(shifted: bool, device: torch.device) 
     assert all(bool((w >= 0).all()) for each in weights.values() for w in each)
 
 
-def test_rows_that_no_prediction_depends_on_do_not_count() -> None:
-    """The weights that guided GPTQ chooses depend on the rows that are read, however large the others are."""
+@pytest.mark.parametrize("solver", [GPTQ, FitScales])
+def test_rows_that_no_prediction_depends_on_do_not_count(solver: type[GPTQ | FitScales]) -> None:
+    """The weights that guided solvers choose depend on the rows that are read, however large the others are."""
 
     class Half(nn.Module):
         def __init__(self) -> None:
@@ -332,7 +333,7 @@ def test_rows_that_no_prediction_depends_on_do_not_count() -> None:
             return logits
 
     def codes(batch: Tensor, *, guided: bool) -> Tensor:
-        config = QuantConfig(weight=GROUPS, passes=(GPTQ(guided=guided),), exclude=("head",))
+        config = QuantConfig(weight=GROUPS, passes=(solver(guided=guided),), exclude=("head",))
         qmodel = quantize(seeded(Half()), config, list(batch.split(32)))
         return next(t for n, t in stored_tensors(qmodel.graph_module).items() if n.endswith("codes"))
 
@@ -343,7 +344,8 @@ def test_rows_that_no_prediction_depends_on_do_not_count() -> None:
     assert not torch.equal(codes(batch, guided=False), codes(other, guided=False))
 
 
-def test_what_no_prediction_depends_on_is_named() -> None:
+@pytest.mark.parametrize("solver", [GPTQ, FitScales])
+def test_what_no_prediction_depends_on_is_named(solver: type[GPTQ | FitScales]) -> None:
     class Sorted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -353,9 +355,9 @@ def test_what_no_prediction_depends_on_is_named() -> None:
             logits: Tensor = self.head(torch.argsort(self.first(x), -1).float())
             return logits
 
-    config = QuantConfig(weight=GROUPS, passes=(GPTQ(guided=True),))
+    config = QuantConfig(weight=GROUPS, passes=(solver(guided=True),))
     qmodel = quantize(seeded(Sorted()), config, [rand(512, 16) @ rand(16, 16)])
-    first, head = record_of(qmodel, "GPTQ").changes
+    first, head = record_of(qmodel, solver.__name__).changes
     assert first.changed
     assert first.what.endswith("unguided: no prediction depends on it")
     assert "unguided" not in head.what
