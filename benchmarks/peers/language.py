@@ -91,8 +91,8 @@ class Job:
 def quark_fx(job: Job) -> Found:
     """Quantize with a `preset`, by default `w4a16_rtn`, `passes` (names and options) after its own, and `symmetry`.
 
-    `instead` has by the name of a pass of the preset the passes in its place; `"same"` is the pass as it was. `windows`
-    are the first ones that it calibrates on; default: all.
+    `instead` maps the name of a pass of the preset to the passes that replace it; `"same"` keeps it. `windows` are the
+    first ones that it calibrates on; default: all.
     """
     import quark_fx as qfx
     from quark_fx.graph.pass_manager import pass_from_dict

@@ -51,8 +51,10 @@ def _shown(value: float) -> str:
 
 
 def known(name: str, header: tuple[str, ...]) -> Rows:
-    """Return the rows of a model on the page, {} if they have other figures."""
-    lines = [line.strip("|").split("|") for line in written().get(name, "").splitlines() if line.startswith("|")]
+    """Return the rows of a model on the page, {} if they have other figures or are of another processor or version."""
+    section = written().get(name, "")
+    here = environment().partition(", load average")[0] in section
+    lines = [line.strip("|").split("|") for line in section.splitlines() if here and line.startswith("|")]
     rows = [tuple(cell.strip() for cell in line) for line in lines]
     return {row[0]: row for row in rows[2:]} if rows[:1] == [header] else {}
 

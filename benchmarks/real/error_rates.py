@@ -55,9 +55,14 @@ def detection_figures(found: Sequence[Sequence[Box]], expected: Sequence[Sequenc
     `overlap` is the mean overlap of expected boxes with the nearest found one, `found` counts those whose overlap is at
     least one half, and `extra` counts found boxes that overlap no expected one by that much, in percent of the latter.
 
-    >>> detection_figures([[(0, 0, 4, 2)], []], [[(0, 0, 4, 1)], [(0, 0, 4, 1)]])
-    {'overlap, %': 25.0, 'found, %': 50.0, 'extra, %': 0.0}
+    Raises:
+        ValueError: if no box is expected.
+
+    >>> detection_figures([[(0, 0, 4, 2), (9, 9, 10, 10)], []], [[(0, 0, 4, 1)], [(0, 0, 4, 1)]])
+    {'overlap, %': 25.0, 'found, %': 50.0, 'extra, %': 50.0}
     """
+    if not any(expected):
+        raise ValueError("no box is expected anywhere; give other pages")
     pairs = list(zip(found, expected, strict=True))
     overlaps = [best for boxes, there in pairs for best in best_overlaps(boxes, there)]
     extra = sum(best < 0.5 for boxes, there in pairs for best in best_overlaps(there, boxes))

@@ -274,8 +274,8 @@ def require_order(passes: Sequence[GraphPass]) -> None:
                 )
             if pass_name(p) in before.after:
                 raise ConfigError(
-                    f"pass {pass_name(early)} is listed before {pass_name(p)}, without which it finds little or "
-                    "nothing to do; list it after"
+                    f"pass {pass_name(early)} is listed before {pass_name(p)}, and in this order one of them finds "
+                    f"little or nothing to do; list {pass_name(p)} first"
                 )
 
 

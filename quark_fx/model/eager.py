@@ -6,6 +6,7 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial, update_wrapper
 from typing import Any, NoReturn
 
@@ -28,7 +29,7 @@ from quark_fx.model.kernels.modules import KernelLinear, KernelModule, keep_as_i
 from quark_fx.model.module_slices import ModuleCall
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.model.rounded_attention import RoundedAttention, RoundedFactor
-from quark_fx.model.rounded_modules import Activation, Factor
+from quark_fx.model.rounded_modules import Activation, Branch, Factor
 from quark_fx.system.isolation import isolated, warn
 from quark_fx.system.untrusted import brief
 
@@ -142,23 +143,30 @@ class Round(nn.Module):
         return self
 
 
-class Branch(nn.Module):
+class Branched(nn.Module):
     """Multiplies directions of a module's input in float, and adds them to what the module computes of the rest.
 
     Args:
-        rounding: what splits the directions off the input, and rounds the rest.
-        split: the index of the factor that splits.
-        directions: shape (rank, inputs).
-        columns: the weight of the directions, shape (outputs, rank).
+        path: of the module.
+        before: what the input is multiplied by.
+        directions: that are split off, shape (rank, inputs).
+        back: the same, shape (inputs, rank).
+        after: what rounds the rest.
+        result: what rounds the result of the module.
+        columns: what multiplies the directions, shape (outputs, rank).
     """
 
     directions: Tensor
+    back: Tensor
     columns: Tensor
 
-    def __init__(self, rounding: Round, split: int, directions: Tensor, columns: Tensor) -> None:
+    def __init__(
+        self, path: str, before: Round, directions: Tensor, back: Tensor, after: Round, result: Round, columns: Tensor
+    ) -> None:
         super().__init__()
-        self.rounding, self.split = rounding, split
+        self.path, self.before, self.after, self.result = path or "the model", before, after, result
         self.register_buffer("directions", _own(directions))
+        self.register_buffer("back", _own(back))
         self.register_buffer("columns", _own(columns))
 
     def wrap(self, module: nn.Module) -> None:
@@ -167,22 +175,19 @@ class Branch(nn.Module):
 
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what `forward` computes of the rounded rest, with the branch added."""
-        parts = list[Tensor]()
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        index = _floating(leaves, f"{self.path} was quantized for one input")
+        x = self.before(leaves[index])
+        parts = F.linear(x, self.directions.to(x.dtype))
+        leaves[index] = self.after(x - F.linear(parts, self.back.to(x.dtype)))
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
 
-        def rest(x: Tensor) -> Tensor:
-            for i, factor in enumerate(self.rounding.factors):
-                if i == self.split:
-                    parts.append(F.linear(x, self.directions.to(x.dtype)))
-                x = factor(x)
-            rounded: Tensor = self.rounding(x, again=True)
-            return rounded
+        def whole(y: Tensor) -> Tensor:
+            y = self.result(y)
+            # The module may reshape what it reads or makes, which keeps the order of rows.
+            return y + F.linear(parts, self.columns.to(y.dtype)).reshape(y.shape)
 
-        args, kwargs = _with_floating(rest, (args, kwargs), "a layer with a branch was quantized for one input")
-        return _with_floating(
-            lambda y: y + F.linear(parts[0], self.columns.to(y.dtype)),
-            forward(*args, **kwargs),
-            "a layer with a branch was quantized for one result",
-        )
+        return _with_floating(whole, forward(*args, **kwargs), f"{self.path} was quantized for one result")
 
 
 class Rewritten(nn.Module):
@@ -279,7 +284,10 @@ def eager(
             fixed.append(name)
             kept.requires_grad_(False)
     if fixed:
-        warn(f"{', '.join(fixed)} stay as they are: the quantized graph holds them in another form; train the graph")
+        warn(
+            f"{', '.join(fixed)} stay as they are: the quantized graph holds them in another form; to train them, "
+            "train what prepare_qat returned"
+        )
     for module in result.modules():
         if isinstance(module, nn.RNNBase) and parametrize.is_parametrized(module):
             module.register_forward_pre_hook(_gather_weights)
@@ -288,6 +296,10 @@ def eager(
     _part({*found.slices, *found.rounding.inputs, *found.rounding.outputs, *found.attentions}, result)
     scales = {id(tensor): name for name, tensor in stored_tensors(qmodel.graph_module).items()}
     quantizers = trained.activations if trained is not None else {}
+
+    def rounds(activation: Activation) -> Round:
+        return Round(activation, quantizers.get(scales.get(id(activation.scale), "")))
+
     for path, (call, piece) in found.slices.items():
         _require_tensor(result.get_submodule(path), call)
         owner, _, leaf = path.rpartition(".")
@@ -299,24 +311,21 @@ def eager(
             activation = Activation(factors=activation.factors)
             if not activation.factors:
                 continue
-        quantizer = quantizers.get(scales.get(id(activation.scale), ""))
-        rounding = Round(activation, quantizer)
-        if (split := activation.split) is None:
-            module.add_module("round_input", rounding)
-            module.register_forward_pre_hook(rounding.before, with_kwargs=True)
+        if activation.split is not None:
+            branched = _branched(path, activation, found.rounding.branches[path], rounds)
+            module.add_module("low_rank_branch", branched)
+            branched.wrap(module)
         else:
-            directions = activation.factors[split].tensors[0]
-            module.add_module("branch", beside := Branch(rounding, split, directions, found.rounding.branches[path]))
-            beside.wrap(module)
+            module.add_module("round_input", rounding := rounds(activation))
+            module.register_forward_pre_hook(rounding.before, with_kwargs=True)
     for path, activation in found.rounding.outputs.items():
         module = result.get_submodule(path)
-        quantizer = quantizers.get(scales.get(id(activation.scale), ""))
-        module.add_module("round_output", rounding := Round(activation, quantizer))
+        module.add_module("round_output", rounding := rounds(activation))
         module.register_forward_hook(rounding.after)
     for path, attention in found.attentions.items():
         module = result.get_submodule(path)
-        module.add_module("round_attention", rounds := _attention_rounding(path, attention, scales, quantizers))
-        rounds.wrap(module)
+        module.add_module("round_attention", attending := _attention_rounding(path, attention, rounds))
+        attending.wrap(module)
     if missing := [name for name, p in result.named_parameters() if p.is_meta]:
         raise QuarkError(f"the quantized graph does not hold {', '.join(missing)}; pass eager(model)")
     for name, refusal in (("save_pretrained", _refuse_to_save), ("resize_token_embeddings", _refuse_to_resize)):
@@ -329,15 +338,24 @@ def eager(
     return result.eval()
 
 
+def _branched(path: str, activation: Activation, branch: Branch, rounds: Callable[[Activation], Round]) -> Branched:
+    """Return what adds a branch to the result of a module, whose input is split as `activation` says."""
+    factors, at = activation.factors, activation.split
+    assert at is not None  # an input that is not split has no branch
+    before, after = Activation(factors=factors[:at]), replace(activation, factors=factors[at + 1 :])
+    result = Activation() if branch.rounded is None else branch.rounded
+    directions, back = factors[at].tensors
+    return Branched(path, rounds(before), directions, back, rounds(after), rounds(result), branch.columns)
+
+
 def _attention_rounding(
-    path: str, attention: RoundedAttention, scales: Mapping[int, str], quantizers: Mapping[str, FakeQuantize]
+    path: str, attention: RoundedAttention, rounds: Callable[[Activation], Round]
 ) -> AttentionRounding:
     """Return what rounds keys and values; the same modules round them on their way into a cache."""
     made: dict[int, Round] = {}
 
     def rounding(activation: Activation) -> Round:
-        quantizer = quantizers.get(scales.get(id(activation.scale), ""))
-        return made.setdefault(id(activation), Round(activation, quantizer))
+        return made.setdefault(id(activation), rounds(activation))
 
     def argument(factor: RoundedFactor) -> RoundedArgument:
         scale = factor.activation.scale
@@ -384,6 +402,8 @@ def placed(
                 "ExportedProgram or of a module that cannot be copied); pass a float model of the same architecture"
             )
         return qmodel.source, correspond(qmodel.source, qmodel.graph_module, qmodel.kept, at_readers=at_readers)
+    if not isinstance(model, nn.Module):
+        raise QuarkError(f"eager() takes a float model of the architecture that was quantized, not {brief(model)}")
     if "no_shapes" in qmodel.graph_module.meta:
         raise QuarkError(
             f"the shapes in this graph are not known ({qmodel.graph_module.meta['no_shapes']}); call the quantized "

@@ -30,7 +30,7 @@ from quark_fx.graph.nodes import (
 from quark_fx.graph.operators import BRANCH, argument
 from quark_fx.graph.provenance import CONVERT
 from quark_fx.model.constants import Constant, constant_of, table_of
-from quark_fx.model.rounded_modules import SPLIT, Activation, Factor
+from quark_fx.model.rounded_modules import SPLIT, Activation, Branch, Factor
 
 _CLAMP = torch.ops.aten.clamp.default
 
@@ -45,7 +45,7 @@ class FloatView:
         graph: the copy.
         constants: what its `get_attr` nodes stand for; the node has the notes on the parameter.
         rounded: how a reader has a value rounded, both nodes of the copy.
-        branches: what multiplies the directions that are split off the input of an operator, a node of the copy.
+        branches: what is added to the product of an operator, a node of the copy that reads a split value.
         originals: nodes of the quantized graph, by those of the copy.
 
     Raises:
@@ -56,7 +56,7 @@ class FloatView:
         self.graph = Graph()
         self.constants: dict[Node, Constant] = {}
         self.rounded: dict[tuple[Node, Node], Activation] = {}
-        self.branches: dict[Node, Tensor] = {}
+        self.branches: dict[Node, Branch] = {}
         self.originals: dict[Node, Node] = {}
         self._gm = gm
         self._values: dict[Node, tuple[Node, Activation | None]] = {}
@@ -134,14 +134,9 @@ class FloatView:
             directions = Factor(SPLIT, self._tensors((parts.args[1], beside.args[1])))
             self._values[node] = self._multiplied(node, cast(Node, value), directions)
         elif target_name(node) == _BRANCH[1]:
-            operator = self.value_of(cast(Node, node.args[0]))
-            if operator in self.branches:
-                raise QuarkError(
-                    f"{describe(operator)} has two branches in float, and modules have a place for one; call the "
-                    "quantized model itself, or list LowRank once, with a larger rank"
-                )
+            operator, rounded = self._values[cast(Node, node.args[0])]
             self._values[node] = operator, None
-            (self.branches[operator],) = self._tensors(beside.args[1:2])
+            self.branches[operator] = Branch(parameter(self._gm, beside.args[1]), rounded)
 
     def _multiplied(self, node: Node, value: Node, factor: Factor) -> tuple[Node, Activation]:
         """Return what a node makes of a value that is not rounded before."""

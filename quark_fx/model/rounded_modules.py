@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
@@ -41,10 +40,7 @@ class Factor:
         return self.operator != "aten.mul.Tensor"
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return `x` multiplied, or what is left of it."""
-        if self.operator == SPLIT:
-            into, back = self.tensors
-            return x - F.linear(F.linear(x, into), back)
+        """Return `x` multiplied; what splits is applied by the branch of a module."""
         if self.operator == "aten.mul.Tensor":
             return x * self.tensors[0]
         rotated: Tensor = torch.ops.quark_fx.rotate(x, *self.tensors)
@@ -134,6 +130,19 @@ Rounded = Mapping[tuple[Node, Node], Activation]
 """By value and reader, nodes of the float graph, how the reader has the value rounded."""
 
 
+@dataclass(frozen=True, eq=False)
+class Branch:
+    """What an operator adds to its product with what is left of its input.
+
+    Attributes:
+        columns: what multiplies the directions that are split off, shape (outputs, rank).
+        rounded: how the product is rounded before the sum; `None` if it is not.
+    """
+
+    columns: Tensor
+    rounded: Activation | None
+
+
 @dataclass
 class RoundedModules:
     """Where to round.
@@ -141,24 +150,23 @@ class RoundedModules:
     Attributes:
         inputs: by module path, how the module's floating-point input is rounded.
         outputs: by module path, how its floating-point result is.
-        branches: by module path, what multiplies the directions that are split off its input, shape (outputs, rank);
-            the product is added to its result.
+        branches: by module path, what is added to its result.
     """
 
     inputs: dict[str, Activation] = field(default_factory=dict)
     outputs: dict[str, Activation] = field(default_factory=dict)
-    branches: dict[str, Tensor] = field(default_factory=dict)
+    branches: dict[str, Branch] = field(default_factory=dict)
 
 
 def place_rounding(
-    graph: Graph, rounded: Rounded, branches: Mapping[Node, Tensor], *, at_readers: bool = False
+    graph: Graph, rounded: Rounded, branches: Mapping[Node, Branch], *, at_readers: bool = False
 ) -> RoundedModules:
     """Find the modules whose own inputs or results the rounded activations of a graph are.
 
     Args:
         graph: the float one.
         rounded: its activations that are rounded or multiplied.
-        branches: by operator, what multiplies the directions that are split off its input.
+        branches: by operator, what is added to its product.
         at_readers: what is only multiplied is multiplied by every module that reads it, as checkpoints need it, or
             where that cannot be, by the module that makes it; otherwise the other way round, which multiplies once.
 
@@ -207,11 +215,7 @@ class _Places:
     def _place_factors(self, value: Node) -> None:
         """Multiply the result of a module if all that read it have it multiplied alike, and some do not round it."""
         edges = {edge: activation for edge, activation in self.rounded.items() if edge[0] is value}
-        plain = [
-            reader
-            for (_, reader), activation in edges.items()
-            if activation.factors and activation.split is None and not activation.rounds
-        ]
+        plain = [reader for (_, reader), activation in edges.items() if activation.factors and not activation.rounds]
         if not plain or len(plain) == len(edges):
             return
         common = Activation(factors=edges[value, plain[0]].factors)
@@ -262,7 +266,7 @@ class _Places:
                 return True
         return False
 
-    def place_branch(self, node: Node, branch: Tensor) -> None:
+    def place_branch(self, node: Node, branch: Branch) -> None:
         """Add a branch to the result of the module that computes `node` and nothing else.
 
         Raises:
@@ -333,4 +337,4 @@ _RESHAPING = ("aten.reshape.default", "aten.flatten.using_ints", "aten.unflatten
 """Data movement that keeps the order of values."""
 
 
-__all__ = ["SPLIT", "UNROTATED", "Activation", "Factor", "Rounded", "RoundedModules", "place_rounding"]
+__all__ = ["SPLIT", "UNROTATED", "Activation", "Branch", "Factor", "Rounded", "RoundedModules", "place_rounding"]

@@ -143,7 +143,7 @@ class LowRank(Selective):
         if linear is None or mapping is None or mapping.kernel or mapping.stacked or linear.has_factors:
             return "skipped: only products of rows and one matrix are split, no convolutions, stacks or tables"
         if BRANCH in linear.activation.meta:
-            return "skipped: directions are already split off what it reads; set a larger rank there"
+            return "skipped: an earlier LowRank split what it reads; set a larger rank in that one"
         if op.weight.is_cast:
             return "skipped: its weight has no codes"
         sharer = weight_sharer(walk, linear)
@@ -219,7 +219,7 @@ def _settled(gm: GraphModule, site: _Site, learned: Tensor, judge: Tensor, rank:
         weights.addmm_(matrix.T, matrix)
     if not all(bool(form.isfinite().all()) for form in (learned, judge, weights)):
         return None, Change(
-            site.name, "skipped: what it reads, or its weight, is too large to be squared", changed=False
+            site.name, "skipped: what it reads, or its weight, is infinite or too large to be squared", changed=False
         )
     if not bool((learned.trace() > 0) & (weights.trace() > 0)):
         return None, Change(site.name, "skipped: what it reads, or its weight, is zero", changed=False)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -30,13 +31,20 @@ from quark_fx.graph.nodes import (
     target_name,
     value_of,
 )
-from quark_fx.graph.operators import MOVING
+from quark_fx.graph.operators import BRANCH, MOVING
 from quark_fx.numbers.rotation import Rotation
 from quark_fx.rescale.components import per_element
 from quark_fx.rescale.rotation_walk import Norm, RotationWalk
 from quark_fx.rescale.scale_rules import weight_sharer
 from quark_fx.rescale.scale_sites import replace_parameter, rescale
 from quark_fx.rescale.scale_walk import Absorption
+
+
+def _unsplit(value: Node) -> Node:
+    """Return the value that a pass split directions off, to leave this one; otherwise the value itself."""
+    while BRANCH in value.meta:
+        value = cast(Node, value.args[0])
+    return value
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +151,7 @@ def find_rotation_sites(gm: GraphModule, *, streams: bool = True) -> RotationAna
             reasons[linear.node] = f"its weight is shared with {describe(sharer)}"
         elif linear.groups > 1:
             reasons[linear.node] = "it has groups of channels"
-        elif target_name(value) == ROTATE:
+        elif target_name(_unsplit(value)) == ROTATE:
             reasons[linear.node] = "what it reads is rotated at run time already"
         elif isinstance(value, Node):
             rank = len(walk.shape(value))
@@ -493,7 +501,8 @@ def _replace(gm: GraphModule, node: Node, change: Callable[[Tensor], Tensor]) ->
 
 
 def insert_rotation(gm: GraphModule, value: Node, rotation: Rotation, users: list[Node]) -> None:
-    """Insert a rotation between a value and some of its users."""
+    """Insert a rotation between a value and some of its users; those that read its size alone keep the value."""
+    users = [user for user in users if target_name(user) != "aten.sym_size.int"]
     if not users:
         return
     fake = value_of(gm, value)

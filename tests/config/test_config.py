@@ -385,7 +385,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "equalization before folding": (
         config(passes=(CrossLayerEqualization(), fold_constants, fold_batch_norm)),
-        "CrossLayerEqualization is listed before fold_batch_norm, .*; list it after",
+        "CrossLayerEqualization is listed before fold_batch_norm, .*; list fold_batch_norm first",
     ),
     "absorption before folding": (
         config(passes=(AbsorbHighBias(), fold_batch_norm)),

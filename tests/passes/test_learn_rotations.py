@@ -166,7 +166,7 @@ def test_it_goes_with_scales_branches_and_error_feedback() -> None:
     before, behind = (SmoothQuant(rms=True), LowRank(rank=8)), (GPTQ(),)
     assert lost(model, config, *before, LEARN, *behind) < lost(model, config, *before, ROTATE, *behind)
     for early in (SmoothQuant(rms=True), AWQ(), NormalizeColumns(), LowRank(rank=8)):
-        with pytest.raises(qfx.ConfigError, match="list it after"):
+        with pytest.raises(qfx.ConfigError, match=r"; list \w+ first"):
             quantize(model, config.replace(passes=(LEARN, early)), data())
 
 
@@ -328,11 +328,30 @@ def test_one_batch_teaches_and_judges_and_blocks_are_learned() -> None:
     assert change.after < change.before
 
 
-def test_what_is_rotated_at_run_time_is_not_rotated_again() -> None:
-    qmodel = quantize(Mlp(nn.RMSNorm).eval(), CONFIG.replace(passes=(ROTATE, LEARN)), data())
+@pytest.mark.parametrize("between", [(), (LowRank(rank=4),)], ids=["alone", "a split between"])
+def test_what_is_rotated_at_run_time_is_not_rotated_again(between: tuple[Any, ...]) -> None:
+    qmodel = quantize(Mlp(nn.RMSNorm).eval(), CONFIG.replace(passes=(ROTATE, *between, LEARN)), data())
     assert {change.what for change in changes(qmodel).values()} == {
         "skipped: what it reads is rotated at run time already"
     }
+
+
+class Flattened(nn.Module):
+    """Returns the shape that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.other(torch.relu(self.one(x.reshape(-1, WIDTH)))).reshape(x.shape)
+        return out
+
+
+def test_a_reader_of_a_size_does_not_hinder_modules() -> None:
+    qmodel, (x,) = quantize(seeded(Flattened()), CONFIG.replace(passes=(ROTATE,)), data()), data(1, seed=99)
+    with torch.no_grad():
+        assert torch.equal(qmodel.eager()(x), qmodel(x))
 
 
 def test_it_needs_data() -> None:

@@ -276,10 +276,47 @@ def test_a_module_that_computes_more_than_the_operator_is_refused_by_name() -> N
         qmodel.eager()
 
 
+class Reshaped(nn.Module):
+    """Owns a matrix, reshapes what it reads and what it makes, and has an attribute of any name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.branch = nn.Parameter(rand(96, WIDTH)), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.reshape(-1, WIDTH), self.weight).unsqueeze(1)
+
+
+def test_the_branch_of_a_module_has_the_shape_of_its_result() -> None:
+    qmodel, (x,) = quantize(nn.Sequential(Reshaped()).eval(), configured(LowRank(rank=8)), data()), data(1, seed=99)
+    with torch.no_grad():
+        assert torch.equal(qmodel.eager()(x), qmodel(x))
+
+
+def test_a_product_that_is_rounded_before_the_branch_is_added() -> None:
+    config = INT8_STATIC.replace(target=TARGETS["executorch"], passes=(*INT8_STATIC.passes, LowRank(rank=8)))
+    qmodel, (x,) = quantize(seeded(Mlp()), config, data(32)), data(1, seed=99)
+    (whole, *_) = (
+        n for n in qmodel.graph_module.graph.nodes if BRANCH in n.meta and target_name(n) == "aten.add.Tensor"
+    )
+    assert target_name(whole.args[0]) == DEQUANTIZE
+    qat = qfx.prepare_qat(qmodel)
+    with torch.no_grad():
+        assert torch.equal(qmodel.eager()(x), qmodel(x))
+        assert torch.equal(qat.eager()(x), qat(x))
+
+
+def test_torch_compile_traces_branches_as_one_graph() -> None:
+    qmodel, (x,) = quantize(seeded(Mlp()), configured(LowRank(rank=8)), data()), data(1, seed=99)
+    with torch.no_grad():
+        compiled = torch.compile(qmodel.eager(), backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), qmodel(x), rtol=1e-5, atol=1e-5)
+
+
 def test_nothing_is_split_twice() -> None:
     qmodel = quantize(seeded(Mlp()), configured(LowRank(rank=8), LowRank(rank=4, only=("down", "gate"))), data())
     second = {change.name: change.what for change in record_of(qmodel, "LowRank").changes}
-    again = "skipped: directions are already split off what it reads; set a larger rank there"
+    again = "skipped: an earlier LowRank split what it reads; set a larger rank in that one"
     assert second == {"gate": again, "up": NOT_SELECTED, "down": again}
 
 
@@ -354,7 +391,7 @@ def test_weights_that_are_not_finite_are_refused_and_huge_ones_skipped() -> None
     with torch.no_grad():
         model.down.weight[0, 0] = 1e25
     found = changes(quantize(model, configured(LowRank(rank=8)), data()))
-    assert found["down"].what == "skipped: what it reads, or its weight, is too large to be squared"
+    assert found["down"].what == "skipped: what it reads, or its weight, is infinite or too large to be squared"
     assert found["gate, up"].changed
     with torch.no_grad():
         model.down.weight[0, 0] = float("nan")
@@ -366,7 +403,7 @@ def test_validation_data_that_is_too_large_is_no_proof() -> None:
     model, batches = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH))), data()
     batches[-1] = batches[-1] * 1e25
     (change,) = record_of(quantize(model, configured(LowRank(rank=4)), batches), "LowRank").changes
-    assert change.what == "skipped: what it reads, or its weight, is too large to be squared"
+    assert change.what == "skipped: what it reads, or its weight, is infinite or too large to be squared"
 
 
 def test_the_memory_that_is_said_is_what_forms_and_weights_take() -> None:
@@ -422,7 +459,7 @@ def test_calibrated_ranges_need_directions_that_other_data_confirms(rows: int, s
 
 @pytest.mark.parametrize("early", [SmoothQuant(rms=True), AWQ(), NormalizeColumns(), CrossLayerEqualization()])
 def test_what_scales_channels_comes_first(early: Any) -> None:
-    with pytest.raises(qfx.ConfigError, match="list it after"):
+    with pytest.raises(qfx.ConfigError, match=r"; list \w+ first"):
         quantize(seeded(Mlp()), configured(LowRank(rank=8), early), data())
     assert record_of(quantize(seeded(Mlp()), configured(early, LowRank(rank=8)), data()), "LowRank").rewrites
 
@@ -436,7 +473,7 @@ def test_values_without_a_direction_are_left(size: float) -> None:
     assert change.what == (
         "skipped: what it reads, or its weight, is zero"
         if size == 0
-        else "skipped: what it reads, or its weight, is too large to be squared"
+        else "skipped: what it reads, or its weight, is infinite or too large to be squared"
     )
 
 

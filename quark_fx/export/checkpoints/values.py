@@ -144,8 +144,8 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
         raise ExportError(str(error)) from error
     if branched := sorted(found.rounding.branches):
         raise ExportError(
-            f"checkpoints have no place for the branches in float that LowRank computes beside {branched[0]} and "
-            f"{len(branched) - 1} more; save() the quantized model, export it to ONNX, or quantize without LowRank"
+            "checkpoints have no place for the branches in float that LowRank computes beside "
+            f"{', '.join(branched)}; save() the quantized model, export it to ONNX, or quantize without LowRank"
         )
     files = qmodel.config.target.checkpoints
     layers = _layers(source, found, head=_head(source), unrotated=files.unrotated)
