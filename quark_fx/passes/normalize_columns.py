@@ -30,8 +30,8 @@ class NormalizeColumns(Selective):
     weights are rounded by steps proportional to the root mean square of all, and error feedback multiplies the squared
     steps by the geometric mean of what the Hessian leaves of each channel. Scales `s` change that mean by the geometric
     mean of `s**-2`, whatever the data is, so what counts is the arithmetic mean of `(s w)**2` over the geometric mean
-    of `s**2`, for root mean squares `w` of the columns. It is smallest at `s = 1 / w`. The report has what it was
-    before, as a multiple of what it is afterwards (1).
+    of `s**2`, for root mean squares `w` of the columns. It is smallest at `s = 1 / w`. The report says what
+    that multiplies the loss by.
 
     Args:
         explicit: insert a multiplication where nothing before can absorb the scale.
@@ -60,7 +60,7 @@ class NormalizeColumns(Selective):
             before = float(squares.mean() / (squares * scale.square()).mean())
             apply_scale(gm, site.site, scale)
             said = f"scaled by {float(scale.min()):.2g} to {float(scale.max()):.2g}"
-            context.note(Change(site.name, said, before=before, after=1.0))
+            context.note(Change(site.name, f"{said}; loss of error feedback times {1 / before:.3g}"))
             changed += 1
         return changed
 

@@ -74,8 +74,8 @@ def test_all_columns_get_one_size_and_the_report_has_what_it_was() -> None:
                                          passes=(NormalizeColumns(),)), data(1))  # fmt: skip
     (change,) = record_of(qmodel, "NormalizeColumns").changes
     assert change.changed
-    assert change.after == 1
-    assert change.before == pytest.approx(float(before.mean() / before.log().mean().exp()), rel=1e-4)
+    said = float(change.what.rpartition("loss of error feedback times ")[2])
+    assert said == pytest.approx(float(before.log().mean().exp() / before.mean()), rel=5e-3)
     scale = model.norm.weight / stored_tensors(qmodel.graph_module)["norm.weight"]
     after = before * scale.square()
     assert float(after.max() / after.min()) == pytest.approx(1, rel=1e-4)
@@ -109,8 +109,7 @@ def test_a_channel_that_no_weight_reads_stays_finite() -> None:
     scale = model.norm.weight.detach() / factors
     assert float(scale[7] / scale.median()) == pytest.approx(1e4, rel=0.5)
     (change,) = record_of(qmodel, "NormalizeColumns").changes
-    assert change.before is not None
-    assert change.before < 2
+    assert float(change.what.rpartition("times ")[2]) > 0.5
 
 
 def test_weights_that_are_all_zero_are_left() -> None:
