@@ -34,7 +34,7 @@ from quark_fx.model.rounded_modules import SPLIT, Activation, Branch, Factor
 
 _CLAMP = torch.ops.aten.clamp.default
 
-_BRANCH = ("aten.sub.Tensor", "aten.add.Tensor", "aten.linear.default")
+_REST, _SUM, _PRODUCT = "aten.sub.Tensor", "aten.add.Tensor", "aten.linear.default"
 """What `LowRank` adds: what is left of a value, the sum of an operator and its branch, and their products."""
 
 
@@ -119,7 +119,7 @@ class FloatView:
             value, *factors = node.all_input_nodes
             self._values[node] = self._multiplied(node, value, Factor(name, self._tensors(factors)))
             return True
-        if BRANCH in node.meta and name in _BRANCH:
+        if BRANCH in node.meta and name in (_REST, _SUM, _PRODUCT):
             self._undo_branch(node)
             return True
         # Codes that no runtime looks up are dequantized first: the look-up is the model's own.
@@ -129,11 +129,11 @@ class FloatView:
     def _undo_branch(self, node: Node) -> None:
         """Note the directions that are split off a value, or what multiplies them beside an operator."""
         beside: Any = node.args[1]  # a product, or a constant in a product
-        if target_name(node) == _BRANCH[0]:
+        if target_name(node) == _REST:
             value, parts = node.args[0], beside.args[0]
             directions = Factor(SPLIT, self._tensors((parts.args[1], beside.args[1])))
             self._values[node] = self._multiplied(node, cast(Node, value), directions)
-        elif target_name(node) == _BRANCH[1]:
+        elif target_name(node) == _SUM:
             operator, rounded = self._values[cast(Node, node.args[0])]
             self._values[node] = operator, None
             self.branches[operator] = Branch(parameter(self._gm, beside.args[1]), rounded)

@@ -284,7 +284,7 @@ class _Places:
         if activation is None or activation.split is None or results != [result]:
             raise QuarkError(
                 f"{describe(node)} has a branch in float, and its module ({path or 'the model'}) computes something "
-                f"else, too; call the quantized model itself, or exclude the layer from LowRank"
+                "else, too; call the quantized model itself, or exclude the layer from LowRank"
             )
         self.found.branches[path] = branch
 
