@@ -7,7 +7,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, update_wrapper
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +21,7 @@ from quark_fx.graph.nodes import describe, erase_dead, module_classes, stored_te
 from quark_fx.graph.straight_through import quantize_of, records_gradients, run_with_gradients
 from quark_fx.model.constants import Constant
 from quark_fx.model.correspondence import Correspondence, correspond, shell_of
-from quark_fx.model.eager_attention import AttentionRounding, RoundedArgument
+from quark_fx.model.eager_attention import AttentionRounding, RoundedArgument, wrap_forward
 from quark_fx.model.eager_kernels import kernel_modules
 from quark_fx.model.fake_quantize import Cast, FakeQuantize, Trained, require_float32
 from quark_fx.model.kernels.modules import KernelLinear, KernelModule, keep_as_it_is
@@ -169,11 +168,7 @@ class Branched(nn.Module):
         self.register_buffer("back", _own(back))
         self.register_buffer("columns", _own(columns))
 
-    def wrap(self, module: nn.Module) -> None:
-        """Make the forward of a module add the branch."""
-        module.forward = update_wrapper(partial(self._run, module.forward), module.forward)
-
-    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what `forward` computes of the rounded rest, with the branch added."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         index = _floating(leaves, f"{self.path} was quantized for one input")
@@ -314,7 +309,7 @@ def eager(
         if activation.split is not None:
             branched = _branched(path, activation, found.rounding.branches[path], rounds)
             module.add_module("low_rank_branch", branched)
-            branched.wrap(module)
+            wrap_forward(module, branched.run)
         else:
             module.add_module("round_input", rounding := rounds(activation))
             module.register_forward_pre_hook(rounding.before, with_kwargs=True)
@@ -325,7 +320,7 @@ def eager(
     for path, attention in found.attentions.items():
         module = result.get_submodule(path)
         module.add_module("round_attention", attending := _attention_rounding(path, attention, rounds))
-        attending.wrap(module)
+        wrap_forward(module, attending.run)
     if missing := [name for name, p in result.named_parameters() if p.is_meta]:
         raise QuarkError(f"the quantized graph does not hold {', '.join(missing)}; pass eager(model)")
     for name, refusal in (("save_pretrained", _refuse_to_save), ("resize_token_embeddings", _refuse_to_resize)):

@@ -26,6 +26,14 @@ _FACTORS: dict[Any, tuple[str, ...]] = {
 """Functions that multiply activations, with the names of their arguments: those of `quark_fx.graph.attention`."""
 
 
+def wrap_forward(module: nn.Module, run: Callable[..., Any]) -> None:
+    """Let `run` be called instead of the forward of a module, with that forward before the arguments.
+
+    A pair of hooks would not end at an interrupt from the keyboard.
+    """
+    module.forward = update_wrapper(partial(run, module.forward), module.forward)
+
+
 class RoundedArgument(nn.Module):
     """Rounds what a product multiplies.
 
@@ -76,11 +84,7 @@ class AttentionRounding(nn.Module):
         self.trusts_cache = False
         """Whether a call found that its products read from a cache what was rounded on its way in."""
 
-    def wrap(self, module: nn.Module) -> None:
-        """Make the forward of a module round: a hook would not end at an interrupt from the keyboard."""
-        module.forward = update_wrapper(partial(self._run, module.forward), module.forward)
-
-    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what `forward` computes of rounded keys and values."""
         call = _Call(self, [] if self.entering is None else _caches((*args, *kwargs.values())))
         with call:
@@ -237,4 +241,4 @@ def _tensors(cache: Any) -> Iterator[Tensor]:
         yield from _flat(list(vars(owner).values()))
 
 
-__all__ = ["AttentionRounding", "RoundedArgument"]
+__all__ = ["AttentionRounding", "RoundedArgument", "wrap_forward"]

@@ -132,7 +132,7 @@ Rounded = Mapping[tuple[Node, Node], Activation]
 
 @dataclass(frozen=True, eq=False)
 class Branch:
-    """What an operator adds to its product with what is left of its input.
+    """What is added to the product of an operator whose input was split.
 
     Attributes:
         columns: what multiplies the directions that are split off, shape (outputs, rank).

@@ -41,7 +41,7 @@ from quark_fx.rescale.scale_walk import Absorption
 
 
 def _unsplit(value: Node) -> Node:
-    """Return the value that a pass split directions off, to leave this one; otherwise the value itself."""
+    """Return the value as it was before a pass split directions off it; the value itself if none did."""
     while BRANCH in value.meta:
         value = cast(Node, value.args[0])
     return value

@@ -33,7 +33,7 @@ class Hessian:
             row counts by its weight, here and in `shift`.
         shift: sum of `(r - x) x'` with `r` the row in float, the shape of `h`; `None` if it was not asked for.
         rows: how many, shape (groups,).
-        unguided: where guidance was asked for and they all count alike, what to note of it; otherwise empty.
+        unguided: a note on why all rows count alike although guidance was asked for; otherwise empty.
     """
 
     h: Tensor

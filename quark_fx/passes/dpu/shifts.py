@@ -106,9 +106,9 @@ def settle(system: System) -> Settled:
     made of it) get floors of zero for the factors of their products, with which lowering ends.
 
     It ends: positions only go down, each time by one at least, until all holds or one is below any that a float has.
-    Then the coarsest weight of the outputs lowered last for theirs is raised by a bit, taken back later where it was
-    not needed, or, if there is none, the factors get their floors, which happens once. What satisfies all of the
-    system stays as it is.
+    Then, of the outputs that were lowered last because of their weights, the coarsest weight is raised by a bit, which
+    is taken back later where it was not needed. If there is none, the factors get their floors, which happens once. A
+    system that satisfies everything stays as it is.
     """
     chased, bits = False, Counter[int]()
     while (settling := _settled(system, chased, bits)).stuck:
@@ -177,8 +177,8 @@ class _Settling:
     def _spread_floors(self) -> None:
         """Give floors to what could otherwise be lowered below what a floor holds up.
 
-        They may raise what nobody would lower, so they are only for systems in which something has to be lowered.
-        Ends, as no floor is above the highest given one, of at most 7, and 0 is met by factors at 0.
+        Floors may raise positions that nothing would lower, so call it only where something has to be lowered. It ends,
+        as no floor is above the highest given one, of at most 7, and 0 is met by factors at 0.
         """
         news = True
         while news:
