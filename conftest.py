@@ -46,11 +46,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def only_the_known_passes() -> Iterator[None]:
-    """Unregister the passes that a test defines, so that a test in another module can use the same name."""
-    from quark_fx.graph.pass_manager import PASSES
+def only_the_known_names() -> Iterator[None]:
+    """Unregister the passes, observers, targets, ... that a test registers, so that other tests can use the names.
 
-    before = dict(PASSES)
+    What the package registers when a part is first imported stays: it is not imported again.
+    """
+    from quark_fx.system.registry import Registry
+
+    before = [(registry, dict(registry)) for registry in Registry.every]
     yield
-    PASSES.clear()
-    PASSES.update(before)
+    for registry, entries in before:
+        for name in set(registry) - set(entries):
+            if not registry.owner(name).startswith("quark_fx."):
+                del registry[name]
+        registry.update(entries)

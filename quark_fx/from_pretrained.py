@@ -17,7 +17,7 @@ from quark_fx.config.quant_config import QuantConfig
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.quantization import needs_data, quantize, resolve
-from quark_fx.system.options import nearest
+from quark_fx.system.names import absent
 
 METHOD = "quark_fx"
 """The name transformers knows this method by."""
@@ -59,11 +59,8 @@ class QuarkFxConfig(QuantizationConfigMixin):  # type: ignore[misc]
     ) -> None:
         self.config, self.calibration_data, self.kernels = resolve(config), calibration_data, kernels
         self.options = options
-        if unknown := [name for name in options if name not in _OPTIONS]:
-            known = ("config", "calibration_data", "kernels", *_OPTIONS)
-            raise ConfigError(
-                f"QuarkFxConfig has no argument {unknown[0]}; it has {', '.join(known)}{nearest(unknown[0], known)}"
-            )
+        if missing := set(options) - set(_OPTIONS):
+            raise absent("QuarkFxConfig", "argument", missing, ("config", "calibration_data", "kernels", *_OPTIONS))
         if not isinstance(kernels, bool):
             raise ConfigError(f"kernels of QuarkFxConfig is True or False, not {kernels!r}")
         if calibration_data is None and needs_data(self.config):

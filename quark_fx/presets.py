@@ -232,4 +232,6 @@ MX6 = _block(block_formats.MX6)
 MX4 = _block(block_formats.MX4)
 """Shared microexponents, 4 bits a value, otherwise as `MXFP8_E4M3`."""
 
-PRESETS |= {name.lower(): value for name, value in list(globals().items()) if isinstance(value, QuantConfig)}
+for _name, _value in list(globals().items()):
+    if isinstance(_value, QuantConfig):
+        PRESETS.add(_value, _name.lower())

@@ -50,6 +50,7 @@ from quark_fx.presets import preset
 from quark_fx.session import Session, divided, peek, reads_data_often, require_of_session
 from quark_fx.system.isolation import isolated, warn
 from quark_fx.system.memory import give_back_at_once
+from quark_fx.system.names import unknown
 from quark_fx.system.writable import require_possible
 
 logger = logging.getLogger(__name__)
@@ -310,7 +311,7 @@ def check(
     >>> check(model, "int8_static", [torch.ones(2, 8)], export="qdq")
     """
     if export not in _EXPORTS:
-        raise ConfigError(f"unknown export {export!r}; choose one of {', '.join(_EXPORTS)}")
+        raise unknown("export", export, _EXPORTS)
     config = resolve(config)
     if export in _WITHOUT_BRANCHES and (
         branching := [p for p in config.passes if getattr(p, "promise", Promise()).branches]

@@ -586,7 +586,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     ),
     "a preset": (
         lambda _: ("quantize", "factories:cnn", "--preset", "int8_statik", "-o", "q"),
-        r"unknown preset 'int8_statik'; did you mean 'int8_static'\?",
+        r"unknown preset 'int8_statik'; .*did you mean 'int8_static'\?",
     ),
     "a factory that raises": (
         lambda _: factory("broken"),

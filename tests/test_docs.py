@@ -19,8 +19,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import quark_fx as qfx
 from quark_fx import block_formats, observers, passes
-from quark_fx.config.target import TARGETS
-from quark_fx.graph.pass_manager import PASSES
 from quark_fx.numbers import qparams
 from quark_fx.passes.dpu import align_shifts
 from quark_fx.presets import PRESETS
@@ -157,12 +155,6 @@ def test_every_python_block_runs_after_the_ones_before_it(
         return
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "examples")
-    for registry, values in (
-        ("quark_fx.observers.base.OBSERVERS", observers.OBSERVERS),
-        ("quark_fx.graph.pass_manager.PASSES", PASSES),
-        ("quark_fx.config.target.TARGETS", TARGETS),
-    ):
-        monkeypatch.setattr(registry, dict(values))
     names = {} if page.name in ("README.md", "quickstart.md") else dict(quickstart_names())
     if page.name == "generation.md":
         names |= language_model()

@@ -14,18 +14,13 @@ from typing import TypeGuard
 
 import pytest
 
-from quark_fx.graph.pass_manager import PASSES
-from quark_fx.observers import OBSERVERS
-
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
 def examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let examples be imported, as where they are run, and leave no names of theirs behind."""
+    """Let examples be imported, as where they are run."""
     monkeypatch.syspath_prepend(ROOT / "examples")
-    monkeypatch.setattr("quark_fx.observers.base.OBSERVERS", dict(OBSERVERS))
-    monkeypatch.setattr("quark_fx.graph.pass_manager.PASSES", dict(PASSES))
 
 
 @pytest.fixture

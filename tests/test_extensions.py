@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import quark_fx as qfx
 from quark_fx.config.quant_config import QuantConfig, TensorSpec
-from quark_fx.config.target import TARGETS, StoredTarget
+from quark_fx.config.target import TARGETS
 from quark_fx.engine.blocks import Unit
 from quark_fx.errors import CalibrationError, ConfigError, PassError
 from quark_fx.export.to_onnx.edit import array_of
@@ -47,6 +47,7 @@ from quark_fx.solvers.quantized_matrix import QuantizedMatrix
 from quark_fx.solvers.sample_trial import SampledSite, SampleTrial
 from quark_fx.solvers.scaling import ScalingSolver, scaling_solver
 from quark_fx.solvers.solver import Activation, Bias, Input, InputHessian, OutputError, Proposal, Skip, Solver, solver
+from quark_fx.system.names import Stored
 from quark_fx.targets import OnnxFiles, Placement, Refusal, Target, register_target
 
 EXTENSIONS = sorted((Path(__file__).parent / "extensions").glob("[!_]*.py"))
@@ -664,7 +665,7 @@ def test_a_stored_model_runs_without_the_code_of_its_target(tmp_path: Path, monk
     assert qfx.load(tmp_path / "model").config == tensorrt()
     monkeypatch.delitem(qfx.targets.TARGETS, "tensorrt_like")
     loaded = qfx.load(tmp_path / "model")
-    assert isinstance(loaded.config.target, StoredTarget)
+    assert isinstance(loaded.config.target, Stored)
     assert loaded.config.to_dict() == made.config.to_dict()
     assert torch.equal(loaded(x), made(x))
     loaded.save(tmp_path / "again")
@@ -703,7 +704,7 @@ def test_a_stored_model_runs_without_the_code_of_its_target(tmp_path: Path, monk
         (OnnxFiles, {"opsets": 21}, "opsets of OnnxFiles must be a tuple of a whole number and a whole number"),
         (OnnxFiles, {"opsets": (17, 19)}, r"opset=21 of OnnxFiles is not within opsets=\(17, 19\)"),
         (OnnxFiles, {"check": "strict"}, "check of OnnxFiles must be a function or None, not 'strict'"),
-        (register_target, {"target": "mine"}, r"'mine' is no Target; write register_target\(Target\(name=...\)\)"),
+        (register_target, {"target": "mine"}, r"'mine' is not a Target; write register_target\(Target\(name=...\)\)"),
     ],
 )
 def test_a_target_that_cannot_be_is_refused_when_it_is_made(make: Any, options: dict[str, Any], message: str) -> None:

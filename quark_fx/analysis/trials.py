@@ -27,6 +27,7 @@ from quark_fx.plan.placement import Plan
 from quark_fx.plan.report import Row
 from quark_fx.session import Session, divided
 from quark_fx.system.isolation import without_warnings
+from quark_fx.system.names import unknown
 
 _AT_ONCE = 8
 """Samples that run together: a backward pass keeps what their forward pass made."""
@@ -59,7 +60,7 @@ def metric_of(name: Any) -> Callable[[Sequence[Any], Sequence[Any]], Tensor]:
         ConfigError: for a name that is not in `METRICS`.
     """
     if not isinstance(name, str) or name not in METRICS:
-        raise ConfigError(f"unknown metric {name!r}; choose one of {', '.join(METRICS)}")
+        raise unknown("metric", name, METRICS)
     return METRICS[name]
 
 

@@ -16,7 +16,7 @@ from quark_fx.checkpoints.open_checkpoint import require_no_weights
 from quark_fx.config.target import Target
 from quark_fx.errors import ExportError
 from quark_fx.model.quantized_model import QuantizedModel
-from quark_fx.system.options import nearest
+from quark_fx.system.names import unknown
 from quark_fx.system.writable import require_file_place, require_possible, require_writable
 
 _FORMATS = {
@@ -65,7 +65,7 @@ def outputs_of(paths: Sequence[Path], formats: Sequence[str]) -> list[Output]:
     for name in formats:
         kind = next((kind for kind, names in _FORMATS.items() if name in names), None)
         if kind is None:
-            raise typer.BadParameter(f"unknown format {name!r}; choose one of {', '.join(known)}{nearest(name, known)}")
+            raise unknown("format", name, known, error=typer.BadParameter)
         if kind in chosen:
             raise typer.BadParameter(f"{chosen[kind]} and {name} are both formats of {kind}; give one a call")
         chosen[kind] = name

@@ -44,7 +44,7 @@ from quark_fx.graph.pass_manager import learns_from_data, pass_name
 from quark_fx.graph.signature import split_batch
 from quark_fx.plan.report import Report
 from quark_fx.quantization import needs_data
-from quark_fx.system.options import nearest
+from quark_fx.system.names import unknown
 from quark_fx.system.writable import require_file_place
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -187,9 +187,7 @@ def _too_narrow(source: Subject, outputs: Iterable[Output]) -> bool:
 
 def _opened(source: Subject, dtype: str | None, scratch: str) -> Any:
     if dtype is not None and dtype not in _DTYPES:
-        raise typer.BadParameter(
-            f"unknown dtype {dtype!r}; choose one of {', '.join(_DTYPES)}{nearest(dtype, _DTYPES)}"
-        )
+        raise unknown("dtype", dtype, _DTYPES, error=typer.BadParameter)
     if dtype is None:
         return source.model
     if not isinstance(source.model, Path):

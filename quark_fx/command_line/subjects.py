@@ -23,7 +23,7 @@ from quark_fx.data.context import context_length
 from quark_fx.errors import CaptureError, CheckpointError, ConfigError
 from quark_fx.evaluation.runs import OnnxModel, open_model
 from quark_fx.model.quantized_model import QuantizedModel
-from quark_fx.system.options import nearest
+from quark_fx.system.names import nearest
 
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),

@@ -20,9 +20,9 @@ from torch import nn
 
 from quark_fx.config.quant_config import Override, QuantConfig, Target
 from quark_fx.config.specs import Granularity, TensorSpec
-from quark_fx.errors import ConfigError
 from quark_fx.numbers.formats import INT3, INT4, INT5, INT6, INT8, UINT2, UINT4, UINT5
 from quark_fx.numbers.qparams import ScaleType, Symmetry
+from quark_fx.system.names import unknown
 
 Q8_0 = TensorSpec(format=INT8, granularity=Granularity.GROUP, group_size=32, scale_type=ScaleType.FLOAT16)
 """8-bit integers, blocks of 32 with a float16 scale: 8.5 bits a weight."""
@@ -101,7 +101,7 @@ def mixed(model: nn.Module, name: Literal["Q4_K_M", "Q5_K_M"]) -> QuantConfig:
         `llama_tensor_get_type_impl` of llama.cpp's `llama-quant.cpp`.
     """
     if name not in _MIXTURES:
-        raise ConfigError(f"no mixture {name!r}; choose one of {', '.join(_MIXTURES)}")
+        raise unknown("mixture", name, _MIXTURES)
     base = _MIXTURES[name]
     found = {p: m.weight for p, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
     heads = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}

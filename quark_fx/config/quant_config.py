@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -12,21 +12,20 @@ import yaml
 
 from quark_fx.config.selection import Selective, matches
 from quark_fx.config.specs import Granularity, TensorSpec
-from quark_fx.config.target import DEFAULT, Operand, Target, find_target, stored_target
+from quark_fx.config.target import DEFAULT, Operand, Target, find_target
 from quark_fx.errors import ConfigError
 from quark_fx.graph.pass_manager import (
+    PASSES,
     GraphPass,
-    pass_from_dict,
     pass_name,
     pass_targets,
-    pass_to_dict,
     require_callable,
     require_order,
-    stored_pass,
 )
 from quark_fx.numbers.formats import INT32
 from quark_fx.numbers.qparams import Symmetry
-from quark_fx.system.options import checked, checked_call, checked_names, known_fields, parsed
+from quark_fx.system.names import keeping_stored
+from quark_fx.system.options import checked, checked_call, checked_names, known_fields, parsed, plain_fields
 from quark_fx.system.untrusted import YAML_LIMIT, brief, parse_yaml, read_bytes
 
 
@@ -38,7 +37,7 @@ class _Inherit:
 
 
 INHERIT: Final = _Inherit()
-parsed(_Inherit, ("INHERIT",), (), lambda _: INHERIT)
+parsed(_Inherit, ("INHERIT",), (), lambda _: INHERIT, repr)
 SpecOrInherit = TensorSpec | _Inherit | None
 
 
@@ -66,18 +65,18 @@ class Override:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; inherited fields are left out."""
-        specs = {key: getattr(self, key) for key in _PER_OPERATOR}
-        return {"pattern": self.pattern} | {k: v and v.to_dict() for k, v in specs.items() if v is not INHERIT}
+        return {"pattern": self.pattern, **plain_fields(self, Override(pattern=self.pattern))}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], *, stored: bool = False) -> Self:
-        """Inverse of `to_dict`; raises `ConfigError` for unknown keys; `stored` as for `TensorSpec.from_dict`."""
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `to_dict`; raises `ConfigError` for unknown keys."""
         values = known_fields(cls, data)
         if "pattern" not in values:
             raise ConfigError(f"an override needs a pattern: {brief(dict(data))}")
-        pattern = values.pop("pattern")
-        specs = {k: v if v is None else TensorSpec.from_dict(v, stored=stored) for k, v in values.items()}
-        return cls(pattern=pattern, **specs)
+        return cls(**values)
+
+
+parsed(Override, ("an Override",), Mapping, Override.from_dict, Override.to_dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,19 +241,8 @@ class QuantConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON and YAML; fields at their default are left out."""
-        data: dict[str, Any] = {}
-        for key in _SPECS:
-            if (spec := getattr(self, key)) is not None:
-                data[key] = spec.to_dict()
-        if self.passes:
-            data["passes"] = [pass_to_dict(p) for p in self.passes]
-        if self.overrides:
-            data["overrides"] = [override.to_dict() for override in self.overrides]
-        if self.exclude:
-            data["exclude"] = list(self.exclude)
-        if self.target.name != DEFAULT:
-            data["target"] = self.target.name
-        return data
+        passes = {"passes": list(map(PASSES.plain, self.passes))} if self.passes else {}
+        return plain_fields(self, QuantConfig()) | passes
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, stored: bool = False) -> Self:
@@ -264,14 +252,15 @@ class QuantConfig:
 
         Args:
             data: plain data.
-            stored: keep passes, observers and targets that nothing here has registered as data (`StoredPass`,
-                `StoredObserver`, `StoredTarget`): a model that is stored needs no code of what made it.
+            stored: Keep passes, observers, and targets that are not registered as data (`Stored`): a stored model does
+                not need the code that made it.
 
         Raises:
             ConfigError: for an unknown key or value; the message lists the valid ones.
         """
         try:
-            return cls._from_dict(data, stored)
+            with keeping_stored(stored):
+                return cls._from_dict(data)
         except ConfigError:
             raise
         except Exception as error:  # whatever a pass or observer raises about an option of another type
@@ -280,7 +269,7 @@ class QuantConfig:
             ) from error
 
     @classmethod
-    def _from_dict(cls, data: Mapping[str, Any], stored: bool) -> Self:
+    def _from_dict(cls, data: Mapping[str, Any]) -> Self:
         if not isinstance(data, Mapping):
             raise ConfigError(f"a configuration is a mapping, not {brief(data)}")
         data = dict(data)
@@ -289,26 +278,30 @@ class QuantConfig:
         for key in _SPECS:
             if (given := values.get(key)) is not None:
                 own: TensorSpec | None = getattr(base, key, None)
-                if own is not None and isinstance(given, Mapping):
-                    values[key] = own.replace(**given)
-                else:
-                    values[key] = TensorSpec.from_dict(given, stored=stored)
-        if stored and isinstance(target := values.get("target"), str):
-            values["target"] = stored_target(target)
+                values[key] = (
+                    own.replace(**given) if own and isinstance(given, Mapping) else TensorSpec.from_dict(given)
+                )
         for key in ("passes", "overrides"):
             if not isinstance(given := values.get(key) or (), list | tuple):
                 raise ConfigError(f"{key} is a list, not {brief(given)}; write [{brief(given)}]")
-        parsers: dict[str, Callable[[Any], Any]] = {
-            "passes": stored_pass if stored else pass_from_dict,
-            "overrides": partial(Override.from_dict, stored=stored),
-        }
+        parsers = {"passes": PASSES.make, "overrides": Override.from_dict}
         values |= {key: tuple(map(parse, values[key] or ())) for key, parse in parsers.items() if key in values}
         values |= {"exclude": values["exclude"] or ()} if "exclude" in values else {}
         return cls(**values) if base is None else base.replace(**values)  # type: ignore[return-value]
 
     def to_yaml(self) -> str:
-        """Return `to_dict` as YAML text."""
-        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+        """Return `to_dict` as YAML text.
+
+        Raises:
+            ConfigError: If an option of a pass or observer is not plain data.
+        """
+        try:
+            return yaml.safe_dump(self.to_dict(), sort_keys=False)
+        except yaml.representer.RepresenterError as error:
+            raise ConfigError(
+                f"an option of this configuration, {brief(error.args[-1])}, cannot be written as YAML; let the pass or "
+                "observer take a number, text, a list, or a dataclass instead"
+            ) from error
 
     @classmethod
     @checked_call

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
 
@@ -12,8 +12,8 @@ from quark_fx.numbers.formats import FloatFormat, Format, IntFormat
 from quark_fx.numbers.ops import Measurement
 from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
 from quark_fx.observers import Adjusted, Distribution, MinMax, NonOverflow, Observer, Placeholder, PowerOfTwoMinMse
-from quark_fx.observers.base import observer_to_dict, stored_observer
-from quark_fx.system.options import PositiveInt, checked, known_fields, parsed
+from quark_fx.observers.base import OBSERVERS
+from quark_fx.system.options import PositiveInt, checked, known_fields, parsed, plain_fields
 from quark_fx.system.untrusted import brief
 
 
@@ -69,6 +69,7 @@ class TensorSpec:
         cast = self.is_cast
         object.__setattr__(self, "symmetry", self.scheme.symmetry)
         object.__setattr__(self, "observer", self.new_observer)
+        OBSERVERS.name_of(self.observer)  # which refuses one that takes the name of another
         finder = self.observer.observer if isinstance(self.observer, Adjusted) else self.observer
         for wrong, message in (
             (
@@ -270,35 +271,15 @@ class TensorSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; fields at their default are left out."""
-        default = TensorSpec(format=self.format)
-        data: dict[str, Any] = {"format": str(self.format)}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name != "format" and value != getattr(default, f.name):
-                data[f.name] = observer_to_dict(value) if isinstance(value, Observer) else _plain(value)
-        return data
+        return {"format": str(self.format), **plain_fields(self, TensorSpec(format=self.format))}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], *, stored: bool = False) -> Self:
-        """Inverse of `to_dict`.
-
-        Args:
-            data: plain data.
-            stored: keep an observer that nothing here has registered as data (`StoredObserver`).
-
-        Raises:
-            ConfigError: for an unknown key or value; the message lists the valid ones.
-        """
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `to_dict`; raises `ConfigError` for an unknown key or value and lists the valid ones."""
         values = known_fields(cls, data)
         if "format" not in values:
             raise ConfigError(f"a tensor spec needs a format: {brief(dict(data))}")
-        if stored and values.get("observer") is not None:
-            values["observer"] = stored_observer(values["observer"])
         return cls(**values)
 
 
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, StrEnum) else value
-
-
-parsed(TensorSpec, ("a TensorSpec(format=...)", "its dict"), Mapping, TensorSpec.from_dict)
+parsed(TensorSpec, ("a TensorSpec(format=...)", "its dict"), Mapping, TensorSpec.from_dict, TensorSpec.to_dict)

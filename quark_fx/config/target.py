@@ -7,7 +7,7 @@ name. Nothing asks which target it is: configurations, placement, training and e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, Final
 
@@ -17,7 +17,9 @@ from quark_fx.config.specs import TensorSpec
 from quark_fx.errors import ConfigError
 from quark_fx.graph.linear import Linear
 from quark_fx.numbers.formats import INT8
-from quark_fx.system.options import checked, nearest, parsed
+from quark_fx.system.names import keeping_stored
+from quark_fx.system.options import checked, parsed
+from quark_fx.system.registry import Registry
 from quark_fx.system.untrusted import brief
 
 
@@ -234,56 +236,38 @@ class Target:
         return stored_target, (self.name,)  # another process has functions of its own
 
 
-TARGETS: Final[dict[str, Target]] = {}
-"""Every registered target by its name."""
-
 DEFAULT: Final = "onnx"
 """The target of configurations that name none."""
 
+TARGETS: Final[Registry[Target, Target]] = Registry(
+    "target",
+    by_name=True,
+    answers={"refusal": lambda *_: None, "checkpoints": CheckpointFiles()},
+    remedy=f", or replace it: qmodel.config = qmodel.config.replace(target={DEFAULT!r})",
+)
+"""Every registered target by its name."""
+_add = TARGETS.add
+
 
 def register_target(target: Target) -> Target:
-    """Let configurations find a target by its name; one that had the name before is replaced, as in a notebook.
+    """Let configurations find a target by its name. A module can register one again, as a notebook cell does.
 
     Raises:
-        ConfigError: for anything else than a `Target`.
+        ConfigError: For anything but a `Target`, or the name of a target that another module registered.
     """
     if not isinstance(target, Target):
-        raise ConfigError(f"{brief(target)} is no Target; write register_target(Target(name=...))")
-    TARGETS[target.name] = target
-    return target
+        raise ConfigError(f"{brief(target)} is not a Target; write register_target(Target(name=...))")
+    return _add(target, target.name, depth=2)
 
 
-def find_target(name: str) -> Target:
-    """Return the target called `name`.
-
-    Raises:
-        ConfigError: if there is none; the message lists the nearest and all names.
-    """
-    found = TARGETS.get(name)
-    if found is None:
-        raise ConfigError(f"unknown target {brief(name)}; choose one of {', '.join(TARGETS)}{nearest(name, TARGETS)}")
-    return found
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class StoredTarget(Target):
-    """The target of a stored model that nothing here has registered: a name, and an error for whoever asks for more."""
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in _ASKED:
-            raise ConfigError(
-                f"target {self.name!r} is known from a stored model only; import the module that registers it and load "
-                f"the model again, or replace it: qmodel.config = qmodel.config.replace(target={DEFAULT!r})"
-            )
-        return super().__getattribute__(name)
-
-
-_ASKED = frozenset(f.name for f in fields(Target)) - {"name", "refuses", "checkpoints"}
+find_target = TARGETS.find
+"""Returns the target of a name; the error lists the closest one and all names."""
 
 
 def stored_target(name: str) -> Target:
-    """Return the target of a stored model: the registered one, or a `StoredTarget` if there is none of the name."""
-    return TARGETS.get(name) or StoredTarget(name=name)
+    """Return the target of a stored model: the registered one, or a `Stored` value in its place."""
+    with keeping_stored():
+        return TARGETS.make(name)
 
 
 def undivided_groups(
@@ -305,7 +289,7 @@ def undivided_groups(
     return f"{inputs} inputs are not a multiple of the group size {size}; {instead}"
 
 
-parsed(Target, ("a Target", "its name"), str, find_target)
+parsed(Target, ("a Target", "its name"), str, TARGETS.make, str)
 
 __all__ = [
     *(
@@ -316,7 +300,6 @@ __all__ = [
         "Operand",
         "Placement",
         "Refusal",
-        "StoredTarget",
         "Target",
     ),
     *("find_target", "register_target", "stored_target", "undivided_groups"),

@@ -14,9 +14,9 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Self, TypeVar, cast, overload
+from typing import Any, Self, TypeVar, overload
 
 import torch
 from torch.fx import GraphModule
@@ -27,16 +27,15 @@ from quark_fx.errors import ConfigError, PassError
 from quark_fx.graph.nodes import output_node, stored_tensors
 from quark_fx.graph.provenance import Notes, digest
 from quark_fx.system.isolation import isolated
-from quark_fx.system.options import checked, checked_call, nearest
+from quark_fx.system.names import Stored, unknown
+from quark_fx.system.options import checked, checked_call
+from quark_fx.system.registry import Registry
 from quark_fx.system.untrusted import brief
 
 GraphPass = Callable[..., int]
 """`pass(graph)`, or `pass(graph, context=...)`, returns the number of rewrites."""
 Check = Callable[[GraphModule], None]
 """A condition on a graph: raises, naming the node, where it does not hold."""
-
-PASSES: dict[str, Any] = {}
-"""Every registered pass by name: the function, or the dataclass of options."""
 
 P = TypeVar("P")
 
@@ -140,31 +139,9 @@ class PassRecord:
         return cls(**{**data, "changes": changes})
 
 
-@dataclass(frozen=True)
-class StoredPass:
-    """A pass of a stored model that nothing here has registered: what it was called with, which cannot be run.
-
-    Attributes:
-        name: the name it was registered under.
-        options: its options, as plain data.
-    """
-
-    name: str
-    options: Mapping[str, Any]
-
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-    @property
-    def __name__(self) -> str:
-        return self.name
-
-    def __call__(self, gm: GraphModule) -> int:
-        """Raise `PassError`."""
-        raise PassError(
-            f"pass {self.name} is known from a stored model only; import the module that registers it and load the "
-            "model again"
-        )
+PASSES: Registry[Any, GraphPass] = Registry("pass", answers={"promise": Promise()})
+"""Every registered pass by name: the function, or the dataclass of options."""
+_register = PASSES.add
 
 
 @overload
@@ -199,20 +176,17 @@ def graph_pass(
 ) -> Any:
     """Register a pass under its name and attach its `Promise`: `@graph_pass`, or `@graph_pass(stage="quantized")`.
 
-    The options of a class are checked by their annotations (`system.options`). A module may define its pass anew, as
-    a notebook's cell does that is run twice.
+    The options of a class are checked by their annotations (`system.options`). A pass can be defined again, as a
+    notebook cell does that runs twice.
 
     Raises:
-        ConfigError: if a pass of another module has the name, `stage` is none, or a class of passes with options is
-            no dataclass.
+        ConfigError: If another pass has the name, `stage` is unknown, or a class of passes with options is not a
+            dataclass.
     """
     try:
         stage = Stage(stage)
     except ValueError:
-        known_stages = ", ".join(map(repr, map(str, Stage)))
-        raise ConfigError(
-            f"unknown stage {stage!r}; choose one of {known_stages}{nearest(stage, list(Stage))}"
-        ) from None
+        raise unknown("stage", stage, Stage) from None
 
     def register(target: P) -> P:
         name: str = target.__name__  # type: ignore[attr-defined]
@@ -221,15 +195,10 @@ def graph_pass(
                 f"pass {name} is a class with options; put @dataclass(frozen=True) below @graph_pass(), so that "
                 "configurations can store them"
             )
-        if (known := PASSES.get(name)) is not None and known.__module__ != target.__module__:
-            raise ConfigError(
-                f"{target.__module__} registers a pass called {name}, and {known.__module__} has one of that name; "
-                "configurations name passes, so give it another name"
-            )
+        _register(target)
         target.promise = Promise(  # type: ignore[attr-defined]
             exact, requires, ensures, stage, after, distributed, targets, validated, branches
         )
-        PASSES[name] = target
         return checked(target) if isinstance(target, type) else target
 
     return register if target is None else register(target)
@@ -241,7 +210,7 @@ def _has_options(cls: type) -> bool:
 
 def pass_name(p: GraphPass) -> str:
     """Return the name a pass is registered under."""
-    return getattr(p, "__name__", type(p).__name__)
+    return p.name if isinstance(p, Stored) else getattr(p, "__name__", type(p).__name__)
 
 
 def pass_stage(p: GraphPass) -> Stage:
@@ -258,7 +227,7 @@ def pass_targets(p: GraphPass) -> tuple[str, ...]:
 
 def require_order(passes: Sequence[GraphPass]) -> None:
     """Raise `ConfigError` if a pass is listed before one that has to run first; the message names both."""
-    passes = [p for p in passes if not isinstance(p, StoredPass)]  # whose promises are not known
+    passes = [p for p in passes if not isinstance(p, Stored)]  # whose promises are not known
     for late, p in enumerate(passes):
         for early in passes[:late]:
             before: Promise = getattr(early, "promise", Promise())
@@ -301,7 +270,7 @@ def _parameters(p: GraphPass) -> Mapping[str, inspect.Parameter]:
 
 
 def require_callable(p: GraphPass) -> None:
-    """Raise `ConfigError` if a pass cannot be called with a graph, and with `context` if it takes that."""
+    """Raise `ConfigError` if a pass cannot be called with a graph and `context`, or takes the name of another one."""
     if isinstance(p, type):
         raise ConfigError(f"passes: {p.__name__} is a class; write {p.__name__}()")
     if not callable(p):
@@ -313,60 +282,13 @@ def require_callable(p: GraphPass) -> None:
             f"pass {pass_name(p)}{inspect.signature(p)} cannot be called with a graph: {error}; a pass takes the "
             "graph, and what it asks of the run in a parameter called `context`"
         ) from error
+    PASSES.name_of(p)
 
 
-def pass_to_dict(p: GraphPass) -> dict[str, Any]:
-    """Return `{"name": ..., option: value, ...}`."""
-    if isinstance(p, StoredPass):
-        return {"name": p.name, **p.options}
-    name = pass_name(p)
-    options: dict[str, Any] = asdict(cast(Any, p)) if is_dataclass(p) else {}
-    return {"name": name} | {key: _plain(value) for key, value in options.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, StrEnum) else value
-
-
-def pass_from_dict(data: str | Mapping[str, Any]) -> GraphPass:
-    """Build a pass from its name or from what `pass_to_dict` returned.
-
-    Raises:
-        ConfigError: for an unknown pass or option; the message lists the valid ones.
-    """
-    if not isinstance(data, str | Mapping):
-        raise ConfigError(f"a pass is a name, or a mapping of its name and options, not {data!r}")
-    options = {"name": data} if isinstance(data, str) else dict(data)
-    name = options.pop("name", None)
-    if name not in PASSES:
-        raise ConfigError(
-            f"unknown pass {brief(name)}; choose one of {', '.join(sorted(PASSES))}{nearest(name, PASSES)}"
-        )
-    registered = PASSES[name]
-    known = [f.name for f in fields(registered)] if is_dataclass(registered) else []
-    if unknown := set(options) - set(known):
-        raise ConfigError(
-            f"pass {name!r} has no option {', '.join(sorted(unknown))}; it has {', '.join(known) or 'none'}"
-            f"{nearest(min(unknown), known)}"
-        )
-    return registered(**options) if isinstance(registered, type) else registered  # type: ignore[no-any-return]
-
-
-def stored_pass(data: Any) -> GraphPass:
-    """Build a pass of a stored model: the registered one, or a `StoredPass` if there is none with these options.
-
-    Raises:
-        ConfigError: if the data are no name or mapping with one.
-    """
-    name = data if isinstance(data, str) else data.get("name") if isinstance(data, Mapping) else None
-    if not isinstance(name, str):
-        raise ConfigError(f"a pass is a name, or a mapping of its name and options, not {brief(data)}")
-    try:
-        return pass_from_dict(data)
-    except Exception:  # whatever the class of another version raises about these options
-        return StoredPass(name, {} if isinstance(data, str) else {k: v for k, v in data.items() if k != "name"})
+pass_to_dict = PASSES.plain
+"""Returns `{"name": ..., option: value, ...}`."""
+pass_from_dict = PASSES.make
+"""Builds a pass from its name or from what `pass_to_dict` returned; the error lists the valid ones."""
 
 
 @checked_call

@@ -14,7 +14,7 @@ from quark_fx.config.selection import Named, matches, without_numbers
 from quark_fx.errors import ConfigError
 from quark_fx.numbers.formats import FORMATS, LONG_NAMES, FloatFormat, IntFormat, parse_format
 from quark_fx.quantization import resolve
-from quark_fx.system.options import nearest
+from quark_fx.system.names import unknown
 
 FLOAT = "float"
 """The candidate that quantizes nothing."""
@@ -100,10 +100,7 @@ def _configuration(given: Any) -> QuantConfig | None:
         try:
             return resolve(known)
         except ConfigError as error:
-            raise ConfigError(
-                f"unknown preset or number format {given!r}{nearest(given, (*PRESETS, *FORMATS))}. Presets: "
-                f"{', '.join(PRESETS)}. Number formats of the weights: {', '.join(FORMATS)}"
-            ) from error
+            raise unknown("preset or number format", given, (*PRESETS, *FORMATS)) from error
     return resolve(given)
 
 

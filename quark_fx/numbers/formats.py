@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from quark_fx.errors import ConfigError
-from quark_fx.system.options import Interval, checked, nearest, parsed
+from quark_fx.system.options import Interval, checked, parsed
+from quark_fx.system.registry import Registry
 
 
 @checked
@@ -197,17 +198,17 @@ FP6_E3M2 = FloatFormat(3, 2)
 FP6_E2M3 = FloatFormat(2, 3)
 FP4_E2M1 = FloatFormat(2, 1)
 
-FORMATS: dict[str, Format] = {
-    str(fmt): fmt
-    for fmt in (
-        *(INT2, INT3, INT4, INT5, INT6, INT7, INT8, INT16, INT32),
-        *(UINT2, UINT3, UINT4, UINT5, UINT6, UINT7, UINT8, UINT16, UINT32, SM3, SM5, SM8),
-        *(FP16, BF16, FP8_E4M3, FP8_E5M2, FP6_E3M2, FP6_E2M3, FP4_E2M1),
-    )
-}
+FORMATS: Registry[Format, Format] = Registry("number format")
 """Formats that have a constant, by their names in configurations and graphs. Other sizes need no entry: their names say
 what they are, as `int12` and `fp7_e3m3`."""
 
+
+for _fmt in (
+    *(INT2, INT3, INT4, INT5, INT6, INT7, INT8, INT16, INT32),
+    *(UINT2, UINT3, UINT4, UINT5, UINT6, UINT7, UINT8, UINT16, UINT32, SM3, SM5, SM8),
+    *(FP16, BF16, FP8_E4M3, FP8_E5M2, FP6_E3M2, FP6_E2M3, FP4_E2M1),
+):
+    FORMATS.add(_fmt, str(_fmt))
 
 LONG_NAMES = {"float16": "fp16", "bfloat16": "bf16"}
 """What torch calls them."""
@@ -253,10 +254,7 @@ def parse_format(name: str) -> Format:
     name = LONG_NAMES.get(name, name)
     fmt = FORMATS.get(name) or _described(name)
     if fmt is None:
-        raise ConfigError(
-            f"unknown number format {name!r}; choose one of {', '.join(FORMATS)}, or another size as int12 or "
-            f"fp7_e3m3{nearest(name, FORMATS)}"
-        )
+        raise FORMATS.unknown(name, also=", or another size such as int12 or fp7_e3m3")
     return fmt
 
 
@@ -276,4 +274,4 @@ def _described(name: str) -> Format | None:
 
 
 for _format in (IntFormat, FloatFormat):
-    parsed(_format, ("a number format", "the name of one"), str, parse_format)
+    parsed(_format, ("a number format", "the name of one"), str, parse_format, str)

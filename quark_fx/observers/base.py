@@ -13,29 +13,40 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from quark_fx.errors import ConfigError
 from quark_fx.numbers.qparams import QParams, Scheme, affine_qparams
-from quark_fx.system.options import checked, nearest, parsed
-from quark_fx.system.untrusted import brief
-
-OBSERVERS: dict[str, type[Observer]] = {}
-"""Every observer by its name in configurations."""
+from quark_fx.system.options import checked, parsed
+from quark_fx.system.registry import Registry
 
 ObserverType = TypeVar("ObserverType", bound="type[Observer]")
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+OBSERVERS: Registry[type[Observer], Observer] = Registry(
+    "observer", spelled=_snake_case, answers={"weights_only": False}
+)
+"""Every observer by its name in configurations."""
+_register = OBSERVERS.add
 
 
 def observer(cls: ObserverType) -> ObserverType:
     """Register an observer class under its name in snake case (`MovingAverage` is `moving_average`).
 
-    Its options are checked by their annotations (`quark_fx.system.options`).
+    Its options are checked by their annotations (`quark_fx.system.options`). A class can be defined again, as a
+    notebook cell does that runs twice.
+
+    Raises:
+        ConfigError: If another class has the name.
     """
-    OBSERVERS[re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()] = cls
+    _register(cls)
     return checked(cls)
 
 
@@ -92,69 +103,7 @@ class Observer(ABC):
     @property
     def name(self) -> str:
         """The name in configurations."""
-        return next(name for name, cls in OBSERVERS.items() if cls is type(self))
-
-    def options(self) -> dict[str, Any]:
-        """Return the option fields (not the state) by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if not f.metadata.get("state")}
-
-
-@dataclass(frozen=True)
-class StoredObserver(Observer):
-    """An observer of a stored model that nothing here has registered: its name and options, which observe nothing.
-
-    Attributes:
-        registered: the name it was registered under.
-        values: its options, as plain data.
-    """
-
-    registered: str
-    values: Mapping[str, Any]
-
-    def __hash__(self) -> int:
-        return hash(self.registered)
-
-    @property
-    def name(self) -> str:
-        """The name in configurations."""
-        return self.registered
-
-    def options(self) -> dict[str, Any]:
-        """Return the options it had."""
-        return dict(self.values)
-
-    def _unknown(self) -> ConfigError:
-        return ConfigError(
-            f"observer {self.registered!r} is known from a stored model only; import the module that registers it and "
-            "load the model again"
-        )
-
-    def observe(self, x: Tensor) -> Self:
-        """Raise `ConfigError`."""
-        raise self._unknown()
-
-    def merge(self, other: Self) -> Self:
-        """Raise `ConfigError`."""
-        raise self._unknown()
-
-    def range(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
-        """Raise `ConfigError`."""
-        raise self._unknown()
-
-
-def stored_observer(data: Any) -> Observer:
-    """Build an observer of a stored model: the registered one, or a `StoredObserver` if none has these options.
-
-    Raises:
-        ConfigError: if the data are no name or mapping with one.
-    """
-    name = data if isinstance(data, str) else data.get("name") if isinstance(data, Mapping) else None
-    if not isinstance(name, str):
-        raise ConfigError(f"an observer is a name, or a mapping of its name and options, not {brief(data)}")
-    try:
-        return observer_from_dict(data)
-    except Exception:  # whatever the class of another version raises about these options
-        return StoredObserver(name, {} if isinstance(data, str) else {k: v for k, v in data.items() if k != "name"})
+        return OBSERVERS.name_of(self)
 
 
 def finite_range(low: Tensor | None, high: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -175,34 +124,9 @@ def finite_range(low: Tensor | None, high: Tensor | None) -> tuple[Tensor, Tenso
     return low, high
 
 
-def observer_to_dict(value: Observer) -> dict[str, Any]:
-    """Return `{"name": ..., option: value, ...}`, plain data for JSON and YAML."""
-    options = value.options()
-    return {"name": value.name} | {
-        key: observer_to_dict(option) if isinstance(option, Observer) else option for key, option in options.items()
-    }
+observer_from_dict = OBSERVERS.make
+"""Builds an observer from its name, or from what `observer_to_dict` returned; the error lists the valid ones."""
+observer_to_dict = OBSERVERS.plain
+"""Returns `{"name": ..., option: value, ...}`, plain data for JSON and YAML."""
 
-
-def observer_from_dict(data: str | Mapping[str, Any]) -> Observer:
-    """Build an observer from its name, or from what `observer_to_dict` returned.
-
-    Raises:
-        ConfigError: for an unknown name or option; the message lists the valid ones.
-    """
-    options = {"name": data} if isinstance(data, str) else dict(data)
-    name = options.pop("name", None)
-    if name not in OBSERVERS:
-        raise ConfigError(
-            f"unknown observer {brief(name)}; choose one of {', '.join(sorted(OBSERVERS))}{nearest(name, OBSERVERS)}"
-        )
-    cls = OBSERVERS[name]
-    known = [f.name for f in fields(cls) if not f.metadata.get("state")]
-    if unknown := set(options) - set(known):
-        raise ConfigError(
-            f"observer {name!r} has no option {', '.join(sorted(unknown))}; it has {', '.join(known) or 'none'}"
-            f"{nearest(min(unknown), known)}"
-        )
-    return cls(**options)
-
-
-parsed(Observer, ("an Observer", "its name", "its dict"), str | Mapping, observer_from_dict)
+parsed(Observer, ("an Observer", "its name", "its dict"), str | Mapping, OBSERVERS.make, OBSERVERS.plain)

@@ -13,6 +13,7 @@ from quark_fx.numbers.formats import FloatFormat
 from quark_fx.numbers.qparams import QParams, Scheme, constrain_scale
 from quark_fx.observers.base import finite_range, observer
 from quark_fx.observers.reading import HistogramObserver
+from quark_fx.system.names import unknown
 
 
 @observer
@@ -38,8 +39,8 @@ class Distribution(HistogramObserver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.scenario not in ("same", "p3"):
-            raise ConfigError(f"unknown scenario {self.scenario!r}; choose one of same, p3")
+        if self.scenario not in (scenarios := ("same", "p3")):
+            raise unknown("scenario", self.scenario, scenarios)
         if self.absolute:
             raise ConfigError(f'a deviation needs the signs of the values: use grid="dyadic", not {self.grid!r}')
 

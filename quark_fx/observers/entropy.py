@@ -14,6 +14,7 @@ from quark_fx.observers.base import observer
 from quark_fx.observers.histogram import Bins
 from quark_fx.observers.peers.entropy import onnxruntime_threshold
 from quark_fx.observers.reading import HistogramObserver
+from quark_fx.system.names import unknown
 from quark_fx.system.options import PositiveInt
 
 
@@ -47,8 +48,8 @@ class Entropy(HistogramObserver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.method not in ("modelopt", "onnxruntime"):
-            raise ConfigError(f"unknown entropy method {self.method!r}; choose one of modelopt, onnxruntime")
+        if self.method not in (methods := ("modelopt", "onnxruntime")):
+            raise unknown("entropy method", self.method, methods)
         if self.method == "onnxruntime" and self.grid not in ("dyadic", "onnxruntime"):
             raise ConfigError(f'method "onnxruntime" needs the grid "dyadic" or "onnxruntime", not {self.grid!r}')
         if self.method == "modelopt" and self.grid in ("onnxruntime", "quark"):

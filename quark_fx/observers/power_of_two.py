@@ -17,6 +17,7 @@ from quark_fx.observers.histogram import Histogram, power_of_two
 from quark_fx.observers.minmax import MinMax
 from quark_fx.observers.peers.linear_histogram import LinearHistogram, PeerGrid
 from quark_fx.observers.squared_error import Moments, squared_error
+from quark_fx.system.names import unknown
 from quark_fx.system.options import Interval, NonNegativeInt
 
 
@@ -98,8 +99,8 @@ class PowerOfTwoMinMse(Observer):
     """How many batches chose `2**(column - 127)`, int64, `(channels, 256)`; column 0: batches that were not finite."""
 
     def __post_init__(self) -> None:
-        if self.mode not in ("all", "most_common", "percentile"):
-            raise ConfigError(f"unknown mode {self.mode!r}; choose one of all, most_common, percentile")
+        if self.mode not in (modes := ("all", "most_common", "percentile")):
+            raise unknown("mode", self.mode, modes)
         if not self.offsets:
             raise ConfigError("offsets are one or more whole numbers; write offsets=(0, 1)")
         for option, mode in (("percentile", "percentile"), ("vote", "most_common"), ("vote_symmetry", "most_common")):

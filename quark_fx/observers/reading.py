@@ -15,6 +15,7 @@ from quark_fx.observers.base import Observer, finite_range, state
 from quark_fx.observers.grids import GRIDS
 from quark_fx.observers.histogram import Bins, Histogram
 from quark_fx.observers.peers.linear_histogram import LinearHistogram
+from quark_fx.system.names import unknown
 from quark_fx.system.options import Interval
 
 
@@ -40,7 +41,7 @@ class HistogramObserver(Observer):
 
     def __post_init__(self) -> None:
         if self.grid not in GRIDS:
-            raise ConfigError(f"unknown grid {self.grid!r}; choose one of {', '.join(GRIDS)}")
+            raise unknown("grid", self.grid, GRIDS)
         if self.grid == "dyadic" and self.bins & (self.bins - 1):
             raise ConfigError(f"a dyadic grid has a power of two of bins on a side, not {self.bins}")
 

@@ -17,7 +17,8 @@ from quark_fx.errors import ConfigError
 from quark_fx.graph.pass_manager import PassRecord
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.plan.weights import stored_bytes
-from quark_fx.system.options import checked_call, nearest
+from quark_fx.system.names import nearest
+from quark_fx.system.options import checked_call
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]

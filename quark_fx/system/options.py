@@ -8,13 +8,11 @@ a class is made of text or of plain data. Passes and observers, also those of ot
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import inspect
 import math
 import numbers
 import os
-import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -24,6 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from quark_fx.errors import ConfigError
+from quark_fx.system.names import Stored, absent, nearest, unknown
 from quark_fx.system.untrusted import brief
 
 C = TypeVar("C", bound=type)
@@ -79,24 +78,66 @@ class _Kind(NamedTuple):
 
 _NO = object()
 _PARSED: dict[type, _Kind] = {}
+_WRITTEN: dict[type, Callable[[Any], Any]] = {}
 
 
-def parsed(cls: type, words: tuple[str, ...], plain: Any, parse: Callable[[Any], Any]) -> None:
-    """Let fields of type `cls` be given as plain data.
+def parsed(
+    cls: type, words: tuple[str, ...], plain: Any, parse: Callable[[Any], Any], write: Callable[[Any], Any]
+) -> None:
+    """Let fields of type `cls` be read from plain data and written as plain data.
 
     Args:
-        cls: the type of the field.
-        words: what the field may be, for messages.
-        plain: types of the data.
-        parse: makes a value of them; raises `ConfigError`.
+        cls: Type of the field.
+        words: Names of the values a field can have, for messages.
+        plain: Types of the data.
+        parse: Function from data to a value; raises `ConfigError`.
+        write: Inverse of `parse`.
     """
 
     def read(value: Any) -> Any:
-        if isinstance(value, cls):
+        if isinstance(value, cls | Stored):
             return value
         return parse(value) if isinstance(value, plain) else _NO
 
     _PARSED[cls] = _Kind(read, words)
+    _WRITTEN[cls] = write
+
+
+def plain(value: Any) -> Any:
+    """Return a value as data for JSON and YAML: what `parsed` says for its class, lists, mappings, and scalars.
+
+    A value of any other class is returned as it is.
+    """
+    if isinstance(value, Stored):
+        return value.plain
+    if write := next((_WRITTEN[cls] for cls in type(value).__mro__ if cls in _WRITTEN), None):
+        return write(value)
+    if isinstance(value, StrEnum):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, Set):
+        return sorted(map(plain, value))
+    return plain_fields(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def plain_fields(value: Any, default: Any = None) -> dict[str, Any]:
+    """Return the fields of a dataclass as plain data, without its state; for anything else, nothing.
+
+    Args:
+        value: Instance of a dataclass.
+        default: Instance whose equal fields are left out.
+    """
+    if not is_dataclass(value):
+        return {}
+    options = [f.name for f in fields(value) if f.init and not f.metadata.get("state")]
+    return {
+        name: plain(getattr(value, name))
+        for name in options
+        if default is None or getattr(value, name) != getattr(default, name)
+    }
 
 
 def checked(cls: C) -> C:
@@ -126,10 +167,7 @@ def checked(cls: C) -> C:
         given = dict(zip(positional, args, strict=False)) | known_fields(cls, given)
         if missing := [name for name in required if name not in given]:
             raise ConfigError(f"{cls.__name__} needs {', '.join(missing)}: write {cls.__name__}({missing[0]}=...)")
-        for name, kind in _kinds(cls).items():
-            if name in given:
-                given[name] = _value(cls, name, kind, given[name])
-        init(self, **given)
+        init(self, **_checked_fields(cls, given))
 
     cls.__init__ = checked_init  # type: ignore[method-assign]
     return cls  # pyright: ignore[reportReturnType]
@@ -172,11 +210,13 @@ def checked_names(elsewhere: Mapping[str, str]) -> Callable[[Callable[P, R]], Ca
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if unknown := sorted(set(kwargs) - set(names)):
-                raise ConfigError(
-                    f"{function.__name__} has no argument {', '.join(unknown)}; it has {', '.join(names)}"
-                    f"{''.join(elsewhere.get(name) or nearest(name, names) for name in unknown)}"
-                )
+            if missing := sorted(set(kwargs) - set(names)):
+                if found := [elsewhere[name] for name in missing if name in elsewhere]:
+                    listed, places = ", ".join(missing), "".join(found)
+                    raise ConfigError(
+                        f"{function.__name__} has no argument {listed}; it has {', '.join(names)}{places}"
+                    )
+                raise absent(function.__name__, "argument", missing, names)
             return function(*args, **kwargs)
 
         return call
@@ -256,7 +296,20 @@ def _kind(hint: Any) -> _Kind:
         return _PLAIN[hint]
     if issubclass(hint, StrEnum):
         return _Kind(functools.partial(_member, hint), tuple(f"'{member}'" for member in hint))
+    if is_dataclass(hint):
+        return _Kind(functools.partial(_built, hint), (_with_article(hint.__name__),))
     return _instance(hint, _with_article(hint.__name__))
+
+
+def _built(cls: type, value: Any) -> Any:
+    """Return an instance of a dataclass, or the one whose fields a mapping has: what `plain` wrote."""
+    if isinstance(value, cls):
+        return value
+    return cls(**_checked_fields(cls, known_fields(cls, value))) if isinstance(value, Mapping) else _NO
+
+
+def _checked_fields(cls: type, given: dict[str, Any]) -> dict[str, Any]:
+    return given | {name: _value(cls, name, kind, given[name]) for name, kind in _kinds(cls).items() if name in given}
 
 
 def _with_article(name: str) -> str:
@@ -336,11 +389,8 @@ def known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
         raise ConfigError(f"a {cls.__name__} is a mapping of {', '.join(names)}, not {brief(data)}")
     options = [f.name for f in fields(cls) if not f.metadata.get("state")]
-    if unknown := sorted(set(data) - set(names)):
-        raise ConfigError(
-            f"{cls.__name__} has no field {', '.join(unknown)}; it has {', '.join(options) or 'none'}"
-            f"{nearest(unknown[0], options)}"
-        )
+    if missing := set(data) - set(names):
+        raise absent(cls.__name__, "field", missing, options)
     return dict(data)
 
 
@@ -349,23 +399,10 @@ def enum_member(enum: type[StrEnum], value: str) -> Any:
     try:
         return enum(value)
     except ValueError:
-        raise ConfigError(
-            f"unknown {enum.__name__} {brief(value)}; choose one of {', '.join(enum)}{nearest(value, enum)}"
-        ) from None
-
-
-def nearest(name: object, names: Iterable[str]) -> str:
-    """Return a question for the name that was meant, or nothing.
-
-    >>> nearest("iteration", ["iterations", "seed"])
-    "; did you mean 'iterations'?"
-    """
-    simple = {re.sub(r"[^a-z0-9]", "", str(known).lower()): str(known) for known in names}
-    near = difflib.get_close_matches(re.sub(r"[^a-z0-9]", "", str(name).lower()), simple, n=1)
-    return f"; did you mean {simple[near[0]]!r}?" if near else ""
+        raise unknown(enum.__name__, value, enum) from None
 
 
 __all__ = [
     *("Interval", "NonNegativeFloat", "NonNegativeInt", "PositiveInt"),
-    *("checked", "checked_call", "checked_names", "enum_member", "known_fields", "nearest", "parsed"),
+    *("checked", "checked_call", "checked_names", "enum_member", "known_fields", "parsed", "plain", "plain_fields"),
 ]

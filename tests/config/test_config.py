@@ -311,7 +311,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: INT8_STATIC.replace(passes=(AlignShifts(),), target="dpu"),
         "a DPU multiplies by shifts",
     ),
-    "an unknown rule": (lambda: AlignShifts(rules=("concta",)), "unknown rule 'concta'; choose from concat, pool"),
+    "an unknown rule": (lambda: AlignShifts(rules=("concta",)), "unknown rule 'concta'; choose one of concat, pool"),
     "pools of nothing": (
         lambda: SplitLargePools(largest=0),
         "largest of SplitLargePools must be a whole number of at least 1, not 0",
@@ -424,7 +424,9 @@ def test_a_refusal_is_a_value_error_and_a_quark_error() -> None:
 
 
 def test_an_unknown_preset_lists_the_nearest_and_all() -> None:
-    with pytest.raises(ConfigError, match=r"unknown preset 'int8_sttic'; did you mean 'int8_static'\?.*int8_dynamic"):
+    with pytest.raises(
+        ConfigError, match=r"unknown preset 'int8_sttic'; choose one of .*int8_dynamic.*; did you mean 'int8_static'\?"
+    ):
         preset("int8_sttic")
     with pytest.raises(ConfigError, match=r"unknown preset 'zzz'.*int8_static"):
         qfx.quantize(None, "zzz")  # type: ignore[arg-type]

@@ -428,7 +428,7 @@ def test_a_pass_does_not_take_the_name_of_another_module() -> None:
     def fold_batch_norm(gm: GraphModule) -> int:
         return 0
 
-    with pytest.raises(qfx.ConfigError, match=r"quark_fx\.passes\.fold_batch_norm has one of that name"):
+    with pytest.raises(qfx.ConfigError, match=r"quark_fx\.passes\.fold_batch_norm.* has that name"):
         graph_pass()(fold_batch_norm)
     assert PASSES["fold_batch_norm"] is known
 

@@ -664,9 +664,13 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "one candidate": (lambda: candidates_of([INT8]), ConfigError, "at least two"),
     "twice the same": (lambda: candidates_of([INT8, preset(INT8)]), ConfigError, "there twice"),
     "no list": (lambda: candidates_of(INT8), ConfigError, "candidates is a list"),
-    "an unknown format": (lambda: candidates_of(["int1", INT8]), ConfigError, r"Number formats .* int2, "),
+    "an unknown format": (
+        lambda: candidates_of(["int1", INT8]),
+        ConfigError,
+        r"or number format 'int1'; choose one of .* int2, ",
+    ),
     "an unknown preset": (lambda: candidates_of([INT8, "int4_weights"]), ConfigError, "unknown preset"),
-    "a misspelt format": (lambda: candidates_of([INT8, "int44"]), ConfigError, "'int44'; did you mean 'int4'"),
+    "a misspelt format": (lambda: candidates_of([INT8, "int44"]), ConfigError, r"'int44'; .*did you mean 'int4'"),
     "nothing to quantize": (
         lambda: run(
             mlp(),

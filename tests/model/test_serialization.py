@@ -700,7 +700,7 @@ def test_a_model_needs_no_code_of_what_made_it(tmp_path: Path) -> None:
     assert str(loaded.report())
     loaded.save(tmp_path / "again")
     assert qfx.load(tmp_path / "again").config == config
-    with pytest.raises(qfx.QuarkError, match="pass my_pass is known from a stored model only; import the module"):
+    with pytest.raises(qfx.QuarkError, match="pass 'my_pass' is known from a stored model only; import the module"):
         quantize(seeded(nn.Linear(8, 8)), config, [x])
     with pytest.raises(qfx.QuarkError, match="observer 'my_observer' is known from a stored model only; import the"):
         quantize(seeded(nn.Linear(8, 8)), config.replace(passes=()), [x])

@@ -46,6 +46,7 @@ from quark_fx.numbers.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, INT8, FloatFo
 from quark_fx.numbers.qparams import ScaleType, Symmetry, recover_global_scale
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.system.isolation import isolated, quiet, warn
+from quark_fx.system.names import unknown
 from quark_fx.system.options import checked_call
 from quark_fx.system.writable import require_possible
 
@@ -92,7 +93,7 @@ def huggingface(
     """
     if format not in _WRITERS:
         other = ", or use export.gguf" * (format == "gguf")
-        raise ExportError(f"unknown checkpoint format {format!r}; choose one of {', '.join(_WRITERS)}{other}")
+        raise unknown("checkpoint format", format, _WRITERS, also=other, error=ExportError)
     directory = Path(directory)
     require_possible(directory)
     require_tokenizer(tokenizer)

@@ -20,6 +20,7 @@ from quark_fx.export.to_onnx.qoperator import use_integer_operators
 from quark_fx.export.to_onnx.rules import FORMATTED, TRANSLATED, OnnxRule, apply_rule, keep_floats
 from quark_fx.export.to_onnx.rules.exporter_notes import settle_sizes, strip_metadata
 from quark_fx.export.to_onnx.vitis import PREFIXES, use_vendor_nodes
+from quark_fx.system.names import unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,7 @@ def find_format(name: str, options: FormatOptions, target: Target) -> tuple[Onnx
     """
     chosen = FORMATS.get(name)
     if chosen is None:
-        raise ExportError(f"unknown ONNX format {name!r}; choose one of {', '.join(FORMATS)}")
+        raise unknown("ONNX format", name, FORMATS, error=ExportError)
     if name not in (formats := target.onnx.formats):
         raise ExportError(f"target={str(target)!r} reads no format={name!r}; choose one of {', '.join(formats)}")
     filled = {}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
 
 from quark_fx.errors import ExportError
+from quark_fx.system.registry import Registry
 
-LOWERINGS: dict[str, Callable[..., Any]] = {}
+LOWERINGS: Registry[Callable[..., Any], Callable[..., Any]] = Registry("ONNX lowering", error=ExportError)
 """Lowering functions by qualified operator name. The table is the support list: tests iterate over it."""
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -22,12 +24,15 @@ def lowers(name: str) -> Callable[[F], F]:
     and returns the ONNX value(s) it built with `onnxscript.opset21`.
 
     Raises:
-        ExportError: for a name of another form, or an overload that the operator does not have.
+        ExportError: for a name of another form, an overload that the operator does not have, or an operator that has
+            a lowering of another module.
     """
     _overload(name)
 
     def register(function: F) -> F:
-        LOWERINGS[name] = function
+        if not function.__module__.startswith("quark_fx.") and find_spec("onnxscript"):
+            _fill()
+        LOWERINGS.add(function, name)
         return function
 
     return register
@@ -35,10 +40,13 @@ def lowers(name: str) -> Callable[[F], F]:
 
 def translation_table() -> dict[Any, Callable[..., Any]]:
     """Return the table for `torch.onnx.export(custom_translation_table=...)`: the operators that exist here."""
-    import quark_fx.export.to_onnx.lowering  # noqa: F401 (fills the table; needs the `onnx` extra)
-
+    _fill()
     found = {_overload(name): function for name, function in LOWERINGS.items()}
     return {overload: function for overload, function in found.items() if overload is not None}
+
+
+def _fill() -> None:
+    import quark_fx.export.to_onnx.lowering  # noqa: F401 (needs the `onnx` extra)
 
 
 def _overload(name: str) -> Any:

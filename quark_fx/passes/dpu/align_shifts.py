@@ -21,6 +21,7 @@ from quark_fx.numbers.qparams import QParams
 from quark_fx.passes.dpu import shifts
 from quark_fx.passes.dpu.shifts import System
 from quark_fx.plan.placement import Coded, Point, module_name
+from quark_fx.system.names import unknown
 
 RULES = ("concat", "pool", "pad", "read", "write", "hard_sigmoid", "swish", "cut", "bias")
 """Every rule."""
@@ -51,8 +52,9 @@ class AlignShifts:
     rules: tuple[str, ...] = RULES
 
     def __post_init__(self) -> None:
-        if unknown := [rule for rule in self.rules if rule not in RULES]:
-            raise ConfigError(f"unknown rule {unknown[0]!r}; choose from {', '.join(RULES)}")
+        for rule in self.rules:
+            if rule not in RULES:
+                raise unknown("rule", rule, RULES)
 
     def __call__(self, gm: GraphModule, context: Context | None = None) -> int:
         """Change the scales of the run, note each, and return how many changed."""

@@ -1,0 +1,164 @@
+"""The registry of everything that configurations and files refer to by name: passes, observers, targets, presets, …
+
+A registry is a dictionary that protects its names. A module can redefine its own entry, which is what running a
+notebook cell twice does; an entry of another module, such as a built-in, is never replaced.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, ClassVar, Generic, TypeVar, cast
+from weakref import WeakValueDictionary
+
+from quark_fx.errors import ConfigError
+from quark_fx.system.names import Stored, absent, keeps_stored, unknown
+from quark_fx.system.options import plain_fields
+from quark_fx.system.untrusted import brief
+
+E = TypeVar("E")
+V = TypeVar("V")
+
+
+class Registry(dict[str, E], Generic[E, V]):
+    """Entries of one kind by name.
+
+    `E` is the type of an entry, such as an observer class; `V` is the type of the values that configurations hold, such
+    as observers. Both are the same if entries are values (targets, presets, formats).
+
+    Args:
+        what: Kind of entry for messages, such as "observer".
+        by_name: Whether entries are values, which files write as a name without options.
+        spelled: Function from the Python name of an entry to its registered name.
+        error: Error class for names that are unknown or taken.
+        answers: Attributes that a `Stored` value of this kind has.
+        remedy: Advice for a `Stored` value besides importing its module.
+    """
+
+    every: ClassVar[list[Registry[Any, Any]]] = []
+    """All registries, so that tests can restore them."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        by_name: bool = False,
+        spelled: Callable[[str], str] = str,
+        error: Callable[[str], Exception] = ConfigError,
+        answers: Mapping[str, Any] | None = None,
+        remedy: str = "",
+    ) -> None:
+        super().__init__()
+        self.what, self.by_name, self.spelled, self.error = what, by_name, spelled, error
+        self.answers, self.remedy = answers or {}, remedy
+        self._owners: dict[str, tuple[str, str]] = {}
+        self._names: dict[int, str] = {}
+        self._definitions: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self.every.append(self)
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return dict, (dict(self),)
+
+    def add(self, entry: E, name: str = "", *, depth: int = 1) -> E:
+        """Register an entry.
+
+        Args:
+            entry: Class, function, or value.
+            name: Name; by default that of the class or function.
+            depth: Stack frames between this call and the module that owns a value.
+
+        Raises:
+            ConfigError: If another module or another definition has the name; `error`, if that is given.
+        """
+        if hasattr(entry, "__qualname__"):
+            owner = (entry.__module__, entry.__qualname__)
+            name = name or self.spelled(entry.__name__)  # type: ignore[attr-defined]
+        else:
+            owner = (sys._getframe(depth).f_globals.get("__name__", ""), "")
+        if name in self and self._owners.get(name, owner) != owner:
+            raise self.error(
+                f"{_place(owner)} registers {self.what} {name!r}, and {self.owner(name)} has that name; "
+                "configurations and files find it by name, so give yours another one"
+            )
+        self[name], self._owners[name] = entry, owner
+        if hasattr(entry, "__qualname__"):
+            self._names[id(entry)] = name
+            self._definitions[id(entry)] = entry
+        return entry
+
+    def find(self, name: Any) -> E:
+        """Return the entry called `name`; raises `error` with all names and the closest one if there is none."""
+        if not isinstance(name, str) or name not in self:
+            raise self.unknown(name)
+        return self[name]
+
+    def unknown(self, name: Any, also: str = "") -> Exception:
+        """Return the error for a name that is not registered."""
+        return unknown(self.what, name, self, also=also, error=self.error)
+
+    def make(self, data: Any) -> V:
+        """Return the value that plain data describe: a name, or a mapping of `name` and options.
+
+        While a stored model is read (`keeping_stored`), an entry that nothing registers, or that does not have these
+        options, becomes a `Stored` value.
+
+        Raises:
+            ConfigError: For an unknown name or option, or data of another form.
+        """
+        options = {"name": data} if isinstance(data, str) else dict(data) if isinstance(data, Mapping) else {}
+        name = options.pop("name", None)
+        if not isinstance(name, str):
+            article = "an" if self.what[0] in "aeiou" else "a"
+            raise ConfigError(
+                f"{article} {self.what} is a name, or a mapping of its name and options, not {brief(data)}"
+            )
+        try:
+            return self._made(name, options)
+        except Exception:  # a class of another version can raise anything about its options
+            if not keeps_stored():
+                raise
+            return cast(V, Stored(self.what, name, None if self.by_name else options, self.answers, self.remedy))
+
+    def _made(self, name: str, options: Mapping[str, Any]) -> V:
+        entry: Any = self.find(name)
+        builds = isinstance(entry, type)
+        known = [f.name for f in fields(entry) if not f.metadata.get("state")] if builds and is_dataclass(entry) else []
+        if missing := set(map(str, options)) - set(known):
+            raise absent(f"{self.what} {name!r}", "option", missing, known)
+        return cast(V, entry(**options) if builds else entry)
+
+    def name_of(self, value: Any) -> str:
+        """Return the name of a value: that under which its class or function was registered.
+
+        Raises:
+            ConfigError: If its class or function is not registered, and another one has the name.
+        """
+        if isinstance(value, Stored):
+            return value.name
+        definition = value if hasattr(value, "__qualname__") else type(value)
+        if self._definitions.get(id(definition)) is definition:
+            return self._names[id(definition)]
+        name = self.spelled(definition.__name__)
+        if name in self and self[name] is not definition:
+            place = _place((definition.__module__, definition.__qualname__))
+            raise self.error(
+                f"{place} is not registered, and {self.owner(name)} has its name, {name!r}; configurations and files "
+                "find it by name, so register yours under another one"
+            )
+        return name
+
+    def plain(self, value: Any) -> Any:
+        """Return a mapping of `name` and options: plain data for JSON and YAML, from which `make` returns the value."""
+        return value.plain if isinstance(value, Stored) else {"name": self.name_of(value), **plain_fields(value)}
+
+    def owner(self, name: str) -> str:
+        """Return the module and definition that registered a name."""
+        return _place(self._owners.get(name, (f"{self.what} {name!r}", "")))
+
+
+def _place(owner: tuple[str, str]) -> str:
+    return ".".join(filter(None, owner))
+
+
+__all__ = ["Registry"]
