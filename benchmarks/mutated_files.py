@@ -60,7 +60,7 @@ def main() -> None:
     """Run the cases and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=10_000)
-    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="from 1000000000 on: attacks that were chosen")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         code = "import sys; from pathlib import Path; from mutations import make; make(Path(sys.argv[1]))"

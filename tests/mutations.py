@@ -31,7 +31,7 @@ from quark_fx.checkpoints.files import CheckpointFiles
 from quark_fx.errors import QuarkError
 from quark_fx.model.model_directory import document_text, tensor_file
 from quark_fx.model.stored_operators import _OPERATORS as ALLOWED
-from quark_fx.model.stored_operators import PYTHON
+from quark_fx.model.stored_operators import DTYPES, PYTHON
 from quark_fx.presets import PRESETS
 
 VICTIM = "quark_fx_victim"
@@ -206,6 +206,13 @@ def _run(place: Path, name: str) -> str:
     return "loaded and called"
 
 
+_OVERLOADS = sorted(
+    (schema.name.replace("::", "."), schema.overload_name or "default")
+    for namespace, names in ALLOWED.items()
+    for name in names
+    for schema in torch._C._jit_get_schemas_for_operator(f"{namespace}::{name.partition('.')[0]}")
+)
+"""Every overload of a name that a stored graph may call, those that it may not call included."""
 _CALLABLE = sorted(
     (schema.name.replace("::", "."), schema.overload_name or "default")
     for namespace, names in ALLOWED.items()
@@ -233,24 +240,37 @@ _TYPES = (
 )
 _INTEGERS = [0, 1, 1, 2, 2, 3, 4, -1, -1, -2, 7, 100, 1 << 20, 1 << 31, 1 << 40, -(1 << 31), (1 << 63) - 1, -(1 << 63)]
 _NUMBERS: list[Any] = [0.0, 0.5, 1.0, -1.0, 1e-30, 1e30, {"float": "nan"}, {"float": "inf"}, *_INTEGERS]
+_EDGES = [127, 255, -129, 1 << 31, (1 << 63) - 1, -(1 << 63), -1, 0, 46]
+"""Numbers that are too large for something: a type's number, a dimension, a size, a quotient."""
 _TEXTS = ["mean", "sum", "none", "zeros", "reflect", "constant", "ij", "xy", "same", "tanh", "ab,bc->ac", "linear", "x"]
+
+
+def _within(dtype: str, value: int) -> int:
+    if dtype == "bool":
+        return value % 2
+    limits = torch.iinfo(getattr(torch, dtype))
+    return min(max(value, limits.min), limits.max)
 
 
 class _Calls:
     """Draws the arguments of a call, and calls that make its tensors."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, *, edges: bool = False) -> None:
         self.rng, self.nodes = rng, list[dict[str, Any]]()
+        self.types: list[str] = sorted(DTYPES) if edges else _TYPES
+        self.integers = _EDGES if edges else _INTEGERS
+        self.numbers: list[Any] = [*_EDGES, {"float": "nan"}, -1.0] if edges else _NUMBERS
         self.shape = rng.choice(_SHAPES)
 
     def tensor(self) -> Any:
         """Return a tensor of one value, or of the numbers from one on, of any shape and type."""
         rng, name = self.rng, f"made_{len(self.nodes)}"
         shape = self.shape if rng.random() < 0.7 else rng.choice(_SHAPES)
-        dtype = rng.choice(_TYPES)
-        value: Any = rng.choice(_NUMBERS if dtype.startswith(("float", "bfloat", "complex")) else _INTEGERS)
-        if dtype != "int64" and not dtype.startswith(("float", "bfloat", "complex")):
-            value = int(value) % 100
+        dtype = rng.choice(self.types)
+        floats = dtype.startswith(("float", "bfloat", "complex"))
+        value: Any = rng.choice(self.numbers if floats else self.integers)
+        if dtype != "int64" and not floats:
+            value = int(value) % 100 if self.types is _TYPES else _within(dtype, value)
         call = {"target": "aten.full.default", "args": [shape, value], "kwargs": {"dtype": {"torch": dtype}}}
         self.nodes.append({"name": name, "op": "call_function", **call})
         return {"node": name}
@@ -264,13 +284,13 @@ class _Calls:
             return [self.argument(kind[5:-1]) for _ in range(rng.choice((0, 1, 1, 2, 2, 2, 3, 4)))]
         draw: dict[str, Callable[[], Any]] = {
             "Tensor": self.tensor,
-            "int": lambda: rng.choice(_INTEGERS),
-            "SymInt": lambda: rng.choice(_INTEGERS),
-            "float": lambda: rng.choice(_NUMBERS),
-            "number": lambda: rng.choice(_NUMBERS),
+            "int": lambda: rng.choice(self.integers),
+            "SymInt": lambda: rng.choice(self.integers),
+            "float": lambda: rng.choice(self.numbers),
+            "number": lambda: rng.choice(self.numbers),
             "bool": lambda: rng.random() < 0.5,
             "str": lambda: rng.choice(_TEXTS),
-            "ScalarType": lambda: {"torch": rng.choice(_TYPES)},
+            "ScalarType": lambda: {"torch": rng.choice(self.types)},
             "MemoryFormat": lambda: {"torch": rng.choice(("contiguous_format", "channels_last"))},
         }
         return draw.get(kind, lambda: None)()
@@ -304,12 +324,67 @@ def _call(source: Path, place: Path, rng: random.Random) -> Callable[[], Any]:
     shutil.copytree(source / "mlp", place)
     calls = _Calls(rng)
     calls.of(*rng.choice(_CALLABLE))
+    return _returned(place, calls)
+
+
+def _returned(place: Path, calls: _Calls) -> Callable[[], Any]:
+    """Store a graph that returns the last of some calls."""
     model = json.loads((place / "graph.json").read_text())["model"]
     output = model["nodes"].pop()
     output["args"] = [[{"node": calls.nodes[-1]["name"]}]]
     model["nodes"] += [*calls.nodes, output]
     (place / "graph.json").write_text(document_text(model))
     return lambda: _run(place, "mlp")
+
+
+_QUOTIENTS = [
+    (f"{name}.{overload}", mode)
+    for name, overloads in {
+        "div": ("Tensor_mode", "Scalar_mode"),
+        "divide": ("Tensor_mode", "Scalar_mode"),
+        "floor_divide": ("default", "Scalar"),
+        "remainder": ("Tensor", "Scalar", "Scalar_Tensor", "int"),
+        "fmod": ("Tensor", "Scalar", "int"),
+        "lcm": ("default",),
+        "gcd": ("default", "int"),
+    }.items()
+    for overload in overloads
+    for mode in (("trunc", "floor") if overload.endswith("_mode") else ("",))
+]
+_DIVIDED = [
+    (*quotient, dtype, divisor)
+    for quotient in _QUOTIENTS
+    for dtype in ("int64", "int32", "int16", "int8")
+    for divisor in (-1, 0, 7)
+]
+"""Divisions of the most negative integer: its quotient by -1 does not fit its type; `lcm` with 7 divides by -1, too."""
+FIRST_ATTACK = 10**9
+"""Cases from this number on are attacks that were chosen, not drawn."""
+DIVISIONS = len(_DIVIDED)
+"""How many of them divide; there is one more for each overload."""
+
+
+def _attack(number: int, source: Path, place: Path) -> Callable[[], Any]:
+    """Store a graph that divides what cannot be divided, or calls any overload with numbers at the edges of types."""
+    shutil.copytree(source / "mlp", place)
+    if number >= DIVISIONS:
+        calls = _Calls(random.Random(number), edges=True)
+        calls.of(*_OVERLOADS[(number - DIVISIONS) % len(_OVERLOADS)])
+        return _returned(place, calls)
+    target, mode, dtype, divisor = _DIVIDED[number]
+    calls = _Calls(random.Random(number))
+    lowest = torch.iinfo(getattr(torch, dtype)).min
+    for name, value in (("dividend", lowest), ("divisor", divisor)):
+        call = {"target": "aten.full.default", "args": [[40], value], "kwargs": {"dtype": {"torch": dtype}}}
+        calls.nodes.append({"name": name, "op": "call_function", **call})
+    overload = target.partition(".")[2]
+    left: Any = lowest if overload in ("Scalar_Tensor", "int") else {"node": "dividend"}
+    right: Any = divisor if overload.startswith("Scalar") and overload != "Scalar_Tensor" else {"node": "divisor"}
+    right = divisor if overload == "int" else right
+    kwargs = {"rounding_mode": mode} if mode else {}
+    call = {"target": f"aten.{target}", "args": [left, right], "kwargs": kwargs}
+    calls.nodes.append({"name": "call", "op": "call_function", **call})
+    return _returned(place, calls)
 
 
 def _tensors(source: Path, place: Path, rng: random.Random) -> Callable[[], Any]:
@@ -394,9 +469,11 @@ class Hang(BaseException):
 def outcome(case: int, source: Path) -> tuple[str, str]:
     """Return the kind of a case and what reading it came to: a result, `refused`, or what went wrong in capitals."""
     rng = random.Random(case)
-    kind = rng.choices(list(KINDS), [weight for _, weight in KINDS.values()])[0]
+    chosen = case - FIRST_ATTACK
+    kind = rng.choices(list(KINDS), [weight for _, weight in KINDS.values()])[0] if chosen < 0 else "chosen attack"
     with tempfile.TemporaryDirectory() as folder:
-        read = KINDS[kind][0](source, Path(folder, "file"), rng)
+        place = Path(folder, "file")
+        read = KINDS[kind][0](source, place, rng) if chosen < 0 else _attack(chosen, source, place)
         try:
             return kind, read()
         except QuarkError as error:

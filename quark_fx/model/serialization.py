@@ -30,6 +30,7 @@ from quark_fx.graph.signature import Signature
 from quark_fx.model.model_directory import read_model, write_model
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.model.stored_data import LONGEST, listed, mapping, texts
+from quark_fx.model.stored_divisions import guard_divisions
 from quark_fx.model.stored_operators import (
     DTYPES,
     MEMORY_FORMATS,
@@ -51,6 +52,8 @@ from quark_fx.system.writable import require_possible
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,511}", re.ASCII)
 """What a node or input may be called: an identifier of the code that torch generates for a graph."""
+_SHORT = 256
+"""Characters of the longest name of a node that is written: names that torch makes of nested modules have no limit."""
 _LARGEST = 1 << 42
 """Bytes of the largest value a stored graph may compute."""
 _ON_SIZES = frozenset(function for name, function in PYTHON.items() if name != "getitem")
@@ -73,7 +76,12 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
     tensors = stored_tensors(gm)
     ids = {name: f"t{index}" for index, name in enumerate(tensors)}
     kept = {name: f"t{len(tensors) + index}" for index, name in enumerate(qmodel.kept)}
-    names, stacks = tensor_names(gm), Stacks()
+    names, stacks, nodes = tensor_names(gm), Stacks(), _node_names(gm.graph)
+    if long := next((name for name in (*tensors, *names.values(), *qmodel.kept) if len(name) > LONGEST), None):
+        raise QuarkError(
+            f"the name {brief(long)} has {len(long)} characters, and stored models have at most {LONGEST}; rename its "
+            "modules"
+        )
     report = qmodel.report()
     document = {
         "signature": _signature_to_data(qmodel.signature),
@@ -84,7 +92,7 @@ def save_model(qmodel: QuantizedModel, directory: Path) -> None:
         "inputs": [_value_to_data(node, symbols) for node in gm.graph.nodes if node.op == "placeholder"],
         "tensors": {ids[name]: names.get(name, name) for name in tensors},
         "buffers": [ids[name] for name in tensors if name in buffer_names(gm)],
-        "nodes": [_node_to_data(node, ids, stacks) for node in gm.graph.nodes],
+        "nodes": [_node_to_data(node, nodes, ids, stacks) for node in gm.graph.nodes],
         "provenance": provenance_to_data(qmodel, ids, kept, stacks),
     }
     try:
@@ -166,24 +174,40 @@ def _read_tensors(file: Path, device: torch.device) -> dict[str, Tensor]:
     return tensors
 
 
-def _node_to_data(node: Node, ids: Mapping[str, str], stacks: Stacks) -> dict[str, Any]:
-    target = ids[str(node.target)] if node.op == "get_attr" else node.target
+def _node_names(graph: Graph) -> dict[Node, str]:
+    """Return a name for each node that `load` accepts: its own, or the start of a long one and a number."""
+    taken = {node.name for node in graph.nodes if len(node.name) <= _SHORT}
+    names: dict[Node, str] = {}
+    for index, node in enumerate(graph.nodes):
+        name = node.name
+        if len(name) > _SHORT:
+            name = f"{name[: _SHORT // 2]}_{index}"
+            while name in taken:
+                name += "_"
+            taken.add(name)
+        names[node] = name
+    return names
+
+
+def _node_to_data(node: Node, names: Mapping[Node, str], ids: Mapping[str, str], stacks: Stacks) -> dict[str, Any]:
+    own = {"get_attr": ids.get(str(node.target)), "placeholder": names[node]}
+    target = own.get(node.op, node.target)
     name = target if isinstance(target, str) else operator_name(target)
     if name is None:
         raise QuarkError(f"the call of {target} at %{node.name} cannot be stored: it is not a registered operator")
-    data: dict[str, Any] = {"name": node.name, "op": node.op, "target": name}
+    data: dict[str, Any] = {"name": names[node], "op": node.op, "target": name}
     if node.args:
-        data["args"] = [_encode(a) for a in node.args]
+        data["args"] = [_encode(a, names) for a in node.args]
     if node.kwargs:
-        data["kwargs"] = {k: _encode(v) for k, v in node.kwargs.items()}
+        data["kwargs"] = {k: _encode(v, names) for k, v in node.kwargs.items()}
     return data | notes_to_data(node, stacks)
 
 
-def _encode(value: Any) -> Any:
+def _encode(value: Any, names: Mapping[Node, str]) -> Any:
     if isinstance(value, Node):
-        return {"node": value.name}
+        return {"node": names[value]}
     if isinstance(value, tuple | list):
-        return [_encode(item) for item in value]
+        return [_encode(item, names) for item in value]
     if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
         return {"torch": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
@@ -191,7 +215,7 @@ def _encode(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
     if isinstance(value, slice):
-        return {"slice": [_encode(part) for part in (value.start, value.stop, value.step)]}
+        return {"slice": [_encode(part, names) for part in (value.start, value.stop, value.step)]}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise QuarkError(f"a graph argument of type {type(value).__name__} cannot be stored")
@@ -319,18 +343,20 @@ def _restore(gm: GraphModule, symbols: Any, inputs: Any, device: torch.device) -
         dynamic.append({i: size["symbol"] for i, size in enumerate(shape) if not isinstance(size, int)})
     if len(examples) != sum(node.op == "placeholder" for node in gm.graph.nodes):
         raise QuarkError("the stored graph has another number of inputs than shapes of inputs")
+    reason = None
     with quiet():  # torch prints what is told here
         try:
             restore_values(gm, examples, dynamic, _require_computable, device=device)
-            return
         except _LimitError:
             raise
         except Exception as error:  # an operator without symbolic shapes raises anything
             reason = str(error).partition("\n")[0]
-        restore_values(gm, examples, [{}] * len(dynamic), _require_computable, device=device)
-    for node in gm.graph.nodes:
-        node.meta.pop("val", None)
-    gm.meta["no_shapes"] = reason
+            restore_values(gm, examples, [{}] * len(dynamic), _require_computable, device=device)
+        guard_divisions(gm)
+    if reason is not None:
+        for node in gm.graph.nodes:
+            node.meta.pop("val", None)
+        gm.meta["no_shapes"] = reason
 
 
 class _LimitError(QuarkError):
@@ -391,10 +417,10 @@ def _signature_to_data(signature: Signature) -> dict[str, Any]:
         "parameters": list(signature.parameters),
         "input_names": list(signature.input_names),
         "output_names": list(signature.output_names),
-        "input_constants": {name: _encode(value) for name, value in signature.input_constants.items()},
+        "input_constants": {name: _encode(value, {}) for name, value in signature.input_constants.items()},
         "input_limits": [list(limit) for limit in signature.input_limits],
         "input_multiples": [list(multiple) for multiple in signature.input_multiples],
-        "fixed_arguments": {name: _encode(value) for name, value in signature.fixed_arguments.items()},
+        "fixed_arguments": {name: _encode(value, {}) for name, value in signature.fixed_arguments.items()},
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from quark_fx.errors import QuarkError
 from quark_fx.system.untrusted import brief
 
-LONGEST = 4096
+LONGEST = 1 << 16
 """Characters of the longest name of a tensor or module."""
 
 

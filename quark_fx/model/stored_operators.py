@@ -168,6 +168,10 @@ def resolve(name: Any, namespaces: Collection[str] = ()) -> Callable[..., Any]:
     schema = _schema(namespace, packet, overload)
     if schema is None:
         raise QuarkError(f"the stored graph calls {name}, which is not registered; import the library that defines it")
+    if not _is_dispatched(namespace, packet, overload):
+        raise QuarkError(
+            f"the stored graph calls {name}, which TorchScript interprets and no exported graph has; it is not allowed"
+        )
     if schema.is_mutable:
         raise QuarkError(f"the stored graph calls {name}, which writes into its arguments and is not allowed")
     found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
@@ -176,6 +180,10 @@ def resolve(name: Any, namespaces: Collection[str] = ()) -> Callable[..., Any]:
 
 
 _WRITTEN: dict[Any, Callable[..., Any]] = {
+    # Fake tensors remember what these return, and real kernels would compute with it while shapes are found.
+    torch.ops.aten.lift.default: torch.ops.aten.alias.default,
+    torch.ops.aten.lift_fresh.default: torch.ops.aten.alias.default,
+    torch.ops.aten.lift_fresh_copy.default: torch.ops.aten.clone.default,
     torch.ops.aten.empty.memory_format: torch.ops.aten.zeros.default,
     torch.ops.aten.empty_like.default: torch.ops.aten.zeros_like.default,
     torch.ops.aten.new_empty.default: torch.ops.aten.new_zeros.default,
@@ -185,13 +193,15 @@ _WRITTEN: dict[Any, Callable[..., Any]] = {
 def written(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return a call that writes all memory it returns: uninitialized memory can hold another user's data.
+    """Return a call that writes all memory it returns, and that computes nothing while shapes are found.
+
+    Uninitialized memory can hold another user's data.
 
     Raises:
         QuarkError: if a grouped product is not one of rows and a stack of matrices.
     """
     if target is torch.ops.aten._grouped_mm.default:
-        given = _bound(target, args, kwargs)
+        given = arguments_of(target, args, kwargs)
         parts = tuple(given.pop(name, None) for name in ("self", "mat2", "offs"))
         if not all(isinstance(part, Node) for part in parts) or any(value is not None for value in given.values()):
             raise QuarkError(
@@ -206,7 +216,7 @@ def written(
     return found, args, {name: value for name, value in kwargs.items() if name in names}
 
 
-def _bound(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_of(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments given in a call, by their names in the schema."""
     return dict(zip((argument.name for argument in target._schema.arguments), args, strict=False)) | dict(kwargs)
 
@@ -216,6 +226,19 @@ def _schema(namespace: str, packet: str, overload: str) -> Any:
     schemas = torch._C._jit_get_schemas_for_operator(f"{namespace}::{packet}")
     wanted = "" if overload == "default" else overload
     return next((schema for schema in schemas if schema.overload_name == wanted), None)
+
+
+def _is_dispatched(namespace: str, packet: str, overload: str) -> bool:
+    """Tell whether an overload is an operator of the dispatcher, as all that capture records are.
+
+    The other overloads are instructions of TorchScript: `to.prim_dtype` takes any number for a type, `remainder.int`
+    divides Python numbers.
+    """
+    try:
+        torch._C._dispatch_find_schema_or_throw(f"{namespace}::{packet}", "" if overload == "default" else overload)
+    except RuntimeError:
+        return False
+    return True
 
 
 def operator_name(target: Any) -> str | None:
@@ -253,7 +276,7 @@ def require_fitting(target: Callable[..., Any], args: Sequence[Any], kwargs: Map
         raise QuarkError(f"the stored graph calls {target} with dtype=torch.bool, which is not allowed")
     # Kernels compare the number of a mode with those they know and write nothing for others.
     if target.namespace == "aten" and target._opname.startswith("grid_sampler"):
-        bound = _bound(target, args, kwargs)
+        bound = arguments_of(target, args, kwargs)
         modes = {"interpolation_mode": range(2 if target._opname.endswith("3d") else 3), "padding_mode": range(3)}
         for mode, choices in modes.items():
             if type(bound[mode]) is not int or bound[mode] not in choices:
@@ -276,7 +299,7 @@ def require_recurrent_sizes(target: Any, args: Sequence[Any], kwargs: Mapping[st
     """
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._opname not in _GATES:
         return
-    given = _bound(target, args, kwargs)
+    given = arguments_of(target, args, kwargs)
     gates, hx, params = _GATES[target._opname], given["hx"], given["params"]
     states = hx if isinstance(hx, list | tuple) else [hx]
     layers, two, biased = given["num_layers"], given["bidirectional"], given["has_biases"]
@@ -354,6 +377,6 @@ def require_small(value: Any) -> None:
 
 
 __all__ = [
-    *("DTYPES", "MEMORY_FORMATS", "PYTHON", "operator_name", "require_fitting", "require_recurrent_sizes"),
-    *("require_small", "resolve", "written"),
+    *("DTYPES", "MEMORY_FORMATS", "PYTHON", "arguments_of", "operator_name", "require_fitting"),
+    *("require_recurrent_sizes", "require_small", "resolve", "written"),
 ]

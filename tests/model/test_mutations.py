@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from mutations import make
+from mutations import DIVISIONS, FIRST_ATTACK, make
 
 from benchmarks.mutated_files import run
 
@@ -15,6 +15,7 @@ def test_changed_files_are_read_or_refused_by_name(tmp_path: Path) -> None:
     make(tmp_path)
     outcomes = run(tmp_path, 0, 300)
     assert len(outcomes) == 300
+    outcomes |= run(tmp_path, FIRST_ATTACK, DIVISIONS) | run(tmp_path, FIRST_ATTACK + DIVISIONS, 60)
     wrong = {case: found for case, (_, found) in outcomes.items() if found[:1].isupper()}
     assert not wrong
     assert sum(found == "refused" for _, found in outcomes.values()) > 100

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from stored import edit, replace_tensors
 from tiny import calls, cnn, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import quark_fx as qfx
 from quark_fx.graph.nodes import placeholders, stored_tensors, tensor_names
@@ -706,3 +707,65 @@ def test_a_model_needs_no_code_of_what_made_it(tmp_path: Path) -> None:
         quantize(seeded(nn.Linear(8, 8)), config.replace(passes=()), [x])
     with pytest.raises(qfx.ConfigError, match="unknown observer 'my_observer'"):
         qfx.QuantConfig.from_dict(config.to_dict())
+
+
+class Deep(nn.Module):
+    """A module in modules of one name."""
+
+    def __init__(self, depth: int, name: str) -> None:
+        super().__init__()
+        self.add_module(name, Deep(depth - 1, name) if depth else nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        (inner,) = self.children()
+        return inner(x)  # type: ignore[no-any-return]
+
+
+class Called(nn.Module):
+    """Modules of the given names, one after another."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for inner in self.children():
+            x = inner(x)
+        return x
+
+
+class Keyed(nn.Module):
+    """A model of a dictionary, whose keys name inputs and outputs."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self.key, self.linear = key, nn.Linear(4, 4)
+
+    def forward(self, x: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {self.key: self.linear(x[self.key])}
+
+
+NAMED: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "nested": lambda: (Deep(32, "submodule_number"), rand(3, 4)),
+    "long": lambda: (Called("a" * 5000, "a" * 4999 + "b"), rand(3, 4)),
+    "cases": lambda: (Called("Layer", "layer", "LAYER"), rand(3, 4)),
+    "escaped": lambda: (Called("a b", "a_b", "a-b", "a__b", "a_b_1", "größe", "日本"), rand(3, 4)),
+    "long key": lambda: (Keyed("k" * 700), ({"k" * 700: rand(3, 4)},)),
+    "odd key": lambda: (Keyed("a b/ü"), ({"a b/ü": rand(3, 4)},)),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_what_is_saved_loads_whatever_it_is_called(case: str, tmp_path: Path) -> None:
+    model, x = NAMED[case]()
+    qmodel = quantize(seeded(model), "int8_static", [x])
+    qmodel.save(tmp_path / "model")
+    loaded = qfx.load(tmp_path / "model")
+    call = x if isinstance(x, tuple) else (x,)
+    for ours, theirs in zip(tree_leaves(loaded(*call)), tree_leaves(qmodel(*call)), strict=True):
+        assert torch.equal(ours, theirs)
+    assert [row.name for row in loaded.report().rows] == [row.name for row in qmodel.report().rows]
+    loaded.save(tmp_path / "again")
+    assert (tmp_path / "again/graph.json").read_bytes() == (tmp_path / "model/graph.json").read_bytes()
+    assert torch.equal(tree_leaves(loaded.eager(model)(*call))[0], tree_leaves(qmodel(*call))[0])
