@@ -14,14 +14,25 @@ from quark_fx.command_line.printing import show
 from quark_fx.command_line.reading import read_batches
 from quark_fx.command_line.subjects import subject
 from quark_fx.errors import ExportError
+from quark_fx.export.runtime.decoding import is_generation_folder
 from quark_fx.export.runtime.verification import Runtime
 from quark_fx.model.quantized_model import QuantizedModel
 
 
 @shares_options
 def verify(
-    file: Annotated[Path, typer.Argument(help="The .onnx or .gguf file, or the directory of a checkpoint.")],
-    model: Annotated[str, typer.Argument(help="The directory of the quantized model it was exported from.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="The .onnx or .gguf file, or the directory of a checkpoint or of prefill and decode graphs."
+        ),
+    ],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="The directory of the quantized model it was made of; for decode graphs, a float checkpoint too."
+        ),
+    ],
     reading: Reading,
     per_node: Annotated[
         bool, typer.Option("--per-node", help="Compare every quantized value, to see where a difference comes from.")
@@ -33,25 +44,33 @@ def verify(
         Runtime | None,
         typer.Option(help="What runs the file; default: transformers for checkpoints and .gguf, else onnxruntime."),
     ] = None,
+    decode_steps: Annotated[
+        int, typer.Option("--decode-steps", min=1, help="Tokens to decode after each prompt, for decode graphs.")
+    ] = 32,
     json: Json = False,
 ) -> None:
     """Run the same data in torch and in what reads the file, and compare outputs in quantization steps."""
     made_of = subject(model)
-    if not isinstance(made_of.model, QuantizedModel):
+    if not isinstance(made_of.model, QuantizedModel) and not is_generation_folder(file):
         raise ExportError(f"{model} is no quantized model of quark_fx; give the directory that quantize wrote")
-    found = qfx.verify(made_of.model, file, read_batches(reading, made_of), per_node=per_node, runtime=runtime)
+    batches = read_batches(reading, made_of)
+    found = qfx.verify(made_of.model, file, batches, per_node=per_node, runtime=runtime, decode_steps=decode_steps)
     data = {
         "runtime": found.runtime,
         "max_steps": found.max_steps,
         "limit": limit,
         "cause": found.cause,
         "skipped": found.skipped,
+        "decode_steps": found.decode_steps,
+        "first_wrong": found.first_wrong.name if found.first_wrong else None,
         "differences": [asdict(d) | {"steps": d.steps} for d in (*found.differences, *found.shipped)],
     }
     show(json, data, str(found))
     if not found.max_steps <= limit:
         if found.unrelated:
             why = "nothing in it resembles what torch computes: is it the file of this model?"
+        elif found.decode_steps:
+            why = f"the first to be more is {next(d.name for d in found.differences if not d.steps <= limit)}"
         elif found.runtime == "onnxruntime":
             why = (
                 "--per-node shows where that comes from (a value between two codes may be rounded either way, and a "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 CACHE_NAMES = ("cache", "past_key_values")
@@ -29,4 +30,14 @@ def held_in_cache(name: str | None) -> str | None:
     return found[1] if found is not None else None
 
 
-__all__ = ["CACHE_NAMES", "held_in_cache", "returned_cache"]
+def cache_of(values: Iterable[Any]) -> dict[str, Any]:
+    """Return which of a graph's inputs or outputs a cache holds, by name within it.
+
+    Args:
+        values: Of `onnx_ir`. Scalars are left out: the window of a sliding layer, which nothing reads.
+    """
+    held = {held_in_cache(value.name): value for value in values if value.shape is None or value.shape.rank()}
+    return {name: value for name, value in held.items() if name is not None}
+
+
+__all__ = ["CACHE_NAMES", "cache_of", "held_in_cache", "returned_cache"]

@@ -26,7 +26,6 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     MistralConfig,
-    MistralForCausalLM,
     PretrainedConfig,
     Qwen3NextConfig,
     T5Config,
@@ -49,23 +48,60 @@ needs_genai = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """A folder, and the model in torch; the prompt ends in the token that the model pads with."""
+def gpt2() -> PretrainedConfig:
+    """A model that reads all tokens before."""
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_inner": 32, "n_positions": 32, "vocab_size": 48}
-    config = GPT2Config(**sizes, initializer_range=0.5, bos_token_id=0, eos_token_id=0, pad_token_id=PAD)
+    return GPT2Config(**sizes, initializer_range=0.5, bos_token_id=0, eos_token_id=0, pad_token_id=PAD)
+
+
+def mistral() -> PretrainedConfig:
+    """A model whose window is shorter than the prompt."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    more = {"num_key_value_heads": 2, "vocab_size": 48, "max_position_embeddings": 32, "sliding_window": 4}
+    return MistralConfig(**sizes, **more, initializer_range=0.5, bos_token_id=0, eos_token_id=0, pad_token_id=PAD)
+
+
+def written_as(config: PretrainedConfig, folder: Path) -> SimpleNamespace:
+    """Return a folder, and the model in torch; the prompt ends in the token that the model pads with."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).eval()
     model.config.use_cache = model.generation_config.use_cache = False  # as models are often calibrated
     qmodel = quantize(model, "int8_weight_only", [{"input_ids": PROMPT}])
-    folder = qfx.export.genai(qmodel, tmp_path_factory.mktemp("genai") / "new", format="qdq")
+    folder = qfx.export.genai(qmodel, folder, format="qdq")
     eager: Any = qmodel.eager()
     expected = eager.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **GREEDY)[0].tolist()
     assert len(set(expected)) > 6, "a sequence that repeats itself proves little"
     return SimpleNamespace(
         folder=folder, expected=expected, config=json.loads((folder / "genai_config.json").read_text())
     )
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A folder of a model that reads all tokens before."""
+    return written_as(gpt2(), tmp_path_factory.mktemp("genai") / "new")
+
+
+def fed_as_genai_does(written: SimpleNamespace) -> list[int]:
+    """Generate with the prompt first, then single tokens, each after what the graph returned."""
+    decoder = written.config["model"]["decoder"]
+    session = onnxruntime.InferenceSession(written.folder / decoder["filename"])
+    inputs, outputs = decoder["inputs"], decoder["outputs"]
+    layers = range(decoder["num_hidden_layers"])
+    past = [inputs[name] % i for i in layers for name in ("past_key_names", "past_value_names")]
+    present = [outputs[name] % i for i in layers for name in ("present_key_names", "present_value_names")]
+    assert {value.name for value in session.get_inputs()} == {inputs["input_ids"], inputs["position_ids"], *past}
+    cache = [np.zeros((1, decoder["num_key_value_heads"], 0, decoder["head_size"]), np.float32)] * len(past)
+    found, new = PROMPT[0].tolist(), PROMPT.numpy()
+    for _ in range(STEPS):
+        positions = np.arange(len(found) - new.shape[1], len(found))[None]
+        feed = {inputs["input_ids"]: new, inputs["position_ids"]: positions} | dict(zip(past, cache, strict=True))
+        logits, *cache = session.run([outputs["logits"], *present], feed)
+        logits[0, -1, written.config["model"]["eos_token_id"]] = -np.inf  # as a minimum of new tokens does
+        found.append(int(logits[0, -1].argmax()))
+        new = np.array([found[-1:]])
+    return found
 
 
 def test_a_folder_holds_the_graph_its_data_and_the_configuration(written: SimpleNamespace) -> None:
@@ -83,23 +119,13 @@ def test_a_folder_holds_the_graph_its_data_and_the_configuration(written: Simple
 
 
 def test_what_genai_feeds_by_the_configuration_generates_what_torch_generates(written: SimpleNamespace) -> None:
-    """Prompt first, then single tokens, each after what the graph returned."""
-    decoder = written.config["model"]["decoder"]
-    session = onnxruntime.InferenceSession(written.folder / decoder["filename"])
-    inputs, outputs = decoder["inputs"], decoder["outputs"]
-    layers = range(decoder["num_hidden_layers"])
-    past = [inputs[name] % i for i in layers for name in ("past_key_names", "past_value_names")]
-    present = [outputs[name] % i for i in layers for name in ("present_key_names", "present_value_names")]
-    assert {value.name for value in session.get_inputs()} == {inputs["input_ids"], inputs["position_ids"], *past}
-    cache = [np.zeros((1, decoder["num_key_value_heads"], 0, decoder["head_size"]), np.float32)] * len(past)
-    found, new = PROMPT[0].tolist(), PROMPT.numpy()
-    for _ in range(STEPS):
-        positions = np.arange(len(found) - new.shape[1], len(found))[None]
-        feed = {inputs["input_ids"]: new, inputs["position_ids"]: positions} | dict(zip(past, cache, strict=True))
-        logits, *cache = session.run([outputs["logits"], *present], feed)
-        found.append(int(logits[0, -1].argmax()))
-        new = np.array([found[-1:]])
-    assert found == written.expected
+    assert fed_as_genai_does(written) == written.expected
+
+
+def test_a_sliding_window_is_in_the_graph_and_the_cache_holds_all_tokens(tmp_path: Path) -> None:
+    sliding = written_as(mistral(), tmp_path)
+    assert "sliding_window" not in sliding.config["model"]["decoder"], "else GenAI cuts the cache"
+    assert fed_as_genai_does(sliding) == sliding.expected
 
 
 @needs_genai
@@ -138,9 +164,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
         T5Config(d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2, vocab_size=16)
     ),
     "LlavaForConditionalGeneration reads more than tokens": _llava,
-    "2 DynamicSlidingWindowLayer of 2": lambda: MistralForCausalLM(
-        MistralConfig(**_TINY, num_key_value_heads=1, sliding_window=8)
-    ),
     "GPT2LMHeadModel has no eos_token_id": lambda: _of(GPT2Config(n_layer=1, eos_token_id=None), eos_token_id=None),
     "GPT2LMHeadModel does not say how many tokens": lambda: _of(BloomConfig(hidden_size=8, n_layer=1, n_head=1)),
     "1 LinearAttentionLayer of 2": lambda: _of(
@@ -188,8 +211,10 @@ def graph(**shapes: tuple[Any, ...]) -> ir.Graph:
     """Return a graph as `transformers` calls what it takes and gives; `__` stands for a dot, outputs begin with `o`."""
     values = [ir.Value(name=name.replace("__", "."), shape=ir.Shape(shape)) for name, shape in shapes.items()]
     outputs = [value for value in values if str(value.name).startswith(("output", "logits"))]
-    inputs = [value for value in values if value not in outputs]
-    return ir.Graph(inputs, outputs, nodes=[], opset_imports={"": 21})
+    inputs = {value.name: value for value in values if value not in outputs}
+    appended = [(inputs[f"input{value.name[6:]}"], value) for value in outputs if value.name and value.name[0] == "o"]
+    nodes = [ir.node("Concat", [past, past], {"axis": 2}, outputs=[value]) for past, value in appended]
+    return ir.Graph([*inputs.values()], outputs, nodes=nodes, opset_imports={"": 21})
 
 
 def cache(*layers: int, values: int = 8, name: str = "cache") -> dict[str, tuple[Any, ...]]:

@@ -102,24 +102,9 @@ def operators(program: ir.Model) -> Counter[str]:
     return Counter(node.op_type for node in program.graph)
 
 
-class Rounded(DynamicCache):  # type: ignore[misc]
-    """A cache of torch's that holds what codes stand for; the tokens that start it read their own in float."""
-
-    def __init__(self, scales: CacheScales) -> None:
-        super().__init__()
-        self.scales = scales
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
-        """Append, and return all."""
-        first, name = not self.get_seq_length(layer), f"layers.{layer}."
-        rounded = self.scales.round(f"{name}keys", keys), self.scales.round(f"{name}values", values)
-        result = super().update(*rounded, layer, *args, **kwargs)
-        return (keys, values) if first else result
-
-
 def require_same_codes(runs: Any, model: Any, scales: CacheScales) -> None:
     """Raise if the codes that graphs return are not those of torch's keys and values, but for ties."""
-    rounded, past = Rounded(scales), None
+    rounded, past = scales.cache(), None
     for ids, positions in ((PROMPT, torch.arange(9)), (PROMPT[:, :1], torch.tensor([9]))):
         inputs = {"input_ids": ids, "position_ids": positions.expand(2, -1), "use_cache": True}
         with torch.no_grad():
@@ -246,7 +231,7 @@ def test_an_int8_cache_is_what_group_query_attention_reads(fused: SimpleNamespac
     }
     for component in exported.components.values():
         assert use_int8_cache(component.program, scales) == 4
-    expected = fused.model.generate(PROMPT[:1], past_key_values=Rounded(scales), **GREEDY)
+    expected = fused.model.generate(PROMPT[:1], past_key_values=scales.cache(), **GREEDY)
     model = generator(exported, threads=1)
     require_same_codes(model, fused.model, scales)
     assert torch.equal(model.generate(PROMPT[:1], **GREEDY), expected)
@@ -291,7 +276,7 @@ def test_codes_are_appended_to_codes_and_looked_up_as_codes() -> None:
     past = {v.name: v.dtype for v in (*decode.graph.inputs, *decode.graph.outputs) if held_in_cache(v.name)}
     assert len(past) == 4
     assert set(past.values()) == {ir.DataType.INT8}
-    expected = model.generate(PROMPT[:1], past_key_values=Rounded(scales), **GREEDY)
+    expected = model.generate(PROMPT[:1], past_key_values=scales.cache(), **GREEDY)
     runs = generator(exported, threads=1)
     require_same_codes(runs, model, scales)
     assert torch.equal(runs.generate(PROMPT[:1], **GREEDY), expected)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from quark_fx.data.cache_names import returned_cache
+from quark_fx.data.cache_names import CACHE_NAMES, cache_of, returned_cache
 from quark_fx.errors import CalibrationError, ExportError
 from quark_fx.numbers.formats import INT8
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,10 @@ class CacheScales:
         largest: dict[str, Tensor] = {}
         for batch in batches:
             with torch.no_grad():
-                cache = returned_cache(model(**batch, use_cache=True))
+                cache = returned_cache(model(**batch, use_cache=True, **_keeping_all(model)))
             for name, value in get_leaf_tensors(cache).items():
+                if not value.dim():
+                    continue  # a layer's window
                 if value.dim() != 4 or not value.is_floating_point():
                     raise ExportError(f"{name} is no cache of keys or values: {value.dtype}, {tuple(value.shape)}")
                 found = value.float().abs().amax((0, 2), keepdim=True)
@@ -81,6 +87,36 @@ class CacheScales:
             raise ExportError("the model rounds no keys and values; set kv_cache, or use CacheScales.measure")
         return cls(scales)
 
+    @classmethod
+    def written(cls, program: ir.Model) -> CacheScales:
+        """Read the scales from a graph that `GenerationQuantizer` wrote; empty for a cache in float."""
+        from quark_fx.export.to_onnx.edit import array_of
+
+        scales: dict[str, Tensor] = {}
+        for name, value in cache_of(program.graph.inputs).items():
+            scale = array_of(program.graph.initializers.get(f"{name}_scale"))
+            if scale is not None and value.dtype is not None and value.dtype.name == "INT8":
+                scales[name] = torch.from_numpy(scale.copy())
+        return cls(scales)
+
+    def cache(self) -> Any:
+        """Return a cache for a model in torch that rounds keys and values, and keeps all tokens.
+
+        The prompt attends to its own keys and values in float.
+        """
+        from transformers import DynamicCache
+
+        scales = self
+
+        class Rounded(DynamicCache):  # type: ignore[misc]
+            def update(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
+                first, name = not self.get_seq_length(layer), f"layers.{layer}."
+                rounded = scales.round(f"{name}keys", keys), scales.round(f"{name}values", values)
+                result = super().update(*rounded, layer, *args, **kwargs)
+                return (keys, values) if first else result
+
+        return Rounded()
+
     def quantize(self, name: str, x: Tensor) -> Tensor:
         """Return the int8 codes of keys or values, shape `(batch, heads, tokens, channels)`."""
         return (x / self.scales[name]).round().clamp(-128, 127).to(torch.int8)
@@ -88,6 +124,23 @@ class CacheScales:
     def round(self, name: str, x: Tensor) -> Tensor:
         """Return what the codes of `x` stand for."""
         return self.quantize(name, x) * self.scales[name]
+
+
+def _keeping_all(model: Any) -> dict[str, Any]:
+    """Return a cache as an argument, for a model whose sliding layers would drop the keys that leave their window."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    try:
+        cache = DynamicCache(config=model.config)
+    except (AttributeError, KeyError, ValueError):  # another kind of model, or a model-specific cache class
+        return {}
+    sliding = [type(layer) is DynamicSlidingWindowLayer for layer in cache.layers]
+    if not any(sliding):
+        return {}
+    cache.layers = [DynamicLayer() if cut else layer for cut, layer in zip(sliding, cache.layers, strict=True)]
+    taken = inspect.signature(model.forward).parameters
+    return {name: cache for name in CACHE_NAMES if name in taken}
 
 
 def _is_of_a_cache(rounding: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from quark_fx.data.cache_names import CACHE_NAMES
 from quark_fx.data.context import context_length
 from quark_fx.errors import ExportError
-from quark_fx.export.generation.generator import fuses_wrongly
+from quark_fx.export.generation.generator import cut_layers, fuses_wrongly
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -36,6 +36,8 @@ def name_cache(graph: ir.Graph) -> int:
     Raises:
         ExportError: if the graph reads what GenAI does not feed, or has another cache than keys and values of one size.
     """
+    _drop_windows(graph)
+    cut = cut_layers(graph)
     found: dict[tuple[str, int], dict[str, ir.Value]] = {}
     unknown = []
     for value in (*graph.inputs, *graph.outputs):
@@ -47,7 +49,7 @@ def name_cache(graph: ir.Graph) -> int:
             unknown.append(value.name)
     layers = sorted({layer for _, layer in found})
     halves = [("input", layer) for layer in layers] + [("output", layer) for layer in layers]
-    odd = [f"layer {layer}" for side, layer in halves if not _one_size(found.get((side, layer), {}))]
+    odd = [f"layer {n}" for side, n in halves if n in cut or not _one_size(found.get((side, n), {}))]
     if unknown or odd or not layers:
         what = ", ".join([*map(str, unknown), *dict.fromkeys(odd)]) or "no cache"
         raise ExportError(
@@ -59,6 +61,19 @@ def name_cache(graph: ir.Graph) -> int:
             value.name = _CACHE[side] % layer + kind
             value.shape = _with_sizes(value.shape)
     return len(layers)
+
+
+def _drop_windows(graph: ir.Graph) -> None:
+    """Remove the sizes of windows, scalars that a graph passes on and nobody reads."""
+    for output in list(graph.outputs):
+        node = output.producer()
+        source = node.inputs[0] if node is not None and node.op_type == "Identity" else None
+        if node is None or source is None or not source.is_graph_input() or source.shape is None or source.shape.rank():
+            continue
+        graph.outputs.remove(output)
+        graph.remove(node, safe=True)
+        if not source.uses():
+            graph.inputs.remove(source)
 
 
 def _with_sizes(shape: ir.Shape | None) -> ir.Shape:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quark_fx.data.cache_names import CACHE_NAMES
+from quark_fx.data.cache_names import CACHE_NAMES, cache_of, returned_cache
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime.session import session_options
 
@@ -29,7 +30,8 @@ def generator(exported: Any, *, threads: int | None = None) -> Any:
         threads: of a session; default: one for each core.
 
     Raises:
-        ExportError: if the graphs are not those two, or of a class that `transformers` does not have.
+        ExportError: if the graphs are not those two, or of a class that `transformers` does not have, keep no cache, or
+            drop tokens from it.
     """
     import transformers
 
@@ -43,6 +45,7 @@ def generator(exported: Any, *, threads: int | None = None) -> Any:
     if base is None:
         raise ExportError(f"transformers has no {architecture}: run the graphs of `exported.runners` yourself")
     exported.to("cpu", session_options=_options(exported, threads))
+    _require_whole_cache(exported)
 
     class Generator(base):  # type: ignore[misc]
         """`base`, computed by ONNX Runtime."""
@@ -67,14 +70,78 @@ def generator(exported: Any, *, threads: int | None = None) -> Any:
 def _run(exported: Any, inputs: dict[str, Any]) -> Any:
     """Run `prefill` if the cache is empty, else `decode`."""
     cache = next((inputs.pop(name) for name in CACHE_NAMES if name in inputs), None)
-    runner = exported.runners["decode" if cache is not None and cache.get_seq_length() else "prefill"]
-    names = {spec.name for spec in runner.session.get_inputs()}
+    past = cache.get_seq_length() if cache is not None else 0
+    runner = exported.runners["decode" if past else "prefill"]
+    shapes = {spec.name: spec.shape for spec in runner.session.get_inputs()}
     if cache is not None:  # under the name that the graph took it by
         inputs |= dict.fromkeys(CACHE_NAMES, cache)
-    mask = inputs.get("attention_mask")
-    if mask is not None and "attention_mask" not in names and not mask.all():
+    tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if tokens is None:
+        raise ExportError("these graphs read tokens; pass input_ids")
+    if past and tokens.shape[1] > 1 and shapes["input_ids"][1] == 1:
+        raise ExportError(
+            f"this decode graph reads one token at a time, and {tokens.shape[1]} follow a cache; export with "
+            "export_for_generation(..., multi_token_decode=True)"
+        )
+    if mask is not None and "attention_mask" not in shapes and not mask.all():
         raise ExportError("these graphs read no attention mask, and this batch is padded; export with a padded example")
-    return runner(**inputs)
+    if mask is None:  # `generate` drops a mask of ones, which a graph with a mask reads
+        inputs["attention_mask"] = tokens.new_ones(len(tokens), past + tokens.shape[1])
+    output = runner(**inputs)
+    _count_tokens(returned_cache(output), past + tokens.shape[1])
+    return output
+
+
+def _require_whole_cache(exported: Any) -> None:
+    """Raise `ExportError` for graphs without a cache, or with a cut one, for which masks are wrong."""
+    graph, runner = exported.components["decode"].program.graph, exported.runners["decode"]
+    if not cache_of(graph.inputs):
+        raise ExportError(
+            "these graphs keep no cache: the model was told not to; set model.generation_config.use_cache = True and "
+            "export again"
+        )
+    output = runner.unflatten([torch.empty(0)] * len(runner.session.get_outputs()))
+    sliding = {index for index, _ in _sliding_layers(returned_cache(output))}
+    if cut := sliding & cut_layers(graph):
+        raise ExportError(
+            f"the decode graph cuts the cache of the sliding layers {', '.join(map(str, sorted(cut)))} to their "
+            "window, and its mask counts from the first token; export again with transformers 5.24 or later"
+        )
+
+
+def cut_layers(graph: ir.Graph) -> set[int]:
+    """Return the layers to whose keys or values a graph does more than append the new ones."""
+    taken = cache_of(graph.inputs)
+    matches = [(_KEYS_OR_VALUES.fullmatch(name), value) for name, value in cache_of(graph.outputs).items()]
+    return {int(match[1]) for match, value in matches if match and not _appends(taken.get(match[0]), value)}
+
+
+def _appends(past: ir.Value | None, output: ir.Value) -> bool:
+    node = output.producer()
+    if node is None or past is None:
+        return False
+    if node.op_type == "GroupQueryAttention":  # keys and values are its inputs 3 and 4, and its outputs 1 and 2
+        return node.inputs[2 + list(node.outputs).index(output)] is past
+    return node.op_type == "Concat" and node.inputs[0] is past and node.attributes.get_int("axis", 0) in (2, -2)
+
+
+_KEYS_OR_VALUES = re.compile(r"layers\.(\d+)\.(?:key|value)s")
+
+
+def _sliding_layers(cache: Any) -> list[tuple[int, Any]]:
+    """Return the layers of a cache that count their tokens in Python, with their numbers."""
+    layers = enumerate(getattr(cache, "layers", ()))
+    return [(index, layer) for index, layer in layers if isinstance(getattr(layer, "cumulative_length", None), int)]
+
+
+def _count_tokens(cache: Any, length: int) -> None:
+    """Set the token counters of the sliding layers in a cache that a graph returned.
+
+    Graphs return tensors only. These layers count in Python, and their counters come from the trace. The exporters
+    trace them as layers that keep all tokens: the window is in the mask.
+    """
+    for _, layer in _sliding_layers(cache):
+        layer.cumulative_length = length
 
 
 def _options(exported: Any, threads: int | None) -> Any:
@@ -94,4 +161,4 @@ def fuses_wrongly(node: ir.Node) -> bool:
     return dtype is not None and (dtype.is_floating_point() or (node.op_type[0] == "Q" and dtype.itemsize < 1))
 
 
-__all__ = ["fuses_wrongly", "generator"]
+__all__ = ["cut_layers", "fuses_wrongly", "generator"]

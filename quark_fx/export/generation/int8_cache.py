@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from quark_fx.data.cache_names import held_in_cache
+from quark_fx.data.cache_names import cache_of
 from quark_fx.errors import ExportError
 from quark_fx.export.generation.cache_scales import CacheScales
 from quark_fx.export.to_onnx.edit import add_array
@@ -20,8 +20,7 @@ def use_int8_cache(model: ir.Model, cache: CacheScales) -> int:
     Raises:
         ExportError: if the graph has another cache than was measured, or uses it otherwise than to append to it.
     """
-    taken = {held: value for value in model.graph.inputs if (held := held_in_cache(value.name)) is not None}
-    given = {held: value for value in model.graph.outputs if (held := held_in_cache(value.name)) is not None}
+    taken, given = cache_of(model.graph.inputs), cache_of(model.graph.outputs)
     if unknown := sorted((taken.keys() | given.keys()) ^ cache.scales.keys()):
         raise ExportError(f"the graph and the measured cache differ in {', '.join(unknown)}; measure this model's")
     for name, output in given.items():

@@ -60,8 +60,8 @@ def genai(
         The directory.
 
     Raises:
-        ExportError: if the model does not generate from tokens alone, its cache is not made of keys and values of all
-            tokens (sliding windows, recurrent states), the format cannot hold it, or the directory cannot be written.
+        ExportError: if the model does not generate from tokens alone, its cache holds more than keys and values
+            (recurrent states), the format cannot hold it, or the directory cannot be written.
     """
     directory = Path(directory)
     require_possible(directory)
@@ -83,7 +83,7 @@ def genai(
 def require_generator(model: nn.Module) -> None:
     """Raise `ExportError` if GenAI cannot generate with a model, as far as its configuration says."""
     from transformers import DynamicCache, PreTrainedModel
-    from transformers.cache_utils import DynamicLayer
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
     from transformers.exporters.utils import is_multimodal
 
     from quark_fx.export.generation.genai_config import require_context_length, token_of
@@ -102,7 +102,9 @@ def require_generator(model: nn.Module) -> None:
         layers = DynamicCache(config=model.config).layers
     except (KeyError, AttributeError, ValueError) as error:
         raise ExportError(f"{name} has a cache that is not known here ({error!r})") from error
-    kinds = [type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer]
+    # The exporters trace sliding layers as layers that keep all tokens, and the window is in the mask.
+    known = (DynamicLayer, DynamicSlidingWindowLayer)
+    kinds = [type(layer).__name__ for layer in layers if type(layer) not in known]
     if kinds or not layers:
         found = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) or "no layers"
         raise ExportError(

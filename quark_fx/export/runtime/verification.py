@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Interpreter, Node
 
 from quark_fx.engine.context import with_nan
 from quark_fx.errors import ExportError
 from quark_fx.export.runtime.checkpoint_process import named_tensors
 from quark_fx.export.runtime.checkpoint_verification import checkpoint_answers, is_checkpoint
+from quark_fx.export.runtime.decoding import decoded_steps, is_generation_folder
 from quark_fx.export.runtime.openvino_session import OpenVinoSession
 from quark_fx.export.runtime.session import adds_pairs_in_16_bits, may_optimize, open_session, runtime_options
 from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, parameter, results_of, target_name
@@ -74,6 +75,8 @@ class Verification:
             or of 8-bit floats, and none that a kernel keeps to itself.
         cause: what this processor's arithmetic has to do with a difference of more than one step; empty if nothing.
         runtime: what ran the file.
+        decode_steps: Number of steps after the prompts, of a generation folder, where each step is one of the
+            differences.
         shipped: by node, of those outputs that the file as it is makes otherwise than with its codes shown. ONNX
             Runtime fuses less where codes are outputs, so that the kernels compared by node are not all those that
             run.
@@ -84,6 +87,12 @@ class Verification:
     cause: str = ""
     shipped: tuple[Difference, ...] = ()
     runtime: Runtime = "onnxruntime"
+    decode_steps: int = 0
+
+    @property
+    def first_wrong(self) -> Difference | None:
+        """The first difference of more than one quantization step; `None` if there is none."""
+        return next((d for d in (*self.differences, *self.shipped) if not d.steps <= 1), None)
 
     @property
     def max_steps(self) -> float:
@@ -112,6 +121,11 @@ class Verification:
         )
         if as_shipped:
             lines += ["of the file as shipped, whose kernels differ from those with codes shown:", *as_shipped]
+        if self.decode_steps:
+            first = f"the first that differs is {self.first_wrong.name}" if self.first_wrong else "none differs"
+            lines.append(
+                f"{self.decode_steps} decode steps after the prompts: {first} by more than a quantization step"
+            )
         skipped = [f"not compared: {', '.join(self.skipped)}"] if self.skipped else []
         skipped += ["nothing resembles what torch computes: the file may be of another model"] * self.unrelated
         left_out = [
@@ -123,7 +137,7 @@ class Verification:
 @checked_call
 @isolated
 def verify(
-    qmodel: QuantizedModel,
+    qmodel: QuantizedModel | nn.Module,
     path: str | os.PathLike[str],
     batches: Iterable[Any],
     *,
@@ -131,6 +145,7 @@ def verify(
     optimize: bool | None = None,
     session_options: Any = None,
     runtime: Runtime | None = None,
+    decode_steps: int = 32,
 ) -> Verification:
     """Run the same batches in torch and in what reads the file, and compare.
 
@@ -144,26 +159,39 @@ def verify(
 
     A checkpoint, or a GGUF file, is loaded by transformers in a process of its own.
 
+    In a folder of prefill and decode graphs, torch and the folder decode the same tokens, those that torch chooses
+    greedily. Each difference is that of one step's logits: `prompt`, `step 1`, and so on.
+
     Args:
-        qmodel: what was exported.
-        path: the ONNX file, the directory of a checkpoint, or the GGUF file.
-        batches: as calibration data.
+        qmodel: what was exported; the float model, or what `eager()` returned, for a folder of prefill and decode
+            graphs.
+        path: the ONNX file, the directory of a checkpoint, the GGUF file, or the folder that
+            `ExportedModel.save_pretrained` wrote.
+        batches: as calibration data; prompts for a folder of prefill and decode graphs.
         per_node: compare every quantized value, and the outputs, each computed from the same codes.
         optimize: let ONNX Runtime fuse integer kernels; default: yes, except for 8-bit floats and
             32-bit activations, whose fusions its CPU kernels do not implement.
         session_options: `onnxruntime.SessionOptions` to use instead.
         runtime: what runs the file, on the CPU: `"onnxruntime"`; or `"openvino"` or `"transformers"`, which take no
-            options and show no codes. Default: transformers for directories and GGUF files, else ONNX Runtime.
+            options and show no codes. Default: transformers for checkpoints and GGUF files, else ONNX Runtime.
+        decode_steps: Number of tokens to decode after each batch of prompts, in a folder of prefill and decode graphs.
 
     Raises:
         ConfigError: for another runtime.
         ExportError: if the options do not go with the runtime, there is no batch, or an empty one, or the file cannot
             be loaded or has not the model's inputs and outputs.
     """
-    if not isinstance(qmodel, QuantizedModel):
-        raise ExportError(f"expected what quantize() returned, not {type(qmodel).__name__}")
     if isinstance(batches, Tensor | Mapping):
         raise ExportError(f"batches is an iterable of batches, not one {type(batches).__name__}; wrap it in a list")
+    if is_generation_folder(Path(path)):
+        if per_node or optimize is not None or session_options is not None or runtime not in (None, "onnxruntime"):
+            raise ExportError(
+                f"{path} holds prefill and decode graphs, which ONNX Runtime compares step by step; drop per_node, "
+                "optimize, session_options and runtime"
+            )
+        return _verify_decoding(qmodel, Path(path), as_called(batches), decode_steps)
+    if not isinstance(qmodel, QuantizedModel):
+        raise ExportError(f"expected what quantize() returned, not {type(qmodel).__name__}")
     if runtime is None:
         runtime = "transformers" if is_checkpoint(Path(path)) else "onnxruntime"
     if runtime != "onnxruntime" and (per_node or optimize is not None or session_options is not None):
@@ -187,7 +215,8 @@ def verify(
         again = _AGAIN + ", quantized with target='openvino'" * (runtime == "openvino")
         raise ExportError(f"{path} cannot be loaded: {error}; {again}") from error
     inputs, names = session.get_inputs(), [output.name for output in session.get_outputs()]
-    compared, shipped = _Comparison(qmodel, shown), _Comparison(qmodel, shown)
+    steps = _known_steps(qmodel) | dict.fromkeys(shown, 1.0)
+    compared, shipped = _Comparison(steps), _Comparison(steps)
     count = 0
     for batch in as_called(batches):
         leaves = qmodel.signature.flatten(*split_batch(batch))
@@ -242,7 +271,7 @@ def _verify_checkpoint(qmodel: QuantizedModel, path: Path, batches: list[Any]) -
     for number, (args, kwargs) in enumerate(calls):  # before a process is started
         leaves = qmodel.signature.flatten(args, kwargs)
         _require_values([leaf for leaf in leaves if isinstance(leaf, Tensor)], number)
-    compared = _Comparison(qmodel, ())
+    compared = _Comparison(_known_steps(qmodel))
     for batch, found in zip(batches, checkpoint_answers(path, calls), strict=True):
         for name, own in named_tensors(qmodel.run_batch(batch)).items():
             if name not in found:
@@ -251,6 +280,19 @@ def _verify_checkpoint(qmodel: QuantizedModel, path: Path, batches: list[Any]) -
                 )
             compared.add(name or "output", own, found[name])
     return Verification(compared.differences(), runtime="transformers")
+
+
+def _verify_decoding(model: nn.Module, path: Path, batches: Iterable[Any], decode_steps: int) -> Verification:
+    """Compare the logits of every decode step with torch's."""
+    if decode_steps < 1:
+        raise ExportError(f"decode_steps={decode_steps}: decode at least one step")
+    compared = _Comparison({})
+    for pairs in decoded_steps(model, path, batches, decode_steps):
+        for name, (own, theirs) in pairs.items():
+            compared.add(name, own, theirs)
+    if not compared.pairs:
+        raise ExportError(_NO_BATCH)
+    return Verification(compared.differences(), decode_steps=decode_steps)
 
 
 def _open(
@@ -387,10 +429,14 @@ class _Follower(Interpreter):
 
 
 class _Comparison:
-    """Accumulates differences over batches."""
+    """Accumulates differences over batches.
 
-    def __init__(self, qmodel: QuantizedModel, codes: Iterable[str]) -> None:
-        self.steps = _known_steps(qmodel) | dict.fromkeys(codes, 1.0)
+    Args:
+        steps: Quantization steps of values, by name, where they are known.
+    """
+
+    def __init__(self, steps: Mapping[str, float]) -> None:
+        self.steps = steps
         self.pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def add(self, name: str, expected: Tensor, got: Tensor) -> None:
