@@ -66,6 +66,11 @@ CASES = [
         ["Conv:2"],
     ),
     (
+        "drop_idle_transpose",
+        f"{MATRIX} | | t = Transpose<perm=[0, 1]>(x)  back = Transpose<perm=[1, 0]>(t)  y = Relu(back)",
+        ["Transpose:1 perm", "Relu:1"],
+    ),
+    (
         "transpose_weight",
         f"{MATRIX} | {ROWS}, float[3] s = {{0.1, 0.2, 0.3}} |"
         "d = DequantizeLinear<axis=0>(w, s)  t = Transpose<perm=[1, 0]>(d)  y = MatMul(x, t)",

@@ -215,6 +215,7 @@ def verify(
         again = _AGAIN + ", quantized with target='openvino'" * (runtime == "openvino")
         raise ExportError(f"{path} cannot be loaded: {error}; {again}") from error
     inputs, names = session.get_inputs(), [output.name for output in session.get_outputs()]
+    _require_output_names([name for name in names if name not in shown], qmodel, path)
     steps = _known_steps(qmodel) | dict.fromkeys(shown, 1.0)
     compared, shipped = _Comparison(steps), _Comparison(steps)
     count = 0
@@ -357,6 +358,17 @@ def _require_file(path: str | os.PathLike[str]) -> None:
         ) from error
     if not os.path.isfile(path):
         raise ExportError(f"{path} is a directory or a device; give the file that qfx.export.onnx wrote")
+
+
+def _require_output_names(names: Sequence[str], qmodel: QuantizedModel, path: str | os.PathLike[str]) -> None:
+    """Refuse outputs that share a name, and names of the model that stand for another output in the file."""
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ExportError(f"{path} has several outputs named {', '.join(repeated)}; {_AGAIN}")
+    results = zip(qmodel.signature.output_names, results_of(qmodel.graph_module), strict=True)
+    own = [name for name, node in results if isinstance(node, Node) and isinstance(node.meta.get("val"), Tensor)]
+    if set(names) == set(own) and list(names) != own:
+        raise ExportError(f"{path} has the outputs {', '.join(names)}, the model {', '.join(own)}; {_AGAIN}")
 
 
 def _require_shapes(inputs: Sequence[Any], feed: Sequence[Tensor], path: str | os.PathLike[str], batch: int) -> None:

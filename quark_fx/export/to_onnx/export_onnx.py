@@ -227,6 +227,7 @@ def _translate(gm: GraphModule, input_names: Sequence[str], output_names: Sequen
             continue
         _name_codes(gm, model)
         _name_tensors(gm, model)
+        _separate_outputs(model, result_names)
         return model
     raise ExportError(_missing_lowerings(gm, errors[-1])) from errors[-1]
 
@@ -255,6 +256,15 @@ def _name_tensors(gm: GraphModule, model: ir.Model) -> None:
         if value is not None and name and name not in taken:
             value.name = name
             taken.add(name)
+
+
+def _separate_outputs(model: ir.Model, names: Sequence[str]) -> None:
+    """Give each output a value and a name of its own, also if two outputs are one value or an output is an input."""
+    from onnx_ir.passes.common import OutputFixPass
+
+    OutputFixPass()(model)
+    for value, name in zip(model.graph.outputs, names, strict=True):
+        value.name = name
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from quark_fx.export.to_onnx.rules.recurrent_weights import dequantize_once
 from quark_fx.export.to_onnx.rules.row_scales import spell_out_row_scales
 from quark_fx.export.to_onnx.rules.rule import DeclinedError, OnnxRule, onnx_rule
 from quark_fx.export.to_onnx.rules.sums_before_norms import keep_sum_from_norm
-from quark_fx.export.to_onnx.rules.transposed_weights import transpose_weight
+from quark_fx.export.to_onnx.rules.transposed_weights import drop_idle_transpose, transpose_weight
 from quark_fx.export.to_onnx.rules.vanishing_biases import give_every_convolution_a_bias
 from quark_fx.export.to_onnx.rules.zero_biases import drop_zero_bias
 from quark_fx.export.to_onnx.rules.zero_points import settle_zero_point
@@ -28,6 +28,7 @@ TRANSLATED: tuple[OnnxRule, ...] = (
     fold_cast_like,
     drop_zero_bias,
     type_codes,
+    drop_idle_transpose,
     transpose_weight,
     settle_zero_point,
     split_dynamic_gemm,

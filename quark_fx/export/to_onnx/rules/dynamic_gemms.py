@@ -7,7 +7,7 @@ import onnx_ir as ir
 from quark_fx.export.to_onnx.edit import DeclinedError, made_by, replace_node
 from quark_fx.export.to_onnx.rules.dynamic_codes import is_measured
 from quark_fx.export.to_onnx.rules.rule import onnx_rule
-from quark_fx.export.to_onnx.rules.transposed_weights import is_constant_matrix, transpose_dequantized
+from quark_fx.export.to_onnx.rules.transposed_weights import is_constant, transpose_dequantized
 
 
 @onnx_rule("Gemm")
@@ -22,7 +22,7 @@ def split_dynamic_gemm(model: ir.Model, node: ir.Node) -> bool:
     if node.attributes.get_int("transA", 0) or any(node.attributes.get_float(f, 1.0) != 1 for f in ("alpha", "beta")):
         raise DeclinedError("it transposes its activation, or multiplies the product or the bias by a number")
     if node.attributes.get_int("transB", 0):
-        if not is_constant_matrix(b):
+        if not is_constant(b):
             raise DeclinedError("its weight is no constant matrix")
         transpose_dequantized(b)
     last = ir.node("MatMul", node.inputs[:2])

@@ -1,12 +1,28 @@
-"""Transposed weights are stored transposed."""
+"""Transposed weights are stored transposed, and transpositions that move nothing are removed."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from quark_fx.export.to_onnx.edit import DeclinedError, made_by, replace_node
 from quark_fx.export.to_onnx.rules.rule import onnx_rule
+
+
+@onnx_rule("Transpose")
+def drop_idle_transpose(model: ir.Model, node: ir.Node) -> bool:
+    """Remove a `Transpose` that keeps the order of the axes: of a matrix, each one left exchanges rows and columns."""
+    order = node.attributes.get_ints("perm", ())
+    if not order or list(order) != sorted(order):
+        return False
+    value = node.inputs[0]
+    assert value is not None
+    if node.outputs[0].is_graph_output() and (value.is_graph_output() or value.producer() is None):
+        return False  # an output needs a value of its own
+    replace_node(node, value)
+    return True
 
 
 @onnx_rule("Transpose", "Gemm")
@@ -17,13 +33,11 @@ def transpose_weight(model: ir.Model, node: ir.Node) -> bool:
     """
     gemm = node.op_type == "Gemm"
     dequantize = made_by(node.inputs[1] if gemm else node.inputs[0], "DequantizeLinear")
-    if dequantize is None:
+    if dequantize is None or not is_constant(dequantize):
         return False
     if gemm and not (node.attributes.get_int("transB", 0) and dequantize.attributes.get_int("block_size", 0)):
         return False
-    if not is_constant_matrix(dequantize):
-        return False
-    transpose_dequantized(dequantize)
+    transpose_dequantized(dequantize, (1, 0) if gemm else node.attributes.get_ints("perm", ()))
     if gemm:
         node.attributes["transB"] = ir.AttrInt64("transB", 0)
     else:
@@ -31,36 +45,44 @@ def transpose_weight(model: ir.Model, node: ir.Node) -> bool:
     return True
 
 
-def is_constant_matrix(dequantize: ir.Node) -> bool:
-    """Tell whether a node dequantizes a stored matrix."""
+def is_constant(dequantize: ir.Node) -> bool:
+    """Tell whether a node dequantizes a stored weight of known rank."""
     stored = all(value is None or value.const_value is not None for value in dequantize.inputs)
     codes = dequantize.inputs[0]
-    return stored and codes is not None and codes.shape is not None and codes.shape.rank() == 2
+    return stored and codes is not None and codes.shape is not None
 
 
-def transpose_dequantized(node: ir.Node) -> None:
-    """Transpose the constants of a matrix's `DequantizeLinear` in place.
+def transpose_dequantized(node: ir.Node, order: Sequence[int] = (1, 0)) -> None:
+    """Transpose the constants of a weight's `DequantizeLinear` in place.
+
+    Args:
+        node: The `DequantizeLinear`.
+        order: Permutation of the axes, as `Transpose` takes it; empty reverses them.
 
     Raises:
-        DeclinedError: if something else reads the matrix or one of them, as a tied embedding does.
+        DeclinedError: If another node reads the weight or one of the constants, such as a tied embedding.
     """
     constants = [value for value in node.inputs if value is not None]
     if len(node.outputs[0].uses()) != 1 or not all(_may_transpose(value) for value in constants):
         raise DeclinedError("something else reads the weight as it is")
+    codes = constants[0].shape
+    assert codes is not None
+    rank = codes.rank()
+    order = tuple(order) or tuple(reversed(range(rank)))
     for value in constants:
         tensor = value.const_value
         assert tensor is not None
-        if tensor.shape.rank() == 2:
-            transposed = np.ascontiguousarray(tensor.numpy().T)
+        if rank > 1 and tensor.shape.rank() == rank:
+            transposed = np.ascontiguousarray(tensor.numpy().transpose(order))
             value.const_value = ir.Tensor(transposed, dtype=tensor.dtype, name=tensor.name)
             value.shape = ir.Shape(transposed.shape)
     if "axis" in node.attributes:
-        axis = node.attributes["axis"].as_int() % 2
-        node.attributes["axis"] = ir.AttrInt64("axis", 1 - axis)
+        axis = node.attributes["axis"].as_int() % rank
+        node.attributes["axis"] = ir.AttrInt64("axis", order.index(axis))
     if (shape := node.outputs[0].shape) is not None:
-        node.outputs[0].shape = ir.Shape([shape[1], shape[0]])
+        node.outputs[0].shape = ir.Shape([shape[axis] for axis in order])
 
 
 def _may_transpose(value: ir.Value) -> bool:
-    """Tell whether nothing else reads a matrix; a scalar or vector that others read as well stays as it is."""
+    """Tell whether nothing else reads a constant; scalars and vectors may be shared because they stay as they are."""
     return len(value.uses()) == 1 or (value.shape is not None and value.shape.rank() < 2)

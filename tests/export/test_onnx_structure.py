@@ -1,0 +1,118 @@
+"""Outputs and rearranged weights in the file are those of the graph, however the model spells them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from tiny import quantize, rand
+from torch import Tensor, nn
+
+import quark_fx as qfx
+from quark_fx.errors import ExportError
+
+
+class Calls(nn.Module):
+    """A linear, a parameter, and a buffer that a function combines."""
+
+    def __init__(self, combine: Callable[..., Any], *shape: int) -> None:
+        super().__init__()
+        self.combine = combine
+        self.linear = nn.Linear(16, 16)
+        self.weight = nn.Parameter(rand(*(shape or (4, 16))))
+        self.register_buffer("table", torch.arange(3.0))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.combine(self, x)
+
+
+BATCHES = [rand(4, 16, seed=i) for i in range(2)]
+
+
+def _twice(value: Tensor) -> dict[str, Tensor]:
+    return {"a": value, "b": value}
+
+
+OUTPUTS: dict[str, tuple[Callable[[Calls, Tensor], Any], list[str]]] = {
+    "one value twice": (lambda m, x: _twice(m.linear(x)), ["a", "b"]),
+    "one value twice in a tuple": (lambda m, x: (m.linear(x),) * 2, ["output_0", "output_1"]),
+    "the input": (lambda m, x: (x, m.linear(x)), ["output_0", "output_1"]),
+    "the input twice": (lambda m, x: {**_twice(x), "c": m.linear(x)}, ["a", "b", "c"]),
+    "a parameter twice": (lambda m, x: {**_twice(m.weight), "c": m.linear(x)}, ["a", "b", "c"]),
+    "a quantized weight": (lambda m, x: {"w": m.linear.weight, "y": m.linear(x)}, ["w", "y"]),
+    "a buffer": (lambda m, x: (m.linear(x), m.table), ["output_0", "output_1"]),
+    "a constant": (lambda m, x: (m.linear(x), torch.tensor(2.5)), ["output_0", "output_1"]),
+    "no value": (lambda m, x: (m.linear(x), None), ["output_0"]),
+    "views": (lambda m, x: (lambda y: {"a": y, "b": y.view(4, 16), "c": y.detach()})(m.linear(x)), ["a", "b", "c"]),
+    "nested": (
+        lambda m, x: (lambda y: {"a": {"b": y, "c": [y, y + 1]}, "d": (x, None)})(m.linear(x)),
+        ["a.b", "a.c.0", "a.c.1", "d.0"],
+    ),
+}
+
+
+@pytest.mark.parametrize("structure", OUTPUTS)
+def test_a_file_has_the_outputs_of_the_model_under_their_names(structure: str, tmp_path: Path) -> None:
+    combine, names = OUTPUTS[structure]
+    for preset, formats in (("int8_static", ("qdq", "qoperator")), ("int8_weight_only", ("matmul_nbits",))):
+        qmodel = quantize(Calls(combine).eval(), preset, BATCHES)
+        for format in formats:
+            file = qfx.export.onnx(qmodel, tmp_path / "model.onnx", format=format)
+            assert [output.name for output in onnx.load(file).graph.output] == names
+            verification = qfx.verify(qmodel, file, BATCHES)
+            assert len(verification.differences) == len(names)
+            assert verification.max_steps < 0.01  # float32 sums in another order
+
+
+def test_verify_refuses_a_name_that_two_outputs_share_and_names_that_changed_places(tmp_path: Path) -> None:
+    def combine(m: Calls, x: Tensor) -> dict[str, Tensor]:
+        return {"a": m.linear(x), "b": m.linear(x) + 1}
+
+    qmodel = quantize(Calls(combine).eval(), "int8_weight_only", BATCHES)
+    file = qfx.export.onnx(qmodel, tmp_path / "model.onnx", output_names=["b", "a"])
+    with pytest.raises(ExportError, match="has the outputs b, a, the model a, b"):
+        qfx.verify(qmodel, file, BATCHES)
+    renamed = qfx.export.onnx(qmodel, tmp_path / "model.onnx", output_names=["first", "second"])
+    assert qfx.verify(qmodel, renamed, BATCHES).max_steps < 0.01
+    model = onnx.load(file)
+    model.graph.output[0].CopyFrom(model.graph.output[1])
+    onnx.save(model, file)
+    with pytest.raises(ExportError, match=r"several outputs named|cannot be loaded"):
+        qfx.verify(qmodel, file, BATCHES)
+
+
+F = nn.functional
+WEIGHTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...]]] = {
+    "an order that moves nothing": (lambda w, x: x @ w.permute(0, 1), (16, 16)),
+    "an axis exchanged with itself": (lambda w, x: F.linear(x, w.transpose(-1, -1)), (16, 16)),
+    "negative axes": (lambda w, x: F.linear(x, w.transpose(0, -2)), (16, 16)),
+    "twice": (lambda w, x: x @ w.t().t(), (16, 8)),
+    "three times": (lambda w, x: x @ w.t().t().t(), (8, 16)),
+    "a matrix": (lambda w, x: x @ w.mT, (8, 16)),
+    "a stack": (lambda w, x: torch.bmm(x.expand(3, 4, 16), w.transpose(1, 2)), (3, 8, 16)),
+    "a stack, all axes": (lambda w, x: torch.bmm(x.expand(16, 4, 16), w.permute(2, 0, 1)), (16, 16, 16)),
+    "a kernel": (lambda w, x: F.conv2d(x.view(-1, 4, 4, 4), w.permute(1, 0, 2, 3)), (4, 6, 3, 3)),
+    "a kernel, height and width": (lambda w, x: F.conv2d(x.view(-1, 4, 4, 4), w.transpose(2, 3)), (6, 4, 3, 2)),
+    "a kernel as it is": (lambda w, x: F.conv2d(x.view(-1, 4, 4, 4), w.permute(0, 1, 2, 3)), (6, 4, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("rearranged", WEIGHTS)
+def test_a_weight_in_another_order_is_exported_in_that_order(rearranged: str, tmp_path: Path) -> None:
+    use, shape = WEIGHTS[rearranged]
+    matrix = len(shape) == 2
+    formats = {
+        "int8_static": ("qdq", "qoperator") if matrix else ("qdq",),
+        "int8_dynamic": ("qdq",),
+        "int4_weight_only": ("qdq", "matmul_nbits") if matrix else ("qdq",),
+        "xint8": ("qdq", "vitis"),
+    }
+    for preset, names in formats.items():
+        qmodel = quantize(Calls(lambda m, x: use(m.weight, x), *shape).eval(), preset, BATCHES)
+        for name in names:
+            file = qfx.export.onnx(qmodel, tmp_path / "model.onnx", format=name)
+            assert qfx.verify(qmodel, file, BATCHES).max_steps < 1.001, (preset, name)  # ties may round either way
