@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.fx import GraphModule
 from quark_fx.capture.capture import Captured, capture_graph
 from quark_fx.checkpoints.open_checkpoint import open_checkpoint
 from quark_fx.checkpoints.shelf import Shelf
-from quark_fx.config.quant_config import QuantConfig
+from quark_fx.config.quant_config import Override, QuantConfig, TensorSpec
 from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
 from quark_fx.engine.context import Context, require_resources
 from quark_fx.engine.known import Known
@@ -30,6 +29,7 @@ from quark_fx.graph.pass_manager import (
     PassRecord,
     Stage,
     copy_graph,
+    is_ours,
     learns_from_data,
     needs_context,
     pass_stage,
@@ -49,8 +49,9 @@ class Session:
     """A captured model and its calibration data, which `quantize` and its like take instead of both.
 
     What runs on one session have in common is done once: capture, the passes that need no data, the forward pass over
-    the batches, weights that are rounded alike. Every result has the bits that it has without a session, and shares no
-    memory with another one. The first run that calibrates collects histograms; later runs read their observers from
+    the batches, weights that are rounded alike. Passes and observers that are defined outside of quark_fx run every
+    time, as what their code reads may have changed. Every result has the bits that it has without a session, and shares
+    no memory with another one. The first run that calibrates collects histograms; later runs read their observers from
     them.
 
     A session holds the batches, the graph that the last passes made and the weights as they were rounded last. It reads
@@ -356,9 +357,9 @@ def require_of_session(given: Mapping[str, Any]) -> None:
 def _keys(passes: Sequence[GraphPass], config: QuantConfig) -> tuple[Hashable, ...] | None:
     """Return what the graph after some passes depends on, pass by pass; `None` if that cannot be compared.
 
-    Only functions of their own module and frozen dataclasses cannot change between runs.
+    Passes of this package depend on their options alone. What other code reads may change between runs.
     """
-    if not all(_is_constant(p) for p in passes):
+    if not all(map(is_ours, passes)):
         return None
     keys = tuple((p, config) if takes_context(p) else p for p in passes)
     try:
@@ -368,17 +369,15 @@ def _keys(passes: Sequence[GraphPass], config: QuantConfig) -> tuple[Hashable, .
     return keys
 
 
-def _is_constant(p: Any) -> bool:
-    if isinstance(p, FunctionType):
-        return p.__closure__ is None
-    return is_dataclass(p) and bool(getattr(type(p), "__dataclass_params__").frozen)  # noqa: B009
-
-
 def _made_of(config: QuantConfig) -> Hashable:
     """Return what the float graph of a configuration depends on, `None` if that cannot be shared."""
     rewrites, others = divided(config.passes)
     ours = {Stage.PLANNED: insert_observers, Stage.OBSERVED: calibrate, Stage.SETTLED: convert}
     if any(pass_stage(p) is Stage.FLOAT or ours.get(pass_stage(p), p) is not p for p in others):
+        return None
+    parts: tuple[QuantConfig | Override, ...] = (config, *config.overrides)
+    specs = [spec for part in parts for spec in (part.weight, part.input, part.output, part.kv_cache)]
+    if not all(is_ours(spec.observer) for spec in specs if isinstance(spec, TensorSpec)):
         return None
     return _keys(rewrites, config)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,7 @@ from quark_fx import presets
 from quark_fx.engine import calibration
 from quark_fx.graph.nodes import call, set_parameter, stored_tensors, target_name
 from quark_fx.graph.pass_manager import Stage, graph_pass
+from quark_fx.numbers.qparams import Scheme
 from quark_fx.observers import (
     Adjusted,
     Entropy,
@@ -36,6 +38,7 @@ from quark_fx.observers import (
     observer,
 )
 from quark_fx.passes import AWQ, GPTQ, AdaRound, CrossLayerEqualization, SmoothQuant
+from quark_fx.passes.fold_batch_norm import fold_batch_norm
 from quark_fx.plan.weights import observe_tensor
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC
 
@@ -458,6 +461,77 @@ def test_a_pass_that_can_change_is_run_every_time() -> None:
     quantize(session, config)
     p.factor = 100.0
     assert torch.equal(quantize(session, config)(data[0]), quantize(model, config, data)(data[0]))
+
+
+FACTOR = 1.0
+"""What passes and observers below read while a session runs them."""
+
+
+def scale_activation(gm: GraphModule) -> int:
+    scaled = Scaled()
+    scaled.factor = FACTOR
+    return scaled(gm)
+
+
+@graph_pass
+@dataclass(frozen=True)
+class ScaleActivation:
+    """The same as a pass with an option."""
+
+    power: float = 1.0
+
+    def __call__(self, gm: GraphModule) -> int:
+        return scale_activation(gm) if self.power else 0
+
+
+@functools.wraps(fold_batch_norm)
+def in_the_name_of_ours(gm: GraphModule) -> int:
+    return scale_activation(gm)
+
+
+@observer
+@dataclass(frozen=True, kw_only=True)
+class ScaledMinMax(MinMax):
+    """A range that depends on a global, too."""
+
+    def range(self, scheme: Scheme) -> Any:
+        low, high = super().range(scheme)
+        return low * FACTOR, high * FACTOR
+
+
+CODE_THAT_READS_A_GLOBAL: dict[str, Callable[[], qfx.QuantConfig]] = {
+    "function": lambda: with_passes(scale_activation),
+    "registered function": lambda: with_passes(graph_pass(exact=False)(scale_activation)),
+    "lambda": lambda: with_passes(lambda gm: scale_activation(gm)),
+    "partial": lambda: with_passes(functools.partial(scale_activation)),
+    "dataclass": lambda: with_passes(ScaleActivation()),
+    "name of ours": lambda: with_passes(in_the_name_of_ours),
+    "observer of activations": lambda: observed(ScaledMinMax()),
+    "observer in one of ours": lambda: observed(Adjusted(observer=ScaledMinMax(), ratio=0.9)),
+    "observer of weights": lambda: INT8_STATIC.replace(weight=INT8_STATIC.weight.replace(observer=ScaledMinMax())),
+}
+
+
+@pytest.mark.parametrize("name", CODE_THAT_READS_A_GLOBAL)
+def test_code_of_the_user_sees_globals_that_changed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CODE_THAT_READS_A_GLOBAL[name]()
+    net, data = seeded(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))), [rand(16, 8)]
+    session, results = qfx.Session(net, data), list[Tensor]()
+    for factor in (0.5, 4.0):
+        monkeypatch.setitem(globals(), "FACTOR", factor)
+        results.append(quantize(session, config)(data[0]))
+        assert torch.equal(results[-1], quantize(net, config, data)(data[0]))
+    assert not torch.equal(*results)
+
+
+def test_a_pass_of_ours_that_was_replaced_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, data = seeded(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))), [rand(16, 8)]
+    session = qfx.Session(net, data)
+    for factor in (0.5, 4.0):
+        monkeypatch.setitem(globals(), "FACTOR", factor)
+        monkeypatch.setattr(CrossLayerEqualization, "__call__", lambda self, gm: scale_activation(gm))
+        config = with_passes(CrossLayerEqualization())
+        assert torch.equal(quantize(session, config)(data[0]), quantize(net, config, data)(data[0]))
 
 
 def test_what_else_takes_a_session_and_what_does_not() -> None:

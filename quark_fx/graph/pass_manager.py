@@ -12,10 +12,12 @@ one whose `stage` is `QUANTIZED` runs after conversion, on the graph of codes, n
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
+from types import FunctionType
 from typing import Any, Self, TypeVar, overload
 
 import torch
@@ -264,6 +266,33 @@ def learns_from_data(p: GraphPass) -> bool:
     return needs_context(p) and not pass_stage(p).is_single
 
 
+def is_ours(value: Any) -> bool:
+    """Tell whether a pass or an observer, and every option it has, is defined in this package alone.
+
+    Other code may read globals, closures or files that change between two calls.
+    """
+    if isinstance(value, FunctionType):
+        return _in_package(value) and value.__closure__ is None
+    if isinstance(value, tuple):
+        return all(map(is_ours, value))
+    if not is_dataclass(value):
+        return not callable(value)
+    kind: type = type(value)
+    classes = [cls for cls in kind.__mro__ if is_dataclass(cls)]
+    methods = [method for cls in classes for method in vars(cls).values() if isinstance(method, FunctionType)]
+    return (
+        all(cls.__module__.startswith("quark_fx.") for cls in classes)
+        and all(map(_in_package, methods))
+        and all(is_ours(getattr(value, option.name)) for option in fields(value))
+    )
+
+
+def _in_package(function: FunctionType) -> bool:
+    # Unlike `__module__`, which `functools.wraps` copies, the globals are those that the code reads.
+    root = str(function.__globals__.get("__name__")).partition(".")[0]
+    return root == "quark_fx" or root in sys.stdlib_module_names  # where dataclasses and typing write methods
+
+
 def _parameters(p: GraphPass) -> Mapping[str, inspect.Parameter]:
     # Of a class, the call of its instances counts, not the constructor, which takes options.
     return inspect.signature(p.__call__ if isinstance(p, type) else p).parameters
@@ -377,7 +406,7 @@ class _Unwritten:
         # Once there is a float graph, the caller's tensors are in it, and the other graph has codes of ours.
         callers = stored_tensors(gm if calibrated is None else calibrated.float_graph)
         ours = {name: t for name, t in stored_tensors(gm).items() if t is not callers.get(name)}
-        foreign = not str(p.__module__).startswith("quark_fx.")
+        foreign = not is_ours(p)
         self.watched = [
             (name, owner, tensor, tensor._version, digest(tensor) if foreign else None)
             for owner, tensors in (("the caller's model", callers), ("every block that is finished", ours))
