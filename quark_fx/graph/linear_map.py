@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn import functional as F
 
+from quark_fx.numbers.sampling import spread_indices
+
 
 @dataclass(frozen=True)
 class LinearMap:
@@ -54,15 +56,15 @@ class LinearMap:
         Args:
             x: the operator's activation.
             y: a value of the shape of its output.
-            most: about as many output positions as are used; of an image, those of a lattice that `seed` shifts.
+            most: output positions to use, about; of an image, those of a lattice that `seed` shifts.
             seed: chooses them.
 
         Returns:
             Shapes (groups, inputs per group * kernel, positions) and (groups, outputs per group, positions).
         """
         if not self.kernel:
-            step = max(1, x[..., 0].numel() // most)
-            rows, outputs = (v.reshape(-1, v.shape[-1])[seed % step :: step] for v in (x, y))
+            chosen = spread_indices(x[..., 0].numel(), most, seed).to(x.device)
+            rows, outputs = (v.reshape(-1, v.shape[-1])[chosen] for v in (x, y))
             return rows.t().unsqueeze(0), outputs.t().unsqueeze(0)
         if len(self.kernel) == 1:
             x, y = x.unsqueeze(-2), y.unsqueeze(-2)

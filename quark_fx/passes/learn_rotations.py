@@ -24,13 +24,14 @@ from quark_fx.graph.nodes import named_nodes, parameter
 from quark_fx.graph.pass_manager import Change, copy_graph, graph_pass
 from quark_fx.numbers import ops
 from quark_fx.numbers.rotation import Rotation
+from quark_fx.numbers.sampling import spread_indices
 from quark_fx.passes.rotate import Drawn, Rotating
 from quark_fx.plan.placement import Coded
 from quark_fx.rescale.components import per_element
 from quark_fx.rescale.rotation_sites import apply_rotation
 from quark_fx.solvers.hessian import Entrance
 from quark_fx.solvers.in_turn import Chosen, choose_in_turn
-from quark_fx.solvers.samples import GOLDEN, Part
+from quark_fx.solvers.samples import Part
 from quark_fx.system.options import Interval, PositiveInt
 
 _ROWS, _AT_ONCE, _FEW = 2048, 256, 32
@@ -189,8 +190,8 @@ class _Value:
         generator = torch.Generator().manual_seed(0)
         for what, batches in (("learned", context.calibration), ("judged", context.validation)):
             part = Part.of(batches, context)
-            each, every = -(-wanted // max(1, part.count)), -(-part.count // wanted)
-            numbered = ((batch, number) for batch, number in part.numbers.items() if number % every == 0)
+            each, some = -(-wanted // max(1, part.count)), spread_indices(part.count, wanted).tolist()
+            numbered = ((batch, number) for batch, number in part.numbers.items() if number in some)
             found = [self._some(entrance, batch, number, context, each) for batch, number in numbered]
             empty = torch.empty(0, entrance.shape[1], device=context.device, dtype=torch.float32)
             here = context.ranks.gather(torch.cat([*found, empty]))
@@ -201,11 +202,9 @@ class _Value:
 
     @torch.no_grad()
     def _some(self, entrance: Entrance, batch: int, number: int, context: Context, count: int) -> Tensor:
-        """Return rows of a batch, evenly spaced, and of each batch at other places."""
+        """Return rows of a batch, spread over it, and of each batch at other places."""
         (rows,) = entrance.values(batch, context.kept_positions(batch)).matrices(self.mapping)
-        if count < len(rows):
-            places = (torch.arange(count, dtype=torch.float64) + number * GOLDEN % 1) * (len(rows) / count)
-            rows = rows[places.long().to(rows.device)]
+        rows = rows[spread_indices(len(rows), count, seed=number).to(rows.device)]
         return rows if self.factor is None else rows / self.factor.to(rows)
 
     def error(self, rotation: Rotation, rows: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from quark_fx.graph.linear_map import LinearMap
 from quark_fx.graph.nodes import named_nodes
 from quark_fx.numbers.qparams import ScaleType
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
+from quark_fx.numbers.sampling import spread_indices
 from quark_fx.plan.placement import Coded
 from quark_fx.plan.weights import quantize_tensor
 from quark_fx.rescale.components import Means, per_element
@@ -38,11 +39,14 @@ _AT_ONCE = 1 << 20
 """Weights that a scale is tried on together, about."""
 
 _ROWS = 512
-"""Output channels, at least, that scales are judged on: every channel is scaled alike, so more add nothing."""
+"""Output channels, at most, that scales are judged on: every channel is scaled alike, so more add nothing."""
 
 _TRIES = 27
 """Scales that are tried for a site, about, on a grid of 21 by 21 points."""
 
+
+_Index = tuple[slice | Tensor, ...]
+"""Which part of a weight."""
 
 _Found = dict[Reader[LinearMap], tuple[Hessian, Hessian]]
 """The Hessians of what operators read, of calibration and of validation data."""
@@ -105,7 +109,7 @@ class HessianTrial(Trial[LinearMap]):
         """Return what a run takes: both Hessians of what is read, and copies of the weight a scale is tried on."""
 
         def asked(m: Matrices) -> int:
-            return m.values // _stride(m.outputs) if m.apart else m.values
+            return m.values * min(m.outputs, _ROWS) // m.outputs if m.apart else m.values
 
         def tried(m: Matrices) -> int:
             return FLOAT32 * _COPIES * min(m.values, _AT_ONCE) if m.apart else _WHOLE * m.target + m.values
@@ -174,7 +178,7 @@ class _Weight:
 
     reader: Reader[LinearMap]
     shape: torch.Size
-    parts: tuple[tuple[tuple[slice, ...], Tensor], ...]
+    parts: tuple[tuple[_Index, Tensor], ...]
     largest: Tensor | None
 
     @classmethod
@@ -188,7 +192,7 @@ class _Weight:
         parts = tuple((index, weight[index].to(device)) for index in _parts(reader, weight))
         return cls(reader, weight.shape, parts, largest)
 
-    def rounded(self, factor: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor, Tensor, QuantizedTensor]]:
+    def rounded(self, factor: Tensor) -> Iterator[tuple[_Index, Tensor, Tensor, QuantizedTensor]]:
         """Yield, for each part, its place, its values, its factors, and what their product is quantized to.
 
         Args:
@@ -239,7 +243,7 @@ class _Form:
             noise += self._noise(index, rounded.dequantize().div_(s).sub_(real))
         return float(noise / self._signal)
 
-    def _noise(self, index: tuple[slice, ...], lost: Tensor) -> Tensor:
+    def _noise(self, index: _Index, lost: Tensor) -> Tensor:
         """Return the squared error of the output where rounding to nearest adds `lost` to a part of the weight."""
         if self.count is None:
             return self._square(index, lost)
@@ -255,7 +259,7 @@ class _Form:
             signal += self._square(index, part.float())
         return signal.clamp_min(torch.finfo(torch.float32).tiny)
 
-    def _square(self, index: tuple[slice, ...], part: Tensor) -> Tensor:
+    def _square(self, index: _Index, part: Tensor) -> Tensor:
         """Return the squared output of a part of a weight."""
         mapping, h = self.weight.reader.how, self.seen.h
         matrix = mapping.matrix(part)
@@ -282,18 +286,20 @@ class FeedbackTrial(HessianTrial):
         return one, other
 
 
-def _parts(reader: Reader[LinearMap], weight: Tensor) -> Iterator[tuple[slice, ...]]:
+def _parts(reader: Reader[LinearMap], weight: Tensor) -> Iterator[_Index]:
     """Yield the places of parts of a weight whose scales do not depend on each other."""
+    whole: list[slice | Tensor] = [slice(None)] * weight.dim()
+    if not has_scales_apart(reader.operator.weight, reader.how):
+        yield tuple(whole)
+        return
     outputs, stacked = reader.scaled.linear.output_axis, reader.how.stacked
-    apart = has_scales_apart(reader.operator.weight, reader.how)
-    stride = _stride(weight.shape[outputs]) if apart else 1
-    axis, every = (0, 1) if stacked else (outputs, stride)
-    size = weight.shape[axis]
-    step = max(1, _AT_ONCE * size * stride // (weight.numel() * every)) * every if apart else size
-    for first in range(0, size, step):
-        index = [slice(None)] * weight.dim()
-        index[outputs] = slice(None, None, stride)
-        index[axis] = slice(first, first + step, every)
+    rows = spread_indices(weight.shape[outputs], _ROWS)
+    whole[outputs], axis = rows, 0 if stacked else outputs
+    places = torch.arange(weight.shape[0]) if stacked else rows
+    values = weight.numel() // weight.shape[outputs] * len(rows)
+    for some in places.split(max(1, _AT_ONCE * len(places) // values)):
+        index = [*whole]
+        index[axis] = slice(int(some[0]), int(some[-1]) + 1) if stacked else some
         yield tuple(index)
 
 
@@ -309,11 +315,6 @@ def _measured(run: FloatRun, readers: Sequence[Reader[LinearMap]], context: Cont
             known[key] = Hessian.of_parts(context, Entrance(run.module, linear, mapping, run.inputs))
         found[reader] = known[key]
     return found
-
-
-def _stride(outputs: int) -> int:
-    """Return how far those output channels lie apart that are asked."""
-    return max(1, outputs // _ROWS)
 
 
 __all__ = ["FeedbackTrial", "HessianTrial", "MeasuredSite"]

@@ -17,9 +17,8 @@ from quark_fx.numbers.quantized_tensor import QuantizedTensor, decode
 _AT_ONCE = 1 << 21
 """Weights that are rounded together, about."""
 
-_SAMPLED = 64
-"""Output channels, about, that errors are measured on: on all it would cost as much as the rest."""
-
+_SUMS = 512
+"""Sums of rows that errors are measured on: measuring each row would cost as much as the rest."""
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -122,23 +121,35 @@ class QuantizedMatrix:
         return self.with_codes(codes)
 
     def error(self, target: Tensor, h: Tensor) -> float:
-        """Return the squared error of the output over its square, for some output channels; with `outputs` for all.
+        """Return the squared error of the output over its square.
+
+        Of more than 512 output channels it is an unbiased estimate: rows are added up with random signs, in 512 sums
+        whose squares are measured. Every row counts; products of different rows cancel in expectation.
 
         Args:
-            target: the weight that would make none, the shape of `real`.
-            h: sum of `x x'` of what is multiplied, shape (groups, inputs, inputs).
+            target: the weight that has no error, the shape of `real`.
+            h: sum of `x x'` over the operator's inputs, shape (groups, inputs, inputs).
+
+        Source:
+            Alon, Matias, Szegedy 1999 (squares of sums with random signs).
         """
         if self.outputs is not None:
             lost = self.grid().value(self.codes.float()) - target
             return float(_form(self.outputs, lost, h) / _form(self.outputs, target, h).clamp_min(_TINY))
-        some, codes = slice(None, None, max(1, target.shape[1] // _SAMPLED)), self.codes
         noise, signal = torch.zeros(2, device=h.device, dtype=torch.float32)
+        outputs, codes = target.shape[1], self.codes
+        signs = torch.randint(2, (outputs, 1), generator=torch.Generator().manual_seed(0)).mul_(2).sub_(1).to(h)
         for matrices in [slice(i, i + 1) for i in range(len(h))] if self.mapping.stacked else [slice(None)]:
-            grid, aim = self.grid(matrices), target[matrices, some].float()
-            scale, zero_point = (p.expand_as(target[matrices])[:, some] for p in (grid.scale, grid.zero_point))
-            lost = decode(codes[matrices, some].float(), scale, zero_point) - aim
-            noise += ((lost @ h[matrices]) * lost).sum()
-            signal += ((aim @ h[matrices]) * aim).sum()
+            grid, real = self.grid(matrices), target[matrices]
+            scale, zero_point = (p.expand_as(real) for p in (grid.scale, grid.zero_point))
+            aims, losses = h.new_zeros(2, len(real), min(outputs, _SUMS), real.shape[-1])
+            for rows in (slice(first, first + _SUMS) for first in range(0, outputs, _SUMS)):
+                aim = real[:, rows].float()
+                lost = decode(codes[matrices, rows].float(), scale[:, rows], zero_point[:, rows]).sub_(aim)
+                for total, part in ((aims, aim), (losses, lost)):
+                    total[:, : part.shape[1]].addcmul_(part, signs[rows])
+            noise += ((losses @ h[matrices]) * losses).sum()
+            signal += ((aims @ h[matrices]) * aims).sum()
         return float(noise / signal.clamp_min(_TINY))
 
 

@@ -17,6 +17,7 @@ from quark_fx.engine.sizes import FLOAT32, Moment, Need, Sizes
 from quark_fx.graph.nodes import set_parameter
 from quark_fx.numbers.ops import dequantize, dynamic_qparams, encode, quantize
 from quark_fx.numbers.qparams import QParams, affine_qparams
+from quark_fx.numbers.sampling import spread_indices
 from quark_fx.observers import MinMax
 from quark_fx.plan.placement import Coded
 from quark_fx.plan.weights import observe_tensor, quantize_tensor
@@ -174,8 +175,10 @@ class _Operator:
     @classmethod
     def of(cls, gm: GraphModule, reader: Reader[TensorSpec], seen: Remembered) -> _Operator:
         """Return one that has run in float."""
-        positions = sum(x.numel() // x.shape[seen.axis] for _, x in seen.samples[CALIBRATION])
-        choice = seen.samples[CALIBRATION][:: max(1, positions // _FEW)]
+        samples = seen.samples[CALIBRATION]
+        positions = sum(x.numel() // x.shape[seen.axis] for _, x in samples)
+        few = -(-len(samples) // max(1, positions // _FEW))
+        choice = [samples[i] for i in spread_indices(len(samples), few).tolist()]
         module = extract(gm, [reader.scaled.value], [reader.scaled.reader])
         operator = cls(reader, module, reader.value(gm), seen, seen.samples | {_CHOICE: choice}, {})
         for part, kept in operator.samples.items():

@@ -15,6 +15,7 @@ from quark_fx.engine.calibration import run_batches, watching
 from quark_fx.engine.context import Context
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import device_of, named_nodes
+from quark_fx.numbers.sampling import spread_indices
 from quark_fx.observers import MinMax
 from quark_fx.rescale.scale_sites import ScaledInput
 from quark_fx.system.memory import Slabs
@@ -33,7 +34,7 @@ _BATCHES = 16
 _FOLDS = 4
 """Parts of the calibration data, each judged with scales and ranges that were measured on the others."""
 
-GOLDEN = 0.618
+_GOLDEN = 0.618
 """Multiples of it fall evenly into the unit interval."""
 
 Sample = tuple[int | None, Tensor]
@@ -183,12 +184,12 @@ class _Watch(nn.Module):
         self.batches += 1
 
     def _keep(self, part: str, fold: int | None, x: Tensor, number: int, count: int, pieces: int) -> None:
-        every = -(-count // _BATCHES)
-        if number % every:
+        batches = spread_indices(count, _BATCHES).tolist()
+        if number not in batches:
             return
         each = max(1, x[:1].numel() // x.shape[self.remembered.axis])
         wanted = min(POSITIONS[part], max(_FEWEST, each * len(x) * pieces * count // 6))
-        positions = wanted * every / (count * pieces)
+        positions = wanted / (len(batches) * pieces)
         if self.remembered.divisible:
             x = self._cut(x[: max(1, int(positions // each))], positions, number)
         self.remembered.samples[part].append((fold, self.slabs.empty_like(x).copy_(x)))
@@ -203,7 +204,7 @@ class _Watch(nn.Module):
         for dim, least in zip_longest(dims, self.least[: len(dims)], fillvalue=1):
             size = x.shape[dim]
             kept = min(size, max(least, round(size * share ** (1 / len(dims)))))
-            x = x.narrow(dim, int((size - kept + 1) * (number * GOLDEN % 1)), kept)
+            x = x.narrow(dim, int((size - kept + 1) * (number * _GOLDEN % 1)), kept)
         return x
 
 
@@ -214,4 +215,4 @@ def _window(linear: Linear) -> tuple[int, ...] | None:
     return tuple((size - 1) * step + 1 for size, step in zip(linear.kernel, linear.dilation, strict=True))
 
 
-__all__ = ["CALIBRATION", "GOLDEN", "POSITIONS", "VALIDATION", "Part", "Remembered", "Sample", "remember"]
+__all__ = ["CALIBRATION", "POSITIONS", "VALIDATION", "Part", "Remembered", "Sample", "remember"]
