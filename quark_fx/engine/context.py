@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+import quark_fx
 from quark_fx.config.quant_config import QuantConfig, TensorSpec
 from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
 from quark_fx.engine.known import Known
@@ -30,6 +30,7 @@ from quark_fx.numbers.qparams import QParams
 from quark_fx.plan.placement import Plan, PlannedOperator
 from quark_fx.plan.report import Histogram, Row
 from quark_fx.system.isolation import warn
+from quark_fx.system.writable import replace_synced
 
 if TYPE_CHECKING:
     from quark_fx.engine.guidance import Guidance
@@ -410,6 +411,9 @@ _OWNER = "run.json"
 class Checkpoint:
     """Finished blocks of one run, each a file written in one step.
 
+    Each file says which block it holds, of which run and version, and has a digest of its contents. One that does not
+    match is refused: what it holds would become part of the result.
+
     Args:
         directory: made if it does not exist.
         fingerprint: digests that identify the run, by what they are of; finished blocks of another one are refused.
@@ -425,7 +429,7 @@ class Checkpoint:
         return Path(directory, _OWNER).exists()
 
     def __init__(self, directory: str | Path, fingerprint: Mapping[str, str], output: Path | None = None) -> None:
-        self.directory = Path(directory)
+        self.directory, self._run = Path(directory), hashlib.sha256(json.dumps(dict(fingerprint)).encode()).hexdigest()
         owner = self.directory / _OWNER
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -449,27 +453,46 @@ class Checkpoint:
             )
 
     def load(self, walk: int, block: int) -> tuple[dict[str, Tensor], list[Change]] | None:
-        """Return what a finished block learned and noted, `None` if it is not finished."""
+        """Return what a finished block learned and noted, `None` if it is not finished.
+
+        Raises:
+            ConfigError: if the file is not what this run wrote for this block.
+        """
         file = self._file(walk, block)
         if not file.exists():
             return None
         try:
             with safe_open(file, "pt") as stored:
-                changes = [Change(**row) for row in json.loads(stored.metadata()["changes"])]
-                return {name: stored.get_tensor(name) for name in stored.keys()}, changes  # noqa: SIM118
+                metadata = stored.metadata() or {}
+                tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+            expected = self._identity(walk, block) | {"digest": _digest(tensors, metadata["changes"])}
+            if others := [what for what, value in expected.items() if metadata[what] != value]:
+                raise ValueError(f"another {', '.join(others)}")
+            changes = [Change(**row) for row in json.loads(metadata["changes"])]
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"checkpoint {file} cannot be read ({error}); remove it") from error
+            missing = f"it does not say its {error.args[0]}" if isinstance(error, KeyError) else str(error)
+            raise ConfigError(
+                f"checkpoint {file} cannot be read ({missing}): it is damaged, or of another block, run or version; "
+                "remove it, and the run computes that block again"
+            ) from error
+        return tensors, changes
 
     def save(self, walk: int, block: int, tensors: Mapping[str, Tensor], changes: Sequence[Change]) -> None:
         """Keep what a block learned; an interruption leaves all of it or nothing."""
         file = self._file(walk, block)
         partial = file.with_suffix(".partial")
-        metadata = {"changes": json.dumps([asdict(change) for change in changes])}
+        kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        noted = json.dumps([asdict(change) for change in changes])
+        metadata = self._identity(walk, block) | {"changes": noted, "digest": _digest(kept, noted)}
         try:
-            save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial, metadata)
-            os.replace(partial, file)
+            save_file(kept, partial, metadata)
+            replace_synced(partial, file)
         except (OSError, SafetensorError) as error:
             raise CalibrationError(f"cannot write checkpoint {file}: {error}; make room and run again") from error
+
+    def _identity(self, walk: int, block: int) -> dict[str, str]:
+        """Return what a file says of the block it holds."""
+        return {"version": _version(), "block": f"{walk}-{block}", "run": self._run}
 
     def _file(self, walk: int, block: int) -> Path:
         return self.directory / f"pass-{walk}-block-{block}.safetensors"
@@ -478,7 +501,15 @@ class Checkpoint:
 def _write_text(file: Path, text: str) -> None:
     partial = file.with_suffix(".partial")
     partial.write_text(text)
-    os.replace(partial, file)
+    replace_synced(partial, file)
+
+
+def _digest(tensors: Mapping[str, Tensor], changes: str) -> str:
+    """Return a digest of what a block learned and noted."""
+    digest = hashlib.sha256(changes.encode())
+    for name in sorted(tensors):
+        _update(digest, name, tensors[name])
+    return digest.hexdigest()
 
 
 def fingerprint(gm: GraphModule, context: Context) -> dict[str, str]:
@@ -496,8 +527,13 @@ def fingerprint(gm: GraphModule, context: Context) -> dict[str, str]:
         for position, leaf in enumerate(context.inputs(batch)):
             _update(data, f"batch {batch} {position}", leaf)
     digests = {"model": model, "configuration": configuration, "data": data}
-    ranks = {"number of ranks": str(context.ranks.count)}
-    return {what: digest.hexdigest()[:32] for what, digest in digests.items()} | ranks
+    others = {"number of ranks": str(context.ranks.count), "version": _version()}
+    return {what: digest.hexdigest()[:32] for what, digest in digests.items()} | others
+
+
+def _version() -> str:
+    """Return the versions of the code that computed a block."""
+    return f"quark_fx {quark_fx.__version__}, torch {torch.__version__}"
 
 
 def _update(digest: Any, name: str, value: Any) -> None:

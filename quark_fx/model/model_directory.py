@@ -24,6 +24,7 @@ from torch import Tensor
 from quark_fx.checkpoints.files import GRAPH_FILE
 from quark_fx.errors import QuarkError
 from quark_fx.system.untrusted import brief, parse_json, read_bytes, require_regular
+from quark_fx.system.writable import sync_directory
 
 FORMAT_VERSION = 4
 GRAPH_LIMIT = 1 << 27
@@ -95,9 +96,9 @@ def write_model(directory: Path, tensors: Mapping[str, Tensor], model: dict[str,
                 file.close()  # which gives up its lock; Windows renames closed files only
             stale = _stale_names(directory) - {_tensor_name(digest)}
             tensors_path.replace(directory / _tensor_name(digest))
-            _sync(directory)
+            sync_directory(directory)
             graph_path.replace(directory / GRAPH_FILE)
-            _sync(directory)
+            sync_directory(directory)
             for name in stale:
                 with suppress(OSError):
                     (directory / name).unlink()
@@ -255,16 +256,6 @@ def _lock(descriptor: int, *, wait: bool) -> bool:
     except OSError:  # another has it, or the file system knows no locks
         return False
     return True
-
-
-def _sync(directory: Path) -> None:
-    """Make renames in a directory last, where the system can."""
-    with suppress(OSError):
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 __all__ = [

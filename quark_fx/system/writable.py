@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from quark_fx.errors import ExportError
@@ -40,4 +41,22 @@ def require_file_place(path: Path) -> None:
         raise ExportError(f"the directory {path.parent} does not exist; create it first")
 
 
-__all__ = ["require_file_place", "require_possible", "require_writable"]
+def replace_synced(new: Path, path: Path) -> None:
+    """Rename `new` to `path` once its bytes are on disk: a power failure leaves the old file or the whole new one."""
+    with new.open("rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(new, path)
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make renames in a directory last, where the system can."""
+    with suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+__all__ = ["replace_synced", "require_file_place", "require_possible", "require_writable", "sync_directory"]

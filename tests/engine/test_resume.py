@@ -26,6 +26,7 @@ from extensions.deviation_scales import DeviationScales
 from extensions.refit_scales import RefitScales
 from extensions.shift_channels import ShiftChannels
 from forked import FORKS, processes
+from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny import Residual, cnn, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
@@ -368,6 +369,70 @@ def test_a_damaged_file_is_named(damage: Callable[[bytes], bytes], tmp_path: Pat
     assert_names(directory, file)
     file.unlink()
     assert_same(run("adaround", directory), run("adaround", run_once()))
+
+
+def rewritten(file: Path, change: Callable[[dict[str, Tensor], dict[str, str]], None]) -> None:
+    """Write a valid file that holds something else."""
+    with safe_open(file, "pt") as stored:
+        tensors, metadata = {name: stored.get_tensor(name) for name in stored.keys()}, stored.metadata()  # noqa: SIM118
+    change(tensors, metadata)
+    save_file(tensors, file, metadata)
+
+
+def changed_notes(tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    (row, *rest) = json.loads(metadata["changes"])
+    metadata["changes"] = json.dumps([row | {"after": 0.0}, *rest])
+
+
+FALSE: dict[str, Callable[[dict[str, Tensor], dict[str, str]], None]] = {
+    "zeroed": lambda tensors, metadata: tensors.update({name: torch.zeros_like(t) for name, t in tensors.items()}),
+    "one bit": lambda tensors, metadata: next(iter(tensors.values())).view(torch.uint8).view(-1)[:1].bitwise_xor_(1),
+    "another dtype": lambda tensors, metadata: tensors.update({name: t.double() for name, t in tensors.items()}),
+    "another shape": lambda tensors, metadata: tensors.update({name: t.reshape(-1) for name, t in tensors.items()}),
+    "a tensor less": lambda tensors, metadata: tensors.pop(next(iter(tensors))),
+    "a tensor more": lambda tensors, metadata: tensors.update(more=torch.ones(3)),
+    "another name": lambda tensors, metadata: tensors.update(more=tensors.pop(next(iter(tensors)))),
+    "other notes": changed_notes,
+    "another version": lambda tensors, metadata: metadata.update(version="quark_fx 0.0.1, torch 2.0.0"),
+    "another run": lambda tensors, metadata: metadata.update(run="0" * 64),
+    "no metadata": lambda tensors, metadata: metadata.clear(),
+    "an earlier format": lambda tensors, metadata: [metadata.pop(key) for key in ("digest", "block", "run", "version")],
+}
+
+
+@pytest.mark.parametrize("name", FALSE)
+def test_a_block_that_is_not_what_was_written_is_refused_and_computed_again(name: str, tmp_path: Path) -> None:
+    directory = interrupted(run_once(), tmp_path / "run", 2)
+    file = finished(directory)[1]
+    rewritten(file, FALSE[name])  # type: ignore[arg-type]
+    assert_names(directory, file)
+    if name == "zeroed":
+        file.unlink()
+        assert_same(run("adaround", directory), run("adaround", run_once()))
+
+
+def test_blocks_that_changed_places_are_refused(tmp_path: Path) -> None:
+    directory = interrupted(run_once(), tmp_path / "run", 2)
+    first, second = finished(directory)
+    shutil.copy(second, first)
+    assert_names(directory, first)
+
+
+def test_a_directory_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = interrupted(run_once(), tmp_path / "run", 1)
+    monkeypatch.setattr(qfx, "__version__", "99.0")
+    with pytest.raises(ConfigError, match="holds blocks that another run finished, with other version; remove"):
+        run("adaround", directory)
+
+
+def test_a_block_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done, fsync, replace_ = list[str](), os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda number: (done.append("fsync"), fsync(number))[1])
+    monkeypatch.setattr(os, "replace", lambda old, new: (done.append(Path(new).suffix), replace_(old, new))[1])
+    run("refitted scales", tmp_path)
+    names = [at for at, what in enumerate(done) if what == ".safetensors"]
+    assert names
+    assert all(done[at - 1] == done[at + 1] == "fsync" for at in names)  # the file's, then its directory's
 
 
 def test_a_file_that_another_program_wrote_is_named(tmp_path: Path) -> None:
