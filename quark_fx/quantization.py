@@ -49,7 +49,7 @@ from quark_fx.plan.report import Row
 from quark_fx.presets import preset
 from quark_fx.session import Session, divided, peek, reads_data_often, require_of_session
 from quark_fx.system.isolation import isolated, warn
-from quark_fx.system.memory import give_back_at_once
+from quark_fx.system.memory import short_memory
 from quark_fx.system.names import unknown
 from quark_fx.system.writable import require_possible
 
@@ -128,9 +128,8 @@ def quantize(
         require_of_session(own | {"distributed": distributed or None})
     if isinstance(model, str | Path):
         CheckpointFiles.of(model)  # before anything is made
-    if output_dir is not None or memory is not None:
-        give_back_at_once()
-    with work_directory(output_dir, checkpoint, ranks) as (folder, checkpoint):
+    short = short_memory(output_dir is not None or memory is not None)
+    with short, work_directory(output_dir, checkpoint, ranks) as (folder, checkpoint):
         shelf = Shelf(folder) if folder is not None else None
         if isinstance(model, Session):
             session = model

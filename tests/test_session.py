@@ -38,7 +38,6 @@ from quark_fx.observers import (
     observer,
 )
 from quark_fx.passes import AWQ, GPTQ, AdaRound, CrossLayerEqualization, SmoothQuant
-from quark_fx.passes.fold_batch_norm import fold_batch_norm
 from quark_fx.plan.weights import observe_tensor
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC
 
@@ -484,11 +483,6 @@ class ScaleActivation:
         return scale_activation(gm) if self.power else 0
 
 
-@functools.wraps(fold_batch_norm)
-def in_the_name_of_ours(gm: GraphModule) -> int:
-    return scale_activation(gm)
-
-
 @observer
 @dataclass(frozen=True, kw_only=True)
 class ScaledMinMax(MinMax):
@@ -505,7 +499,6 @@ CODE_THAT_READS_A_GLOBAL: dict[str, Callable[[], qfx.QuantConfig]] = {
     "lambda": lambda: with_passes(lambda gm: scale_activation(gm)),
     "partial": lambda: with_passes(functools.partial(scale_activation)),
     "dataclass": lambda: with_passes(ScaleActivation()),
-    "name of ours": lambda: with_passes(in_the_name_of_ours),
     "observer of activations": lambda: observed(ScaledMinMax()),
     "observer in one of ours": lambda: observed(Adjusted(observer=ScaledMinMax(), ratio=0.9)),
     "observer of weights": lambda: INT8_STATIC.replace(weight=INT8_STATIC.weight.replace(observer=ScaledMinMax())),

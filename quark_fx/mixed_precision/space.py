@@ -229,7 +229,7 @@ def _error(group: Group, candidate: Candidate, operators: Sequence[PlannedOperat
     if not is_expressible(candidate, members):
         return math.inf
     # Below zero it is what roundings of other operators happen to do to it: no gain, and not nothing.
-    return abs(sum(added.get(name, 0.0) for name in {op.node.name for op in members}))
+    return abs(sum(added.get(name, 0.0) for name in dict.fromkeys(op.node.name for op in members)))
 
 
 __all__ = ["Space", "least"]

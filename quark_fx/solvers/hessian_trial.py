@@ -39,7 +39,7 @@ _AT_ONCE = 1 << 20
 """Weights that a scale is tried on together, about."""
 
 _ROWS = 512
-"""Output channels, at most, that scales are judged on: every channel is scaled alike, so more add nothing."""
+"""Output channels, at least, that scales are judged on: every channel is scaled alike, so more add nothing."""
 
 _TRIES = 27
 """Scales that are tried for a site, about, on a grid of 21 by 21 points."""
@@ -109,7 +109,7 @@ class HessianTrial(Trial[LinearMap]):
         """Return what a run takes: both Hessians of what is read, and copies of the weight a scale is tried on."""
 
         def asked(m: Matrices) -> int:
-            return m.values * min(m.outputs, _ROWS) // m.outputs if m.apart else m.values
+            return m.values // m.outputs * _rows(m.outputs) if m.apart else m.values
 
         def tried(m: Matrices) -> int:
             return FLOAT32 * _COPIES * min(m.values, _AT_ONCE) if m.apart else _WHOLE * m.target + m.values
@@ -293,7 +293,7 @@ def _parts(reader: Reader[LinearMap], weight: Tensor) -> Iterator[_Index]:
         yield tuple(whole)
         return
     outputs, stacked = reader.scaled.linear.output_axis, reader.how.stacked
-    rows = spread_indices(weight.shape[outputs], _ROWS)
+    rows = spread_indices(weight.shape[outputs], _rows(weight.shape[outputs]))
     whole[outputs], axis = rows, 0 if stacked else outputs
     places = torch.arange(weight.shape[0]) if stacked else rows
     values = weight.numel() // weight.shape[outputs] * len(rows)
@@ -315,6 +315,11 @@ def _measured(run: FloatRun, readers: Sequence[Reader[LinearMap]], context: Cont
             known[key] = Hessian.of_parts(context, Entrance(run.module, linear, mapping, run.inputs))
         found[reader] = known[key]
     return found
+
+
+def _rows(outputs: int) -> int:
+    """Return how many output channels scales are judged on."""
+    return outputs // max(1, outputs // _ROWS)
 
 
 __all__ = ["FeedbackTrial", "HessianTrial", "MeasuredSite"]

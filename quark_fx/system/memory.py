@@ -6,6 +6,8 @@ import ctypes
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,21 +44,33 @@ def give_back() -> None:
     _trim()
 
 
-def give_back_at_once() -> None:
-    """From now on, return every megabyte to the system the moment it is free, where the C library keeps it (glibc).
+@contextmanager
+def short_memory(short: bool = True) -> Iterator[None]:
+    """Meanwhile return every megabyte to the system as soon as it is free, where the C library keeps it (glibc).
 
-    Allocations then cost the system's zeroing of pages. Holds for the whole process: for runs whose memory is short.
-    The kernels that oneDNN generates for every shape it meets, of which a product of experts has a new one with every
-    batch, are kept in smaller numbers, unless the process has run a model before.
+    Allocations then cost the system's zeroing of pages. The kernels that oneDNN generates for every shape it meets, of
+    which a product of experts has a new one with every batch, are kept in smaller numbers, unless the process has run a
+    model before: oneDNN reads the variables once. Variables that are set already are left alone.
+
+    Args:
+        short: Whether to change anything.
 
     Source:
         https://man7.org/linux/man-pages/man3/mallopt.3.html;
         https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html
     """
-    for variable in _KERNELS_KEPT:
-        os.environ.setdefault(variable, str(_KERNELS))
-    if (mallopt := _function("mallopt")) is not None:
+    variables = [name for name in _KERNELS_KEPT if short and name not in os.environ]
+    mallopt = _function("mallopt") if short else None
+    os.environ.update(dict.fromkeys(variables, str(_KERNELS)))
+    if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name, None)
+        if mallopt is not None:
+            mallopt(_M_MMAP_THRESHOLD, _THRESHOLD)
 
 
 @dataclass
@@ -104,6 +118,9 @@ _ALIGNED = 64
 
 _M_MMAP_THRESHOLD = -3
 
+_THRESHOLD = 32 << 20
+"""The largest threshold that glibc chooses by itself (`DEFAULT_MMAP_THRESHOLD_MAX`), as before the first call."""
+
 _KERNELS_KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """What oneDNN, and torch on top of it, read when they are first used: how many kernels each keeps."""
 
@@ -123,4 +140,4 @@ _PAUSE = 100
 
 _trim = _Trim(_function("malloc_trim"))
 
-__all__ = ["Slabs", "give_back", "give_back_at_once", "is_shortage", "occupied"]
+__all__ = ["Slabs", "give_back", "is_shortage", "occupied", "short_memory"]

@@ -323,7 +323,7 @@ def test_of_wide_operators_some_outputs_are_asked(monkeypatch: pytest.MonkeyPatc
     model = chain(3000)
     errors = by_hand(model)
     assert errors[exponents(found(model))][0] <= 1.01 * min(learned for learned, _ in errors.values())
-    assert set(asked) == {512}
+    assert set(asked) == {600}  # every fifth
     asked.clear()
     # One scale for all depends on every output.
     found(model, granularity=Granularity.TENSOR, group_size=None)
@@ -398,11 +398,11 @@ def test_of_wide_matrices_in_a_stack_some_outputs_are_asked(monkeypatch: pytest.
     config = GROUPS.replace(passes=(AWQ(),), exclude=())
     qmodel = quantize(model, config, [rand(3, 8, 64, seed=seed) for seed in (1, 2)])
     assert any(change.changed for change in record_of(qmodel, "AWQ").changes)
-    assert set(asked) == {(3, 64, 512)}
+    assert set(asked) == {(3, 64, 600)}  # every second
     asked.clear()
-    monkeypatch.setattr(hessian_trial, "_AT_ONCE", 64 * 512 + 1)
+    monkeypatch.setattr(hessian_trial, "_AT_ONCE", 64 * 600 + 1)
     qfx.quantize(model, config, [rand(3, 8, 64, seed=seed) for seed in (1, 2)], progress=False)
-    assert set(asked) == {(1, 64, 512)}
+    assert set(asked) == {(1, 64, 600)}
 
 
 def test_what_feedback_leaves_of_a_stack_is_that_of_its_matrices() -> None:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
+from tiny import quantize
+from torch import nn
 
+from quark_fx.errors import ConfigError
 from quark_fx.system.memory import Slabs, is_shortage
 
 _PRODUCTS = """
 import sys, torch
-from quark_fx.system.memory import give_back_at_once, occupied
-if "short" in sys.argv:
-    give_back_at_once()
+from quark_fx.system.memory import occupied, short_memory
 weight, before = torch.rand(256, 256, dtype=torch.bfloat16), occupied()
-for rows in range(1, 401):
-    torch.rand(rows, 256, dtype=torch.bfloat16) @ weight
+with short_memory("short" in sys.argv):
+    for rows in range(1, 401):
+        torch.rand(rows, 256, dtype=torch.bfloat16) @ weight
 print(occupied() - before >> 20)
 """
 
@@ -32,6 +36,17 @@ def test_kernels_of_shapes_that_do_not_come_again_are_dropped_where_memory_is_sh
     if (usually := kept()) < 100:
         pytest.skip("no kernels are generated for these products here")
     assert kept("short") < usually / 3
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_with_a_budget_leaves_environment_variables_alone(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+    budget = "1KiB" if fails else "64GiB"
+    with pytest.raises(ConfigError) if fails else nullcontext():
+        quantize(nn.Linear(4, 4).eval(), "int8_weight_only", [torch.ones(2, 4)], memory=budget)
+    assert os.environ["LRU_CACHE_CAPACITY"] == "7"
+    assert "ONEDNN_PRIMITIVE_CACHE_CAPACITY" not in os.environ
 
 
 _SAMPLED = """
