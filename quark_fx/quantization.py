@@ -129,7 +129,7 @@ def quantize(
     if isinstance(model, str | Path):
         CheckpointFiles.of(model)  # before anything is made
     short = short_memory(output_dir is not None or memory is not None)
-    with short, work_directory(output_dir, checkpoint, ranks) as (folder, checkpoint):
+    with ranks.telling_failures(), short, work_directory(output_dir, checkpoint, ranks) as (folder, checkpoint):
         shelf = Shelf(folder) if folder is not None else None
         if isinstance(model, Session):
             session = model

@@ -337,16 +337,22 @@ def _exchange(run: BlockRun, context: Context, before: int) -> None:
     """
     if context.ranks.alone:
         return
-    learned = {name: value.cpu() for name, value in run.learned.items()}
-    found = context.ranks.gather((learned, context.changes[before:]))
-    stored: dict[str, Tensor] = {}
+    ranks = context.ranks
+    shapes = {name: (tuple(value.shape), value.dtype) for name, value in run.learned.items()}
+    owners: dict[str, int] = {}
     changes: list[Change] = []
-    for tensors, notes in found:
+    found = ranks.gather((shapes, context.changes[before:]))
+    for rank, (theirs, notes) in enumerate(found):
         known = set(changes)
-        stored = tensors | stored
+        owners = dict.fromkeys(theirs, rank) | owners
         changes += [change for change in notes if change not in known]
-    for name, value in stored.items():
-        run.store(name, value)
+    for name, owner in owners.items():
+        shape, dtype = found[owner][0][name]
+        empty = torch.empty(shape, dtype=dtype, device=ranks.device)
+        value = run.learned[name].to(ranks.device) if owner == ranks.index else empty
+        ranks.broadcast(value, owner)
+        if owner != ranks.index:
+            run.store(name, value)
     order = {operator.name: position for position, operator in enumerate(context.plan.values())}
     context.changes[before:] = sorted(changes, key=lambda change: order.get(change.name, len(order)))
 

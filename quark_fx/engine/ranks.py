@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 import torch
@@ -60,14 +62,35 @@ class Ranks:
         """Return this process's slice of `items`; the slices of all processes, in order, are all items."""
         return items[len(items) * self.index // self.count : len(items) * (self.index + 1) // self.count]
 
-    def owns(self, number: int) -> bool:
-        """Tell whether the `number`-th piece of work is this process's."""
-        return number % self.count == self.index
+    def owners(self, sizes: Sequence[float], loads: list[float]) -> list[int]:
+        """Return which process does each piece of work: the largest first, each to the one with the least work so far.
+
+        Args:
+            sizes: work of each piece.
+            loads: work that each process has; this adds to it.
+        """
+        owners = [0] * len(sizes)
+        for piece in sorted(range(len(sizes)), key=lambda piece: -sizes[piece]):
+            owners[piece] = loads.index(min(loads))
+            loads[owners[piece]] += sizes[piece]
+        return owners
 
     def add(self, *tensors: Tensor) -> None:
         """Replace each tensor by its sum over the processes; all get the same bits."""
         if not self.alone:
-            self._collective(lambda: [dist.all_reduce(tensor) for tensor in tensors])
+            for tensor in tensors:
+                self._collective(partial(dist.all_reduce, tensor))
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Replace the bytes of a contiguous tensor by those of the same one in the process `source`."""
+        if not self.alone and tensor.numel():
+            self._collective(partial(dist.broadcast, tensor.view(-1).view(torch.uint8), source))
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors have to be that processes exchange."""
+        accelerated = not self.alone and dist.get_backend() == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if accelerated else torch.device("cpu")
 
     def gather(self, value: T) -> list[T]:
         """Return what each process passed, in their order."""
@@ -75,10 +98,17 @@ class Ranks:
             return [value]
         packed = io.BytesIO()
         torch.save(value, packed)
-        found: list[Any] = [None] * self.count
-        self._collective(lambda: dist.all_gather_object(found, packed.getvalue()))
-        here = _accelerator(packed.getvalue())
-        return [value if i == self.index else _unpacked(other, here) for i, other in enumerate(found)]
+        content = packed.getvalue()
+        own = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.device)
+        lengths = torch.zeros(self.count, dtype=torch.int64, device=self.device)
+        lengths[self.index] = len(own)
+        self.add(lengths)
+        here, found = _accelerator(content), list[T]()
+        for source, length in enumerate(lengths.tolist()):
+            received = own if source == self.index else torch.empty(length, dtype=torch.uint8, device=self.device)
+            self.broadcast(received, source)
+            found.append(value if source == self.index else _unpacked(received.cpu().numpy().tobytes(), here))
+        return found
 
     def fold(self, value: T, merge: Callable[[T, T], T]) -> T:
         """Return what all processes passed, merged in their order."""
@@ -123,9 +153,37 @@ class Ranks:
             if found is not None:
                 raise found
 
-    def _collective(self, collective: Callable[[], object]) -> None:
+    @contextmanager
+    def telling_failures(self) -> Iterator[None]:
+        """Let the other processes know of an exception that leaves, while they wait for this one."""
         try:
-            collective()
+            yield
+        except BaseException as error:
+            if not self.alone:
+                with suppress(RuntimeError):  # the process with the store is gone
+                    message = f"rank {self.index} of {self.count} failed: {type(error).__name__}: {error}"
+                    if not _store().check([_key()]):  # another one failed first
+                        _store().set(_key(), message)
+                _DONE.update(collectives=0, failures=_DONE["failures"] + 1)
+            raise
+
+    def _collective(self, begin: Callable[..., Any]) -> None:
+        """Do a collective; raise if a process fails before it joins.
+
+        All processes count collectives and failures alike, so that what one tells at a count is meant for those that
+        wait at the same count, and for no later run.
+        """
+        try:
+            work, pause, asked = begin(async_op=True), _SHORTEST, time.monotonic()
+            while not work.is_completed():
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST)
+                if time.monotonic() - asked > _ASK_EVERY:
+                    asked = time.monotonic()
+                    if _store().check([_key()]):
+                        raise QuarkError(_store().get(_key()).decode())
+            work.wait()
+            _DONE["collectives"] += 1
         except RuntimeError as error:
             raise QuarkError(
                 f"rank {self.index} of {self.count} cannot reach the others ({str(error).splitlines()[0]}); if one "
@@ -152,6 +210,22 @@ def _unpacked(packed: bytes, here: str) -> Any:
         return storage if "cpu" in (place, here) else torch.serialization.default_restore_location(storage, here)
 
     return torch.load(io.BytesIO(packed), map_location=move, weights_only=False)
+
+
+_SHORTEST, _LONGEST, _ASK_EVERY = 2e-5, 0.01, 0.5
+"""Seconds between two looks at whether a collective is done, and at whether another process failed."""
+
+_DONE = {"collectives": 0, "failures": 0}
+"""What this process did so far; the collectives since its last failure."""
+
+
+def _key() -> str:
+    """Return the name under which processes tell failures at this point."""
+    return f"quark_fx failure {_DONE['failures']} {_DONE['collectives']}"
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
 
 
 ALONE = Ranks()

@@ -20,6 +20,7 @@ from quark_fx.graph.pass_manager import Change
 from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.qparams import ScaleType
 from quark_fx.plan.placement import Quantized
+from quark_fx.solvers.proposals import naming_failures
 from quark_fx.solvers.reconstruction import Reconstruction
 from quark_fx.solvers.schedule import Schedule
 from quark_fx.solvers.trainable import Codes
@@ -61,7 +62,8 @@ class GradientSolver(Schedule, ABC):
             # Of a pass that is limited, only what the operators themselves read.
             read = {weight.input_scale for weight in weights} if self.only else set(run.free_scales)
             scales = [name for name in run.free_scales if name in read] if learns_scales else []
-            Reconstruction(gm, context, self, run, weights, scales, self.begin).learn()
+            with naming_failures(self, run.operators):
+                Reconstruction(gm, context, self, run, weights, scales, self.begin).learn()
         return sum(change.changed for change in context.changes)
 
     def _learnable(self, run: BlockRun, weights: list[QuantizedWeight], context: Context) -> list[QuantizedWeight]:

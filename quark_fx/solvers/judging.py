@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,13 +12,13 @@ from torch import Tensor
 
 from quark_fx.engine.block_walk import BlockRun
 from quark_fx.engine.context import Context
-from quark_fx.errors import CalibrationError, PassError
+from quark_fx.errors import CalibrationError, PassError, QuarkError
 from quark_fx.graph.pass_manager import Change
 from quark_fx.solvers.folds import InputHessian, Reading
 from quark_fx.solvers.hessian import Hessian
 from quark_fx.solvers.places import Place, blamed
 from quark_fx.solvers.products import Part
-from quark_fx.solvers.proposals import Proposal, Skip
+from quark_fx.solvers.proposals import Proposal, Skip, naming_failures
 from quark_fx.system.memory import give_back
 
 Solve = Callable[[Any, Any], Proposal | Skip]
@@ -47,7 +46,7 @@ class FormJudge:
     solve: Solve
     reading: InputHessian
     context: Context
-    _number: Iterator[int] = field(default_factory=itertools.count)
+    _loads: list[float] = field(default_factory=list)
 
     def choose(self, run: BlockRun, places: Sequence[Place]) -> None:
         """Choose the weights of operators that read one value."""
@@ -56,8 +55,11 @@ class FormJudge:
         seen = judge = self.reading.measure(parts, context, context.calibration)
         if context.has_validation:
             judge = self.reading.measure(parts, context, context.validation)
-        own = [part for part, n in zip(parts, self._number, strict=False) if context.ranks.owns(n)]
-        changes, failed = list[Change](), None
+        self._loads = self._loads or [0.0] * context.ranks.count
+        owners = context.ranks.owners([part.real.numel() * seen.h.shape[-1] for part in parts], self._loads)
+        own = [part for part, owner in zip(parts, owners, strict=True) if owner == context.ranks.index]
+        changes = list[Change]()
+        failed: QuarkError | None = None
         try:
             answers = [(part, self._judged(part, seen, judge)) for part in own]
             few = int(seen.rows.sum()) < _PLENTY * seen.rows.numel() * seen.h.shape[-1]
@@ -68,6 +70,8 @@ class FormJudge:
             changes = [self._kept(part, answer, seen if again else None) for part, answer in answers]
         except CalibrationError as error:
             failed = blamed(parts, error)
+        except PassError as error:
+            failed = error
         context.ranks.raise_first(failed)
         seconds = (time.perf_counter() - began) / max(1, len(own))
         for change in changes:
@@ -77,7 +81,7 @@ class FormJudge:
         """Return the proposal for an operator if it is better on validation data, else what to note."""
         give_back()
         now = self.reading.now(part, self.context)
-        answer = _proposed(self.solve(now, seen), now)
+        answer = _proposed(_solved(self.solve, part, now, seen), now)
         if isinstance(answer, Skip):
             return _skipped(part, answer)
         target = now.real
@@ -94,7 +98,7 @@ class FormJudge:
             return judged
         give_back()
         now, reason = self.reading.now(part, self.context), ""
-        wider = None if all_rows is None else self.solve(now, all_rows)
+        wider = None if all_rows is None else _solved(self.solve, part, now, all_rows)
         for answer in (wider, judged.answer):
             if not isinstance(answer, Proposal):
                 continue
@@ -168,7 +172,7 @@ class BlockJudge:
     def _answer(self, place: Place, seen: object) -> tuple[dict[str, Tensor], str] | Skip:
         """Return the tensors that a proposal changes, and what to note if it is accepted."""
         try:
-            answer = _proposed(self.solve(place.now, seen), place.now)
+            answer = _proposed(_solved(self.solve, place, place.now, seen), place.now)
             if isinstance(answer, Skip):
                 return answer
             tensors = place.tensors(answer.value)
@@ -177,6 +181,11 @@ class BlockJudge:
         except (CalibrationError, ValueError) as error:
             raise blamed([place], error) from error
         return {name: tensor.cpu() for name, tensor in tensors.items()}, _what(place.changed(answer.value), answer)
+
+
+def _solved(solve: Solve, place: Place, now: object, seen: object) -> object:
+    with naming_failures(getattr(solve, "__self__", solve), place.name):
+        return solve(now, seen)
 
 
 def _proposed(answer: object, now: object) -> Proposal | Skip:

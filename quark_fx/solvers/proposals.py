@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
+from quark_fx.errors import PassError, QuarkError
 from quark_fx.numbers.qparams import QParams, Scheme, affine_qparams
+from quark_fx.system.memory import is_shortage
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,4 +83,20 @@ class Skip:
     reason: str
 
 
-__all__ = ["Activation", "Bias", "Proposal", "Skip"]
+@contextmanager
+def naming_failures(solver: object, operators: str) -> Iterator[None]:
+    """Turn an unexpected exception into a `PassError` that names the solver and the operators.
+
+    Errors of quark_fx have names already; an `OverflowError` says that a proposal does not fit its type.
+    """
+    try:
+        yield
+    except (QuarkError, OverflowError):
+        raise
+    except Exception as error:
+        if is_shortage(error):
+            raise
+        raise PassError(f"{type(solver).__name__} failed on {operators}: {type(error).__name__}: {error}") from error
+
+
+__all__ = ["Activation", "Bias", "Proposal", "Skip", "naming_failures"]

@@ -27,6 +27,7 @@ from quark_fx.plan.placement import Coded
 from quark_fx.rescale.planned_sites import PlannedSite, planned_sites
 from quark_fx.rescale.scale_sites import apply_scale
 from quark_fx.solvers.in_turn import Chosen, choose_in_turn
+from quark_fx.solvers.proposals import naming_failures
 
 S = TypeVar("S", bound=type)
 T = TypeVar("T")
@@ -158,7 +159,8 @@ class ScalingSolver(Selective, ABC):
         context: Context,
     ) -> Iterator[Chosen]:
         for number, found in measured:
-            settled = self._settle(self.judge(gm, sites[number], found), sites[number], context)
+            with naming_failures(self, sites[number].name):
+                settled = self._settle(self.judge(gm, sites[number], found), sites[number], context)
             del found  # before the next site is measured
             # All ranks have to take the same; another processor may see a tie otherwise.
             yield number, *context.ranks.gather(settled)[0]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 from tiny import quantize, rand, seeded
 from torch import Tensor, nn
 
-from quark_fx.passes import AWQ, SmoothQuant
+from quark_fx.errors import PassError
+from quark_fx.passes import AWQ, AdaRound, SmoothQuant
 from quark_fx.presets import INT4_WEIGHT_ONLY, INT8_STATIC
 from quark_fx.rescale.components import largest_per_component, per_element
 from quark_fx.solvers.hessian_trial import _TRIES
 from quark_fx.solvers.sample_trial import SampledSite
 from quark_fx.solvers.samples import CALIBRATION, Remembered
-from quark_fx.solvers.scaling import search
+from quark_fx.solvers.scaling import scaling_solver, search
+from quark_fx.solvers.solver import Bias, OutputError, Solver, solver
 from quark_fx.system.memory import Slabs
 
 
@@ -124,3 +129,51 @@ def test_the_report_says_where_awq_could_multiply() -> None:
         config = INT4_WEIGHT_ONLY.replace(passes=(AWQ(explicit=explicit),), exclude=())
         report = str(quantize(model, config, [rand(8, 16, seed=i) for i in range(2)]).report())
         assert ("explicit=True could multiply for 2 more" in report) == said
+
+
+class UnexpectedError(Exception):
+    pass
+
+
+@solver
+@dataclass(frozen=True, kw_only=True)
+class FailingSolver(Solver):
+    def solve(self, weight: Any, seen: Any) -> Any:
+        raise UnexpectedError("no luck")
+
+
+@solver
+@dataclass(frozen=True, kw_only=True)
+class FailingBiases(Solver):
+    chooses = Bias
+
+    @property
+    def reads(self) -> OutputError:
+        return OutputError()
+
+    def solve(self, bias: Any, seen: Any) -> Any:
+        raise UnexpectedError("no luck")
+
+
+@solver
+@dataclass(frozen=True, kw_only=True)
+class FailingCodes(AdaRound):
+    def begin(self, *args: Any) -> Any:
+        raise UnexpectedError("no luck")
+
+
+@scaling_solver
+@dataclass(frozen=True, kw_only=True)
+class FailingScales(SmoothQuant):
+    def scale(self, seen: Any, values: Any) -> Any:
+        raise UnexpectedError("no luck")
+
+
+@pytest.mark.parametrize("failing", [FailingSolver(), FailingBiases(), FailingCodes(iterations=2), FailingScales()])
+def test_an_unexpected_error_names_the_solver_and_the_operator(failing: Any) -> None:
+    model = seeded(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)))
+    config = INT8_STATIC.replace(passes=(failing,))
+    message = rf"^{type(failing).__name__} failed on [13](, [13])*: UnexpectedError: no luck\n"
+    with pytest.raises(PassError, match=message) as error:
+        quantize(model, config, [rand(8, 8, seed=i) for i in range(3)])
+    assert isinstance(error.value.__cause__, UnexpectedError)
