@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,7 +18,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-import quark_fx
 from quark_fx.config.quant_config import QuantConfig, TensorSpec
 from quark_fx.engine.activation_cache import ActivationCache, CacheBudget
 from quark_fx.engine.known import Known
@@ -533,7 +533,7 @@ def fingerprint(gm: GraphModule, context: Context) -> dict[str, str]:
 
 def _version() -> str:
     """Return the versions of the code that computed a block."""
-    return f"quark_fx {quark_fx.__version__}, torch {torch.__version__}"
+    return f"quark_fx {sys.modules['quark_fx'].__version__}, torch {torch.__version__}"
 
 
 def _update(digest: Any, name: str, value: Any) -> None:
