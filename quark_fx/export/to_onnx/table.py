@@ -46,7 +46,8 @@ def translation_table() -> dict[Any, Callable[..., Any]]:
 
 
 def _fill() -> None:
-    import quark_fx.export.to_onnx.lowering  # noqa: F401 (needs the `onnx` extra)
+    import quark_fx.export.to_onnx.lowering
+    import quark_fx.export.to_onnx.stable_functions  # noqa: F401 (both fill the table; they need the `onnx` extra)
 
 
 def _overload(name: str) -> Any:

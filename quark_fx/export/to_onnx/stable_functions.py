@@ -1,0 +1,157 @@
+"""ONNX lowerings that stay accurate where torch does: far from zero, near zero, and around a large mean.
+
+torch's own lowerings write the textbook formulas, such as `log(sigmoid(x))`, which is `-inf` below -88 in float32. The
+forms here use `log1p`, `expm1`, and centered values. Each reads and returns values in the type of its operand.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnxscript import opset21
+
+from quark_fx.export.to_onnx.table import lowers
+
+op: Any = opset21
+
+
+def _constant(x: Any, value: float) -> Any:
+    """Return a scalar in the type of `x`."""
+    return op.Constant(value=ir.Tensor(np.asarray(value, x.dtype.numpy())))
+
+
+@lowers("aten.log1p.default")
+def log1p(x: Any) -> Any:
+    """`log(1 + x)`, corrected for the rounding of `1 + x`."""
+    return _log1p(x, like=x)
+
+
+def _log1p(x: Any, *, like: Any) -> Any:
+    """Return `log1p(x)` of a value in the type of `like`.
+
+    Source:
+        Goldberg 1991, "What every computer scientist should know about floating-point arithmetic", theorem 4.
+    """
+    one = _constant(like, 1.0)
+    above = op.Add(x, one)
+    rounded = op.Sub(above, one)
+    corrected = op.Mul(op.Log(above), op.Div(x, rounded))
+    # The quotient is 0 / 0 where 1 + x rounds to 1, and inf / inf at infinity.
+    usual = op.Where(op.Equal(rounded, _constant(like, 0.0)), x, corrected)
+    return op.Where(op.Equal(x, _constant(like, math.inf)), x, usual)
+
+
+@lowers("aten.expm1.default")
+def expm1(x: Any) -> Any:
+    """`tanh(x / 2) * (exp(x) + 1)`, which subtracts nothing."""
+    half = op.Mul(x, _constant(x, 0.5))
+    return op.Mul(op.Tanh(half), op.Add(op.Exp(x), _constant(x, 1.0)))
+
+
+@lowers("aten.log_sigmoid.default")
+def log_sigmoid(x: Any) -> Any:
+    """`min(x, 0) - log1p(exp(-|x|))`."""
+    return op.Sub(op.Min(x, _constant(x, 0.0)), _log1p(op.Exp(op.Neg(op.Abs(x))), like=x))
+
+
+@lowers("aten.logaddexp.default")
+def logaddexp(a: Any, b: Any) -> Any:
+    """`max(a, b) + log1p(exp(-|a - b|))`; equal infinities have no difference and keep their value."""
+    apart = op.Add(op.Max(a, b), _log1p(op.Exp(op.Neg(op.Abs(op.Sub(a, b)))), like=a))
+    return op.Where(op.Equal(a, b), op.Add(a, _constant(a, math.log(2))), apart)
+
+
+@lowers("aten.logaddexp2.default")
+def logaddexp2(a: Any, b: Any) -> Any:
+    """`logaddexp` in base 2: `max(a, b) + log1p(2 ** -|a - b|) / log(2)`."""
+    distance = op.Mul(op.Abs(op.Sub(a, b)), _constant(a, -math.log(2)))
+    apart = op.Add(op.Max(a, b), op.Div(_log1p(op.Exp(distance), like=a), _constant(a, math.log(2))))
+    return op.Where(op.Equal(a, b), op.Add(a, _constant(a, 1.0)), apart)
+
+
+@lowers("aten.logcumsumexp.default")
+def logcumsumexp(x: Any, dim: int) -> Any:
+    """`logsumexp` of each prefix, each relative to its own maximum: `n` times `n` values for a length of `n`."""
+    axis = dim % len(x.shape)
+    after = op.Constant(value_ints=[axis])
+    size = op.Gather(op.Shape(x), op.Constant(value_ints=[axis]))
+    index = op.Range(op.Constant(value_int=0), op.Squeeze(size), op.Constant(value_int=1))
+    beyond = op.Less(op.Unsqueeze(index, op.Constant(value_ints=[1])), op.Unsqueeze(index, op.Constant(value_ints=[0])))
+    trailing = [*range(2, len(x.shape) - axis + 1)]
+    if trailing:
+        beyond = op.Unsqueeze(beyond, op.Constant(value_ints=trailing))
+    prefixes = op.Where(beyond, _constant(x, -math.inf), op.Unsqueeze(x, after))
+    return op.ReduceLogSumExp(prefixes, op.Constant(value_ints=[axis + 1]), keepdims=0)
+
+
+@lowers("aten.remainder.Scalar")
+@lowers("aten.remainder.Tensor")
+def remainder(x: Any, other: Any) -> Any:
+    """`fmod`, plus the divisor where the signs differ: the quotient of large numbers has no fraction left to round."""
+    divisor = other if isinstance(other, ir.Value) else _constant(x, other)
+    if not x.dtype.is_floating_point():
+        return op.Mod(x, divisor)
+    rest, zero = op.Mod(x, divisor, fmod=1), _constant(x, 0.0)
+    across = op.And(op.Not(op.Equal(rest, zero)), op.Xor(op.Less(rest, zero), op.Less(divisor, zero)))
+    return op.Where(across, op.Add(rest, divisor), rest)
+
+
+@lowers("aten.group_norm.default")
+def group_norm(
+    x: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True
+) -> Any:
+    """`InstanceNormalization` of the centered groups: ONNX Runtime computes a variance as a difference of squares."""
+    flat = op.Reshape(x, op.Constant(value_ints=[0, num_groups, -1]))
+    centered = op.Sub(flat, op.ReduceMean(flat, op.Constant(value_ints=[2]), keepdims=1))
+    ones, zeros = (op.Constant(value=ir.Tensor(np.full(num_groups, value, x.dtype.numpy()))) for value in (1.0, 0.0))
+    y = op.Reshape(op.InstanceNormalization(centered, ones, zeros, epsilon=eps), op.Shape(x))
+    along = op.Constant(value_ints=[-1] + [1] * (len(x.shape) - 2))
+    if weight is not None:
+        y = op.Mul(y, op.Reshape(weight, along))
+    return y if bias is None else op.Add(y, op.Reshape(bias, along))
+
+
+@lowers("aten.std.correction")
+def std(x: Any, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    """The root of the mean square, relative to the largest deviation: squares of small values underflow."""
+    return std_mean(x, dim, correction=correction, keepdim=keepdim)[0]
+
+
+@lowers("aten.std.dim")
+def std_dim(x: Any, dim: list[int] | None, unbiased: bool = True, keepdim: bool = False) -> Any:
+    """See `std`."""
+    return std(x, dim, correction=float(unbiased), keepdim=keepdim)
+
+
+@lowers("aten.std_mean.correction")
+def std_mean(
+    x: Any, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Any, Any]:
+    """See `std`."""
+    axes = op.Constant(value_ints=[axis % len(x.shape) for axis in dim or range(len(x.shape))])
+    mean = op.ReduceMean(x, axes, keepdims=1)
+    deviation = op.Sub(x, mean)
+    peak = op.ReduceMax(op.Abs(deviation), axes, keepdims=1)
+    scale = op.Where(op.Equal(peak, _constant(x, 0.0)), _constant(x, 1.0), peak)
+    squares = op.ReduceSumSquare(op.Div(deviation, scale), axes, keepdims=1)
+    count = op.CastLike(op.ReduceProd(op.Gather(op.Shape(x), axes), keepdims=0), x)
+    free = op.Max(op.Sub(count, _constant(x, 1.0 if correction is None else correction)), _constant(x, 0.0))
+    root = op.Mul(op.Sqrt(op.Div(squares, free)), scale)
+    return (root, mean) if keepdim else (op.Squeeze(root, axes), op.Squeeze(mean, axes))
+
+
+@lowers("aten.binary_cross_entropy_with_logits.default")
+def binary_cross_entropy_with_logits(
+    x: Any, target: Any, weight: Any = None, pos_weight: Any = None, reduction: int = 1
+) -> Any:
+    """`(1 - y) x - (1 + (p - 1) y) log_sigmoid(x)`; `reduction` is 0 for none, 1 for the mean, 2 for the sum."""
+    scaled = op.Neg(log_sigmoid(x))
+    if pos_weight is not None:
+        one = _constant(x, 1.0)
+        scaled = op.Mul(scaled, op.Add(one, op.Mul(op.Sub(pos_weight, one), target)))
+    loss = op.Add(op.Mul(op.Sub(_constant(x, 1.0), target), x), scaled)
+    loss = loss if weight is None else op.Mul(loss, weight)
+    return (loss, op.ReduceMean(loss, keepdims=0), op.ReduceSum(loss, keepdims=0))[reduction]
