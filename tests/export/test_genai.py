@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 from collections.abc import Callable
@@ -35,6 +36,7 @@ from transformers import (
 import quark_fx as qfx
 from quark_fx.data.cache_names import CACHE_NAMES
 from quark_fx.errors import ExportError
+from quark_fx.export import CacheScales
 from quark_fx.export.generation.genai_config import genai_config, name_cache
 from quark_fx.export.generation.to_genai import require_generator
 
@@ -61,19 +63,24 @@ def mistral() -> PretrainedConfig:
     return MistralConfig(**sizes, **more, initializer_range=0.5, bos_token_id=0, eos_token_id=0, pad_token_id=PAD)
 
 
-def written_as(config: PretrainedConfig, folder: Path) -> SimpleNamespace:
+def written_as(config: PretrainedConfig, folder: Path, *, cached: bool = False) -> SimpleNamespace:
     """Return a folder, and the model in torch; the prompt ends in the token that the model pads with."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).eval()
     model.config.use_cache = model.generation_config.use_cache = False  # as models are often calibrated
     qmodel = quantize(model, "int8_weight_only", [{"input_ids": PROMPT}])
-    folder = qfx.export.genai(qmodel, folder, format="qdq")
     eager: Any = qmodel.eager()
+    scales = CacheScales.measure(eager, [{"input_ids": PROMPT}]) if cached else None
+    folder = qfx.export.genai(qmodel, folder, format="qdq", cache=scales)
     expected = eager.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **GREEDY)[0].tolist()
     assert len(set(expected)) > 6, "a sequence that repeats itself proves little"
     return SimpleNamespace(
-        folder=folder, expected=expected, config=json.loads((folder / "genai_config.json").read_text())
+        folder=folder,
+        qmodel=qmodel,
+        eager=eager,
+        expected=expected,
+        config=json.loads((folder / "genai_config.json").read_text()),
     )
 
 
@@ -81,27 +88,6 @@ def written_as(config: PretrainedConfig, folder: Path) -> SimpleNamespace:
 def written(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """A folder of a model that reads all tokens before."""
     return written_as(gpt2(), tmp_path_factory.mktemp("genai") / "new")
-
-
-def fed_as_genai_does(written: SimpleNamespace) -> list[int]:
-    """Generate with the prompt first, then single tokens, each after what the graph returned."""
-    decoder = written.config["model"]["decoder"]
-    session = onnxruntime.InferenceSession(written.folder / decoder["filename"])
-    inputs, outputs = decoder["inputs"], decoder["outputs"]
-    layers = range(decoder["num_hidden_layers"])
-    past = [inputs[name] % i for i in layers for name in ("past_key_names", "past_value_names")]
-    present = [outputs[name] % i for i in layers for name in ("present_key_names", "present_value_names")]
-    assert {value.name for value in session.get_inputs()} == {inputs["input_ids"], inputs["position_ids"], *past}
-    cache = [np.zeros((1, decoder["num_key_value_heads"], 0, decoder["head_size"]), np.float32)] * len(past)
-    found, new = PROMPT[0].tolist(), PROMPT.numpy()
-    for _ in range(STEPS):
-        positions = np.arange(len(found) - new.shape[1], len(found))[None]
-        feed = {inputs["input_ids"]: new, inputs["position_ids"]: positions} | dict(zip(past, cache, strict=True))
-        logits, *cache = session.run([outputs["logits"], *present], feed)
-        logits[0, -1, written.config["model"]["eos_token_id"]] = -np.inf  # as a minimum of new tokens does
-        found.append(int(logits[0, -1].argmax()))
-        new = np.array([found[-1:]])
-    return found
 
 
 def test_a_folder_holds_the_graph_its_data_and_the_configuration(written: SimpleNamespace) -> None:
@@ -119,13 +105,52 @@ def test_a_folder_holds_the_graph_its_data_and_the_configuration(written: Simple
 
 
 def test_what_genai_feeds_by_the_configuration_generates_what_torch_generates(written: SimpleNamespace) -> None:
-    assert fed_as_genai_does(written) == written.expected
+    """Prompt first, then single tokens, each after what the graph returned."""
+    decoder = written.config["model"]["decoder"]
+    session = onnxruntime.InferenceSession(written.folder / decoder["filename"])
+    inputs, outputs = decoder["inputs"], decoder["outputs"]
+    layers = range(decoder["num_hidden_layers"])
+    past = [inputs[name] % i for i in layers for name in ("past_key_names", "past_value_names")]
+    present = [outputs[name] % i for i in layers for name in ("present_key_names", "present_value_names")]
+    assert {value.name for value in session.get_inputs()} == {inputs["input_ids"], inputs["position_ids"], *past}
+    cache = [np.zeros((1, decoder["num_key_value_heads"], 0, decoder["head_size"]), np.float32)] * len(past)
+    found, new = PROMPT[0].tolist(), PROMPT.numpy()
+    for _ in range(STEPS):
+        positions = np.arange(len(found) - new.shape[1], len(found))[None]
+        feed = {inputs["input_ids"]: new, inputs["position_ids"]: positions} | dict(zip(past, cache, strict=True))
+        logits, *cache = session.run([outputs["logits"], *present], feed)
+        found.append(int(logits[0, -1].argmax()))
+        new = np.array([found[-1:]])
+    assert found == written.expected
 
 
 def test_a_sliding_window_is_in_the_graph_and_the_cache_holds_all_tokens(tmp_path: Path) -> None:
-    sliding = written_as(mistral(), tmp_path)
+    sliding = written_as(mistral(), tmp_path, cached=True)
     assert "sliding_window" not in sliding.config["model"]["decoder"], "else GenAI cuts the cache"
-    assert fed_as_genai_does(sliding) == sliding.expected
+    inputs = ir.load(sliding.folder / "model.onnx").graph.inputs
+    assert [value.dtype for value in inputs if "past" in str(value.name)] == [ir.DataType.INT8] * 2
+    mask = torch.ones(2, 7, dtype=torch.int64)
+    mask[0, :3] = 0
+    prompts = [{"input_ids": PROMPT.repeat(2, 1), "attention_mask": mask}, {"input_ids": PROMPT[:, :1]}]
+    assert qfx.verify(sliding.qmodel, sliding.folder, prompts, decode_steps=20).max_steps < 0.01
+
+
+def test_the_first_wrong_step_of_a_folder_is_named(written: SimpleNamespace, tmp_path: Path) -> None:
+    """The last position that is read has another embedding."""
+    assert qfx.verify(written.qmodel, written.folder, [PROMPT], decode_steps=5).first_wrong is None
+    model = copy.deepcopy(written.eager)
+    with torch.no_grad():
+        model.transformer.wpe.parametrizations.weight.original[9] = 1
+    wrong = qfx.verify(model, written.folder, [PROMPT], decode_steps=5).first_wrong
+    assert wrong is not None
+    assert wrong.name == "step 3"
+    config = written.config["model"]["decoder"] | {"filename": "other.onnx"}
+    (tmp_path / "genai_config.json").write_text(json.dumps({"model": {"decoder": config}}))
+    with pytest.raises(ExportError, match=r"names another graph than model\.onnx"):
+        qfx.verify(written.qmodel, tmp_path, [PROMPT])
+    (tmp_path / "genai_config.json").write_text("{}")
+    with pytest.raises(ExportError, match="cannot be loaded"):
+        qfx.verify(written.qmodel, tmp_path, [PROMPT])
 
 
 @needs_genai

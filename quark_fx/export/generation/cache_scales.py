@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,12 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quark_fx.data.cache_names import CACHE_NAMES, cache_of, returned_cache
+from quark_fx.data.cache_names import CACHE_NAMES, returned_cache
 from quark_fx.errors import CalibrationError, ExportError
 from quark_fx.numbers.formats import INT8
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+
+_SCALE = re.compile(r"(layers\.\d+\.(?:key|value)s)_scale")
+"""How `use_int8_cache` calls the scales in a graph."""
 
 
 @dataclass(frozen=True)
@@ -92,17 +97,15 @@ class CacheScales:
         """Read the scales from a graph that `GenerationQuantizer` wrote; empty for a cache in float."""
         from quark_fx.export.to_onnx.edit import array_of
 
-        scales: dict[str, Tensor] = {}
-        for name, value in cache_of(program.graph.inputs).items():
-            scale = array_of(program.graph.initializers.get(f"{name}_scale"))
-            if scale is not None and value.dtype is not None and value.dtype.name == "INT8":
-                scales[name] = torch.from_numpy(scale.copy())
+        found = {_SCALE.fullmatch(name): array_of(value) for name, value in program.graph.initializers.items()}
+        scales = {m[1]: torch.from_numpy(array.copy()) for m, array in found.items() if m and array is not None}
         return cls(scales)
 
-    def cache(self) -> Any:
+    def cache(self, *, prompt_in_float: bool = True) -> Any:
         """Return a cache for a model in torch that rounds keys and values, and keeps all tokens.
 
-        The prompt attends to its own keys and values in float.
+        Args:
+            prompt_in_float: Let prompts attend to their keys and values before rounding, like a prefill graph.
         """
         from transformers import DynamicCache
 
@@ -110,10 +113,10 @@ class CacheScales:
 
         class Rounded(DynamicCache):  # type: ignore[misc]
             def update(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
-                first, name = not self.get_seq_length(layer), f"layers.{layer}."
+                unrounded, name = prompt_in_float and not self.get_seq_length(layer), f"layers.{layer}."
                 rounded = scales.round(f"{name}keys", keys), scales.round(f"{name}values", values)
                 result = super().update(*rounded, layer, *args, **kwargs)
-                return (keys, values) if first else result
+                return (keys, values) if unrounded else result
 
         return Rounded()
 

@@ -1,21 +1,28 @@
-"""Decode in torch and in a folder of prefill and decode graphs, for the comparison of their logits."""
+"""Decode in torch and in a folder of graphs with a KV cache, for the comparison of their logits."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from quark_fx.errors import ExportError, QuarkError
 from quark_fx.export.generation.cache_scales import CacheScales
 from quark_fx.export.generation.generator import generator
+from quark_fx.export.generation.to_genai import CONFIG, GRAPH
+from quark_fx.export.runtime.session import open_session, session_options
 from quark_fx.graph.signature import split_batch
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.system.isolation import quiet, without_warnings
+from quark_fx.system.untrusted import read_json
 
 _GREEDY: dict[str, Any] = {
     "do_sample": False,
@@ -30,10 +37,29 @@ _GREEDY: dict[str, Any] = {
 Steps = dict[str, tuple[Tensor, Tensor]]
 """Logits in torch and in the folder, by name of the step."""
 
+_MANIFEST, _LIMIT = "export.json", 1 << 24
+"""The file that transformers writes into a folder, and the most bytes that a description of a folder has."""
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """Graphs that decode.
+
+    Attributes:
+        decode: Takes a prompt and the tokens after it; returns the logits after the prompt and after each token but the
+            last.
+        cache: Makes a cache for torch that rounds like the one of the graphs; `None` for a cache in float.
+        config: Configuration of transformers; `None` if the folder has none.
+    """
+
+    decode: Callable[[dict[str, Tensor], Tensor], Sequence[Tensor]]
+    cache: Callable[[], Any] | None
+    config: Any = None
+
 
 def is_generation_folder(path: Path) -> bool:
-    """Tell whether `ExportedModel.save_pretrained` of transformers wrote a folder."""
-    return os.path.isfile(path / "export.json")  # of a name that no file can have, False
+    """Tell whether `ExportedModel.save_pretrained` of transformers or `quark_fx.export.genai` wrote a folder."""
+    return any(os.path.isfile(path / name) for name in (_MANIFEST, CONFIG))  # of a name that no file can have, False
 
 
 def decoded_steps(model: nn.Module, path: Path, batches: Iterable[Any], steps: int) -> Iterator[Steps]:
@@ -48,41 +74,101 @@ def decoded_steps(model: nn.Module, path: Path, batches: Iterable[Any], steps: i
     Raises:
         ExportError: If the folder cannot be loaded, or the model or the folder does not decode a batch.
     """
-    exported = _opened(path)
-    folder, scales = generator(exported), CacheScales.written(exported.components["decode"].program)
-    reference: Any = _in_torch(model, exported.config)
+    folder = _opened(path, _of_transformers if os.path.isfile(path / _MANIFEST) else _of_genai)
+    reference: Any = _in_torch(model, folder.config)
     for number, batch in enumerate(batches):
         prompt = _prompt(batch, number)
         length = prompt["input_ids"].shape[1]
-        prompt = {name: value.to(reference.device) for name, value in prompt.items()}
-        cache = {"past_key_values": scales.cache()} if scales.scales else {}
-        expected = _run(reference, prompt, steps, number, "torch", **cache)
-        prompt = {name: value.cpu() for name, value in prompt.items()}
-        forced = _forcing(expected.sequences[:, length:].cpu(), length)
-        theirs = _run(folder, prompt, steps, number, str(path), logits_processor=[forced])
+        cache = {"past_key_values": folder.cache()} if folder.cache is not None else {}
+        placed = {name: value.to(reference.device) for name, value in prompt.items()}
+        with _named(number, "torch", steps, length):
+            expected = _generate(reference, placed, steps, **cache)
+        tokens = expected.sequences[:, length:].cpu()
+        with _named(number, str(path), steps, length):
+            theirs = folder.decode({name: value.cpu() for name, value in prompt.items()}, tokens)
         names = ["prompt", *(f"step {step}" for step in range(1, steps + 1))]
-        yield dict(zip(names, zip(expected.logits, theirs.logits, strict=True), strict=True))
+        yield dict(zip(names, zip(expected.logits, theirs, strict=True), strict=True))
 
 
-def _opened(path: Path) -> Any:
+def _opened(path: Path, read: Callable[[Path], _Folder]) -> _Folder:
     """Return the graphs in a folder."""
+    try:
+        return read(path)
+    except ExportError:
+        raise
+    except Exception as error:  # whatever transformers, onnx_ir and ONNX Runtime raise about files
+        raise ExportError(f"{path} cannot be loaded: {error}; export it again, like docs/generation.md") from error
+
+
+def _of_transformers(path: Path) -> _Folder:
+    """Return what transformers wrote: a graph for prompts and one for steps, behind `generate`."""
     try:
         from transformers.exporters import ExportedModel
     except ImportError as error:
         raise ExportError(
             f"decoding needs transformers with exporters ({error}): pip install -U 'quark_fx[onnx,hf]'"
         ) from error
-    try:
-        return ExportedModel.from_pretrained(path)
-    except Exception as error:  # whatever transformers, onnx_ir and ONNX Runtime raise about files
-        raise ExportError(f"{path} cannot be loaded: {error}; export it again, like docs/generation.md") from error
+    exported = ExportedModel.from_pretrained(path)
+    model = generator(exported)
+
+    def decode(prompt: dict[str, Tensor], tokens: Tensor) -> Sequence[Tensor]:
+        forced = _forcing(tokens, prompt["input_ids"].shape[1])
+        logits: Sequence[Tensor] = _generate(model, prompt, tokens.shape[1] - 1, logits_processor=[forced]).logits
+        return logits
+
+    scales = CacheScales.written(exported.components["decode"].program)
+    return _Folder(decode, scales.cache if scales.scales else None, exported.config)
+
+
+def _of_genai(path: Path) -> _Folder:
+    """Return what `genai` wrote: one graph, which takes the tokens of one sequence."""
+    import onnx_ir as ir
+
+    decoder = read_json(path / CONFIG, _LIMIT)["model"]["decoder"]
+    if decoder["filename"] != GRAPH:
+        raise ExportError(f"{path / CONFIG} names another graph than {GRAPH}; write it with qfx.export.genai")
+    optimize = "graph_optimization_level" not in decoder["session_options"]
+    session = open_session(path / GRAPH, session_options(optimize=optimize))
+    past, present = (
+        [names[f"{prefix}_{kind}_names"] % layer for layer in range(decoder["num_hidden_layers"]) for kind in _KINDS]
+        for prefix, names in (("past", decoder["inputs"]), ("present", decoder["outputs"]))
+    )
+    inputs = {value.name: value.type for value in session.get_inputs()}
+    size = (1, decoder["num_key_value_heads"], 0, decoder["head_size"])
+
+    def decode_row(row: Tensor, tokens: Tensor) -> Tensor:
+        cache = [np.zeros(size, _DTYPES[inputs[name]]) for name in past]
+        logits, length = [], 0
+        for new in (row, *tokens[:-1, None]):
+            positions = np.arange(length, length := length + len(new))[None]
+            mask = np.ones((1, length), np.int64)
+            feed = {"input_ids": new[None].numpy(), "position_ids": positions, "attention_mask": mask}
+            feed = {name: value for name, value in feed.items() if name in inputs} | dict(zip(past, cache, strict=True))
+            found, *cache = session.run(["logits", *present], feed)
+            logits.append(torch.from_numpy(found[0, -1]))
+        return torch.stack(logits)
+
+    def decode(prompt: dict[str, Tensor], tokens: Tensor) -> Sequence[Tensor]:
+        rows = prompt["input_ids"]
+        masks = prompt["attention_mask"].bool()
+        each = [decode_row(row[mask], after) for row, mask, after in zip(rows, masks, tokens, strict=True)]
+        return torch.stack(each, 1).unbind()
+
+    scales = CacheScales.written(ir.load(path / GRAPH))  # the graph takes a cache for prompts, too, which it rounds
+    return _Folder(decode, partial(scales.cache, prompt_in_float=False) if scales.scales else None)
+
+
+_KINDS = ("key", "value")
+_DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
+"""How ONNX Runtime calls the types of caches."""
 
 
 def _in_torch(model: nn.Module, config: Any) -> nn.Module:
     """Return the transformers module to compare with."""
     if isinstance(model, QuantizedModel):
         try:
-            model = model.eager(None if model.source is not None else _of_the_same_class(config))
+            known = model.source is not None or config is None
+            model = model.eager(None if known else _of_the_same_class(config))
         except QuarkError as error:
             raise ExportError(
                 f"the quantized model does not decode in torch: {error}; pass the exported module instead"
@@ -116,7 +202,8 @@ def _prompt(batch: Any, number: int) -> dict[str, Tensor]:
     tokens = prompt.get("input_ids")
     if tokens is None or tokens.dim() != 2 or not tokens.numel() or tokens.is_floating_point():
         raise ExportError(f"batch {number} lacks prompts: pass input_ids of shape (batch, tokens)")
-    return prompt
+    # Without a mask, `generate` takes tokens that are equal to that of padding for padding.
+    return {"attention_mask": torch.ones_like(tokens)} | prompt
 
 
 def _forcing(tokens: Tensor, length: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -129,16 +216,21 @@ def _forcing(tokens: Tensor, length: int) -> Callable[[Tensor, Tensor], Tensor]:
     return force
 
 
-def _run(model: Any, prompt: dict[str, Tensor], steps: int, number: int, where: str, **options: Any) -> Any:
+def _generate(model: Any, prompt: dict[str, Tensor], steps: int, **options: Any) -> Any:
     """Generate `steps + 1` tokens: the first comes from the prompt, and the last is never read."""
     length = {"max_new_tokens": steps + 1, "min_new_tokens": steps + 1}
+    with quiet(), without_warnings(), torch.no_grad():
+        return model.generate(**prompt, **_GREEDY, **length, **options)
+
+
+@contextmanager
+def _named(number: int, where: str, steps: int, tokens: int) -> Iterator[None]:
+    """Say which batch an error is about."""
     try:
-        with quiet(), without_warnings(), torch.no_grad():
-            return model.generate(**prompt, **_GREEDY, **length, **options)
+        yield
     except ExportError:
         raise
     except Exception as error:  # whatever a model, transformers and ONNX Runtime raise about their inputs
-        tokens = prompt["input_ids"].shape[1]
         raise ExportError(
             f"batch {number}: {where} does not decode {steps} steps after {tokens} tokens: {error}; give it prompts "
             "that the model takes, or lower decode_steps"

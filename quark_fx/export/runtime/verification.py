@@ -159,22 +159,21 @@ def verify(
 
     A checkpoint, or a GGUF file, is loaded by transformers in a process of its own.
 
-    In a folder of prefill and decode graphs, torch and the folder decode the same tokens, those that torch chooses
-    greedily. Each difference is that of one step's logits: `prompt`, `step 1`, and so on.
+    For a folder of graphs with a KV cache, torch decodes greedily, and the folder decodes the same tokens. Each
+    difference is that of one step's logits: `prompt`, `step 1`, and so on.
 
     Args:
-        qmodel: what was exported; the float model, or what `eager()` returned, for a folder of prefill and decode
-            graphs.
+        qmodel: what was exported; for a folder that decodes, the float model or `eager()` of one as well.
         path: the ONNX file, the directory of a checkpoint, the GGUF file, or the folder that
-            `ExportedModel.save_pretrained` wrote.
-        batches: as calibration data; prompts for a folder of prefill and decode graphs.
+            `ExportedModel.save_pretrained` or `quark_fx.export.genai` wrote.
+        batches: as calibration data; prompts for a folder that decodes.
         per_node: compare every quantized value, and the outputs, each computed from the same codes.
         optimize: let ONNX Runtime fuse integer kernels; default: yes, except for 8-bit floats and
             32-bit activations, whose fusions its CPU kernels do not implement.
         session_options: `onnxruntime.SessionOptions` to use instead.
         runtime: what runs the file, on the CPU: `"onnxruntime"`; or `"openvino"` or `"transformers"`, which take no
             options and show no codes. Default: transformers for checkpoints and GGUF files, else ONNX Runtime.
-        decode_steps: Number of tokens to decode after each batch of prompts, in a folder of prefill and decode graphs.
+        decode_steps: Number of tokens to decode after each batch of prompts, in a folder that decodes.
 
     Raises:
         ConfigError: for another runtime.
@@ -186,8 +185,8 @@ def verify(
     if is_generation_folder(Path(path)):
         if per_node or optimize is not None or session_options is not None or runtime not in (None, "onnxruntime"):
             raise ExportError(
-                f"{path} holds prefill and decode graphs, which ONNX Runtime compares step by step; drop per_node, "
-                "optimize, session_options and runtime"
+                f"{path} holds graphs with a KV cache, which ONNX Runtime runs step by step; drop per_node, optimize, "
+                "session_options and runtime"
             )
         return _verify_decoding(qmodel, Path(path), as_called(batches), decode_steps)
     if not isinstance(qmodel, QuantizedModel):
