@@ -14,14 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils.weak import WeakIdKeyDictionary
 
-from quark_fx.checkpoints.files import CheckpointFiles, MappedFiles, is_float, link_or_copy
+from quark_fx.checkpoints.files import CheckpointFiles, MappedFiles, is_float
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.errors import CheckpointError, ConfigError
 from quark_fx.system.isolation import isolated, quiet, warn
 from quark_fx.system.options import checked_call
-from quark_fx.system.untrusted import read_json
+from quark_fx.system.untrusted import brief, read_json
 
 _CONFIG_LIMIT = 1 << 24
 """Bytes of the largest configuration that is read."""
@@ -185,16 +189,17 @@ def _pretrained(files: CheckpointFiles, shelf: Shelf, dtype: torch.dtype | None)
         checked, converted = Path(folder, "checked"), Path(folder, _CONVERTED)
         stage(files, config, checked)
         try:
-            model, found = kind.from_pretrained(
-                checked,
-                dtype=dtype or "auto",
-                device_map={"": "disk"},
-                offload_folder=converted,
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
+            with limited_modules(config, len(files.files)):
+                model, found = kind.from_pretrained(
+                    checked,
+                    dtype=dtype or "auto",
+                    device_map={"": "disk"},
+                    offload_folder=converted,
+                    use_safetensors=True,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    output_loading_info=True,
+                )
         except Exception as error:  # whatever transformers raises about a checkpoint
             why = str(error).replace(str(checked), str(files.path))
             raise CheckpointError(f"{files.path} is no checkpoint of {kind.__name__}: {why}") from error
@@ -213,6 +218,43 @@ def _pretrained(files: CheckpointFiles, shelf: Shelf, dtype: torch.dtype | None)
     return model  # type: ignore[no-any-return]
 
 
+@contextmanager
+def limited_modules(config: dict[str, Any], tensors: int) -> Iterator[None]:
+    """Stop this thread from making many more modules and parameters than a checkpoint has tensors for.
+
+    A configuration can ask for any number of layers, and transformers makes them all before it misses their weights.
+
+    Args:
+        config: What `config.json` says; numbers of layers are compared before configurations make lists of them.
+        tensors: Number of tensors in the checkpoint.
+
+    Raises:
+        CheckpointError: When the limit is reached.
+    """
+    most, made, thread = 64 * tensors + 4096, 0, threading.get_ident()
+    for key, value in _entries(config):
+        if "layer" in key.rpartition(".")[2] and isinstance(value, int) and value > most:
+            raise CheckpointError(
+                f"config.json asks for {key}={brief(value)}, and the checkpoint has {tensors} tensors; correct it there"
+            )
+
+    def count(*_: object) -> None:
+        nonlocal made
+        made += threading.get_ident() == thread
+        if made > most:
+            raise CheckpointError(
+                f"config.json describes more than {most} modules and parameters, and the checkpoint has {tensors} "
+                "tensors; correct the number of layers there"
+            )
+
+    hooks = [register_module_parameter_registration_hook(count), register_module_module_registration_hook(count)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def stage(files: CheckpointFiles, config: dict[str, Any], folder: Path) -> None:
     """Make a directory that holds what was checked and nothing else.
 
@@ -223,11 +265,15 @@ def stage(files: CheckpointFiles, config: dict[str, Any], folder: Path) -> None:
     """
     generation = files.directory / "generation_config.json"
     try:
+        said = read_json(generation, _CONFIG_LIMIT) if generation.exists() else None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{generation} cannot be read: {error}; remove it, or fetch it again") from error
+    try:
         folder.mkdir()
         files.link(folder)
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        if generation.is_file():
-            link_or_copy(generation.absolute(), folder / generation.name)
+        if isinstance(said, dict):
+            (folder / generation.name).write_text(json.dumps(said), encoding="utf-8")
     except OSError as error:
         raise CheckpointError(
             f"{folder.parent.parent} cannot hold links to {files.path}: {error}; pass another directory as scratch"
@@ -415,6 +461,7 @@ def _library(name: str) -> Any:
 __all__ = [
     "class_of",
     "is_rotated",
+    "limited_modules",
     "open_checkpoint",
     "quantized_by",
     "read_configuration",

@@ -18,6 +18,7 @@ from quark_fx.command_line.options import Json
 from quark_fx.command_line.outputs import written_bytes
 from quark_fx.command_line.printing import show, size, table
 from quark_fx.errors import ExportError, QuarkError
+from quark_fx.system.untrusted import require_regular
 
 
 def inspect(
@@ -53,6 +54,8 @@ def inspect(
 
 def _contents(path: Path) -> tuple[str, list[Part], dict[str, Any] | None]:
     """Return the kind of a file or directory, its operators, and of an ONNX file how ONNX Runtime runs it."""
+    if not path.is_dir():
+        _require_file(path)
     if path.suffix == ".onnx":
         _require("onnx_ir")
         from quark_fx.command_line.onnx_parts import onnx_parts
@@ -68,6 +71,13 @@ def _contents(path: Path) -> tuple[str, list[Part], dict[str, Any] | None]:
     method = said.get("quant_method") or ("quantized" if said else "float")
     spelled = next((said[key] for key in ("checkpoint_format", "format") if said.get(key)), method)
     return f"checkpoint ({method if spelled == method else f'{method}, {spelled}'})", parts, None
+
+
+def _require_file(path: Path) -> None:
+    try:
+        require_regular(path)
+    except OSError as error:
+        raise QuarkError(f"{path} cannot be read: {error}; give a file or a directory") from error
 
 
 def _require(package: str) -> None:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quark_fx.checkpoints.files import GRAPH_FILE, CheckpointFiles, some_of
-from quark_fx.checkpoints.gguf_file import open_gguf
+from quark_fx.checkpoints.gguf_file import open_gguf, require_bounded
 from quark_fx.checkpoints.open_checkpoint import (
     class_of,
+    limited_modules,
     open_checkpoint,
     quantized_by,
     read_configuration,
@@ -142,6 +143,7 @@ def _gguf_model(path: Path) -> nn.Module:
     """Return a language model with the weights that the codes of a GGUF file decode to."""
     options = {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False}
     try:
+        require_bounded(path)
         model: nn.Module
         model, loaded = _transformers().AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, output_loading_info=True, **options
@@ -179,7 +181,8 @@ def _quantized_checkpoint(path: Path) -> nn.Module:
         checked = Path(folder, "checked")
         stage(files, config, checked)
         try:
-            model: nn.Module = kind.from_pretrained(checked, **options)
+            with limited_modules(config, len(files.files)):
+                model: nn.Module = kind.from_pretrained(checked, **options)
         except Exception as error:  # whatever the reader of the format raises
             why = str(error).replace(str(checked), str(path))
             raise CheckpointError(f"transformers does not load {path}: {why}") from error

@@ -23,6 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from quark_fx.checkpoints.files import GRAPH_FILE
 from quark_fx.config.quant_config import QuantConfig
+from quark_fx.engine.context import require_resources
 from quark_fx.errors import QuarkError
 from quark_fx.graph.nodes import buffer_names, restore_values, results_of, static_size, stored_tensors, tensor_names
 from quark_fx.graph.pass_manager import Change, PassRecord
@@ -121,10 +122,12 @@ def load(
             one of yours, or `"aten"`. Name them only if you trust the graph.
 
     Raises:
+        ConfigError: If the device cannot be used.
         QuarkError: if files are missing, damaged, of another version or of different models, or call something that is
             not allowed.
     """
     directory = Path(directory)
+    require_resources(device, None)
     place = torch.device(device)
     try:
         document, tensors = _read(directory, place)

@@ -368,10 +368,14 @@ def _whole(value: Any) -> Any:
 
 
 def _real(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return _NO
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond all floats
         return _NO
     whole = _whole(value)
-    return float(value) if whole is _NO else whole
+    return _NO if math.isnan(number) else number if whole is _NO else whole
 
 
 _PLAIN = {

@@ -21,6 +21,10 @@ YAML_VALUES = 1 << 15
 """Values of the largest YAML document that is read, aliases written out."""
 
 
+_MOST_BITS = 1 << 12
+"""Bits of the longest integer in YAML."""
+
+
 def require_regular(path: Path) -> None:
     """Raise `OSError` unless `path` is a regular file or a link to one: opening a pipe can block forever."""
     if not stat.S_ISREG(path.stat().st_mode):
@@ -98,13 +102,27 @@ def parse_yaml(text: str) -> Any:
         if node is not None:
             _require_small(node)
             _require_distinct_keys(node)
-        return None if node is None else loader.construct_document(node)
+        value = None if node is None else loader.construct_document(node)
+        _require_short_numbers(value)
+        return value
     except RecursionError:
         raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep") from None
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:  # of a scalar
         raise ValueError(f"{type(error).__name__}: {brief(str(error))}") from error
+
+
+def _require_short_numbers(value: Any) -> None:
+    """Raise `ValueError` for an integer that Python cannot write: JSON refuses it, YAML takes it in hexadecimal."""
+    level, seen = [value], set[int]()
+    while level:
+        item = level.pop()
+        if isinstance(item, int) and item.bit_length() > _MOST_BITS:
+            raise ValueError(f"it holds {brief(item)}; the largest that is read has {_MOST_BITS}")
+        if isinstance(item, dict | list) and id(item) not in seen:
+            seen.add(id(item))
+            level += [*item, *_items(item)]
 
 
 def _require_small(node: Any) -> None:
@@ -148,7 +166,14 @@ def _require_distinct_keys(document: Any) -> None:
             pending += (key, value)
 
 
-_REPR = reprlib.Repr()
+class _Repr(reprlib.Repr):
+    """Shortens what a message quotes; Python refuses to write integers of more than 4,300 digits."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        return super().repr_int(x, level) if x.bit_length() < 1 << 12 else f"a number of {x.bit_length()} bits"
+
+
+_REPR = _Repr()
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 80, 80, 40
 
 

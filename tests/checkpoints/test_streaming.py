@@ -9,6 +9,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 import quark_fx as qfx
 from quark_fx.checkpoints import shelf
+from quark_fx.checkpoints.open_checkpoint import limited_modules
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.config.quant_config import QuantConfig
 from quark_fx.engine.context import Checkpoint
@@ -364,6 +366,10 @@ def configured(directory: Path, **values: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
+def generating(directory: Path, content: bytes) -> None:
+    (directory / "generation_config.json").write_bytes(content)
+
+
 def escape_kernel(directory: Path) -> None:
     configured(directory, attn_implementation="some/kernel")
     file = directory / "config.json"
@@ -406,6 +412,11 @@ LIES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "versions": (lambda d: configured(d, configuration_files=["config.1.0.json"]), "leaves the configuration to"),
     "shape": (widen, "is no checkpoint of LlamaForCausalLM|expects"),
     "tensor": (drop_tensor, "lacks "),
+    "many layers": (lambda d: configured(d, num_hidden_layers=100_000), "asks for num_hidden_layers=100000, and the"),
+    "layers beyond memory": (lambda d: configured(d, num_hidden_layers=10**15), "asks for num_hidden_layers=1000000"),
+    "a long generation": (lambda d: generating(d, b"[" * 200_000), "generation_config.json cannot be read: .*nested"),
+    "a large generation": (lambda d: generating(d, b" " * (1 << 24) + b"{}"), "generation_config.json cannot be read"),
+    "a generation of bytes": (lambda d: generating(d, b"\xff"), "generation_config.json cannot be read"),
     "layers": (lambda d: configured(d, num_hidden_layers=3), "lacks .*layers.2"),
 }
 
@@ -758,3 +769,24 @@ def test_a_checkpoint_is_opened_where_links_are_not_allowed(
     opened = qfx.open_checkpoint(tmp_path / "checkpoint")
     for name, tensor in model.state_dict().items():
         assert torch.equal(opened.state_dict()[name], tensor), name
+
+
+def test_parts_without_end_are_not_made(tmp_path: Path) -> None:
+    """Experts and other parts have as many names in configurations as there are models; what is made is counted."""
+    made = 0
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            nonlocal made
+            super().__init__()
+            self.act = nn.Identity()
+            made += 1
+
+    message = r"describes more than 4736 modules and parameters, .* has 10 tensors"
+    config = {"experts": 10**9, "layer_norm_eps": 1e9, "max_layers": 3}
+    with pytest.raises(CheckpointError, match=message), limited_modules(config, 10):
+        nn.ModuleList(Part() for _ in range(10**6))
+    assert made < 5000
+    assert len(nn.ModuleList(Part() for _ in range(5000))) == 5000
+    with limited_modules({}, 10), ThreadPoolExecutor(1) as other:
+        other.submit(lambda: [Part() for _ in range(5000)]).result()

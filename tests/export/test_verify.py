@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import quark_fx as qfx
 from quark_fx.config.quant_config import TensorSpec
 from quark_fx.export.runtime.session import open_session
-from quark_fx.export.runtime.verification import Difference
+from quark_fx.export.runtime.verification import Difference, Verification
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.presets import INT8_DYNAMIC, INT8_STATIC
 
@@ -406,3 +406,13 @@ def test_the_file_of_another_model_is_refused_by_name(
         return
     with pytest.raises(qfx.ExportError, match=rf"{words}.*not this model's export; write it with qfx\.export\.onnx"):
         qfx.verify(own, tmp_path / "other.onnx", batches, per_node=per_node)
+
+
+def test_an_output_that_was_not_compared_is_named() -> None:
+    difference = Difference("logits", max_abs=0.0, step=1.0, share=0.0, sqnr=90.0)
+    verification = Verification((difference,))
+    assert verification["logits"] is difference
+    with pytest.raises(
+        qfx.ConfigError, match=r"unknown output or node 'logit'; choose one of logits; did you mean 'log"
+    ):
+        verification["logit"]

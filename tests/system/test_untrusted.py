@@ -16,6 +16,8 @@ from safetensors.torch import save_file
 
 import quark_fx as qfx
 from quark_fx.checkpoints.files import CheckpointFiles
+from quark_fx.checkpoints.gguf_file import open_gguf
+from quark_fx.command_line.inspect import _contents
 from quark_fx.errors import CheckpointError, ConfigError, ExportError
 from quark_fx.system.untrusted import MAX_DEPTH, YAML_LIMIT, brief, parse_json, parse_yaml
 
@@ -37,6 +39,12 @@ YAML = {
     "nested mappings": "{a: " * 10_000,
     "a date that there is not": "weight: 2001-99-99",
     "a number of many digits": "weight: " + "9" * 5000,
+    "a number of many hexadecimal digits": "exclude: [0x" + "f" * 4000 + "]",
+    "a key of many hexadecimal digits": "0x" + "f" * 4000 + ": 1",
+    "a size of many hexadecimal digits": "weight: {format: int4, granularity: group, group_size: 0x" + "f" * 4000 + "}",
+    "a number of many octal digits": "weight: 0" + "7" * 9000,
+    "a number of many binary digits": "weight: 0b" + "1" * 99_000,
+    "a number of many minutes": "weight: 1" + ":59" * 9000,
     "a truth value that is none": "weight: !!bool maybe",
     "an empty number": "weight: !!int ''",
     "a key twice": "weight: {format: int8}\nweight: {format: int4}",
@@ -131,6 +139,24 @@ def test_json_is_as_deep_as_it_may_be_and_no_deeper() -> None:
         for parse in (parse_json, parse_yaml):
             with pytest.raises(ValueError, match=f"is nested more than {MAX_DEPTH} levels deep"):
                 parse(text)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_number_that_python_does_not_write_is_refused_wherever_it_is(sign: int) -> None:
+    huge = sign << 20_000
+    for build in (
+        lambda: qfx.TensorSpec(format=qfx.formats.INT4, granularity=qfx.Granularity.GROUP, group_size=(huge,)),  # type: ignore[arg-type]
+        lambda: qfx.formats.IntFormat(bits=huge),
+        lambda: qfx.observers.Percentile(percentile=huge),
+        lambda: qfx.observers.Percentile(bins=-abs(huge)),
+        lambda: qfx.QuantConfig(exclude=huge),  # type: ignore[arg-type]
+        lambda: qfx.QuantConfig.from_dict({"weight": huge}),
+        lambda: qfx.QuantConfig.from_dict({"passes": [huge]}),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            build()
+        assert len(str(caught.value)) < 400
+    assert brief([huge, 3]) == "[a number of 20001 bits, 3]"
 
 
 def test_a_message_is_short_whatever_it_is_about() -> None:
@@ -285,3 +311,55 @@ def test_an_export_that_leads_elsewhere_is_left_alone(name: str, export: Path) -
     with pytest.raises(ExportError):
         qfx.export.share_weights(export)
     assert {file: file.read_bytes() for file in export.parent.rglob("*") if file.is_file()} == before
+
+
+def gguf(*parts: int | bytes, tensors: int = 0, entries: int = 1) -> bytes:
+    """Return the beginning of a GGUF file; numbers have 8 bytes."""
+    head = b"GGUF" + (3).to_bytes(4, "little") + tensors.to_bytes(8, "little") + entries.to_bytes(8, "little")
+    return head + b"".join(part if isinstance(part, bytes) else part.to_bytes(8, "little") for part in parts)
+
+
+KEY, ARRAY, STRING, U8 = (1, b"a"), b"\x09\0\0\0", b"\x08\0\0\0", b"\0\0\0\0"
+GGUF: dict[str, bytes] = {
+    "nothing": b"",
+    "another kind": b"GGML" + bytes(96),
+    "many entries": gguf(bytes(76), entries=1 << 62),
+    "many tensors": gguf(bytes(76), tensors=1 << 62, entries=0),
+    "a long key": gguf(1 << 62, bytes(68)),
+    "a long string": gguf(*KEY, STRING, 1 << 62, bytes(50)),
+    "a long array": gguf(*KEY, ARRAY, U8, 1 << 62, bytes(50)),
+    "an array of many strings": gguf(*KEY, ARRAY, STRING, 1 << 40, bytes(50)),
+    "an array of arrays": gguf(*KEY, ARRAY, ARRAY, 1 << 40, bytes(50)),
+    "a type that there is not": gguf(*KEY, b"\x63\0\0\0", bytes(50)),
+    "a tensor of many dimensions": gguf(*KEY, b"\xff" * 4, bytes(60), tensors=1, entries=0),
+    "a tensor of a large shape": gguf(*KEY, b"\2\0\0\0", 1 << 62, 1 << 62, bytes(60), tensors=1, entries=0),
+    "the other order of bytes": b"GGUF" + (3).to_bytes(4, "big") + bytes(8) + (1 << 62).to_bytes(8, "big") + bytes(76),
+    "many values": gguf(*KEY, ARRAY, U8, (1 << 23) + 1, bytes((1 << 23) + 64)),
+}
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_a_gguf_file_that_describes_more_than_it_holds_is_refused_at_once(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    file = tmp_path / "m.gguf"
+    file.write_bytes(GGUF[name])
+    began = time.process_time()
+    with pytest.raises(CheckpointError, match=r"m\.gguf cannot be read as a GGUF file: "):
+        open_gguf(file)
+    assert time.process_time() - began < 5
+
+
+@needs_pipes
+@pytest.mark.parametrize("name", ["m.gguf", "m.onnx", "m.safetensors", "m"])
+def test_inspecting_a_pipe_does_not_wait(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(qfx.QuarkError, match=rf"{name} "):
+        _contents(tmp_path / name)
+    with pytest.raises(qfx.QuarkError, match=rf"{name} "):
+        open_gguf(tmp_path / name)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "", "cpu:x"])
+def test_a_device_that_there_is_not_is_named(device: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"device='{device}' cannot be used: .*; choose another one"):
+        qfx.load(tmp_path, device=device)

@@ -28,6 +28,7 @@ from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.numbers.formats import FloatFormat, parse_format
 from quark_fx.numbers.ops import dequantize, spread
 from quark_fx.system.isolation import as_called, isolated, warn
+from quark_fx.system.names import unknown
 from quark_fx.system.options import checked_call
 
 if TYPE_CHECKING:
@@ -106,7 +107,11 @@ class Verification:
         return apart and self.max_steps > 1 and not self.cause
 
     def __getitem__(self, name: str) -> Difference:
-        return next(d for d in self.differences if d.name == name)
+        """Return the difference of an output or a node; raises `ConfigError` for a name that was not compared."""
+        names = [difference.name for difference in self.differences]
+        if name not in names:
+            raise unknown("output or node", name, names)
+        return self.differences[names.index(name)]
 
     def __str__(self) -> str:
         width = max([4, *(len(d.name) for d in (*self.differences, *self.shipped))])
