@@ -63,6 +63,11 @@ class Override:
     output: SpecOrInherit = INHERIT
     kv_cache: SpecOrInherit = INHERIT
 
+    @property
+    def quantizes(self) -> bool:
+        """Whether it says how to quantize something; otherwise it keeps operands in float."""
+        return any(isinstance(getattr(self, key), TensorSpec) for key in _PER_OPERATOR)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; inherited fields are left out."""
         return {"pattern": self.pattern, **plain_fields(self, Override(pattern=self.pattern))}
@@ -110,7 +115,7 @@ class QuantConfig:
         passes: graph passes in order: those on the float graph run before calibration, those on the
             quantized graph after conversion.
         overrides: other specs for some operators; where several match, the last wins.
-        exclude: patterns (as in `Override`) of operators that stay in float.
+        exclude: Patterns (as in `Override`) of operators that stay in float; they win over overrides.
         target: what the result has to run on: a `quark_fx.Target`, or its name.
 
     Raises:
@@ -214,9 +219,16 @@ class QuantConfig:
                 self._check(specs, override)
         return specs
 
-    def excluded_by(self, name: str, *kinds: str) -> str | None:
-        """Return the pattern that excludes the operator, if one does."""
-        return next((pattern for pattern in self.exclude if matches(pattern, name, *kinds)), None)
+    def exclusion(self, name: str, *kinds: str) -> str:
+        """Return the reason why the operator of module `name` is excluded, or an empty string if it is not.
+
+        `exclude` wins over `overrides`; the reason names an override that it wins over.
+        """
+        pattern = next((pattern for pattern in self.exclude if matches(pattern, name, *kinds)), None)
+        if pattern is None:
+            return ""
+        overruled = [o.pattern for o in self.overrides if o.quantizes and matches(o.pattern, name, *kinds)]
+        return f"excluded by {pattern!r}" + (f", which wins over the override {overruled[-1]!r}" if overruled else "")
 
     @property
     def patterns(self) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ class Candidate:
 
 def specs_of(config: QuantConfig, operator: Named) -> OperatorSpecs | None:
     """Return the specs of an operator, `None` if it stays in float."""
-    if config.excluded_by(operator.name, *operator.kinds):
+    if config.exclusion(operator.name, *operator.kinds):
         return None
     return config.specs_for(operator.name, *operator.kinds)
 

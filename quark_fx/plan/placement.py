@@ -228,6 +228,7 @@ def plan_quantization(gm: GraphModule, config: QuantConfig, *, quiet: bool = Fal
     if not quiet:
         _require_kernels(config, operators)
         _warn_unmatched(config, operators)
+        _warn_overruled(config, operators)
         _warn_without_cache(config, attentions)
     placement = _Placement(gm, config, operators)
     return Plan(operators, placement.points(), placement.outputs)
@@ -304,12 +305,9 @@ def _attentions(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperato
     for attention in find_attentions(gm.graph):
         name, kind = module_name(attention.node), ATTENTION.kind
         spec = config.specs_for(name, kind).kv_cache
-        if pattern := config.excluded_by(name, kind):
-            reason = f"excluded by {pattern!r}"
-        elif spec is None:
-            reason = "the configuration keeps its keys and values in float"
-        else:
-            reason = attention.reason or _without_scales(attention, spec)
+        kept = "the configuration keeps its keys and values in float"
+        unsuited = kept if spec is None else attention.reason or _without_scales(attention, spec)
+        reason = config.exclusion(name, kind) or unsuited
         if spec is None or reason:
             yield LeftInFloat(node=attention.node, name=name, kind=kind, reason=reason)
         else:
@@ -359,8 +357,8 @@ def _plan_operator(config: QuantConfig, node: Node, row: Operator, stored: Store
     selected = any(matches(o.pattern, name, *kinds) for o in config.overrides)
     if stored is None and constant is not None:
         reason = "its weight is not the operand the table has a row for"
-    elif pattern := config.excluded_by(name, *kinds):
-        reason = f"excluded by {pattern!r}"
+    elif excluded := config.exclusion(name, *kinds):
+        reason = excluded
     elif without := next((kind for kind in kinds if kind in config.target.placement.in_float), None):
         reason = f"target={str(config.target)!r} has no {without} with weights in codes"
     elif not row.by_default and not selected:
@@ -551,7 +549,7 @@ class _Placement:
                 kind = target_name(node).split(".")[1]
                 name = module_name(node)
                 output = config.specs_for(name, kind).output
-                if output is not None and not output.is_cast and not config.excluded_by(name, kind):
+                if output is not None and not output.is_cast and not config.exclusion(name, kind):
                     self.arithmetic[node] = output
         self._settle_arithmetic()
 
@@ -729,6 +727,16 @@ def _warn_without_cache(config: QuantConfig, attentions: Sequence[PlannedOperato
     reasons = dict.fromkeys(op.reason for op in attentions if isinstance(op, LeftInFloat))
     why = "; ".join(reasons) or "no attention was found: neither the fused operator nor a softmax between two products"
     warn(f"kv_cache quantizes nothing: {why}")
+
+
+def _warn_overruled(config: QuantConfig, operators: Sequence[PlannedOperator]) -> None:
+    """Warn of overrides that change nothing, because every operator that they select is excluded."""
+    for override in config.overrides:
+        selected = [op for op in operators if matches(override.pattern, op.name, *op.kinds)]
+        excluded = [config.exclusion(op.name, *op.kinds) for op in selected]
+        if override.quantizes and selected and all(excluded):
+            place = selected[0].name
+            warn(f"override {override.pattern!r} changes nothing: {place} is {excluded[0]}; drop one of the two")
 
 
 def _warn_unmatched(config: QuantConfig, operators: list[PlannedOperator]) -> None:

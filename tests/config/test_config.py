@@ -460,8 +460,8 @@ def test_patterns_are_globs_on_names_or_on_kinds() -> None:
     assert not matches("op:conv", "conv", "linear")
     assert not matches("Encoder.*", "encoder.0", "linear")  # names are case-sensitive
     config = QuantConfig(exclude=("a.*", "op:matmul"))
-    assert config.excluded_by("x", "matmul") == "op:matmul"
-    assert config.excluded_by("x", "linear") is None
+    assert config.exclusion("x", "matmul") == "excluded by 'op:matmul'"
+    assert config.exclusion("x", "linear") == ""
 
 
 def test_a_group_size_is_replaced_in_place() -> None:

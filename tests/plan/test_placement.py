@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ import quark_fx as qfx
 from quark_fx.config.quant_config import INHERIT, Granularity, Override, QuantConfig, TensorSpec
 from quark_fx.config.target import Placement
 from quark_fx.graph.nodes import target_name
-from quark_fx.numbers.formats import INT8, INT16, UINT8
+from quark_fx.numbers.formats import INT4, INT8, INT16, UINT8
 from quark_fx.passes import CrossLayerEqualization
 from quark_fx.plan.placement import plan_quantization
 from quark_fx.plan.report import Row
@@ -752,3 +754,21 @@ def test_a_sum_of_what_a_recurrent_layer_makes_stays_in_float() -> None:
     qmodel = quantize(seeded(Sum()), INT8_STATIC, [rand(3, 5, 4)])
     (add,) = calls(qmodel, "aten.add")
     assert all(target_name(node) != "quark_fx.dequantize.default" for node in add.all_input_nodes)
+
+
+@pytest.mark.parametrize("pattern", ["0", "op:linear", "*"])
+def test_exclude_wins_over_overrides_and_says_so(pattern: str) -> None:
+    """An override that changes nothing is a mistake; one that selects other operators as well is a choice."""
+    spec = TensorSpec(format=INT4, granularity=Granularity.CHANNEL)
+    model, data = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), [rand(3, 4)]
+    config = INT8_STATIC.replace(exclude=("0",), overrides=(Override(pattern=pattern, weight=spec),))
+    only = f"override '{pattern}' changes nothing: 0 is excluded by '0', which wins over the override"
+    with pytest.warns(UserWarning, match=re.escape(only)) if pattern == "0" else nullcontext():
+        rows = list(quantize(seeded(model), config, data).report())
+    assert rows[0].reason == f"excluded by '0', which wins over the override '{pattern}'"
+    assert rows[1].weight == ("int8 channel" if pattern == "0" else "int4 channel")
+    kept = config.replace(overrides=(Override(pattern=pattern, weight=None),))
+    assert next(iter(quantize(seeded(model), kept, data).report())).reason == "excluded by '0'"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantize(seeded(model), config.replace(overrides=(Override(pattern="*", weight=spec),)), data)
