@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import inspect
+import pydoc
 import re
 import subprocess
 import sys
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -109,12 +111,29 @@ RUN_ELSEWHERE = {"qat.md": "tests/model/test_qat.py"}
 
 
 def blocks_of(page: Path) -> list[str]:
-    """Return the Python of a page; files that it includes are imported, as the other tests do."""
+    """Return the Python of a page; copies of files are imported, as the other tests do."""
     text = page.read_text(encoding="utf-8")
-    found = re.findall(r"^```(?:python| \{\.python\})\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    found = re.findall(rf"^(?:{_COPY})?```(?:python| \{{\.python\}})\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     assert len(found) == len(re.findall("```.*python", text))
-    included = re.compile(r'^--8<-- "tests/(.+)\.py"\n')
-    return [included.sub(lambda file: f"from {file[1].replace('/', '.')} import *\n", block) for block in found]
+    module = re.compile(r"tests/(.+)\.py")
+    return [
+        module.sub(lambda name: f"from {name[1].replace('/', '.')} import *\n", file) or code for file, code in found
+    ]
+
+
+_COPY = r"<!-- (\S+\.py) -->\n\n"
+"""A comment that says which file the block below is a copy of: GitHub shows pages as they are, and includes nothing."""
+
+
+def test_a_copy_of_a_file_in_a_page_is_the_file() -> None:
+    copies = 0
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert "--8<--" not in text
+        for file, code in re.findall(rf"^{_COPY}``` \{{\.python\}}\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+            assert code == (ROOT / file).read_text(encoding="utf-8"), f"{page.name} has an older {file}"
+            copies += 1
+    assert copies == 6
 
 
 def run(page: Path, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, blocks: int | None = None) -> None:
@@ -161,6 +180,26 @@ def test_every_python_block_runs_after_the_ones_before_it(
     run(page, names, monkeypatch)
     if page.name in ("README.md", "quickstart.md"):
         assert (tmp_path / "model.onnx").is_file()
+
+
+def test_what_extensions_import_is_in_the_api_page() -> None:
+    """The page says that everything it does not list may change."""
+    listed: list[Any] = []
+    for path in re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text("utf-8"), re.MULTILINE):
+        value = pydoc.locate(path)
+        assert value is not None, path
+        names = getattr(value, "__all__", None) or [name for name in vars(value) if not name.startswith("_")]
+        listed += [getattr(value, name) for name in names] if inspect.ismodule(value) else [value]
+    sources = [*(ROOT / "tests" / "extensions").glob("*.py"), *(ROOT / "examples").glob("*.py")]
+    texts = [file.read_text("utf-8") for file in sources]
+    texts += [code for page in ("extend.md", "configuration.md") for code in blocks_of(DOCS / page)]
+    missing = set()
+    for node in (node for text in texts for node in ast.walk(ast.parse(text))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("quark_fx."):
+            for alias in node.names:
+                if not any(getattr(import_module(node.module), alias.name) is value for value in listed):
+                    missing.add(f"{node.module}.{alias.name}")
+    assert not missing
 
 
 def test_every_link_leads_to_a_file_and_a_heading() -> None:
