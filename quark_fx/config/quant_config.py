@@ -50,7 +50,8 @@ class Override:
         pattern: a glob on the module name (`"encoder.layer.0.*"`), or `"op:"` and a glob on the operator
             kind of `quark_fx.graph.operators` (`"op:embedding"`); `"op:head"` is the one whose output is the model's,
             `"op:router"` one of whose outputs the largest are looked up, as what sends tokens to experts,
-            `"op:depthwise"` a convolution of each channel by itself.
+            `"op:depthwise"` a convolution of each channel by itself, `"op:adapter"` the two operators of a low-rank
+            branch that is added to another one.
         weight: `INHERIT` leaves it as it is, `None` keeps it in float.
         input: likewise.
         output: likewise.

@@ -81,13 +81,24 @@ BRANCH = "branch"
 TARGETS = frozenset(_OPERATORS)
 """Every operator with a row of its own, by target name."""
 
-_WEIGHTED_BUT_UNSUPPORTED = {
+_UNSUPPORTED = {
     "aten.convolution.default": (1,),
     "aten.embedding_bag.padding_idx": (0,),
+    "aten.embedding_bag.default": (0,),
     "aten.bilinear.default": (2,),
     "aten.einsum.default": (1,),
+    "aten.tensordot.default": (0, 1),
+    "aten.inner.default": (0, 1),
+    "aten.baddbmm.default": (1, 2),
+    "aten.addbmm.default": (1, 2),
+    "aten.mv.default": (0,),
+    "aten.addmv.default": (1,),
+    "aten.cdist.default": (0, 1),
+    "aten.conv_tbc.default": (1,),
+    **{f"aten.{name}_cell.default": (2, 3) for name in ("rnn_tanh", "rnn_relu", "gru")},
+    "aten.lstm_cell.default": (2, 3),
 }
-"""Operators with weights that have no row above: the report says so instead of skipping them."""
+"""Operators with weights that have no row above, and the positions of these: the report lists them."""
 
 MOVING = frozenset(
     {
@@ -232,14 +243,9 @@ def set_argument(node: Node, position: int, value: Any) -> None:
         node.args = (*node.args, *defaults, value)
 
 
-def unsupported_weight(node: Node) -> Node | None:
-    """Return the weight of an operator that has one but no row in the table."""
-    for position in _WEIGHTED_BUT_UNSUPPORTED.get(target_name(node), ()):
-        given = argument(node, position)
-        weights = given if isinstance(given, list | tuple) else (given,)
-        if (found := next((weight for weight in weights if _is_weight(weight)), None)) is not None:
-            return found
-    return None
+def unsupported_positions(node: Node) -> tuple[int, ...]:
+    """Return the positions of the weights of an operator that has some but no row in the table."""
+    return _UNSUPPORTED.get(target_name(node), ())
 
 
 def _is_weight(node: Any) -> TypeGuard[Node]:

@@ -16,7 +16,7 @@ On the graph, in `gm.meta["rewrites"]`: the calls of modules that no longer comp
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from quark_fx.graph.nodes import (
@@ -36,7 +37,7 @@ from quark_fx.graph.nodes import (
     parameter,
     target_name,
 )
-from quark_fx.graph.operators import BRANCH
+from quark_fx.graph.operators import BRANCH, MOVING
 
 CONVERT = "convert"
 """What has made the nodes of codes and quantizers."""
@@ -87,10 +88,15 @@ class Folded:
         tensors: names of the parameters and buffers.
         undo: what brings the value back to the only one of them, last step first: a number to subtract, or the type to
             cast to; `None` if nothing does.
+        view: Size, stride, and offset of the constant in the only one of them, stored contiguously, if data movement
+            alone computed it; each element of the constant is then another element of the parameter.
+        name: Name that the constant would have as a parameter of the module that computes it.
     """
 
     tensors: tuple[str, ...]
     undo: tuple[float | torch.dtype, ...] | None
+    view: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
+    name: str = ""
 
     def undone(self, value: Tensor) -> Tensor | None:
         """Return what the tensor has to be for the constant to be `value`; `None` if that is not known."""
@@ -120,16 +126,44 @@ def note_tensors(gm: GraphModule) -> None:
                 node.meta["digest"] = digest(tensor)
 
 
-def note_folded(constant: Node, node: Node, value: Tensor) -> None:
-    """Note on `constant`, which holds the `value` of `node`, that it is computed from what `node` reads."""
-    inputs = node.all_input_nodes
-    before = [n.meta.get("folded") or Folded((n.meta.get("parameter", str(n.target)),), ()) for n in inputs]
-    names = tuple(dict.fromkeys(name for folded in before for name in folded.tensors))
-    step, inner = _inverse(node), before[0].undo
-    undo = None if step is None or inner is None or len(inputs) > 1 else (step, *inner)
-    constant.meta["folded"] = Folded(names, undo)
-    constant.meta["parameter"] = inputs[0].meta.get("parameter", str(inputs[0].target))
-    constant.meta["digest"] = digest(value)
+def note_folded(gm: GraphModule, constant: Node, calls: Sequence[Node], main: Node, name: str) -> None:
+    """Note what a constant is computed from.
+
+    Args:
+        gm: The graph.
+        constant: The node that reads the constant.
+        calls: The calls that compute it, in order, the last of which it replaces.
+        main: The parameter that it is named after.
+        name: See `Folded`.
+    """
+    inputs = dict.fromkeys([main, *(n for call in calls for n in call.all_input_nodes if is_parameter(n))])
+    before = [n.meta.get("folded") or Folded((n.meta.get("parameter", str(n.target)),), (), name="") for n in inputs]
+    names = tuple(dict.fromkeys(tensor for folded in before for tensor in folded.tensors))
+    steps = [_inverse(call) for call in reversed(calls)]
+    alone = len(before) == 1 and all(len(call.all_input_nodes) == 1 for call in calls)
+    known = [step for step in steps if step is not None]
+    undo = (*known, *before[0].undo) if alone and len(known) == len(steps) and before[0].undo is not None else None
+    stored = next(iter(inputs))
+    view = _view(parameter(gm, stored), calls) if alone and "folded" not in stored.meta else None
+    constant.meta["folded"] = Folded(names, undo, view, name)
+    constant.meta["parameter"] = main.meta.get("parameter", str(main.target))
+    constant.meta["digest"] = digest(parameter(gm, constant))
+
+
+def _view(stored: Tensor, calls: Sequence[Node]) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
+    """Return what `Folded.view` is of calls on one tensor; `None` if they copy or repeat elements, or compute."""
+    if not all(target_name(call) in MOVING for call in calls):
+        return None
+    origin: Any = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+    values: dict[Node, Any] = {}
+    for call in calls:
+        args, kwargs = map_arg((call.args, call.kwargs), lambda n: values.get(n, origin))
+        values[call] = call.target(*args, **kwargs)  # type: ignore[operator]
+    value: Tensor = values[calls[-1]]
+    repeats = any(step == 0 and size > 1 for size, step in zip(value.shape, value.stride(), strict=True))
+    if repeats or value.untyped_storage()._cdata != origin.untyped_storage()._cdata:
+        return None
+    return tuple(value.shape), value.stride(), int(value.storage_offset())
 
 
 def _inverse(node: Node) -> float | torch.dtype | None:
@@ -184,7 +218,7 @@ class Notes:
         self.constants: set[Node] = set()
         for node, leaves in self.leaves.items():
             read = [leaf for leaf in leaves if isinstance(leaf, Node)]
-            if read and all(leaf.op == "get_attr" or leaf in self.constants for leaf in read):
+            if node.op == "call_function" and all(leaf.op == "get_attr" or leaf in self.constants for leaf in read):
                 self.constants.add(node)
         self.calls: dict[str, list[Node]] = {}
         for node in gm.graph.nodes:

@@ -1,51 +1,160 @@
-"""Compute once what is made of parameters alone."""
+"""Fold values computed from parameters alone into constants."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from quark_fx.graph.nodes import buffer_names, erase_dead, get_attr, is_floating, is_parameter, parameter, target_name
-from quark_fx.graph.operators import MOVING, operator_row
+from quark_fx.graph.computed import (
+    before_transpositions,
+    bias_arguments,
+    computed_constants,
+    parameters_of,
+    weight_arguments,
+)
+from quark_fx.graph.nodes import (
+    buffer_names,
+    erase_dead,
+    get_attr,
+    is_floating,
+    is_parameter,
+    parameter,
+    target_name,
+    value_of,
+)
+from quark_fx.graph.operators import MOVING, row_by_target
 from quark_fx.graph.pass_manager import graph_pass
 from quark_fx.graph.provenance import note_folded
+
+LARGEST = 1 << 26
+"""Bytes up to which a constant may be larger than twice the parameters it is computed from."""
 
 
 @graph_pass()
 def fold_constants(gm: GraphModule) -> int:
-    """Replace floating-point values made of parameters alone by new parameters.
+    """Replace floating-point values computed from parameters alone by new parameters.
 
-    So the weight of a module under weight or spectral norm, computed in every forward pass, becomes a weight.
-    Data movement stays, as a transposed weight is found where it is stored, and so do operators with a row in the
-    table: the rows of an embedding that a constant selects are quantized like others.
+    So every such value that an operator multiplies by, looks rows up in, or adds becomes a weight or bias: weights
+    under weight, spectral or orthogonal norm, standardized kernels, slices and concatenations of parameters, and
+    products of parameters. A transposed parameter stays as it is, since operators find it where it is stored. Values
+    with other readers are folded up to the last operator that is not data movement. A constant of more than twice the
+    bytes of its parameters, and more than 64 MiB, stays computed; the report names the operators that read it.
     """
-    folded = 0
-    for node in list(gm.graph.nodes):
-        inputs = node.all_input_nodes
-        if node.op != "call_function" or not inputs or not all(is_parameter(n) for n in inputs):
+    constants = computed_constants(gm.graph)
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    count = 0
+    for node in _targets(gm, constants):
+        sources = parameters_of(node, constants)
+        if not sources or not is_floating(gm, node) or not _fits(gm, node, sources):
             continue
-        if target_name(node) in MOVING or operator_row(node) is not None or not is_floating(gm, node):
-            continue
+        calls = sorted(_calls_for(node, constants), key=order.__getitem__)
         with torch.no_grad():
-            value = _evaluate(gm, node)
+            value = _evaluate(gm, calls)
+        main = max(sources, key=lambda n: parameter(gm, n).numel())
+        name = _name(main)
         with gm.graph.inserting_before(node):
-            constant = get_attr(gm, _name(inputs[0]), value)
-            note_folded(constant, node, value)
-            node.replace_all_uses_with(constant)
-        if buffer_names(gm).issuperset(str(n.target) for n in inputs):
+            constant = get_attr(gm, name, value)
+        note_folded(gm, constant, calls, main, name)
+        order[constant] = order[node]
+        if buffer_names(gm).issuperset(str(n.target) for n in sources):
             gm.meta["buffers"] = buffer_names(gm) | {str(constant.target)}
-        gm.graph.erase_node(node)
-        folded += 1
+        node.replace_all_uses_with(constant)
+        count += 1
     erase_dead(gm)
-    return folded
+    return count
 
 
-def _evaluate(gm: GraphModule, node: Node) -> Tensor:
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: parameter(gm, n))
-    value: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
-    return value
+def _targets(gm: GraphModule, constants: Collection[Node]) -> Iterator[Node]:
+    """Yield the values to fold, in graph order."""
+    targets: set[Node] = set()
+    for node in gm.graph.nodes:
+        if node in constants and _is_lookup(node):
+            targets.update(_weights(node, constants))
+        elif node.op != "get_attr" and node not in constants:
+            others = set(node.all_input_nodes) - {*weight_arguments(node), *bias_arguments(node)}
+            targets.update(_weights(node, constants), _computed(others, constants))
+    return (node for node in list(gm.graph.nodes) if node in targets)
+
+
+def _weights(node: Node, constants: Collection[Node]) -> Iterator[Node]:
+    """Yield the computed weights and biases of an operator, before transpositions."""
+    listed = any(isinstance(argument, list | tuple) for argument in node.args)
+    for value in weight_arguments(node):
+        source = value if listed else before_transpositions(value)
+        if source in constants:
+            yield source
+    yield from (value for value in bias_arguments(node) if value in constants)
+
+
+def _computed(values: Collection[Node], constants: Collection[Node]) -> Iterator[Node]:
+    """Yield the last computations of some values, which data movement may follow."""
+    pending, seen = [value for value in values if value in constants], set(values)
+    while pending:
+        node = pending.pop()
+        if target_name(node) in MOVING or not _holds_floats(node):
+            fresh = [n for n in node.all_input_nodes if n in constants and n not in seen]
+            seen.update(fresh)
+            pending += fresh
+        elif not _is_lookup(node) and _has_parameters_alone(node, constants):
+            yield node
+
+
+def _is_lookup(node: Node) -> bool:
+    """Tell whether a node looks rows up: those of a table that a constant selects are quantized like others."""
+    row = row_by_target(node)
+    return row is not None and not row.activations
+
+
+def _holds_floats(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _calls_for(node: Node, constants: Collection[Node]) -> set[Node]:
+    """Return a constant's call and those that it depends on."""
+    calls, pending = {node}, [node]
+    while pending:
+        fresh = [n for n in pending.pop().all_input_nodes if n in constants and n not in calls]
+        calls.update(fresh)
+        pending += fresh
+    return calls
+
+
+def _has_parameters_alone(node: Node, constants: Collection[Node]) -> bool:
+    """Tell whether a constant depends on no values made from sizes, such as a mask or a range of positions."""
+    return all(call.all_input_nodes for call in _calls_for(node, constants))
+
+
+def _fits(gm: GraphModule, node: Node, sources: Collection[Node]) -> bool:
+    value = value_of(gm, node)
+    size = math.prod(value.shape) * value.element_size()
+    return bool(size <= max(LARGEST, 2 * sum(parameter(gm, n).nbytes for n in sources)))
+
+
+def _evaluate(gm: GraphModule, calls: list[Node]) -> Tensor:
+    """Return the value of the last of some calls, in memory that it shares with no parameter."""
+    values: dict[Node, Any] = {}
+    readers = {n: sum(n in call.all_input_nodes for call in calls) for n in calls}
+    for call in calls:
+        args, kwargs = map_arg(
+            (call.args, call.kwargs), lambda n: values[n] if n in values else parameter(gm, n).detach()
+        )
+        values[call] = call.target(*args, **kwargs)  # type: ignore[operator]
+        for n in call.all_input_nodes:
+            if n in values:
+                readers[n] -= 1
+                if not readers[n]:
+                    del values[n]
+    value: Tensor = values[calls[-1]].contiguous()
+    stored = (parameter(gm, n) for call in calls for n in call.all_input_nodes if is_parameter(n))
+    memory = {tensor.untyped_storage().data_ptr() for tensor in stored if not tensor.is_meta}
+    return value.clone() if value.untyped_storage().data_ptr() in memory else value
 
 
 def _name(source: Node) -> str:
@@ -53,5 +162,7 @@ def _name(source: Node) -> str:
     module, found, rest = str(source.target).partition(".parametrizations.")
     if found:
         return f"{module}.{rest.partition('.')[0]}"
-    owner, _, leaf = str(source.target).rpartition(".")
-    return f"{owner}.{leaf.removesuffix('_v').removesuffix('_g')}" if owner else leaf
+    owner, dot, leaf = str(source.target).rpartition(".")
+    for suffix in ("_v", "_g", "_orig"):
+        leaf = leaf.removesuffix(suffix)
+    return owner + dot + leaf

@@ -163,6 +163,7 @@ def _quantize_operator(
         quantized=found.tensor,
         spec=op.weight,
         sqnr=found.sqnr,
+        computed_from=_sources(op.weight_node),
     )
 
 
@@ -316,4 +317,18 @@ def _float_row(gm: GraphModule, op: PlannedOperator) -> Row:
     weight = op.weight_node
     size = 0 if weight is None else parameter(gm, weight).nbytes
     name = "" if weight is None else str(weight.target)
-    return Row(name=op.name, parameter=name, kind=op.kind, bytes_before=size, bytes_after=size, reason=op.reason)
+    return Row(
+        name=op.name,
+        parameter=name,
+        kind=op.kind,
+        bytes_before=size,
+        bytes_after=size,
+        reason=op.reason,
+        computed_from="" if weight is None else _sources(weight),
+    )
+
+
+def _sources(weight: Node) -> str:
+    """Return the names of the parameters that a folded weight is computed from; empty for a stored one."""
+    folded = weight.meta.get("folded")
+    return "" if folded is None else ", ".join(folded.tensors)

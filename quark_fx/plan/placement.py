@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
 from torch.fx import GraphModule, Node
 
 from quark_fx.config.quant_config import Granularity, QuantConfig, TensorSpec
@@ -22,10 +22,9 @@ from quark_fx.config.selection import matches
 from quark_fx.config.target import TARGETS
 from quark_fx.errors import CalibrationError, ConfigError
 from quark_fx.graph.attention import Attention, find_attentions, is_pointwise
+from quark_fx.graph.computed import computed_constants, parameters_of, weight_arguments
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import (
-    CAST,
-    ROTATE,
     describe,
     is_finite,
     is_floating,
@@ -47,26 +46,14 @@ from quark_fx.graph.operators import (
     argument,
     clamp_bounds,
     operator_row,
+    row_by_target,
     stored_weights,
-    unsupported_weight,
+    unsupported_positions,
 )
 from quark_fx.plan.pair_sums import PairBound, pair_bound
+from quark_fx.plan.roles import ADAPTER, DEPTHWISE, ROLES, base_of_adapter, roles_of, values_chosen_from
 from quark_fx.plan.siblings import siblings
 from quark_fx.system.isolation import warn
-
-_CASTS = frozenset({CAST, "aten.to.dtype"})
-
-_WRITTEN_BY_PASSES = frozenset({"aten.clamp.Tensor", "aten.clamp_min.Tensor", "aten.clamp_max.Tensor", ROTATE})
-"""Operators whose matrices are no weights: the bounds of a clamp that equalization made, and rotations."""
-
-HEAD = "head"
-"""How patterns name the operator whose output is the model's: a language model's projection to its vocabulary."""
-
-ROUTER = "router"
-"""How patterns name an operator of whose outputs the largest are looked up, as what sends tokens to experts."""
-
-DEPTHWISE = "depthwise"
-"""How patterns name a depthwise convolution, such as a state-space layer runs over a few tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +64,7 @@ class _Operator:
         node: the call.
         name: the module it comes from.
         kind: the operator family, or the ATen name where the operator table has no row.
-        roles: which of `HEAD`, `ROUTER` and `DEPTHWISE` it has.
+        roles: Its roles (`quark_fx.plan.roles`).
     """
 
     node: Node
@@ -243,11 +230,17 @@ def module_name(node: Node, weight: Node | str | None = None) -> str:
     caller = module_path(node)
     if weight is None:
         return caller or node.name
-    weight = str(weight.target) if isinstance(weight, Node) else weight
+    weight = _weight_name(weight) if isinstance(weight, Node) else weight
     owner, _, leaf = weight.rpartition(".")
     if caller and not f"{owner}.".startswith(f"{caller}."):
         return caller
     return owner if owner and (leaf.startswith("weight") or leaf.endswith("weight")) else weight
+
+
+def _weight_name(weight: Node) -> str:
+    """Return the name of a weight; that of a computed one as if the module had it."""
+    folded = weight.meta.get("folded")
+    return folded.name if folded is not None and folded.name else str(weight.target)
 
 
 class Names(NamedTuple):
@@ -261,41 +254,96 @@ def names_of(node: Node) -> Names:
     """Return what patterns may call a weighted operator by."""
     row = operator_row(node)
     stored = stored_weights(node, row) if row is not None else ()
-    kinds = _kinds(target_name(node) if row is None else row.kind, _roles(node))
+    kinds = _kinds(target_name(node) if row is None else row.kind, roles_of(node))
     return Names(module_name(node, stored[0].node if stored else None), kinds)
 
 
 def _operators(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperator]:
+    chosen_from, constants = values_chosen_from(gm.graph), computed_constants(gm.graph)
     for node in gm.graph.nodes:
-        if node.op != "call_function" or BRANCH in node.meta:
+        if node.op != "call_function" or BRANCH in node.meta or (node in constants and not _looks_up(node)):
             continue
         row = operator_row(node)
-        if row is not None:
-            for stored in stored_weights(node, row) or (None,):
-                yield _plan_operator(config, node, row, stored)
-        elif (weight := unsupported_weight(node)) is not None:
-            kind = target_name(node)
-            yield LeftInFloat(
-                node=node,
-                name=module_name(node, weight),
-                kind=kind,
-                weight_node=weight,
-                reason=f"no quantization rule for {kind}",
+        if row is None:
+            yield from _unplanned(gm, config, node, constants)
+            continue
+        for stored in stored_weights(node, row) or (None,):
+            roles = roles_of(node, chosen_from)
+            yield _plan_operator(config, node, row, stored, roles, constants)
+
+
+def _looks_up(node: Node) -> bool:
+    row = row_by_target(node)
+    return row is not None and not row.activations
+
+
+def _unplanned(gm: GraphModule, config: QuantConfig, node: Node, constants: Collection[Node]) -> Iterator[LeftInFloat]:
+    """Yield the weights of an operator that has no rule, or whose weight is no parameter, each with a reason.
+
+    Tables, masks, and affine parameters that are added or multiplied element by element are not weights.
+    """
+    row, name = row_by_target(node), target_name(node)
+    kind = name if row is None else row.kind
+    for value in weight_arguments(node) or _looked_up(node, constants) or _of_custom_operator(node):
+        computed = parameters_of(value, constants)
+        sources = [n for n in computed or _behind(value) if value_of(gm, n).dim() >= 2]
+        if not sources:
+            continue
+        weight = max(sources, key=lambda n: parameter(gm, n).numel())
+        path = module_name(node, weight)
+        if value_of(gm, weight).is_complex():
+            reason = "complex numbers have no codes"
+        elif not is_floating(gm, weight):
+            continue
+        elif excluded := config.exclusion(path, kind):
+            reason = excluded
+        elif value.op != "get_attr" and not computed:
+            reason = (
+                f"it is combined with a value of the input before {name} reads it; to quantize it, apply that value to "
+                "what the operator reads or returns"
             )
-        elif not any(_leads_to_row(user) for user in node.users):
-            tables = node.all_input_nodes if target_name(node) not in _WRITTEN_BY_PASSES else ()
-            for weight in tables:
-                if not is_parameter(weight) or value_of(gm, weight).dim() < 2:
-                    continue
-                kind, name = target_name(node), str(weight.target)
-                many = " (transformers multiplies stacks of experts after set_experts_implementation('grouped_mm'))"
-                stack = value_of(gm, weight).dim() == 3 and min(value_of(gm, weight).shape) > 1
-                reason = f"a table read by {kind}, not a weight" + many * stack
-                if value_of(gm, weight).is_complex():
-                    name, reason = module_name(node, weight), "complex numbers have no codes"
-                elif not is_floating(gm, weight):
-                    continue
-                yield LeftInFloat(node=node, name=name, kind=kind, weight_node=weight, reason=reason)
+        elif value.op != "get_attr" and row is not None:
+            reason = _COMPUTED
+        elif not weight_arguments(node) and name in _LOOKING_UP:
+            reason = f"rows of a table are looked up by {name}; use torch.nn.functional.embedding"
+            if value_of(gm, weight).dim() == 3:
+                reason += ", and for stacks of experts of transformers set_experts_implementation('grouped_mm')"
+        else:
+            reason = f"no quantization rule for {name}; write it as torch.nn.functional.linear or torch.matmul"
+        yield LeftInFloat(node=node, name=path, kind=kind, weight_node=weight, reason=reason)
+
+
+_COMPUTED = (
+    "it is computed from parameters in the graph; add quark_fx.passes.fold_constants to the passes, which makes it one "
+    "constant of up to 64 MiB, or twice its parameters"
+)
+
+_LOOKING_UP = frozenset({"aten.index.Tensor", "aten.index_select.default", "aten.gather.default", "aten.take.default"})
+
+
+def _looked_up(node: Node, constants: Collection[Node]) -> tuple[Node, ...]:
+    """Return the table whose rows the model's input selects, if a node does that."""
+    if target_name(node) not in _LOOKING_UP or not isinstance(node.args[0], Node):
+        return ()
+    table = node.args[0]
+    return (table,) if table in constants or table.op == "get_attr" else ()
+
+
+def _of_custom_operator(node: Node) -> tuple[Node, ...]:
+    """Return what an operator that is neither torch's nor ours reads."""
+    custom = target_name(node).partition(".")[0] not in ("aten", "python", "prims", "quark_fx")
+    return tuple(node.all_input_nodes) if custom else ()
+
+
+def _behind(value: Node) -> list[Node]:
+    """Return the parameters that a weight is computed from together with a value of the input."""
+    through, pending = set[Node](), [value]
+    while pending:
+        node = pending.pop()
+        if node not in through and (target_name(node) in MOVING or is_pointwise(node)):
+            through.add(node)
+            pending += node.all_input_nodes
+    return parameters_of(value, through)
 
 
 def _attentions(gm: GraphModule, config: QuantConfig) -> Iterator[PlannedOperator]:
@@ -337,26 +385,24 @@ def _without_scales(attention: Attention, spec: TensorSpec) -> str:
     return ""
 
 
-def _leads_to_row(node: Node) -> bool:
-    """Tell whether `node` is a weighted operator, or transposes a weight on its way to one."""
-    row = operator_row(node)
-    if row is not None:
-        return row.weight is not None
-    return target_name(node) in MOVING and len(node.users) == 1 and _leads_to_row(next(iter(node.users)))
-
-
-def _plan_operator(config: QuantConfig, node: Node, row: Operator, stored: StoredWeight | None) -> PlannedOperator:
+def _plan_operator(
+    config: QuantConfig,
+    node: Node,
+    row: Operator,
+    stored: StoredWeight | None,
+    roles: tuple[str, ...],
+    constants: Collection[Node],
+) -> PlannedOperator:
     operands = (argument(node, position) for position in row.activations)
-    constant = next((operand for operand in operands if is_parameter(operand)), None)
+    constant = next((sources[0] for n in operands if (sources := parameters_of(n, constants))), None)
     weight = stored.node if stored is not None else constant
     name = module_name(node, weight)
-    roles = _roles(node)
     kinds = _kinds(row.kind, roles)
     specs = config.specs_for(name, *kinds)
     spec = specs.weight if stored is not None else specs.input
     selected = any(matches(o.pattern, name, *kinds) for o in config.overrides)
     if stored is None and constant is not None:
-        reason = "its weight is not the operand the table has a row for"
+        reason = _unreadable(node, constant, row, constants)
     elif excluded := config.exclusion(name, *kinds):
         reason = excluded
     elif without := next((kind for kind in kinds if kind in config.target.placement.in_float), None):
@@ -365,6 +411,8 @@ def _plan_operator(config: QuantConfig, node: Node, row: Operator, stored: Store
         reason = "products of activations stay in float unless an override selects them"
     elif stored is not None and DEPTHWISE in roles and _is_lent(node, stored.node) and not selected:
         reason = "depthwise kernels that a module reshapes for a function stay in float unless an override selects them"
+    elif stored is not None and ADAPTER in roles and not selected:
+        reason = _beside(node)
     elif spec is None:
         reason = f"the configuration keeps its {'weight' if stored is not None else 'inputs'} in float"
     else:
@@ -376,6 +424,25 @@ def _plan_operator(config: QuantConfig, node: Node, row: Operator, stored: Store
         )
         return found if stored is None else _coded(config, found, spec, stored.node)
     return LeftInFloat(node=node, name=name, kind=row.kind, roles=roles, weight_node=weight, reason=reason)
+
+
+def _unreadable(node: Node, weight: Node, row: Operator, constants: Collection[Node]) -> str:
+    """Return why a product of an activation and a parameter gets no codes."""
+    if weight.meta["val"].is_complex():
+        return "complex numbers have no codes"
+    value = argument(node, row.activations[-1])
+    if value in constants:
+        return _COMPUTED
+    return "it is the left operand of a product; write `weight @ x` as `(x.mT @ weight.mT).mT` to quantize it"
+
+
+def _beside(node: Node) -> str:
+    base = base_of_adapter(node)
+    assert base is not None  # what the role says
+    return (
+        f"low-rank branch next to {names_of(base).name}: adapters stay in float unless an override selects them; merge "
+        "it into the weight to quantize both"
+    )
 
 
 def _coded(config: QuantConfig, op: Quantized, weight: TensorSpec, weight_node: Node) -> Coded:
@@ -433,7 +500,7 @@ def require_finite_floats(gm: GraphModule, operators: Iterable[PlannedOperator])
     checked: set[object] = set()
     for operator in operators:
         constants = _biases(operator)
-        if unsupported_weight(operator.node) is not None:
+        if unsupported_positions(operator.node):
             constants += [("weight", node) for node in operator.node.all_input_nodes]
         elif isinstance(operator, LeftInFloat) and operator_row(operator.node) is not None:
             constants.append(("weight", operator.weight_node))
@@ -463,20 +530,6 @@ def _kinds(kind: str, roles: tuple[str, ...]) -> tuple[str, ...]:
     return (kind, *roles)
 
 
-def _roles(node: Node) -> tuple[str, ...]:
-    found = [DEPTHWISE] if _is_depthwise(node) else []
-    if _is_head(node):
-        found.append(HEAD)
-    elif _is_router(node):
-        found.append(ROUTER)
-    return tuple(found)
-
-
-def _is_depthwise(node: Node) -> bool:
-    linear = Linear.of(node)
-    return linear is not None and linear.kind == "conv" and linear.groups > 1 and linear.shape[1] == 1
-
-
 def _is_lent(node: Node, weight: Node) -> bool:
     """Tell whether code of a module gives the weight of another one to a function that reshapes it.
 
@@ -485,53 +538,6 @@ def _is_lent(node: Node, weight: Node) -> bool:
     """
     caller, owner = module_path(node), str(weight.target).rpartition(".")[0]
     return "reshaped" in node.meta and owner != caller
-
-
-def _is_router(node: Node) -> bool:
-    """Tell whether the largest of the operator's outputs are looked up, whatever is done to each value before."""
-    pending, seen = [node], {node}
-    while pending:
-        for user in pending.pop().users:
-            name = target_name(user)
-            # Which are the largest, not only how large they are.
-            if name in _PLACES or (name in _CHOOSING and any(result.args[1] == 1 for result in user.users)):
-                return True
-            if user not in seen and (name in MOVING | _CASTS | _SQUASHING or is_pointwise(user)):
-                seen.add(user)
-                pending.append(user)
-    return False
-
-
-_PLACES = frozenset({"aten.argmax.default", "aten.argsort.default", "aten.argsort.stable"})
-
-_CHOOSING = frozenset({"aten.topk.default", "aten.max.dim", "aten.sort.default", "aten.sort.stable"})
-"""What returns values and their places."""
-
-
-def _is_head(node: Node) -> bool:
-    """Tell whether the operator's output leaves the graph, moved or squashed at most, and nothing else reads it."""
-    if not isinstance(node.meta.get("val"), torch.Tensor):
-        return False  # a recurrent layer returns its state as well
-    while len(node.users) == 1:
-        user = next(iter(node.users))
-        if user.op == "output":
-            return True
-        # What moves a value may read a size beside it; what squashes it by another value computes something new.
-        squashed = target_name(user) in _SQUASHING and user.all_input_nodes == [node]
-        if target_name(user) not in MOVING | _CASTS and not squashed and BRANCH not in user.meta:
-            return False
-        node = user
-    return False
-
-
-_SQUASHING = frozenset(
-    f"aten.{name}"
-    for name in (
-        *("tanh.default", "sigmoid.default", "softmax.int", "log_softmax.int", "clamp.default"),
-        *("mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar"),
-    )
-)
-"""What models do to the values they return, element by element or over classes, by numbers alone."""
 
 
 class _Placement:
@@ -551,7 +557,7 @@ class _Placement:
                 output = config.specs_for(name, kind).output
                 if output is not None and not output.is_cast and not config.exclusion(name, kind):
                     self.arithmetic[node] = output
-        self._settle_arithmetic()
+        self._settle()
 
     def _computes(self, node: Node) -> bool:
         """Tell whether an operator without weights may run in integers."""
@@ -658,7 +664,7 @@ class _Placement:
         if op.output is None or op.output.is_cast or not is_floating(self.gm, node):
             return None  # of the results of a recurrent layer, each that is read in integers is rounded by itself
         rounds = isinstance(op, Coded) and op.linear is not None and self.rules.rounds_output(op.linear)
-        return op.output if rounds or self._wanted(node) else None
+        return op.output if rounds or node in self.wanted else None
 
     def _origin(self, value: Node, produced: dict[Node, Point]) -> Node | None:
         """Return the value produced in integers that data movement makes `value` of, if there is one."""
@@ -670,30 +676,47 @@ class _Placement:
             value = floating[0]
         return value if value in produced else None
 
-    def _settle_arithmetic(self) -> None:
-        """Drop, until nothing changes, arithmetic that is not between quantized operators."""
-        while True:
-            dropped = [
-                node
-                for node in self.arithmetic
-                if not (self.rules.anywhere or self._wanted(node))
-                or not all(self._available(v) for v in node.all_input_nodes if is_floating(self.gm, v))
-            ]
-            if not dropped:
-                return
-            for node in dropped:
-                del self.arithmetic[node]
+    def _settle(self) -> None:
+        """Find what runs in integers: the largest set in which each member has what it needs.
 
-    def _wanted(self, value: Node) -> bool:
+        Each node starts in all three sets and leaves each at most once, so this takes time linear in the graph.
+        """
+        nodes = list(self.gm.graph.nodes)
+        self.wanted, self.available = set(nodes), set(nodes)
+        pending, waiting = deque(reversed(nodes)), set(nodes)
+        while pending:
+            node = pending.popleft()
+            waiting.discard(node)
+            changed = node in self.wanted and not self._is_wanted(node)
+            if changed:
+                self.wanted.discard(node)
+            if node in self.arithmetic and not self._has_integers(node):
+                del self.arithmetic[node]
+                changed = True
+            if node in self.available and not self._is_available(node):
+                self.available.discard(node)
+                changed = True
+            if changed:
+                again = [n for n in (*node.all_input_nodes, *node.users) if n not in waiting]
+                waiting.update(again)
+                pending.extend(again)
+
+    def _has_integers(self, node: Node) -> bool:
+        """Tell whether arithmetic is between quantized operators, or wherever the target has it in integers."""
+        if not (self.rules.anywhere or node in self.wanted):
+            return False
+        return all(value in self.available for value in node.all_input_nodes if is_floating(self.gm, value))
+
+    def _is_wanted(self, value: Node) -> bool:
         """Tell whether everything that reads `value` reads it in integers."""
         return bool(value.users) and all(
             user in self.inputs
             or user in self.arithmetic
-            or ((clamp_bounds(user) is not None or target_name(user) in MOVING) and self._wanted(user))
+            or ((clamp_bounds(user) is not None or target_name(user) in MOVING) and user in self.wanted)
             for user in value.users
         )
 
-    def _available(self, value: Node) -> bool:
+    def _is_available(self, value: Node) -> bool:
         """Tell whether `value` is produced in integers, perhaps moved or clamped since."""
         if value in self.arithmetic:
             return True
@@ -701,7 +724,7 @@ class _Placement:
             return self._integer_output(value) is not None
         if clamp_bounds(value) is not None or target_name(value) in MOVING:
             sources = [n for n in value.all_input_nodes if n.op not in ("get_attr", "placeholder")]
-            return bool(sources) and all(self._available(n) for n in sources if _holds_floats(self.gm, n))
+            return bool(sources) and all(n in self.available for n in sources if _holds_floats(self.gm, n))
         return False
 
 
@@ -743,7 +766,7 @@ def _warn_unmatched(config: QuantConfig, operators: list[PlannedOperator]) -> No
     names = sorted({op.name for op in operators} | {f"op:{kind}" for op in operators for kind in op.kinds})
     for pattern in dict.fromkeys(config.patterns):
         arithmetic = (name for target in TARGETS.values() for name in target.placement.arithmetic)
-        kinds = {name.split(".")[1] for name in arithmetic} | KINDS | {HEAD, ROUTER, DEPTHWISE}
+        kinds = {name.split(".")[1] for name in arithmetic} | KINDS | {*ROLES}
         if any(matches(pattern, op.name, *op.kinds) for op in operators):
             continue
         if pattern.startswith("op:") and any(matches(pattern, "", kind) for kind in kinds):

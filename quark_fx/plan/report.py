@@ -44,6 +44,7 @@ class Row:
         bytes_after: bytes of codes, scales and zero points, and of what `LowRank` computes beside them.
         reason: why it is in float; empty if it is quantized.
         parameter: name of the weight; operators that share one share its bytes.
+        computed_from: Names of the parameters that the weight is computed from, if it is not one of them.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Row:
     bytes_after: int = 0
     reason: str = ""
     parameter: str = ""
+    computed_from: str = ""
 
     @classmethod
     def of_quantized(cls, *, original: Tensor, quantized: QuantizedTensor, spec: TensorSpec, **fields: Any) -> Self:
@@ -326,7 +328,9 @@ class Report:
             f"{t['quantized']} of {t['operators']} weighted operators quantized; weights "
             f"{t['bytes_before'] / 1024:.1f} KiB → {t['bytes_after'] / 1024:.1f} KiB ({t['ratio']:.2f}×)"
         )
-        return "\n".join([*lines, summary, *(_summary(record) for record in self.passes if record.changes)])
+        computed = [f"{row.name} is computed from {row.computed_from}" for row in self.rows if row.computed_from]
+        done = [_summary(record) for record in self.passes if record.changes]
+        return "\n".join([*lines, summary, *dict.fromkeys(computed), *done])
 
 
 def _summary(record: PassRecord) -> str:

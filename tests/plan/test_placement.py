@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import re
+import sys
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,11 +16,12 @@ import torch
 from tiny import Cnn, Mlp, calls, constant, images, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 from torch.fx import Node
+from torch.nn import functional as F
 
 import quark_fx as qfx
 from quark_fx.config.quant_config import INHERIT, Granularity, Override, QuantConfig, TensorSpec
 from quark_fx.config.target import Placement
-from quark_fx.graph.nodes import target_name
+from quark_fx.graph.nodes import call, target_name
 from quark_fx.numbers.formats import INT4, INT8, INT16, UINT8
 from quark_fx.passes import CrossLayerEqualization
 from quark_fx.plan.placement import plan_quantization
@@ -386,30 +390,60 @@ def test_each_expert_and_output_channel_has_its_own_scales(transposed: bool, con
     assert bool(((got - expected).abs() <= bound * (1 + 1e-4)).all())
 
 
+class Tables(nn.Module):
+    """Parameters that are no weights: positions, a class token, a mean and a mask; and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.token = nn.Parameter(torch.empty(1, 5, 4)), nn.Parameter(torch.empty(1, 1, 4))
+        self.mean = nn.Parameter(torch.empty(1, 1, 4))
+        self.register_buffer("mask", torch.ones(5, 4))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x - self.mean], 1) + self.positions
+        y: Tensor = self.head(torch.where(self.mask > 0, x, 0.0))
+        return y
+
+
+def test_tables_are_not_weighted_operators() -> None:
+    (found,) = quantize(seeded(Tables()), INT8_WEIGHT_ONLY, [rand(2, 4, 4)]).report()
+    assert (found.name, found.reason) == ("head", "")
+
+
 @pytest.mark.parametrize(
-    ("name", "model", "data", "reason"),
+    ("function", "reason"),
     [
-        ("bilinear", None, rand(3, 4), "no quantization rule for aten."),
-        ("table", None, rand(3, 4), "a table read by aten.mul.Tensor, not a weight"),
+        (lambda m, x: F.bilinear(x, x, m.cube), "no quantization rule for aten.bilinear.default; write it as"),
+        (lambda m, x: torch.mv(m.table, x[0]), "no quantization rule for aten.mv.default; write it as"),
+        (lambda m, x: m.table[x.argmax(-1)], "use torch.nn.functional.embedding"),
+        (lambda m, x: torch.bmm(x[:, None], m.cube[x.argmax(-1)]), "set_experts_implementation('grouped_mm')"),
+        (lambda m, x: F.linear(x, m.table * x.mean()), "combined with a value of the input before aten.linear"),
     ],
+    ids=["bilinear", "vector", "rows", "experts", "modulated"],
 )
-def test_a_weight_that_no_rule_covers_is_in_the_report(name: str, model: Any, data: Tensor, reason: str) -> None:
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.positions = nn.Parameter(torch.empty(1, 4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.positions
-
-    if name == "bilinear":
-        model = build(lambda m, x: m.mix(x, x), mix=nn.Bilinear(4, 4, 3))
-    if name == "table":
-        model = Table()
-    qmodel = quantize(seeded(model), INT8_WEIGHT_ONLY, [data])
-    (found, *_) = qmodel.report()
+def test_a_weight_that_no_rule_covers_is_in_the_report(function: Callable[..., Any], reason: str) -> None:
+    model = build(function)
+    model.table, model.cube = nn.Parameter(rand(4, 4)), nn.Parameter(rand(4, 4, 4))
+    found = next(iter(quantize(model, INT8_WEIGHT_ONLY, [rand(3, 4)]).report()))
     assert reason in found.reason
     assert found.bytes_before == found.bytes_after > 0
+
+
+def test_a_weight_that_is_too_large_to_fold_is_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["quark_fx.passes.fold_constants"], "LARGEST", 100)
+    model = build(lambda m, x: F.linear(x, m.one.expand(9, 4)) + F.linear(x, m.two.repeat(2, 1).repeat(1, 1))[:, :1])
+    model.one, model.two = nn.Parameter(rand(1, 4)), nn.Parameter(rand(16, 4))
+    found = quantize(model, INT8_WEIGHT_ONLY, [rand(3, 4)]).report()
+    assert [row.reason.partition(";")[0] for row in found] == ["it is computed from parameters in the graph", ""]
+
+
+def test_without_the_pass_that_folds_a_computed_weight_has_a_reason() -> None:
+    model = build(lambda m, x: F.linear(x, m.table * 2) + x @ (m.table / 3))
+    model.table = nn.Parameter(rand(4, 4))
+    reasons = [r.reason for r in quantize(model, INT8_WEIGHT_ONLY.replace(passes=()), [rand(3, 4)]).report()]
+    assert len(reasons) == 2
+    assert all("add quark_fx.passes.fold_constants to the passes" in reason for reason in reasons)
 
 
 def test_every_weighted_operator_has_a_row_in_graph_order() -> None:
@@ -461,7 +495,7 @@ def test_a_weight_on_the_left_of_a_product_is_listed_with_its_bytes() -> None:
 
     (row,) = quantize(seeded(Left()), INT8_WEIGHT_ONLY, [rand(2, 4, 5)]).report()
     assert (row.name, row.bytes_before, row.weight) == ("queries", 48, "")
-    assert row.reason == "its weight is not the operand the table has a row for"
+    assert "write `weight @ x` as `(x.mT @ weight.mT).mT`" in row.reason
 
 
 def test_the_bounds_of_a_clamp_are_no_weights() -> None:
@@ -610,14 +644,6 @@ def test_a_kernel_that_is_not_lent_as_a_matrix_has_codes(conv: Callable[[], nn.M
     assert [is_quantized(a) for a in only(calls(qmodel, "aten.conv1d")).args[:2]] == [True, True]
 
 
-@pytest.mark.parametrize(("shape", "stack"), [((4, 1, 9), False), ((1, 4, 9), False), ((2, 4, 9), True)])
-def test_only_a_stack_of_matrices_is_taken_for_experts(shape: tuple[int, ...], stack: bool) -> None:
-    model = build(lambda m, x: x * m.table.sum(0).sum(0) + m.body(x), body=nn.Linear(9, 9))
-    model.table = nn.Parameter(rand(*shape))
-    (found,) = (r for r in quantize(model, INT8_WEIGHT_ONLY.replace(passes=()), [rand(2, 9)]).report() if r.reason)
-    assert ("stacks of experts" in found.reason) == stack
-
-
 def test_a_router_of_its_own_format() -> None:
     model = build(lambda m, x: chosen(m, m.route(x)) + m.body(x), route=nn.Linear(16, 4), body=nn.Linear(16, 16))
     model.table = nn.Parameter(rand(4, 16))
@@ -671,6 +697,25 @@ def test_a_weight_of_an_inner_module_keeps_its_name_where_the_outer_one_computes
 
     rows = quantize(nn.Sequential(Outer()).eval(), INT8_WEIGHT_ONLY, [torch.ones(2, 8)]).report().rows
     assert [row.name for row in rows] == ["0.inner", "0.own_table"]
+
+
+def test_a_graph_of_four_thousand_nodes_is_planned_within_a_second() -> None:
+    """Chunks and concatenations in turns, whose readers double with each, and sums on both sides of them."""
+    gm = qfx.capture_graph(seeded(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))), rand(4, 8)).module
+    first, last = (node for node in gm.graph.nodes if target_name(node) == "aten.linear.default")
+    value = first
+    with gm.graph.inserting_before(last):
+        while len(gm.graph.nodes) < 4000:
+            parts = call(gm, torch.ops.aten.chunk.default, value, 2, -1)
+            halves = [call(gm, operator.getitem, parts, i) for i in (1, 0)]
+            value = call(gm, torch.ops.aten.cat.default, halves, -1)
+            value = call(gm, torch.ops.aten.add.Tensor, value, value)
+    last.replace_input_with(first, value)
+    for config, points in ((INT8_STATIC, 2), (XINT8, 802)):
+        start = time.process_time()
+        plan = plan_quantization(gm, config, quiet=True)
+        assert time.process_time() - start < 1
+        assert len(plan.points) >= points
 
 
 class Gates(nn.Module):

@@ -29,7 +29,7 @@ from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.model.rounded_attention import RoundedAttention
 from quark_fx.model.rounded_modules import UNROTATED, Activation, Factor
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
-from quark_fx.plan.placement import HEAD
+from quark_fx.plan.roles import HEAD
 
 _CLASSES = (nn.Linear, nn.Embedding)
 """The modules whose weights checkpoint formats hold."""

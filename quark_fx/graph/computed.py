@@ -1,0 +1,75 @@
+"""Values computed from parameters alone, and the operators that use them as weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+from torch.fx import Graph, Node
+
+from quark_fx.graph.nodes import is_parameter
+from quark_fx.graph.operators import argument, permutation, row_by_target, unsupported_positions
+
+
+def computed_constants(graph: Graph) -> frozenset[Node]:
+    """Return the calls that depend on no input of the graph and give the same result each time."""
+    constants: set[Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or not _is_deterministic(node):
+            continue
+        if all(n.op == "get_attr" or n in constants for n in node.all_input_nodes):
+            constants.add(node)
+    return frozenset(constants)
+
+
+def _is_deterministic(node: Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True
+    schema = node.target._schema
+    return not (schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags)
+
+
+def weight_arguments(node: Node) -> tuple[Node, ...]:
+    """Return the operands of an operator in the positions of weights, stored or computed."""
+    row = row_by_target(node)
+    positions: Iterable[int] = unsupported_positions(node)
+    if row is not None and row.weight is not None:
+        positions = (row.weight,)
+    return _nodes_at(node, positions)
+
+
+def bias_arguments(node: Node) -> tuple[Node, ...]:
+    """Return the biases of an operator, stored or computed."""
+    row = row_by_target(node)
+    return () if row is None or row.bias is None else _nodes_at(node, (row.bias,))
+
+
+def _nodes_at(node: Node, positions: Iterable[int]) -> tuple[Node, ...]:
+    given = (argument(node, position) for position in positions)
+    flat = (value for entry in given for value in (entry if isinstance(entry, list | tuple) else (entry,)))
+    return tuple(value for value in flat if isinstance(value, Node))
+
+
+def before_transpositions(value: Node) -> Node:
+    """Return the value that transpositions turn into a weight, where operators look for their stored parameter."""
+    while value.op == "call_function" and len(value.users) == 1 and permutation(value) is not None:
+        (value,) = value.all_input_nodes
+    return value
+
+
+def parameters_of(value: Node, through: Collection[Node]) -> list[Node]:
+    """Return the `get_attr` nodes that a value is computed from, in order, looking through some calls."""
+    parameters: dict[Node, None] = {}
+    pending, seen = [value], {value}
+    while pending:
+        node = pending.pop()
+        if is_parameter(node):
+            parameters[node] = None
+        elif node in through:
+            fresh = [n for n in reversed(node.all_input_nodes) if n not in seen]
+            seen.update(fresh)
+            pending += fresh
+    return list(parameters)
+
+
+__all__ = ["before_transpositions", "bias_arguments", "computed_constants", "parameters_of", "weight_arguments"]

@@ -1,0 +1,216 @@
+"""Roles of operators in their model: heads, routers, depthwise convolutions, and low-rank adapters.
+
+Patterns name operators by these roles (`"op:head"`). Structure decides, not the name of a module or class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Graph, Node
+
+from quark_fx.graph.attention import is_pointwise
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.nodes import CAST, target_name
+from quark_fx.graph.operators import BRANCH, MOVING, operator_row
+
+HEAD = "head"
+"""Role of the operator whose output is the model's, such as a language model's projection to its vocabulary."""
+
+ROUTER = "router"
+"""Role of an operator whose largest outputs are looked up, such as the router of a mixture of experts."""
+
+DEPTHWISE = "depthwise"
+"""Role of a depthwise convolution, such as a state-space layer runs over a few tokens."""
+
+ADAPTER = "adapter"
+"""Role of the two operators of a low-rank branch that is added to the output of another operator (LoRA)."""
+
+ROLES = (HEAD, ROUTER, DEPTHWISE, ADAPTER)
+
+_CASTS = frozenset({CAST, "aten.to.dtype"})
+
+_SELECTING = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("index.Tensor", "index_select.default", "gather.default", "take_along_dim.default", "masked_select.default"),
+        *("select_scatter.default", "slice_scatter.default", "constant_pad_nd.default", "pad.default"),
+    )
+)
+"""Operators that select values, or put them into a larger tensor."""
+
+_NORMALIZING = frozenset({"aten.softmax.int", "aten.log_softmax.int"})
+
+_SQUASHING = _NORMALIZING | frozenset(
+    f"aten.{name}"
+    for name in (
+        *("tanh.default", "sigmoid.default", "clamp.default"),
+        *("mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar"),
+    )
+)
+"""Operators between scores and the choice of the largest, with numbers alone."""
+
+_SCALING = frozenset({"aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar"})
+
+_ADDING = frozenset({"aten.add.Tensor"})
+
+_PLACES = frozenset({"aten.argmax.default", "aten.argsort.default", "aten.argsort.stable"})
+
+_CHOOSING = frozenset({"aten.topk.default", "aten.max.dim", "aten.sort.default", "aten.sort.stable"})
+"""Operators that return values and their places."""
+
+
+def roles_of(node: Node, chosen_from: frozenset[Node] | None = None) -> tuple[str, ...]:
+    """Return the roles of a weighted operator.
+
+    Args:
+        node: The operator.
+        chosen_from: The result of `values_chosen_from` for its graph, if known.
+    """
+    roles = [DEPTHWISE] if _is_depthwise(node) else []
+    if base_of_adapter(node) is not None:
+        roles.append(ADAPTER)
+    elif _is_head(node):
+        roles.append(HEAD)
+    elif node in (values_chosen_from(node.graph) if chosen_from is None else chosen_from):
+        roles.append(ROUTER)
+    return tuple(roles)
+
+
+def base_of_adapter(node: Node) -> Node | None:
+    """Return the operator whose output a low-rank branch is added to that `node` is part of; `None` if there is none.
+
+    The branch is two products with fewer channels between them than either end has, and nothing but factors between:
+    `x @ w + (x @ a) @ b * scale`.
+    """
+    up = node
+    if (steps := _after_scaling(node)) is not None and Linear.of(steps) is not None:
+        up = steps  # `node` is the first of the two
+    second = Linear.of(up)
+    first = None if second is None else Linear.of(_unscaled(second.activation))
+    if first is None or second is None or node not in (first.node, up) or _after_scaling(first.node) is not up:
+        return None
+    total = _after_scaling(up)
+    if total is None or target_name(total) not in _ADDING:
+        return None
+    source, rank = _unscaled(first.activation), first.shape[first.output_axis]
+    for term in _terms(total):
+        base = Linear.of(term)
+        if base is None or term is up or _unscaled(base.activation) is not source:
+            continue
+        if rank < min(base.shape[base.output_axis], base.groups * base.shape[base.input_axis]):
+            return term
+    return None
+
+
+def _after_scaling(node: Node) -> Node | None:
+    """Return the only reader of a value, after factors and casts; `None` if it has several."""
+    while len(node.users) == 1:
+        user = next(iter(node.users))
+        if not _scales(user):
+            return user
+        node = user
+    return None
+
+
+def _unscaled(value: Node) -> Node:
+    while _scales(value):
+        (value,) = value.all_input_nodes
+    return value
+
+
+def _scales(node: Node) -> bool:
+    return target_name(node) in _SCALING | _CASTS and len(node.all_input_nodes) == 1
+
+
+def _terms(total: Node) -> Iterator[Node]:
+    """Yield the terms of a sum, without factors."""
+    for value in total.all_input_nodes:
+        value = _unscaled(value)
+        if target_name(value) in _ADDING:
+            yield from _terms(value)
+        else:
+            yield value
+
+
+def _is_depthwise(node: Node) -> bool:
+    linear = Linear.of(node)
+    return linear is not None and linear.kind == "conv" and linear.groups > 1 and linear.shape[1] == 1
+
+
+def values_chosen_from(graph: Graph) -> frozenset[Node]:
+    """Return the values whose largest elements are looked up, perhaps after elementwise operators."""
+    pending, values = [node for node in graph.nodes if _chooses(node)], set[Node]()
+    while pending:
+        node = pending.pop()
+        fresh = [value for value in node.all_input_nodes if value not in values]
+        values.update(fresh)
+        pending += [n for n in fresh if target_name(n) in MOVING | _CASTS | _SQUASHING or is_pointwise(n)]
+    return frozenset(values)
+
+
+def _chooses(node: Node) -> bool:
+    """Tell whether a node finds which elements are the largest, not only how large they are."""
+    name = target_name(node)
+    return name in _PLACES or (name in _CHOOSING and any(result.args[1] == 1 for result in node.users))
+
+
+def _is_head(node: Node) -> bool:
+    """Tell whether the model returns the operator's output, and no other weighted operator reads it.
+
+    On the way it may be moved, selected from, and changed element by element by constants and masks.
+    """
+    if not isinstance(node.meta.get("val"), torch.Tensor):
+        return False  # a recurrent layer returns its state as well
+    pending, seen, returned = [node], {node}, False
+    while pending and not returned:
+        value = pending.pop()
+        for user in value.users:
+            returned |= user.op == "output"
+            if user not in seen and _keeps(user, value):
+                seen.add(user)
+                pending.append(user)
+    return returned and not _feeds_weights(node)
+
+
+def _keeps(node: Node, value: Node) -> bool:
+    """Tell whether a node makes an output of an output: it moves, selects or changes `value` by itself."""
+    name = target_name(node)
+    if name in MOVING | _CASTS | _SELECTING | _NORMALIZING or BRANCH in node.meta:
+        return True
+    if not is_pointwise(node):
+        return False
+    others = (other for other in node.all_input_nodes if other is not value)
+    return all(_is_constant(other) or not _holds_floats(other) or _is_branch(other) for other in others)
+
+
+def _is_branch(value: Node) -> bool:
+    return base_of_adapter(_unscaled(value)) is not None
+
+
+def _is_constant(node: Node) -> bool:
+    while target_name(node) in MOVING | _CASTS and len(node.all_input_nodes) == 1:
+        (node,) = node.all_input_nodes
+    return node.op == "get_attr"
+
+
+def _holds_floats(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _feeds_weights(node: Node) -> bool:
+    """Tell whether a weighted operator, or a product of activations, reads a result computed from a value."""
+    pending, seen = [node], {node}
+    while pending:
+        for user in pending.pop().users:
+            if user not in seen and BRANCH not in user.meta:
+                if operator_row(user) is not None:
+                    return True
+                seen.add(user)
+                pending.append(user)
+    return False
+
+
+__all__ = ["ADAPTER", "DEPTHWISE", "HEAD", "ROLES", "ROUTER", "base_of_adapter", "roles_of", "values_chosen_from"]
