@@ -21,7 +21,8 @@ from quark_fx.graph.operators import argument, operator_row
 from quark_fx.graph.provenance import Folded, Kind, Rewrite, digest, rewrites
 from quark_fx.model.constants import Constant
 from quark_fx.model.float_view import FloatView
-from quark_fx.model.module_slices import ModuleCall, ModuleSlice, calls_without_parameters, slice_of
+from quark_fx.model.module_slices import ModuleCall, ModuleSlice, calls_around, calls_without_parameters, slice_of
+from quark_fx.model.parts import Part, whole_of
 from quark_fx.model.rounded_attention import RoundedAttention, place_attentions
 from quark_fx.model.rounded_modules import RoundedModules, place_rounding
 
@@ -37,6 +38,8 @@ class Correspondence:
         slices: by the path of a module that a pass rewrote, what computes its call now.
         attentions: by the path of a module, how the keys and values of its attention are rounded.
         borrowed: names of parameters that operators outside of their module read.
+        computed: By the path of a module in `slices` whose weights are computed, the parameters they are computed from.
+        parts: Names of parameters that are several constants in the graph.
     """
 
     constants: dict[str, Constant] = field(default_factory=dict)
@@ -45,6 +48,8 @@ class Correspondence:
     slices: dict[str, tuple[ModuleCall, ModuleSlice]] = field(default_factory=dict)
     attentions: dict[str, RoundedAttention] = field(default_factory=dict)
     borrowed: set[str] = field(default_factory=set)
+    computed: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    parts: set[str] = field(default_factory=set)
 
 
 def shell_of(model: nn.Module, gm: GraphModule, kept: Mapping[str, Tensor]) -> nn.Module:
@@ -63,6 +68,9 @@ def shell_of(model: nn.Module, gm: GraphModule, kept: Mapping[str, Tensor]) -> n
         for p in named.values()
         if id(p) in held
     }
+    for module in model.modules():
+        # Weights that the older parametrizations of torch.nn.utils computed last: torch copies no results of autograd.
+        memo |= {id(t): t.detach() for t in vars(module).values() if isinstance(t, Tensor) and t.grad_fn is not None}
     return copy.deepcopy(model, memo)
 
 
@@ -83,8 +91,10 @@ def correspond(
     view = FloatView(gm)
     _name_modules_once(model, view)
     found = Correspondence()
+    wholes, computed = _folded_codes(model, view)
     _place_rewrites(model, view, gm, found)
-    _place_constants(model, view, kept, found)
+    _place_computed(view, computed, found)
+    _place_constants(model, view, kept, found, wholes)
     inside = {node: path for path, (call, _) in found.slices.items() for node in call.nodes}
     within = {edge for edge in view.rounded if edge[0] in inside and inside[edge[0]] == inside.get(edge[1])}
     found.attentions, attended = place_attentions(view.graph, view.rounded)
@@ -134,6 +144,65 @@ def _place_rewrites(model: nn.Module, view: FloatView, gm: GraphModule, found: C
         found.slices[path] = call, piece
 
 
+def _folded_codes(model: nn.Module, view: FloatView) -> tuple[dict[str, tuple[Node, Constant]], list[Node]]:
+    """Return the parameters whose parts are constants in codes, with a reader, and the other constants that changed.
+
+    The others are computed from parameters that no values would give them.
+    """
+    parts: dict[str, list[tuple[Node, Part]]] = {}
+    computed: list[Node] = []
+    for node, constant in view.constants.items():
+        folded = node.meta.get("folded")
+        if folded is None or (constant.is_float and folded.undo is not None):
+            continue
+        if folded.view is not None:
+            parts.setdefault(folded.tensors[0], []).append((node, Part(constant, folded.view)))
+        elif not _is_unchanged(node, constant):
+            computed.append(node)
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    wholes: dict[str, tuple[Node, Constant]] = {}
+    for name, given in parts.items():
+        if all(_is_unchanged(node, part.constant) for node, part in given):
+            continue
+        whole = whole_of(tensors[name].shape, [part for _, part in given]) if name in tensors else None
+        if whole is None:
+            computed += [node for node, part in given if not _is_unchanged(node, part.constant)]
+        else:
+            wholes[name] = next(iter(given[0][0].users)), whole
+    return wholes, computed
+
+
+def _place_computed(view: FloatView, computed: list[Node], found: Correspondence) -> None:
+    """Find the calls of modules that read weights in codes that no parameter of the model can hold.
+
+    Raises:
+        QuarkError: if a call has several inputs or results, or its module several calls.
+    """
+    for node in computed:
+        for reader in node.users:
+            if any(reader in call.nodes for call, _ in found.slices.values()):
+                continue
+            for call in calls_around(view.graph, reader):
+                piece = slice_of(view.originals[call.result], call.path)
+                if piece is not None and view.value_of(piece.entry) is call.entry:
+                    inner = [path for path, (other, _) in found.slices.items() if other.nodes <= call.nodes]
+                    for path in inner:
+                        del found.slices[path]
+                    found.slices[call.path] = call, piece
+                    break
+            else:
+                raise QuarkError(
+                    f"{describe(reader)} reads a weight that is computed from "
+                    f"{', '.join(node.meta['folded'].tensors)}, in a module with several inputs, results, or calls; "
+                    "store the computed weight as a parameter before quantizing (remove the parametrization, or merge "
+                    "the adapter), or call the quantized model itself"
+                )
+    for path, (call, _) in found.slices.items():
+        names = [n for node in computed if not call.nodes.isdisjoint(node.users) for n in node.meta["folded"].tensors]
+        if names:
+            found.computed[path] = tuple(dict.fromkeys(names))
+
+
 def _not_computed(view: FloatView, rewrite: Rewrite, calls: int) -> QuarkError:
     """Return the error for operators that no module computes."""
     own = [n for n in view.graph.nodes if module_path(n) == rewrite.path and n.op == "call_function"]
@@ -152,17 +221,26 @@ def _not_computed(view: FloatView, rewrite: Rewrite, calls: int) -> QuarkError:
     )
 
 
-def _place_constants(model: nn.Module, view: FloatView, kept: Mapping[str, Tensor], found: Correspondence) -> None:
+def _place_constants(
+    model: nn.Module,
+    view: FloatView,
+    kept: Mapping[str, Tensor],
+    found: Correspondence,
+    wholes: Mapping[str, tuple[Node, Constant]],
+) -> None:
     """Find the parameters that hold the constants; tied ones part where their readers differ."""
     tensors: dict[str, Tensor | None] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
     readers: dict[str, dict[Node, Constant]] = {}
     folded: list[tuple[Node, Node, Constant]] = []
     replaced = {node for call, _ in found.slices.values() for node in call.nodes}
+    computing = {node for path in found.computed for node in found.slices[path][0].nodes}
     parted: list[list[str]] = []
     for node, constant in view.constants.items():
         for reader in node.users:
             name = node.meta.get("parameter")
+            if reader in computing or (name in wholes and "folded" in node.meta):
+                continue
             if "folded" in node.meta:
                 folded.append((node, reader, constant))
             elif name in tensors:
@@ -199,6 +277,13 @@ def _place_constants(model: nn.Module, view: FloatView, kept: Mapping[str, Tenso
                 _put(found, alias, constant, reader)
     for aliases in parted:
         _place_unread(model, aliases, found)
+    for name, (reader, constant) in wholes.items():
+        for alias in [n for n, t in tensors.items() if n == name or (t is tensors[name] is not None)]:
+            found.borrowed.add(alias)
+            found.parts.add(alias)
+            known = found.constants.get(alias)
+            if known is None or not torch.equal(known.value(), constant.value()):
+                _put(found, alias, constant, reader)
     for node, reader, constant in folded:
         found.borrowed.update(node.meta["folded"].tensors)
         for name, one in _unfolded(node, reader, constant, kept).items():
@@ -265,22 +350,21 @@ def _alias(aliases: list[str], reader: Node) -> str:
     )
 
 
+def _is_unchanged(node: Node, constant: Constant) -> bool:
+    return constant.is_float and digest(constant.tensor) == node.meta["digest"]
+
+
 def _unfolded(node: Node, reader: Node, constant: Constant, kept: Mapping[str, Tensor]) -> dict[str, Constant]:
     """Return what the parameters that a constant was computed from have to be, by name."""
     folded: Folded = node.meta["folded"]
-    if constant.is_float and digest(constant.tensor) == node.meta["digest"]:
+    if _is_unchanged(node, constant):
         if missing := [name for name in folded.tensors if name not in kept]:
             raise QuarkError(
                 f"{describe(reader)} reads a constant computed from {', '.join(missing)}, which is not kept"
             )
         return {name: Constant((f"{name} as it was",), kept[name], kept[name].dtype) for name in folded.tensors}
-    value = folded.undone(constant.tensor) if constant.is_float else None
-    if value is None:
-        raise QuarkError(
-            f"{describe(reader)} reads a constant that is computed from {', '.join(folded.tensors)}, and that the "
-            "quantized graph holds in another form; remove the parametrization from the model before quantizing it, "
-            "or call the quantized model itself"
-        )
+    value = folded.undone(constant.tensor)
+    assert value is not None  # other constants are parts or computed
     return {folded.tensors[0]: Constant((f"{folded.tensors[0]} of {constant.names[0]}",), value, value.dtype)}
 
 

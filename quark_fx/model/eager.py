@@ -186,7 +186,7 @@ class Branched(nn.Module):
 
 
 class Rewritten(nn.Module):
-    """Computes what the quantized graph has in the place of a module without parameters.
+    """Computes the piece of the quantized graph that is in the place of a module.
 
     Args:
         graph_module: of one input, the module's floating-point one; other arguments are as captured.
@@ -254,6 +254,11 @@ def eager(
         QuarkError: if no module computes what the graph does; the message names the operator.
     """
     source, found = placed(qmodel, model)
+    if trained and (names := {*found.parts, *(n for sources in found.computed.values() for n in sources)}):
+        raise QuarkError(
+            f"the graph trains weights that are parts of {', '.join(sorted(names))} or computed from them, which no "
+            "parameter of the model can hold while it is trained; convert() first, or train what prepare_qat returned"
+        )
     result = copy.deepcopy(source)
     shared: dict[tuple[str, ...], nn.Parameter] = {}
     for path in found.identities:
@@ -298,8 +303,11 @@ def eager(
     for path, (call, piece) in found.slices.items():
         _require_tensor(result.get_submodule(path), call)
         owner, _, leaf = path.rpartition(".")
-        rewritten = _with_quantizers(piece.module(qmodel.graph_module), quantizers)
-        setattr(result.get_submodule(owner), leaf, Rewritten(rewritten))
+        rewritten = Rewritten(_with_quantizers(piece.module(qmodel.graph_module), quantizers))
+        if path in found.computed:
+            _compute_with(result.get_submodule(path), rewritten)
+        else:
+            setattr(result.get_submodule(owner), leaf, rewritten)
     for path, activation in found.rounding.inputs.items():
         module = result.get_submodule(path)
         if isinstance(module, KernelLinear) and module.rounds:
@@ -331,6 +339,19 @@ def eager(
         keep_as_it_is(result)
         result.requires_grad_(False)
     return result.eval()
+
+
+def _compute_with(module: nn.Module, rewritten: Rewritten) -> None:
+    """Let a module whose weights are computed call a piece of the quantized graph, without their parameters."""
+    for inner in module.modules():
+        for leaf, value in inner._parameters.items():
+            if value is not None and value.is_meta:
+                inner._parameters[leaf] = None
+        for key, hook in list(inner._forward_pre_hooks.items()):
+            if hasattr(hook, "compute_weight"):  # the older parametrizations of torch.nn.utils
+                del inner._forward_pre_hooks[key]
+    module.add_module("rewritten", rewritten)
+    wrap_forward(module, lambda _, *args, **kwargs: rewritten(*args, **kwargs))
 
 
 def _branched(path: str, activation: Activation, branch: Branch, rounds: Callable[[Activation], Round]) -> Branched:

@@ -1,4 +1,4 @@
-"""Modules without parameters that passes rewrote, and what the quantized graph computes in their place.
+"""Modules that passes rewrote, and the piece of the quantized graph that computes each of their calls.
 
 A call of a module with one floating-point input and one result is a piece of the graph between two nodes. What passes
 make of it carries the module's path, so the piece of the quantized graph that ends with the result and begins where
@@ -7,8 +7,9 @@ that path does computes the same call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -17,7 +18,7 @@ from quark_fx.graph.nodes import is_activation, module_calls, module_path, param
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """A call of a module that reads no parameter, in a float graph.
+    """A call of a module in a float graph, that one value enters and one leaves.
 
     Attributes:
         path: of the module.
@@ -60,23 +61,51 @@ class ModuleSlice:
 
 
 def calls_without_parameters(graph: Graph) -> dict[Node, ModuleCall]:
-    """Return the innermost calls of modules with one floating-point input and one result, by that result."""
+    """Return the innermost calls of modules with one floating-point input and one result, by that result.
+
+    Calls that read parameters of the model are left out.
+    """
+    calls = (_call_of(key, nodes, parameters=False) for key, nodes in _nodes_by_call(graph).items())
+    return {call.result: call for call in calls if call is not None and _innermost(call)}
+
+
+def calls_around(graph: Graph, node: Node) -> Iterator[ModuleCall]:
+    """Yield the calls of modules with one floating-point input and one result that `node` is part of, innermost first.
+
+    They may read parameters. A module that is called several times is left out.
+    """
+    calls = _nodes_by_call(graph)
+    paths = Counter(module_calls(nodes[0])[key] for key, nodes in calls.items())
+    for key, path in reversed(module_calls(node).items()):
+        call = _call_of(key, calls[key], parameters=True)
+        if call is not None and paths[path] == 1:
+            yield replace(call, path=path)
+
+
+def _nodes_by_call(graph: Graph) -> dict[str, list[Node]]:
     calls: dict[str, list[Node]] = {}
     for node in graph.nodes:
         for key in module_calls(node):
             calls.setdefault(key, []).append(node)
-    found = {}
-    for key, nodes in calls.items():
-        inside = frozenset(nodes)
-        # Constants that are no parameters of the model are what a pass computes with.
-        read = {n for node in nodes for n in node.all_input_nodes if not is_made_up(n)} - inside
-        results = [node for node in nodes if not inside.issuperset(node.users)]
-        if len(read) != 1 or len(results) != 1 or next(reversed(module_calls(results[0]))) != key:
-            continue
-        entry = read.pop()
-        if is_activation(entry):
-            found[results[0]] = ModuleCall(module_path(results[0]), entry, results[0], inside)
-    return found
+    return calls
+
+
+def _call_of(key: str, nodes: list[Node], *, parameters: bool) -> ModuleCall | None:
+    """Return a call with one floating-point input and one result, `None` for any other."""
+    inside = frozenset(nodes)
+    # Constants that are no parameters of the model are what a pass computes with.
+    read = {n for node in nodes for n in node.all_input_nodes if not is_made_up(n)} - inside
+    if parameters:
+        read = {n for n in read if n.op != "get_attr"}
+    results = [node for node in nodes if node.op != "get_attr" and not inside.issuperset(node.users)]
+    if len(read) != 1 or len(results) != 1:
+        return None
+    entry = read.pop()
+    return ModuleCall(module_calls(results[0])[key], entry, results[0], inside) if is_activation(entry) else None
+
+
+def _innermost(call: ModuleCall) -> bool:
+    return module_path(call.result) == call.path
 
 
 def is_made_up(node: Node) -> bool:
@@ -104,4 +133,4 @@ def _within(path: str, others: Iterable[str]) -> bool:
     return any(f"{other}.".startswith(f"{path}.") for other in others)
 
 
-__all__ = ["ModuleCall", "ModuleSlice", "calls_without_parameters", "slice_of"]
+__all__ = ["ModuleCall", "ModuleSlice", "calls_around", "calls_without_parameters", "slice_of"]

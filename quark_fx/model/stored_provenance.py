@@ -95,6 +95,8 @@ def _tensor_notes(node: Node) -> dict[str, Any]:
         undo = node.meta["folded"].undo
         steps = None if undo is None else [step if isinstance(step, float) else str(step)[6:] for step in undo]
         notes["folded"] = {"tensors": list(node.meta["folded"].tensors), "undo": steps}
+        if (view := node.meta["folded"].view) is not None:
+            notes["folded"]["view"] = [list(view[0]), list(view[1]), view[2]]
     return notes
 
 
@@ -186,8 +188,17 @@ def _notes(data: Mapping[str, Any]) -> dict[str, Any]:
         names, undo = texts(folded["tensors"]), folded["undo"]
         if not names or "digest" not in data:
             raise QuarkError("the stored graph has a constant that is computed from nothing")
-        notes["folded"] = Folded(names, None if undo is None else tuple(map(_step, listed(undo))))
+        view = _view(folded["view"]) if "view" in folded else None
+        notes["folded"] = Folded(names, None if undo is None else tuple(map(_step, listed(undo))), view)
     return notes
+
+
+def _view(data: Any) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    size, stride, offset = (listed(data) + [None] * 3)[:3]
+    numbers = [*listed(size), *listed(stride), offset]
+    if len(listed(data)) != 3 or len(size) != len(stride) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise QuarkError(f"the stored graph has a constant at {brief(data)} of its parameter, which is not a view")
+    return tuple(size), tuple(stride), offset
 
 
 def _step(step: Any) -> float | torch.dtype:

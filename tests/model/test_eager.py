@@ -15,7 +15,8 @@ from tiny import Residual, calls, images, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils import weight_norm as old_weight_norm
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 import quark_fx as qfx
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, Target, TensorSpec
@@ -561,10 +562,85 @@ def test_a_constant_that_was_folded_and_scaled_goes_back_to_its_parameter() -> N
         torch.testing.assert_close(eager(x[0]), qmodel(x[0]), rtol=0, atol=step if passes else 0)
 
 
-def test_a_parametrized_weight_is_refused_with_the_remedy() -> None:
-    model = seeded(nn.Sequential(weight_norm(nn.Linear(8, 8))))
-    qmodel = quantize(model, INT8_WEIGHT_ONLY, [rand(4, 8)])
-    with pytest.raises(qfx.QuarkError, match="remove the parametrization"):
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_trained_parts_of_parameters_are_refused_until_they_are_converted() -> None:
+    x = rand(2, 5, 8)
+    trained = qfx.prepare_qat(quantize(seeded(Shares()), INT8_WEIGHT_ONLY, [x]))
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.mul_(1.1)
+    with pytest.raises(qfx.QuarkError, match=r"parts of attend.in_proj_weight.*convert\(\) first"):
+        trained.eager()
+    converted = trained.convert()
+    require_same(converted, converted.eager(), rand(2, 5, 8, seed=3))
+
+
+class Shares(nn.Module):
+    """Products with parts of parameters, and one with a computed weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.stack, self.gates = nn.Parameter(torch.zeros(2, 8, 8)), nn.Parameter(torch.zeros(16, 8))
+        self.kernel = nn.Conv1d(8, 8, 1, bias=False)
+        self.head = old_weight_norm(nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attend(x, x + 1, x - 1, need_weights=False)[0]
+        x = F.linear(F.linear(x, self.stack[1]), self.stack[0])
+        a, b = self.gates.chunk(2)
+        x = F.linear(x, a).sigmoid() * F.linear(x, b)
+        x = F.linear(x, self.kernel.weight.flatten(1)) + self.kernel(x.mT).mT
+        y: Tensor = self.head(x)
+        return y
+
+
+CHANNELS = INT8_WEIGHT_ONLY
+GROUPS = QuantConfig(
+    weight=TensorSpec(format=INT4, granularity=Granularity.GROUP, group_size=4), passes=CHANNELS.passes
+)
+ONE_SCALE = CHANNELS.replace(weight=TensorSpec(format=INT8))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("config", [CHANNELS, GROUPS, ONE_SCALE], ids=["channels", "groups", "one scale"])
+def test_parts_of_parameters_and_computed_weights_have_their_codes_in_eager(
+    config: QuantConfig, tmp_path: Path
+) -> None:
+    model, x = seeded(Shares()), rand(2, 5, 8)
+    qmodel = quantize(model, config, [x])
+    assert not any(row.reason for row in qmodel.report())
+    eager: Any = qmodel.eager()
+    require_same(qmodel, eager, rand(2, 5, 8, seed=3))
+    for owner, name in ((eager.attend, "in_proj_weight"), (eager, "stack"), (eager, "gates"), (eager.kernel, "weight")):
+        assert parametrize.is_parametrized(owner, name)
+    assert all(p.dtype in (torch.int8, torch.float32) and not p.is_meta for p in eager.parameters())
+    qmodel.save(tmp_path)
+    require_same(qmodel, qfx.load(tmp_path).eager(seeded(Shares(), 5)), rand(2, 5, 8, seed=3))
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: weight_norm(nn.Conv2d(3, 4, 3)), (2, 3, 5, 5)),
+        (lambda: spectral_norm(nn.ConvTranspose1d(3, 4, 3)), (2, 3, 5)),
+        (lambda: orthogonal(nn.Linear(6, 4), orthogonal_map="householder"), (2, 6)),
+    ],
+    ids=["weight norm", "spectral norm", "orthogonal"],
+)
+def test_a_parametrized_module_computes_with_codes_in_eager(make: Callable[[], nn.Module], shape: Any) -> None:
+    model = seeded(nn.Sequential(make(), nn.ReLU()))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    qmodel = quantize(model, INT8_STATIC, [rand(*shape)])
+    assert [row.weight for row in qmodel.report()] == ["int8 channel"]
+    require_same(qmodel, qmodel.eager(), rand(*shape, seed=3))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_computed_weight_of_a_module_with_a_state_is_refused_with_the_remedy() -> None:
+    model = seeded(nn.Sequential(weight_norm(nn.LSTM(6, 6), "weight_hh_l0")))
+    qmodel = quantize(model, INT8_WEIGHT_ONLY, [rand(3, 2, 6)])
+    with pytest.raises(qfx.QuarkError, match=r"computed from 0.parametrizations.*remove the parametrization"):
         qmodel.eager()
 
 

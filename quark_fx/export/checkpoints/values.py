@@ -262,7 +262,12 @@ def _layers(model: nn.Module, found: Correspondence, *, head: str, unrotated: Un
     for p, activation in found.rounding.outputs.items():
         what = "quantized" if activation.rounds else f"multiplied by a pass at run time; {_UNROTATED}"
         errors.append(f"{p or 'the model'}: its result is {what}")
-    errors += [f"{p}: a pass rewrote what it computes" for p in found.slices]
+    errors += [f"{p}: a pass rewrote what it computes" for p in found.slices.keys() - found.computed.keys()]
+    for p, sources in found.computed.items():
+        errors.append(
+            f"{p or 'the model'}: its weight is computed from {', '.join(sources)}; before quantizing, store it as the "
+            "module's weight: torch.nn.utils.parametrize.remove_parametrizations, or merge the adapter"
+        )
     errors += [f"{p}: it is folded into its neighbor" for p in found.identities]
     errors += [
         f"{p}: {why}"
