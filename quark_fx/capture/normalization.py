@@ -140,7 +140,8 @@ def _limits(program: ExportedProgram, inputs: list[Node]) -> tuple[tuple[str, in
             if limits is None:
                 continue
             low, high = int(limits.lower), int(limits.upper) if limits.upper.is_Integer else None
-            if low > 2 or high is not None:  # torch assumes 2 of every dynamic dimension, and 1 works
+            low = 1 if low <= 2 else low  # torch assumes at least 2 for every dynamic dimension, and 1 works
+            if low > 1 or high is not None:
                 found.append((str(node.target), dim, low, high))
     return tuple(found)
 

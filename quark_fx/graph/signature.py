@@ -110,14 +110,28 @@ class Signature:
 
     def _varying(self, name: str, dims: Sequence[int]) -> str:
         """Return the literal of `dynamic_shapes` that also lets `dims` of the input `name` vary."""
-        if not {*self.input_names} <= {*self.parameters}:  # parts of inputs
+        if not self.names_inputs:
             return f"nested as the batch is, with Dim.AUTO for dimension {', '.join(map(str, dims))} of {name}"
-        parts = list[str]()
-        for one, shape in zip(self.input_names, self.input_shapes, strict=True):
-            free = [i for i, size in enumerate(shape or ()) if size is None or (one == name and i in dims)]
-            sizes = None if shape is None else f"{{{', '.join(f'{i}: Dim.AUTO' for i in free)}}}"
-            parts.append(f"{one!r}: {sizes}")
-        return f"{{{', '.join(parts)}}}"
+        return self.literal_of(
+            {
+                one: [i for i, size in enumerate(shape) if size is None or (one == name and i in dims)]
+                for one, shape in zip(self.input_names, self.input_shapes, strict=True)
+                if shape is not None
+            }
+        )
+
+    @property
+    def names_inputs(self) -> bool:
+        """Whether the inputs are parameters of `forward`, not parts of them."""
+        return {*self.input_names} <= {*self.parameters}
+
+    def literal_of(self, free: Mapping[str, Sequence[int]]) -> str:
+        """Return the literal of `dynamic_shapes` that lets some dimensions vary, by the names of inputs."""
+        sizes = {name: f"{{{', '.join(f'{i}: Dim.AUTO' for i in dims)}}}" for name, dims in free.items()}
+        if not self.names_inputs:
+            listed = ", ".join(f"{size} for {name}" for name, size in sizes.items())
+            return f"a mapping by the parameters of forward, nested as the batch is, with {listed}"
+        return f"{{{', '.join(f'{name!r}: {sizes.get(name)}' for name in self.input_names)}}}"
 
     def _without_fixed(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         for name, captured in self.fixed_arguments.items():

@@ -338,6 +338,27 @@ def test_a_walk_over_chunks_holds_for_the_lengths_of_as_many() -> None:
         captured.signature.flatten((rand(2, 13, 4),), {})
 
 
+class FewSamples(nn.Module):
+    """Upsamples as diffusers do, which copies batches of 64 and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.contiguous() if x.shape[0] >= 64 else x
+        y: Tensor = self.conv(nn.functional.interpolate(x, scale_factor=2.0))
+        return y
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_limit_of_the_batch_leaves_single_samples(size: int) -> None:
+    captured = assert_captured(seeded(FewSamples()), rand(size, 3, 5, 5), other=(rand(1, 3, 5, 5),))
+    assert captured.signature.input_limits == (("x", 0, 1, 63),)
+    with pytest.raises(qfx.QuarkError, match="from 1 to 63"):
+        captured.signature.flatten((rand(64, 3, 5, 5),), {})
+
+
 def test_a_length_of_whole_chunks_is_not_taken_for_any_length() -> None:
     captured = assert_captured(seeded(Chunked(cut=True)), rand(2, 12, 4), other=(rand(3, 16, 4),))
     with pytest.raises(qfx.QuarkError, match=r"multiples of 4;.*capture a batch whose size is none"):

@@ -16,6 +16,7 @@ import torch
 from onnx import TensorProto, numpy_helper
 from tiny import WHOLE_PRESETS, cnn, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
+from torch.export import Dim
 from torch.fx import GraphModule
 from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import ZOO
@@ -427,6 +428,37 @@ def test_every_operator_without_a_lowering_is_listed_with_the_users_line(
             in message
         )
     assert "quark_fx.export.lowers" in message
+
+
+class Modulated(nn.Module):
+    """A convolution with a kernel for each sample, which is a group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel, self.style = nn.Parameter(torch.zeros(6, 4, 3, 3)), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        n, (h, w) = x.shape[0], x.shape[2:]
+        kernels = self.kernel[None] * self.style(z)[:, None, :, None, None]
+        return nn.functional.conv2d(x.reshape(1, n * 4, h, w), kernels.flatten(0, 1), groups=n, padding=1).view(
+            n, 6, h, w
+        )
+
+
+def test_groups_that_vary_with_the_batch_are_refused_with_the_shapes_that_fix_them(tmp_path: Path) -> None:
+    model, batch = seeded(Modulated()), (rand(2, 4, 6, 7), rand(2, 5))
+    free = {"x": {0: Dim.AUTO, 2: Dim.AUTO, 3: Dim.AUTO}, "z": {0: Dim.AUTO}}
+    qmodel = quantize(model, "int8_static", [batch], dynamic_shapes=free)
+    with pytest.raises(qfx.ExportError) as raised:
+        qfx.export.onnx(qmodel, tmp_path / "m.onnx")
+    message = str(raised.value)
+    assert message.startswith("the number of groups of 1 convolution(s) varies with the inputs")
+    assert "aten.conv2d.default at %conv2d" in message
+    fixed = eval(message.partition("pass ")[2])
+    assert fixed == {"x": {2: Dim.AUTO, 3: Dim.AUTO}, "z": {0: Dim.AUTO}}
+    qmodel = quantize(model, "int8_static", [batch], dynamic_shapes=fixed)
+    file = qfx.export.onnx(qmodel, tmp_path / "m.onnx")
+    assert qfx.verify(qmodel, file, [(rand(2, 4, 3, 9), rand(2, 5))]).max_steps < 1e-3
 
 
 def test_a_lowering_that_is_registered_is_used(

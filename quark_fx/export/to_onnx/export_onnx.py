@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.config.target import OnnxFiles
@@ -26,11 +27,14 @@ from quark_fx.graph.nodes import (
     code_format,
     describe,
     fake_mode,
+    placeholders,
     results_of,
+    static_size,
     target_name,
     tensor_names,
 )
-from quark_fx.graph.operators import measured_share
+from quark_fx.graph.operators import measured_share, named_argument
+from quark_fx.graph.signature import Signature
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.numbers.formats import (
     INT32,
@@ -134,6 +138,7 @@ def onnx(
     _require_names("input_names", input_names, qmodel.signature.input_names)
     _require_names("output_names", output_names, qmodel.signature.output_names)
     _require_onnx_types(gm, wide=chosen.wide)
+    _require_fixed_groups(gm, qmodel.signature)
     _require_writable(file)
     inputs = input_names or qmodel.signature.input_names
     names = inputs, output_names or _named_apart(qmodel.signature.output_names, inputs)
@@ -301,6 +306,41 @@ def _missing_lowerings(gm: GraphModule, error: Exception) -> str:
     if isinstance(cause, ValueError) and missing & translation_table().keys():
         remedy = str(cause)  # a lowering that there is, but not for these sizes
     return f"{len(nodes) or 1} node(s) have no ONNX lowering:\n{where}\n{remedy}"
+
+
+def _require_fixed_groups(gm: GraphModule, signature: Signature) -> None:
+    """Raise `ExportError` for convolutions whose number of groups varies with the inputs: ONNX has a number there."""
+    nodes = [
+        n for n in gm.graph.nodes if target_name(n) in _CONVOLUTIONS and isinstance(named_argument(n, "groups"), Node)
+    ]
+    if not nodes:
+        return
+    values = [named_argument(node, "groups").meta["val"] for node in nodes]
+    symbols = {symbol for value in values for symbol in value.node.expr.free_symbols}
+    shapes: dict[str, Any] = {
+        str(n.target): v.shape for n in placeholders(gm) if isinstance(v := n.meta["val"], Tensor)
+    }
+    free = {
+        name: [
+            i
+            for i, size in enumerate(shape)
+            if static_size(size) is None and symbols.isdisjoint(size.node.expr.free_symbols)
+        ]
+        for name, shape in shapes.items()
+    }
+    listed = "\n".join(f"  {describe(node)}" for node in nodes)
+    raise ExportError(
+        f"the number of groups of {len(nodes)} convolution(s) varies with the inputs, and is fixed in ONNX:\n{listed}"
+        "\nFix these sizes when the model is quantized; as dynamic_shapes of quantize() pass "
+        + signature.literal_of(free)
+    )
+
+
+_CONVOLUTIONS = frozenset(f"aten.conv{d}d.{overload}" for d in (1, 2, 3) for overload in ("default", "padding")) | {
+    "aten.conv_transpose1d.default",
+    "aten.conv_transpose2d.input",
+    "aten.conv_transpose3d.input",
+}
 
 
 def _require_onnx_types(gm: GraphModule, *, wide: bool) -> None:
