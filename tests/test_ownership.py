@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -280,3 +281,86 @@ def test_unlisted_operator_libraries_are_not_called_on_loading(tmp_path: Path) -
         qfx.load(tmp_path)
     loaded = qfx.load(tmp_path, namespaces=("quark_fx_unlisted",))
     torch.testing.assert_close(loaded(x), qmodel(x), rtol=0, atol=0)
+
+
+class KeepsTables(nn.Module):
+    """Makes a table in its first call, and keeps it in one of several ways."""
+
+    shared: ClassVar[dict[int, Tensor]] = {}
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.out, self.way = nn.Linear(4, 4), way
+        self.tables: dict[int, Tensor] = {}
+        self.made: list[Tensor] = []
+        self.table: Tensor | None = None
+        self.register_buffer("empty", None)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x * self.kept(x)[: x.shape[1]].cos())  # type: ignore[no-any-return]
+
+    def kept(self, x: Tensor) -> Tensor:
+        table = torch.arange(16.0)[:, None] * x.detach().abs().amax((0, 1))  # of the first batch
+        if self.way == "buffer" and not hasattr(self, "late"):
+            self.register_buffer("late", table, persistent=False)
+        elif self.way == "empty buffer" and self.empty is None:
+            self.empty = table
+        elif self.way == "attribute" and self.table is None:
+            self.table = table
+        elif self.way == "dict":
+            self.tables.setdefault(0, table)
+        elif self.way == "class":
+            self.shared.setdefault(0, table)
+        elif self.way == "list" and not self.made:
+            self.made.append(table)
+        places = {"buffer": "late", "empty buffer": "empty", "attribute": "table"}
+        in_containers = {"dict": self.tables.get(0), "class": self.shared.get(0), "list": (self.made or [None])[0]}
+        found = getattr(self, places[self.way]) if self.way in places else in_containers[self.way]
+        assert found is not None
+        return found  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("way", ["buffer", "empty buffer", "attribute", "dict", "class", "list"])
+def test_tables_made_in_the_first_call_are_constants_and_stay_out_of_the_model(way: str) -> None:
+    model, batches = seeded(KeepsTables(way)), [rand(2, 8, 4), 3 * rand(3, 12, 4)]
+    twin = copy.deepcopy(model)
+    before, buffers = dict(vars(model)), dict(model._buffers)
+    qmodel = quantize(model, INT8_WEIGHT_ONLY, batches)
+    assert list(vars(model)) == list(before)
+    assert all(vars(model)[name] is value for name, value in before.items())
+    assert dict(model._buffers) == buffers
+    assert (model.tables, model.made, KeepsTables.shared) == ({}, [], {})
+    try:
+        for x in batches:
+            torch.testing.assert_close(qmodel(x), twin(x), rtol=0.02, atol=0.05)
+    finally:
+        KeepsTables.shared.clear()
+
+
+class StopsAfterWriting(nn.Module):
+    count: Tensor
+
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.error, self.seen, self.tables = error, set[int](), dict[int, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.seen.add(1)
+        self.tables[0] = self.last = x * 2
+        self.register_forward_hook(lambda *_: None)
+        raise self.error("stop")
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_model_that_cannot_be_captured_stays_as_it_was(error: type[BaseException]) -> None:
+    model = StopsAfterWriting(error).eval()
+    before = list(vars(model).items())
+    for call in (quantize, qfx.predict, qfx.check):
+        with pytest.raises(error if error is KeyboardInterrupt else qfx.CaptureError):
+            call(model, INT8_WEIGHT_ONLY, [rand(2, 4)])
+        assert list(vars(model)) == [name for name, _ in before]
+        assert all(vars(model)[name] is value for name, value in before)
+        assert (float(model.count), model.seen, model.tables, len(model._forward_hooks)) == (0, set(), {}, 0)

@@ -31,6 +31,7 @@ from quark_fx.capture.capture_errors import (
     require_runs,
     warn_of_fixed_batch,
 )
+from quark_fx.capture.model_state import made_since, untouched
 from quark_fx.capture.normalization import Captured, normalize
 from quark_fx.data.cache_names import CACHE_NAMES
 from quark_fx.errors import CaptureError
@@ -188,6 +189,28 @@ def _named_dimensions(shapes: Any, given: Any, name: str = "") -> Iterator[tuple
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
+    """Trace a model; tables that its forward makes once and keeps become constants, made of the example."""
+    try:
+        with untouched(model) as state:
+            made: list[Tensor] = []
+            # At the end of the forward: torch.export itself resets some attributes, and not others.
+            model.register_forward_hook(lambda *_: made.extend(made_since(model, state)))
+            program = _traced(model, args, kwargs, dynamic_shapes)
+        # A tensor whose sizes vary is made again for every batch; one of fixed sizes may be a table.
+        if all(any(static_size(size) is None for size in tensor.shape) for tensor in made):
+            return program
+    except CaptureError:
+        with untouched(model, runs=True) as state:
+            require_runs(model, args, kwargs)
+            if made_since(model, state):
+                return _traced(model, args, kwargs, dynamic_shapes)
+        raise
+    with untouched(model, runs=True):
+        require_runs(model, args, kwargs)
+        return _traced(model, args, kwargs, dynamic_shapes)
+
+
+def _traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
     from quark_fx.capture.symbolic_sizes import chunked_sizes  # imports sympy, which takes half a second
 
     hugging_face, given = _is_hugging_face(model) and not args, dynamic_shapes
@@ -202,7 +225,6 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
                         dynamic_shapes[leaf] = dynamic_dimensions(leaf)
             return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:  # whatever the model's own code raises while traced
-        require_runs(model, args, kwargs)
         asked = given is not None and explain_dynamic_shapes(error, model, args, kwargs)
         raise CaptureError(asked or explain(error, model) + dtype_hint(model, (args, kwargs))) from error
 
@@ -211,13 +233,13 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
 def _silent() -> Iterator[None]:
     """Keep `torch.export` from printing the graph of a model it cannot trace, whose line `explain` names.
 
-    It also warns of the list in which recurrent layers keep their parameters, which is no state.
+    It also warns of attributes that a forward assigns, which `untouched` restores.
     """
     names = vars(importlib.import_module("torch.export._trace"))
     names["print"] = lambda *_, **__: None  # instead of the built-in one, in that module alone
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", r"The tensor attributes? \S*_flat_weights\[")
+            warnings.filterwarnings("ignore", r"The tensor attributes? ")
             yield
     finally:
         names.pop("print", None)

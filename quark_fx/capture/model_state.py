@@ -1,0 +1,138 @@
+"""Keep a model as its user made it while its own code runs or is traced."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_LARGEST_COPY = 64 * 2**20
+"""Bytes of the largest buffer that is copied, in case a forward writes it in place."""
+
+_LEAVES = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+
+
+class ModelState:
+    """The attributes of a model, and what the dicts, lists and sets that can be reached from them contain.
+
+    Attributes:
+        tensors: by identity, the tensors that the model has.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tensors: dict[int, Tensor] = {}
+        self._dicts: list[tuple[dict[Any, Any], list[tuple[Any, Any]]]] = []
+        self._lists: list[tuple[list[Any] | deque[Any], list[Any]]] = []
+        self._sets: list[tuple[set[Any], set[Any]]] = []
+        self._classes: dict[type, dict[str, Any]] = {}
+        seen, pending = set[int](), list[Any]([model])
+        while pending:
+            item = pending.pop()
+            if id(item) not in seen:
+                seen.add(id(item))
+                pending += self._parts(item)
+
+    def _parts(self, item: Any) -> list[Any]:
+        """Record what `item` contains, and return it."""
+        if isinstance(item, Tensor):
+            self.tensors[id(item)] = item
+            return []
+        if isinstance(item, dict):
+            # Subclasses may hide items or add effects to methods; the base has the contents.
+            self._dicts.append((item, list(dict.items(item))))
+            return list(dict.values(item))
+        if isinstance(item, list | deque):
+            self._lists.append((item, list(item)))
+            return list(item)
+        if isinstance(item, set):
+            self._sets.append((item, set(item)))
+            return list(item)
+        if isinstance(item, tuple | frozenset):
+            return list(item)
+        own = None if isinstance(item, _LEAVES) else getattr(item, "__dict__", None)
+        if not isinstance(own, dict) or not (isinstance(item, nn.Module) or _is_of_the_user(type(item))):
+            return []
+        if isinstance(item, nn.Module):
+            for kind in filter(_is_of_the_user, type(item).__mro__):
+                self._classes.setdefault(kind, _class_attributes(kind))
+        of_classes = [list(self._classes.get(kind, {}).values()) for kind in type(item).__mro__]
+        return [own, *(x for values in of_classes for x in values if isinstance(x, dict | list | set | Tensor))]
+
+    def restore(self) -> None:
+        """Give every attribute and container what it had; what has not changed is not written."""
+        for own, items in self._dicts:
+            if not _same(list(dict.items(own)), items):
+                own.clear()
+                for key, value in items:
+                    own[key] = value
+        for sequence, parts in self._lists:
+            if len(sequence) != len(parts) or any(a is not b for a, b in zip(sequence, parts, strict=True)):
+                sequence.clear()
+                sequence.extend(parts)
+        for group, members in self._sets:
+            if group != members:
+                group.clear()
+                group.update(members)
+        for kind, attributes in self._classes.items():
+            now = _class_attributes(kind)
+            for name in now.keys() - attributes.keys():
+                delattr(kind, name)
+            for name, value in attributes.items():
+                if name not in now or now[name] is not value:
+                    setattr(kind, name, value)
+
+    def copies(self) -> list[tuple[Tensor, Tensor, int]]:
+        """Return each tensor that a forward may write, with a copy and its version."""
+        return [
+            (tensor, tensor.detach().clone(), tensor._version)
+            for tensor in self.tensors.values()
+            if not isinstance(tensor, nn.Parameter)
+            and not tensor.is_inference()
+            and tensor.layout == torch.strided
+            and tensor.nbytes <= _LARGEST_COPY
+        ]
+
+
+def _same(now: list[tuple[Any, Any]], items: list[tuple[Any, Any]]) -> bool:
+    return len(now) == len(items) and all(a is c and b is d for (a, b), (c, d) in zip(now, items, strict=True))
+
+
+def _is_of_the_user(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in ("torch", "builtins")
+
+
+def _class_attributes(kind: type) -> dict[str, Any]:
+    return {name: value for name, value in vars(kind).items() if not name.startswith(("__", "_abc_"))}
+
+
+@contextmanager
+def untouched(model: nn.Module, *, runs: bool = False) -> Iterator[ModelState]:
+    """Restore a model when the code inside ends, in whatever way.
+
+    Args:
+        model: the user's model.
+        runs: the model runs on real tensors inside, so that its buffers may be written in place.
+    """
+    state = ModelState(model)
+    copies = state.copies() if runs else []
+    try:
+        yield state
+    finally:
+        state.restore()
+        with torch.no_grad():
+            for tensor, copy, version in copies:
+                if tensor._version != version:
+                    tensor.copy_(copy)
+
+
+def made_since(model: nn.Module, before: ModelState) -> list[Tensor]:
+    """Return the tensors that a forward has put into the model since `before`."""
+    return [tensor for key, tensor in ModelState(model).tensors.items() if key not in before.tensors]
+
+
+__all__ = ["ModelState", "made_since", "untouched"]
