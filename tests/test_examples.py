@@ -101,3 +101,18 @@ def test_a_sweep_compares_a_solver_and_an_observer_with_those_of_the_package(pri
     assert rows["ShrinkAll"] != rows["to nearest"]
     assert len(re.findall(r"uint8 0\.\d+$", printed, re.MULTILINE)) == 4
     assert (tmp_path / "sweep.png").stat().st_size > 10_000
+
+
+def test_a_detector_finds_the_boxes_of_the_float_model(
+    examples: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    importlib.import_module("detector").main(tmp_path)
+    printed = capsys.readouterr().out
+    page = (ROOT / "docs" / "detectors.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert re.sub(r"[\d.]+", "#", printed) == re.sub(r"[\d.]+", "#", shown)
+    (integers, nodes, kernels), *_ = re.findall(r"^(\d+) of (\d+) nodes in integers \((\d+) QLinearConv", printed)
+    assert int(kernels) == 23  # three stages, and ten convolutions of the head for each of two levels
+    assert int(nodes) - int(integers) <= 2
+    found = [(int(a), int(b)) for a, b in re.findall(r"(\d+) boxes in float, (\d+) of them", printed)]
+    assert all(matched >= 0.75 * boxes for boxes, matched in found)

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from quark_fx.errors import CaptureError
-from quark_fx.graph.nodes import call, cast, describe, is_getitem, static_size, target_name, value_of
+from quark_fx.graph.nodes import call, cast, describe, is_getitem, is_known, static_size, target_name, value_of
 
 _aten = torch.ops.aten
 
@@ -80,23 +80,14 @@ def _is_contiguous(value: Any) -> bool:
     if not isinstance(value, Tensor):
         return False
     for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
-        if not _is_known(size == 1) and not _is_known(stride == expected):
+        if not is_known(size == 1) and not is_known(stride == expected):
             return False
         expected = expected * size
     return True
 
 
-def _is_known(comparison: bool | torch.SymBool) -> bool:
-    """Tell whether a comparison of sizes holds for all of them."""
-    if isinstance(comparison, bool):
-        return comparison
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy: half a second
-
-    return statically_known_true(comparison)
-
-
 def _same_sizes(a: Tensor, b: Tensor) -> bool:
-    return a.dim() == b.dim() and all(_is_known(x == y) for x, y in zip(a.shape, b.shape, strict=True))
+    return a.dim() == b.dim() and all(is_known(x == y) for x, y in zip(a.shape, b.shape, strict=True))
 
 
 _FLATTENINGS = ("aten.flatten.using_ints",)

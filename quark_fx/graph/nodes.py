@@ -235,6 +235,15 @@ def static_size(size: int | torch.SymInt) -> int | None:
     return int(size) if is_concrete_int(size) else None
 
 
+def is_known(comparison: bool | torch.SymBool) -> bool:
+    """Tell whether a comparison of sizes holds for all of them."""
+    if isinstance(comparison, bool):
+        return comparison
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy: half a second
+
+    return statically_known_true(comparison)
+
+
 def is_floating(gm: GraphModule, node: Node) -> bool:
     """Tell whether the node's value is a floating-point tensor."""
     value = value_of(gm, node)

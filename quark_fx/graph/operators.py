@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
+from torch import Tensor
 from torch.fx import Node
 
 from quark_fx.graph.nodes import target_name
@@ -192,7 +193,7 @@ def stored_weight(node: Node, row: Operator) -> StoredWeight | None:
 def permutation(node: Node) -> tuple[int, ...] | None:
     """Return, for a transposition, the input's dimension for each dimension of the output."""
     value = node.meta.get("val")
-    if value is None or isinstance(value, tuple | list):
+    if not isinstance(value, Tensor):
         return None
     dims = list(range(value.dim()))
     name = target_name(node)

@@ -8,6 +8,7 @@ On nodes, in `node.meta`:
 - `digest` (of `get_attr`): of a tensor that was no parameter when it was captured or folded.
 - `folded` (of `get_attr`): what the tensor was computed from, a `Folded`.
 - `reshaped` (of operators): code gave a parameter another shape, and its own back, before they read it.
+- `absorbed_maps` (of operators), `passed` (of calls that are gone): see `quark_fx.graph.absorbed`.
 - `absorbed` (of `quantize`): names and module stacks of the clamps its saturation performs, in order.
 
 On the graph, in `gm.meta["rewrites"]`: the calls of modules that no longer compute what they did, as `Rewrite`.
@@ -44,6 +45,9 @@ CONVERT = "convert"
 
 FACTORS = {"aten.mul.Tensor": 1, ROTATE: 2}
 """Operators by which passes multiply what a module reads, or makes, with how many constants each takes."""
+
+MAPS, PASSED, CODE_READS = "absorbed_maps", "passed", "code_reads"
+"""Notes of `quark_fx.graph.absorbed`: on an operator, on a call that is no longer in the graph, and on the graph."""
 
 _NOTES = ("parameter", "digest", "folded")
 """What a tensor in the place of another one inherits."""
@@ -182,7 +186,9 @@ def inherit(tensor: Node, old: Node) -> None:
 
 
 def kept_tensors(gm: GraphModule, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of the tensors that constants of a graph are computed from which nothing has changed, by name.
+    """Return the tensors of the model that its code reads and the graph does not hold, by name.
+
+    Constants are computed from them that no pass changed, or affine maps that were folded (`quark_fx.graph.absorbed`).
 
     Args:
         gm: a graph.
@@ -191,7 +197,10 @@ def kept_tensors(gm: GraphModule, tensors: Mapping[str, Tensor]) -> dict[str, Te
     folded = [node for node in gm.graph.nodes if node.op == "get_attr" and "folded" in node.meta]
     same = [node for node in folded if digest(parameter(gm, node)) == node.meta["digest"]]
     names = dict.fromkeys(name for node in same for name in node.meta["folded"].tensors)
-    return {name: tensors[name].detach().clone() for name in names if name in tensors}
+    kept = {name: tensors[name].detach().clone() for name in names if name in tensors}
+    for name, value in gm.meta.get(CODE_READS, {}).items():
+        kept[name] = tensors[name].detach().clone() if value is None else torch.full_like(tensors[name].detach(), value)
+    return kept
 
 
 def rewrites(gm: GraphModule) -> tuple[Rewrite, ...]:
@@ -233,6 +242,7 @@ class Notes:
         for node in changed:
             node.meta["made_by"] = name
         ends = {result: entry for call in self.calls.keys() - live for result, entry in self._ends(call)}
+        ends |= {node: node.meta[PASSED] for node in self.operations if PASSED in node.meta}
         passed, replaced = set[Node](), dict[Node, str]()
         found: dict[tuple[str, Kind], str] = {}
         for node, old, new in self._moved(gm):
@@ -251,7 +261,9 @@ class Notes:
             else:
                 found[module_path(node), Kind.REROUTED] = self.names[old]
         for call, own in self.calls.items():
-            if erased := [node for node in own if node not in nodes and self._is_value(node)]:
+            if erased := [
+                node for node in own if node not in nodes and self._is_value(node) and PASSED not in node.meta
+            ]:
                 left_out = call not in live and not passed.isdisjoint(erased)
                 kind = Kind.LEFT_OUT if left_out else Kind.REPLACED
                 found.setdefault((module_path(erased[0]), kind), self.names[erased[0]])

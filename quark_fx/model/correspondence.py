@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from quark_fx.errors import QuarkError
-from quark_fx.graph.nodes import describe, module_calls, module_path
+from quark_fx.graph.absorbed import AbsorbedMap
+from quark_fx.graph.linear import Linear
+from quark_fx.graph.nodes import describe, is_activation, module_calls, module_path
 from quark_fx.graph.operators import argument, operator_row
-from quark_fx.graph.provenance import Folded, Kind, Rewrite, digest, rewrites
+from quark_fx.graph.provenance import MAPS, Folded, Kind, Rewrite, digest, rewrites
 from quark_fx.model.constants import Constant
 from quark_fx.model.float_view import FloatView
 from quark_fx.model.module_slices import ModuleCall, ModuleSlice, calls_around, calls_without_parameters, slice_of
@@ -40,6 +42,8 @@ class Correspondence:
         borrowed: names of parameters that operators outside of their module read.
         computed: By the path of a module in `slices` whose weights are computed, the parameters they are computed from.
         parts: Names of parameters that are several constants in the graph.
+        maps: affine maps that are folded into the one operator of a module, and that the model's code applies again:
+            the path of the module, the operator, and the map, in the order of folding.
     """
 
     constants: dict[str, Constant] = field(default_factory=dict)
@@ -50,6 +54,7 @@ class Correspondence:
     borrowed: set[str] = field(default_factory=set)
     computed: dict[str, tuple[str, ...]] = field(default_factory=dict)
     parts: set[str] = field(default_factory=set)
+    maps: list[tuple[str, Linear, AbsorbedMap]] = field(default_factory=list)
 
 
 def shell_of(model: nn.Module, gm: GraphModule, kept: Mapping[str, Tensor]) -> nn.Module:
@@ -95,6 +100,7 @@ def correspond(
     _place_rewrites(model, view, gm, found)
     _place_computed(view, computed, found)
     _place_constants(model, view, kept, found, wholes)
+    _place_maps(view, found)
     inside = {node: path for path, (call, _) in found.slices.items() for node in call.nodes}
     within = {edge for edge in view.rounded if edge[0] in inside and inside[edge[0]] == inside.get(edge[1])}
     found.attentions, attended = place_attentions(view.graph, view.rounded)
@@ -291,6 +297,58 @@ def _place_constants(
             same = known is not None and known.is_float and torch.equal(known.tensor, one.tensor)
             if name in tensors and not same:
                 _put(found, name, _shaped(one, tensors[name], reader), reader)
+    for name, tensor in kept.items():
+        if name in tensors:
+            aliases = [n for n, t in tensors.items() if t is tensors[name]]
+            found.constants |= {n: _as_it_was(name, tensor) for n in aliases if n not in found.constants}
+        else:
+            _require_same(model, name, tensor)
+
+
+def _place_maps(view: FloatView, found: Correspondence) -> None:
+    """Find the modules that undo the maps which are folded into their operators."""
+    calls: dict[str, set[str]] = {}
+    regions: dict[str, list[Node]] = {}
+    for node in view.graph.nodes:
+        for key, path in module_calls(node).items():
+            calls.setdefault(path, set()).add(key)
+            regions.setdefault(key, []).append(node)
+    for node in view.graph.nodes:
+        linear = Linear.of(node)
+        if linear is None:
+            continue  # what conversion adds has the notes of what it rounds
+        for absorbed in node.meta.get(MAPS, ()):
+            key, path = next(reversed(module_calls(node).items()), ("", ""))
+            region = regions.get(key, [])
+            read = {n for member in region for n in member.all_input_nodes if n not in region and is_activation(n)}
+            results = [n for n in region if any(key not in module_calls(user) for user in n.users)]
+            alone = len(calls.get(path, ())) == 1
+            if not alone or (read != {linear.activation} if absorbed.before else results != [node]):
+                raise QuarkError(
+                    f"{describe(node)} computes what code of the model multiplies or adds next to it as well, since "
+                    f"fold_batch_norm, and module {path or 'the model'} computes more than this operator or is called "
+                    "more than once; call the quantized model itself, move it to a module (such as nn.Conv2d), "
+                    "or quantize without fold_batch_norm"
+                )
+            found.maps.append((path, linear, absorbed))
+
+
+def _require_same(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Raise if a tensor of a model that is no parameter is not what a graph was made with."""
+    owner, _, leaf = name.rpartition(".")
+    try:
+        known = getattr(model.get_submodule(owner), leaf)
+    except AttributeError:  # a number that the code makes a tensor
+        return
+    if isinstance(known, Tensor) and not torch.equal(known.to(tensor.device), tensor):
+        raise QuarkError(
+            f"the tensor {name}, which is no parameter of the model, changed; make it a parameter or buffer, or call "
+            "the quantized model itself"
+        )
+
+
+def _as_it_was(name: str, tensor: Tensor) -> Constant:
+    return Constant((f"{name} as it was",), tensor, tensor.dtype)
 
 
 def _place_unread(model: nn.Module, aliases: list[str], found: Correspondence) -> None:
@@ -362,7 +420,7 @@ def _unfolded(node: Node, reader: Node, constant: Constant, kept: Mapping[str, T
             raise QuarkError(
                 f"{describe(reader)} reads a constant computed from {', '.join(missing)}, which is not kept"
             )
-        return {name: Constant((f"{name} as it was",), kept[name], kept[name].dtype) for name in folded.tensors}
+        return {name: _as_it_was(name, kept[name]) for name in folded.tensors}
     value = folded.undone(constant.tensor)
     assert value is not None  # other constants are parts or computed
     return {folded.tensors[0]: Constant((f"{folded.tensors[0]} of {constant.names[0]}",), value, value.dtype)}

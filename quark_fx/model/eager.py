@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from quark_fx.errors import ExportError, QuarkError
+from quark_fx.graph.absorbed import AbsorbedMap
 from quark_fx.graph.nodes import describe, erase_dead, module_classes, stored_tensors
 from quark_fx.graph.straight_through import quantize_of, records_gradients, run_with_gradients
 from quark_fx.model.constants import Constant
@@ -210,6 +211,36 @@ class Rewritten(nn.Module):
         return self
 
 
+class Undo(nn.Module):
+    """Undoes an affine map that an operator computes as well, next to the code that applies it again.
+
+    Args:
+        absorbed: The map.
+        kernel: Number of dimensions after that of the channels.
+    """
+
+    factor: Tensor
+    offset: Tensor
+
+    def __init__(self, absorbed: AbsorbedMap, kernel: int) -> None:
+        super().__init__()
+        for name in ("factor", "offset"):
+            values = torch.tensor(getattr(absorbed, name), dtype=torch.float32)
+            self.register_buffer(name, values.reshape(-1, *[1] * kernel))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the map makes `x` of."""
+        return (x - self.offset.to(x.dtype)) / self.factor.to(x.dtype)
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Undo the map of the input of `module`: a forward pre-hook."""
+        return _with_floating(self, (args, kwargs), f"{type(module).__name__} was quantized for one input")
+
+    def after(self, module: nn.Module, args: Any, result: Any) -> Any:
+        """Undo the map of the result of `module`: a forward hook."""
+        return _with_floating(self, result, f"{type(module).__name__} was quantized for one result")
+
+
 def _with_floating(change: Callable[[Tensor], Tensor], values: Any, expected: str) -> Any:
     """Return `values` with the one floating-point tensor in them changed."""
     leaves, spec = pytree.tree_flatten(values)
@@ -293,7 +324,16 @@ def eager(
             module.register_forward_pre_hook(_gather_weights)
             module.register_forward_hook(_forget_weights)
             _forget_weights(module)
-    _part({*found.slices, *found.rounding.inputs, *found.rounding.outputs, *found.attentions}, result)
+    _part(
+        {
+            *found.slices,
+            *(path for path, _, _ in found.maps),
+            *found.rounding.inputs,
+            *found.rounding.outputs,
+            *found.attentions,
+        },
+        result,
+    )
     scales = {id(tensor): name for name, tensor in stored_tensors(qmodel.graph_module).items()}
     quantizers = trained.activations if trained is not None else {}
 
@@ -308,6 +348,11 @@ def eager(
             _compute_with(result.get_submodule(path), rewritten)
         else:
             setattr(result.get_submodule(owner), leaf, rewritten)
+    for i, (path, linear, absorbed) in enumerate(found.maps):
+        if absorbed.before:
+            module = result.get_submodule(path)
+            module.add_module(f"undo_{i}", undo := Undo(absorbed, len(linear.kernel)))
+            module.register_forward_pre_hook(undo.before, with_kwargs=True)
     for path, activation in found.rounding.inputs.items():
         module = result.get_submodule(path)
         if isinstance(module, KernelLinear) and module.rounds:
@@ -325,6 +370,11 @@ def eager(
         module = result.get_submodule(path)
         module.add_module("round_output", rounding := rounds(activation))
         module.register_forward_hook(rounding.after)
+    for i, (path, linear, absorbed) in reversed([*enumerate(found.maps)]):
+        if not absorbed.before:
+            module = result.get_submodule(path)
+            module.add_module(f"undo_{i}", undo := Undo(absorbed, len(linear.kernel)))
+            module.register_forward_hook(undo.after)
     for path, attention in found.attentions.items():
         module = result.get_submodule(path)
         module.add_module("round_attention", attending := _attention_rounding(path, attention, rounds))

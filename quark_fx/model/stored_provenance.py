@@ -5,6 +5,7 @@ They are names for messages and for looking things up in a model that the user p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,10 @@ from torch import Tensor
 from torch.fx import Node
 
 from quark_fx.errors import QuarkError
+from quark_fx.graph.absorbed import AbsorbedMap
 from quark_fx.graph.nodes import target_name
 from quark_fx.graph.operators import BRANCH
-from quark_fx.graph.provenance import FACTORS, Folded, Kind, Rewrite, rewrites
+from quark_fx.graph.provenance import FACTORS, MAPS, Folded, Kind, Rewrite, rewrites
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.model.stored_data import listed, mapping, text, texts
 from quark_fx.model.stored_operators import DTYPES
@@ -59,6 +61,8 @@ def notes_to_data(node: Node, stacks: Stacks) -> dict[str, Any]:
         data["absorbed"] = [[name, stacks.number(stack)] for name, stack in absorbed]
     if node.meta.get("factor"):
         data["factor"] = True
+    if maps := node.meta.get(MAPS):
+        data["maps"] = [[entry.before, list(entry.factor), list(entry.offset)] for entry in maps]
     if beside := node.meta.get(BRANCH):
         data["branch"] = beside
     return data
@@ -149,6 +153,8 @@ class Provenance:
             node.meta["absorbed"] = tuple((text(name), self._stack(call)) for name, call in absorbed)
         if data.get("factor") is True and len(node.all_input_nodes) == 1 + FACTORS.get(target_name(node), -1):
             node.meta["factor"] = True
+        if "maps" in data:
+            node.meta[MAPS] = tuple(_absorbed_map(listed(entry)) for entry in listed(data["maps"]))
         if "branch" in data:
             node.meta[BRANCH] = text(data["branch"])
         if node.op == "get_attr":
@@ -199,6 +205,15 @@ def _view(data: Any) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     if len(listed(data)) != 3 or len(size) != len(stride) or not all(type(n) is int and n >= 0 for n in numbers):
         raise QuarkError(f"the stored graph has a constant at {brief(data)} of its parameter, which is not a view")
     return tuple(size), tuple(stride), offset
+
+
+def _absorbed_map(data: list[Any]) -> AbsorbedMap:
+    before, factor, offset = data
+    factor, offset = listed(factor), listed(offset)
+    numbers = all(type(number) is float and math.isfinite(number) for number in (*factor, *offset))
+    if type(before) is not bool or not numbers or len(factor) != len(offset) or 0.0 in factor:
+        raise QuarkError(f"the stored graph has an operator with the affine map {brief(data)}, which cannot be undone")
+    return AbsorbedMap(before, tuple(factor), tuple(offset))
 
 
 def _step(step: Any) -> float | torch.dtype:

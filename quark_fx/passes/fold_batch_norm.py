@@ -1,158 +1,228 @@
-"""Fold batch normalization into the convolution or linear operator next to it."""
+"""Fold affine maps by constants, batch norms among them, into the convolution or matrix product next to them."""
 
 from __future__ import annotations
 
-import operator
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from quark_fx.errors import CalibrationError
+from quark_fx.graph.absorbed import AbsorbedMaps
+from quark_fx.graph.affine import Step, affine_step, carried_dim, is_constant
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import (
-    describe,
+    CAST,
     erase_dead,
     get_attr,
     is_finite,
+    is_floating,
     is_parameter,
     parameter,
     set_parameter,
     target_name,
     value_of,
 )
-from quark_fx.graph.operators import argument, set_argument
+from quark_fx.graph.operators import clamp_bounds, set_argument
 from quark_fx.graph.pass_manager import graph_pass
 
 
 @graph_pass()
 def fold_batch_norm(gm: GraphModule) -> int:
-    """Fold every batch norm into the operator before it, or else the one after it, where that is exact.
+    """Fold every affine map by constants into the operator before it, or else the one after it, where that is exact.
 
-    Before: `g = weight / sqrt(var + eps)`, `W' = W * g` along the output channels, `b' = (b - mean) * g +
-    bias`; legal if the batch norm is the operator's only reader and its channels are the output channels.
-    After: `W' = W * g` along the input channels, `b' = b + W @ (bias - mean * g)`; legal if the operator
-    is the batch norm's only reader and does not pad (a padded zero would have been shifted). A batch norm
-    with neither neighbor stays. An operator a batch norm after it went into keeps, as `node.meta["batch_norm"]`, the
-    mean and the deviation of its output per channel: float32, shape `(channels,)`.
+    An affine map multiplies each channel by a constant `g` and adds a constant `c`: a batch norm in eval mode, and any
+    chain of products and sums with parameters, buffers, and numbers, in whatever operators and shapes they are written.
+
+    Before: `W' = W * g` along the output channels, `b' = b * g + c`. Legal if nothing else reads the operator, and its
+    output channels are what the constants vary along. Transpositions and reshapes may lie between.
+    After: `W' = W * g` along the input channels, `b' = b + W @ c`. Legal if nothing else reads the map, and it adds
+    nothing where the operator pads (the padded zeros would have been shifted).
+
+    Transpositions that cancel without the map between them are dropped.
+
+    Left alone: one factor for all channels next to a matrix product, which gains nothing by it unless a clamp follows
+    (models divide logits and queries so); the weights of a normalization, where scale sites and rotations end; and
+    constants that are infinite. An operator that a batch norm after it went into keeps, as `node.meta["batch_norm"]`,
+    the mean and the deviation of its output per channel: float32, shape `(channels,)`.
+
+    Returns:
+        The number of maps that were folded.
 
     Source:
         Jacob et al. 2018, section 3.2.
     """
-    folded = 0
-    for node in list(gm.graph.nodes):
-        affine = _affine(gm, node)
-        if affine is None:
-            continue
-        output = next(iter(node.users)) if node.target is _NATIVE else node
-        if _fold_into_producer(gm, node, *affine) or _fold_into_consumer(gm, node, output, *affine):
-            output.replace_all_uses_with(node.args[0])
-            gm.graph.erase_node(output)
-            if node is not output:
-                gm.graph.erase_node(node)
-            folded += 1
+    linears = [
+        linear for node in gm.graph.nodes if (linear := Linear.of(node)) is not None and _is_foldable(gm, linear)
+    ]
+    notes = AbsorbedMaps(gm)
+    folded = sum(_fold_into_producer(gm, linear, notes) for linear in linears)
+    folded += sum(_fold_into_consumer(gm, linear, notes) for linear in linears)
+    if folded:
+        notes.cancel_transpositions()
     erase_dead(gm)
     return folded
 
 
-_NATIVE = torch.ops.aten._native_batch_norm_legit_no_training.default
+@dataclass
+class _Chain:
+    """A chain of affine maps, as one.
+
+    Attributes:
+        factor, offset: Map of all steps, float64, shape `(channels,)`.
+        steps: Steps in the order in which values pass them.
+        statistics: Mean and deviation of each channel of the result, where a batch norm says so.
+    """
+
+    factor: Tensor
+    offset: Tensor
+    steps: list[Step] = field(default_factory=list)
+    statistics: tuple[Tensor, Tensor] | None = None
+
+    def append(self, step: Step) -> None:
+        self.factor, self.offset = self.factor * step.factor, self.offset * step.factor + step.offset
+        if step.statistics is not None:
+            self.statistics = step.statistics
+        elif self.statistics is not None:
+            mean, deviation = self.statistics
+            self.statistics = mean * step.factor + step.offset, deviation * step.factor.abs()
+        self.steps.append(step)
+
+    def prepend(self, step: Step) -> None:
+        self.factor, self.offset = self.factor * step.factor, self.factor * step.offset + self.offset
+        self.steps.insert(0, step)
+
+    @property
+    def per_channel(self) -> bool:
+        return any(step.per_channel for step in self.steps)
 
 
-def _affine(gm: GraphModule, node: Node) -> tuple[Tensor, Tensor] | None:
-    """Return factor and offset per channel of an eval-mode batch norm with constant statistics."""
-    if target_name(node) == "aten.batch_norm.default":
-        epsilon, training = argument(node, 7), argument(node, 5)
-    elif node.target is _NATIVE and [user.target for user in node.users] == [operator.getitem]:
-        epsilon, training = argument(node, 6), False
-    else:
-        return None
-    weight, bias, mean, variance = (argument(node, i) for i in (1, 2, 3, 4))
-    if training or not all(p is None or is_parameter(p) for p in (weight, bias, mean, variance)) or mean is None:
-        return None
-    _require_usable(gm, node, variance, epsilon)
-    # In half precision the sum of a small variance and epsilon, or its root, is off by per cents.
-    wide = torch.promote_types(parameter(gm, variance).dtype, torch.float32)
-    factor = torch.rsqrt(parameter(gm, variance).to(wide) + epsilon)
-    if weight is not None:
-        factor = factor * parameter(gm, weight)
-    offset = -parameter(gm, mean) * factor
-    return factor, offset if bias is None else offset + parameter(gm, bias)
+def _fold_into_producer(gm: GraphModule, linear: Linear, notes: AbsorbedMaps) -> int:
+    value, channels = linear.node, linear.channel_dim(value_of(gm, linear.node).dim())
+    chain = _identity(linear, linear.shape[linear.output_axis] * linear.output_groups)
+    if "batch_norm" in value.meta:
+        chain.statistics = tuple(x.cpu().double() for x in value.meta["batch_norm"])
+    while (user := _only_reader(value)) is not None:
+        if (moved := carried_dim(gm, user, channels)) is not None:
+            value, channels = user, moved
+            continue
+        step = affine_step(gm, user, channels)
+        if step is None or (linear.bias_at is None and bool(step.offset.any())):
+            break
+        chain.append(step)
+        value = step.result
+    clamped = user is not None and clamp_bounds(user) is not None
+    if not chain.steps or not (chain.per_channel or linear.kernel or clamped):
+        return 0
+    weight = _multiplied(gm, linear, linear.of_outputs, chain.factor)
+    bias = chain.offset if linear.bias is None else chain.offset + parameter(gm, linear.bias).cpu() * chain.factor
+    if not _store(gm, linear, weight, bias):
+        return 0
+    if chain.statistics is not None:
+        linear.node.meta["batch_norm"] = tuple(x.float().to(weight.device) for x in chain.statistics)
+    return _drop(gm, linear, chain, notes, before=False)
 
 
-def _require_usable(gm: GraphModule, node: Node, variance: Any, epsilon: float) -> None:
-    """Raise `CalibrationError` for a constant that is not finite, or a variance that no data has."""
-    for constant in node.args:
-        if is_parameter(constant) and not is_finite(parameter(gm, constant)):
-            raise CalibrationError(
-                f"{constant.target} of {describe(node)} holds NaN or infinity; mend the model's weights"
-            )
-    smallest = float(parameter(gm, variance).detach().min()) if parameter(gm, variance).numel() else 0.0
-    if smallest + epsilon <= 0:
-        raise CalibrationError(
-            f"{variance.target} of {describe(node)} is {smallest:.3g} in channel "
-            f"{int(parameter(gm, variance).argmin())}, and a variance is not negative; mend the model's weights"
-        )
+def _fold_into_consumer(gm: GraphModule, linear: Linear, notes: AbsorbedMaps) -> int:
+    value, channels = linear.activation, linear.channel_dim(value_of(gm, linear.activation).dim())
+    chain = _identity(
+        linear, linear.shape[linear.input_axis] * (1 if linear.kind == "conv_transpose" else linear.groups)
+    )
+    keeps_zero = linear.pads or linear.kind == "conv_transpose" or linear.bias_at is None
+    while isinstance(value, Node) and value.op == "call_function" and _only_reader(value) is not None:
+        source = value.all_input_nodes[0] if value.all_input_nodes else value
+        rank = value_of(gm, source).dim() if isinstance(value_of(gm, source), Tensor) else 0
+        moved = next((d for d in range(rank) if carried_dim(gm, value, d) == channels), None)
+        if moved is not None:
+            value, channels = source, moved
+            continue
+        step = affine_step(gm, value.args[0] if target_name(value) == "python.getitem" else value, channels)  # type: ignore[arg-type]
+        if step is None or step.result is not value or (keeps_zero and bool(step.offset.any())):
+            break
+        chain.prepend(step)
+        value = step.value
+    if not chain.steps or not (chain.per_channel or linear.kernel) or _is_normalized(gm, value):
+        return 0
+    added = linear.response(parameter(gm, linear.stored.node), chain.offset) if bool(chain.offset.any()) else None
+    if added is None and bool(chain.offset.any()):
+        return 0
+    weight = _multiplied(gm, linear, linear.of_inputs, chain.factor)
+    bias = None if added is None else added if linear.bias is None else added + parameter(gm, linear.bias)
+    return _drop(gm, linear, chain, notes, before=True) if _store(gm, linear, weight, bias) else 0
 
 
-def _fold_into_producer(gm: GraphModule, norm: Node, factor: Tensor, offset: Tensor) -> bool:
-    node: Any = norm.args[0]
-    linear = Linear.of(node)
-    if linear is None or linear.bias_at is None or len(node.users) > 1 or not _foldable(gm, linear):
+def _identity(linear: Linear, channels: int) -> _Chain:
+    return _Chain(torch.ones(channels, dtype=torch.float64), torch.zeros(channels, dtype=torch.float64))
+
+
+def _is_foldable(gm: GraphModule, linear: Linear) -> bool:
+    """Tell whether weight and bias of an operator are its own to change."""
+    return (
+        (linear.bias is None or is_parameter(linear.bias))
+        and not linear.has_factors
+        and not linear.stacked
+        and isinstance(value_of(gm, linear.node), Tensor)
+    )
+
+
+def _is_normalized(gm: GraphModule, value: Node) -> bool:
+    """Tell whether a value is a product or quotient of activations, such as a normalized one."""
+    while target_name(value) == CAST:
+        value = value.args[0]  # type: ignore[assignment]
+    factors = [n for n in value.all_input_nodes if is_floating(gm, n) and not is_constant(n)]
+    return target_name(value) in ("aten.mul.Tensor", "aten.div.Tensor") and len(factors) == 2
+
+
+def _only_reader(value: Node) -> Node | None:
+    """Return the one node that reads the elements of a value, not its sizes alone."""
+    readers = [user for user in value.users if not _reads_sizes_alone(user, value)]
+    return readers[0] if len(readers) == 1 else None
+
+
+def _reads_sizes_alone(user: Node, value: Node) -> bool:
+    name = target_name(user)
+    return name == "aten.sym_size.int" or (name == "aten.expand_as.default" and user.args[0] is not value)
+
+
+def _multiplied(gm: GraphModule, linear: Linear, placed: Callable[[Tensor], Tensor], factor: Tensor) -> Tensor:
+    """Return the weight times one factor per channel, in float32 or wider."""
+    weight = parameter(gm, linear.stored.node).detach()
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return weight * placed(factor.to(weight.device, wide))
+
+
+def _store(gm: GraphModule, linear: Linear, weight: Tensor, bias: Tensor | None) -> bool:
+    """Give an operator its weight and bias; refuse those that overflow."""
+    stored = linear.stored
+    old, like = linear.bias, parameter(gm, stored.node)
+    weight = weight.to(like.dtype)
+    bias = None if bias is None or (linear.bias_at is None) else bias.detach().to(like.device, like.dtype)
+    if not is_finite(weight) or (bias is not None and not is_finite(bias)):
         return False
-    weight, bias = linear.weight, linear.bias
-    scaled = parameter(gm, weight) * linear.of_outputs(factor)
-    _replace(gm, node, linear.weight_at, weight, scaled, weight)
-    shifted = offset if bias is None else offset + parameter(gm, bias) * factor
-    _replace(gm, node, linear.bias_at, bias, shifted, weight)
-    node.meta["batch_norm"] = _statistics(gm, norm, factor)
-    return True
-
-
-def _statistics(gm: GraphModule, norm: Node, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and the deviation, per channel, of what a batch norm makes of the data it was trained on."""
-    gamma, beta = argument(norm, 1), argument(norm, 2)
-    mean = torch.zeros_like(like) if beta is None else parameter(gm, beta).detach()
-    deviation = torch.ones_like(like) if gamma is None else parameter(gm, gamma).detach().abs()
-    return mean.float(), deviation.float()
-
-
-def _fold_into_consumer(gm: GraphModule, norm: Node, output: Node, factor: Tensor, offset: Tensor) -> bool:
-    users = list(output.users)
-    linear = Linear.of(users[0]) if len(users) == 1 else None
-    if linear is None or linear.bias_at is None or not _foldable(gm, linear):
-        return False
-    if linear.activation is not output or linear.kind == "conv_transpose" or linear.pads:
-        return False
-    weight, bias = linear.weight, linear.bias
-    old = parameter(gm, weight)
-    if factor.numel() != linear.groups * old.shape[linear.input_axis]:
-        return False
-    added = (old * linear.of_inputs(offset)).movedim(linear.output_axis, 0).flatten(1).sum(1)
-    _replace(gm, linear.node, linear.weight_at, weight, old * linear.of_inputs(factor), weight)
-    shifted = added if bias is None else added + parameter(gm, bias)
-    _replace(gm, linear.node, linear.bias_at, bias, shifted, weight)
-    return True
-
-
-def _foldable(gm: GraphModule, linear: Linear) -> bool:
-    """Tell whether the operator's channels are dimension 1 of its values, as a batch norm's are."""
-    constants = (linear.weight, linear.bias)
-    if not all(p is None or is_parameter(p) for p in constants) or linear.has_factors:
-        return False
-    value = value_of(gm, linear.node)
-    # A matrix has its features last, which is dimension 1 of two; a convolution without a batch has them in front.
-    return isinstance(value, Tensor) and value.dim() == len(linear.kernel) + 2
-
-
-def _replace(gm: GraphModule, node: Node, position: int, old: Node | None, value: Tensor, weight: Node) -> None:
-    """Give `node` the constant `value`: under the old name if nothing else reads it, else under a fresh one."""
-    value = value.detach().to(parameter(gm, weight).dtype)
-    if old is not None and len(old.users) == 1:
-        set_parameter(gm, str(old.target), value)
-        return
-    name = str((old or weight).target)
-    if old is None:
+    position = stored.position if stored.reader is linear.node else 0
+    _replace(gm, stored.reader, position, stored.node, str(stored.node.target), weight)
+    if bias is not None and linear.bias_at is not None and (old is not None or bool(bias.any())):
+        name = str(stored.node.target)
         name = name.removesuffix("weight") + "bias" if name.endswith("weight") else f"{name}_bias"
+        _replace(gm, linear.node, linear.bias_at, old, str(old.target) if old is not None else name, bias)
+    return True
+
+
+def _replace(gm: GraphModule, node: Node, position: int, old: Node | None, name: str, value: Tensor) -> None:
+    """Give `node` the constant `value`: under the old name if nothing else reads it, else under a fresh one."""
+    if old is not None and len(old.users) == 1:
+        set_parameter(gm, name, value)
+        return
     with gm.graph.inserting_before(node):
         set_argument(node, position, get_attr(gm, name, value))
+
+
+def _drop(gm: GraphModule, linear: Linear, chain: _Chain, notes: AbsorbedMaps, *, before: bool) -> int:
+    """Let what reads a chain of maps read what they map; return how many there are."""
+    notes.note(linear.node, chain.steps, chain.factor, chain.offset, before=before)
+    for step in reversed(chain.steps):
+        step.result.replace_all_uses_with(step.value)
+        for node in dict.fromkeys((step.result, step.node)):
+            gm.graph.erase_node(node)
+    return len(chain.steps)

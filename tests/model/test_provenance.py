@@ -232,7 +232,7 @@ class Attribute(nn.Module):
         self.a, self.matrix, self.product = nn.Linear(8, 8), rand(8, 8, seed=3), product
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.a(x), self.matrix) if self.product else self.a(x) + self.matrix[0]
+        return F.linear(self.a(x), self.matrix) if self.product else self.a(x).tanh() + self.matrix[0]
 
 
 def test_a_tensor_that_is_no_parameter_has_to_stay(tmp_path: Path) -> None:

@@ -270,6 +270,10 @@ def _layers(model: nn.Module, found: Correspondence, *, head: str, unrotated: Un
         )
     errors += [f"{p}: it is folded into its neighbor" for p in found.identities]
     errors += [
+        f"{p}: fold_batch_norm gave it a factor or offset that the model's code applies; quantize without that pass"
+        for p, _, _ in found.maps
+    ]
+    errors += [
         f"{p}: {why}"
         for p, activation in found.rounding.inputs.items()
         if activation.factors

@@ -1,0 +1,146 @@
+"""How a model's own code agrees with a graph in which a pass folded affine maps into operators.
+
+`eager()` and checkpoints keep the code that multiplies and adds. Each folded map leaves one of these notes:
+
+- The map is all that the only call of a module computes: the module is left out, as a batch norm is.
+- Its constants are parameters: these are to be 1 or 0, so that the code changes nothing.
+- Otherwise the operator's module takes the map back (`node.meta["absorbed_maps"]`), and the code outside of it applies
+  it again, with the tensors that it was folded with. Without such a module there is no note, and `eager()` refuses.
+
+`gm.meta["code_reads"]` has those tensors: by name, the number that all their elements are to be, or `None` for as is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from quark_fx.graph.affine import Step, is_constant
+from quark_fx.graph.nodes import is_parameter, module_calls, parameter, target_name
+from quark_fx.graph.operators import MOVING, permutation
+from quark_fx.graph.provenance import CODE_READS, MAPS, PASSED
+
+
+@dataclass(frozen=True)
+class AbsorbedMap:
+    """A map of one factor and one offset per channel that an operator computes as well.
+
+    Attributes:
+        before: Whether values pass it before the operator.
+        factor: Factor of each channel, none of them zero.
+        offset: Offset of each channel.
+    """
+
+    before: bool
+    factor: tuple[float, ...]
+    offset: tuple[float, ...]
+
+
+class AbsorbedMaps:
+    """Notes what becomes of folded maps in the modules of a graph.
+
+    Args:
+        gm: Graph before anything is folded.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
+        self.calls: dict[str, list[Node]] = {}
+        self.keys: dict[str, set[str]] = {}
+        for node in gm.graph.nodes:
+            for key, path in module_calls(node).items():
+                self.calls.setdefault(key, []).append(node)
+                self.keys.setdefault(path, set()).add(key)
+
+    def note(self, node: Node, steps: Sequence[Step], factor: Tensor, offset: Tensor, *, before: bool) -> None:
+        """Note that an operator computes a chain of maps as well, which the graph still holds."""
+        chain = {entry for step in steps for entry in (step.node, step.result)}
+        neutral: dict[str, float] = {}
+        passed: list[Step] = []
+        for step in steps:
+            values = self._neutral(step)
+            if values is not None:
+                neutral |= values
+                passed.append(step)
+            elif not self._is_left_out(step.node, chain):
+                break
+        else:
+            self._pass(passed, neutral)
+            return
+        own = next(reversed(module_calls(node)), None)
+        outside = own is not None and not any(own in module_calls(step.node) for step in steps)
+        if outside and bool((factor.float() != 0).all()):
+            absorbed = AbsorbedMap(before, tuple(factor.tolist()), tuple(offset.tolist()))
+            node.meta[MAPS] = (*node.meta.get(MAPS, ()), absorbed)
+            self._pass(steps, dict.fromkeys(self._tensors(steps)))
+
+    def cancel_transpositions(self) -> None:
+        """Drop pairs of transpositions that nothing lies between any more; the model's code still has them."""
+        for node in list(self.gm.graph.nodes):
+            first = node.args[0] if permutation(node) is not None else None
+            before, after = (permutation(n) if isinstance(n, Node) else None for n in (first, node))
+            if before is not None and after is not None and [before[d] for d in after] == [*range(len(after))]:
+                value: Node = first.args[0]  # type: ignore[union-attr]
+                node.meta[PASSED], first.meta[PASSED] = first, value  # type: ignore[union-attr]
+                node.replace_all_uses_with(value)
+
+    def _pass(self, steps: Sequence[Step], tensors: Mapping[str, float | None]) -> None:
+        for step in steps:
+            step.result.meta[PASSED] = step.node.meta[PASSED] = step.value
+        self.gm.meta[CODE_READS] = {**self.gm.meta.get(CODE_READS, {}), **tensors}
+
+    def _tensors(self, steps: Sequence[Step]) -> Iterator[str]:
+        """Yield the names of the model's tensors that the constants of maps are computed from."""
+        pending = [entry for step in steps for entry in step.node.all_input_nodes if entry is not step.value]
+        while pending:
+            entry = pending.pop()
+            pending += [n for n in entry.all_input_nodes if is_constant(n)]
+            if "folded" in entry.meta:
+                yield from entry.meta["folded"].tensors
+            elif is_parameter(entry):
+                yield entry.meta.get("parameter", str(entry.target))
+
+    def _is_left_out(self, node: Node, chain: set[Node]) -> bool:
+        """Tell whether the one call of the module that made a node computes a chain, and the rest from its result."""
+        found = module_calls(node)
+        if not found:
+            return False
+        key, path = next(reversed(found.items()))
+        rest = {n for n in self.calls[key] if n not in chain and not is_constant(n)}
+        return len(self.keys[path]) == 1 and all(chain.union(rest).issuperset(n.all_input_nodes) for n in rest)
+
+    def _neutral(self, step: Step) -> dict[str, float] | None:
+        """Return values of the parameters with which a call changes nothing; `None` if no parameters do."""
+        operands = [entry for entry in step.node.args if isinstance(entry, Node) and entry is not step.value]
+        names = [self._own_parameter(entry) for entry in operands]
+        known = [name for name in names if name is not None]
+        if step.statistics is not None or not known or len(set(known)) < len(names):
+            return None
+        x = torch.tensor([0.0, 1.0, 2.0])
+        for values in itertools.product((0.0, 1.0), repeat=len(known)):
+            given = {step.value: x, **dict(zip(operands, map(torch.tensor, values), strict=True))}
+            args = map_arg(step.node.args, given.__getitem__)
+            if torch.equal(step.node.target(*args, **step.node.kwargs), x):  # type: ignore[operator]
+                return dict(zip(known, values, strict=True))
+        return None
+
+    def _own_parameter(self, operand: Node) -> str | None:
+        """Return the name of the parameter that is moved to an operand and to nothing else."""
+        node = operand
+        while len(node.users) == 1 and not is_parameter(node) and target_name(node) in MOVING and node.all_input_nodes:
+            node = node.all_input_nodes[0]
+        if not is_parameter(node) or len(node.users) > 1 or "folded" in node.meta or "parameter" not in node.meta:
+            return None
+        tensor = parameter(self.gm, node)
+        readers = (n for n in self.gm.graph.nodes if n.op == "get_attr" and parameter(self.gm, n) is tensor)
+        alone = isinstance(tensor, nn.Parameter) and len(list(readers)) == 1
+        return str(node.meta["parameter"]) if alone else None
+
+
+__all__ = ["AbsorbedMap", "AbsorbedMaps"]

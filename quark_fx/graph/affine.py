@@ -1,0 +1,276 @@
+"""Affine maps by constants, with one factor and one offset per channel, in every spelling.
+
+`x * g + b`, `(x - mean) / std`, `torch.addcmul(b, x, g)`, a batch norm in eval mode, and chains of them compute the
+same thing. `affine_step` reads one operator as such a map, whatever computes its constants from parameters.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from quark_fx.errors import CalibrationError
+from quark_fx.graph.nodes import (
+    describe,
+    is_finite,
+    is_getitem,
+    is_known,
+    is_parameter,
+    parameter,
+    target_name,
+    value_of,
+)
+from quark_fx.graph.operators import argument, permutation
+
+
+@dataclass(frozen=True)
+class Step:
+    """An operator that multiplies each channel by a constant and adds one.
+
+    Attributes:
+        node: Call.
+        value: Operand that is multiplied.
+        result: Node that holds the result: the call, or what selects it from several results.
+        factor: Factor, float64 on the host, shape `(channels,)` or `(1,)`.
+        offset: Offset, of the same type and one of these shapes.
+        per_channel: Whether a constant has an element for each channel.
+        statistics: Mean and deviation of each channel of the result, if the operator is a batch norm.
+    """
+
+    node: Node
+    value: Node
+    result: Node
+    factor: Tensor
+    offset: Tensor
+    per_channel: bool
+    statistics: tuple[Tensor, Tensor] | None = None
+
+
+_OPERATORS = {
+    **{f"aten.{name}.{kind}": (0, 1) for name in ("mul", "multiply", "add", "sub", "subtract") for kind in ("Tensor",)},
+    **{f"aten.{name}.Scalar": (0,) for name in ("mul", "multiply", "add", "sub", "subtract", "rsub")},
+    **{f"aten.{name}.{kind}": (0,) for name in ("div", "divide", "true_divide") for kind in ("Tensor", "Scalar")},
+    **{f"aten.{name}.Tensor_mode": (0,) for name in ("div", "divide")},
+    **{f"aten.{name}.default": (0,) for name in ("neg", "negative", "positive")},
+    "aten.rsub.Tensor": (0, 1),
+    "aten.addcmul.default": (0, 1, 2),
+    "aten.addcdiv.default": (0, 1),
+    "aten.lerp.Scalar": (0, 1),
+    "aten.lerp.Tensor": (0, 1, 2),
+}
+"""The operands in which an operator is affine, each while the other operands are constants."""
+
+_NORMS = {"aten.batch_norm.default": 7, "aten.instance_norm.default": 7}
+"""Norms with stored statistics, and the position of epsilon; their channels are dimension 1."""
+
+_NATIVE_NORM = "aten._native_batch_norm_legit_no_training.default"
+
+_EXPANSIONS = frozenset({"aten.expand.default", "aten.expand_as.default", "aten.broadcast_to.default"})
+
+_RESHAPES = frozenset(
+    {
+        *("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.flatten.using_ints"),
+        *("aten.unflatten.int", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims"),
+        *("aten.unsqueeze.default", "aten.contiguous.default", "aten.clone.default", "aten.alias.default"),
+    }
+)
+"""Data movement that keeps the order of values."""
+
+
+def affine_step(gm: GraphModule, node: Node, channels: int) -> Step | None:
+    """Return a call as an affine map by constants that vary along one dimension only; `None` if it is none.
+
+    Args:
+        gm: Graph.
+        node: Any node.
+        channels: Dimension that the constants may vary along.
+
+    Raises:
+        CalibrationError: If a constant holds NaN, or a batch norm has impossible statistics.
+    """
+    name = target_name(node)
+    if name in _NORMS or name == _NATIVE_NORM:
+        return _norm(gm, node) if channels == 1 else None
+    given = [entry for entry in node.args if isinstance(entry, Node)] if name in _OPERATORS else []
+    values = [entry for entry in given if not is_constant(_before_expansions(entry))]
+    if len(values) != 1 or node.kwargs.get("rounding_mode") is not None:
+        return None
+    value = values[0]
+    if node.args.index(value) not in _OPERATORS[name] or not _keeps_shape(gm, node, value):
+        return None
+    constants = {entry: _channel_constant(gm, node, entry, channels) for entry in given if entry is not value}
+    if any(constant is None for constant in constants.values()):
+        return None
+    rank = value_of(gm, node).dim()
+
+    def result(x: float) -> Tensor:
+        known = {**constants, value: torch.full([1] * rank, x, dtype=torch.float64)}
+        args = map_arg(node.args, known.__getitem__)
+        found: Tensor = node.target(*args, **node.kwargs)  # type: ignore[operator]
+        return found.flatten()
+
+    offset = result(0)
+    factor = result(1) - offset
+    if not (is_finite(factor) and is_finite(offset)):
+        return None
+    size = value_of(gm, node).shape[channels]
+    varies = any(
+        c is not None and c.dim() and c.dim() + channels >= rank and c.numel() == size for c in constants.values()
+    )
+    return Step(node, value, node, factor, offset, varies)
+
+
+def _norm(gm: GraphModule, node: Node) -> Step | None:
+    """Return a norm with constant statistics as an affine map."""
+    result, training = node, False
+    if target_name(node) == _NATIVE_NORM:
+        if [user.target for user in node.users] != [operator.getitem]:
+            return None
+        result, epsilon = next(iter(node.users)), argument(node, 6)
+    else:
+        epsilon, training = argument(node, 7), argument(node, 5)
+    given = [argument(node, position) for position in (1, 2, 3, 4)]
+    if training or given[2] is None or not all(entry is None or is_constant(entry) for entry in given):
+        return None
+    weight, bias, mean, variance = (None if entry is None else constant_value(gm, entry) for entry in given)
+    assert mean is not None
+    assert variance is not None
+    _require_usable(node, dict(zip(given, (weight, bias, mean, variance), strict=True)), given[3], epsilon)
+    # In half precision the sum of a small variance and epsilon, or its root, is off by per cents.
+    factor = torch.rsqrt(_wide(variance) + epsilon)
+    gamma = torch.ones_like(factor) if weight is None else _wide(weight)
+    beta = torch.zeros_like(factor) if bias is None else _wide(bias)
+    factor = factor * gamma
+    return Step(node, argument(node, 0), result, factor, beta - _wide(mean) * factor, True, (beta, gamma.abs()))
+
+
+def _require_usable(node: Node, constants: dict[Any, Tensor | None], variance: Node, epsilon: float) -> None:
+    """Raise `CalibrationError` for a constant that is not finite, or a variance that no data has."""
+    for source, constant in constants.items():
+        if constant is not None and not is_finite(constant):
+            raise CalibrationError(
+                f"{_called(source)} of {describe(node)} holds NaN or infinity; mend the model's weights"
+            )
+    found = constants[variance]
+    smallest = float(found.min()) if found is not None and found.numel() else 0.0
+    if found is not None and smallest + epsilon <= 0:
+        raise CalibrationError(
+            f"{_called(variance)} of {describe(node)} is {smallest:.3g} in channel {int(found.argmin())}, and a "
+            "variance is not negative; mend the model's weights"
+        )
+
+
+def _called(constant: Node) -> str:
+    return str(constant.target) if is_parameter(constant) else f"%{constant.name}"
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.detach().cpu().double()
+
+
+def _channel_constant(gm: GraphModule, node: Node, source: Node, channels: int) -> Tensor | None:
+    """Return a constant operand, with size 1 along all other dimensions; `None` if it varies there."""
+    constant = constant_value(gm, _before_expansions(source))
+    rank = value_of(gm, node).dim()
+    if constant.dim() > rank or constant.is_complex() or constant.dtype == torch.bool or not constant.numel():
+        return None
+    for dim in range(constant.dim()):
+        if dim + rank - constant.dim() != channels and constant.shape[dim] > 1:
+            first = constant.narrow(dim, 0, 1)
+            if not torch.equal(first.expand_as(constant), constant):
+                return None
+            constant = first
+    if bool(constant.isnan().any()):
+        raise CalibrationError(f"{_called(source)} of {describe(node)} holds NaN; fix the model's weights")
+    return _wide(constant)
+
+
+def _keeps_shape(gm: GraphModule, node: Node, value: Node) -> bool:
+    """Tell whether a call gives each element of `value` a new value of the same type."""
+    before, after = value_of(gm, value), value_of(gm, node)
+    if not isinstance(before, Tensor) or not before.is_floating_point() or before.dtype != after.dtype:
+        return False
+    return before.dim() == after.dim() and all(map(_equal, before.shape, after.shape))
+
+
+def _equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    return a is b or is_known(a == b)
+
+
+def carried_dim(gm: GraphModule, node: Node, dim: int) -> int | None:
+    """Return which dimension of a data movement's result is dimension `dim` of its input; `None` if none is.
+
+    Args:
+        gm: Graph.
+        node: Any node.
+        dim: Dimension of its first input, counted from 0.
+    """
+    order = permutation(node) if node.op == "call_function" else None
+    if order is not None:
+        return order.index(dim)
+    if target_name(node) not in _RESHAPES:
+        return None
+    before, after = value_of(gm, node.all_input_nodes[0]).shape, value_of(gm, node).shape
+    count = math.prod(before[:dim])
+    fitting = (d for d in range(len(after)) if _equal(after[d], before[dim]) and _equal(math.prod(after[:d]), count))
+    return next(fitting, None)
+
+
+def is_constant(node: Any) -> bool:
+    """Tell whether a node is a parameter, or computed from parameters and numbers alone."""
+    pending, seen = [node], {node}
+    while pending:
+        entry = pending.pop()
+        if is_parameter(entry):
+            continue
+        if not isinstance(entry, Node) or not (is_getitem(entry) or _is_deterministic(entry)):
+            return False
+        fresh = [n for n in entry.all_input_nodes if n not in seen]
+        seen.update(fresh)
+        pending += fresh
+    return True
+
+
+def _is_deterministic(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def constant_value(gm: GraphModule, node: Node) -> Tensor:
+    """Return the value of a node that `is_constant`; half precision is computed in float32."""
+    values: dict[Node, Tensor] = {}
+
+    def value(n: Node) -> Tensor:
+        if n not in values:
+            values[n] = _computed(gm, n, value)
+        return values[n]
+
+    with torch.no_grad():
+        return value(node)
+
+
+def _computed(gm: GraphModule, node: Node, value: Callable[[Node], Tensor]) -> Tensor:
+    if is_parameter(node):
+        stored = parameter(gm, node).detach()
+        return stored.float() if stored.is_floating_point() and stored.element_size() == 2 else stored
+    args, kwargs = map_arg((node.args, node.kwargs), value)
+    found: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
+    return found
+
+
+def _before_expansions(node: Node) -> Node:
+    """Return what is expanded; operands broadcast to the same values without it."""
+    while target_name(node) in _EXPANSIONS:
+        node = node.all_input_nodes[0]
+    return node
+
+
+__all__ = ["Step", "affine_step", "carried_dim", "constant_value", "is_constant"]
