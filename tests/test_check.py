@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import rand, seeded
-from torch import nn
+from torch import Tensor, nn
 
 import quark_fx as qfx
 
@@ -71,3 +71,43 @@ def test_a_format_that_does_not_hold_the_configuration_is_refused() -> None:
         qfx.check(model, "int8_weight_only", [rand(2, 8)], export="gptq")
     with pytest.raises(qfx.ConfigError, match=r"unknown export 'gguff'; choose one of .*gguf"):
         qfx.check(model, "int8_weight_only", [rand(2, 8)], export="gguff")
+
+
+def test_hooks_of_the_model_are_refused_where_only_weights_are_stored(tmp_path: Path) -> None:
+    t = transformers()
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = t.LlamaConfig(**shape, vocab_size=32, eos_token_id=1, pad_token_id=0)
+    model, batches = t.LlamaForCausalLM(config).eval(), [{"input_ids": torch.arange(1, 9)[None]}]
+    norm = model.model.norm
+
+    def patch() -> None:
+        norm.forward = lambda x: x
+
+    def pre(module: nn.Module, inputs: Any) -> None: ...
+
+    def post(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output + 1
+
+    attached = (
+        ("forward hook", lambda: norm.register_forward_hook(post)),
+        ("forward pre-hook", lambda: norm.register_forward_pre_hook(pre)),
+        ("patched forward", patch),
+    )
+    rounded = W4.replace(passes=())
+    for kind, attach in attached:
+        handle = attach()
+        says = rf"model\.norm: {kind} .*Remove them"
+        with pytest.raises(qfx.ExportError, match=says):
+            qfx.check(model, rounded, batches)
+        qmodel = qfx.quantize(model, rounded, batches, progress=False)
+        for index, export in enumerate((qfx.export.huggingface, qfx.export.gguf, qfx.export.genai)):
+            with pytest.raises(qfx.ExportError, match=says):
+                export(qmodel, tmp_path / str(index))
+        assert not list(tmp_path.iterdir())
+        if handle is None:
+            del norm.forward
+        else:
+            handle.remove()
+    # Those that transformers or torch attach come back with the model's class.
+    model(**batches[0], output_hidden_states=True)
+    qfx.check(model, rounded, batches)

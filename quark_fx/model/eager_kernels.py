@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 
 from quark_fx.graph.nodes import module_path
 from quark_fx.model.correspondence import Correspondence
+from quark_fx.model.hooks import hooks_of
 from quark_fx.model.kernels.lowering import KernelReport, KernelRow, rows_of_lists
 from quark_fx.model.kernels.modules import CodeEmbedding, KernelLinear, KernelModule
 from quark_fx.model.kernels.product import Product
@@ -41,7 +42,7 @@ def kernel_modules(
             reason = f"a module of class {type(module).__name__} computes it among other things"
         elif calls[path] > 1 or names[id(module)] > 1:
             reason = "its module is called in several places"
-        elif _has_hooks(module):
+        elif module is not None and hooks_of(module):
             reason = "hooks are registered on its module"
         elif path in found.slices or product.name != path:
             reason = "its module computes something else by now"
@@ -58,7 +59,7 @@ def kernel_modules(
         name = f"{path}.weight"
         constant = found.constants.get(name)
         table = None if constant is None else constant.quantized
-        if constant is None or table is None or name in found.borrowed or names[id(module)] > 1 or _has_hooks(module):
+        if constant is None or table is None or name in found.borrowed or names[id(module)] > 1 or hooks_of(module):
             continue
         if _is_embedding(module) and CodeEmbedding.takes(table):
             made[path] = CodeEmbedding(table, constant.dtype, module)
@@ -72,13 +73,6 @@ def _is_linear(module: nn.Module | None) -> bool:
         return False
     own = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
     return own or getattr(kind, "forward", None) is nn.Linear.forward
-
-
-def _has_hooks(module: nn.Module | None) -> bool:
-    """Tell whether calls of a module call something else, as hooks of torch, or those of accelerate."""
-    if module is None:
-        return False
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def _is_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:

@@ -25,6 +25,7 @@ from quark_fx.export.packing import matrix_of
 from quark_fx.graph.operators import ATTENTION
 from quark_fx.model.correspondence import Correspondence
 from quark_fx.model.eager import placed
+from quark_fx.model.hooks import foreign_hooks
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.model.rounded_attention import RoundedAttention
 from quark_fx.model.rounded_modules import UNROTATED, Activation, Factor
@@ -139,6 +140,7 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
         given = qmodel.source if model is None else model
         if given is not None and not hasattr(given, "save_pretrained"):
             raise ExportError(f"{type(given).__name__} is not a Transformers model; use qmodel.save(directory)")
+        require_no_hooks(qmodel, model)
         source, found = placed(qmodel, model, at_readers=True)
     except QuarkError as error:
         raise ExportError(str(error)) from error
@@ -163,6 +165,23 @@ def take_apart(qmodel: QuantizedModel, model: nn.Module | None) -> Checkpoint:
     rows = {layer.stack: partial(stacked_rows, found.constants[layer.stack]) for layer in layers if layer.stack}
     floats = [row.name for row in qmodel.report() if row.kind == ATTENTION.kind and row.reason]
     return Checkpoint(shell, layers, tensors, stacks, rows, rotations, found.attentions, floats, files.fused)
+
+
+def require_no_hooks(qmodel: QuantizedModel, model: nn.Module | None) -> None:
+    """Raise `ExportError` if the float model computes something in hooks, which files of weights leave out.
+
+    Args:
+        qmodel: from `quantize`.
+        model: a float model given to an export.
+    """
+    hooks = [hook for source in (qmodel.source, model) if source is not None for hook in foreign_hooks(source)]
+    if hooks:
+        raise ExportError(
+            f"the model has {len(hooks)} hook(s), which this format does not store: {'; '.join(hooks[:3])}"
+            f"{'; ...' * (len(hooks) > 3)}. Remove them from the float model (handle.remove(), del module.forward, or "
+            "accelerate.hooks.remove_hook_from_module(model, recurse=True)) and quantize again, or use export.onnx or "
+            "qmodel.save(directory), which store what they compute"
+        )
 
 
 def fused_names(names: Iterable[str], fused: Mapping[str, tuple[str, ...]]) -> list[str]:
@@ -352,6 +371,6 @@ def each_layer(layers: list[Layer], write: Callable[[Layer], dict[str, Tensor]],
 
 
 __all__ = [
-    *("Checkpoint", "Layer", "each_layer", "fused_names", "require_tokenizer", "require_weights_alone"),
-    *("take_apart", "unholdable"),
+    *("Checkpoint", "Layer", "each_layer", "fused_names", "require_no_hooks", "require_tokenizer"),
+    *("require_weights_alone", "take_apart", "unholdable"),
 ]

@@ -13,7 +13,7 @@ from torch import nn
 
 from quark_fx.checkpoints.files import GRAPH_FILE
 from quark_fx.errors import ExportError, QuarkError
-from quark_fx.export.checkpoints.values import require_tokenizer
+from quark_fx.export.checkpoints.values import require_no_hooks, require_tokenizer
 from quark_fx.export.generation.cache_scales import CacheScales
 from quark_fx.export.generation.quantizer import GenerationQuantizer
 from quark_fx.model.quantized_model import QuantizedModel
@@ -71,6 +71,7 @@ def genai(
         raise ExportError(f"{directory} holds a model that qmodel.save wrote; choose another one")
     require_tokenizer(tokenizer)
     quantizer = GenerationQuantizer(format, accuracy_level, cache)
+    require_no_hooks(qmodel, model)
     if (source := qmodel.source if model is None else model) is not None:
         require_generator(source)
     try:
