@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ def test_hooks_of_the_model_are_refused_where_only_weights_are_stored(tmp_path: 
     def post(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         return output + 1
 
-    attached = (
+    attached: tuple[tuple[str, Callable[[], Any]], ...] = (
         ("forward hook", lambda: norm.register_forward_hook(post)),
         ("forward pre-hook", lambda: norm.register_forward_pre_hook(pre)),
         ("patched forward", patch),
@@ -100,7 +100,8 @@ def test_hooks_of_the_model_are_refused_where_only_weights_are_stored(tmp_path: 
         with pytest.raises(qfx.ExportError, match=says):
             qfx.check(model, rounded, batches)
         qmodel = qfx.quantize(model, rounded, batches, progress=False)
-        for index, export in enumerate((qfx.export.huggingface, qfx.export.gguf, qfx.export.genai)):
+        exports: tuple[Callable[..., Any], ...] = (qfx.export.huggingface, qfx.export.gguf, qfx.export.genai)
+        for index, export in enumerate(exports):
             with pytest.raises(qfx.ExportError, match=says):
                 export(qmodel, tmp_path / str(index))
         assert not list(tmp_path.iterdir())

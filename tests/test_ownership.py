@@ -294,6 +294,7 @@ class KeepsTables(nn.Module):
         self.tables: dict[int, Tensor] = {}
         self.made: list[Tensor] = []
         self.table: Tensor | None = None
+        self.empty: Tensor | None
         self.register_buffer("empty", None)
         self.register_buffer("count", torch.zeros(()))
 
@@ -315,10 +316,10 @@ class KeepsTables(nn.Module):
         elif self.way == "list" and not self.made:
             self.made.append(table)
         places = {"buffer": "late", "empty buffer": "empty", "attribute": "table"}
-        in_containers = {"dict": self.tables.get(0), "class": self.shared.get(0), "list": (self.made or [None])[0]}
+        in_containers = {"dict": self.tables.get(0), "class": self.shared.get(0), "list": next(iter(self.made), None)}
         found = getattr(self, places[self.way]) if self.way in places else in_containers[self.way]
-        assert found is not None
-        return found  # type: ignore[no-any-return]
+        assert isinstance(found, Tensor)
+        return found
 
 
 @pytest.mark.parametrize("way", ["buffer", "empty buffer", "attribute", "dict", "class", "list"])

@@ -493,6 +493,11 @@ class ScaledMinMax(MinMax):
         return low * FACTOR, high * FACTOR
 
 
+def _scaled(spec: qfx.TensorSpec | None) -> qfx.TensorSpec:
+    assert spec is not None
+    return spec.replace(observer=ScaledMinMax())
+
+
 CODE_THAT_READS_A_GLOBAL: dict[str, Callable[[], qfx.QuantConfig]] = {
     "function": lambda: with_passes(scale_activation),
     "registered function": lambda: with_passes(graph_pass(exact=False)(scale_activation)),
@@ -501,7 +506,7 @@ CODE_THAT_READS_A_GLOBAL: dict[str, Callable[[], qfx.QuantConfig]] = {
     "dataclass": lambda: with_passes(ScaleActivation()),
     "observer of activations": lambda: observed(ScaledMinMax()),
     "observer in one of ours": lambda: observed(Adjusted(observer=ScaledMinMax(), ratio=0.9)),
-    "observer of weights": lambda: INT8_STATIC.replace(weight=INT8_STATIC.weight.replace(observer=ScaledMinMax())),
+    "observer of weights": lambda: INT8_STATIC.replace(weight=_scaled(INT8_STATIC.weight)),
 }
 
 

@@ -454,7 +454,7 @@ def count_sent(folder: Path) -> None:
         gathered.extend(sent[before:])
         return found
 
-    Ranks.broadcast, Ranks.gather = sending, gathering  # type: ignore[method-assign, assignment]
+    Ranks.broadcast, Ranks.gather = sending, gathering  # type: ignore[method-assign]
     data = [batch.round() for batch in batches()]
     qmodel = quantize(seeded(nn.Linear(16, 4096)), CONFIGS["gptq"], data, distributed=True)
     assert any(change.changed for record in qmodel.report().passes for change in record.changes)

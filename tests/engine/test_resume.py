@@ -371,7 +371,7 @@ def test_a_damaged_file_is_named(damage: Callable[[bytes], bytes], tmp_path: Pat
     assert_same(run("adaround", directory), run("adaround", run_once()))
 
 
-def rewritten(file: Path, change: Callable[[dict[str, Tensor], dict[str, str]], None]) -> None:
+def rewritten(file: Path, change: Callable[[dict[str, Tensor], dict[str, str]], object]) -> None:
     """Write a valid file that holds something else."""
     with safe_open(file, "pt") as stored:
         tensors, metadata = {name: stored.get_tensor(name) for name in stored.keys()}, stored.metadata()  # noqa: SIM118
@@ -384,7 +384,7 @@ def changed_notes(tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     metadata["changes"] = json.dumps([row | {"after": 0.0}, *rest])
 
 
-FALSE: dict[str, Callable[[dict[str, Tensor], dict[str, str]], None]] = {
+FALSE: dict[str, Callable[[dict[str, Tensor], dict[str, str]], object]] = {
     "zeroed": lambda tensors, metadata: tensors.update({name: torch.zeros_like(t) for name, t in tensors.items()}),
     "one bit": lambda tensors, metadata: next(iter(tensors.values())).view(torch.uint8).view(-1)[:1].bitwise_xor_(1),
     "another dtype": lambda tensors, metadata: tensors.update({name: t.double() for name, t in tensors.items()}),
@@ -404,7 +404,7 @@ FALSE: dict[str, Callable[[dict[str, Tensor], dict[str, str]], None]] = {
 def test_a_block_that_is_not_what_was_written_is_refused_and_computed_again(name: str, tmp_path: Path) -> None:
     directory = interrupted(run_once(), tmp_path / "run", 2)
     file = finished(directory)[1]
-    rewritten(file, FALSE[name])  # type: ignore[arg-type]
+    rewritten(file, FALSE[name])
     assert_names(directory, file)
     if name == "zeroed":
         file.unlink()
@@ -427,8 +427,17 @@ def test_a_directory_of_another_version_is_refused(tmp_path: Path, monkeypatch: 
 
 def test_a_block_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done, fsync, replace_ = list[str](), os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda number: (done.append("fsync"), fsync(number))[1])
-    monkeypatch.setattr(os, "replace", lambda old, new: (done.append(Path(new).suffix), replace_(old, new))[1])
+
+    def synced(number: int) -> None:
+        done.append("fsync")
+        fsync(number)
+
+    def replaced(old: str, new: str) -> None:
+        done.append(Path(new).suffix)
+        replace_(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
     run("refitted scales", tmp_path)
     names = [at for at, what in enumerate(done) if what == ".safetensors"]
     assert names

@@ -106,7 +106,7 @@ def test_all_weights_of_an_attention_have_codes(options: dict[str, Any], same: t
 
     widths = (8, options.get("kdim", 8), options.get("vdim", 8))
     batch = tuple(rand(2, 5, width, seed=i) for i, width in enumerate(widths))
-    report = quantize(seeded(Calls()), INT8_STATIC, [batch]).report()  # type: ignore[list-item]
+    report = quantize(seeded(Calls()), INT8_STATIC, [batch]).report()
     assert [row.reason for row in report] == [""] * weights
     assert {row.name for row in report} == {"inner.attend", "inner.attend.out_proj"} or "kdim" in options
     assert sum(row.bytes_before for row in report) == sum(

@@ -397,7 +397,7 @@ class Tables(nn.Module):
         super().__init__()
         self.positions, self.token = nn.Parameter(torch.empty(1, 5, 4)), nn.Parameter(torch.empty(1, 1, 4))
         self.mean = nn.Parameter(torch.empty(1, 1, 4))
-        self.register_buffer("mask", torch.ones(5, 4))
+        self.mask = nn.Buffer(torch.ones(5, 4))
         self.head = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
