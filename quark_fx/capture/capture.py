@@ -31,7 +31,7 @@ from quark_fx.capture.capture_errors import (
     require_runs,
     warn_of_fixed_batch,
 )
-from quark_fx.capture.model_state import made_since, untouched
+from quark_fx.capture.model_state import ModelState, made_since, untouched
 from quark_fx.capture.normalization import Captured, normalize
 from quark_fx.data.cache_names import CACHE_NAMES
 from quark_fx.errors import CaptureError
@@ -191,10 +191,13 @@ def _named_dimensions(shapes: Any, given: Any, name: str = "") -> Iterator[tuple
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
     """Trace a model; tables that its forward makes once and keeps become constants, made of the example."""
     try:
-        with untouched(model) as state:
+        with untouched(model):
             made: list[Tensor] = []
-            # At the end of the forward: torch.export itself resets some attributes, and not others.
-            model.register_forward_hook(lambda *_: made.extend(made_since(model, state)))
+            traced: list[ModelState] = []
+            # From the start to the end of the forward: torch.export swaps parameters before, and resets some attributes
+            # after.
+            model.register_forward_pre_hook(lambda *_: traced.append(ModelState(model)))
+            model.register_forward_hook(lambda *_: made.extend(made_since(model, traced[-1])))
             program = _traced(model, args, kwargs, dynamic_shapes)
         # A tensor whose sizes vary is made again for every batch; one of fixed sizes may be a table.
         if all(any(static_size(size) is None for size in tensor.shape) for tensor in made):

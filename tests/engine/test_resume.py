@@ -521,11 +521,11 @@ def work(name: str, directory: Path, result: Path) -> None:
 
 
 def starve(name: str, directory: Path, result: Path) -> None:
-    """Do a run that may write files of 200 bytes; `result` gets the error."""
+    """Do a run that may write files of 400 bytes; `result` gets the error."""
     import resource
 
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400, hard))
     try:
         run(name, directory)
     except CalibrationError as error:
