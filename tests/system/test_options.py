@@ -196,7 +196,7 @@ def test_a_class_whose_annotations_cannot_be_read_is_left_alone() -> None:
         (lambda: qfx.export.onnx(nn.Linear(2, 2), "a"), "qmodel of onnx must be a QuantizedModel, not "),  # type: ignore[arg-type]
         (lambda: qfx.export.gguf(nn.Linear(2, 2), "a"), "qmodel of gguf must be a QuantizedModel, not "),  # type: ignore[arg-type]
         (lambda: qfx.export.huggingface(nn.Linear(2, 2), "a"), "of huggingface must be a QuantizedModel, not "),  # type: ignore[arg-type]
-        (lambda: qfx.verify(nn.Linear(2, 2), "a", []), r"expected what quantize\(\) returned, not Linear"),
+        (lambda: qfx.verify(5, "a", []), "qmodel of verify must be a QuantizedModel or a Module, not 5"),  # type: ignore[arg-type]
         (lambda: qfx.run_passes(nn.Linear(2, 2), []), "gm of run_passes must be a GraphModule, not "),  # type: ignore[arg-type]
         (lambda: qfx.run_passes(GRAPH, [GPTQ]), r"passes: GPTQ is a class; write GPTQ\(\)"),  # type: ignore[list-item]
         (lambda: qfx.run_passes(GRAPH, ["GPTQ"]), "passes: 'GPTQ' is no pass"),  # type: ignore[list-item]
