@@ -284,7 +284,7 @@ class Joined(nn.Module):
         self.a, self.b, self.c = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1), nn.Conv2d(8, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.c(torch.cat([torch.relu(self.a(x)), torch.relu(self.b(2 * x))], 1))
+        out: Tensor = self.c(torch.cat([torch.relu(self.a(x)), torch.relu(self.b(x * x))], 1))
         return out
 
 

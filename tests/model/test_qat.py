@@ -250,7 +250,7 @@ def test_a_model_that_was_loaded_trains_the_same_parameters(tmp_path: Path) -> N
             self.register_buffer("positions", torch.arange(8.0))
 
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.first(x) * self.gain + self.positions
+            y: Tensor = self.first(x).tanh() * self.gain + self.positions
             return y
 
     x = rand(4, 8)

@@ -190,7 +190,7 @@ def test_a_weight_of_two_operators_has_two_scales_if_they_need_them(tmp_path: Pa
     shared = nn.Conv2d(3, 3, 1, bias=False)
 
     def forward(m: Any, x: Tensor) -> Tensor:
-        out: Tensor = m.last(m.shared(x) + F.conv2d(x * 2.0**-14, m.shared.weight, m.bias))
+        out: Tensor = m.last(m.shared(x) + F.conv2d(x.clamp(-(2.0**-12), 2.0**-12), m.shared.weight, m.bias))
         return out
 
     model = build(forward, shared=shared, last=nn.Conv2d(3, 3, 1))
