@@ -14,9 +14,9 @@ from collections import OrderedDict
 from pathlib import Path
 
 import torch
-import torchvision
 from torch import Tensor, nn
 from torchvision.models.detection import RetinaNet
+from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import FrozenBatchNorm2d, box_iou
 
@@ -59,11 +59,12 @@ class Network(nn.Module):
 def make() -> RetinaNet:
     """Return a detector with seeded weights and statistics."""
     torch.manual_seed(0)
-    anchors = torchvision.models.detection.anchor_utils.AnchorGenerator(((16,), (32,)), ((0.5, 1.0, 2.0),) * 2)
+    anchors = AnchorGenerator(((16,), (32,)), ((0.5, 1.0, 2.0),) * 2)
     detector = RetinaNet(Backbone(), num_classes=4, anchor_generator=anchors, score_thresh=0.0, detections_per_img=20)
     for module in detector.modules():
         if isinstance(module, FrozenBatchNorm2d):
-            module.running_var.copy_(torch.rand_like(module.running_var) + 0.1)
+            variance = module.get_buffer("running_var")
+            variance.copy_(torch.rand_like(variance) + 0.1)
     for name in ("classification_head", "regression_head"):
         for parameter in detector.head.get_submodule(name).parameters():
             if parameter.dim() > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections import deque
 from collections.abc import Iterator
@@ -57,10 +58,11 @@ class ModelState:
         own = None if isinstance(item, _LEAVES) else getattr(item, "__dict__", None)
         if not isinstance(own, dict) or not (isinstance(item, nn.Module) or _is_of_the_user(type(item))):
             return []
+        kinds = inspect.getmro(type(item))
         if isinstance(item, nn.Module):
-            for kind in filter(_is_of_the_user, type(item).__mro__):
+            for kind in filter(_is_of_the_user, kinds):
                 self._classes.setdefault(kind, _class_attributes(kind))
-        of_classes = [list(self._classes.get(kind, {}).values()) for kind in type(item).__mro__]
+        of_classes = [list(self._classes.get(kind, {}).values()) for kind in kinds]
         return [own, *(x for values in of_classes for x in values if isinstance(x, dict | list | set | Tensor))]
 
     def restore(self) -> None:

@@ -122,9 +122,10 @@ class AbsorbedMaps:
         known = [name for name in names if name is not None]
         if step.statistics is not None or not known or len(set(known)) < len(names):
             return None
-        x = torch.tensor([0.0, 1.0, 2.0])
+        x = torch.arange(3, dtype=torch.float32)
         for values in itertools.product((0.0, 1.0), repeat=len(known)):
-            given = {step.value: x, **dict(zip(operands, map(torch.tensor, values), strict=True))}
+            scalars = torch.tensor(values, dtype=torch.float32).unbind()
+            given = {step.value: x, **dict(zip(operands, scalars, strict=True))}
             args = map_arg(step.node.args, given.__getitem__)
             if torch.equal(step.node.target(*args, **step.node.kwargs), x):  # type: ignore[operator]
                 return dict(zip(known, values, strict=True))

@@ -71,8 +71,9 @@ class Registry(dict[str, E], Generic[E, V]):
         Raises:
             ConfigError: If another module or another definition has the name; `error`, if that is given.
         """
-        if hasattr(entry, "__qualname__"):
-            owner = (entry.__module__, entry.__qualname__)
+        qualname = getattr(entry, "__qualname__", None)
+        if qualname is not None:
+            owner = (entry.__module__, qualname)
             name = name or self.spelled(entry.__name__)  # type: ignore[attr-defined]
         else:
             owner = (sys._getframe(depth).f_globals.get("__name__", ""), "")

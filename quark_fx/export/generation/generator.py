@@ -100,7 +100,7 @@ def _require_whole_cache(exported: Any) -> None:
             "these graphs keep no cache: the model was told not to; set model.generation_config.use_cache = True and "
             "export again"
         )
-    output = runner.unflatten([torch.empty(0)] * len(runner.session.get_outputs()))
+    output = runner.unflatten([torch.empty(0, dtype=torch.float32)] * len(runner.session.get_outputs()))
     sliding = {index for index, _ in _sliding_layers(returned_cache(output))}
     if cut := sliding & cut_layers(graph):
         raise ExportError(

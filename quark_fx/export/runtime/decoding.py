@@ -103,7 +103,7 @@ def _opened(path: Path, read: Callable[[Path], _Folder]) -> _Folder:
 def _of_transformers(path: Path) -> _Folder:
     """Return what transformers wrote: a graph for prompts and one for steps, behind `generate`."""
     try:
-        from transformers.exporters import ExportedModel
+        from transformers.exporters import ExportedModel  # pyright: ignore[reportPrivateImportUsage]
     except ImportError as error:
         raise ExportError(
             f"decoding needs transformers with exporters ({error}): pip install -U 'quark_fx[onnx,hf]'"
