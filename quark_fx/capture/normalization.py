@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
+from quark_fx.capture.einsum import spell_out_products
 from quark_fx.capture.in_place import UnresolvedError, make_functional
 from quark_fx.errors import CaptureError
 from quark_fx.graph.linear import Linear
@@ -52,6 +53,7 @@ def normalize(program: ExportedProgram, parameters: tuple[str, ...]) -> Captured
     gm = _functional_module(program)
     _drop_no_ops(gm)
     _drop_undone_reshapes(gm)
+    spell_out_products(gm)
     spec = program.call_spec
     gm.graph.set_codegen(CodeGen())
     output = output_node(gm)

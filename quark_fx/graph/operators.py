@@ -181,7 +181,8 @@ def stored_weight(node: Node, row: Operator) -> StoredWeight | None:
         return None
     reader, value = node, argument(node, row.weight)
     order: tuple[int, ...] | None = None
-    while isinstance(value, Node) and value.op == "call_function" and len(value.users) == 1:
+    looked_up = not row.activations  # rows of the table as it is stored
+    while not looked_up and isinstance(value, Node) and value.op == "call_function" and len(value.users) == 1:
         step = permutation(value)
         if step is None:
             return None

@@ -191,15 +191,18 @@ class Rewritten(nn.Module):
 
     Args:
         graph_module: of one input, the module's floating-point one; other arguments are as captured.
+        floating: Whether that input is in floats; otherwise it is the only tensor.
     """
 
-    def __init__(self, graph_module: GraphModule) -> None:
+    def __init__(self, graph_module: GraphModule, *, floating: bool = True) -> None:
         super().__init__()
-        self.graph_module = graph_module
+        self.graph_module, self.floating = graph_module, floating
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result for the one floating-point tensor among the arguments."""
         leaves = pytree.tree_leaves((args, kwargs))
+        if not self.floating:
+            return self.graph_module(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
         x = leaves[_floating(leaves, "a rewritten module has one input")]
         if records_gradients(x):
             return run_with_gradients(self.graph_module, x)
@@ -343,7 +346,10 @@ def eager(
     for path, (call, piece) in found.slices.items():
         _require_tensor(result.get_submodule(path), call)
         owner, _, leaf = path.rpartition(".")
-        rewritten = Rewritten(_with_quantizers(piece.module(qmodel.graph_module), quantizers))
+        rewritten = Rewritten(
+            _with_quantizers(piece.module(qmodel.graph_module), quantizers),
+            floating=bool(call.entry.meta["val"].is_floating_point()),
+        )
         if path in found.computed:
             _compute_with(result.get_submodule(path), rewritten)
         else:

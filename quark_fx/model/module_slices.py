@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from quark_fx.graph.nodes import is_activation, module_calls, module_path, parameter
@@ -70,7 +71,7 @@ def calls_without_parameters(graph: Graph) -> dict[Node, ModuleCall]:
 
 
 def calls_around(graph: Graph, node: Node) -> Iterator[ModuleCall]:
-    """Yield the calls of modules with one floating-point input and one result that `node` is part of, innermost first.
+    """Yield the calls of modules with one tensor as input and one result that `node` is part of, innermost first.
 
     They may read parameters. A module that is called several times is left out.
     """
@@ -91,7 +92,7 @@ def _nodes_by_call(graph: Graph) -> dict[str, list[Node]]:
 
 
 def _call_of(key: str, nodes: list[Node], *, parameters: bool) -> ModuleCall | None:
-    """Return a call with one floating-point input and one result, `None` for any other."""
+    """Return a call with one input, in floats unless it may read parameters, and one result; `None` for any other."""
     inside = frozenset(nodes)
     # Constants that are no parameters of the model are what a pass computes with.
     read = {n for node in nodes for n in node.all_input_nodes if not is_made_up(n)} - inside
@@ -101,7 +102,9 @@ def _call_of(key: str, nodes: list[Node], *, parameters: bool) -> ModuleCall | N
     if len(read) != 1 or len(results) != 1:
         return None
     entry = read.pop()
-    return ModuleCall(module_calls(results[0])[key], entry, results[0], inside) if is_activation(entry) else None
+    if not is_activation(entry) and not (parameters and isinstance(entry.meta.get("val"), Tensor)):
+        return None
+    return ModuleCall(module_calls(results[0])[key], entry, results[0], inside)
 
 
 def _innermost(call: ModuleCall) -> bool:

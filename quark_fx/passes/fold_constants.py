@@ -84,9 +84,9 @@ def _targets(gm: GraphModule, constants: Collection[Node]) -> Iterator[Node]:
 
 def _weights(node: Node, constants: Collection[Node]) -> Iterator[Node]:
     """Yield the computed weights and biases of an operator, before transpositions."""
-    listed = any(isinstance(argument, list | tuple) for argument in node.args)
+    as_it_is = _is_lookup(node) or any(isinstance(argument, list | tuple) for argument in node.args)
     for value in weight_arguments(node):
-        source = value if listed else before_transpositions(value)
+        source = value if as_it_is else before_transpositions(value)
         if source in constants:
             yield source
     yield from (value for value in bias_arguments(node) if value in constants)
