@@ -31,6 +31,7 @@ from quark_fx.capture.capture_errors import (
     require_runs,
     warn_of_fixed_batch,
 )
+from quark_fx.capture.lengths import KnownLengths
 from quark_fx.capture.model_state import ModelState, made_since, untouched
 from quark_fx.capture.normalization import Captured, normalize
 from quark_fx.data.cache_names import CACHE_NAMES
@@ -189,18 +190,33 @@ def _named_dimensions(shapes: Any, given: Any, name: str = "") -> Iterator[tuple
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
+    """Trace a model; branches on the largest position become branches on a length."""
+    try:
+        return _with_tables(model, args, kwargs, dynamic_shapes)
+    except CaptureError as error:
+        if type(error.__cause__).__name__ != "GuardOnDataDependentSymNode":  # its module takes a second to import
+            raise
+        try:
+            with KnownLengths():
+                return _with_tables(model, args, kwargs, dynamic_shapes)
+        except CaptureError:
+            raise error from error.__cause__
+
+
+def _with_tables(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+) -> ExportedProgram:
     """Trace a model; tables that its forward makes once and keeps become constants, made of the example."""
     try:
         with untouched(model):
-            made: list[Tensor] = []
+            tables: list[Tensor] = []
             traced: list[ModelState] = []
             # From the start to the end of the forward: torch.export swaps parameters before, and resets some attributes
             # after.
             model.register_forward_pre_hook(lambda *_: traced.append(ModelState(model)))
-            model.register_forward_hook(lambda *_: made.extend(made_since(model, traced[-1])))
+            model.register_forward_hook(lambda *_: tables.extend(filter(_is_table, made_since(model, traced[-1]))))
             program = _traced(model, args, kwargs, dynamic_shapes)
-        # A tensor whose sizes vary is made again for every batch; one of fixed sizes may be a table.
-        if all(any(static_size(size) is None for size in tensor.shape) for tensor in made):
+        if not tables:
             return program
     except CaptureError:
         with untouched(model, runs=True) as state:
@@ -211,6 +227,27 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
     with untouched(model, runs=True):
         require_runs(model, args, kwargs)
         return _traced(model, args, kwargs, dynamic_shapes)
+
+
+_SHAPED_LIKE = ("aten.new_", "aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like")
+"""Operators that use only the shape and dtype of their first argument."""
+
+
+def _is_table(made: Tensor) -> bool:
+    """Tell whether a tensor that the traced forward made does not depend on the batch."""
+    if any(static_size(size) is None for size in made.shape):
+        return False
+    proxies: Any = importlib.import_module("torch.fx.experimental.proxy_tensor")
+    mode = proxies.get_proxy_mode()
+    slot = None if mode is None else proxies.get_proxy_slot(made, mode.tracer, None)
+    pending, seen = [] if slot is None else [slot.proxy.node], set[Node]()
+    while pending:
+        node = pending.pop()
+        if node not in seen and not target_name(node).startswith(_SHAPED_LIKE):
+            seen.add(node)
+            pending += node.all_input_nodes
+    inputs = [node.meta.get("val") for node in seen if node.op == "placeholder"]
+    return not any(isinstance(x, Tensor) and any(static_size(size) is None for size in x.shape) for x in inputs)
 
 
 def _traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:

@@ -15,7 +15,17 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from quark_fx.errors import CaptureError
-from quark_fx.graph.nodes import call, cast, describe, is_getitem, is_known, static_size, target_name, value_of
+from quark_fx.graph.nodes import (
+    call,
+    cast,
+    describe,
+    is_getitem,
+    is_known,
+    parameter,
+    static_size,
+    target_name,
+    value_of,
+)
 
 _aten = torch.ops.aten
 
@@ -104,6 +114,10 @@ _RENAMINGS = frozenset(
 """In-place operators that change what a tensor's memory means, not what is in it."""
 
 
+_FILLS = frozenset({"aten.copy_.default", "aten.fill_.Scalar", "aten.fill_.Tensor", "aten.zero_.default"})
+"""In-place operators that ignore the old values."""
+
+
 @dataclass
 class _Walk:
     """The state of the walk.
@@ -178,8 +192,14 @@ class _Walk:
         if target is None or functional is None or not name.endswith("_") or written != [arguments[0].name]:
             raise UnresolvedError(describe(node))
         root, renames = self._root(target), target_name(node) in _RENAMINGS
-        if root.op == "get_attr" and target_name(node) != "aten.detach_.default":
-            raise CaptureError(f"{describe(node)} overwrites the parameter or buffer {root.target}")
+        # Once filled, a buffer is a value like others.
+        writes = root.op == "get_attr" and root not in self.versions and target_name(node) != "aten.detach_.default"
+        if writes and not self._fills(root, target, node) and self._is_read_after(root, node):
+            raise CaptureError(
+                f"{describe(node)} overwrites the parameter or buffer {root.target}, so that a call depends on earlier "
+                "calls, which a graph cannot do: compute the new value without `_` and `+=` (seen = self.seen + 1), or "
+                "take the state as an argument and return it"
+            )
         self.sources[node] = target
         if renames:
             node.target = functional
@@ -196,6 +216,31 @@ class _Walk:
                 found[target] = value
         version = self.versions[root] = self.versions.get(root, 0) + 1
         self.current |= {n: (version, v) for n, v in found.items()}
+
+    def _fills(self, root: Node, target: Node, node: Node) -> bool:
+        """Tell whether `node` overwrites a whole buffer that nothing has read before."""
+        if target is not root or target_name(node) not in _FILLS or len(self._readers(root)) > 1:
+            return False
+        return all(self.order.get(user, -1) >= self.order[node] for user in root.users)
+
+    def _is_read_after(self, root: Node, node: Node) -> bool:
+        """Tell whether an output depends on a buffer after `node` wrote it."""
+        roots = self._readers(root)
+        values = [*roots, *(view for view in self.sources if self._root(view) in roots), node]
+        later = [user for value in values for user in value.users if self.order.get(user, -1) > self.order[node]]
+        seen = set[Node]()
+        while later:
+            user = later.pop()
+            if user not in seen:
+                seen.add(user)
+                later += user.users
+        return any(user.op == "output" for user in seen)
+
+    def _readers(self, root: Node) -> list[Node]:
+        """Return all `get_attr` nodes whose tensor shares memory with that of `root`, including `root`."""
+        place = parameter(self.gm, root).untyped_storage().data_ptr()
+        others = [other for other in self.order if other.op == "get_attr" and other is not root]
+        return [root, *(o for o in others if parameter(self.gm, o).untyped_storage().data_ptr() == place)]
 
     def _refuse_doubts(self, node: Node, target: Node, root: Node) -> None:
         """Raise if `node` writes through what may be a copy, or something that may be a view of it is read later."""

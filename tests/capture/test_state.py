@@ -1,0 +1,186 @@
+"""Models that write their buffers or switch tables by length are captured where a call depends on no earlier call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from seeded_models import rand, seeded
+from torch import Tensor, nn
+
+import quark_fx as qfx
+from quark_fx.capture.capture import Captured
+
+
+class Writes(nn.Module):
+    """A model whose forward calls `write`, which may write the buffer."""
+
+    seen: Tensor
+
+    def __init__(self, write: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(4))
+        self.register_buffer("seen", torch.arange(4.0))
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.write(x, self.seen) * self.scale
+
+
+def fill(x: Tensor, seen: Tensor) -> Tensor:
+    seen.copy_(x[0])
+    return x + seen
+
+
+def fill_then_change(x: Tensor, seen: Tensor) -> Tensor:
+    seen.zero_()
+    seen[:2] = 3
+    return x + seen
+
+
+def count(x: Tensor, seen: Tensor) -> Tensor:
+    seen.add_(1)
+    seen[1:] += x[0, 1:]
+    return x + 1
+
+
+def read_then_count(x: Tensor, seen: Tensor) -> Tensor:
+    y = x * seen
+    seen += 1
+    return y
+
+
+def count_then_read(x: Tensor, seen: Tensor) -> Tensor:
+    seen.add_(1)
+    return x + seen
+
+
+def average(x: Tensor, seen: Tensor) -> Tensor:
+    seen.copy_(0.9 * seen + 0.1 * x.mean(0))
+    return x - seen
+
+
+def fill_a_part(x: Tensor, seen: Tensor) -> Tensor:
+    seen[:2].copy_(x[0, :2])
+    return x + seen
+
+
+def read_through_a_view(x: Tensor, seen: Tensor) -> Tensor:
+    view = seen.view(2, 2)
+    seen.add_(1)
+    return x + view.sum()
+
+
+@pytest.mark.parametrize("write", [fill, fill_then_change, count, read_then_count])
+def test_writes_that_no_later_call_reads_are_captured(write: Callable[[Tensor, Tensor], Tensor]) -> None:
+    model, x = seeded(Writes(write)), rand(3, 4)
+    captured = qfx.capture_graph(model, x)
+    torch.testing.assert_close(model.seen, torch.arange(4.0), rtol=0, atol=0)
+    for batch in (x, rand(5, 4) + 1):
+        torch.testing.assert_close(captured.module(batch)[0], seeded(Writes(write))(batch), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("write", [count_then_read, average, fill_a_part, read_through_a_view])
+def test_writes_that_a_later_call_reads_are_refused_with_a_remedy(write: Callable[[Tensor, Tensor], Tensor]) -> None:
+    with pytest.raises(qfx.CaptureError, match=r"overwrites the parameter or buffer seen.*seen = self\.seen \+ 1"):
+        qfx.capture_graph(seeded(Writes(write)), rand(3, 4))
+    assert qfx.capture_graph(seeded(Writes(lambda x, seen: x + (seen + 1))), rand(3, 4))  # the remedy
+
+
+def test_a_buffer_under_two_names_is_no_scratch() -> None:
+    model = seeded(Writes(lambda x, seen: x + seen))
+    again = model.seen.view(4)
+    model.register_buffer("again", again)
+    model.write = lambda x, seen: x + model.get_buffer("again") + fill(x, seen)
+    with pytest.raises(qfx.CaptureError, match="overwrites"):
+        qfx.capture_graph(model, rand(3, 4))
+
+
+class Positions(nn.Module):
+    """Embed positions; sequences longer than eight compute a table from their length and keep it (dynamic NTK)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 4)
+        self.table = torch.arange(4.0)
+        self.kept: int | Tensor = 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+        length = torch.max(positions) + 1
+        if length > self.kept:
+            self.table, self.kept = torch.arange(4.0) / torch.maximum(length, torch.tensor(8)), length
+        embedded: Tensor = self.out(x + (positions.unsqueeze(-1) * self.table).cos())
+        return embedded
+
+
+def refused(captured: Captured, batch: Any) -> bool:
+    try:
+        captured.signature.flatten((batch,), {})
+    except qfx.QuarkError as error:
+        return "another path" in str(error)
+    return False
+
+
+def test_a_branch_on_the_largest_position_limits_the_length() -> None:
+    for length, accepted in ((6, [3, 8]), (12, [9, 12, 20])):
+        model = seeded(Positions())
+        before = dict(vars(model))
+        captured = qfx.capture_graph(model, rand(2, length, 4))
+        assert all(vars(model)[name] is value for name, value in before.items())
+        for other in (3, 8, 9, 12, 20):
+            batch = rand(2, other, 4)
+            assert refused(captured, batch) == (other not in accepted)
+            if other in accepted:  # of a model that has seen nothing longer
+                torch.testing.assert_close(captured.module(batch)[0], seeded(Positions())(batch))
+
+
+def test_a_branch_on_positions_that_are_given_is_refused() -> None:
+    class Given(Positions):
+        def forward(self, x: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
+            return x * 2 if torch.max(positions) > 8 else x
+
+    with pytest.raises(qfx.CaptureError, match="depends on the values of a tensor"):
+        qfx.capture_graph(seeded(Given()), (rand(2, 6, 4), torch.arange(6)))
+
+
+def ids(length: int) -> Tensor:
+    return torch.arange(2 * length).reshape(2, length) * 7 % 63 + 1
+
+
+def language_model(name: str) -> Any:
+    shape: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "vocab_size": 64,
+        "pad_token_id": 0,
+    }
+    shape |= {"num_hidden_layers": 1, "num_key_value_heads": 2, "eos_token_id": None}
+    if name == "longrope":
+        factors = {"short_factor": [1.0 + i for i in range(8)], "long_factor": [3.0 + i for i in range(8)]}
+        rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+        config: Any = transformers.Phi3Config(**shape, max_position_embeddings=32, rope_parameters=rope | factors)
+        return seeded(transformers.Phi3ForCausalLM(config))
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    config = transformers.LlamaConfig(**shape, max_position_embeddings=8, rope_parameters=rope)
+    return seeded(transformers.LlamaForCausalLM(config))
+
+
+@pytest.mark.parametrize(("name", "example", "lengths"), [("longrope", 6, (3, 8, 9, 16)), ("dynamic", 12, (9, 12, 16))])
+def test_rotary_tables_that_depend_on_the_length(name: str, example: int, lengths: tuple[int, ...]) -> None:
+    model = language_model(name)
+    held = {key: (tensor, tensor.clone()) for key, tensor in model.named_buffers()}
+    captured = qfx.capture_graph(model, {"input_ids": ids(example)})
+    for key, tensor in model.named_buffers():
+        assert tensor is held[key][0]
+        assert torch.equal(tensor, held[key][1])
+    for length in lengths:
+        batch = {"input_ids": ids(length)}
+        flat = captured.signature.flatten((), batch)
+        with torch.no_grad():
+            expected = language_model(name)(**batch).logits
+            torch.testing.assert_close(captured.module(*flat)[0], expected, rtol=0, atol=1e-5)
