@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._inductor import config as inductor
 
 from quark_fx.errors import ConfigError, QuarkError
@@ -15,6 +17,7 @@ from quark_fx.graph.signature import Signature
 from quark_fx.model.kernels.lowering import KernelReport, use_kernels
 from quark_fx.model.kernels.modules import require_unchanged
 from quark_fx.model.kernels.residual import CONVOLVE_ONTO
+from quark_fx.system.isolation import warn
 
 if TYPE_CHECKING:
     from quark_fx.model.quantized_model import QuantizedModel
@@ -33,6 +36,7 @@ class CompiledModel(nn.Module):
     def __init__(self, graph_module: torch.fx.GraphModule, signature: Signature, report: KernelReport, **options: Any):
         super().__init__()
         self.graph_module, self.signature, self._report = graph_module, signature, report
+        self._warned = False
         self._freezing = any(row.integer for row in report)
         self._pre_pass: Any = None
         if any(node.target is CONVOLVE_ONTO for node in graph_module.graph.nodes):
@@ -66,11 +70,22 @@ class CompiledModel(nn.Module):
         Raises:
             QuarkError: if the inputs differ in structure, rank, fixed dimensions or dtype.
         """
-        leaves = self.signature.flatten(args, kwargs)
+        # One memory layout, without gradients: torch compiles again for each.
+        leaves = [leaf.detach().contiguous() for leaf in self.signature.flatten(args, kwargs)]
         # Packed weights are constants to the kernels, which torch asks for while it compiles a call of new sizes.
         pre_pass = inductor.post_grad_custom_pre_pass or self._pre_pass  # a pass of the user's own stays
         with torch.no_grad(), inductor.patch(freezing=self._freezing, post_grad_custom_pre_pass=pre_pass):
-            return self.signature.unflatten(self._run(*leaves))
+            try:
+                return self.signature.unflatten(self._run(*leaves))
+            except FailOnRecompileLimitHit:
+                if not self._warned:
+                    warn(
+                        f"torch compiled this model for {dynamo.recompile_limit} sizes of its inputs, its limit; other "
+                        "sizes run without being compiled, which is slower; call compile(dynamic=True), or raise "
+                        "torch._dynamo.config.recompile_limit"
+                    )
+                self._warned = True
+                return self.signature.unflatten(self.graph_module(*leaves))
 
     def compile(self, **options: Any) -> NoReturn:
         """Refuse: the model is compiled.

@@ -556,9 +556,13 @@ def _install(owner: nn.Module, leaf: str, constant: Constant, shared: dict[tuple
 
 
 def _install_trained(owner: nn.Module, leaf: str, constant: Constant, trained: Trained) -> bool:
-    """Make a parameter that is trained the parameter `leaf` of `owner`; tell whether there is one."""
+    """Make a parameter that is trained, or a buffer next to it, `leaf` of `owner`; tell whether there is one."""
     weight, value = trained.weights.get(constant.names[0]), trained.floats.get(constant.names[0])
-    if leaf in owner._buffers or (weight is None and value is None):
+    if leaf in owner._buffers:
+        if shares := constant.is_float and constant.names[0] in trained.buffers:
+            owner._buffers[leaf] = trained.buffers[constant.names[0]]  # what code of the model writes to it is kept
+        return shares
+    if weight is None and value is None:
         return False
     if value is not None and value.shape != constant.tensor.shape:
         return False

@@ -21,7 +21,8 @@ class FakeQuantize(nn.Module):
 
     Args:
         scale: float32, shaped by the granularity of `quark_fx.numbers.ops`; a parameter is learned.
-        zero_point: int32, or offsets in float32, the shape of `scale` or `()`; it stays.
+        zero_point: int32, or offsets in float32, the shape of `scale` or `()`; it stays. The buffer is float32, because
+            averages of integer buffers truncate.
         scheme: which codes are in use.
         axis: see `quark_fx.numbers.ops`.
         block_size: see `quark_fx.numbers.ops`.
@@ -52,7 +53,8 @@ class FakeQuantize(nn.Module):
             self.register_buffer("start", scale.detach().clone())
         else:
             self.register_buffer("scale", scale)
-        self.register_buffer("zero_point", zero_point)
+        self.register_buffer("zero_point", zero_point.to(torch.float32, copy=True))
+        self._offsets = zero_point.is_floating_point()
         self.scheme, self.axis, self.block_size = scheme, axis, block_size
         self.dtype, self.pairs, self.factors = dtype, pairs, factors
 
@@ -68,25 +70,30 @@ class FakeQuantize(nn.Module):
             step = torch.maximum(self.scale * sign, self.start.abs() * _SMALLEST_SHARE) * sign
         return ops.straight_through(step, self.scale)
 
+    def point(self) -> Tensor:
+        """Return the zero point in use, in the dtype that graphs store."""
+        return self.zero_point if self._offsets else self.zero_point.round().to(torch.int32)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the values of the codes of `x`; its gradient is 1 within the clip range, 0 outside of it."""
         step, (low, high), layout = self.step(), self.scheme.limits, (self.axis, self.block_size)
-        value: Tensor = ops.fake_quantize(x.float(), step, self.zero_point, str(self.scheme.format), *layout, low, high)
+        point = self.point()
+        value: Tensor = ops.fake_quantize(x.float(), step, point, str(self.scheme.format), *layout, low, high)
         if self.pairs is not None or self.scheme.format.bits > 16:
             with torch.no_grad():
                 codes = self.codes(x)
-                stored = ops.dequantize(codes, step, self.zero_point, str(self.scheme.format), *layout)
+                stored = ops.dequantize(codes, step, point, str(self.scheme.format), *layout)
             value = ops.straight_through(stored, value)
         return value.to(self.dtype)
 
     @torch.no_grad()
     def codes(self, x: Tensor) -> Tensor:
         """Return the codes of `x`, in the format's dtype."""
-        step = self.step()
-        codes = ops.encode(x.float(), QParams(step, self.zero_point), self.scheme, self.axis, self.block_size)
+        step, point = self.step(), self.point()
+        codes = ops.encode(x.float(), QParams(step, point), self.scheme, self.axis, self.block_size)
         if self.pairs is None:
             return codes
-        position, zero_point = (ops.spread(p, x, self.axis, self.block_size) for p in (step, self.zero_point))
+        position, zero_point = (ops.spread(p, x, self.axis, self.block_size) for p in (step, point))
         return self.pairs.lowered(codes, x.float() / position + zero_point)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FakeQuantize:
@@ -129,11 +136,13 @@ class Trained:
         weights: float values and what rounds them, by the name of their codes.
         floats: parameters that stay in float.
         activations: what rounds activations, by the name of their scale.
+        buffers: tensors of the graph that are no parameters.
     """
 
     weights: Mapping[str, tuple[nn.Parameter, FakeQuantize | Cast]] = field(default_factory=dict)
     floats: Mapping[str, nn.Parameter] = field(default_factory=dict)
     activations: Mapping[str, FakeQuantize] = field(default_factory=dict)
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def require_float32(fn: Callable[[Tensor], Tensor]) -> None:

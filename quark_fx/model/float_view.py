@@ -112,8 +112,8 @@ class FloatView:
                 self._values[node] = self._copy(lookup, node, lambda n: rows if n is codes else self._value(n)), None
             elif (found := constant_of(self._gm, node)) is not None:
                 self._values[node] = self._constant(node, found), None
-            elif name == DEQUANTIZE or _is_cast_by_conversion(node.args[0]):
-                self._values[node] = self._rounded(node)
+            elif name == DEQUANTIZE or (_is_cast_by_conversion(node.args[0]) and node.args[0] not in self._values):
+                self._values[node] = self._rounded(node)  # the second cast of two: the first makes no value
             return True
         if node.meta.get("factor"):
             value, *factors = node.all_input_nodes

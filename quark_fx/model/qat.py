@@ -7,7 +7,7 @@ for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from quark_fx.graph.nodes import (
     is_finite,
     own_tensors,
     set_parameter,
+    stored_tensors,
     target_name,
     tensor_of,
 )
@@ -100,7 +101,8 @@ class QATModel(nn.Module):
         object.__setattr__(self, "quantized", qmodel)  # not a submodule: its codes are no state of this one
         self.signature = qmodel.signature
         prepared = _Preparation(qmodel, scales)
-        self._weights, self._floats, self._activations = prepared.weights, prepared.floats, prepared.activations
+        self._weights, self._floats = prepared.weights, prepared.floats
+        self._activations, self._points = prepared.activations, prepared.points
         self.graph_module = prepared.gm
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,14 +115,17 @@ class QATModel(nn.Module):
 
     @torch.no_grad()
     def convert(self) -> QuantizedModel:
-        """Return the quantized model of the parameters as they are now; it computes what this one does, bit for bit.
+        """Return the quantized model of the current state; it computes what this one does, bit for bit.
+
+        The state is that of this object: parameters, scales, zero points, and buffers, also after `load_state_dict`,
+        in a copy, or in an average of several models.
 
         Raises:
             CalibrationError: if a parameter is not finite; the message names it.
         """
         _require_finite(self)
         trained, report = self._trained(), self.quantized.report()
-        gm = own_tensors(copy_graph(self.quantized.graph_module))
+        gm = own_tensors(self._current_graph(trained.buffers))
         rows, changes = list(report.rows), []
         for name, weight in self._weights.items():
             value, quantizer = trained.weights[name]
@@ -128,6 +133,7 @@ class QATModel(nn.Module):
             set_parameter(gm, name, codes)
             if isinstance(quantizer, FakeQuantize):
                 set_parameter(gm, weight.constant.names[1], quantizer.step().clone())
+                set_parameter(gm, weight.constant.names[2], quantizer.point().clone())
             share = share_changed(weight.constant.tensor.to(codes.device), codes)
             changes.append(Change(weight.name, f"{share:.1%} of the codes", share > 0, seconds=math.nan))
             rows = [_updated(row, value, quantizer) if weight.is_of(row) else row for row in rows]
@@ -135,6 +141,7 @@ class QATModel(nn.Module):
             set_parameter(gm, name, parameter.detach().clone())
         for name, quantizer in trained.activations.items():
             set_parameter(gm, name, quantizer.step().clone())
+            set_parameter(gm, self._points[name], quantizer.point().clone())
         record = PassRecord("QAT", sum(c.changed for c in changes), math.nan, tuple(changes), validated=False)
         result = self.quantized.with_graph(gm, rows, (*report.passes, record))
         return result.to(device_of(self.graph_module))
@@ -152,7 +159,15 @@ class QATModel(nn.Module):
         """
         from quark_fx.model.eager import eager
 
-        return eager(self.quantized, model, trained=self._trained())
+        trained = self._trained()
+        return eager(self.quantized.with_graph(self._current_graph(trained.buffers)), model, trained=trained)
+
+    def _current_graph(self, buffers: Mapping[str, Tensor]) -> GraphModule:
+        """Return a copy of the quantized graph that reads the current buffers."""
+        gm = copy_graph(self.quantized.graph_module)
+        for name in stored_tensors(gm).keys() & buffers.keys():
+            set_parameter(gm, name, buffers[name])
+        return gm
 
     def _trained(self) -> Trained:
         gm = self.graph_module
@@ -161,7 +176,9 @@ class QATModel(nn.Module):
             for name, weight in self._weights.items()
         }
         activations: dict[str, Any] = {name: gm.get_submodule(path) for name, path in self._activations.items()}
-        return Trained(weights, {name: tensor_of(gm, name) for name in self._floats}, activations)  # type: ignore[misc]
+        floats: dict[str, Any] = {name: tensor_of(gm, name) for name in self._floats}
+        buffers = {n: t for n, t in stored_tensors(gm).items() if not isinstance(t, nn.Parameter)}
+        return Trained(weights, floats, activations, buffers)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QATModel:
         require_float32(fn)
@@ -217,6 +234,7 @@ class _Preparation:
         self.weights: dict[str, _Weight] = {}
         self.floats: list[str] = []
         self.activations: dict[str, str] = {}
+        self.points: dict[str, str] = {}  # names of zero points, by those of the scales
         self.steps: dict[str, Tensor] = {}
         self.buffers, self.read_as_is = buffer_names(self.gm), self._read_as_is()
         self._expose_values(qmodel.graph_module)
@@ -335,7 +353,7 @@ class _Preparation:
             specs = [self.config.weight, *(o.weight for o in self.config.overrides), self.config.bias]
             modules[codes] = FakeQuantize(
                 self._step(constant.names[1], str(stored.format), specs),
-                stored.zero_point.clone(),
+                stored.zero_point,
                 _scheme(stored, specs),
                 stored.axis,
                 stored.block_size,
@@ -400,9 +418,9 @@ class _Preparation:
                 self.gm, scale.removesuffix("_scale") if scale.endswith("_scale") else f"{scale}_quantizer"
             )
             scheme = Scheme(format=parse_format(fmt), symmetry=Symmetry.SYMMETRIC_FULL)
-            step, point = self._step(scale, fmt, specs), tensor_of(self.gm, zero_point).clone()
+            step, point = self._step(scale, fmt, specs), tensor_of(self.gm, zero_point)
             self.gm.add_submodule(path, FakeQuantize(step, point, scheme, axis, block_size, dtype=dtype))
-            self.activations[scale] = path
+            self.activations[scale], self.points[scale] = path, zero_point
         return self.activations[scale]
 
     def _step(self, name: str, fmt: str, specs: Iterable[Any]) -> Tensor:

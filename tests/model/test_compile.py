@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -576,3 +578,22 @@ def test_torch_compile_reads_codes_where_there_is_one_row() -> None:
     for x in (ROWS[:1, :1], ROWS):
         expected = qmodel(x)
         torch.testing.assert_close(compiled(x), expected, rtol=0, atol=64 * 2**-22 * float(expected.abs().max()))
+
+
+def test_any_number_of_layouts_and_sizes_runs() -> None:
+    x, free = rand(4, 8, 3, 5), torch.export.Dim.AUTO
+    model = seeded(nn.Sequential(nn.Conv2d(8, 16, 1), nn.ReLU()))
+    sizes = {"input": {0: free, 2: free, 3: free}}
+    qmodel = qfx.quantize(model, STATIC, [x], progress=False, dynamic_shapes=sizes)
+    compiled = qmodel.compile(backend="eager", dynamic=False)
+    (wanted,) = compiled.graph_module(x)
+    for order in permutations(range(4)):
+        image = x.permute(order).contiguous().permute([order.index(i) for i in range(4)])
+        assert torch.equal(compiled(image.requires_grad_()), wanted)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        results = {rows: compiled(rand(rows, 8, 3, 5)) for rows in (*range(1, 12), 1)}
+    assert all(torch.equal(y, compiled.graph_module(rand(rows, 8, 3, 5))[0]) for rows, y in results.items())
+    (message,) = [str(warning.message) for warning in seen if "sizes" in str(warning.message)]
+    assert "for 8 sizes of its inputs, its limit" in message
+    assert "call compile(dynamic=True)" in message

@@ -793,3 +793,20 @@ def test_a_recurrent_layer_trains_the_weights_that_it_computes_with() -> None:
     codes = [qmodel.graph_module, trained.convert().graph_module]
     first, second = (gm.get_buffer("0.weight_hh_l0_codes") for gm in codes)
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("preset", ["fp16", "bf16"])
+def test_rows_of_a_table_in_half_precision_are_rounded_by_what_reads_them(preset: str) -> None:
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.last = nn.Embedding(11, 16), nn.Linear(16, 16)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            rows = self.embed(ids)
+            y: Tensor = self.last(self.last(rows)) + self.last(rows.reshape(-1, 16)).reshape(rows.shape)
+            return y
+
+    for model in (nn.Sequential(nn.Embedding(11, 16), nn.Linear(16, 8)), Chain()):
+        qmodel = quantize(seeded(model), preset, tokens())
+        require_same(qmodel, qmodel.eager(), *tokens(4, 1, 6))

@@ -18,6 +18,7 @@ from tiny import Cnn, Mlp, rand, seeded
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import quark_fx as qfx
 from quark_fx import ops
@@ -394,6 +395,65 @@ def test_copies_and_state_dicts_continue_the_training() -> None:
     assert not torch.equal(copied(x), qat(x))
     with pytest.raises(RuntimeError, match="float32"):
         qat.half()
+
+
+class _Normalized(nn.Module):
+    """Has a batch norm that nothing folds, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm1d(8), nn.Linear(8, 4)
+        self.register_buffer("shift", torch.linspace(-1, 1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last((self.norm(x) + self.shift).relu())
+        return y
+
+
+FREE_POINTS = qfx.QuantConfig(
+    weight=qfx.TensorSpec(format=UINT4, granularity=qfx.Granularity.CHANNEL, symmetry=qfx.Symmetry.ASYMMETRIC),
+    input=qfx.TensorSpec(format=qfx.formats.UINT8, symmetry=qfx.Symmetry.ASYMMETRIC),
+    target="torch",
+)
+
+
+@pytest.mark.parametrize("scales", [False, True])
+def test_an_average_a_loaded_state_and_a_copy_are_converted_with_their_own_state(scales: bool) -> None:
+    x, other = rand(32, 8), 3 * rand(32, 8, seed=7) + 1
+    model = seeded(_Normalized())
+    qat = qfx.prepare_qat(qfx.quantize(model, FREE_POINTS, [x], progress=False), scales=scales)
+    average = AveragedModel(qat, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    points = {name: b.clone() for name, b in average.named_buffers() if name.endswith("zero_point")}
+    for _ in range(9):
+        steps(qat, x, 1, 0.05)
+        average.update_parameters(qat)
+    assert len(points) == 2
+    assert all(torch.equal(b, points[name]) for name, b in average.named_buffers() if name in points), "they stay"
+    elsewhere = qfx.prepare_qat(qfx.quantize(_Normalized().eval(), FREE_POINTS, [other], progress=False), scales=scales)
+    loaded = qfx.prepare_qat(qfx.quantize(model, FREE_POINTS, [x], progress=False), scales=scales)
+    loaded.load_state_dict(elsewhere.state_dict())
+    assert torch.equal(loaded(x), elsewhere(x))
+    written = copy.deepcopy(qat)
+    with torch.no_grad():
+        for buffer in written.buffers():
+            buffer += 1 if buffer.dim() == 0 else 0.25 * buffer.abs()
+    for other_model in (average.module, loaded, written):
+        result = other_model.convert()
+        assert torch.equal(result(x), other_model(x))
+        assert torch.equal(other_model.eager()(x), other_model(x))
+        assert torch.equal(result.eager()(x), other_model(x))
+        assert not torch.equal(result(x), qat.convert()(x))
+
+
+def test_statistics_that_the_original_module_updates_are_those_of_the_graph() -> None:
+    x = rand(32, 8)
+    qat = qfx.prepare_qat(qfx.quantize(seeded(_Normalized()), FREE_POINTS, [x], progress=False))
+    module, before = qat.eager().train(), qat(x)
+    module(3 * x + 1)
+    assert torch.equal(module.eval()(x), qat(x))
+    assert torch.equal(qat.convert()(x), qat(x))
+    assert not torch.equal(qat(x), before)
+    assert torch.equal(qat.quantized(x), before)
 
 
 def test_a_compiled_model_has_the_same_gradients() -> None:
