@@ -275,14 +275,12 @@ def _check(path: Path) -> None:
 
 def float_bytes(model: nn.Module, graph: torch.fx.GraphModule, path: Path) -> tuple[int, bool]:
     """Return the bytes of the float model's ONNX file, and whether it could be written."""
-    for decomposed in (True, False):
-        try:
-            program = to_exported_program(graph, decomposed=decomposed)
-            torch.onnx.export(program, (), path, dynamo=True, optimize=True, verbose=False)
-        except Exception as error:  # the exporter's own, whatever they are
-            traceback.print_exception(error)
-        else:
-            return written(path), True
+    try:
+        torch.onnx.export(to_exported_program(graph), (), path, dynamo=True, optimize=True, verbose=False)
+    except Exception as error:  # of any kind: the exporter raises what the lowerings raise
+        traceback.print_exception(error)
+    else:
+        return written(path), True
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.nbytes for t in tensors.values()), False
 

@@ -29,24 +29,12 @@ if TYPE_CHECKING:
     from torch.utils._sympy.value_ranges import ValueRanges
 
 
-class LoweredProgram(ExportedProgram):
-    """A program whose operators all have a lowering: decomposing it would retrace it to find nothing to do."""
-
-    def run_decompositions(self, decomp_table: Any = None, **options: Any) -> ExportedProgram:
-        """Return the program itself."""
-        return self
-
-
-def to_exported_program(
-    gm: GraphModule, *, decomposed: bool = False, signature: Signature | None = None
-) -> ExportedProgram:
+def to_exported_program(gm: GraphModule, *, signature: Signature | None = None) -> ExportedProgram:
     """Return `gm` (flat inputs, tuple of flat outputs) as an `ExportedProgram` that shares its tensors.
 
     Args:
-        gm: a functional graph in which every node has a fake value.
-        decomposed: every operator is known to have a lowering, so `run_decompositions` may do nothing.
-        signature: how the program is called, and what it returns; default: flat inputs, and the flat outputs that are
-            tensors.
+        gm: Functional graph in which every node has a fake value.
+        signature: Arguments and results of the program; by default flat inputs, and the flat outputs that are tensors.
     """
     graph = Graph()
     names: dict[Node, Node] = {}
@@ -80,7 +68,7 @@ def to_exported_program(
         in_spec, out_spec = pytree.tree_structure(((0,) * arity, {})), pytree.tree_structure((0,) * len(outputs))
     else:
         in_spec, out_spec = signature.positional_spec, signature.out_spec
-    return (LoweredProgram if decomposed else ExportedProgram)(
+    return ExportedProgram(
         root=torch.nn.Module(),
         graph=graph,
         graph_signature=ExportGraphSignature(inputs, outputs),

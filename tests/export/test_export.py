@@ -17,15 +17,14 @@ from onnx import TensorProto, numpy_helper
 from tiny import WHOLE_PRESETS, cnn, images, mlp, quantize, rand, seeded, tokens
 from torch import Tensor, nn
 from torch.export import Dim
-from torch.fx import GraphModule
 from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import ZOO
 
 import quark_fx as qfx
 import quark_fx.export.to_onnx.lowering  # fills the table
 from quark_fx.config.quant_config import Granularity, QuantConfig, Target, TensorSpec
-from quark_fx.export.program import to_exported_program
 from quark_fx.export.to_onnx.table import LOWERINGS, translation_table
+from quark_fx.export.to_onnx.translation import translate
 from quark_fx.numbers.formats import INT4, SM5, UINT4
 from quark_fx.presets import INT8_DYNAMIC, INT8_STATIC, PRESETS
 
@@ -647,10 +646,10 @@ MADE = {"language model": language_model, "transposed": transposed}
 def test_no_operator_has_the_whole_graph_decomposed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch decomposes a graph by tracing it again, which takes several times as long as translating it."""
 
-    def translated(gm: GraphModule, *, decomposed: bool) -> Any:
-        assert decomposed, "an operator has no lowering of its own"
-        return to_exported_program(gm, decomposed=decomposed)
+    def translated(*args: Any, decompose: bool, **options: Any) -> Any:
+        assert not decompose, "an operator has no lowering"
+        return translate(*args, decompose=decompose, **options)
 
-    monkeypatch.setattr("quark_fx.export.to_onnx.export_onnx.to_exported_program", translated)
+    monkeypatch.setattr("quark_fx.export.to_onnx.export_onnx.translate", translated)
     model, batch = (ZOO[name].make(), ZOO[name].batches[0]) if name in ZOO else MADE[name]()
     qfx.export.onnx(quantize(seeded(model), "int8_weight_only", [batch]), tmp_path / "m.onnx")

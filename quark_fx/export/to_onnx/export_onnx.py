@@ -217,14 +217,14 @@ def _translate(gm: GraphModule, input_names: Sequence[str], output_names: Sequen
     names = [name for name, node in zip(input_names, places, strict=True) if _is_tensor(node)]
     result_names = [name for name, node in zip(output_names, results, strict=True) if _is_tensor(node)]
     errors: list[Exception] = []
-    for decomposed in (True, False):
-        program = to_exported_program(gm, decomposed=decomposed)
+    for decompose in (False, True):
+        program = to_exported_program(gm)
         try:
             # The exporter traces again on this graph's fake values; sizes that it makes up must not stay pending there,
             # or `compile` fails.
             sizes = fake_mode(gm).shape_env
             with _quiet_exporter(), nullcontext() if sizes is None else sizes.ignore_fresh_unbacked_symbols():
-                model = translate(program, names, result_names, opset=opset)
+                model = translate(program, names, result_names, opset=opset, decompose=decompose)
         except torch.onnx.OnnxExporterError as error:
             # Some operator has no lowering as it stands: let torch decompose the graph and try again.
             errors.append(error)

@@ -1,9 +1,8 @@
-"""Hand a program to torch's ONNX exporter, without paying for its table of lowerings every time."""
+"""Hand a program to torch's ONNX exporter."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,40 +12,73 @@ from torch.export import ExportedProgram
 from quark_fx.export.to_onnx.table import translation_table
 
 
-def translate(program: ExportedProgram, input_names: Sequence[str], output_names: Sequence[str], *, opset: int) -> Any:
+def translate(
+    program: ExportedProgram, input_names: Sequence[str], output_names: Sequence[str], *, opset: int, decompose: bool
+) -> Any:
     """Return the `onnx_ir.Model` of `program`, not optimized.
 
-    `torch.onnx.export` builds its table of some 500 lowerings anew in every call, which takes longer than
-    translating a ResNet. Where torch lets a table be handed over, it is built once per process.
+    Args:
+        program: Program with flat inputs and outputs.
+        input_names: Names of the inputs in the file.
+        output_names: Names of the outputs in the file.
+        opset: Version of ONNX's operators.
+        decompose: Whether torch first replaces operators that have no lowering by others, which traces the graph again.
 
     Raises:
         torch.onnx.OnnxExporterError: if an operator has no lowering.
     """
-    options: dict[str, Any] = {
-        "input_names": list(input_names),
-        "output_names": list(output_names),
-        "opset_version": opset,
-        "optimize": False,
-        "verbose": False,
-    }
-    table = translation_table()
-    if (export := _export_with_registry()) is not None:
-        return export(program, (), registry=_registry(opset, tuple(table.items())), **options).model
-    exported = torch.onnx.export(program, (), dynamo=True, custom_translation_table=table, **options)
+    exporter = None if decompose else _exporter()
+    if exporter is not None:
+        return exporter(program, list(input_names), list(output_names), opset)
+    exported = torch.onnx.export(
+        program,
+        (),
+        dynamo=True,
+        custom_translation_table=translation_table(),
+        input_names=list(input_names),
+        output_names=list(output_names),
+        opset_version=opset,
+        optimize=False,
+        verbose=False,
+    )
     assert exported is not None
     return exported.model
 
 
 @functools.cache
-def _export_with_registry() -> Callable[..., Any] | None:
-    """Return the function behind `torch.onnx.export` that takes a table, if this torch has it."""
+def _exporter() -> Callable[[ExportedProgram, list[str], list[str], int], Any] | None:
+    """Return the steps of `torch.onnx.export` without decomposition, if this torch has them.
+
+    `torch.onnx.export` builds two tables in every call: some 500 lowerings, and the decompositions of all other
+    operators. Together they take longer than the translation of a ResNet.
+    """
     try:
-        from torch.onnx._internal.exporter import _core, _registration  # noqa: F401
-    except ImportError:
+        from torch.fx.experimental import _config
+        from torch.onnx._internal._lazy_import import onnxscript_apis
+        from torch.onnx._internal.exporter import _core, _errors, _fx_passes, _ir_passes
+
+        promote, clean = _fx_passes.insert_type_promotion_nodes, _fx_passes.remove_assertion_nodes
+        to_model = _core._exported_program_to_onnx_program
+        convert = onnxscript_apis.convert_version
+        rename_inputs, rename_outputs = _ir_passes.rename_inputs, _ir_passes.rename_outputs
+        failure = _errors.ConversionError
+    except (ImportError, AttributeError):
         return None
-    export = getattr(_core, "export", None)
-    needed = {"registry", "input_names", "output_names", "opset_version", "optimize", "verbose"}
-    return export if export is not None and needed <= set(inspect.signature(export).parameters) else None
+
+    def export(program: ExportedProgram, input_names: list[str], output_names: list[str], opset: int) -> Any:
+        try:
+            with _config.patch(backed_size_oblivious=True):  # as torch does: sizes of 0 and 1 are not special
+                promote(program.graph_module)
+                clean(program.graph_module)
+            model = to_model(program, registry=_registry(opset, tuple(translation_table().items()))).model
+        except Exception as error:
+            raise failure(str(error)) from error
+        model = convert(model, opset)
+        rename_inputs(model, input_names)
+        rename_outputs(model, output_names)
+        return model
+
+    return export
 
 
 @functools.cache
