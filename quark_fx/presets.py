@@ -9,7 +9,7 @@ from quark_fx.config.named import PRESETS as PRESETS
 from quark_fx.config.named import preset as preset
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, TensorSpec
 from quark_fx.numbers.formats import BF16 as BFLOAT16
-from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, INT16, INT32, UINT8, FloatFormat
+from quark_fx.numbers.formats import FP8_E4M3, INT4, INT8, INT16, INT32, UINT8
 from quark_fx.numbers.formats import FP16 as FLOAT16
 from quark_fx.numbers.qparams import ScaleType, Symmetry
 from quark_fx.observers import Adjusted, Mse, PowerOfTwoMinMse
@@ -177,7 +177,7 @@ FP8_DYNAMIC = QuantConfig(
 def _block(weight: TensorSpec, *, weight_only: bool = False) -> QuantConfig:
     """Return a configuration of a block format; the scales of weights in floats are those of smallest squared error."""
     return QuantConfig(
-        weight=weight.replace(observer=Mse()) if isinstance(weight.format, FloatFormat) else weight,
+        weight=weight if weight.format.is_integer else weight.replace(observer=Mse()),
         input=None if weight_only else weight.replace(dynamic=True),
         passes=_FUSE,
         exclude=_IN_FLOAT,

@@ -22,7 +22,7 @@ from quark_fx.errors import ConfigError
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import named_nodes, parameter, placeholders
 from quark_fx.graph.pass_manager import pass_name
-from quark_fx.numbers.formats import INT8, INT16, UINT8, IntFormat
+from quark_fx.numbers.formats import INT8, INT16, UINT8
 from quark_fx.numbers.ops import dynamic_qparams, fake_quantize
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.numbers.rotation import Rotation
@@ -283,7 +283,7 @@ def _other_activations(spec: TensorSpec) -> Iterator[tuple[str, TensorSpec, bool
     if not spec.dynamic and spec.observer == MinMax():
         yield "observer Mse", spec.replace(observer=Mse()), False
         yield "observer Percentile(99.9)", spec.replace(observer=Percentile(percentile=99.9)), False
-    if isinstance(spec.format, IntFormat) and spec.format.bits < 16 and not spec.dynamic:
+    if spec.format.is_integer and spec.format.bits < 16 and not spec.dynamic:
         yield "int16 activation", spec.replace(format=INT16), True
 
 
@@ -294,7 +294,7 @@ def _other_weights(spec: TensorSpec) -> Iterator[tuple[str, TensorSpec, bool]]:
         yield "weight observer Mse", spec.replace(observer=Mse()), False
     if spec.granularity is Granularity.TENSOR and not spec.is_cast:
         yield "a weight scale per channel", spec.replace(granularity=Granularity.CHANNEL), False
-    if isinstance(spec.format, IntFormat) and spec.format.bits < (8 if offsets else 16):
+    if spec.format.is_integer and spec.format.bits < (8 if offsets else 16):
         fmt = UINT8 if offsets else INT8 if spec.format.bits < 8 else INT16
         yield f"{fmt} weight", spec.replace(format=fmt), True
 

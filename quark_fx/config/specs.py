@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from quark_fx.errors import ConfigError
-from quark_fx.numbers.formats import FloatFormat, Format, IntFormat
+from quark_fx.numbers.formats import Format
 from quark_fx.numbers.ops import Measurement
 from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
 from quark_fx.observers import Adjusted, Distribution, MinMax, NonOverflow, Observer, Placeholder, PowerOfTwoMinMse
@@ -90,8 +90,7 @@ class TensorSpec:
                 f"scale_type='{self.scale_type}' is for scales of sub-groups of weights: set sub_group_size",
             ),
             (
-                self.symmetry is Symmetry.OFFSET
-                and (isinstance(self.format, FloatFormat) or self.format.signed or self.dynamic or not self.group_size),
+                self.symmetry is Symmetry.OFFSET and (self.format.signed or self.dynamic or not self.group_size),
                 "symmetry='offset' is for weights in unsigned integers, in groups: set format='uint4' and group_size",
             ),
             (
@@ -117,12 +116,12 @@ class TensorSpec:
                 "scale_type='fp8_e4m3' is for scales of groups in a tensor; set granularity='group' and group_size",
             ),
             (
-                isinstance(self.format, FloatFormat) and self.symmetry is Symmetry.ASYMMETRIC,
+                not self.format.is_integer and self.symmetry is Symmetry.ASYMMETRIC,
                 f"{self.format} is symmetric; drop symmetry='asymmetric' or choose an integer format",
             ),
             (
                 self.symmetry is Symmetry.SIGN_AWARE
-                and (self.dynamic or isinstance(self.format, FloatFormat) or not self.format.signed),
+                and (self.dynamic or not self.format.is_integer or not self.format.signed),
                 "symmetry='sign_aware' is for weights in signed integers",
             ),
             (
@@ -139,7 +138,7 @@ class TensorSpec:
                 f"observer {type(finder).__name__} chooses power-of-two scales; set scale_type='power_of_two'",
             ),
             (
-                isinstance(finder, Distribution) and (cast or not isinstance(self.format, FloatFormat)),
+                isinstance(finder, Distribution) and (cast or self.format.is_integer),
                 f"observer Distribution fits floats of 4 to 8 bits, not {self.format}; choose another observer",
             ),
             (
@@ -155,12 +154,11 @@ class TensorSpec:
                 "a dynamic range has float32 scales, or such of 8 bits; drop scale_type",
             ),
             (
-                isinstance(self.format, IntFormat) and not self.format.signed and self.format.bits > 16,
+                not self.format.signed and self.format.bits > 16,
                 f"unsigned codes have at most 16 bits, as zero points are int32; use uint16 or int{self.format.bits}",
             ),
             (
-                self.reduce_range
-                and (self.dynamic or isinstance(self.format, FloatFormat) or self.format.bits not in (8, 16)),
+                self.reduce_range and (self.dynamic or not self.format.is_integer or self.format.bits not in (8, 16)),
                 f"reduce_range is for weights in integers of 8 or 16 bits, not {self.format}; drop it",
             ),
             (self.dynamic and cast, f"{self.format} has no range to measure; drop dynamic=True"),
@@ -186,10 +184,9 @@ class TensorSpec:
     @property
     def scheme(self) -> Scheme:
         """Format, symmetry and kind of scale: what the numerics need."""
-        signed = isinstance(self.format, FloatFormat) or self.format.signed
         return Scheme(
             format=self.format,
-            symmetry=self.symmetry or (Symmetry.SYMMETRIC if signed else Symmetry.ASYMMETRIC),
+            symmetry=self.symmetry or (Symmetry.SYMMETRIC if self.format.signed else Symmetry.ASYMMETRIC),
             scale_type=self.scale_type,
             reduce_range=self.reduce_range,
         )
@@ -202,7 +199,7 @@ class TensorSpec:
     @property
     def is_cast(self) -> bool:
         """Whether the format is reached by a plain cast."""
-        return isinstance(self.format, FloatFormat) and not self.format.needs_scale
+        return not self.format.needs_scale
 
     @property
     def is_calibrated(self) -> bool:

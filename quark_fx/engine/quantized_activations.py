@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from quark_fx.engine.quantized_weights import quantized_weights
 from quark_fx.graph.nodes import QUANTIZE, is_parameter, parameter, target_name, tensor_of
-from quark_fx.numbers.formats import INT32, IntFormat, parse_format
+from quark_fx.numbers.formats import INT32, parse_format
 from quark_fx.numbers.qparams import QParams
 from quark_fx.plan.placement import PlannedOperator, Rounding
 
@@ -37,7 +37,6 @@ class QuantizedActivation:
     def most(self, gm: GraphModule) -> float:
         """Return the largest scale at which saturation still performs the dropped clamps, the zero point staying."""
         zero_point, fmt = int(tensor_of(gm, self.zero_point_name)), self.rounding.spec.format
-        assert isinstance(fmt, IntFormat)
         # An end has to be rounded to the last code or beyond; a millionth keeps rounding errors out of it.
         ends = (self.rounding.low, fmt.qmin - zero_point + 0.5), (self.rounding.high, fmt.qmax - zero_point - 0.5)
         most = (end / code for end, code in ends if math.isfinite(end) and end * code > 0)
@@ -89,7 +88,7 @@ def _quantizers(gm: GraphModule) -> Iterator[Node]:
     """Yield what quantizes an activation to integers with a scale per tensor that is stored."""
     for node in gm.graph.nodes:
         if target_name(node) == QUANTIZE and is_parameter(node.args[1]):
-            whole = isinstance(parse_format(str(node.args[3])), IntFormat)
+            whole = parse_format(str(node.args[3])).is_integer
             if whole and parameter(gm, node.args[1]).dim() == 0:
                 yield node
 

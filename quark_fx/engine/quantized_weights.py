@@ -16,7 +16,7 @@ from quark_fx.engine.context import Context
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import DEQUANTIZE, is_parameter, parameter, target_name, tensor_of
 from quark_fx.graph.pass_manager import Change
-from quark_fx.numbers.formats import INT32, IntFormat, parse_format
+from quark_fx.numbers.formats import INT32, parse_format
 from quark_fx.numbers.grid import Grid
 from quark_fx.numbers.layout import Layout
 from quark_fx.numbers.qparams import QParams, ScaleType, Scheme, Symmetry
@@ -200,7 +200,7 @@ class QuantizedWeight:
         if node is None or node.op == "get_attr":
             return None if node is None else StoredBias(node)
         stored = target_name(node) == DEQUANTIZE and is_parameter(node.args[0])
-        return StoredBias(node) if stored and isinstance(parse_format(str(node.args[3])), IntFormat) else None
+        return StoredBias(node) if stored and parse_format(str(node.args[3])).is_integer else None
 
     @property
     def int32_bias(self) -> StoredBias | None:

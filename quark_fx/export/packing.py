@@ -7,7 +7,6 @@ from torch import Tensor
 
 from quark_fx.errors import ExportError
 from quark_fx.model.constants import Constant
-from quark_fx.numbers.formats import Format, IntFormat
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -89,34 +88,6 @@ def half_scales(weight: QuantizedTensor) -> Tensor:
     return half
 
 
-def patterns(codes: Tensor, fmt: Format) -> Tensor:
-    """Return codes as integers from 0, int64: the bits of a float, its sign first; whole numbers from the smallest.
-
-    Args:
-        codes: in the dtype of the format, any shape.
-        fmt: of at most 8 bits.
-    """
-    if isinstance(fmt, IntFormat):
-        return codes.long() - fmt.qmin
-    levels = fmt.levels().float().to(codes.device)
-    magnitudes = torch.searchsorted(levels[levels >= 0].contiguous(), codes.float().abs().contiguous())
-    return magnitudes | codes.float().signbit().long() << fmt.bits - 1
-
-
-def pattern_values(fmt: Format) -> Tensor:
-    """Return what each of `patterns` stands for, float32.
-
-    >>> from quark_fx.numbers.formats import FP4_E2M1
-    >>> pattern_values(FP4_E2M1)[[1, 7, 9]].tolist()
-    [0.5, 6.0, -0.5]
-    """
-    if isinstance(fmt, IntFormat):
-        return torch.arange(fmt.qmin, fmt.qmax + 1).float()
-    levels = fmt.levels().float()
-    positive = levels[levels >= 0]
-    return torch.cat((positive, -positive))
-
-
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack the last dimension into int32 words: value `i` at the bits from `i * bits` on, the last word filled with 0.
 
@@ -156,7 +127,5 @@ __all__ = [
     "pack",
     "pack_awq",
     "pack_columns",
-    "pattern_values",
-    "patterns",
     "unsigned",
 ]

@@ -34,7 +34,7 @@ from quark_fx.graph.pass_manager import copy_graph
 from quark_fx.model.constants import Constant, constant_of, table_of
 from quark_fx.model.kernels.product import Activation, Rounded
 from quark_fx.model.quantized_model import QuantizedModel
-from quark_fx.numbers.formats import INT8, INT32, UINT8, Format, IntFormat, parse_format
+from quark_fx.numbers.formats import INT8, INT32, UINT8, Format, parse_format
 from quark_fx.numbers.qparams import ScaleType, Symmetry
 from quark_fx.system.isolation import isolated
 
@@ -214,13 +214,13 @@ def _limits(fmt: Format) -> tuple[int, int, torch.dtype]:
     return fmt.qmin - half, fmt.qmax - half, torch.int8 if half else fmt.dtype
 
 
-def _integers(fmt: Format) -> IntFormat:
-    if not isinstance(fmt, IntFormat) or fmt.bits > 16 or fmt.sign_magnitude:
+def _integers(fmt: Format) -> Format:
+    if not fmt.is_integer or fmt.bits > 16 or fmt.sign_magnitude:
         raise _UnsupportedError(f"codes in {fmt}")
     return fmt
 
 
-def _half(fmt: IntFormat) -> int:
+def _half(fmt: Format) -> int:
     """Return what is taken from unsigned codes of up to 8 bits, to make them signed."""
     return 0 if fmt.signed or fmt.bits > 8 else 1 << (fmt.bits - 1)
 

@@ -12,7 +12,7 @@ from quark_fx.config.named import PRESETS
 from quark_fx.config.quant_config import INHERIT, OperatorSpecs, Override, QuantConfig, TensorSpec
 from quark_fx.config.selection import Named, matches, without_numbers
 from quark_fx.errors import ConfigError
-from quark_fx.numbers.formats import FORMATS, LONG_NAMES, FloatFormat, IntFormat, parse_format
+from quark_fx.numbers.formats import FORMATS, as_format, parse_format
 from quark_fx.quantization import resolve
 from quark_fx.system.names import unknown
 
@@ -91,17 +91,15 @@ def candidates_of(given: Sequence[Any]) -> list[Candidate]:
 
 def _configuration(given: Any) -> QuantConfig | None:
     """Return what is a whole configuration, `None` for what is part of one."""
-    known = LONG_NAMES.get(given, given) if isinstance(given, str) else given
-    if isinstance(given, TensorSpec | IntFormat | FloatFormat) or known == FLOAT:
+    preset = isinstance(given, str) and given in PRESETS
+    if not preset and (isinstance(given, TensorSpec) or given == FLOAT or as_format(given) is not None):
         return None
-    if isinstance(known, str) and known not in PRESETS:
-        if known in FORMATS:
-            return None
-        try:
-            return resolve(known)
-        except ConfigError as error:
+    try:
+        return resolve(given)
+    except ConfigError as error:
+        if isinstance(given, str):
             raise unknown("preset or number format", given, (*PRESETS, *FORMATS)) from error
-    return resolve(given)
+        raise
 
 
 def _candidate(given: Any, whole: QuantConfig | None, first: QuantConfig) -> Candidate:

@@ -41,7 +41,7 @@ from quark_fx.graph.straight_through import quantize_of
 from quark_fx.model.constants import Constant, constant_of, parameter_name, table_of
 from quark_fx.model.fake_quantize import Cast, FakeQuantize, Trained, require_float32
 from quark_fx.model.quantized_model import QuantizedModel
-from quark_fx.numbers.formats import INT32, FloatFormat, parse_format
+from quark_fx.numbers.formats import INT32, parse_format
 from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
 from quark_fx.numbers.quantized_tensor import QuantizedTensor, sqnr
 from quark_fx.plan.pair_sums import PairBound, pair_bound
@@ -461,7 +461,7 @@ def _scheme(stored: QuantizedTensor, specs: Iterable[TensorSpec | Any]) -> Schem
     """Return which codes a constant may have: those of the narrowest spec of its format that has all it has now."""
     fmt = stored.format
     whole = Scheme(format=fmt, symmetry=Symmetry.SYMMETRIC_FULL)
-    if isinstance(fmt, FloatFormat):
+    if not fmt.is_integer:
         return whole
     least, most = (int(end) for end in torch.aminmax(stored.codes.to(torch.int64)))
     schemes = [spec.scheme for spec in specs if isinstance(spec, TensorSpec) and spec.format == fmt]

@@ -1,7 +1,7 @@
-"""Number formats: which codes exist, and which types hold them.
+"""Number formats: the codes that exist, their limits, and how values become codes and codes become values.
 
-A format is a frozen value. Scales, granularity and symmetry belong to `quark_fx.numbers.qparams.Scheme`; how a
-range is found belongs to an observer.
+A format is a frozen value. Scales, granularity, and symmetry belong to `quark_fx.numbers.qparams.Scheme`; observers
+find ranges. Code outside of this room uses the members of `Format` and never tests the class of a format.
 """
 
 from __future__ import annotations
@@ -9,28 +9,182 @@ from __future__ import annotations
 import functools
 import math
 import re
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from quark_fx.errors import ConfigError
 from quark_fx.system.options import Interval, checked, parsed
 from quark_fx.system.registry import Registry
 
+AT_ONCE = 1 << 20
+"""Number of values to process at a time: a few megabytes, which fit the caches of a processor."""
+
+
+class Format(ABC):
+    """Number format: integers, small floats, or a table of values.
+
+    All values here are in steps of the scale, `x / scale`; a format knows neither scales nor axes. Codes are what is
+    stored, in `dtype`.
+    """
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def bits(self) -> int:
+        """Bits of a stored code."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Torch dtype of the codes."""
+
+    @property
+    @abstractmethod
+    def limits(self) -> tuple[float, float]:
+        """Smallest and largest value."""
+
+    @property
+    @abstractmethod
+    def max_exponent(self) -> int:
+        """Exponent of the largest value, counted from the zero point: 8 for E4M3, 6 for int8."""
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal value; smaller values have the same distance."""
+        return self.max_exponent
+
+    @property
+    @abstractmethod
+    def mantissa(self) -> int:
+        """Bits after the leading one of the largest value."""
+
+    @abstractmethod
+    def levels(self) -> Tensor:
+        """Return every finite value, increasing, float64."""
+
+    @abstractmethod
+    def step(self, x: Tensor) -> Tensor:
+        """Return the distance between neighboring values at `x`, float32."""
+
+    @abstractmethod
+    def round_(self, x: Tensor, limits: tuple[float, float] | None = None) -> Tensor:
+        """Round `x`, float32, to the nearest value in place: ties to even, saturating.
+
+        Args:
+            x: Values; NaN stays.
+            limits: Range for integers; default: `self.limits`.
+        """
+
+    @property
+    def signed(self) -> bool:
+        """Whether there are negative values."""
+        return True
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether codes are integers, which a zero point can shift."""
+        return False
+
+    @property
+    def is_float(self) -> bool:
+        """Whether codes are floats with a sign, an exponent, and a mantissa."""
+        return False
+
+    @property
+    def sign_magnitude(self) -> bool:
+        """Whether codes are integers with a sign and a magnitude."""
+        return False
+
+    @property
+    def needs_scale(self) -> bool:
+        """Whether tensors need a scale; a cast is enough for 16-bit floats."""
+        return True
+
+    @property
+    def qmin(self) -> int:
+        """Smallest integer code."""
+        raise ConfigError(f"{self} has no integer codes")
+
+    @property
+    def qmax(self) -> int:
+        """Largest integer code."""
+        raise ConfigError(f"{self} has no integer codes")
+
+    @property
+    def middle(self) -> int:
+        """Zero point of symmetric codes: 0, or half the range of unsigned integers (128 for uint8)."""
+        return 0 if self.signed else 1 << (self.bits - 1)
+
+    @property
+    def last_step(self) -> float:
+        """Distance between the two largest values."""
+        return 2.0 ** (self.max_exponent - self.mantissa)
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Return the codes nearest to values in float32 or float64; may overwrite `x`."""
+        return self.round_(x).to(self.dtype)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Return the values of codes, float32, as a new tensor."""
+        return codes.to(torch.float32)
+
+    def patterns(self, codes: Tensor) -> Tensor:
+        """Return codes as integers from 0, int64, in the order of `pattern_values`; files pack these."""
+        return codes.long() - self.qmin
+
+    def pattern_values(self) -> Tensor:
+        """Return the value of each of `patterns`, float32.
+
+        >>> FP4_E2M1.pattern_values()[[1, 7, 9]].tolist()
+        [0.5, 6.0, -0.5]
+        """
+        return self.levels().float()
+
+    # How ONNX stores codes.
+
+    @property
+    def has_onnx_type(self) -> bool:
+        """Whether ONNX has a type for the codes that its quantizers accept."""
+        return False
+
+    @property
+    def onnx_container(self) -> Format:
+        """Format that ONNX files store the codes in: the same one, or the next wider integers.
+
+        >>> str(INT7.onnx_container), str(UINT3.onnx_container), str(SM5.onnx_container)
+        ('int8', 'uint4', 'sm5')
+        """
+        return self
+
+    @property
+    def activation_container(self) -> Format:
+        """Format that ONNX files store activations in: whole bytes, because kernels need them.
+
+        >>> str(UINT4.activation_container), str(INT7.activation_container), str(INT16.activation_container)
+        ('uint8', 'int8', 'int16')
+        """
+        return self.onnx_container
+
 
 @checked
 @dataclass(frozen=True, slots=True)
-class IntFormat:
-    """Two's complement or unsigned integers of `bits` bits, or a sign and a magnitude.
+class IntFormat(Format):
+    """Integers of `bits` bits: two's complement, unsigned, or a sign and a magnitude.
+
+    An integer is a float with a single binade, so `max_exponent`, `min_exponent`, and `mantissa` are all `bits - 2`.
 
     >>> INT8.qmin, INT8.qmax, str(UINT4), SM8.qmin
     (-128, 127, 'uint4', -127)
     """
 
-    bits: Annotated[int, Interval("[2, 32]")]
+    bits: Annotated[int, Interval("[2, 32]")] = field()
     signed: bool = True
     sign_magnitude: bool = False
 
@@ -41,6 +195,10 @@ class IntFormat:
             raise ConfigError(f"a format of sign and magnitude has at most 8 bits, not {self.bits}; use int{self.bits}")
 
     @property
+    def is_integer(self) -> bool:
+        return True
+
+    @property
     def qmin(self) -> int:
         return self.sign_magnitude - (1 << (self.bits - 1)) if self.signed else 0
 
@@ -49,40 +207,75 @@ class IntFormat:
         return (1 << (self.bits - self.signed)) - 1
 
     @property
+    def limits(self) -> tuple[float, float]:
+        return self.qmin, self.qmax
+
+    @property
     def dtype(self) -> torch.dtype:
-        """The smallest torch dtype that holds every code (uint16 and uint32 for unsigned codes of more than 8 bits)."""
+        """Smallest torch dtype that holds every code (uint16 and uint32 for unsigned codes of more than 8 bits)."""
         width = next(width for width in (8, 16, 32) if self.bits <= width)
         return getattr(torch, f"{'int' if self.signed else 'uint'}{width}")  # type: ignore[no-any-return]
+
+    @property
+    def max_exponent(self) -> int:
+        return self.bits - 2
+
+    @property
+    def mantissa(self) -> int:
+        return self.bits - 2
+
+    def levels(self) -> Tensor:
+        return torch.arange(self.qmin, self.qmax + 1).double()
+
+    def step(self, x: Tensor) -> Tensor:
+        return torch.ones_like(x)
+
+    def round_(self, x: Tensor, limits: tuple[float, float] | None = None) -> Tensor:
+        return x.round_().clamp_(*(limits or self.limits))
+
+    @property
+    def has_onnx_type(self) -> bool:
+        return self.bits in (2, 4, 8, 16, 32) and not self.sign_magnitude
+
+    @property
+    def onnx_container(self) -> Format:
+        return self if self.sign_magnitude else self._of_at_least(2, 4, 8, 16, 32)
+
+    @property
+    def activation_container(self) -> Format:
+        return self if self.sign_magnitude and self.bits >= 8 else self._of_at_least(8, 16, 32)
+
+    def _of_at_least(self, *widths: int) -> IntFormat:
+        return IntFormat(next(bits for bits in widths if bits >= self.bits), signed=self.signed)
 
     def __str__(self) -> str:
         return f"{'sm' if self.sign_magnitude else 'int' if self.signed else 'uint'}{self.bits}"
 
 
 class Specials(StrEnum):
-    """What the all-ones exponent of a float format stands for."""
+    """Meaning of the all-ones exponent of a float format."""
 
     IEEE = "ieee"
     """Infinities and NaN (IEEE 754)."""
     NAN = "nan"
     """Numbers; only the all-ones mantissa is NaN (E4M3 of the OCP 8-bit floating point specification, section 5)."""
     NONE = "none"
-    """Numbers alone (FP6 and FP4 of the OCP microscaling specification, section 5.3)."""
+    """Numbers only (FP6 and FP4 of the OCP microscaling specification, section 5.3)."""
 
 
 @checked
 @dataclass(frozen=True, slots=True)
-class FloatFormat:
-    """Sign, `exponent` and `mantissa` bits.
+class FloatFormat(Format):
+    """Floats with a sign and `exponent` and `mantissa` bits.
 
-    Codes are held as the values they stand for: in the torch dtype of the format, or in that of a wider float of 8 bits
-    that has all of its values.
+    Codes are stored as their values: in the torch dtype of the format, or in a wider 8-bit float that has all of them.
 
     Args:
-        exponent: exponent bits.
-        mantissa: explicit mantissa bits.
+        exponent: Bits of the exponent.
+        mantissa: Explicit bits of the mantissa.
 
     Raises:
-        ConfigError: if there is no such format, or no torch dtype of 8 or 16 bits holds its values.
+        ConfigError: If there is no such format, or no torch dtype of 8 or 16 bits holds its values.
 
     >>> FP8_E4M3.max, FP8_E5M2.max, FP16.max, FP4_E2M1.max
     (448.0, 57344.0, 65504.0, 6.0)
@@ -91,14 +284,18 @@ class FloatFormat:
     """
 
     exponent: Annotated[int, Interval("[1, 8]")]
-    mantissa: Annotated[int, Interval("[0, 23]")]
+    mantissa: Annotated[int, Interval("[0, 23]")] = field()
 
     def __post_init__(self) -> None:
-        _dtype_of(self)  # which refuses what none holds
+        _dtype_of(self)  # raises if no dtype holds the values
+
+    @property
+    def is_float(self) -> bool:
+        return True
 
     @property
     def specials(self) -> Specials:
-        """What the all-ones exponent stands for."""
+        """Meaning of the all-ones exponent."""
         if (self.exponent, self.mantissa) == (4, 3):
             return Specials.NAN
         return Specials.IEEE if self.bits >= 8 else Specials.NONE
@@ -109,19 +306,22 @@ class FloatFormat:
 
     @property
     def min_exponent(self) -> int:
-        """The exponent of the smallest normal value; subnormal ones are as far apart as those."""
         return 2 - (1 << (self.exponent - 1))
 
     @property
     def max_exponent(self) -> int:
-        """The exponent of the largest finite value."""
+        """Exponent of the largest finite value."""
         return (1 << (self.exponent - 1)) - (self.specials is Specials.IEEE)
 
     @property
     def max(self) -> float:
-        """The largest finite value."""
+        """Largest finite value."""
         missing = 2 if self.specials is Specials.NAN else 1
         return float(2**self.max_exponent * (2 - missing * 2**-self.mantissa))
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        return -self.max, self.max
 
     @property
     def dtype(self) -> torch.dtype:
@@ -129,7 +329,6 @@ class FloatFormat:
 
     @property
     def needs_scale(self) -> bool:
-        """Whether tensors are scaled into the format's range; 16-bit floats are reached by a cast alone."""
         return self.bits < 16
 
     def levels(self) -> Tensor:
@@ -146,17 +345,49 @@ class FloatFormat:
         return torch.cat((-value[1:].flip(0), value))
 
     def step(self, x: Tensor) -> Tensor:
-        """Return how far apart values are where `x` (float32) lies, exactly."""
         # The exponent bits alone are the power of two not above x.
         power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
         return power.clamp_(2.0**self.min_exponent, 2.0**self.max_exponent).mul_(2.0**-self.mantissa)
 
-    def round_(self, x: Tensor) -> Tensor:
-        """Round `x`, float32, to the nearest value in place: half to even, saturating; NaN stays, zero is positive."""
+    def round_(self, x: Tensor, limits: tuple[float, float] | None = None) -> Tensor:
         # The sum of x and a number whose last bit is a step away from zero is rounded to whole steps.
         x.clamp_(-self.max, self.max)
         shift = self.step(x).mul_(1.5 * 2.0**23)
         return x.add_(shift).sub_(shift)
+
+    def encode(self, x: Tensor) -> Tensor:
+        # A cast to the format's dtype rounds.
+        return (x.clamp_(-self.max, self.max) if self.bits >= 8 else self.round_(x)).to(self.dtype)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        traced = type(codes) is not Tensor or torch.compiler.is_compiling()
+        if traced or codes.dtype is not torch.float8_e4m3fn or not codes.is_cpu:
+            return codes.to(torch.float32)
+        # torch converts E4M3 one by one on a CPU, which takes three times as long as looking the bytes up.
+        bits = codes.view(torch.uint8).flatten()
+        values = torch.empty(codes.numel(), dtype=torch.float32, device="cpu")
+        for some, part in zip(bits.split(AT_ONCE), values.split(AT_ONCE), strict=True):
+            torch.index_select(_values_of_e4m3(), 0, some.int(), out=part)
+        values = values.view(codes.shape)
+        return values if codes.is_contiguous() else torch.empty_like(codes, dtype=torch.float32).copy_(values)
+
+    def patterns(self, codes: Tensor) -> Tensor:
+        """Return the bits of each code as an integer, int64; the sign is the highest bit."""
+        magnitudes = self._magnitudes().to(codes.device)
+        place = torch.searchsorted(magnitudes, self.decode(codes).abs().contiguous())
+        return place | codes.float().signbit().long() << self.bits - 1
+
+    def pattern_values(self) -> Tensor:
+        magnitudes = self._magnitudes()
+        return torch.cat((magnitudes, -magnitudes))
+
+    def _magnitudes(self) -> Tensor:
+        levels = self.levels().float()
+        return levels[levels >= 0].contiguous()
+
+    @property
+    def has_onnx_type(self) -> bool:
+        return self in (FP16, BF16, FP8_E4M3, FP8_E5M2)
 
     def __str__(self) -> str:
         name = f"fp{self.bits}_e{self.exponent}m{self.mantissa}"
@@ -184,7 +415,12 @@ _SHORT_NAMES = {"fp16_e5m10": "fp16", "fp16_e8m7": "bf16"}
 _WIDE = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-Format = IntFormat | FloatFormat
+@functools.cache
+def _values_of_e4m3() -> Tensor:
+    """Return the value of every byte."""
+    with unset_fake_temporarily():
+        return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
+
 
 _WIDTHS = (2, 3, 4, 5, 6, 7, 8, 16, 32)
 INT2, INT3, INT4, INT5, INT6, INT7, INT8, INT16, INT32 = (IntFormat(bits) for bits in _WIDTHS)
@@ -199,8 +435,8 @@ FP6_E2M3 = FloatFormat(2, 3)
 FP4_E2M1 = FloatFormat(2, 1)
 
 FORMATS: Registry[Format, Format] = Registry("number format")
-"""Formats that have a constant, by their names in configurations and graphs. Other sizes need no entry: their names say
-what they are, as `int12` and `fp7_e3m3`."""
+"""Formats by the names that configurations, graphs, and files use. Other sizes, such as `int12` and `fp7_e3m3`, need no
+entry because their names describe them."""
 
 
 for _fmt in (
@@ -211,51 +447,30 @@ for _fmt in (
     FORMATS.add(_fmt, str(_fmt))
 
 LONG_NAMES = {"float16": "fp16", "bfloat16": "bf16"}
-"""What torch calls them."""
-
-
-def has_onnx_type(fmt: Format) -> bool:
-    """Tell whether quantizers of ONNX have a type for the codes."""
-    if isinstance(fmt, FloatFormat):
-        return fmt in (FP16, BF16, FP8_E4M3, FP8_E5M2)
-    return fmt.bits in (2, 4, 8, 16, 32) and not fmt.sign_magnitude
-
-
-def onnx_container(fmt: Format) -> Format:
-    """Return the format as whose codes ONNX stores those of `fmt`: itself, or the next wider integers.
-
-    >>> str(onnx_container(INT7)), str(onnx_container(UINT3)), str(onnx_container(SM5))
-    ('int8', 'uint4', 'sm5')
-    """
-    if isinstance(fmt, FloatFormat) or fmt.sign_magnitude:
-        return fmt
-    return IntFormat(next(bits for bits in (2, 4, 8, 16, 32) if bits >= fmt.bits), signed=fmt.signed)
-
-
-def activation_container(fmt: Format) -> Format:
-    """Return the format as whose codes ONNX files hold activations in `fmt`: of whole bytes, as kernels take them.
-
-    >>> str(activation_container(UINT4)), str(activation_container(INT7)), str(activation_container(INT16))
-    ('uint8', 'int8', 'int16')
-    """
-    held = onnx_container(fmt)
-    return held if isinstance(held, FloatFormat) or held.bits >= 8 else IntFormat(8, signed=held.signed)
+"""Names that torch uses."""
 
 
 def parse_format(name: str) -> Format:
-    """Return the format called `name`, as printed by `str(format)` or, of 16-bit floats, as torch names it.
+    """Return the format called `name`: the text of `str(format)`, or torch's name of a 16-bit float.
 
     >>> parse_format("uint12"), parse_format("fp5_e2m2").max
     (IntFormat(bits=12, signed=False, sign_magnitude=False), 7.0)
 
     Raises:
-        ConfigError: if there is none; the message says which there are.
+        ConfigError: If no format has the name; the message lists the names.
     """
-    name = LONG_NAMES.get(name, name)
-    fmt = FORMATS.get(name) or _described(name)
+    fmt = as_format(name)
     if fmt is None:
         raise FORMATS.unknown(name, also=", or another size such as int12 or fp7_e3m3")
     return fmt
+
+
+def as_format(value: Any) -> Format | None:
+    """Return a format given as a value or by name; `None` for anything else."""
+    if not isinstance(value, str):
+        return value if isinstance(value, Format) else None
+    name = LONG_NAMES.get(value, value)
+    return FORMATS.get(name) or _described(name)
 
 
 _INT_NAME = re.compile(r"(int|uint|sm)([1-9]\d?)")
@@ -264,7 +479,7 @@ _FLOAT_NAME = re.compile(r"fp([1-9]\d?)_e(\d)m(\d\d?)")
 
 @functools.cache
 def _described(name: str) -> Format | None:
-    """Return the format whose parts the name gives."""
+    """Return the format that a name describes, `None` if it describes none."""
     if found := _INT_NAME.fullmatch(name):
         return IntFormat(int(found[2]), signed=found[1] != "uint", sign_magnitude=found[1] == "sm")
     if found := _FLOAT_NAME.fullmatch(name):
@@ -273,5 +488,4 @@ def _described(name: str) -> Format | None:
     return None
 
 
-for _format in (IntFormat, FloatFormat):
-    parsed(_format, ("a number format", "the name of one"), str, parse_format, str)
+parsed(Format, ("a number format", "the name of one"), str, parse_format, str)

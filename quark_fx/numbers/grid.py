@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from quark_fx.numbers.formats import FloatFormat
+from quark_fx.numbers.formats import INT32, Format
 from quark_fx.numbers.layout import Layout
 from quark_fx.numbers.qparams import ScaleType, Scheme, allowed_scales
 from quark_fx.numbers.quantized_tensor import QuantizedTensor, decode
@@ -49,21 +49,21 @@ class FreeScales:
 class Grid:
     """What the codes of a weight stand for.
 
-    Codes are whole numbers, or the values of a small float; either is held in float32.
+    Codes are in float32 here: integers, or values of a small float.
 
     Attributes:
         scale: float32, broadcastable to the weight.
         zero_point: likewise, in steps; where there are offsets, between codes.
         limits: smallest and largest code.
         free: the stored scales if they may change, for `times`.
-        format: whose values the codes are, `None` for whole numbers.
+        format: Number format, of integers by default.
     """
 
     scale: Tensor
     zero_point: Tensor
     limits: tuple[float, float]
     free: FreeScales | None = None
-    format: FloatFormat | None = None
+    format: Format = INT32
 
     @classmethod
     def of(cls, tensor: QuantizedTensor, scheme: Scheme, *, movable: bool = False) -> Grid:
@@ -73,9 +73,8 @@ class Grid:
             zero_point = zero_point.flatten()[:1].reshape(())
         spread = tensor.layout.spread
         scale, zero_point = (spread(p).expand_as(tensor.codes) for p in (tensor.scale.float(), zero_point))
-        fmt = tensor.format if isinstance(tensor.format, FloatFormat) else None
         free = FreeScales(tensor.scale, tensor.layout, scheme.scale_type) if movable else None
-        return cls(scale, zero_point, scheme.limits, free, fmt)
+        return cls(scale, zero_point, scheme.limits, free, tensor.format)
 
     def times(self, ratio: Tensor | None) -> Grid:
         """Return the grid with every stored scale multiplied, and rounded to one that can be stored.
@@ -102,9 +101,7 @@ class Grid:
 
     def round_(self, position: Tensor) -> Tensor:
         """Replace each position, float32, by the nearest code: half to even, saturating."""
-        if self.format is None:
-            return position.round_().clamp_(*self.limits)
-        return self.format.round_(position)
+        return self.format.round_(position, self.limits)
 
     def round(self, position: Tensor) -> Tensor:
         """Return the nearest code of each position, without a gradient."""
@@ -112,8 +109,6 @@ class Grid:
 
     def step(self, position: Tensor) -> Tensor:
         """Return how far apart codes are where a position lies, without a gradient."""
-        if self.format is None:
-            return torch.ones_like(position)
         return self.format.step(position.detach())
 
     def above(self, codes: Tensor) -> Tensor:
@@ -127,7 +122,7 @@ class Grid:
     def within_reach(self, position: Tensor) -> Tensor:
         """Return positions moved to where rounding just does not saturate; the gradient of those it moves is zero."""
         low, high = self.limits
-        half = 0.5 if self.format is None else float(self.step(position.new_tensor(high))) / 2
+        half = self.format.last_step / 2
         return position.clamp(low - half, high + half)
 
 

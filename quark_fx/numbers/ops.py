@@ -32,10 +32,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quark_fx.numbers.formats import FloatFormat, Format, IntFormat, parse_format
+from quark_fx.numbers.formats import Format, parse_format
 from quark_fx.numbers.layout import Layout
 from quark_fx.numbers.qparams import QParams, ScaleType, Scheme, Symmetry, block_scale, like, share_scale
-from quark_fx.numbers.quantized_tensor import QuantizedTensor, codes_to_float32, decode, values_at_once
+from quark_fx.numbers.quantized_tensor import QuantizedTensor, decode, values_at_once
 
 
 @torch.library.custom_op("quark_fx::quantize", mutates_args=())
@@ -53,27 +53,29 @@ def quantize(
         block_size: see the module docstring.
     """
     fmt = parse_format(format)
-    return _codes(x, scale, zero_point, fmt, axis, block_size).to(fmt.dtype)
+    y, points = _steps(x.float(), scale, zero_point, fmt, axis, block_size)
+    return fmt.encode(y) if points is None else _integers_(y, points, fmt).to(fmt.dtype)
 
 
-def _codes(
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    fmt: Format,
-    axis: int | None,
-    block_size: int,
-    limits: tuple[float, float] | None = None,
-) -> Tensor:
-    """Return the codes of `x` in a type that computes; saturates at `limits`, by default those of the format."""
-    x, zero_point = _without_offset(x.float(), zero_point, axis, block_size)
+def _steps(
+    x: Tensor, scale: Tensor, zero_point: Tensor, fmt: Format, axis: int | None, block_size: int
+) -> tuple[Tensor, Tensor | None]:
+    """Return `x`, less an offset, in steps of the scale, and the zero point of each value if codes are integers."""
+    x, zero_point = _without_offset(x, zero_point, axis, block_size)
     y = x / spread(scale, x, axis, block_size)
-    if isinstance(fmt, FloatFormat):
-        # Of 8 bits, the dtype rounds by itself.
-        return fmt.round_(y) if fmt.bits < 8 else y.clamp_(-fmt.max, fmt.max)
-    low, high = limits or (fmt.qmin, fmt.qmax)
+    return y, spread(zero_point, x, axis, block_size) if fmt.is_integer else None
+
+
+def _integers_(y: Tensor, zero_point: Tensor, fmt: Format, limits: tuple[float, float] | None = None) -> Tensor:
+    """Return the codes of steps in a type that computes; NaN becomes the smallest code. May overwrite `y`."""
+    low, high = limits or fmt.limits
     y = y.double() if fmt.bits > 24 else y
-    return y.round_().add_(spread(zero_point, x, axis, block_size)).nan_to_num_(nan=low).clamp_(low, high)
+    return y.round_().add_(zero_point).nan_to_num_(nan=low).clamp_(low, high)
+
+
+def _nearest_(y: Tensor, fmt: Format) -> Tensor:
+    """Round to values of a format without integer codes; may overwrite `y`. Casts to 8 bits are the fastest way."""
+    return fmt.decode(fmt.encode(y)) if fmt.is_float and fmt.bits >= 8 else fmt.round_(y)
 
 
 def _without_offset(x: Tensor, zero_point: Tensor, axis: int | None, block_size: int) -> tuple[Tensor, Tensor]:
@@ -139,8 +141,9 @@ def _gradient_of_dequantize(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, 
     if not ctx.needs_input_grad[1]:
         return (None,) * 7
     codes, scale, zero_point = ctx.saved_tensors
-    slope = codes.float()
-    if isinstance(parse_format(ctx.format), IntFormat) and not zero_point.is_floating_point():
+    fmt = parse_format(ctx.format)
+    slope = fmt.decode(codes)
+    if fmt.is_integer and not zero_point.is_floating_point():
         slope = slope - spread(zero_point, codes, *ctx.layout)
     return None, Layout.of(codes.shape, *ctx.layout).total(slope * gradient, scale.shape), *(None,) * 5
 
@@ -179,18 +182,17 @@ def fake_quantize(
         Esser et al. 2020, "Learned Step Size Quantization", equations 1 to 3 and section 2.2.
     """
     fmt = parse_format(format)
-    y = _codes(x, scale, zero_point, fmt, axis, block_size, _limits(fmt, low, high))
+    y, points = _steps(x.float(), scale, zero_point, fmt, axis, block_size)
+    y = _nearest_(y, fmt) if points is None else _integers_(y, points, fmt, _limits(fmt, low, high))
     return _decoded(y, scale, zero_point, fmt, axis, block_size).to(x.dtype)
 
 
 def _decoded(y: Tensor, scale: Tensor, zero_point: Tensor, fmt: Format, axis: int | None, block_size: int) -> Tensor:
-    """Dequantize codes held in a type that computes, to float32; may overwrite `y`."""
-    if isinstance(fmt, FloatFormat) and fmt.bits >= 8:
-        y = codes_to_float32(y.to(fmt.dtype))  # the dtype rounds
+    """Return the numbers that integer codes, or values of other formats, stand for, float32; may overwrite `y`."""
     y, spread_scale = y.float(), spread(scale, y, axis, block_size)
     if zero_point.is_floating_point():
         return decode(y, spread_scale, out=y).add_(spread(zero_point, y, axis, block_size))
-    points = None if isinstance(fmt, FloatFormat) else spread(zero_point, y, axis, block_size)
+    points = spread(zero_point, y, axis, block_size) if fmt.is_integer else None
     return decode(y, spread_scale, points, out=y)
 
 
@@ -210,8 +212,7 @@ def _(
 
 def _limits(fmt: Format, low: float | None, high: float | None) -> tuple[float, float]:
     """Return the smallest and the largest code in use."""
-    ends = (-fmt.max, fmt.max) if isinstance(fmt, FloatFormat) else (fmt.qmin, fmt.qmax)
-    return ends[0] if low is None else low, ends[1] if high is None else high
+    return fmt.limits[0] if low is None else low, fmt.limits[1] if high is None else high
 
 
 def _keep_values(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -224,24 +225,22 @@ def _keep_values(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradient_of_fake_quantize(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     x, scale, zero_point = ctx.saved_tensors
     fmt, (low, high) = ctx.format, ctx.limits
-    x, zero_point = _without_offset(x.float(), zero_point, *ctx.layout)
-    position = x / spread(scale, x, *ctx.layout)
-    if isinstance(fmt, FloatFormat):
-        rounded, reach = position, 2.0 ** (fmt.max_exponent - fmt.mantissa) / 2
-        low, high, least, most = low - reach, high + reach, low, high
+    position, points = _steps(x.float(), scale, zero_point, fmt, *ctx.layout)
+    least, most = low, high
+    if points is None:
+        rounded, reach = position, fmt.last_step / 2
+        low, high = low - reach, high + reach
     else:
-        zero_point = spread(zero_point, x, *ctx.layout)
-        rounded = position.round() + zero_point
-        least, most = low, high
+        rounded = position.round() + points
     inside = (rounded >= low) & (rounded <= high)
     of_x = gradient * inside if ctx.needs_input_grad[0] else None
     of_scale = None
     if ctx.needs_input_grad[1]:
-        if isinstance(fmt, FloatFormat):
-            codes = _codes(x, scale, zero_point, fmt, *ctx.layout).to(fmt.dtype).float()
-            slope = torch.where(inside, codes - position, codes)
+        if points is None:
+            values = _nearest_(position.clone(), fmt)
+            slope = torch.where(inside, values - position, values)
         else:
-            slope = torch.where(inside, rounded - zero_point - position, rounded.clamp(least, most) - zero_point)
+            slope = torch.where(inside, rounded - points - position, rounded.clamp(least, most) - points)
         factor = (x.numel() / max(1, scale.numel()) * max(most, 1)) ** -0.5
         of_scale = Layout.of(x.shape, *ctx.layout).total(slope * gradient, scale.shape) * factor
     return of_x, of_scale, *(None,) * 6
@@ -408,7 +407,8 @@ def encode(x: Tensor, qparams: QParams, scheme: Scheme, axis: int | None = None,
     """Quantize `x` like `quantize`, and keep to the codes the *scheme* allows (±127 for symmetric int8)."""
     codes = torch.empty(x.shape, dtype=scheme.format.dtype, device=x.device)
     for rows, scale, zero_point in _pieces(x, qparams, axis, block_size):
-        codes[rows] = _encode(x[rows], scale, zero_point, scheme, axis, block_size)
+        y, points = _wide_steps(x[rows], scale, zero_point, scheme, axis, block_size)
+        codes[rows] = scheme.format.encode(y) if points is None else _in_use_(y, points, scheme)
     return codes
 
 
@@ -417,8 +417,9 @@ def rounded(x: Tensor, qparams: QParams, scheme: Scheme, axis: int | None = None
     """Return `dequantize(encode(x))`, float32, without storing the codes."""
     values = torch.empty_like(x, dtype=torch.float32)
     for rows, scale, zero_point in _pieces(x, qparams, axis, block_size):
-        codes = _encode(x[rows], scale, zero_point, scheme, axis, block_size)
-        values[rows] = _decoded(codes, scale, zero_point, scheme.format, axis, block_size)
+        y, points = _wide_steps(x[rows], scale, zero_point, scheme, axis, block_size)
+        y = _nearest_(y, scheme.format) if points is None else _in_use_(y, points, scheme)
+        values[rows] = _decoded(y, scale, zero_point, scheme.format, axis, block_size)
     return values
 
 
@@ -431,15 +432,17 @@ def _pieces(
         yield rows, layout.of_rows(qparams.scale, rows), layout.of_rows(qparams.zero_point, rows)
 
 
-def _encode(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, axis: int | None, block_size: int) -> Tensor:
-    """Return codes in a type that computes."""
-    if isinstance(scheme.format, FloatFormat):
-        return _codes(x, scale, zero_point, scheme.format, axis, block_size)
-    wide = torch.float64 if scheme.format.bits > 16 else torch.float32  # float32 holds every code of 16 bits
-    x, zero_point = _without_offset(x.to(wide), zero_point, axis, block_size)
-    y = x / spread(scale, x, axis, block_size)
-    y = y.round_().add_(spread(zero_point, x, axis, block_size))
-    return y.clamp_(scheme.qmin, scheme.qmax)
+def _wide_steps(
+    x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, axis: int | None, block_size: int
+) -> tuple[Tensor, Tensor | None]:
+    """Return what `_steps` returns, in float64 for codes of more than 16 bits."""
+    wide = torch.float64 if scheme.format.is_integer and scheme.format.bits > 16 else torch.float32
+    return _steps(x.to(wide), scale, zero_point, scheme.format, axis, block_size)
+
+
+def _in_use_(y: Tensor, zero_point: Tensor, scheme: Scheme) -> Tensor:
+    """Return the codes of steps that a scheme uses, in a type that computes; overwrites `y`."""
+    return y.round_().add_(zero_point).clamp_(*scheme.limits)
 
 
 def _nonzero(scale: Tensor) -> Tensor:

@@ -11,8 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quark_fx.errors import ConfigError
-from quark_fx.numbers.formats import FP8_E4M3, FloatFormat, Format, IntFormat
+from quark_fx.numbers.formats import FP8_E4M3, Format, IntFormat
 
 
 class Symmetry(StrEnum):
@@ -116,12 +115,12 @@ class Scheme:
 
     @property
     def symmetric(self) -> bool:
-        return isinstance(self.format, FloatFormat) or self.symmetry not in (Symmetry.ASYMMETRIC, Symmetry.OFFSET)
+        return not self.format.is_integer or self.symmetry not in (Symmetry.ASYMMETRIC, Symmetry.OFFSET)
 
     @property
     def qmin(self) -> int:
         """The smallest integer code in use."""
-        fmt = self._integer()
+        fmt = self.format
         if self.reduce_range:
             return -self.qmax if fmt.signed else 0
         restricted = fmt.signed and self.symmetry is Symmetry.SYMMETRIC and not self.scale_type.is_e8m0
@@ -130,22 +129,21 @@ class Scheme:
     @property
     def qmax(self) -> int:
         """The largest integer code in use."""
-        fmt = self._integer()
+        fmt = self.format
         if self.reduce_range:
             return 1 << (fmt.bits - 2) if fmt.signed else fmt.qmax // 2
         return fmt.qmax
 
     @property
     def middle(self) -> int:
-        """The zero point of a symmetric scheme: 0, or half way up an unsigned format (128 for uint8)."""
-        fmt = self.format
-        return 0 if isinstance(fmt, FloatFormat) or fmt.signed else 1 << (fmt.bits - 1 - self.reduce_range)
+        """Zero point of a symmetric scheme: 0, or half the range of unsigned integers (128 for uint8)."""
+        return self.format.middle >> self.reduce_range
 
     @property
     def largest(self) -> float:
         """The code, counted from the zero point, that a symmetric scheme maps the largest magnitude to."""
-        if isinstance(self.format, FloatFormat):
-            return self.format.max
+        if not self.format.is_integer:
+            return max(abs(limit) for limit in self.limits)
         if self.symmetry is Symmetry.SYMMETRIC and self.format.signed:
             return self.qmax
         return -self.qmin if self.symmetry is Symmetry.SIGN_AWARE else (self.qmax - self.qmin) / 2
@@ -153,33 +151,23 @@ class Scheme:
     @property
     def one_more_below(self) -> bool:
         """Whether there is one more code below the zero point than above, as in two's complement."""
-        return isinstance(self.format, IntFormat) and self.middle - self.qmin > self.qmax - self.middle
+        return self.format.is_integer and self.middle - self.qmin > self.qmax - self.middle
 
     @property
     def limits(self) -> tuple[float, float]:
         """The smallest and the largest code in use."""
-        return (-self.format.max, self.format.max) if isinstance(self.format, FloatFormat) else (self.qmin, self.qmax)
+        return (self.qmin, self.qmax) if self.format.is_integer else self.format.limits
 
     def clip_range(self, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
         """Return the smallest and the largest value that codes in use stand for."""
         low, high = ((end - zero_point.to(scale.dtype)) * scale for end in self.limits)  # int32 would overflow
         return low, high
 
-    @property
-    def exponent(self) -> int:
-        """The exponent of the largest value, counted from the zero point: 8 for E4M3, 6 for int8."""
-        fmt = self.format
-        return fmt.max_exponent if isinstance(fmt, FloatFormat) else fmt.bits - 2
-
-    @property
-    def mantissa(self) -> int:
-        """Bits behind the leading one of the largest value."""
-        return self.format.mantissa if isinstance(self.format, FloatFormat) else self.format.bits - 2
-
-    def _integer(self) -> IntFormat:
-        if not isinstance(self.format, IntFormat):
-            raise ConfigError(f"{self.format} has no integer codes")
-        return self.format
+    def levels(self, device: torch.device) -> Tensor:
+        """Return the values of all codes in use at scale 1 and zero point 0, increasing, float64."""
+        if self.format.is_integer:
+            return torch.arange(self.qmin, self.qmax + 1, device=device).double()
+        return self.format.levels().to(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +185,7 @@ class QParams:
 
     def saturates(self, low: float, high: float, scheme: Scheme) -> bool:
         """Tell whether rounding with one scale cuts what a clamp to `[low, high]`, which may be infinite, cuts."""
-        if not isinstance(scheme.format, IntFormat):
+        if not scheme.format.is_integer:
             return False
         scale, zero_point = float(self.scale), int(self.zero_point)
         return (low == -math.inf or round(low / scale) + zero_point <= scheme.format.qmin) and (
@@ -342,7 +330,7 @@ def block_scale(
     above = _power(amax if high is None else high, scheme, below=False)
     power = torch.where(amax == 0 if high is None else high == 0, power, torch.maximum(power, above))
     # Above, the largest value would not be a float32.
-    power = power.clamp(-127, 127 - scheme.exponent).to(torch.int32)
+    power = power.clamp(-127, 127 - scheme.format.max_exponent).to(torch.int32)
     # 2**-127 is subnormal.
     scale = torch.where(power < -126, 1 << 22, (power + 127) << 23).to(torch.int32).view(torch.float32)
     scale = torch.where(amax == 0, 1.0, scale)
@@ -357,9 +345,9 @@ def _power(size: Tensor, scheme: Scheme, *, below: bool) -> Tensor:
         lowest, highest = (limit - scheme.middle for limit in scheme.limits)
         largest, offset = math.frexp(-lowest if more else highest)
         return exponent - offset + (mantissa > largest)
-    power = exponent - 1 - scheme.exponent
+    power = exponent - 1 - scheme.format.max_exponent
     if scheme.scale_type is ScaleType.E8M0_EVEN and not more:
-        power = power + (mantissa >= 1 - 2.0 ** -(scheme.mantissa + 2))
+        power = power + (mantissa >= 1 - 2.0 ** -(scheme.format.mantissa + 2))
     return power
 
 

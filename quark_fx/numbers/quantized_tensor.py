@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,13 +10,9 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from quark_fx.numbers.formats import Format, IntFormat, parse_format
+from quark_fx.numbers.formats import AT_ONCE, Format, IntFormat, parse_format
 from quark_fx.numbers.layout import Layout
-
-_AT_ONCE = 1 << 20
-"""Values that are computed together, about: a few megabytes, which the processor's caches hold."""
 
 
 def decode(codes: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
@@ -33,30 +28,9 @@ def decode(codes: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, ou
     return torch.mul(shifted, scale, out=out)
 
 
-@functools.cache
-def _values_of_e4m3() -> Tensor:
-    """Return the value of every byte."""
-    with unset_fake_temporarily():
-        return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
-
-
-def codes_to_float32(codes: Tensor) -> Tensor:
-    """Return stored codes in float32, as a new tensor of the same memory layout."""
-    traced = type(codes) is not Tensor or torch.compiler.is_compiling()
-    if traced or codes.dtype is not torch.float8_e4m3fn or not codes.is_cpu:
-        return codes.to(torch.float32)
-    # torch converts E4M3 one by one on a CPU, which takes three times as long as looking the bytes up.
-    bits = codes.view(torch.uint8).flatten()
-    values = torch.empty(codes.numel(), dtype=torch.float32, device="cpu")
-    for some, found in zip(bits.split(_AT_ONCE), values.split(_AT_ONCE), strict=True):
-        torch.index_select(_values_of_e4m3(), 0, some.int(), out=found)
-    values = values.view(codes.shape)
-    return values if codes.is_contiguous() else torch.empty_like(codes, dtype=torch.float32).copy_(values)
-
-
 def values_at_once(x: Tensor) -> int:
     """Return how many values of a tensor to process at a time, to bound temporary memory."""
-    return _AT_ONCE if x.is_cpu else _AT_ONCE << 8
+    return AT_ONCE if x.is_cpu else AT_ONCE << 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,12 +87,12 @@ class QuantizedTensor:
     @property
     def is_float(self) -> bool:
         """Whether the codes are floats."""
-        return not isinstance(self.format, IntFormat)
+        return self.format.is_float
 
     @property
     def is_symmetric(self) -> bool:
         """Whether every zero point is zero, and no offset."""
-        return self.is_float or not (self.has_offsets or bool(self.zero_point.any()))
+        return not self.format.is_integer or not (self.has_offsets or bool(self.zero_point.any()))
 
     @property
     def has_offsets(self) -> bool:
@@ -143,10 +117,10 @@ class QuantizedTensor:
 
     def decoded(self) -> Tensor:
         """Return what the codes stand for, float32, all at once: `dequantize` does it in pieces."""
-        codes, scale = codes_to_float32(self.codes), self.layout.spread(self.scale)
+        codes, scale = self.format.decode(self.codes), self.layout.spread(self.scale)
         if self.has_offsets:
             return decode(codes, scale).add_(self.layout.spread(self.zero_point))
-        return decode(codes, scale, None if self.is_float else self.layout.spread(self.zero_point))
+        return decode(codes, scale, self.layout.spread(self.zero_point) if self.format.is_integer else None)
 
     def pieces(self) -> Iterator[tuple[slice | EllipsisType, QuantizedTensor]]:
         """Yield some rows (of dimension 0) at a time, as an index and what they are quantized to."""
@@ -168,7 +142,7 @@ class QuantizedTensor:
 
     def signed(self) -> QuantizedTensor:
         """Return the same values in codes of the signed format of as many bits; what has offsets, as it is."""
-        if not isinstance(self.format, IntFormat) or self.format.signed or self.has_offsets:
+        if not self.format.is_integer or self.format.signed or self.has_offsets:
             return self
         half, bits = 1 << (self.format.bits - 1), self.format.bits
         codes = self.codes.to(torch.int16 if bits <= 8 else torch.int32) - half
@@ -196,4 +170,4 @@ def _decibels(signal: float, noise: float) -> float:
     return 10 * math.log10(signal / noise) if noise > 0 and signal > 0 else math.inf
 
 
-__all__ = ["QuantizedTensor", "codes_to_float32", "decode", "sqnr", "values_at_once"]
+__all__ = ["QuantizedTensor", "decode", "sqnr", "values_at_once"]

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quark_fx.numbers.formats import FloatFormat
 from quark_fx.numbers.ops import rounded
 from quark_fx.numbers.qparams import QParams, Scheme, require_range, unchecked_affine_qparams
 
@@ -64,7 +63,7 @@ def _best_share(x: Tensor, scheme: Scheme, thresholds: _Thresholds, best: Tensor
             found = _squared_error(x, scheme, *thresholds(torch.full_like(best, power)))
             best, error = torch.where(found < error, power, best), torch.minimum(found, error)
         return best
-    most = _WIDEST if isinstance(scheme.format, FloatFormat) else 1.0
+    most = 1.0 if scheme.format.is_integer else _WIDEST
     for width, count in _SIXTEENTHS:
         center = best
         for step in range(-count, count + 1):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quark_fx.errors import ConfigError
-from quark_fx.numbers.formats import FloatFormat
+from quark_fx.numbers.formats import Format
 from quark_fx.numbers.qparams import QParams, Scheme, constrain_scale
 from quark_fx.observers.base import finite_range, observer
 from quark_fx.observers.reading import HistogramObserver
@@ -54,7 +54,7 @@ class Distribution(HistogramObserver):
     def qparams(self, scheme: Scheme) -> QParams:
         histogram = self.histogram
         low, high = finite_range(*((None, None) if histogram is None else (histogram.low, histogram.high)))
-        if not isinstance(scheme.format, FloatFormat) or not scheme.format.needs_scale:
+        if scheme.format.is_integer or not scheme.format.needs_scale:
             raise ValueError(f"a distribution is fitted to floats of 4 to 8 bits, not to {scheme.format}")
         bins = self.collected()
         # The peer's centers, roots and squares are float32, its sums are not.
@@ -72,7 +72,7 @@ class Distribution(HistogramObserver):
 
 
 @cache
-def deviation_of(fmt: FloatFormat) -> float:
+def deviation_of(fmt: Format) -> float:
     """Return the standard deviation of all finite codes of a format, both zeros among them.
 
     >>> from quark_fx.numbers.formats import FP8_E4M3

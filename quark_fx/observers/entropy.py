@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from quark_fx.errors import ConfigError
-from quark_fx.numbers.formats import IntFormat
 from quark_fx.numbers.qparams import Scheme
 from quark_fx.observers.base import observer
 from quark_fx.observers.histogram import Bins
@@ -56,7 +55,7 @@ class Entropy(HistogramObserver):
             raise ConfigError(f'method "modelopt" needs a grid that holds magnitudes, not {self.grid!r}')
 
     def read(self, low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-        signed = isinstance(scheme.format, IntFormat) and not scheme.format.signed and not scheme.symmetric
+        signed = not scheme.format.signed and not scheme.symmetric
         levels = self.quantized_bins or 1 << (scheme.format.bits - (not signed))
         magnitudes = self.method == "modelopt"
         bins = self.collected(absolute=magnitudes)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quark_fx.errors import ConfigError
-from quark_fx.numbers.formats import IntFormat, parse_format
+from quark_fx.numbers.formats import parse_format
 from quark_fx.numbers.qparams import QParams, ScaleType, Scheme, Symmetry, affine_qparams, symmetric_qparams
 from quark_fx.observers.base import Observer, finite_range, observer, state
 from quark_fx.observers.histogram import Histogram, power_of_two
@@ -108,7 +108,7 @@ class PowerOfTwoMinMse(Observer):
                 raise ConfigError(f"{option} is an option of mode={mode!r}, and means nothing to mode={self.mode!r}")
         if self.bins == 1 or (self.bins and self.mode != "all"):
             raise ConfigError(f'bins is 0, or at least 2 in mode "all", not {self.bins} in mode {self.mode!r}')
-        if not isinstance(parse_format(self.vote), IntFormat) or self.vote_symmetry == Symmetry.ASYMMETRIC:
+        if not parse_format(self.vote).is_integer or self.vote_symmetry == Symmetry.ASYMMETRIC:
             raise ConfigError(f"batches vote for a symmetric integer format, not {self.vote_symmetry} {self.vote}")
 
     def observe(self, x: Tensor) -> Self:
@@ -141,7 +141,7 @@ class PowerOfTwoMinMse(Observer):
         if histogram is None:
             raise ValueError("nothing was observed")
         low, high = finite_range(histogram.low, histogram.high)
-        if not isinstance(scheme.format, IntFormat):
+        if not scheme.format.is_integer:
             raise ValueError(f"a power-of-two search needs an integer format, not {scheme.format}")
         if isinstance(histogram, LinearHistogram):
             if not scheme.symmetric:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quark_fx.numbers.formats import FloatFormat, IntFormat
 from quark_fx.numbers.qparams import QParams, Scheme, affine_qparams
 from quark_fx.observers.histogram import Bins
 
@@ -85,7 +84,7 @@ def squared_error(moments: Moments, qparams: QParams, scheme: Scheme) -> Tensor:
         under = second.gather(1, i) - 2 * bottom * first.gather(1, i) + bottom**2 * count.gather(1, i)
         n, s1, s2 = (table[:, -1:] - table.gather(1, j) for table in (count, first, second))
         return inside + under + s2 - 2 * top * s1 + top**2 * n
-    levels = _levels(scheme, scale.device)
+    levels = scheme.levels(scale.device)
     borders = ((levels[1:] + levels[:-1]) / 2 - zero_point[..., None]) * scale[..., None]
     cells = below(borders.flatten(1))
     # Sum by parts: passing the border m between two levels a gap apart changes the sum of v * (v * n - 2 * s) by
@@ -102,13 +101,6 @@ def _pick(table: Tensor, index: Tensor) -> Tensor:
 
 
 def _level_count(scheme: Scheme) -> int:
-    if isinstance(scheme.format, FloatFormat) and not scheme.format.needs_scale:
+    if not scheme.format.needs_scale:
         raise ValueError(f"{scheme.format} needs no range: observe it with a placeholder")
     return 1 << scheme.format.bits
-
-
-def _levels(scheme: Scheme, device: torch.device) -> Tensor:
-    """Return the values of all codes at scale 1 and zero point 0, increasing, float64."""
-    if isinstance(scheme.format, IntFormat):
-        return torch.arange(scheme.qmin, scheme.qmax + 1, device=device).double()
-    return scheme.format.levels().to(device)

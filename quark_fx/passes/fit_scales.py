@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from quark_fx.engine.sizes import Matrices
-from quark_fx.numbers.formats import FloatFormat
 from quark_fx.solvers.error_feedback import at_once, working_bytes
 from quark_fx.solvers.folds import InputHessian
 from quark_fx.solvers.hessian import Hessian
@@ -50,7 +49,7 @@ class FitScales(Solver):
         if weight.columns is None:
             return self._with_ranges(weight, seen)
         columns, allowed = weight.columns, weight.allowed
-        tried = around(weight.scheme) if isinstance(weight.scheme.format, FloatFormat) else RATIOS
+        tried = RATIOS if weight.scheme.format.is_integer else around(weight.scheme)
         ratio = [
             fit_scales(weight.real[some].float(), seen.h[some], weight.grid(some), columns, allowed, tried)
             for some in at_once(seen.h)

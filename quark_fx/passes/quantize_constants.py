@@ -18,7 +18,7 @@ from quark_fx.errors import CalibrationError
 from quark_fx.graph.nodes import call, cast, describe, get_attr, is_finite, is_parameter, parameter, value_of
 from quark_fx.graph.operators import BRANCH, argument
 from quark_fx.graph.provenance import inherit
-from quark_fx.numbers.formats import INT32, IntFormat
+from quark_fx.numbers.formats import INT32
 from quark_fx.numbers.qparams import QParams, ScaleType
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.plan.pair_sums import PairBound
@@ -178,7 +178,7 @@ def _suits(stored: _Stored, smallest: Tensor | None, free: Tensor | None) -> boo
 def _takes_int32_bias(gm: GraphModule, op: Coded, bias: TensorSpec) -> bool:
     # A product of more than two dimensions is a MatMul followed by an Add, which takes no integers.
     kernel = op.kind == "conv" or value_of(gm, op.node).dim() == 2
-    weight = isinstance(op.weight.format, IntFormat) and op.weight.granularity is not Granularity.GROUP
+    weight = op.weight.format.is_integer and op.weight.granularity is not Granularity.GROUP
     return bias.format == INT32 and kernel and weight
 
 
@@ -290,7 +290,7 @@ def _embed(gm: GraphModule, node: Node, stored: _Stored) -> Node:
         return call(gm, torch.ops.aten.embedding.default, table, indices, like=node)
 
     fmt, is_cast = quantized.format, stored.spec.is_cast
-    if not is_cast and not (isinstance(fmt, IntFormat) and fmt.bits >= 8):
+    if not is_cast and not (fmt.is_integer and fmt.bits >= 8):
         # No runtime looks up 8-bit floats or packed codes.
         return look_up(_dequantize(gm, node, stored, dtype))
     codes = look_up(nodes[0])

@@ -17,14 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from quark_fx.config.specs import Granularity, TensorSpec
 from quark_fx.graph.linear import Linear
-from quark_fx.numbers.formats import FloatFormat, IntFormat
 
 LARGEST_SUM = 2**15 - 1
 """The largest sum of two products that 16 bits hold."""
@@ -229,7 +227,7 @@ def pair_bound(
     if weight is None or input is None or not (kind in ("conv", "linear") or (kind == "lstm" and input.dynamic)):
         return None
     largest = _largest_code(input)
-    if largest is None or weight.granularity is Granularity.GROUP or not isinstance(weight.format, IntFormat):
+    if largest is None or weight.granularity is Granularity.GROUP or not weight.format.is_integer:
         return None
     limit = LARGEST_SUM // largest
     if not weight.format.signed or weight.format.bits > 8 or 2 * -weight.format.qmin <= limit:
@@ -249,12 +247,12 @@ def _largest_code(spec: TensorSpec) -> int | None:
 
     Signed codes are stored from 0 to 255 when ONNX Runtime loads the file.
     """
-    fmt: Any = spec.format
-    if isinstance(fmt, FloatFormat) or fmt.bits > 8 or spec.granularity is not Granularity.TENSOR:
+    fmt = spec.format
+    if not fmt.is_integer or fmt.bits > 8 or spec.granularity is not Granularity.TENSOR:
         return None
     if spec.dynamic and fmt.signed:
         return None
-    return int(fmt.qmax + 128 * fmt.signed)
+    return fmt.qmax + 128 * fmt.signed
 
 
 __all__ = ["LARGEST_SUM", "PairBound", "pair_bound"]

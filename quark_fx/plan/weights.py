@@ -11,7 +11,6 @@ from torch import Tensor
 
 from quark_fx.config.quant_config import Granularity, TensorSpec
 from quark_fx.graph.linear import Linear
-from quark_fx.numbers.formats import IntFormat
 from quark_fx.numbers.ops import encode, spread
 from quark_fx.numbers.qparams import (
     QParams,
@@ -42,8 +41,7 @@ def stored_bytes(tensor: QuantizedTensor, spec: TensorSpec) -> int:
         return total
     if tensor.has_offsets:
         return total + 2 * _scale_bytes(tensor, spec)
-    stored = isinstance(spec.format, IntFormat) and not spec.scheme.symmetric
-    points = (tensor.zero_point.numel() * spec.format.bits + 7) // 8 if stored else 0
+    points = 0 if spec.scheme.symmetric else (tensor.zero_point.numel() * spec.format.bits + 7) // 8
     return total + _scale_bytes(tensor, spec) + points
 
 

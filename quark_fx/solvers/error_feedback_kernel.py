@@ -90,8 +90,6 @@ def round_run(columns: Sequence[Tensor], feedback: Tensor, grid: Grid) -> None:
 def _steps(grid: Grid) -> tuple[float, float, float]:
     """Return the powers of two between which steps grow, and 1.5 * 2**23 steps per power."""
     fmt = grid.format
-    if fmt is None:
-        return 1.0, 1.0, 1.5 * 2.0**23
     return 2.0**fmt.min_exponent, 2.0**fmt.max_exponent, 1.5 * 2.0 ** (23 - fmt.mantissa)
 
 

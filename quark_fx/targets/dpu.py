@@ -9,7 +9,6 @@ from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Targe
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import target_name
 from quark_fx.graph.operators import RECURRENT, is_average, operator_row
-from quark_fx.numbers.formats import IntFormat, has_onnx_type
 from quark_fx.numbers.qparams import ScaleType, Symmetry
 from quark_fx.targets.onnxruntime import ARITHMETIC, ONNX_TYPES
 
@@ -19,8 +18,8 @@ def _is_no_shift(spec: TensorSpec, operand: Operand) -> bool:
     return not (
         spec.scale_type is ScaleType.POWER_OF_TWO
         and spec.symmetry in (Symmetry.SYMMETRIC, Symmetry.SYMMETRIC_FULL)
-        and isinstance(spec.format, IntFormat)
-        and has_onnx_type(spec.format)
+        and spec.format.is_integer
+        and spec.format.has_onnx_type
         and spec.granularity is Granularity.TENSOR
         and not spec.dynamic
     )

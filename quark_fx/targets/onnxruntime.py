@@ -8,7 +8,7 @@ from quark_fx.config.specs import TensorSpec
 from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Target
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.operators import RECURRENT
-from quark_fx.numbers.formats import UINT8, FloatFormat, IntFormat, activation_container, has_onnx_type
+from quark_fx.numbers.formats import UINT8
 from quark_fx.numbers.qparams import Symmetry
 
 MOVES = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "MaxPool", "Slice"})
@@ -20,14 +20,13 @@ def _has_no_type(spec: TensorSpec, operand: Operand) -> bool:
     fmt, constant = spec.format, operand is Operand.WEIGHT
     if operand is Operand.BIAS:
         return False
-    if has_onnx_type(fmt):
+    if fmt.has_onnx_type:
         # A dequantizer takes no zero points of 32 bits.
         return fmt.bits >= 32 and spec.symmetry is Symmetry.ASYMMETRIC
-    if isinstance(fmt, IntFormat) and not fmt.sign_magnitude:
+    if fmt.onnx_container != fmt:
         # Codes of an activation are clipped, for which runtimes have kernels of whole bytes.
-        return fmt.bits > 16 or (not constant and activation_container(fmt).bits != 8)
-    built = isinstance(fmt, FloatFormat) or fmt.sign_magnitude
-    return not (built and (constant or spec.group_size is not None))
+        return fmt.bits > 16 or (not constant and fmt.activation_container.bits != 8)
+    return not constant and spec.group_size is None
 
 
 def _measures_lone_8_bit_scales(spec: TensorSpec, operand: Operand) -> bool:

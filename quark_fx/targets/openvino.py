@@ -14,7 +14,6 @@ from quark_fx.config.specs import TensorSpec
 from quark_fx.config.target import OnnxFiles, Operand, Placement, Refusal, Target, undivided_groups
 from quark_fx.errors import ExportError
 from quark_fx.graph.operators import RECURRENT
-from quark_fx.numbers.formats import FloatFormat
 from quark_fx.targets.onnxruntime import ARITHMETIC, ONNX_TYPES
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def _is_small_float_or_block(spec: TensorSpec, operand: Operand) -> bool:
-    return spec.scale_type.is_8_bit or (isinstance(spec.format, FloatFormat) and spec.format.needs_scale)
+    return spec.scale_type.is_8_bit or (not spec.format.is_integer and spec.format.needs_scale)
 
 
 def _is_measured(spec: TensorSpec, operand: Operand) -> bool:

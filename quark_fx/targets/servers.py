@@ -13,7 +13,7 @@ from quark_fx.config.specs import Granularity, TensorSpec
 from quark_fx.config.target import Operand, Placement, Refusal, undivided_groups
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.operators import ATTENTION, KINDS
-from quark_fx.numbers.formats import FP4_E2M1, FP8_E4M3, INT8, UINT8, FloatFormat
+from quark_fx.numbers.formats import FP4_E2M1, FP8_E4M3, INT8, UINT8
 from quark_fx.numbers.qparams import Symmetry
 
 _CHANNEL = "granularity='channel'"
@@ -26,7 +26,7 @@ def no_weight(spec: TensorSpec, operand: Operand) -> bool:
     """Tell whether a weight has a format, scales or offsets that no server reads."""
     if operand is not Operand.WEIGHT:
         return False
-    if isinstance(spec.format, FloatFormat):
+    if not spec.format.is_integer:
         if spec.group_size is None:
             return spec.format != FP8_E4M3
         if spec.scale_type.is_e8m0:
@@ -97,7 +97,7 @@ def placement(server: str) -> Placement:
 def _refuses(server: str) -> Callable[[str, TensorSpec, TensorSpec | None, Linear | None], str]:
     def refuses(kind: str, weight: TensorSpec, read: TensorSpec | None, linear: Linear | None) -> str:
         """Return why the server cannot run a weight of a checkpoint beside an activation; empty if it can."""
-        is_float = isinstance(weight.format, FloatFormat)
+        is_float = not weight.format.is_integer
         if kind == "experts" and read is not None:
             return "experts of a checkpoint read float activations; set input=None"
         otherwise = "exclude it, or use fp8_e4m3" if is_float else f"set {_CHANNEL} for it"
@@ -106,7 +106,7 @@ def _refuses(server: str) -> Callable[[str, TensorSpec, TensorSpec | None, Linea
         if read is None:
             whole = not is_float and weight.granularity is Granularity.TENSOR
             return f"{server} has integer weights per channel or group; set granularity='channel'" if whole else ""
-        if weight.group_size is not None or weight.format.bits != 8 or is_float != isinstance(read.format, FloatFormat):
+        if weight.group_size is not None or weight.format.bits != 8 or is_float is read.format.is_integer:
             return (
                 f"a checkpoint holds no {weight.format} weight per {weight.granularity} beside {read.format} "
                 "activations: both are int8, or fp8_e4m3, and the weight is per channel; set input=None, or another "

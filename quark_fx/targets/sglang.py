@@ -11,7 +11,6 @@ from typing import Any
 
 from quark_fx.config.specs import TensorSpec
 from quark_fx.config.target import CheckpointFiles, Operand, Refusal, Target
-from quark_fx.numbers.formats import FloatFormat
 from quark_fx.targets.servers import ELSE, no_weight, placement, refusals, unread
 
 _FUSED = {
@@ -26,14 +25,13 @@ _FUSED = {
 def _is_no_weight(spec: TensorSpec, operand: Operand) -> bool:
     if operand is not Operand.WEIGHT:
         return False
-    is_float = isinstance(spec.format, FloatFormat)
-    taken = not spec.scale_type.is_e8m0 if is_float else spec.format.bits in (4, 8)
+    taken = spec.format.bits in (4, 8) if spec.format.is_integer else not spec.scale_type.is_e8m0
     return not taken or no_weight(spec, operand)
 
 
 def _is_calibrated(spec: TensorSpec, operand: Operand) -> bool:
     """Tell whether an integer activation has a calibrated scale."""
-    return operand is Operand.INPUT and not spec.dynamic and not isinstance(spec.format, FloatFormat)
+    return operand is Operand.INPUT and not spec.dynamic and spec.format.is_integer
 
 
 def _unread(form: str, config: Mapping[str, Any], left_experts: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ from quark_fx.config.block_formats import MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E
 from quark_fx.config.quant_config import Granularity, Override, QuantConfig, Target, TensorSpec
 from quark_fx.export.checkpoints.experts import as_saved
 from quark_fx.export.checkpoints.values import unholdable
-from quark_fx.export.packing import pack, pack_awq, pack_columns, patterns
+from quark_fx.export.packing import pack, pack_awq, pack_columns
 from quark_fx.numbers.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, FP8_E5M2, INT3, INT4, INT8, UINT4, UINT8
 from quark_fx.numbers.qparams import ScaleType, Symmetry
 from quark_fx.passes import GPTQ, Rotate
@@ -628,7 +628,7 @@ def test_patterns_are_the_bits_of_small_floats() -> None:
     for fmt, kind in ((FP4_E2M1, ml_dtypes.float4_e2m1fn), (FP6_E2M3, ml_dtypes.float6_e2m3fn)):
         every = np.arange(1 << fmt.bits, dtype=np.uint8)
         values = torch.from_numpy(every.view(kind).astype(np.float32))[None]
-        assert patterns(values.to(torch.float8_e4m3fn), fmt)[0].tolist() == every.tolist()
+        assert fmt.patterns(values.to(torch.float8_e4m3fn))[0].tolist() == every.tolist()
 
 
 def test_what_is_there_is_not_broken(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from quark_fx.numbers.formats import (
     UINT7,
     UINT8,
     IntFormat,
-    onnx_container,
     parse_format,
 )
 from quark_fx.presets import INT8_STATIC
@@ -81,7 +80,7 @@ def _parameters(qmodel: qfx.QuantizedModel, node: torch.fx.Node) -> list[Any]:
 def test_a_weight_is_held_by_the_next_wider_type(fmt: IntFormat, tmp_path: Path) -> None:
     qmodel = quantize(cnn(), static(fmt, UINT8), images())
     model = ir.load(written(qmodel, tmp_path))
-    kind = ir.DataType[str(onnx_container(fmt)).upper()]
+    kind = ir.DataType[str(fmt.onnx_container).upper()]
     stored = {n.inputs[0].dtype for n in model.graph if n.op_type == "DequantizeLinear" and n.inputs[0].const_value}
     assert stored - {ir.DataType.INT32} == {kind}
     assert qfx.verify(qmodel, tmp_path / "model.onnx", images()).max_steps < ANOTHER_ORDER
@@ -93,7 +92,7 @@ def test_weight_only_kernels_take_them(fmt: IntFormat, tmp_path: Path) -> None:
     qmodel = quantize(mlp(), QuantConfig(weight=weight), tokens())
     file = written(qmodel, tmp_path, format="matmul_nbits")
     kernels = [node for node in ir.load(file).graph if node.op_type == "MatMulNBits"]
-    assert {node.attributes["bits"].as_int() for node in kernels} == {onnx_container(fmt).bits}
+    assert {node.attributes["bits"].as_int() for node in kernels} == {fmt.onnx_container.bits}
     assert qfx.verify(qmodel, file, tokens()).max_steps < ANOTHER_ORDER
 
 

@@ -65,7 +65,7 @@ def test_every_element_has_the_scale_of_the_definition(
     assert torch.equal(layout.spread(scale).expand(shape), expected)
     codes, zero = torch.ones(shape, dtype=torch.int8), torch.zeros_like(scale, dtype=torch.int32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quantized_tensor, "_AT_ONCE", at_once)  # a piece of a few rows, that ends within a block or not
+        patch.setattr(quantized_tensor, "AT_ONCE", at_once)  # a piece of a few rows, that ends within a block or not
         assert torch.equal(ops.dequantize(codes, scale, zero, "int16", axis, block), expected)
         found = ops.encode(6 * expected, QParams(scale, zero), Scheme(format=INT8), axis, block)
     assert bool((found == 6).all())

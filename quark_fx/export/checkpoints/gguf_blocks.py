@@ -9,7 +9,6 @@ from torch import Tensor
 
 from quark_fx.errors import ExportError
 from quark_fx.export.packing import group_size, half_scales, unsigned
-from quark_fx.numbers.formats import IntFormat
 from quark_fx.numbers.qparams import ScaleType
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.numbers.two_levels import units
@@ -89,7 +88,7 @@ def _kind(weight: QuantizedTensor, group: int) -> str:
         ExportError: if there is none.
     """
     fmt, held = weight.format, None
-    if isinstance(fmt, IntFormat) and not fmt.sign_magnitude:
+    if fmt.is_integer and not fmt.sign_magnitude:
         if not weight.has_offsets:
             zeros = not weight.is_symmetric
             held = {4: "Q4_1" if zeros else "Q4_0", 5: "Q5_1" if zeros else "Q5_0"}.get(fmt.bits)

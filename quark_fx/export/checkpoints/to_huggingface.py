@@ -37,12 +37,11 @@ from quark_fx.export.packing import (
     pack,
     pack_awq,
     pack_columns,
-    patterns,
     unsigned,
 )
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.model.rounded_modules import UNROTATED
-from quark_fx.numbers.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, INT8, FloatFormat, IntFormat, parse_format
+from quark_fx.numbers.formats import FP4_E2M1, FP6_E2M3, FP8_E4M3, INT8, parse_format
 from quark_fx.numbers.qparams import ScaleType, Symmetry, recover_global_scale
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.system.isolation import isolated, quiet, warn
@@ -372,8 +371,8 @@ def _scheme(layer: Layer) -> dict[str, Any]:
         kind = "naive-quantized" if plain else "pack-quantized"
         return {"weights": weights, "input_activations": None, "format": kind}
     fmt = parse_format(activation.format) if activation.format else None
-    alike = fmt == FP8_E4M3 if weight.is_float else isinstance(fmt, IntFormat) and fmt.bits == weight.format.bits == 8
-    if fmt is None or not alike:
+    bits = (weight.format.bits, fmt.bits) if fmt is not None and fmt.is_integer else ()
+    if fmt is None or not (fmt == FP8_E4M3 if weight.is_float else bits == (8, 8)):
         raise ExportError(f"activations in {fmt or activation.cast} beside this weight; it holds 8 bits of one kind")
     if activation.block_size > 0 or activation.scale_type != ScaleType.FLOAT32:
         raise ExportError(
@@ -382,8 +381,7 @@ def _scheme(layer: Layer) -> dict[str, Any]:
     if activation.ratio != 1:
         raise ExportError("activations in a share of the range at run time; drop the observer Adjusted")
     zero = activation.zero_point
-    middle = 0 if isinstance(fmt, FloatFormat) or fmt.signed else 128
-    symmetric = activation.symmetry != Symmetry.ASYMMETRIC if zero is None else int(zero) == middle
+    symmetric = activation.symmetry != Symmetry.ASYMMETRIC if zero is None else int(zero) == fmt.middle
     per = "token" if activation.per_token else "tensor"
     inputs = _arguments(8, weight.is_float, symmetric or weight.is_float, per, activation.scale is None)
     kind = "float-quantized" if weight.is_float else "int-quantized"
@@ -428,7 +426,7 @@ def _block_scheme(layer: Layer, weights: dict[str, Any]) -> dict[str, Any]:
 
 def _blocks(weight: QuantizedTensor, form: str) -> dict[str, Tensor]:
     """Return the tensors of small floats in groups."""
-    packed = pack(patterns(weight.codes, weight.format), weight.format.bits).view(torch.uint8)
+    packed = pack(weight.format.patterns(weight.codes), weight.format.bits).view(torch.uint8)
     if form == _MXFP8:
         return {"weight": weight.codes, "weight_scale": exponents(weight)}
     if form != _NVFP4:
@@ -479,8 +477,7 @@ def _compressed(layer: Layer, kind: str) -> dict[str, Tensor]:
     else:
         tensors["weight"] = weight.codes
     if activation is not None and activation.scale is not None and activation.zero_point is not None:
-        fmt = parse_format(activation.format)
-        zero_point = activation.zero_point - (0 if isinstance(fmt, FloatFormat) or fmt.signed else 128)
+        zero_point = activation.zero_point - parse_format(activation.format).middle
         tensors["input_scale"] = activation.scale.reshape(1)
         if int(zero_point):
             tensors["input_zero_point"] = zero_point.reshape(1).to(torch.int8)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from torch.fx import GraphModule, Node
 
 from quark_fx.graph.nodes import QUANTIZE, code_format, target_name
-from quark_fx.numbers.formats import FloatFormat, activation_container
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -115,6 +114,4 @@ def _fuses_wrongly(node: Node) -> bool:
     fmt = code_format(node)
     if fmt is None or (len(node.args) > 5 and node.args[5]):
         return False  # nothing is fused with blocks
-    return isinstance(fmt, FloatFormat) or (
-        target_name(node) == QUANTIZE and activation_container(fmt).bits not in (8, 16)
-    )
+    return not fmt.is_integer or (target_name(node) == QUANTIZE and fmt.activation_container.bits not in (8, 16))

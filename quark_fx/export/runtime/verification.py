@@ -25,7 +25,7 @@ from quark_fx.export.runtime.session import adds_pairs_in_16_bits, may_optimize,
 from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, parameter, results_of, target_name
 from quark_fx.graph.signature import split_batch
 from quark_fx.model.quantized_model import QuantizedModel
-from quark_fx.numbers.formats import FloatFormat, parse_format
+from quark_fx.numbers.formats import parse_format
 from quark_fx.numbers.ops import dequantize, spread
 from quark_fx.system.isolation import as_called, isolated, warn
 from quark_fx.system.names import unknown
@@ -441,7 +441,7 @@ class _Follower(Interpreter):
     def _steps(self, n: Node, codes: Tensor) -> Tensor:
         """Return how far apart values are that can be told apart, where those of `codes` lie."""
         fmt, scale = parse_format(str(n.args[3])), self._scale(n, codes)
-        return scale * fmt.step(codes.float()) if isinstance(fmt, FloatFormat) else scale
+        return scale if fmt.is_integer else scale * fmt.step(codes.float())
 
 
 class _Comparison:

@@ -14,9 +14,8 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.tape
 
-from quark_fx.export.packing import pattern_values
 from quark_fx.export.to_onnx.block_nodes import DOMAIN
-from quark_fx.numbers.formats import FP8_E4M3, Format, IntFormat
+from quark_fx.numbers.formats import FP8_E4M3, Format
 from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
 
 _TINY, _HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -124,14 +123,14 @@ def _e8m0_scale(do: _Body, amax: ir.Value, high: ir.Value, scheme: Scheme) -> ir
 
 def _e8m0_scale_of(do: _Body, size: ir.Value, scheme: Scheme, *, below: bool) -> ir.Value:
     """Return the scale of values at that distance from zero: a threshold within a binade, and an offset, by rule."""
-    threshold, offset, more = 1.0, -scheme.exponent, below and scheme.one_more_below
+    threshold, offset, more = 1.0, -scheme.format.max_exponent, below and scheme.one_more_below
     if scheme.scale_type is ScaleType.E8M0_EVEN and not more:
-        threshold, offset = 2 - 2.0 ** -(scheme.mantissa + 1), 1 - scheme.exponent
+        threshold, offset = 2 - 2.0 ** -(scheme.format.mantissa + 1), 1 - scheme.format.max_exponent
     elif scheme.scale_type is ScaleType.E8M0_CEIL:
         lowest, highest = (limit - scheme.middle for limit in scheme.limits)
         mantissa, exponent = math.frexp(-lowest if more else highest)
         threshold, offset = float(np.nextafter(np.float32(2 * mantissa), np.float32(2))), 2 - exponent
-    power = np.clip(_EXPONENTS + offset, -127, 127 - scheme.exponent)
+    power = np.clip(_EXPONENTS + offset, -127, 127 - scheme.format.max_exponent)
     return _power_of(do, size, threshold, 2.0**power)
 
 
@@ -151,9 +150,9 @@ def _two_level_scale(do: _Body, amax: ir.Value, scheme: Scheme) -> ir.Value:
 def _round(do: _Body, x: ir.Value, scheme: Scheme) -> ir.Value:
     """Return the nearest code, as float32; NaN stays."""
     fmt = scheme.format
-    if isinstance(fmt, IntFormat):
+    if fmt.is_integer:
         return do("Clip", do("Round", x), float(fmt.qmin - scheme.middle), float(fmt.qmax - scheme.middle))
-    x = do("Clip", x, -fmt.max, fmt.max)
+    x = do("Clip", x, *fmt.limits)
     if fmt.bits == 8:
         return do("Cast", do("Cast", x, to=float_type(fmt)), to=ir.DataType.FLOAT)
     # Which binade a value is in says how far apart codes are.
@@ -176,7 +175,7 @@ def values_function(fmt: Format, opset: int) -> ir.Function:
     """Return the function from codes of 4 bits, or packed ones of others and their shape, to float32 values."""
     do = _Body("codes") if fmt.bits == 4 else _Body("codes", "shape")
     codes = do("Cast", do.inputs[0], to=ir.DataType.INT32) if fmt.bits == 4 else _unpacked(do, fmt.bits)
-    values = do("Gather", pattern_values(fmt).float().numpy(), codes)
+    values = do("Gather", fmt.pattern_values().numpy(), codes)
     return do.function(f"Values_{fmt}", values, opset)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quark_fx.errors import ExportError
-from quark_fx.export.packing import pack, patterns
+from quark_fx.export.packing import pack
 from quark_fx.export.to_onnx.block_functions import (
     exponents_function,
     float_type,
@@ -26,7 +26,7 @@ from quark_fx.export.to_onnx.block_functions import (
 from quark_fx.export.to_onnx.block_nodes import DOMAIN, Rounding
 from quark_fx.export.to_onnx.edit import add_array, array_of, drop_unused_initializers, erase_unread, made_by, put_node
 from quark_fx.export.to_onnx.stored_codes import StoredCodes, dequantized
-from quark_fx.numbers.formats import FP8_E4M3, FP8_E5M2, INT8, FloatFormat
+from quark_fx.numbers.formats import FP8_E4M3, FP8_E5M2, INT8
 from quark_fx.numbers.qparams import recover_global_scale
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 
@@ -225,9 +225,9 @@ def _values(do: _Before, weight: StoredCodes, codes: Tensor) -> ir.Value:
     """Store codes and return the float32 values they stand for."""
     fmt, name, model = weight.format, f"{weight.name}_{weight.format}", do.model
     if fmt.bits == 8:
-        dtype = float_type(fmt) if isinstance(fmt, FloatFormat) else ir.DataType.INT8
+        dtype = ir.DataType.INT8 if fmt.is_integer else float_type(fmt)
         return do("Cast", add_array(model, name, codes.numpy().astype(dtype.numpy())), to=ir.DataType.FLOAT)
-    function, found = values_function(fmt, do.opset), patterns(codes, fmt)
+    function, found = values_function(fmt, do.opset), fmt.patterns(codes)
     if fmt.bits == 4:
         return do.function(function, add_array(model, name, found.numpy().astype(ir.DataType.UINT4.numpy())))
     return do.function(function, _packed(model, name, found, fmt.bits), do.integers(*codes.shape))

@@ -38,11 +38,7 @@ from quark_fx.graph.signature import Signature
 from quark_fx.model.quantized_model import QuantizedModel
 from quark_fx.numbers.formats import (
     INT32,
-    FloatFormat,
     Format,
-    activation_container,
-    has_onnx_type,
-    onnx_container,
     parse_format,
 )
 from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
@@ -160,7 +156,7 @@ def _default_opset(gm: GraphModule, files: OnnxFiles, domain: str | None) -> int
         return files.opset
     formats = {fmt for node in gm.graph.nodes if (fmt := code_format(node)) is not None}
     # Blocks of wider codes are refused by name, with the opset that they need.
-    needed = first_with(onnx_type(str(fmt)) for fmt in formats if has_onnx_type(onnx_container(fmt)))
+    needed = first_with(onnx_type(str(fmt)) for fmt in formats if fmt.onnx_container.has_onnx_type)
     return max(files.opset, needed) if needed <= files.opsets[1] else files.opset
 
 
@@ -350,7 +346,7 @@ def _require_onnx_types(gm: GraphModule, *, wide: bool) -> None:
         if fmt == INT32 and not wide and target_name(node) == QUANTIZE:
             bad.append(f"  {fmt}, which format='vitis' alone has: {describe(node)}")
             continue
-        if fmt is not None and not has_onnx_type(fmt) and not _is_built(node, fmt):
+        if fmt is not None and not fmt.has_onnx_type and not _is_built(node, fmt):
             bad.append(f"  {fmt}: {describe(node)}")
         elif target_name(node) == DEQUANTIZE and node.args[2].meta["val"].is_floating_point():
             bad.append(f"  {fmt} with offsets between codes: {describe(node)}")
@@ -365,11 +361,11 @@ def _is_built(node: Node, fmt: Format) -> bool:
 
     Narrow integers are held by wider ones, activations by those of 8 bits.
     """
-    if (held := onnx_container(fmt)) != fmt and held.bits <= 16:
-        return activation_container(fmt).bits == 8 or target_name(node) == DEQUANTIZE
+    if (held := fmt.onnx_container) != fmt and held.bits <= 16:
+        return fmt.activation_container.bits == 8 or target_name(node) == DEQUANTIZE
     grouped = target_name(node) == QUANTIZE and len(node.args) > 5 and node.args[5]
     constant = target_name(node) == DEQUANTIZE
-    return bool(grouped or constant) and (isinstance(fmt, FloatFormat) or fmt.sign_magnitude)
+    return bool(grouped or constant) and held == fmt
 
 
 def _unmeasured(node: Node) -> str:

@@ -17,7 +17,7 @@ from quark_fx.export.to_onnx.block_nodes import block_scale, dequantize_blocks, 
 from quark_fx.export.to_onnx.edit import made_by
 from quark_fx.export.to_onnx.recurrent import MEASURED
 from quark_fx.export.to_onnx.table import lowers
-from quark_fx.numbers.formats import IntFormat, activation_container, has_onnx_type, onnx_container, parse_format
+from quark_fx.numbers.formats import parse_format
 from quark_fx.numbers.qparams import ScaleType, Scheme, Symmetry
 
 op: Any = opset21
@@ -26,7 +26,7 @@ op: Any = opset21
 
 def onnx_type(format: str) -> ir.DataType:
     """Return the ONNX element type that holds a format's codes."""
-    format = str(onnx_container(parse_format(format)))
+    format = str(parse_format(format).onnx_container)
     names = {"fp8_e4m3": "FLOAT8E4M3FN", "fp8_e5m2": "FLOAT8E5M2", "fp16": "FLOAT16", "bf16": "BFLOAT16"}
     return ir.DataType[names.get(format, format.upper())]
 
@@ -47,10 +47,10 @@ def quantize(x: Any, scale: Any, zero_point: Any, format: str, axis: int | None 
         return _quantize_rows(x, scale, zero_point, format)
     attributes = {} if axis is None else {"axis": axis, "block_size": block_size}
     narrow = parse_format(format)
-    if not isinstance(narrow, IntFormat):
+    if not narrow.is_integer:
         return op.QuantizeLinear(x, scale, output_dtype=fmt, saturate=1, **attributes)
     codes = op.QuantizeLinear(x, scale, op.Cast(zero_point, to=fmt), **attributes)
-    if narrow == activation_container(narrow):
+    if narrow == narrow.activation_container:
         return codes
     limits = (op.Constant(value=ir.Tensor(np.asarray(limit, fmt.numpy()))) for limit in (narrow.qmin, narrow.qmax))
     return op.Clip(codes, *limits)
@@ -59,17 +59,14 @@ def quantize(x: Any, scale: Any, zero_point: Any, format: str, axis: int | None 
 def _quantize_rows(x: Any, scale: Any, zero_point: Any, format: str) -> Any:
     """The arithmetic of `QuantizeLinear` for one scale per row: a block of it has a length fixed beforehand."""
     fmt, ideal = parse_format(format), op.Div(x, scale)
-    if isinstance(fmt, IntFormat):
-        low, high = float(fmt.qmin), float(fmt.qmax)
+    if fmt.is_integer:
         ideal = op.Add(op.Round(ideal), op.Cast(zero_point, to=ir.DataType.FLOAT))
-    else:
-        low, high = -fmt.max, fmt.max
-    bounds = (op.Constant(value_float=bound) for bound in (low, high))
+    bounds = (op.Constant(value_float=float(bound)) for bound in fmt.limits)
     return op.Cast(op.Clip(ideal, *bounds), to=_activation_type(format))
 
 
 def _activation_type(format: str) -> ir.DataType:
-    return onnx_type(str(activation_container(parse_format(format))))
+    return onnx_type(str(parse_format(format).activation_container))
 
 
 def _float32(x: Any) -> Any:
@@ -89,8 +86,8 @@ def dequantize(
     """`DequantizeLinear`, cast if the model is not float32; codes of less than a byte get their own type."""
     attributes = {} if axis is None else {"axis": axis, "block_size": block_size}
     fmt = parse_format(format)
-    whole = isinstance(fmt, IntFormat)
-    if made_by(codes, "QuantizeBlocks") or not has_onnx_type(onnx_container(fmt)):
+    whole = fmt.is_integer
+    if made_by(codes, "QuantizeBlocks") or not fmt.onnx_container.has_onnx_type:
         y = dequantize_blocks(codes, scale, format=format, axis=axis or 0, block_size=block_size)
     elif block_size < 0:
         # Spelled out as in `_quantize_rows`; ONNX Runtime would also fuse a blocked `DequantizeLinear` into an integer
@@ -103,7 +100,7 @@ def dequantize(
         held = onnx_type(format)
         if codes.producer() is not None:
             held = _activation_type(format)
-        elif onnx_container(fmt).bits < 8 and codes.const_value is None:
+        elif fmt.onnx_container.bits < 8 and codes.const_value is None:
             codes = op.Cast(codes, to=held)
         y = op.DequantizeLinear(codes, scale, op.Cast(zero_point, to=held), **attributes)
     return y if dtype == ir.DataType.FLOAT else op.Cast(y, to=dtype)

@@ -141,7 +141,7 @@ def read_blocks(weight: StoredCodes, *, axis: int) -> QuantizedTensor:
     if (stored := weight.read()) is None:
         raise DeclinedError("its scales or zero points are computed")
     fmt = weight.format
-    if not isinstance(fmt, IntFormat) or fmt.bits not in _BITS:
+    if not fmt.is_integer or fmt.bits not in _BITS:
         raise DeclinedError(f"its codes are {str(weight.codes.dtype).lower()}")
     if stored.axis is not None and (stored.axis == axis) == bool(stored.block_size):
         raise DeclinedError("its scales vary along its columns")

@@ -62,7 +62,7 @@ class StoredCodes:
 
 
 def _tensor(codes: np.ndarray[Any, Any], fmt: Format) -> torch.Tensor:
-    if isinstance(fmt, IntFormat):
+    if fmt.is_integer:
         # numpy has types of 8, 16 and 32 bits only; arrays of fewer bits have one of their own
         return torch.from_numpy(codes.astype(str(fmt.dtype).removeprefix("torch."), copy=False))
     return torch.from_numpy(codes.astype(np.float32)).to(fmt.dtype)

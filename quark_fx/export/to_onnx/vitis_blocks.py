@@ -17,7 +17,7 @@ from quark_fx.errors import ExportError
 from quark_fx.export.to_onnx.block_nodes import DOMAIN, Rounding
 from quark_fx.export.to_onnx.blocks import look_up_values, spell_out_rounding, stored_weight
 from quark_fx.export.to_onnx.edit import add_array, drop_unused_initializers, put_node
-from quark_fx.numbers.formats import INT8, SM3, SM5, SM8, FloatFormat, IntFormat, parse_format
+from quark_fx.numbers.formats import INT8, SM3, SM5, SM8, parse_format
 from quark_fx.numbers.qparams import ScaleType, Scheme
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 
@@ -98,7 +98,7 @@ def vendor_attributes(rounding: Rounding) -> tuple[str, Attributes] | None:
     """Return which of the vendor's operators rounds so, `"BFP"` or `"MX"`, and its attributes; `None` if none does."""
     fmt, rule = rounding.scheme.format, rounding.scheme.scale_type
     block: Attributes = {"axis": rounding.axis, "block_size": rounding.alone, "rounding_mode": HALF_EVEN}
-    if rule is ScaleType.E8M0_FLOOR and not rounding.group_size and (fmt == INT8 or isinstance(fmt, FloatFormat)):
+    if rule is ScaleType.E8M0_FLOOR and not rounding.group_size and (fmt == INT8 or fmt.is_float):
         return "MX", {"element_dtype": str(fmt), **block}
     raised = rule is ScaleType.E8M0_EVEN and fmt == INT8 and not rounding.group_size
     if not raised and not (rule is ScaleType.E8M0_FLOOR and fmt in (SM3, SM5, SM8)):
@@ -149,7 +149,7 @@ def _candidates(weight: QuantizedTensor, known: list[Rounding]) -> Iterator[Roun
         if rounding.scheme.format == weight.format and same:
             yield replace(rounding, axis=weight.axis)
     rules = (ScaleType.E8M0_FLOOR, ScaleType.E8M0_EVEN)
-    shared = isinstance(weight.format, IntFormat) and weight.format.sign_magnitude and weight.block_size < min(_GROUPS)
+    shared = weight.format.sign_magnitude and weight.block_size < min(_GROUPS)
     for rule in rules if weight.block_size == _MX_BLOCK else rules[::-1]:
         for group in (*_GROUPS, 0) if shared else (0,):
             yield Rounding(Scheme(format=weight.format, scale_type=rule), weight.axis, weight.block_size, group)

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.fx import Node
 
 from quark_fx.model.kernels.product import Activation, NoKernelError, Product, Rounded
-from quark_fx.numbers.formats import IntFormat
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.plan.pair_sums import LARGEST_SUM, PairBound
 
@@ -25,7 +24,7 @@ def channel_codes(weight: QuantizedTensor) -> tuple[Tensor, Tensor]:
     Raises:
         NoKernelError: for other formats and layouts.
     """
-    if not isinstance(weight.format, IntFormat) or weight.format.bits > 8:
+    if not weight.format.is_integer or weight.format.bits > 8:
         raise NoKernelError(f"its weight is {weight.format}; integer kernels read at most 8 bits")
     weight = weight.signed()
     if not weight.is_symmetric:
@@ -62,7 +61,7 @@ class Unsigned:
         rounded = rounded or product.rounded
         assert rounded is not None
         fmt = rounded.format
-        if not isinstance(fmt, IntFormat) or fmt.bits > 8:
+        if not fmt.is_integer or fmt.bits > 8:
             raise NoKernelError(f"its activation is {fmt}; integer kernels read at most 8 bits")
         shift = -fmt.qmin
         codes, scale, zero_point = rounded.codes, rounded.scale, rounded.zero_point

@@ -15,7 +15,7 @@ from quark_fx.graph.linear import per_dimension
 from quark_fx.graph.nodes import DEQUANTIZE, QUANTIZE, get_attr, is_parameter, parameter, static_size, target_name
 from quark_fx.graph.operators import Operator, argument, named_argument, row_by_target
 from quark_fx.model.constants import constant_of, parameter_name
-from quark_fx.numbers.formats import Format, IntFormat, parse_format
+from quark_fx.numbers.formats import Format, parse_format
 from quark_fx.numbers.qparams import Symmetry
 from quark_fx.numbers.quantized_tensor import QuantizedTensor
 from quark_fx.plan.placement import module_name
@@ -249,7 +249,7 @@ def quantizers_of(result: Node) -> tuple[Node, ...]:
     readers = tuple(result.users)
     found = [Rounded.of(reader) if target_name(reader) == QUANTIZE else None for reader in readers]
     first = found[0] if found else None
-    if first is None or first.kind is not Activation.STATIC or not isinstance(first.format, IntFormat):
+    if first is None or first.kind is not Activation.STATIC or not first.format.is_integer:
         return ()
     if first.format.bits != 8:
         return ()

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.fx import Node
 
 from quark_fx.model.kernels.product import RELU, Activated, Activation, Product, Rounded, quantizers_of
-from quark_fx.numbers.formats import IntFormat
 from quark_fx.targets.inductor import adds_to_sums
 
 
@@ -46,7 +45,7 @@ class Residual:
         after = Rounded.of(quantizers[0]) if quantizers else None
         if onto is None or after is None or onto.kind is not Activation.STATIC:
             return None
-        if not isinstance(onto.format, IntFormat) or onto.format.bits > 8:
+        if not onto.format.is_integer or onto.format.bits > 8:
             return None
         return cls(onto, total, quantizers, after)
 

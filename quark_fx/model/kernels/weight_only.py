@@ -14,7 +14,6 @@ from torch.fx import Node
 from torch.nn import functional as F
 
 from quark_fx.model.kernels.product import NoKernelError, Product
-from quark_fx.numbers.formats import IntFormat
 from quark_fx.numbers.quantized_tensor import QuantizedTensor, decode
 
 aten = torch.ops.aten
@@ -28,7 +27,7 @@ def weight_only_linear(product: Product) -> str:
     if product.dtype not in (torch.float32, torch.bfloat16):
         raise NoKernelError(f"it computes in {str(product.dtype).removeprefix('torch.')}")
     weight = product.matrix()
-    if not isinstance(weight.format, IntFormat) or weight.format.bits > 8:
+    if not weight.format.is_integer or weight.format.bits > 8:
         raise NoKernelError(f"its weight is {weight.format}; there are kernels for integers of at most 8 bits")
     bias = product.bias()
     codes, scale, zero_point = _groups(weight)
@@ -54,7 +53,6 @@ def _groups(weight: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor]:
     Raises:
         NoKernelError: where groups lie along outputs, or the last one is shorter.
     """
-    assert isinstance(weight.format, IntFormat)
     outputs, inputs = weight.codes.shape
     shift = -weight.format.qmin
     codes = (weight.codes.to(torch.int16) + shift).to(torch.uint8)
@@ -110,7 +108,6 @@ def _bfloat16_kernel(
 ) -> Node | None:
     """Insert torch's kernel for bfloat16 activations, `None` where it has none for this weight."""
     outputs, groups, size = codes.shape
-    assert isinstance(weight.format, IntFormat)
     if weight.format.bits == 8 and groups == 1 and bool((zero_point == 128).all()):
         signed = weight.signed().codes
         return product.insert(int8_product, product.activation, signed, scale.flatten().bfloat16())
