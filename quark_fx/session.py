@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from quark_fx.capture.capture import Captured, capture_graph
+from quark_fx.capture.capture import Captured, capture_graph, unwrapped
 from quark_fx.checkpoints.open_checkpoint import open_checkpoint
 from quark_fx.checkpoints.shelf import Shelf
 from quark_fx.config.quant_config import Override, QuantConfig, TensorSpec
@@ -194,8 +194,10 @@ class Session:
             raise ConfigError("the model is a Session already; pass that to quantize, or make another one of its model")
         if isinstance(model, str | Path):
             model = open_checkpoint(model, scratch=shelf.directory if shelf is not None else None)
+        if isinstance(model, nn.Module):
+            model = unwrapped(model)
         if isinstance(model, QuantizedModel):
-            raise ConfigError("the model is quantized already; quantize the float model it came from")
+            raise ConfigError(_QUANTIZED)
         if isinstance(model, nn.Module) and is_eager(model):
             raise ConfigError(
                 "the model is what eager() made of a quantized one; quantize the float model it came from"
@@ -207,6 +209,8 @@ class Session:
             )
         self.model, self.unread, self.shares, self._first = model, batches, False, first
         self.captured = capture_graph(model, first, dynamic_shapes=dynamic_shapes)
+        if any(target_name(node).startswith(_CODES) for node in self.captured.module.graph.nodes):
+            raise ConfigError(_QUANTIZED)
         self._graphs: dict[Hashable, tuple[GraphModule, list[PassRecord]]] = {}
         self._known: dict[Hashable, Known] = {}
         home = device_of(self.captured.module)
@@ -339,6 +343,11 @@ class Session:
                 f"the model was changed since the session began, in {', '.join(changed[:3])}{more}; make a new Session "
                 "of it"
             )
+
+
+_QUANTIZED = "the model, or a part of it, is quantized already; quantize the float model it came from"
+_CODES = ("quark_fx.", "quantized_decomposed.", "quantized.", "torchao.")
+"""Namespaces of operators that compute with codes."""
 
 
 def _sum(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, int]:

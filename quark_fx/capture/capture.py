@@ -63,6 +63,7 @@ def capture_graph(
     """
     if isinstance(model, ExportedProgram):
         return normalize(model, tuple(str(name) for name in model.graph_signature.user_inputs))
+    model = unwrapped(model)
     require_capturable(model)
     args, kwargs = split_batch(example_batch)
     names = parameter_names(model.forward)
@@ -80,6 +81,14 @@ def capture_graph(
     captured = normalize(program, names)
     fixed = {name: value for name, value in kwargs.items() if name not in captured.signature.keywords}
     return replace(captured, signature=replace(captured.signature, fixed_arguments=fixed))
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside `torch.compile` and data-parallel wrappers, which computes the same."""
+    compiled: Any = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())  # its import takes two seconds
+    while isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel, compiled)):
+        model = model._orig_mod if isinstance(model, compiled) else model.module
+    return model
 
 
 def _capture_program(
@@ -324,4 +333,4 @@ def _export_hugging_face(model: Any, kwargs: dict[str, Any], dynamic_shapes: Any
     return exported if isinstance(exported, ExportedProgram) else exported.program
 
 
-__all__ = ["Captured", "capture_graph", "dynamic_dimensions"]
+__all__ = ["Captured", "capture_graph", "dynamic_dimensions", "unwrapped"]

@@ -32,6 +32,7 @@ _TORCH_EXPORT = tuple(Path(torch.__file__).parent / name for name in ("export", 
 def require_capturable(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise CaptureError(f"expected an nn.Module or an ExportedProgram, not {type(model).__name__}")
+    _require_python(model)
     training = [name or "(the model)" for name, module in model.named_modules() if module.training]
     if training:
         raise CaptureError(
@@ -44,6 +45,13 @@ def require_capturable(model: nn.Module) -> None:
             f"{len(inference)} parameter(s) or buffer(s), first {inference[0]}, were made under inference_mode, and "
             "torch.export cannot trace them; make or load the model outside of it"
         )
+    if meta := [name for name, t in tensors.items() if t.is_meta]:
+        raise CaptureError(
+            f"{len(meta)} parameter(s) or buffer(s), first {meta[0]}, are on the meta device, without values: "
+            "accelerate offloaded them, or they were never loaded. Load the model with device_map='cpu', undo "
+            "offloading with accelerate.hooks.remove_hook_from_module(model, recurse=True), or pass the directory of "
+            "the checkpoint to quantize, which reads weights as it needs them"
+        )
     _require_names(model)
     devices = Counter(str(t.device) for t in tensors.values())
     if len(devices) > 1:
@@ -52,6 +60,22 @@ def require_capturable(model: nn.Module) -> None:
         raise CaptureError(
             f"the model is spread over {', '.join(f'{d} ({n} tensors)' for d, n in devices.items())}, first on {rare}: "
             f"{first}; move it to one device with model.to(device)"
+        )
+
+
+def _require_python(model: nn.Module) -> None:
+    """Refuse TorchScript modules and hooks on all modules of the process."""
+    scripted = [name or "the model" for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]
+    if scripted:
+        raise CaptureError(
+            f"{scripted[0]} is a TorchScript module (torch.jit.trace or torch.jit.script), which torch.export cannot "
+            "trace; pass the nn.Module that it was made from"
+        )
+    hooks = vars(torch.nn.modules.module)
+    if any(hooks.get(f"_global_forward_{kind}") for kind in ("hooks", "pre_hooks")):
+        raise CaptureError(
+            "a forward hook is registered for all modules of this process (register_module_forward_hook or "
+            "register_module_forward_pre_hook); call remove() on its handle before quantizing"
         )
 
 

@@ -22,6 +22,14 @@ _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt"})
 _DANGER = "pickled weights, which may run code when they are read"
 _STORE = "store the model with save_pretrained, or safetensors.torch.save_model"
+_OTHERS = {
+    ".onnx": "an ONNX graph; pass the nn.Module that it was exported from",
+    ".tflite": "a LiteRT graph; pass the nn.Module that it was exported from",
+    ".pt2": "an exported program; pass torch.export.load(path)",
+    ".gguf": "weights for llama.cpp; pass the result of transformers' from_pretrained(directory, gguf_file=name)",
+    ".py": "Python code; pass the nn.Module that it creates (on the command line: package.module:name)",
+}
+"""Files that are often passed in place of a checkpoint, and what to pass instead."""
 _INDEX_LIMIT = 1 << 27
 """Bytes of the largest index that is read."""
 GRAPH_FILE = "graph.json"
@@ -174,6 +182,8 @@ def _require_tensors(file: Path) -> None:
         raise CheckpointError(f"{file} holds no tensors; pass its directory, {file.parent}")
     if file.suffix in _PICKLES:
         raise CheckpointError(f"{file} holds {_DANGER}; {_STORE}")
+    if other := _OTHERS.get(file.suffix.lower()):
+        raise CheckpointError(f"{file} is {other}")
 
 
 def _indexed(directory: Path) -> dict[str, Path]:
@@ -222,6 +232,8 @@ def _names(file: Path) -> set[str]:
         with safe_open(file, "pt") as stored:
             return set(stored.keys())
     except (OSError, SafetensorError, ValueError) as error:
+        if file.suffix != ".safetensors":
+            raise CheckpointError(f"{file} is not a safetensors file ({error}); {_STORE}") from error
         raise CheckpointError(f"{file} is damaged or truncated: {error}; fetch it again") from error
 
 

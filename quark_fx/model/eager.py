@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
+from quark_fx.capture.capture import unwrapped
 from quark_fx.errors import ExportError, QuarkError
 from quark_fx.graph.absorbed import AbsorbedMap
 from quark_fx.graph.nodes import describe, erase_dead, module_classes, stored_tensors
@@ -476,6 +477,7 @@ def placed(
         return qmodel.source, correspond(qmodel.source, qmodel.graph_module, qmodel.kept, at_readers=at_readers)
     if not isinstance(model, nn.Module):
         raise QuarkError(f"eager() takes a float model of the architecture that was quantized, not {brief(model)}")
+    model = unwrapped(model)
     if "no_shapes" in qmodel.graph_module.meta:
         raise QuarkError(
             f"the shapes in this graph are not known ({qmodel.graph_module.meta['no_shapes']}); call the quantized "
