@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+_MAXIMA = frozenset({torch.max, torch.amax, Tensor.max, Tensor.amax})
 _UNCHANGED = frozenset(
     {
         *(Tensor.unsqueeze, Tensor.squeeze, Tensor.view, Tensor.reshape, Tensor.expand, Tensor.expand_as),
         *(Tensor.contiguous, Tensor.clone, Tensor.detach, Tensor.long, Tensor.to, Tensor.flatten, Tensor.repeat),
         *(torch.unsqueeze, torch.squeeze, torch.reshape, torch.clone, torch.flatten),
-        *(torch.max, torch.amax, Tensor.max, Tensor.amax),
+        *_MAXIMA,
     }
 )
 """Functions that keep the largest value of an integer tensor, as long as they return one tensor."""
@@ -48,6 +49,8 @@ class KnownLengths(TorchFunctionMode):
         if func is Tensor.__bool__ and id(args[0]) in self._known:
             return bool(self._known[id(args[0])][1])
         result = func(*args, **kwargs)
+        if _writes(func, kwargs):
+            self._known.clear()  # what is written may be a view of a known tensor
         value = self._value(func, args, kwargs, result) if isinstance(result, Tensor) else None
         if value is not None:
             self._known[id(result)] = result, value
@@ -64,7 +67,7 @@ class KnownLengths(TorchFunctionMode):
         if not args or id(args[0]) not in self._known:
             return None
         value = self._known[id(args[0])][1]
-        if func in _UNCHANGED:
+        if func in _UNCHANGED and not (func in _MAXIMA and any(isinstance(a, Tensor) for a in args[1:])):
             return value if not result.is_floating_point() and result.dtype != torch.bool else None
         other = args[1] if len(args) == 2 and not kwargs else None
         if isinstance(other, Tensor) and id(other) in self._known and result.dim() == 0:
@@ -74,6 +77,14 @@ class KnownLengths(TorchFunctionMode):
         if func in _COMPARISONS:
             return _COMPARISONS[func](value, other) if result.dim() == 0 else None
         return _SHIFTS[func](value, other) if func in _SHIFTS else None
+
+
+def _writes(func: Any, kwargs: Any) -> bool:
+    """Tell whether a function writes one of its arguments."""
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    assigns = name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")  # `__iadd__` has an `__add__`
+    return in_place or assigns or name == "__setitem__" or "out" in kwargs
 
 
 __all__ = ["KnownLengths"]

@@ -143,8 +143,19 @@ def test_a_branch_on_positions_that_are_given_is_refused() -> None:
         def forward(self, x: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
             return x * 2 if torch.max(positions) > 8 else x
 
-    with pytest.raises(qfx.CaptureError, match="depends on the values of a tensor"):
-        qfx.capture_graph(seeded(Given()), (rand(2, 6, 4), torch.arange(6)))
+    class Larger(Positions):
+        def forward(self, x: Tensor, others: Tensor) -> Tensor:  # type: ignore[override]
+            return x * 2 if torch.max(torch.arange(x.shape[1]), others).max() > 8 else x
+
+    class Written(Positions):
+        def forward(self, x: Tensor, shift: Tensor) -> Tensor:  # type: ignore[override]
+            positions = torch.arange(x.shape[1])
+            positions.view(1, -1).add_(shift)
+            return x * 2 if torch.max(positions) > 8 else x
+
+    for made in (Given(), Larger(), Written()):
+        with pytest.raises(qfx.CaptureError, match="depends on the values of a tensor"):
+            qfx.capture_graph(seeded(made), (rand(2, 6, 4), torch.arange(6)))
 
 
 def ids(length: int) -> Tensor:
