@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from quark_fx.graph.computed import computed_constants
+from quark_fx.graph.computed import computed_constants, is_constant
 from quark_fx.graph.nodes import call, static_size, target_name
 
 _aten = torch.ops.aten
@@ -36,7 +36,7 @@ def _product(gm: GraphModule, node: Node, constants: Collection[Node]) -> Node |
     equation, operands = arguments[:2]
     if not isinstance(operands, list | tuple) or len(operands) != 2 or len(node.args) > 2 or node.kwargs:
         return None
-    fixed = [isinstance(n, Node) and (n.op == "get_attr" or n in constants) for n in operands]
+    fixed = [isinstance(n, Node) and is_constant(n, constants) for n in operands]
     if sum(fixed) != 1:
         return None
     x, w = operands if fixed[1] else reversed(operands)

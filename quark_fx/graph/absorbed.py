@@ -5,7 +5,8 @@
 - The map is all that the only call of a module computes: the module is left out, as a batch norm is.
 - Its constants are parameters: these are to be 1 or 0, so that the code changes nothing.
 - Otherwise the operator's module takes the map back (`node.meta["absorbed_maps"]`), and the code outside of it applies
-  it again, with the tensors that it was folded with. Without such a module there is no note, and `eager()` refuses.
+  it again, with the tensors that it was folded with. A map that no module takes back has the same note: a module that
+  the code of the map is part of computes a piece of the graph.
 
 `gm.meta["code_reads"]` has those tensors: by name, the number that all their elements are to be, or `None` for as is.
 """
@@ -13,7 +14,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from quark_fx.graph.affine import Step, is_constant
+from quark_fx.graph.affine import Step
+from quark_fx.graph.computed import is_constant
 from quark_fx.graph.nodes import is_parameter, module_calls, parameter, target_name
 from quark_fx.graph.operators import MOVING, permutation
 from quark_fx.graph.provenance import CODE_READS, MAPS, PASSED
@@ -33,13 +35,15 @@ class AbsorbedMap:
 
     Attributes:
         before: Whether values pass it before the operator.
-        factor: Factor of each channel, none of them zero.
-        offset: Offset of each channel.
+        factor: Factor of each channel, none of them zero; empty if no module takes the map back.
+        offset: Offset of each channel; empty with `factor`.
+        calls: Number of module calls around the operator, outermost first, whose code computes the map as well.
     """
 
     before: bool
     factor: tuple[float, ...]
     offset: tuple[float, ...]
+    calls: int
 
 
 class AbsorbedMaps:
@@ -47,10 +51,11 @@ class AbsorbedMaps:
 
     Args:
         gm: Graph before anything is folded.
+        constants: Its computed constants.
     """
 
-    def __init__(self, gm: GraphModule) -> None:
-        self.gm = gm
+    def __init__(self, gm: GraphModule, constants: Collection[Node]) -> None:
+        self.gm, self.constants = gm, constants
         self.calls: dict[str, list[Node]] = {}
         self.keys: dict[str, set[str]] = {}
         for node in gm.graph.nodes:
@@ -73,12 +78,14 @@ class AbsorbedMaps:
         else:
             self._pass(passed, neutral)
             return
-        own = next(reversed(module_calls(node)), None)
-        outside = own is not None and not any(own in module_calls(step.node) for step in steps)
-        if outside and bool((factor.float() != 0).all()):
-            absorbed = AbsorbedMap(before, tuple(factor.tolist()), tuple(offset.tolist()))
-            node.meta[MAPS] = (*node.meta.get(MAPS, ()), absorbed)
-            self._pass(steps, dict.fromkeys(self._tensors(steps)))
+        own = list(module_calls(node))
+        shared = [key for key in own if all(key in module_calls(step.node) for step in steps)]
+        if not own:
+            return
+        undone = not any(own[-1] in module_calls(step.node) for step in steps) and bool((factor.float() != 0).all())
+        numbers = (tuple(factor.tolist()), tuple(offset.tolist())) if undone else ((), ())
+        node.meta[MAPS] = (*node.meta.get(MAPS, ()), AbsorbedMap(before, *numbers, len(shared)))
+        self._pass(steps, dict.fromkeys(self._tensors(steps)))
 
     def cancel_transpositions(self) -> None:
         """Drop pairs of transpositions that nothing lies between any more; the model's code still has them."""
@@ -100,7 +107,7 @@ class AbsorbedMaps:
         pending = [entry for step in steps for entry in step.node.all_input_nodes if entry is not step.value]
         while pending:
             entry = pending.pop()
-            pending += [n for n in entry.all_input_nodes if is_constant(n)]
+            pending += [n for n in entry.all_input_nodes if is_constant(n, self.constants)]
             if "folded" in entry.meta:
                 yield from entry.meta["folded"].tensors
             elif is_parameter(entry):
@@ -112,7 +119,7 @@ class AbsorbedMaps:
         if not found:
             return False
         key, path = next(reversed(found.items()))
-        rest = {n for n in self.calls[key] if n not in chain and not is_constant(n)}
+        rest = {n for n in self.calls[key] if n not in chain and not is_constant(n, self.constants)}
         return len(self.keys[path]) == 1 and all(chain.union(rest).issuperset(n.all_input_nodes) for n in rest)
 
     def _neutral(self, step: Step) -> dict[str, float] | None:
@@ -138,10 +145,12 @@ class AbsorbedMaps:
             node = node.all_input_nodes[0]
         if not is_parameter(node) or len(node.users) > 1 or "folded" in node.meta or "parameter" not in node.meta:
             return None
-        tensor = parameter(self.gm, node)
-        readers = (n for n in self.gm.graph.nodes if n.op == "get_attr" and parameter(self.gm, n) is tensor)
-        alone = isinstance(tensor, nn.Parameter) and len(list(readers)) == 1
-        return str(node.meta["parameter"]) if alone else None
+        name, tensor = str(node.meta["parameter"]), parameter(self.gm, node)
+        constants = [n for n in self.gm.graph.nodes if n.op == "get_attr" and n is not node]
+        sources = {source for n in constants if "folded" in n.meta for source in n.meta["folded"].tensors}
+        shared = any(parameter(self.gm, n) is tensor for n in constants) or name in sources
+        read = shared or name in self.gm.meta.get(CODE_READS, {})
+        return name if isinstance(tensor, nn.Parameter) and not read else None
 
 
 __all__ = ["AbsorbedMap", "AbsorbedMaps"]

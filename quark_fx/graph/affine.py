@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +18,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from quark_fx.errors import CalibrationError
-from quark_fx.graph.nodes import (
-    describe,
-    is_finite,
-    is_getitem,
-    is_known,
-    is_parameter,
-    parameter,
-    target_name,
-    value_of,
-)
+from quark_fx.graph.computed import constant_value, is_constant
+from quark_fx.graph.nodes import describe, is_finite, is_known, is_parameter, target_name, value_of
 from quark_fx.graph.operators import argument, permutation
 
 
@@ -85,34 +77,35 @@ _RESHAPES = frozenset(
 """Data movement that keeps the order of values."""
 
 
-def affine_step(gm: GraphModule, node: Node, channels: int) -> Step | None:
+def affine_step(gm: GraphModule, node: Node, channels: int, constants: Collection[Node]) -> Step | None:
     """Return a call as an affine map by constants that vary along one dimension only; `None` if it is none.
 
     Args:
         gm: Graph.
         node: Any node.
         channels: Dimension that the constants may vary along.
+        constants: Computed constants of the graph.
 
     Raises:
         CalibrationError: If a constant holds NaN, or a batch norm has impossible statistics.
     """
     name = target_name(node)
     if name in _NORMS or name == _NATIVE_NORM:
-        return _norm(gm, node) if channels == 1 else None
+        return _norm(gm, node, constants) if channels == 1 else None
     given = [entry for entry in node.args if isinstance(entry, Node)] if name in _OPERATORS else []
-    values = [entry for entry in given if not is_constant(_before_expansions(entry))]
+    values = [entry for entry in given if not is_constant(_before_expansions(entry), constants)]
     if len(values) != 1 or node.kwargs.get("rounding_mode") is not None:
         return None
     value = values[0]
     if node.args.index(value) not in _OPERATORS[name] or not _keeps_shape(gm, node, value):
         return None
-    constants = {entry: _channel_constant(gm, node, entry, channels) for entry in given if entry is not value}
-    if any(constant is None for constant in constants.values()):
+    operands = {entry: _channel_constant(gm, node, entry, channels) for entry in given if entry is not value}
+    if any(operand is None for operand in operands.values()):
         return None
     rank = value_of(gm, node).dim()
 
     def result(x: float) -> Tensor:
-        known = {**constants, value: torch.full([1] * rank, x, dtype=torch.float64)}
+        known = {**operands, value: torch.full([1] * rank, x, dtype=torch.float64)}
         args = map_arg(node.args, known.__getitem__)
         found: Tensor = node.target(*args, **node.kwargs)  # type: ignore[operator]
         return found.flatten()
@@ -123,12 +116,12 @@ def affine_step(gm: GraphModule, node: Node, channels: int) -> Step | None:
         return None
     size = value_of(gm, node).shape[channels]
     varies = any(
-        c is not None and c.dim() and c.dim() + channels >= rank and c.numel() == size for c in constants.values()
+        c is not None and c.dim() and c.dim() + channels >= rank and c.numel() == size for c in operands.values()
     )
     return Step(node, value, node, factor, offset, varies)
 
 
-def _norm(gm: GraphModule, node: Node) -> Step | None:
+def _norm(gm: GraphModule, node: Node, constants: Collection[Node]) -> Step | None:
     """Return a norm with constant statistics as an affine map."""
     result, training = node, False
     if target_name(node) == _NATIVE_NORM:
@@ -138,9 +131,9 @@ def _norm(gm: GraphModule, node: Node) -> Step | None:
     else:
         epsilon, training = argument(node, 7), argument(node, 5)
     given = [argument(node, position) for position in (1, 2, 3, 4)]
-    if training or given[2] is None or not all(entry is None or is_constant(entry) for entry in given):
+    if training or given[2] is None or not all(entry is None or is_constant(entry, constants) for entry in given):
         return None
-    weight, bias, mean, variance = (None if entry is None else constant_value(gm, entry) for entry in given)
+    weight, bias, mean, variance = (None if entry is None else constant_value(gm, entry, wide=True) for entry in given)
     assert mean is not None
     assert variance is not None
     _require_usable(node, dict(zip(given, (weight, bias, mean, variance), strict=True)), given[3], epsilon)
@@ -178,7 +171,7 @@ def _wide(x: Tensor) -> Tensor:
 
 def _channel_constant(gm: GraphModule, node: Node, source: Node, channels: int) -> Tensor | None:
     """Return a constant operand, with size 1 along all other dimensions; `None` if it varies there."""
-    constant = constant_value(gm, _before_expansions(source))
+    constant = constant_value(gm, _before_expansions(source), wide=True)
     rank = value_of(gm, node).dim()
     if constant.dim() > rank or constant.is_complex() or constant.dtype == torch.bool or not constant.numel():
         return None
@@ -224,48 +217,6 @@ def carried_dim(gm: GraphModule, node: Node, dim: int) -> int | None:
     return next(fitting, None)
 
 
-def is_constant(node: Any) -> bool:
-    """Tell whether a node is a parameter, or computed from parameters and numbers alone."""
-    pending, seen = [node], {node}
-    while pending:
-        entry = pending.pop()
-        if is_parameter(entry):
-            continue
-        if not isinstance(entry, Node) or not (is_getitem(entry) or _is_deterministic(entry)):
-            return False
-        fresh = [n for n in entry.all_input_nodes if n not in seen]
-        seen.update(fresh)
-        pending += fresh
-    return True
-
-
-def _is_deterministic(node: Node) -> bool:
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded not in target.tags
-
-
-def constant_value(gm: GraphModule, node: Node) -> Tensor:
-    """Return the value of a node that `is_constant`; half precision is computed in float32."""
-    values: dict[Node, Tensor] = {}
-
-    def value(n: Node) -> Tensor:
-        if n not in values:
-            values[n] = _computed(gm, n, value)
-        return values[n]
-
-    with torch.no_grad():
-        return value(node)
-
-
-def _computed(gm: GraphModule, node: Node, value: Callable[[Node], Tensor]) -> Tensor:
-    if is_parameter(node):
-        stored = parameter(gm, node).detach()
-        return stored.float() if stored.is_floating_point() and stored.element_size() == 2 else stored
-    args, kwargs = map_arg((node.args, node.kwargs), value)
-    found: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
-    return found
-
-
 def _before_expansions(node: Node) -> Node:
     """Return what is expanded; operands broadcast to the same values without it."""
     while target_name(node) in _EXPANSIONS:
@@ -273,4 +224,4 @@ def _before_expansions(node: Node) -> Node:
     return node
 
 
-__all__ = ["Step", "affine_step", "carried_dim", "constant_value", "is_constant"]
+__all__ = ["Step", "affine_step", "carried_dim"]

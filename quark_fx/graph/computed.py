@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
-from quark_fx.graph.nodes import is_parameter
+from quark_fx.graph.nodes import is_parameter, parameter
 from quark_fx.graph.operators import argument, permutation, row_by_target, unsupported_positions
 
 
@@ -17,7 +20,7 @@ def computed_constants(graph: Graph) -> frozenset[Node]:
     for node in graph.nodes:
         if node.op != "call_function" or not _is_deterministic(node):
             continue
-        if all(n.op == "get_attr" or n in constants for n in node.all_input_nodes):
+        if all(is_constant(n, constants) for n in node.all_input_nodes):
             constants.add(node)
     return frozenset(constants)
 
@@ -27,6 +30,57 @@ def _is_deterministic(node: Node) -> bool:
         return True
     schema = node.target._schema
     return not (schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags)
+
+
+def is_constant(node: Node, constants: Collection[Node]) -> bool:
+    """Tell whether a node is a parameter, or one of the `computed_constants` of its graph."""
+    return node.op == "get_attr" or node in constants
+
+
+def calls_of(value: Node) -> list[Node]:
+    """Return the calls that compute a constant, in an order in which they can run; none for a parameter."""
+    calls: dict[Node, None] = {}
+    pending = [value]
+    while pending:
+        node = pending[-1]
+        fresh = [n for n in reversed(node.all_input_nodes) if n not in calls and n.op != "get_attr"]
+        pending += fresh
+        if not fresh:
+            pending.pop()
+            if node.op != "get_attr":
+                calls[node] = None
+    return list(calls)
+
+
+def constant_value(gm: GraphModule, value: Node, *, wide: bool = False) -> Tensor:
+    """Compute a constant; the result may share memory with a parameter.
+
+    Args:
+        gm: Graph.
+        value: Parameter, or one of the `computed_constants`.
+        wide: Whether parameters in half precision are read as float32.
+    """
+    calls = calls_of(value)
+    values: dict[Node, Any] = {}
+    readers = {n: sum(n in call.all_input_nodes for call in calls) for n in calls}
+
+    def known(n: Node) -> Any:
+        if n in values:
+            return values[n]
+        stored = parameter(gm, n).detach()
+        return stored.float() if wide and stored.is_floating_point() and stored.element_size() == 2 else stored
+
+    with torch.no_grad():
+        for call in calls:
+            args, kwargs = map_arg((call.args, call.kwargs), known)
+            values[call] = call.target(*args, **kwargs)  # type: ignore[operator]
+            for n in call.all_input_nodes:
+                if n in values:
+                    readers[n] -= 1
+                    if not readers[n]:
+                        del values[n]
+        found: Tensor = known(value)
+    return found
 
 
 def weight_arguments(node: Node) -> tuple[Node, ...]:
@@ -72,4 +126,7 @@ def parameters_of(value: Node, through: Collection[Node]) -> list[Node]:
     return list(parameters)
 
 
-__all__ = ["before_transpositions", "bias_arguments", "computed_constants", "parameters_of", "weight_arguments"]
+__all__ = [
+    *("before_transpositions", "bias_arguments", "calls_of", "computed_constants", "constant_value", "is_constant"),
+    *("parameters_of", "weight_arguments"),
+]

@@ -40,7 +40,8 @@ class Correspondence:
         slices: by the path of a module that a pass rewrote, what computes its call now.
         attentions: by the path of a module, how the keys and values of its attention are rounded.
         borrowed: names of parameters that operators outside of their module read.
-        computed: By the path of a module in `slices` whose weights are computed, the parameters they are computed from.
+        computed: By the path of a module in `slices` whose parameters cannot hold what it computes with, the parameters
+            that its weights are computed from; none if its code computes what is folded into its weights.
         parts: Names of parameters that are several constants in the graph.
         maps: affine maps that are folded into the one operator of a module, and that the model's code applies again:
             the path of the module, the operator, and the map, in the order of folding.
@@ -99,8 +100,8 @@ def correspond(
     wholes, computed = _folded_codes(model, view)
     _place_rewrites(model, view, gm, found)
     _place_computed(view, computed, found)
+    _place_maps(model, view, found)
     _place_constants(model, view, kept, found, wholes)
-    _place_maps(view, found)
     inside = {node: path for path, (call, _) in found.slices.items() for node in call.nodes}
     within = {edge for edge in view.rounded if edge[0] in inside and inside[edge[0]] == inside.get(edge[1])}
     found.attentions, attended = place_attentions(view.graph, view.rounded)
@@ -188,15 +189,7 @@ def _place_computed(view: FloatView, computed: list[Node], found: Correspondence
         for reader in node.users:
             if any(reader in call.nodes for call, _ in found.slices.values()):
                 continue
-            for call in calls_around(view.graph, reader):
-                piece = slice_of(view.originals[call.result], call.path)
-                if piece is not None and view.value_of(piece.entry) is call.entry:
-                    inner = [path for path, (other, _) in found.slices.items() if other.nodes <= call.nodes]
-                    for path in inner:
-                        del found.slices[path]
-                    found.slices[call.path] = call, piece
-                    break
-            else:
+            if not _compute_around(view, reader, found):
                 raise QuarkError(
                     f"{describe(reader)} reads a weight that is computed from "
                     f"{', '.join(node.meta['folded'].tensors)}, in a module with several inputs, results, or calls; "
@@ -209,13 +202,27 @@ def _place_computed(view: FloatView, computed: list[Node], found: Correspondence
             found.computed[path] = tuple(dict.fromkeys(names))
 
 
+def _compute_around(view: FloatView, node: Node, found: Correspondence, outermost: int | None = None) -> bool:
+    """Let a module around a node compute its piece of the quantized graph; tell whether there is one."""
+    for call in calls_around(view.graph, node, outermost):
+        piece = slice_of(view.originals[call.result], call.path)
+        if piece is not None and view.value_of(piece.entry) is call.entry:
+            inner = [path for path, (other, _) in found.slices.items() if other.nodes <= call.nodes]
+            for path in inner:
+                del found.slices[path]
+                found.computed.pop(path, None)
+            found.slices[call.path], found.computed[call.path] = (call, piece), ()
+            return True
+    return False
+
+
 def _not_computed(view: FloatView, rewrite: Rewrite, calls: int) -> QuarkError:
     """Return the error for operators that no module computes."""
     own = [n for n in view.graph.nodes if module_path(n) == rewrite.path and n.op == "call_function"]
     made = next((n for n in own if n.meta.get("made_by") == rewrite.made_by), None)
-    there = f"what module {rewrite.path or 'the model'} computes" if made is None else describe(made)
+    there = f"what {_called(rewrite.path)} computes" if made is None else describe(made)
     if calls > 1:
-        remedy = f"give each of the {calls} calls of module {rewrite.path} a module of its own"
+        remedy = f"give each of the {calls} calls of {_called(rewrite.path)} a module of its own"
     else:
         remedy = (
             "let a module that computes nothing else, from one input, call what it rewrites (as `nn.SiLU` does for "
@@ -225,6 +232,10 @@ def _not_computed(view: FloatView, rewrite: Rewrite, calls: int) -> QuarkError:
         f"{rewrite.operator or 'something'} became {there} in the quantized graph (pass {rewrite.made_by}), which no "
         f"module of the model computes; call the quantized model itself, or {remedy}"
     )
+
+
+def _called(path: str) -> str:
+    return f"module {path}" if path else "the model"
 
 
 def _place_constants(
@@ -254,6 +265,11 @@ def _place_constants(
             elif "digest" in node.meta:
                 _require_unchanged(node, constant)
             elif _is_bias(reader, node):
+                if not _takes_bias(model, reader):
+                    raise QuarkError(
+                        f"{describe(reader)} has a bias in the quantized graph, and {_called(module_path(reader))} "
+                        "takes none; call the quantized model itself"
+                    )
                 readers.setdefault(f"{module_path(reader)}.bias".lstrip("."), {})[reader] = constant
             elif name is not None:
                 raise QuarkError(f"the model has no parameter {name}; pass one of the architecture that was quantized")
@@ -264,12 +280,6 @@ def _place_constants(
                 )
     for name, given in readers.items():
         if name not in tensors:
-            owner, _, leaf = name.rpartition(".")
-            if getattr(model.get_submodule(owner), leaf, 0) is not None:
-                raise QuarkError(
-                    f"{describe(next(iter(given)))} has a bias in the quantized graph, and module {owner} takes none; "
-                    "call the quantized model itself"
-                )
             tensors[name] = None
         aliases = [n for n, t in tensors.items() if n == name or (t is tensors[name] is not None)]
         if {module_path(reader) for reader in given} - {alias.rpartition(".")[0] for alias in aliases}:
@@ -305,32 +315,63 @@ def _place_constants(
             _require_same(model, name, tensor)
 
 
-def _place_maps(view: FloatView, found: Correspondence) -> None:
-    """Find the modules that undo the maps which are folded into their operators."""
+def _place_maps(model: nn.Module, view: FloatView, found: Correspondence) -> None:
+    """Find the modules that undo the maps which are folded into their operators, or compute a piece of the graph.
+
+    Raises:
+        QuarkError: If a map has no such module.
+    """
     calls: dict[str, set[str]] = {}
     regions: dict[str, list[Node]] = {}
     for node in view.graph.nodes:
         for key, path in module_calls(node).items():
             calls.setdefault(path, set()).add(key)
             regions.setdefault(key, []).append(node)
-    for node in view.graph.nodes:
-        linear = Linear.of(node)
-        if linear is None:
-            continue  # what conversion adds has the notes of what it rounds
-        for absorbed in node.meta.get(MAPS, ()):
-            key, path = next(reversed(module_calls(node).items()), ("", ""))
-            region = regions.get(key, [])
-            read = {n for member in region for n in member.all_input_nodes if n not in region and is_activation(n)}
-            results = [n for n in region if any(key not in module_calls(user) for user in n.users)]
-            alone = len(calls.get(path, ())) == 1
-            if not alone or (read != {linear.activation} if absorbed.before else results != [node]):
+
+    def is_undone(linear: Linear, absorbed: AbsorbedMap) -> bool:
+        key, path = next(reversed(module_calls(linear.node).items()))
+        region = regions[key]
+        read = {n for member in region for n in member.all_input_nodes if n not in region and is_activation(n)}
+        results = [n for n in region if any(key not in module_calls(user) for user in n.users)]
+        apart = read == {linear.activation} if absorbed.before else results == [linear.node]
+        return apart and bool(absorbed.factor) and len(calls[path]) == 1
+
+    linears = [linear for node in view.graph.nodes if (linear := Linear.of(node)) is not None]
+    pending = True
+    while pending:
+        found.maps, pending = [], False
+        for linear in linears:  # what conversion adds has the notes of what it rounds
+            paths = list(module_calls(linear.node).values())
+            around = next((path for path, (call, _) in found.slices.items() if linear.node in call.nodes), None)
+            depth = len(paths) if around is None else paths.index(around)
+            outside = [absorbed for absorbed in linear.node.meta.get(MAPS, ()) if absorbed.calls <= depth]
+            kept = [x for x in outside if depth < len(paths) - 1 or not is_undone(linear, x)]
+            found.maps += [(paths[-1], linear, absorbed) for absorbed in outside if absorbed not in kept]
+            limits = [absorbed.calls for absorbed in kept]
+            if around is None and _is_fresh_bias(linear) and not _takes_bias(model, linear.node):
+                limits.append(depth)
+            if not limits:
+                continue
+            pending = _compute_around(view, linear.node, found, min(limits))
+            if kept and not pending:
                 raise QuarkError(
-                    f"{describe(node)} computes what code of the model multiplies or adds next to it as well, since "
-                    f"fold_batch_norm, and module {path or 'the model'} computes more than this operator or is called "
-                    "more than once; call the quantized model itself, move it to a module (such as nn.Conv2d), "
-                    "or quantize without fold_batch_norm"
+                    f"{describe(linear.node)} computes what code of the model multiplies or adds next to it as well, "
+                    "since fold_batch_norm, and no module around both has one input, one result, and one call; call "
+                    "the quantized model itself, move the operator to a module (such as nn.Conv2d), or quantize "
+                    "without fold_batch_norm"
                 )
-            found.maps.append((path, linear, absorbed))
+            if pending:
+                break
+
+
+def _is_fresh_bias(linear: Linear) -> bool:
+    bias = linear.bias
+    return bias is not None and bias.op == "get_attr" and not {"parameter", "folded", "digest"} & bias.meta.keys()
+
+
+def _takes_bias(model: nn.Module, reader: Node) -> bool:
+    """Tell whether the module that an operator is in can be given a bias."""
+    return getattr(model.get_submodule(module_path(reader)), "bias", 0) is None
 
 
 def _require_same(model: nn.Module, name: str, tensor: Tensor) -> None:

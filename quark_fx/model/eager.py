@@ -289,7 +289,11 @@ def eager(
         QuarkError: if no module computes what the graph does; the message names the operator.
     """
     source, found = placed(qmodel, model)
-    if trained and (names := {*found.parts, *(n for sources in found.computed.values() for n in sources)}):
+    if trained and (found.parts or found.computed):
+        names = {
+            *found.parts,
+            *(n for path, sources in found.computed.items() for n in sources or [path or "the model"]),
+        }
         raise QuarkError(
             f"the graph trains weights that are parts of {', '.join(sorted(names))} or computed from them, which no "
             "parameter of the model can hold while it is trained; convert() first, or train what prepare_qat returned"
@@ -532,8 +536,9 @@ def _require_tensor(module: nn.Module, call: ModuleCall) -> None:
         logger.debug("module %s does not run on its input alone: %s", call.path, error)
         result = None
     if not isinstance(result, Tensor):
+        name = f"module {call.path}" if call.path else "the model"
         raise QuarkError(
-            f"module {call.path}, which a pass rewrote, does not map one tensor to one tensor; call the quantized "
+            f"{name}, which a pass rewrote, does not map one tensor to one tensor; call the quantized "
             f"model itself, or let a module that does compute {describe(call.result)}"
         )
 

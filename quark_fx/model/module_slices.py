@@ -70,14 +70,19 @@ def calls_without_parameters(graph: Graph) -> dict[Node, ModuleCall]:
     return {call.result: call for call in calls if call is not None and _innermost(call)}
 
 
-def calls_around(graph: Graph, node: Node) -> Iterator[ModuleCall]:
+def calls_around(graph: Graph, node: Node, outermost: int | None = None) -> Iterator[ModuleCall]:
     """Yield the calls of modules with one tensor as input and one result that `node` is part of, innermost first.
 
     They may read parameters. A module that is called several times is left out.
+
+    Args:
+        graph: Float graph.
+        node: Any node.
+        outermost: Number of calls to consider, starting with the model's own.
     """
     calls = _nodes_by_call(graph)
     paths = Counter(module_calls(nodes[0])[key] for key, nodes in calls.items())
-    for key, path in reversed(module_calls(node).items()):
+    for key, path in reversed([*module_calls(node).items()][:outermost]):
         call = _call_of(key, calls[key], parameters=True)
         if call is not None and paths[path] == 1:
             yield replace(call, path=path)

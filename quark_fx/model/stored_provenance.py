@@ -62,7 +62,7 @@ def notes_to_data(node: Node, stacks: Stacks) -> dict[str, Any]:
     if node.meta.get("factor"):
         data["factor"] = True
     if maps := node.meta.get(MAPS):
-        data["maps"] = [[entry.before, list(entry.factor), list(entry.offset)] for entry in maps]
+        data["maps"] = [[entry.before, list(entry.factor), list(entry.offset), entry.calls] for entry in maps]
     if beside := node.meta.get(BRANCH):
         data["branch"] = beside
     return data
@@ -208,12 +208,13 @@ def _view(data: Any) -> tuple[tuple[int, ...], tuple[int, ...], int]:
 
 
 def _absorbed_map(data: list[Any]) -> AbsorbedMap:
-    before, factor, offset = data
+    before, factor, offset, calls = data
     factor, offset = listed(factor), listed(offset)
     numbers = all(type(number) is float and math.isfinite(number) for number in (*factor, *offset))
-    if type(before) is not bool or not numbers or len(factor) != len(offset) or 0.0 in factor:
+    counted = type(calls) is int and 0 <= calls <= _DEEPEST
+    if type(before) is not bool or not numbers or not counted or len(factor) != len(offset) or 0.0 in factor:
         raise QuarkError(f"the stored graph has an operator with the affine map {brief(data)}, which cannot be undone")
-    return AbsorbedMap(before, tuple(factor), tuple(offset))
+    return AbsorbedMap(before, tuple(factor), tuple(offset), calls)
 
 
 def _step(step: Any) -> float | torch.dtype:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from quark_fx.graph.absorbed import AbsorbedMaps
-from quark_fx.graph.affine import Step, affine_step, carried_dim, is_constant
+from quark_fx.graph.affine import Step, affine_step, carried_dim
+from quark_fx.graph.computed import computed_constants, is_constant
 from quark_fx.graph.linear import Linear
 from quark_fx.graph.nodes import (
     CAST,
@@ -56,7 +58,7 @@ def fold_batch_norm(gm: GraphModule) -> int:
     linears = [
         linear for node in gm.graph.nodes if (linear := Linear.of(node)) is not None and _is_foldable(gm, linear)
     ]
-    notes = AbsorbedMaps(gm)
+    notes = AbsorbedMaps(gm, computed_constants(gm.graph))
     folded = sum(_fold_into_producer(gm, linear, notes) for linear in linears)
     folded += sum(_fold_into_consumer(gm, linear, notes) for linear in linears)
     if folded:
@@ -107,7 +109,7 @@ def _fold_into_producer(gm: GraphModule, linear: Linear, notes: AbsorbedMaps) ->
         if (moved := carried_dim(gm, user, channels)) is not None:
             value, channels = user, moved
             continue
-        step = affine_step(gm, user, channels)
+        step = affine_step(gm, user, channels, notes.constants)
         if step is None or (linear.bias_at is None and bool(step.offset.any())):
             break
         chain.append(step)
@@ -137,12 +139,13 @@ def _fold_into_consumer(gm: GraphModule, linear: Linear, notes: AbsorbedMaps) ->
         if moved is not None:
             value, channels = source, moved
             continue
-        step = affine_step(gm, value.args[0] if target_name(value) == "python.getitem" else value, channels)  # type: ignore[arg-type]
+        call: Any = value.args[0] if target_name(value) == "python.getitem" else value
+        step = affine_step(gm, call, channels, notes.constants)
         if step is None or step.result is not value or (keeps_zero and bool(step.offset.any())):
             break
         chain.prepend(step)
         value = step.value
-    if not chain.steps or not (chain.per_channel or linear.kernel) or _is_normalized(gm, value):
+    if not chain.steps or not (chain.per_channel or linear.kernel) or _is_normalized(gm, value, notes.constants):
         return 0
     added = linear.response(parameter(gm, linear.stored.node), chain.offset) if bool(chain.offset.any()) else None
     if added is None and bool(chain.offset.any()):
@@ -166,11 +169,11 @@ def _is_foldable(gm: GraphModule, linear: Linear) -> bool:
     )
 
 
-def _is_normalized(gm: GraphModule, value: Node) -> bool:
+def _is_normalized(gm: GraphModule, value: Node, constants: Collection[Node]) -> bool:
     """Tell whether a value is a product or quotient of activations, such as a normalized one."""
     while target_name(value) == CAST:
         value = value.args[0]  # type: ignore[assignment]
-    factors = [n for n in value.all_input_nodes if is_floating(gm, n) and not is_constant(n)]
+    factors = [n for n in value.all_input_nodes if is_floating(gm, n) and not is_constant(n, constants)]
     return target_name(value) in ("aten.mul.Tensor", "aten.div.Tensor") and len(factors) == 2
 
 

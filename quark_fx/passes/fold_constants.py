@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
 from quark_fx.graph.computed import (
     before_transpositions,
     bias_arguments,
+    calls_of,
     computed_constants,
+    constant_value,
     parameters_of,
     weight_arguments,
 )
@@ -23,7 +22,6 @@ from quark_fx.graph.nodes import (
     erase_dead,
     get_attr,
     is_floating,
-    is_parameter,
     parameter,
     target_name,
     value_of,
@@ -47,21 +45,17 @@ def fold_constants(gm: GraphModule) -> int:
     bytes of its parameters, and more than 64 MiB, stays computed; the report names the operators that read it.
     """
     constants = computed_constants(gm.graph)
-    order = {node: i for i, node in enumerate(gm.graph.nodes)}
     count = 0
     for node in _targets(gm, constants):
         sources = parameters_of(node, constants)
         if not sources or not is_floating(gm, node) or not _fits(gm, node, sources):
             continue
-        calls = sorted(_calls_for(node, constants), key=order.__getitem__)
-        with torch.no_grad():
-            value = _evaluate(gm, calls)
+        value = _own_value(gm, node, sources)
         main = max(sources, key=lambda n: parameter(gm, n).numel())
         name = _name(main)
         with gm.graph.inserting_before(node):
             constant = get_attr(gm, name, value)
-        note_folded(gm, constant, calls, main, name)
-        order[constant] = order[node]
+        note_folded(gm, constant, calls_of(node), main, name)
         if buffer_names(gm).issuperset(str(n.target) for n in sources):
             gm.meta["buffers"] = buffer_names(gm) | {str(constant.target)}
         node.replace_all_uses_with(constant)
@@ -101,7 +95,7 @@ def _computed(values: Collection[Node], constants: Collection[Node]) -> Iterator
             fresh = [n for n in node.all_input_nodes if n in constants and n not in seen]
             seen.update(fresh)
             pending += fresh
-        elif not _is_lookup(node) and _has_parameters_alone(node, constants):
+        elif not _is_lookup(node) and _has_parameters_alone(node):
             yield node
 
 
@@ -116,19 +110,9 @@ def _holds_floats(node: Node) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _calls_for(node: Node, constants: Collection[Node]) -> set[Node]:
-    """Return a constant's call and those that it depends on."""
-    calls, pending = {node}, [node]
-    while pending:
-        fresh = [n for n in pending.pop().all_input_nodes if n in constants and n not in calls]
-        calls.update(fresh)
-        pending += fresh
-    return calls
-
-
-def _has_parameters_alone(node: Node, constants: Collection[Node]) -> bool:
+def _has_parameters_alone(node: Node) -> bool:
     """Tell whether a constant depends on no values made from sizes, such as a mask or a range of positions."""
-    return all(call.all_input_nodes for call in _calls_for(node, constants))
+    return all(call.all_input_nodes for call in calls_of(node))
 
 
 def _fits(gm: GraphModule, node: Node, sources: Collection[Node]) -> bool:
@@ -137,23 +121,11 @@ def _fits(gm: GraphModule, node: Node, sources: Collection[Node]) -> bool:
     return bool(size <= max(LARGEST, 2 * sum(parameter(gm, n).nbytes for n in sources)))
 
 
-def _evaluate(gm: GraphModule, calls: list[Node]) -> Tensor:
-    """Return the value of the last of some calls, in memory that it shares with no parameter."""
-    values: dict[Node, Any] = {}
-    readers = {n: sum(n in call.all_input_nodes for call in calls) for n in calls}
-    for call in calls:
-        args, kwargs = map_arg(
-            (call.args, call.kwargs), lambda n: values[n] if n in values else parameter(gm, n).detach()
-        )
-        values[call] = call.target(*args, **kwargs)  # type: ignore[operator]
-        for n in call.all_input_nodes:
-            if n in values:
-                readers[n] -= 1
-                if not readers[n]:
-                    del values[n]
-    value: Tensor = values[calls[-1]].contiguous()
-    stored = (parameter(gm, n) for call in calls for n in call.all_input_nodes if is_parameter(n))
-    memory = {tensor.untyped_storage().data_ptr() for tensor in stored if not tensor.is_meta}
+def _own_value(gm: GraphModule, node: Node, sources: Collection[Node]) -> Tensor:
+    """Return the value of a constant, in memory that it shares with no parameter."""
+    value = constant_value(gm, node).contiguous()
+    tensors = [parameter(gm, n) for n in sources]
+    memory = {tensor.untyped_storage().data_ptr() for tensor in tensors if not tensor.is_meta}
     return value.clone() if value.untyped_storage().data_ptr() in memory else value
 
 

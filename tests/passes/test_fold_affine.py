@@ -206,16 +206,67 @@ def test_modules_and_stored_models_compute_what_a_folded_graph_does(name: str, t
             qfx.load(tmp_path).eager(other)
 
 
-def test_a_map_that_no_module_can_undo_is_named() -> None:
-    def function(m: Any, x: Tensor) -> Tensor:
-        out: Tensor = torch.nn.functional.conv2d(x, m.b.weight, m.b.bias) * 3
-        return out
+class Functional(nn.Module):
+    """Operators outside of modules, with parameters of their own."""
 
-    data = [rand(2, 4, 6, 6)]
-    qmodel = quantize(Net(function).eval(), INT8_WEIGHT_ONLY, data)
-    with pytest.raises(qfx.QuarkError, match="quantize without fold_batch_norm"):
-        qmodel.eager()
-    quantize(Net(function).eval(), INT8_WEIGHT_ONLY.replace(passes=()), data).eager()
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function, self.head = function, nn.Linear(4, 4)
+        for name, size in {"w": (4, 4), "k": (4, 4, 1), "t": (4,), "u": (4,), "bias": (4,)}.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(size)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+F = torch.nn.functional
+FUNCTIONAL: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "sum before": lambda m, x: F.linear(x + m.t, m.w),
+    "sum with what is called bias": lambda m, x: F.linear(x + m.bias, m.w),
+    "constant sum": lambda m, x: F.linear(x.relu() + (m.t + m.u), m.w),
+    "map before and factor after": lambda m, x: m.head(F.relu(F.linear((x + m.t) * m.t.exp(), m.w, m.u) * 2)),
+    "factors of zero": lambda m, x: m.head(F.relu(F.linear(x, m.w) * (m.t * 0))),
+    "shared weight and table": lambda m, x: F.linear(F.relu(F.linear(x + m.t, m.w)) + m.t, m.w),
+    "module and operator": lambda m, x: F.linear(m.head(x * (m.t + m.u)) * m.t - m.u, m.w),
+    "convolution": lambda m, x: F.conv1d(x.mT / m.t[:, None], m.k) * 3,
+}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_module_around_computes_the_maps_that_no_module_can_undo(nested: bool, tmp_path: Path) -> None:
+    data = [rand(2, 3, 4, seed=i) for i in range(2)]
+
+    def make(function: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+        return nn.Sequential(Functional(function), nn.ReLU()).eval() if nested else Functional(function).eval()
+
+    for name, function in FUNCTIONAL.items():
+        qmodel = quantize(make(function), "int8_static", data)
+        expected = qmodel(data[0])
+        torch.testing.assert_close(qmodel.eager()(data[0]), expected, msg=name)
+        qmodel.save(tmp_path / name)
+        other = make(function)
+        with torch.no_grad():
+            for tensor in other.parameters():
+                tensor.add_(1)
+        torch.testing.assert_close(qfx.load(tmp_path / name).eager(other)(data[0]), expected, msg=name)
+
+
+def test_a_map_that_no_module_can_compute_is_named() -> None:
+    class Two(Functional):
+        def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+            assert y is not None
+            return self.function(self, x) + y
+
+    data = [(rand(2, 3, 4), rand(2, 3, 4, seed=1))]
+    for name, reason in {
+        "map before and factor after": "quantize without fold_batch_norm",
+        "sum before": "takes none",
+    }.items():
+        qmodel = quantize(Two(FUNCTIONAL[name]).eval(), INT8_WEIGHT_ONLY, data)
+        with pytest.raises(qfx.QuarkError, match=reason):
+            qmodel.eager()
+        quantize(Two(FUNCTIONAL[name]).eval(), INT8_WEIGHT_ONLY.replace(passes=()), data).eager()
 
 
 def test_training_goes_on_from_a_folded_graph() -> None:

@@ -283,10 +283,13 @@ def _layers(model: nn.Module, found: Correspondence, *, head: str, unrotated: Un
         errors.append(f"{p or 'the model'}: its result is {what}")
     errors += [f"{p}: a pass rewrote what it computes" for p in found.slices.keys() - found.computed.keys()]
     for p, sources in found.computed.items():
-        errors.append(
-            f"{p or 'the model'}: its weight is computed from {', '.join(sources)}; before quantizing, store it as the "
-            "module's weight: torch.nn.utils.parametrize.remove_parametrizations, or merge the adapter"
-        )
+        why = "its code multiplies or adds what fold_batch_norm folded into its weights; quantize without that pass"
+        if sources:
+            why = (
+                f"its weight is computed from {', '.join(sources)}; before quantizing, store it as the module's "
+                "weight: torch.nn.utils.parametrize.remove_parametrizations, or merge the adapter"
+            )
+        errors.append(f"{p or 'the model'}: {why}")
     errors += [f"{p}: it is folded into its neighbor" for p in found.identities]
     errors += [
         f"{p}: fold_batch_norm gave it a factor or offset that the model's code applies; quantize without that pass"
