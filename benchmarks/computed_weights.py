@@ -233,8 +233,8 @@ def _checked(form: str, model: nn.Module, qmodel: qfx.QuantizedModel, x: Tensor,
                 found = type(model).from_pretrained(folder / "hf", dtype=torch.float32).eval()(x)  # type: ignore[attr-defined]
     except qfx.QuarkError as error:
         return f"refused: {error}"
-    error = float((found - expected).abs().max())
-    assert error <= 1e-4 * float(expected.abs().max()) + 1e-6, f"{form} is wrong by {error}"
+    distance = float((found - expected).abs().max())
+    assert distance <= 1e-4 * float(expected.abs().max()) + 1e-6, f"{form} is wrong by {distance}"
     return "codes"
 
 
@@ -242,7 +242,7 @@ def _as_transformers(way: str, name: str) -> nn.Module:
     """Return a model of transformers that calls the model of a case."""
     import transformers
 
-    class Wraps(transformers.PreTrainedModel):
+    class Wraps(transformers.PreTrainedModel):  # type: ignore[misc]
         config_class = transformers.PretrainedConfig
         main_input_name = "x"
 
@@ -258,7 +258,8 @@ def _as_transformers(way: str, name: str) -> nn.Module:
             y: Tensor = self.inner(x)
             return y
 
-    return Wraps(transformers.PretrainedConfig()).eval()
+    wrapped: nn.Module = Wraps(transformers.PretrainedConfig()).eval()
+    return wrapped
 
 
 def _cell(found: dict[str, str]) -> str:

@@ -413,8 +413,7 @@ class _Normalized(nn.Module):
 FREE_POINTS = qfx.QuantConfig(
     weight=qfx.TensorSpec(format=UINT4, granularity=qfx.Granularity.CHANNEL, symmetry=qfx.Symmetry.ASYMMETRIC),
     input=qfx.TensorSpec(format=qfx.formats.UINT8, symmetry=qfx.Symmetry.ASYMMETRIC),
-    target="torch",
-)
+).replace(target="torch")
 
 
 @pytest.mark.parametrize("scales", [False, True])
@@ -437,7 +436,8 @@ def test_an_average_a_loaded_state_and_a_copy_are_converted_with_their_own_state
     with torch.no_grad():
         for buffer in written.buffers():
             buffer += 1 if buffer.dim() == 0 else 0.25 * buffer.abs()
-    for other_model in (average.module, loaded, written):
+    averaged: Any = average.module
+    for other_model in (averaged, loaded, written):
         result = other_model.convert()
         assert torch.equal(result(x), other_model(x))
         assert torch.equal(other_model.eager()(x), other_model(x))

@@ -91,7 +91,7 @@ def values(name: str, shape: tuple[int, ...], scale: Tensor) -> Tensor:
     """Random values in steps of the scale, with exact ties and values far beyond every code."""
     generator = torch.Generator().manual_seed(len(name) + len(shape))
     fmt = parse_format(name)
-    reach = float(fmt.qmax if isinstance(fmt, IntFormat) else fmt.max)
+    reach = float(fmt.limits[1])
     x = torch.randn(shape, generator=generator) * reach
     flat = x.flatten()
     flat[:6] = torch.tensor([0.5, 1.5, -0.5, -2.5, 4 * reach, -4 * reach])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -53,21 +54,20 @@ def _exporter() -> Callable[[ExportedProgram, list[str], list[str], int], Any] |
     operators. Together they take longer than the translation of a ResNet.
     """
     try:
-        from torch.fx.experimental import _config
-        from torch.onnx._internal._lazy_import import onnxscript_apis
-        from torch.onnx._internal.exporter import _core, _errors, _fx_passes, _ir_passes
-
-        promote, clean = _fx_passes.insert_type_promotion_nodes, _fx_passes.remove_assertion_nodes
-        to_model = _core._exported_program_to_onnx_program
-        convert = onnxscript_apis.convert_version
-        rename_inputs, rename_outputs = _ir_passes.rename_inputs, _ir_passes.rename_outputs
-        failure = _errors.ConversionError
+        internal = "torch.onnx._internal"
+        names = ("_core", "_errors", "_fx_passes", "_ir_passes")
+        core, errors, passes, names_of = (import_module(f"{internal}.exporter.{name}") for name in names)
+        sizes: Any = import_module("torch.fx.experimental._config")
+        promote, clean = passes.insert_type_promotion_nodes, passes.remove_assertion_nodes
+        to_model, failure = core._exported_program_to_onnx_program, errors.ConversionError
+        convert = import_module(f"{internal}._lazy_import").onnxscript_apis.convert_version
+        rename_inputs, rename_outputs = names_of.rename_inputs, names_of.rename_outputs
     except (ImportError, AttributeError):
         return None
 
     def export(program: ExportedProgram, input_names: list[str], output_names: list[str], opset: int) -> Any:
         try:
-            with _config.patch(backed_size_oblivious=True):  # as torch does: sizes of 0 and 1 are not special
+            with sizes.patch(backed_size_oblivious=True):  # as torch does: sizes of 0 and 1 are not special
                 promote(program.graph_module)
                 clean(program.graph_module)
             model = to_model(program, registry=_registry(opset, tuple(translation_table().items()))).model
